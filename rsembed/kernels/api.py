@@ -1,4 +1,6 @@
-"""Kernels as other rooms call them. Each call runs the first implementation that can serve it.
+"""Kernel functions for the rest of the library.
+
+Each runs the first implementation that can serve it.
 
 An implementation is a module with functions that have the names in `MEANINGS`. If it lacks a
 function, the one in `MEANINGS` runs instead. `unavailable_because()` of the module says why it
@@ -66,7 +68,7 @@ _default: ContextVar[str | None] = ContextVar("default implementation", default=
 def by_default(implementation: str | None) -> Iterator[None]:
     """Context in which `implementation` serves calls that name no implementation.
 
-    None leaves the choice to `dispatch`.
+    None: `dispatch` chooses.
     """
     token = _default.set(implementation)
     try:
@@ -130,7 +132,7 @@ def _choices(
 
 
 def check_implementation(implementation: str | None) -> None:
-    """Checks that the named implementation can run here. None is always accepted.
+    """Checks that the named implementation can run here. None always passes.
 
     Raises: ValueError: the name is unknown. NotImplementedError: it cannot run here, and why.
     """
@@ -154,7 +156,7 @@ def dispatch(
     Args:
       function: name of a function in `MEANINGS`.
       *args: arguments of the function.
-      implementation: name of the only implementation to try; None takes `default_implementation()`.
+      implementation: name of the only implementation to try; None: `default_implementation()`.
       **kwargs: keyword arguments of the function.
 
     Raises:
@@ -365,9 +367,10 @@ def pairwise_interaction(
 
     Args:
       vectors: one vector per feature, such as `jnp.stack([dense, *activations.values()], axis=1)`.
-      implementation: name of the only kernel implementation to try; None takes the fastest.
+      implementation: name of the only kernel implementation to try; None: the fastest.
 
-    Raises: TypeError or ValueError: `vectors` is no array of numbers, or does not have three axes.
+    Raises: TypeError or ValueError: `vectors` is not an array of numbers, or does not have three
+        axes.
 
     Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
       Recommendation Systems", 2019.

@@ -24,7 +24,7 @@ KeyOrKeys = Shaped[Array, "*tables"]
 Rounding = Callable[..., Array]
 """Function `(values, dtype, rows) -> values` that rounds stepped rows to the table's dtype.
 
-None rounds to nearest. A fourth argument, `table`, has the table of each row if several keyed
+None: round to nearest. A fourth argument, `table`, has the table of each row if several keyed
 tables share one storage."""
 
 Ref: TypeAlias = Any
@@ -63,7 +63,7 @@ valid row count. A zero divisor gives zeros. `none` returns every entry by itsel
 """
 
 Layout = Literal["each", "columns", "blocks"]
-"""Where a call writes its outputs.
+"""How a call lays out its outputs.
 
 `each`: one array a segment, `[bags, dim]`, or `[entries, dim]` with combiner `none`. `columns`: one
 array `[bags, sum of dims]` with the segments side by side, for segments with equal numbers of bags.
@@ -83,8 +83,8 @@ class IdList:
       ids: id of every entry, in the table of the entry's feature.
       offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`. Entries before the first
         offset or after the last belong to no bag. None: all bags are equally long, as `shape` says.
-      weights: weight of every entry; None means ones.
-      shape: number of bags and entries of every bag, where there are no offsets.
+      weights: weight of every entry; None: ones.
+      shape: number of bags, and number of entries in every bag, for a list without offsets.
     """
 
     ids: Int[Array, " nnz"]
@@ -99,7 +99,7 @@ class IdList:
 
     @property
     def num_entries(self) -> int:
-        """Number of entries. Entries that belong to no bag count, too."""
+        """Number of entries, including entries that belong to no bag."""
         return self.ids.shape[0]
 
     @property
@@ -122,7 +122,7 @@ class IdList:
         return self.shape
 
     def all_offsets(self) -> Int[Array, " bags_plus_1"]:
-        """Offsets of the bags, computed from `shape` where the list has none."""
+        """Offsets of the bags, computed from `shape` if the list has no offsets."""
         if self.offsets is not None:
             return self.offsets
         num_bags, width = self.array_shape
@@ -133,12 +133,12 @@ class Segment(NamedTuple):
     """The part of a list that one feature reads, and the rows of its table. Static.
 
     Args:
-      list: number of the call's list.
-      first_bag: number of the first bag in that list.
+      list: index of the list in the call.
+      first_bag: index of the first bag in that list.
       num_bags: number of consecutive bags. No two segments share a bag.
       combiner: how rows are pooled.
-      table: number of the call's table.
-      first_row: row of that table which id 0 means.
+      table: index of the table in the call.
+      first_row: row of that table that id 0 selects.
       num_rows: ids outside `[0, num_rows)` contribute nothing and are not counted. `NO_ROW` admits
         all rows from `first_row` on.
     """
@@ -160,7 +160,7 @@ class Place(NamedTuple):
     """Position of a segment's vectors in the outputs.
 
     Args:
-      output: number of the output.
+      output: index of the output in the call.
       start: index of the first number in the flattened output.
       stride: distance between the first numbers of consecutive vectors.
     """
@@ -179,7 +179,7 @@ class Call:
     Args:
       lists: ids with bags and weights.
       segments: one per feature, in the order of the outputs.
-      layout: where outputs are written.
+      layout: how outputs are laid out.
     """
 
     lists: tuple[IdList, ...]
@@ -256,7 +256,7 @@ class CallGradients:
       call: what was looked up.
       d_outputs: one array for each output, in its shape or flat.
       dims: row length of every table of the call.
-      table: number of the table that gets gradients.
+      table: index of the table that gets gradients.
     """
 
     call: Call
@@ -284,7 +284,7 @@ class CallGradients:
         return sum(self.call.lists[number].num_entries for number in self.lists_read())
 
     def lists_read(self) -> list[int]:
-        """Numbers of the lists that the table's segments read, ascending."""
+        """Indices of the lists that the table's segments read, ascending."""
         numbers = set()
         for segment in self.call.segments:
             if segment.table == self.table:
@@ -301,10 +301,10 @@ class Step:
     Args:
       hyper: result of `rule.get_hyperparameters`.
       rule: the optimizer.
-      rounding: function that rounds stepped rows to the table's dtype; None rounds to nearest.
-      number: number of the step, from 0; for storages that record when a row was used.
-      resident_rows: where the table is a cache, the row in each of its places, `NO_ROW` in empty ones. The rows
-        that are stepped are then places. None: the table has all rows.
+      rounding: function that rounds stepped rows to the table's dtype; None: to nearest.
+      number: index of the step, from 0, for storages that keep the step of a row's last use.
+      resident_rows: if the table is a cache, the row in each cache slot, `NO_ROW` in empty slots.
+        The rows that are stepped are then cache slots. None: the table has all rows.
     """
 
     hyper: Hyperparameters

@@ -221,7 +221,7 @@ def shared_library() -> ctypes.CDLL | str:
             if handler is not None:
                 jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
     except jax.errors.JaxRuntimeError as error:
-        # pip builds with the newest jaxlib it can find. An older jaxlib installed here may refuse
+        # pip builds with the newest jaxlib it can find. An older jaxlib installed here may reject
         # handlers of that version.
         return (
             f"{path} was not made for jaxlib {jaxlib.__version__}: {error}; reinstall rsembed with "
@@ -262,13 +262,13 @@ def _warn_of_no_library(reason: str) -> None:
 
 
 def instruction_set() -> str | None:
-    """Instruction set in use: `baseline`, `avx2` or `avx512`; None without a library."""
+    """Instruction set in use: `baseline`, `avx2` or `avx512`; None if there is no library."""
     library = shared_library()
     return None if isinstance(library, str) else library.rsembed_instruction_set().decode()
 
 
 def num_cores() -> int | None:
-    """Maximum number of threads of a native call: the granted cores; None without a library."""
+    """Maximum number of threads of a native call: granted cores; None if there is no library."""
     library = shared_library()
     return None if isinstance(library, str) else library.rsembed_num_cores()
 
@@ -286,8 +286,8 @@ def call_handler(
       target: name of the handler.
       results: objects with the shape and dtype of each result.
       operands: arrays that the handler reads.
-      aliases: number of each operand that the handler updates in place, and of the result that it
-        becomes. None: the handler updates no operand.
+      aliases: index of each operand that the handler updates in place, mapped to the index of the
+        result that it becomes. None: the handler updates no operand.
       attributes: numbers that are known at trace time. Python integers and lists of integers
         become int64.
 

@@ -3,7 +3,8 @@
 Therefore equal inputs give equal bits. One program of `lookup` sums several bags side by side. One
 program of `update` sums the gradients of several distinct rows and steps these rows in place. With
 Zipf-distributed ids, a tenth of the entries of a batch can read one row. The entries of such a row
-are first summed in pieces, so that no program runs much longer than the others.
+are first summed in pieces of `piece_entries` entries, so that no program runs much longer than the
+others.
 
 A direct call in a computation for another device runs in Pallas' interpreter. It is slow and meant
 for tests.
@@ -56,10 +57,10 @@ class Tiling(NamedTuple):
       num_numbers: minimum count of numbers that a program reads at once. A program of a step holds
         this many numbers of rows, or one row if the row is longer.
       num_ahead: number of rows of every bag that a program requests before it adds the first one.
-      max_columns: maximum count of numbers of a row that one program of a lookup sums.
+      max_columns: maximum number of columns that one program of a lookup sums.
       num_warps: number of warps (32 threads) of a program with `num_numbers` numbers.
-      piece_entries: length of the pieces of the sorted batch. If all entries of a piece read the
-        same row, the piece is summed before the rows are.
+      piece_entries: number of consecutive entries of the sorted batch in a piece. If all entries of
+        a piece read the same row, the piece is summed before the rows are.
     """
 
     num_bags: int = 8
@@ -195,13 +196,14 @@ def _sum_bags(
     Args:
       table: reference to the rows to pool.
       refs: references to `_operands`, and to `_pieces` if there are any.
-      bags: numbers of the bags.
+      bags: indices of the bags.
       columns: columns of the rows to pool.
       combiner: combiner of the bags.
-      num_bags: number of bags. A number in `bags` that is not below it is padding.
+      num_bags: number of bags. An index in `bags` that is not below it is padding.
       stride: distance between the bounds of consecutive bags. 1 for offsets, which give the end of
         one bag and the start of the next; 2 for pairs of start and end.
-      has_pieces: whether `refs` end with sums of pieces. Entries of these pieces are not read.
+      has_pieces: whether the last of `refs` holds the sums from `_pieces`. Entries that these sums
+          contain are not read.
     """
     from jax.experimental.pallas import triton
 
@@ -375,7 +377,7 @@ def _step(
       entries: one bag for each row. Its gradient is the sum of the rows of `d_output` in the bag.
       d_output: gradients to sum, float32.
       step: rule and hyperparameters.
-      pieces: result of `_pieces`.
+      pieces: partial sums of long bags, from `_pieces`.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton

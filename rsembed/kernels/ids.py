@@ -92,16 +92,16 @@ def rows_by_bag(
 class Partitions(NamedTuple):
     """Entries that one device looks up in a stack, ordered by core, (minibatch,) shard and row.
 
-    Without minibatches, each core has one block of row pointers. They count from the first entry
-    of the core's buffer. With minibatches, there is one block for each core and minibatch, core by
-    core, and pointers count from the first entry of the device's buffer.
+    Without minibatches, each core has one block of row pointers, relative to the first entry of the
+    core's buffer. With minibatches, there is one block for each core and minibatch, core by core,
+    and pointers are relative to the first entry of the device's buffer.
 
     Attributes:
       row_pointers: end of the partition of each shard.
       embedding_ids: row of every entry in its shard.
       sample_ids: sample of every entry in its core.
       gains: factor of every row in its sample.
-      num_minibatches: number of blocks of a core in use; None without minibatches.
+      num_minibatches: number of blocks of a core in use; None if there are no minibatches.
       num_cores: number of cores of the device.
       num_shards: number of shards of the stack.
       rows_per_shard: number of rows of the stack in each shard.
@@ -182,7 +182,7 @@ def _partition_of_position(
 
 
 Rows = Int[Array, "devices _"] | None
-"""Rows to gather for each place of an array's blocks; None if the array already holds blocks."""
+"""Rows to gather for each slot of an array's blocks; None if the array already holds blocks."""
 
 
 def pack_blocks(
@@ -193,7 +193,7 @@ def pack_blocks(
 
     Args:
       arrays: arrays `[n, ...]`, or blocks `[devices, capacity, ...]`. All hold rows of one shape
-        and dtype, or all hold lanes of 32 bits, which become uint32.
+        and dtype, or all are lanes (arrays of 32-bit words), which become uint32.
       rows: for each array, the rows that fill its blocks; None for all arrays if they are blocks.
         A row outside the array is padding: `NO_ROW` in int32 arrays, zeros in others.
     """
@@ -231,7 +231,8 @@ class Queue(NamedTuple):
     Attributes:
       offsets: entries `offsets[d] : offsets[d + 1]` belong to device `d`.
       cursor: number of entries already sent to each owner.
-      lanes: words that identify an entry of an owner, int32 or uint32, most significant first.
+      lanes: int32 or uint32 arrays with one word per entry. The words of an entry identify it among
+          the owner's entries, most significant first.
       capacity: maximum number of entries sent to one owner in a round.
     """
 
@@ -253,7 +254,7 @@ class Queue(NamedTuple):
 def block_ends(
     queues: Sequence[Queue],
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """For each owner in each queue: whether a round takes all entries, or else the first it leaves.
+    """For each owner in each queue: whether all entries fit in a round, or the first that does not.
 
     Returns: 1 if all remaining entries fit in this round, else 0; and the ordered lanes of the
       first entry that does not fit, zeros if all fit. There are as many words as the queue with the
@@ -284,10 +285,10 @@ def round_places(
     Args:
       queues: queues of one device.
       fit: 1 if on every device all entries for the owner fit in this round, else 0.
-      cuts: where `fit` is 0, the least entry that does not fit on some device, as the words of
+      cuts: for a `fit` of 0, the least entry that does not fit on some device, as the words of
         `block_ends`. Only entries below it are sent.
 
-    Returns: for each queue, the entries to send, with `NO_ROW` in unused places; for each queue,
+    Returns: for each queue, the entries to send, with `NO_ROW` in unused slots; for each queue,
       the cursor after this round; and whether any queue has entries left.
     """
     sent = []
@@ -312,5 +313,5 @@ def round_places(
 
 
 def word_dtype(dtype: np.dtype[Any], is_lane: bool) -> np.dtype[Any]:
-    """Dtype in which an array is sent: uint32 for lanes of 32 bits, else unchanged."""
+    """Dtype in which an array is sent: uint32 for lanes, else unchanged."""
     return jnp.dtype(jnp.uint32) if is_lane and dtype.itemsize == 4 else dtype

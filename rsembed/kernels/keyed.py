@@ -9,9 +9,10 @@ number of probes and not to the largest number.
 Several tables of one size can be concatenated in the same arrays. `Keys.table` is the table of
 each key, and a key only probes the slots of its table.
 
-Source: the lanes, the hash and the claims by scatter-min follow the usual lock-free GPU tables
-(for example SlabHash and WarpCore), with a minimum in place of the race; the hash ends in
-MurmurHash3's finaliser (Appleby).
+A lane is an array with one 32-bit word per entry. A key has two lanes: its high and its low half.
+Source: the lanes, the hash and the claims by scatter-min follow the usual lock-free GPU tables (for
+example SlabHash and WarpCore), with a minimum in place of the race; the hash ends in MurmurHash3's
+finaliser (Appleby).
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def distinct(
     lanes: Sequence[Shaped[Array, " nnz"]],
     num_owners: int,
 ) -> Distinct:
-    """Distinct entries, sorted by owner and then by lanes, from a single stable sort.
+    """Distinct entries, sorted by owner and then by `lanes`, from a single stable sort.
 
     Args:
       owners: owner of every occurrence. An occurrence with an owner outside `[0, num_owners)` is
@@ -114,10 +115,10 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
 
     Args:
       keys: keys and padding, in any order.
-      occurrences: number by which each key counts.
+      occurrences: number of occurrences that each key stands for.
 
-    Returns: the number of every key's distinct key, `NO_ROW` for padding; the position of the first
-      occurrence of each distinct key, `NO_ROW` after the last one; and the sum of its
+    Returns: the index of every key among the distinct keys, `NO_ROW` for padding; the position of
+      the first occurrence of each distinct key, `NO_ROW` after the last one; and the sum of its
       `occurrences`, at most `MAX_COUNT`, 0 after the last one.
     """
     num_keys = keys.low.shape[0]
@@ -210,7 +211,8 @@ def ranks(
     if table is None:
         return jnp.cumsum(marks, dtype=jnp.int32) - 1, jnp.sum(marks, dtype=jnp.int32)[None]
     owners = jnp.where(marks, table, num_tables)
-    # Positions as the lane make every entry distinct and keep the entries of a table in order.
+    # With its position as the only lane, every entry is distinct, and a table's entries stay in
+    # order.
     positions = jnp.arange(marks.shape[0], dtype=jnp.int32)
     _, entry_of, _, offsets, _ = tell_apart(owners, [positions], num_owners=num_tables)
     return entry_of - offsets.at[table].get(mode="clip"), offsets[1:] - offsets[:-1]
@@ -225,14 +227,14 @@ def take_rows(
     """Free rows for the entries that want one, from the top of their table's stack of free rows.
 
     Args:
-      free: stacks of free rows, one for each table, concatenated like the tables' rows. A number
-        in a stack counts from the first row of its table.
+      free: stacks of free rows, one for each table, concatenated like the tables' rows. Row indices
+        in a stack are relative to their table.
       num_free: height of each stack.
       wants: which entries want a row. Earlier entries are served first.
       table: table of each entry; None if there is one table.
 
-    Returns: the row of each entry, counted from the first row of all tables, or `NO_ROW`; the
-      number of rows left in each stack; and the number of entries of each table that got none.
+    Returns: the row of each entry, relative to the first row of all tables, or `NO_ROW`; the
+      number of rows left in each stack; and the number of entries of each table that got no row.
     """
     num_tables = num_free.shape[0]
     rank, num_wanted = ranks(wants, table, num_tables)
@@ -262,7 +264,7 @@ def insert_keys(
     A key is left out if it would leave less than a quarter of its table's slots empty.
 
     Args:
-      lanes: key in every slot.
+      lanes: key in every slot, as two lanes.
       rows: row in every slot, or `EMPTY` or `DELETED`.
       num_keys: number of keys in each table.
       num_deleted: number of deleted slots in each table.

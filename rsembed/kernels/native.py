@@ -337,7 +337,7 @@ def distinct(
     lanes: Sequence[Shaped[Array, " nnz"]],
     num_owners: int,
 ) -> Distinct:
-    """Distinct entries, sorted by owner and then by lanes. See `keyed.distinct`."""
+    """Distinct entries, sorted by owner and then by `lanes`. See `keyed.distinct`."""
     for lane in lanes:
         if lane.dtype not in (jnp.int32, jnp.uint32):
             raise NotImplementedError(f"native lanes are int32 or uint32, not {lane.dtype}")
@@ -403,7 +403,7 @@ def _key_operands(keys: Keys) -> tuple[Array, ...]:
 
 
 def _table_operand(table: Array | None) -> Array:
-    """Table number of each key. Handlers take an empty array if there is only one table."""
+    """Table index of each key. Handlers take an empty array if there is only one table."""
     return jnp.zeros(0, jnp.int32) if table is None else table
 
 
@@ -414,7 +414,7 @@ def count_uses(
     step: Int[Array, ""],
     occurrences: Int[Array, " nnz"],
 ) -> tuple[Array, ...]:
-    """Last step and number of uses of every row, after `step` used `rows`.
+    """Last-used step and use count of every row, after the uses of `rows` in `step` are counted.
 
     Updates in place if XLA allows it. See `keyed.count_uses`.
     """
@@ -447,7 +447,7 @@ def row_bits(
     dim: int,
     table: Int[Array, " nnz"] | None = None,
 ) -> UInt32[Array, "nnz dim"]:
-    """`dim` random words for every row, from the key folded with the row's lanes.
+    """`dim` random words for every row, from `key` folded with the row's `lanes`.
 
     See `reference.row_bits`.
     """
@@ -590,7 +590,7 @@ def _segment_numbers(segment: Segment, place: Place, table_rows: int) -> list[in
 
 
 def _fused_code(table: Array, slots: Slots, step: Step) -> int | None:
-    """Number of the rule's kernel in the library, or None if XLA must compile the rule."""
+    """Code of the rule's kernel in the C++ library, or None if XLA must compile the rule."""
     # `fused_as` is not inherited: a subclass may change the rule.
     formula = vars(type(step.rule)).get("fused_as")
     if formula is None:

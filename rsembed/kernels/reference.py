@@ -47,7 +47,7 @@ class Entries(NamedTuple):
     Args:
       rows: table row of every entry. A row outside `[0, num_rows)` contributes nothing.
       offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`. None: every entry is a bag.
-      weights: weight of every entry; None means ones.
+      weights: weight of every entry; None: ones.
       combiner: `sum`, `mean` or `sqrtn`.
     """
 
@@ -78,8 +78,8 @@ def entries_of(
 
     Args:
       call: call with the list.
-      number: number of the list.
-      table: number of the table.
+      number: index of the list in the call.
+      table: index of the table in the call.
       table_rows: number of rows of the table.
       pool: see `entry_gains`.
     """
@@ -276,7 +276,7 @@ def lookup(
     Args:
       tables: tables that the call's segments read.
       call: lists of ids and the segments that read them.
-      pool: kernel of an accelerator that pools the entries of one list; None takes `pooled`.
+      pool: kernel of an accelerator that pools the entries of one list; None: `pooled`.
     """
     vectors: list[Array] = [jnp.zeros(0)] * len(call.segments)
     for number, ids in enumerate(call.lists):
@@ -386,7 +386,7 @@ def group_rows(
 ) -> tuple[Int[Array, " capacity"], Entries, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
     """Distinct rows that a batch reads, and the entries of each row.
 
-    Lookup and row gradients are the same sum, over the entries of a bag or over those of a row:
+    Lookup and row gradients are the same sum, over the entries of a bag or of a row:
 
     forward    output[b]     = sum of gain * table[row]     over the entries of bag b
     backward   gradient[row] = sum of gain * d_output[b]    over the entries of that row
@@ -453,7 +453,7 @@ def row_gradients(
     Args:
       num_rows: number of rows of the table.
       gradients: the call and the gradients of its outputs.
-      pool: kernel of an accelerator that sums the entries of each row; None uses XLA.
+      pool: kernel of an accelerator that sums the entries of each row; None: XLA.
     """
     rows, entries, group_of, d_output = group_rows(num_rows, gradients)
     if pool is not None:
@@ -517,7 +517,7 @@ def scatter_rows(
     values: Sequence[Array],
 ) -> tuple[Array, ...]:
     """Arrays with distinct `rows` overwritten by `values`. Rows outside are skipped."""
-    # `unique_indices` promises that indices are distinct, so padding gets distinct ones, too.
+    # `unique_indices` promises that indices are distinct, so padding gets distinct indices as well.
     num_rows = arrays[0].shape[0]
     padding = num_rows + jnp.arange(rows.shape[0], dtype=rows.dtype)
     indices = jnp.where((rows >= 0) & (rows < num_rows), rows, padding)
@@ -625,7 +625,7 @@ def round_stochastically(
     Args:
       values: stepped rows.
       dtype: dtype of the table. float32 needs no rounding.
-      rows: row number of each row.
+      rows: index of each row in the table.
       key: random key; with `table`, one key per table.
       table: table of each row; None if there is one table.
     """

@@ -305,7 +305,7 @@ def _lanes(dim: int) -> list[Index]:
 
 
 def _lane(vector: Array, lane: int) -> Array:
-    """Number in one lane of a vector, as a scalar."""
+    """The number in one lane of a vector, as a scalar."""
     return jnp.sum(jnp.where(lax.iota(jnp.int32, num_lanes()) == lane, vector, 0))
 
 
@@ -345,7 +345,7 @@ def pool_on_tiles(
       table: rows to pool.
       ids: row of every entry. It must be valid even if the gain is 0.
       gains: factor of every entry. An entry with gain 0 adds nothing, even if its row holds NaN.
-      bags: bag of every entry, ascending except where the gain is 0.
+      bags: bag of every entry, ascending except for entries with gain 0.
       bounds: one vector for every chunk of bags. Its first two lanes are the first chunk of entries
         to read and the end of the range. Other lanes are zeros.
       num_bags: number of bags. It is a multiple of the chunk size, like the number of entries.
@@ -426,7 +426,7 @@ def step_rows(
       traced: the rule, from `traced_rules.trace_rule`.
       dim: length of a row without padding.
       state: the table and the slots with rows of the same length, updated in place.
-      numbers: slots of one number per row, gathered. Every lane of vector `k` has the number of row
+      numbers: slots of one number per row, gathered. Every lane of vector `k` has the value of row
         `ids[k]`.
       ids: distinct rows, and `NO_ID` for padding. Their number is a multiple of the chunk size.
       gradients: gradient of each row in `ids`.
@@ -470,7 +470,7 @@ def step_rows(
                 if position >= num_state:
                     numbers_v[position - num_state][row, pl.ds(0, lanes)] = value
                     continue
-                # A rule can give all numbers of a row the same value, as one vector.
+                # A rule can give all columns of a row the same value, as one vector.
                 pieces = value if isinstance(value, tuple) else (value,) * (width // lanes)
                 for span, piece in zip(_lanes(width), pieces, strict=True):
                     state_v[position][row, span] = piece

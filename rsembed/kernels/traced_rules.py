@@ -1,8 +1,8 @@
 """Row rules inside kernels: evaluates the jaxpr of a rule on pieces of a row in registers.
 
-A kernel has no arrays `[rows, dim]`. It has pieces of one row, all of one shape. The last piece is
-padded. A number that belongs to the whole row (a hyperparameter, a mean) is a piece that repeats
-the number.
+A kernel has no arrays `[rows, dim]`. It holds a row as several pieces: blocks of consecutive
+columns, all of one shape. The last piece is padded. A number that belongs to the whole row (a
+hyperparameter, a mean) is a piece that repeats the number.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def trace_rule(
       rule: the optimizer.
       table: rows of any float dtype. The rule computes in float32.
       slots: optimizer state, float32 `[rows, dim]` or `[rows, 1]`.
-      num_hyperparameters: number of the rule's hyperparameters.
+      num_hyperparameters: how many hyperparameters the rule has.
       elementwise: elementwise primitives that the kernel can compute.
 
     Raises: NotImplementedError: a slot has another shape or dtype, or the rule uses a primitive
@@ -84,7 +84,7 @@ def trace_rule(
 
 
 def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Name and parameters of every primitive that must be computed, also inside calls.
+    """Name and parameters of every primitive that must be computed, including those inside calls.
 
     Primitives that only repeat a number or change a shape are left out.
     """

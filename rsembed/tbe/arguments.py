@@ -71,7 +71,7 @@ def member(kind: type[Member], value: Member | str | int, argument: str) -> Memb
       value: the member, its value or its name.
       argument: name of the argument, for the error.
 
-    Raises: ValueError: the enum has no such member. Names the argument and the members.
+    Raises: ValueError: the enum has no such member. The message names the argument and the members.
     """
     for candidate in kind:
         names = str(candidate.value), candidate.name.lower()
@@ -106,7 +106,7 @@ class CacheAlgorithm(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class RecordCacheMetrics:
-    """Which cache misses are counted: their sum over all tables, those of each feature, or both."""
+    """Which cache misses are counted: the sum over all tables, the misses per feature, or both."""
 
     record_cache_miss_counter: bool = False
     record_tablewise_cache_miss: bool = False
@@ -181,7 +181,7 @@ class Arguments(types.SimpleNamespace):
             settings[name] = value
         if settings["cache_precision"] is not None:
             precision = member(SparseType, settings["cache_precision"], "cache_precision")
-            # None means the dtype of the weights.
+            # None stands for the dtype of the weights.
             is_other = precision != settings["weights_precision"]
             settings["cache_precision"] = precision if is_other else None
         defaults["record_cache_metrics"] = RecordCacheMetrics()
@@ -303,7 +303,7 @@ def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> Offer
 
 
 def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[str, ...]:
-    """Published names of an optimizer's states: `momentum1`, `momentum2` and so on.
+    """FBGEMM's names of an optimizer's states: `momentum1`, `momentum2` and so on.
 
     Args:
       optimizer: the optimizer. States of a core rule keep the names in `torch_names`.

@@ -43,7 +43,7 @@ def read(
 ) -> tuple[AnyBatch, Count | None, str | None]:
     """A checked batch, the number of ids and offsets out of range, and a warning message.
 
-    Arguments are those of `TableBatchedEmbeddingBags.__call__`. Inside `jit` nothing can be raised:
+    See `TableBatchedEmbeddingBags.__call__` for the arguments. Inside `jit` nothing can be raised:
     in mode FATAL, ids out of range then contribute nothing and are counted. On a mesh, only a
     prepared batch can be read inside `jit`.
 
@@ -58,15 +58,15 @@ def read(
     Returns:
       The batch, with numpy arrays unless it is traced or prepared.
       The number of ids and offsets out of range in modes WARNING and FATAL, 0 in the other modes.
-      It is None for a prepared batch, which needs no count.
-      In mode WARNING a message about the first one, else None. Also None inside `jit`.
+      It is None for a prepared batch, which needs no count. In mode WARNING outside `jit`, a
+      message about the first one, else None.
 
     Raises: TypeError, ValueError: the batch does not fit the plan, or, in mode FATAL, an id or
       offset is out of range or a weight is not finite.
     """
     weights = per_sample_weights
     sizes = batch_size_per_feature_per_rank
-    # If one process refuses its part of the batch, `Agreement` raises in all processes.
+    # If one process rejects its part of the batch, `Agreement` raises in all processes.
     with Agreement(plan.devices.known_mesh, "the batch", (indices, offsets, weights, sizes)):
         if isinstance(indices, (Call, PreparedBatch)):
             if any(argument is not None for argument in (offsets, weights, sizes)):
@@ -253,8 +253,8 @@ def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
     """The batch with ids and offsets in range, and how many of them were changed.
 
     The last offset becomes the number of ids. The others are clipped to `[0, number of ids]`, and
-    an offset that falls becomes the largest one before it. An id outside its table becomes 0,
-    except -1, which means no id. Works on numpy arrays and inside `jit`.
+    an offset below an earlier one is raised to the largest offset before it. An id outside its
+    table becomes 0, except -1, which means no id. Works on numpy arrays and inside `jit`.
 
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """

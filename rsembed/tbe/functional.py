@@ -43,14 +43,13 @@ class TBEState(NamedTuple):
       slots: optimizer state of these rows. ENSEMBLE_ROWWISE_ADAGRAD appends its slow copy of the
         tables.
       resident_rows: for each slot of the group's cache, the row of the group in it, or `NO_ROW` if
-        it is empty. None without a cache.
+      it is empty. None if there is no cache.
       step: number of updates so far.
-      passed_step: number of the last step (1 for the first) whose passes over whole tables were
-        run.
+      passed_step: index, from 1, of the last step for which the passes over whole tables were run.
       learning_rates: one per group.
       max_counter: largest row counter plus 1, for counter-based regularization.
       key: PRNG key of stochastic rounding and of uniform initial weights.
-      generation: see `storage.backing_store.Generation`. None without tables on the host.
+      generation: see `storage.backing_store.Generation`. None if no table is on the host.
       layout: fingerprint of the plan that the state belongs to.
     """
 
@@ -269,7 +268,7 @@ def row_gradients(
 ) -> RowGradients:
     """Gradients of all rows that the batch reads.
 
-    `batch` has row ids, not cache slots, also for cached tables.
+    `batch` has row ids, not cache slots, even for cached tables.
     """
     engine = engine_of(plan)
     gradient = _gradient(d_output, max_gradient)
@@ -421,14 +420,14 @@ _STORE = 2**32 - 2
 def _noise(
     plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use: int | None = None
 ) -> Rounding | None:
-    """Stochastic rounding of a group's rows to `dtype`; None rounds to nearest.
+    """Stochastic rounding of a group's rows to `dtype`; None: round to nearest.
 
     Args:
       plan: the tables.
       number: index of the group.
       state: gives the key and the step.
       dtype: dtype of the rounded rows.
-      use: folded into the key. None is the noise of a training step.
+      use: number folded into the key. None: the noise of a training step.
     """
     if not plan.groups[number].table.rounds_stochastically or dtype == jnp.float32:
         return None

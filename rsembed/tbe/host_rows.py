@@ -45,7 +45,7 @@ _REFUSAL = (
     "back; or go on from the tables as they are on the host by reset_cache_states(discard=True)."
 )
 Keep = Callable[[TBEState], None]
-"""Receives a state as soon as a program has taken over the arrays of the state before it."""
+"""Stores the new state, right after a compiled program that donates the old state's arrays."""
 
 
 class HostRows:
@@ -190,7 +190,7 @@ class HostRows:
           row_gradients: gradients with row numbers.
           keep: see `bring`.
 
-        Returns: the state, and the row gradients with cache slots in place of row numbers.
+        Returns: the state, and the row gradients with cache slots in place of row indices.
 
         Raises: NotImplementedError: inside `jit`.
         """
@@ -429,7 +429,7 @@ class HostRows:
             is_cacheable = (result.rows >= 0) & (result.rows < self.groups[number].cache.num_ids)
             num_cacheable += int(is_cacheable.sum())
             if records_features:
-                # Ids before the first bag have row -1, so they are no misses.
+                # Ids before the first bag have row -1, so they are not misses.
                 for feature, rows in enumerate(np.split(result.rows, starts[1:-1])):
                     missed = np.intersect1d(rows, result.admission.missed_ids)
                     self.misses_by_feature[feature] += missed.size
@@ -517,8 +517,8 @@ def first_state(
     Args:
       plan: the tables.
       key: PRNG key of stochastic rounding and of uniform initial weights.
-      host_rows: gives the cache sizes. None without cached tables.
-      device: device of all arrays. None is JAX's default device, or the mesh of the plan.
+      host_rows: gives the cache sizes. None if no table is cached.
+      device: device of all arrays. None: JAX's default device, or the mesh of the plan.
     """
     num_slots = {}
     if host_rows is not None:
@@ -565,8 +565,8 @@ def report(
 ) -> None:
     """Reports numbers and bytes of a training step, by FBGEMM's names.
 
-    Nothing is reported if `interval` does not divide the step number. Warns inside `jit`, where
-    steps cannot be reported.
+    Nothing is reported if `interval` does not divide the step number. Warns inside `jit`, because
+    steps cannot be reported there.
     """
     if is_traced(batch):
         warnings.warn(

@@ -96,13 +96,14 @@ class TableBatchedEmbeddingBags(TrainedTables):
         `cache_sets` is given.
       cache_precision: dtype of cached rows. None, the default, is `weights_precision`. With any
         other dtype, training does not equal that of uncached tables. A narrower dtype rounds rows
-        to nearest when they enter the cache, and rounds stepped rows like those of a table of that
-        dtype. A wider dtype rounds rows when they leave the cache, in the same way as stepped rows.
+        to nearest when they enter the cache, and rounds stepped rows like the rows of a table of
+        that dtype. A wider dtype rounds rows when they leave the cache, in the same way as stepped
+        rows.
       weights_precision: FP32, FP16 or BF16.
       output_dtype: FP32, FP16 or BF16. Sums are computed in float32.
       enforce_hbm: whether MANAGED_CACHING means DEVICE.
       optimizer: optimizer of all tables, or a list with one per table; see `EmbOptimType`. A rule
-        of the core such as `rsembed.optimizers.FTRL(...)` is possible, too. It brings its settings
+      of the core such as `rsembed.optimizers.FTRL(...)` works as well. It brings its settings
         and learning rate.
       record_cache_metrics: enables `get_cache_miss_counter` and `get_table_wise_cache_miss`.
       gather_uvm_cache_stats: enables `get_uvm_cache_stats` and `reset_uvm_cache_stats`.
@@ -131,32 +132,30 @@ class TableBatchedEmbeddingBags(TrainedTables):
         with it.
       pooling_mode: SUM, MEAN (divided by the number of ids, weighted or not) or NONE (one row per
         id).
-      device: device of the tables. None is JAX's default device.
+      device: device of the tables. None: JAX's default device.
       bounds_check_mode: treatment of ids and offsets out of range. An id of -1 means no id.
       uvm_non_rowwise_momentum: no effect. States are always where their rows are.
       use_experimental_tbe: no effect.
       prefetch_pipeline: whether rows of prefetched batches stay in the cache until their lookup.
         Needs LRU.
-      stats_reporter_config: reports numbers and bytes every few steps outside `jit`. None reports
-        nothing.
+      stats_reporter_config: reports numbers and bytes every few steps outside `jit`. None: no
+      reports.
       table_names: names for messages and state dicts, `table_0`, `table_1` and so on by default.
       optimizer_state_dtypes: FP32, FP16 or BF16 by state name, for `momentum1` and `momentum2` of
         any optimizer.
-      multipass_prefetch_config: splits the prefetch of a long batch into passes. None uses one
-        pass.
+      multipass_prefetch_config: splits the prefetch of a long batch into passes. None: one pass.
       global_weight_decay: settings of weight decay mode DECOUPLE_GLOBAL, required by it and only
         allowed with it.
       uvm_host_mapped: no effect.
       emainplace_mode: settings of EMAINPLACE_ROWWISE_ADAGRAD.
-      feature_names: names for messages. By default the table's name, with a number if several
-        features read it.
-      mesh: devices that share the tables and the samples of a batch. None uses one device. See
+      feature_names: names for messages. By default the table's name, with an index if several
+      features read it.
+      mesh: devices that share the tables and the samples of a batch. None: one device. See
         `prepare`.
-      sharding_axis: axes of the mesh over which tables and samples are split. None uses all axes.
+      sharding_axis: axes of the mesh over which tables and samples are split. None: all axes.
       placement: placement of tables on a mesh, by table name or one for all; see
         `rsembed.EmbeddingCollection`.
-      rngs: source of the PRNG key for initial weights and stochastic rounding. None is
-        `nnx.Rngs(0)`.
+      rngs: source of the PRNG key for initial weights and stochastic rounding. None: `nnx.Rngs(0)`.
 
     Source: FBGEMM, SplitTableBatchedEmbeddingBagsCodegen.
 
@@ -259,7 +258,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`, for a batch of `B` bags per
             feature.
           per_sample_weights: factor of every looked-up row, `[ids]`. `jax.grad` can differentiate
-            it. None means ones.
+            it. None: ones.
           feature_requires_grad: not used here, see `vjp`.
           batch_size_per_feature_per_rank: `[feature][rank]` number of bags, if it differs between
             features.
@@ -294,7 +293,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             `per_sample_weights` to zero. Its rows are still trained.
           batch_size_per_feature_per_rank: see `__call__`.
           total_unique_indices: for OptimType.NONE, the maximum number of rows per group that
-            `backward` returns. None is the number of indices.
+            `backward` returns. None: the number of indices.
 
         Raises: RuntimeError: the module is in evaluation mode; call `train()` first.
         """
@@ -342,7 +341,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
     def prepare(
         self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None
     ) -> AnyBatch:
-        """A checked batch on the devices, to be passed in place of `indices`, also into `jit`.
+        """A checked batch on the devices, to be passed in place of `indices`, even into `jit`.
 
         On a mesh, the samples are split over the devices, which is not possible inside `jit`. Each
         process passes its part of the batch. On one device, the batch is padded to a power of two
@@ -379,7 +378,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         Args:
           indices: see `__call__`.
           offsets: see `__call__`.
-          forward_stream: not used. It is a published argument.
+          forward_stream: ignored. It is an argument of FBGEMM.
           batch_size_per_feature_per_rank: see `__call__`.
 
         Raises: RuntimeError: inside `jit`, or 100 prefetched batches were not looked up yet.
@@ -432,8 +431,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
           batch: result of `_read`.
           admit: whether missing rows enter the cache.
 
-        Raises: RuntimeError: a table is cached, and the module is no argument of the
-          transformation.
+        Raises: RuntimeError: a table is cached, and the module is not an argument of the
+        transformation.
         """
         functional.check_state(self.plan, self.state.get_value())
         if isinstance(batch, PreparedBatch):
@@ -496,7 +495,8 @@ class TablesBackward:
           per_sample_weights_grad: whether the gradient of `per_sample_weights` is computed, True by
             default. False saves time.
 
-        Returns: the gradient of `per_sample_weights` in their form; None without weights. For a
+        Returns: the gradient of `per_sample_weights` in their form; None if there are no weights.
+        For a
           batch prepared on a mesh `{feature: [ids]}`. For OptimType.NONE, nothing is stepped and
           the `RowGradients` are returned.
 

@@ -46,7 +46,7 @@ from rsembed.tbe.arguments import (
 class EmbeddingLocation(enum.IntEnum):
     """Memory that holds the rows of a table: device, host, or host with a cache on the device.
 
-    MTIA is a published name only. It is refused, because JAX has no such backend.
+    MTIA exists because FBGEMM has it. It is rejected, because JAX has no such backend.
     """
 
     DEVICE = 0
@@ -59,7 +59,7 @@ class EmbeddingLocation(enum.IntEnum):
 class ComputeDevice(enum.IntEnum):
     """Devices that look up rows. GPU means CUDA.
 
-    GPU and TPU are extensions of the published names. MTIA is a published name only and is refused.
+    FBGEMM has no GPU and TPU. MTIA exists because FBGEMM has it, and is rejected.
     """
 
     CPU = 0
@@ -121,7 +121,7 @@ class TablePlan(NamedTuple):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """Published names of the table's optimizer states."""
+        """FBGEMM's names of the table's optimizer states."""
         return arguments.state_names(self.optimizer, self.torch_state_names)
 
     @property
@@ -131,7 +131,7 @@ class TablePlan(NamedTuple):
 
     @property
     def global_decay(self) -> GlobalWeightDecayDefinition | None:
-        """Global weight decay, or None without it.
+        """Global weight decay, or None if the rule has none.
 
         Lookups apply it to a row for the steps that did not update the row.
         """
@@ -573,10 +573,10 @@ def make_plan(settings: Arguments) -> TBEPlan:
 
 
 def _default_feature_names(names: Sequence[str], features: Sequence[int]) -> list[str]:
-    """Name of the table of every feature, with a number if several features read it."""
+    """Name of the table of every feature, with an index if several features read it."""
     readers = []
     for feature, table in enumerate(features):
-        # `_check_specs` refuses a table number out of range, so any name will do here.
+        # `_check_specs` rejects a table index out of range, so any name will do here.
         readers.append(names[table] if 0 <= table < len(names) else f"feature_{feature}")
     numbered = []
     for feature, name in enumerate(readers):

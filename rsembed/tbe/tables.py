@@ -114,7 +114,7 @@ class TrainedTables(nnx.Module):
 
     @property
     def host_rows(self) -> HostRows | None:
-        """Host side of cached tables; None without cached tables.
+        """Host side of cached tables; None if no table is cached.
 
         Outside `jit`, use this property and not `_host_rows`: it waits for compiled programs and
         repairs a change that stopped halfway.
@@ -193,7 +193,7 @@ class TrainedTables(nnx.Module):
         Args:
           min_val: lower bound.
           max_val: upper bound.
-          key: PRNG key. None takes the module's key.
+          key: PRNG key. None: the module's key.
 
         Raises: ValueError: a bound is not finite, or `min_val` is above `max_val`.
         """
@@ -291,7 +291,7 @@ class TrainedTables(nnx.Module):
         saved["learning_rate"] = np.asarray(state.learning_rates)[group_of_table]
         saved["max_counter"] = np.asarray(state.max_counter)
         saved["key"] = np.asarray(jax.random.key_data(state.key))
-        # As numbers, because some file formats hold no texts.
+        # As numbers, because some file formats hold no strings.
         saved["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)
         return saved
 
@@ -426,7 +426,7 @@ class TrainedTables(nnx.Module):
         """Overwrites the weights or an optimizer state of a table, in blocks.
 
         Args:
-          number: number of the table.
+          number: index of the table.
           rows: function from the first row and the number of rows of a block to its values.
           array: 0 for the weights, k for the k-th optimizer state.
         """

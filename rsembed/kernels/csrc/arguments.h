@@ -135,7 +135,7 @@ class Reader {
   }
 
   // Segments of a call. `numbers` has ten for each: the fields of Segment in rsembed/kernels/contract.py, in order,
-  // with combiner -1 for none, and those of its Place. `with_gradients`: outputs are read and not written.
+  // with combiner -1 for none, and the fields of its Place. `with_gradients`: outputs are read and not written.
   std::vector<Segment> Segments(ffi::Span<const int64_t> numbers, const std::vector<List>& lists,
                                 const std::vector<Table>& tables, const std::vector<Output>& outputs,
                                 bool with_gradients) {

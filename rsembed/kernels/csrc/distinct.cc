@@ -21,8 +21,9 @@ namespace {
 
 constexpr int64_t kEntriesPerTask = 4096;
 
-// Sort key of the entries of `distinct`: the owner, then the lanes. Only the bits in which the values of a field
-// differ are kept, and several fields can share a word of 32 bits, so that the sort has few digits.
+// Sort key of the entries of `distinct`: the owner, then the lanes (arrays with one 32-bit word per entry). Only the
+// bits in which the values of a field differ are kept, and several fields can share a word of 32 bits, so that the sort
+// has few digits.
 class Fields {
  public:
   struct Field {
@@ -70,7 +71,7 @@ class Fields {
     }
   }
 
-  // Owner of an entry. As an unsigned number, a negative owner is too large and so is padding.
+  // Owner of an entry. Read as unsigned, a negative owner is out of range, so the entry is padding.
   uint32_t OwnerOf(int64_t i) const { return fields[0].values[i]; }
 
   uint32_t Word(size_t number, int64_t i) const {
@@ -143,7 +144,7 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
     });
     for (int64_t task = 0; task < num_tasks; ++task) first_entry[task + 1] += first_entry[task];
     const int64_t num_entries = first_entry[num_tasks];
-    std::vector<int32_t> num_carried(num_tasks, 0);  // occurrences at a task's start of the previous task's last entry
+    std::vector<int32_t> num_carried(num_tasks, 0);  // per task: leading items of the last entry before it
     workers.ForEachRange(num_items, kEntriesPerTask, [&](int64_t first, int64_t last) {
       int64_t entry = first_entry[first / kEntriesPerTask] - 1;
       int32_t* num_occurrences = &num_carried[first / kEntriesPerTask];

@@ -412,7 +412,7 @@ auto BindRows() { return Bind().Arg<Int32s>().RemainingArgs().RemainingRets().At
 
 }  // namespace
 
-// The library exports nothing else, so its symbols cannot clash with those of jaxlib.
+// The library exports nothing else, so its symbols cannot clash with symbols of jaxlib.
 #pragma GCC visibility push(default)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup, Lookup, BindCall(Bind().RemainingArgs().RemainingRets()));
@@ -456,7 +456,7 @@ extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return Adv
 // result can take from it.
 extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
 #if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD) && defined(M_TOP_PAD)
-  constexpr int kMostOfOneResult = 64 << 20;  // size of a heap; older versions of glibc refuse more than half of it
+  constexpr int kMostOfOneResult = 64 << 20;  // size of a heap; older versions of glibc reject more than half of it
   return (mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 || mallopt(M_MMAP_THRESHOLD, kMostOfOneResult / 2) != 0) &&
          mallopt(M_TOP_PAD, kMostOfOneResult) != 0 && mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;
 #else

@@ -133,7 +133,7 @@ ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_
   });
 }
 
-// Updates in place the last step and the number of uses of `rows`, which may repeat.
+// Updates the last-used step and the use count of `rows` in place. Rows may repeat.
 ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int32s rows, ffi::BufferR0<ffi::S32> step,
                      Int32s occurrences, Int32Result out_last_step, Int32Result out_counts) {
   constexpr int64_t kMostShares = 4, kRowsPerLine = 16;  // the task of each share of rows reads all entries

@@ -60,7 +60,7 @@ void WriteRows(const Part& part, uint64_t spread, uint64_t rows_per_shard, int64
   }
 }
 
-// Parts of a list: one for each segment, and the parts between segments, where ids have no row.
+// Splits a list into parts: one for each segment, and one for each gap between segments. Ids in a gap have no row.
 void AddParts(const List& list, std::vector<Part> segments, int32_t* rows, std::vector<Part>* parts) {
   std::sort(segments.begin(), segments.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
   int64_t done = 0;
@@ -195,8 +195,9 @@ ffi::Error Compact(ffi::ThreadPool pool, ffi::BufferR1<ffi::PRED> marks, ffi::Re
   });
 }
 
-// For every entry that wants a row, a row from the top of its table's stack, or kNoRow if the stack is empty. Also the
-// number of rows left in each stack and of entries without a row. If `tables` is empty, there is one table.
+// For every entry that wants a row, a row from the top of its table's stack, or kNoRow if the stack is empty. Also
+// returns the number of rows left in each stack, and the number of entries without a row. If `tables` is empty, there
+// is one table.
 ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_free, ffi::BufferR1<ffi::PRED> wants,
                     ffi::BufferR1<ffi::S32> tables, ffi::Result<ffi::BufferR1<ffi::S32>> rows,
                     ffi::Result<ffi::BufferR1<ffi::S32>> num_left, ffi::Result<ffi::BufferR1<ffi::S32>> num_without) {
@@ -369,8 +370,8 @@ bool ReadQueues(const ffi::RemainingArgs& args, ffi::Span<const int64_t> num_lan
   return next == args.size();
 }
 
-// For every owner in every queue: 1 if all remaining entries fit in this round, else 0 and the lanes of the first
-// entry that does not fit.
+// For every owner in every queue: 1 if all remaining entries fit in this round, else 0 and the lanes (32-bit words that
+// identify an entry) of the first entry that does not fit.
 ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32>> fit,
                      ffi::Result<ffi::BufferR3<ffi::U32>> behind, ffi::Span<const int64_t> num_lanes,
                      ffi::Span<const int64_t> capacities) {

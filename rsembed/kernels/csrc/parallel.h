@@ -21,7 +21,7 @@
 
 namespace rsembed {
 
-// The treatment of subnormal numbers is a setting of a thread. Results must not depend on the thread of a block.
+// Whether subnormals are flushed to zero is a per-thread setting. Results must not depend on the thread of a block.
 class FloatingPointMode {
  public:
 #if defined(__x86_64__)
@@ -48,10 +48,10 @@ inline int64_t NumCores() {
   return num_cores;
 }
 
-// Runs body(block) for every block. The calling thread works too. It waits only for blocks that other threads have
-// begun and never for a thread to start, so a busy pool, or one with a single thread, cannot block the call.
-// Helper threads wait a short time for more blocks, because the steps of a call are microseconds apart and waking a
-// thread takes longer.
+// Runs body(block) for every block. The calling thread is one of the workers. It waits only for blocks that other
+// threads have begun and never for a thread to start, so a busy pool, or one with a single thread, cannot block the
+// call. Helper threads wait a short time for more blocks, because the steps of a call are microseconds apart and waking
+// a thread takes longer.
 class Workers {
  public:
   explicit Workers(xla::ffi::ThreadPool pool) : pool_(pool), crew_(std::make_shared<Crew>()) {

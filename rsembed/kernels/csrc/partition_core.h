@@ -270,7 +270,7 @@ class CorePartitioner {
       if (scales_ != nullptr) scales_[feature.first_sample + s] = static_cast<float>(inverse);
       const Key sample = sample_base + static_cast<Key>(s);
       for (int64_t entry = first; entry < last; ++entry, ++out) {
-        const uint64_t id = static_cast<uint64_t>(ids[entry]);  // as unsigned, a negative id is too large
+        const uint64_t id = static_cast<uint64_t>(ids[entry]);  // read as unsigned, a negative id is out of range
         bad |= id >= vocabulary_size;
         const uint64_t row = quotient(id);
         uint64_t shard = id - row * num_shards + rotation;

@@ -122,7 +122,7 @@ struct TableRows {
   int64_t entries_ahead;
   float factor = 1.0f;
 
-  // As an unsigned number, a negative row is too large.
+  // Read as unsigned, a negative row is out of range.
   const T* row(int64_t i) const {
     const bool contributes = static_cast<uint32_t>(rows[i]) < num_rows && (!kWeighted || weights[i] != 0.0f);
     return contributes ? table + rows[i] * dim : nullptr;
@@ -416,8 +416,8 @@ RSEMBED_PREFETCHING void prefetch_table_row(const Table& table, uint32_t row) {
   }
 }
 
-// Row-wise Adagrad of several rows at once. The sum, root and division of one row depend on each other, so those of
-// several rows overlap. The bits equal those of `step_row`.
+// Row-wise Adagrad of several rows at once. The sum, root and division of one row depend on each other, so several rows
+// are computed at once. The bits equal those of `step_row`.
 constexpr int kRowsTogether = 4;
 
 template <typename T>
@@ -443,7 +443,7 @@ class Stepper {
  public:
   explicit Stepper(const Table& table) : table_(table) {}
 
-  // Number of gradients still missing.
+  // Number of rows that were passed to `step` but are not updated yet.
   int num_waiting() const { return num_waiting_; }
 
   void step(uint32_t row, const float* gradient) {

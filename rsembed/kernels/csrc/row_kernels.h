@@ -16,7 +16,7 @@ enum Combiner { kSum, kMean, kSqrtN, kMeanByCount };
 // entries. Rows and offsets are not trusted: they can hold any number.
 struct Segment {
   const int32_t* rows;
-  int64_t first_id;        // number of the first entry in `offsets`
+  int64_t first_id;        // index of the first entry in `offsets`
   const int32_t* offsets;  // null: `width` entries for each output
   int64_t width;
   const float* weights;    // null: ones
@@ -31,8 +31,8 @@ struct Segment {
   int64_t output_stride;
   bool streams_copies;     // the whole output is too large to stay in a cache
   float* d_weights;        // gradients of the weights, one per entry
-  int64_t list;            // number of the list that the entries are in
-  int64_t first_entry;     // numbers of this segment's first entry and output in the whole call
+  int64_t list;            // index of the list that the entries are in
+  int64_t first_entry;     // indices of this segment's first entry and output in the whole call
   int64_t first_output;
 };
 
@@ -88,7 +88,7 @@ struct RowKernels {
   void (*update_groups[kNumElementTypes][kNumRules])(const Table&, const SortedEntries&, int64_t first, int64_t last);
   void (*step_rows[kNumElementTypes][kNumRules])(const Table&, const int32_t* rows, const float* gradients,
                                                  int64_t first, int64_t last);
-  // Random bits `[rows, dim]`. The lanes identify a row of a table.
+  // Random bits `[rows, dim]`. The lanes are the 32-bit words that identify a row of a table.
   void (*row_bits)(const TableKeys& from, const uint32_t* const* lanes, int64_t num_lanes, int64_t dim, int64_t first,
                    int64_t last, uint32_t* bits);
   // Dot products of all pairs of a sample's `n` vectors, and the gradient of the vectors from their gradient.

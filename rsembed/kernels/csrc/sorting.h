@@ -196,7 +196,7 @@ class SortedSegments {
   }
 
   Item* EmitOne(const Segment& segment, int64_t entry, int64_t output, Item* items) const {
-    // As an unsigned number, a negative row is too large.
+    // Read as unsigned, a negative row is out of range.
     uint32_t row = static_cast<uint32_t>(segment.rows[entry]);
     if (row >= static_cast<uint32_t>(segment.num_rows)) return items;
     row += static_cast<uint32_t>(segment.first_row);

@@ -174,7 +174,7 @@ void ForEachSharedSlice(const Train& train, const Units& units, int64_t begin, i
 }
 
 // Adds vectors of `size` numbers to rows of `out`, in the order of the entries of each row. `emit(first, last, items)`
-// writes the row and number of each entry that has a row. `term(entry)` gives its vector and gain.
+// writes the row and index of each entry that has a row. `term(entry)` gives its vector and gain.
 template <typename Emit, typename Term>
 void AddToRows(Workers& workers, int64_t num_entries, int64_t num_rows, int64_t size, float* out, const Emit& emit,
                const Term& term) {

@@ -178,7 +178,7 @@ struct Block {
   bool has_heads(int64_t t) const { return t <= train.grouped; }
   int64_t num_products(int64_t t) const { return has_heads(t) ? num_heads : count; }
   int64_t lookup_of(int64_t t, int64_t k) const { return has_heads(t) ? first_of_head[k] : k; }
-  // Number of the product up to core t - 1 that product k up to core t continues.
+  // Index of the product up to core t - 1 that product k up to core t continues.
   int64_t before(int64_t t, int64_t k) const { return has_heads(t - 1) && !has_heads(t) ? head_of[k] : k; }
 
   const float* slice(int64_t t, int64_t k) const {
