@@ -50,7 +50,7 @@ ArrayToSave = np.ndarray | jax.Array | PickedRows
 
 
 class Chunk(NamedTuple):
-    """File name of a chunk, number of its first row, and number after its last row."""
+    """File name of a chunk, index of its first row, and index after its last row."""
 
     file: str
     first: int
@@ -63,9 +63,10 @@ class Chunk(NamedTuple):
 def as_saved(leaf: Leaf, name: str) -> tuple[ArrayToSave, str | None]:
     """The array of numbers to write for a leaf, and the PRNG implementation if the leaf holds keys.
 
-    The second result is None for plain numbers, and the kind of opaque numbers for these.
+    The second result is None for ordinary arrays. For arrays of row numbers, ids or key lanes that
+    reject arithmetic (see `rsembed.opaque`), it is their kind.
 
-    Raises: TypeError: the leaf is no plain array of numbers. RuntimeError: the leaf is traced.
+    Raises: TypeError: the leaf is not a plain array of numbers. RuntimeError: the leaf is traced.
     """
     if isinstance(leaf, PickedRows):
         return leaf, None
@@ -94,14 +95,14 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
     """Writes each array into a folder in `path`, and returns the entries for the manifest.
 
     Many chunks are written at once, because most of the time goes into waiting for the disk. All
-    processes call this. They take part in gathering the rows up to the last one, even if the disk
-    refuses a write, so that no process waits for another.
+    processes call this. They take part in gathering the rows up to the last one, even if a write to
+    the disk fails, so that no process waits for another.
 
     Args:
       path: folder to create, None in processes that do not write.
       arrays: first results of `as_saved`.
 
-    Raises: OSError: the operating system refuses a write.
+    Raises: OSError: the operating system reports that a write failed.
     """
     entries = []
     for number, array in enumerate(arrays):
@@ -119,7 +120,7 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
 
 
 Block = tuple[int, int, np.ndarray]
-"""Rows of an array: number of the array, number of the first row, the rows."""
+"""Rows of an array: index of the array, index of the first row, the rows."""
 
 
 def _blocks_of(entries: Sequence[Entry], arrays: Sequence[ArrayToSave]) -> Iterator[Block]:
@@ -146,7 +147,7 @@ def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[Block])
         for _, write in writes:
             write.result()
     finally:
-        # Wait for all writes after a failure too: the caller removes the folder.
+        # Wait for all writes even after a failure: the caller removes the folder.
         for store in stores:
             store.exception()
         for _, write in writes:
@@ -290,7 +291,7 @@ def _store(path: Path, entry: Entry, *, create: bool = False) -> Any:
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": str(path / entry["folder"])},
         "metadata": metadata,
-        # Write chunks of zeros too, so that a missing file is always an error. It may be deleted
+        # Write even chunks of zeros, so that a missing file is always an error. It may be deleted
         # after the comparison with the manifest, so reads must not fill it in either.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,

@@ -31,8 +31,8 @@ Body = dict[str, Any]
 def check_body(file: Path, body: Body) -> None:
     """Checks all fields of a manifest.
 
-    Raises: CorruptCheckpointError: a field is missing or has an invalid value. Names file and
-      field.
+    Raises: CorruptCheckpointError: a field is missing or has an invalid value. The message names
+    the file and the field.
     """
     check = functools.partial(_check, file, body, "")
     check("step", _is_count(body.get("step")), "a number of steps")
@@ -53,7 +53,7 @@ def check_body(file: Path, body: Body) -> None:
 def refuse(file: Path, why: str) -> NoReturn:
     """Raises the error for a checkpoint file with impossible contents.
 
-    Raises: CorruptCheckpointError: always. Names the file and says why.
+    Raises: CorruptCheckpointError: always. The message names the file and says why.
     """
     raise CorruptCheckpointError(
         f"{file} is not what was written: {why}. Take an older checkpoint."
@@ -111,7 +111,7 @@ def _check_entry(file: Path, number: int, entry: Entry) -> None:
             f"{rows_per_chunk} rows has {num_expected} chunks",
         )
 
-    prng = entry.get("prng", 0)  # A missing field is neither None nor a text.
+    prng = entry.get("prng", 0)  # A missing field is neither None nor a string.
     check("prng", prng is None or isinstance(prng, str), "null or the name of a generator")
 
 
@@ -143,7 +143,7 @@ def _is_dtype_of_numbers(name: Any) -> bool:
         return False
     try:
         dtype = jnp.dtype(name)
-    except (TypeError, ValueError, SyntaxError):  # numpy parses texts such as "f4,(".
+    except (TypeError, ValueError, SyntaxError):  # numpy parses strings such as "f4,(".
         return False
     is_number = dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
     return dtype.name == name and is_number and dtype.char not in "mMgG"

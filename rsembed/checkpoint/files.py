@@ -7,9 +7,9 @@ checkpoint/
 ```
 
 A save writes to a hidden folder, syncs it to the disk and renames it. So a checkpoint is complete
-or absent, and no save replaces one. A load verifies every byte, and refuses by name what does not
-match. Files do not depend on stacking, mesh or number of processes: a state of embedding tables,
-anywhere in the tree, is written by table name with rows in id order (`states`).
+or absent, and no save replaces one. A load verifies every byte. The error for a mismatch names the
+file or array. Files do not depend on stacking, mesh or number of processes: a state of embedding
+tables, anywhere in the tree, is written by table name with rows in id order (`states`).
 
 TensorStore reads and writes the arrays, and other zarr readers can open them. This module adds
 states by table name, all arrays of a checkpoint or none, and the detection of missing or swapped
@@ -104,7 +104,7 @@ def encoded(body: Body) -> bytes:
 def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf]:
     """Arrays of some manifest entries, by path.
 
-    Plain numbers stay on disk as `SavedArray`s. PRNG keys and opaque numbers are loaded.
+    Ordinary arrays stay on disk as `SavedArray`s. PRNG keys and opaque arrays are loaded.
     """
     arrays: dict[tuple[str, ...], Leaf] = {}
     for entry in entries:
@@ -178,7 +178,7 @@ class Contents(NamedTuple):
             "metadata": dict(metadata or {}),
         }
         # Encode now: an error after an hour of writing would be too late. Decode to get the
-        # body that a load will see, for example with keys that are texts.
+        # body that a load will see, for example with dictionary keys as strings.
         try:
             body = json.loads(json.dumps(body))
         except (TypeError, ValueError) as error:
@@ -320,9 +320,9 @@ def save(
 
     Raises:
       FileExistsError: `path` exists.
-      OSError: the storage refuses a write. No folder remains.
-      TypeError: a leaf is no plain array of numbers (masks and records are none), or JSON cannot
-        hold `metadata`.
+      OSError: a write to the storage fails. No folder remains.
+      TypeError: a leaf is not a plain array of numbers (but a masked or structured array, for
+      example), or JSON cannot hold `metadata`.
       ValueError: two leaves have the same path, or the tree lacks part of a state, such as rows on
         the host.
     """
@@ -341,11 +341,11 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
         dictionaries of numpy arrays, with positions and field names as keys.
 
     Raises:
-      FileNotFoundError: there is no checkpoint.
-      CorruptCheckpointError: a byte differs from what was written. Names file, chunk, array and
-        rows.
-      ValueError: the checkpoint does not match `like` (names the arrays, or the differences of
-        their tables), or another version of the library wrote it.
+      FileNotFoundError: `path` has no checkpoint.
+      CorruptCheckpointError: a byte differs from what was written. The message names the file,
+      chunk, array and rows.
+      ValueError: the checkpoint does not match `like` (the message names the arrays, or the
+      differences of their tables), or another version of the library wrote it.
       TypeError: `like` is a collection.
     """
     if isinstance(like, EmbeddingCollection):
@@ -376,7 +376,7 @@ def save_collection(
     """Saves every table and its slots by table name, with step, key and other trees.
 
     The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`. Rows are in id
-    order, on any mesh, also for tables on the host. A keyed table has `tables/<table>/keys`,
+    order on any mesh, even for tables on the host. A keyed table has `tables/<table>/keys`,
     `.../values` and one array per further value of a key. A tensor train has its cores.
 
     Args:
@@ -432,13 +432,13 @@ def load_collection(
       path: see `load`.
       collection: its tables must be the saved ones. Learning rates and other hyperparameters are
         taken from it, not from the file.
-      others: template for the saved `others`, see `like` of `load`. None does not read them.
-      resize: whether tables may differ from the file. False refuses other sizes and dtypes,
-        because a wrong size is usually a mistake. True allows more rows and another dtype. New
-        rows and their slots are those of `collection.init(state.key)`, where `state` is the
-        returned state. Saved rows, slots, step and key are kept. Values are rounded to nearest
-        for a narrower dtype. "shrink" also allows fewer rows and leaves out the last ones. Keyed
-        tables load all their keys in each case, if there is room. A tensor train can be resized
+      others: template for the saved `others`, see `like` of `load`. None: they are not read.
+      resize: whether tables may differ from the file. False rejects other sizes and dtypes,
+        because a wrong size is usually a mistake. True allows more rows and another dtype. New rows
+        and their slots are as in `collection.init(state.key)` for the returned `state`. Saved rows,
+        slots, step and key are kept. Values are rounded to nearest for a narrower dtype. "shrink"
+        also allows fewer rows and leaves out the last ones. Keyed tables load all their keys in
+        each case, if there is room. A tensor train can be resized
         if only its first row factor differs: pass the old `tt_p_shapes` with another first
         number.
 
@@ -475,7 +475,8 @@ def load_collection(
     if resize:
         arrays = resized(arrays, collection.table_specs, saved_facts, key)
 
-    # Keyed tables and tables on the host: only the file knows the number of their keys.
+    # Keyed tables and tables on the host are read apart: only the file knows how many keys they
+    # have.
     apart = _pop_tables(arrays, _names_of_tables_apart(collection))
     tables_apart = nested(apart, path)
     check_apart(path, collection, tables_apart)
@@ -528,7 +529,7 @@ def is_one_key(array: Leaf) -> bool:
 def check_apart(path: Path, collection: EmbeddingCollection, arrays: Mapping[str, Any]) -> None:
     """Checks that the file has all arrays of keyed tables and of tables on the host.
 
-    Raises: CorruptCheckpointError: an array is missing. Names file and table.
+    Raises: CorruptCheckpointError: an array is missing. The message names the file and the table.
     """
     tables = arrays.get("tables", {})
     slots = arrays.get("slots", {})
@@ -549,9 +550,9 @@ def check_apart(path: Path, collection: EmbeddingCollection, arrays: Mapping[str
 
 
 def check_owners(path: Path, saved: Facts, expected: Facts) -> None:
-    """Compares the fingerprints in a file with those of the tree or collection to load.
+    """Compares fingerprints in a file with the fingerprints of the tree or collection to load.
 
-    Raises: ValueError: they differ. Names the facts.
+    Raises: ValueError: they differ. The message names the facts that differ.
     """
     check_same(
         Fingerprint.of(saved),

@@ -60,10 +60,10 @@ class CheckpointManager:
     Leaving the `with` block, or calling `close`, waits for the last write.
 
     Args:
-      folder: folder of the run. A second writer is refused.
+      folder: folder of the run. A second writer gets an error.
       collection: collection that the saved states belong to. None saves any tree.
       max_to_keep: number of checkpoints to keep, the last ones written. Damaged ones that `restore`
-        skipped are removed first. None keeps all.
+        skipped are removed first. None: all.
       keep_period: checkpoints with a step that is a multiple of it are always kept.
       read_only: True writes and locks nothing, for a folder that another process writes or that is
         not writable.
@@ -224,8 +224,8 @@ class CheckpointManager:
         Args:
           like: template for a tree, see `load`. Leave it out with a collection.
           others: template for trees that were saved with a state, see `load_collection`.
-          step: step to restore. None takes the newest undamaged checkpoint, and warns of each
-            damaged one that it skips.
+          step: step to restore. None: the newest undamaged checkpoint, with a warning for each
+          damaged one that is skipped.
           resize: lets tables of a collection have another size or dtype, see `load_collection`.
 
         Returns: the result of `load_collection`, or of `load` if there is no collection.

@@ -1,7 +1,7 @@
 """Changes arrays of a file to the size and dtype of other tables: adds, removes or rounds rows.
 
-New rows are those that `EmbeddingCollection.init` makes from the key of the saved state. They are
-made in blocks while the file is read, so that a larger table needs no second copy of itself.
+`EmbeddingCollection.init` defines new rows, by the key of the saved state. They are made in blocks
+while the file is read, so that a larger table needs no second copy of itself.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def accepted_facts(
     *,
     shrinks: bool,
 ) -> Tables:
-    """Facts of the saved tables, with sizes and dtypes replaced where a load can change them.
+    """Facts of the saved tables, with each size and dtype replaced if a load can change it.
 
     Args:
       saved: facts of the tables in the file, by name.
@@ -91,7 +91,8 @@ def resized(
 ) -> dict[Path, Leaf]:
     """Arrays of a file, with the size and dtype of `tables` for the arrays of tables.
 
-    Arrays of keyed tables do not change, because a keyed table loads the keys it has room for.
+    Arrays of keyed tables do not change, because a keyed table loads as many keys as it has free
+    rows for.
 
     Args:
       arrays: result of `files.opened`.

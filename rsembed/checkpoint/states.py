@@ -1,7 +1,7 @@
 """Tables of an `EmbeddingState` in id order, as files have them, and back.
 
 The `layout` of a state says which row of its arrays belongs to which table and id. A save reads the
-tables in id order, block by block. A load places the rows in the layout of the wanted state.
+tables in id order, block by block. A load writes the rows in the layout of the wanted state.
 Therefore a file does not depend on a mesh or on stacking.
 """
 
@@ -27,7 +27,7 @@ from rsembed.storage.logical_rows import SavedArray
 from rsembed.storage.protocol import parts
 
 Path = tuple[str, ...]
-"""Path of a leaf in a tree: dictionary keys, positions and field names as texts."""
+"""Path of a leaf in a tree: dictionary keys, positions and field names as strings."""
 Leaf = Any
 """Leaf of a tree: an array, a number, a PRNG key, `PickedRows` or a `SavedArray`."""
 Tables = dict[str, Any]
@@ -52,15 +52,15 @@ def sharded(
     sharding: jax.sharding.Sharding | None,
     pieces: Blocks,
 ) -> jax.Array:
-    """An array on the devices of a sharding, filled with rows that arrive in pieces.
+    """An array on the devices of a sharding, filled with rows that arrive in blocks.
 
     The host memory of a process holds the shards of its devices only, not the whole array.
 
     Args:
       shape: shape of the whole array, with at least one dimension.
       dtype: dtype of the array.
-      sharding: sharding of the result. None is JAX's default device.
-      pieces: pairs of row indices and rows. Rows without a piece are zero.
+      sharding: sharding of the result. None: JAX's default device.
+      pieces: pairs of row indices and rows. Rows that are in no pair are zero.
     """
     whole = (slice(None),) * len(shape)
     indices: list[Index | None] = [whole]
@@ -127,7 +127,7 @@ def is_state(node: Any) -> TypeGuard[EmbeddingState]:
 
 
 def logical(tree: PyTree) -> PyTree:
-    """`tree` with tables and slots by table name in place of each state. Nothing is copied."""
+    """`tree` with tables and slots by table name instead of each state. Nothing is copied."""
 
     def convert(node: Any) -> Any:
         if is_state(node):
@@ -138,7 +138,7 @@ def logical(tree: PyTree) -> PyTree:
 
 
 def with_states(like: PyTree, tree: PyTree) -> PyTree:
-    """The inverse of `logical`: `tree` with the states of `like` in place of tables by name.
+    """Inverse of `logical`: packs the tables of `tree` into states with the layouts of `like`.
 
     Args:
       like: tree with states, which give the layout.
@@ -156,7 +156,7 @@ def with_states(like: PyTree, tree: PyTree) -> PyTree:
 def flattened(tree: PyTree) -> dict[Path, Leaf]:
     """Leaves of a tree by path.
 
-    Raises: ValueError: the paths of two leaves are equal as texts.
+    Raises: ValueError: the paths of two leaves are equal as strings.
     """
     leaves: dict[Path, Leaf] = {}
     repeated = set()
@@ -172,7 +172,7 @@ def flattened(tree: PyTree) -> dict[Path, Leaf]:
 
 
 def joined(path: Path | list[str]) -> str:
-    """A path as one text, for errors."""
+    """A path as one string, for errors."""
     return "/".join(path) or "the array"
 
 
@@ -186,7 +186,7 @@ def restored(arrays: Mapping[Path, Leaf], like: PyTree, where: object) -> PyTree
       like: tree without states, with the wanted shapes, dtypes and shardings.
       where: the checkpoint's folder, for errors.
 
-    Raises: ValueError: the arrays do not match `like`. Names each array.
+    Raises: ValueError: the arrays do not match `like`. The message names each array.
     """
     templates = flattened(like)
     problems = []
@@ -244,7 +244,8 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
         # Uncommitted, as the template is. A committed array would compile every step again.
         return jax.device_put(array)
     if isinstance(array, jax.Array):
-        # A PRNG key: its numbers are placed, since device_put knows only devices of this process.
+        # A PRNG key. Its numbers are placed instead: `device_put` rejects some arrays if the
+        # sharding spans several processes.
         data = placed(np.asarray(jax.random.key_data(array)), template)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
@@ -319,7 +320,7 @@ def stacks_of(state: EmbeddingState) -> dict[str, Any]:
 
 
 def tables_of(state: EmbeddingState) -> Tables:
-    """Facts of each table in the layout of a state, without those that depend on the placement."""
+    """Facts of each table in the layout of a state, except facts that depend on the placement."""
     tables = {}
     for name, table in _tables_in(state).items():
         facts = dict(table)

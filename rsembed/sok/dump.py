@@ -29,8 +29,8 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
 
     Equal tables give equal arrays, for any number of devices.
 
-    Returns: `keys`, `values` and one `slot_<name>` per optimizer slot. A hash table also has
-      `last_step` and `count`, and with admission by count `waiting_keys`, `waiting_last_step` and
+    Returns: `keys`, `values` and one `slot_<name>` per optimizer slot. A hash table also gives
+    `last_step` and `count`, and with admission by count `waiting_keys`, `waiting_last_step` and
       `waiting_count`.
     """
     tables = variable.table.collection.tables(state_of(variable))
@@ -76,10 +76,10 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
     Args:
       path: a folder that does not exist yet.
       variables: `EmbeddingVariable`s, or a model that has some.
-      optimizer: ignored. The published function has it. Here the tables have the optimizer state.
+      optimizer: ignored. SOK's function has it. Here the tables have the optimizer state.
 
     Raises:
-      ValueError: there is no variable, or two have the same name.
+      ValueError: `variables` contains no embedding variable, or two with the same name.
       FileExistsError: the folder exists.
     """
     del optimizer
@@ -108,7 +108,7 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
     Args:
       path: folder of the dump.
       variables: as for `dump`. Keys that are not in the dump become new keys.
-      optimizer: ignored. The published function has it.
+      optimizer: ignored. SOK's function has it.
 
     Raises:
       ValueError: the dump has other tables, or a table has another dim or optimizer, a dtype that

@@ -63,7 +63,8 @@ def group_embedding_lookup_sparse(
     Returns: `[batch, dim]` for each table.
 
     Raises:
-      ValueError: the lists differ in length, or an entry is wrong. Names group and position.
+      ValueError: the lists differ in length, or an entry is wrong. The message names the group, and
+      the position of a wrong entry.
       NotImplementedError: `partition_strategy` is not "mod".
     Source: DeepRec, `tf.nn.group_embedding_lookup_sparse`.
     """
@@ -82,7 +83,7 @@ def group_embedding_lookup_vjp(
 ) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[ArrayLike]], None]]:
     """Pooled rows of many tables for training, and `backward(d_outputs)`, which steps these rows.
 
-    The arguments are those of `group_embedding_lookup_sparse`, but `params` must be
+    See `group_embedding_lookup_sparse` for the arguments, but `params` must be
     `EmbeddingVariable`s.
 
     Raises: as `group_embedding_lookup_sparse`. TypeError: a table is plain (use `jax.grad` for it).
@@ -185,7 +186,7 @@ def _features_of(
     The names are positions in `params`. A feature spec tells the core how to read the ids.
 
     Raises:
-      TypeError: an entry of `params` is no table.
+      TypeError: an entry of `params` is not a table.
       ValueError: variables are on different devices.
     """
     features: dict[str, FeatureSpec] = {}
@@ -251,7 +252,7 @@ class EmbeddingColumn:
 
 
 def group_embedding_column_scope(name: str | None = None) -> contextlib.AbstractContextManager[str]:
-    """A scope for columns, as published. It has no effect: `input_layer` always groups its columns.
+    """DeepRec's scope for columns. It has no effect: `input_layer` always groups its columns.
 
     Args:
       name: name of the group, which the scope yields.

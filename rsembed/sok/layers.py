@@ -58,7 +58,7 @@ class _Layer(nnx.Module):
 
     @property
     def embedding_variable(self) -> EmbeddingVariable:
-        """The table of the layer, by its published name."""
+        """The table of the layer, by SOK's name."""
         return self.variable
 
     def _look_up(
@@ -100,10 +100,10 @@ class _Layer(nnx.Module):
                 f"{what}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} "
                 "each; pass [batch, slot_num, keys] or [batch * slot_num, keys]."
             )
-        if bags.dense_shape is not None:  # The shape is known inside `jit`, too.
+        if bags.dense_shape is not None:  # The shape is known even inside `jit`.
             lengths = np.full(bags.num_bags, math.prod(bags.dense_shape[1:]))
         elif inputs.is_unknown(bags):
-            return {self.name: bags}  # The core refuses these.
+            return {self.name: bags}  # The core rejects these.
         else:
             lengths = np.diff(np.asarray(bags.offsets))
         if self.combiner == "none":
@@ -138,7 +138,7 @@ class DistributedEmbedding(_Layer):
       slot_num: number of features per sample. All features read the same rows for the same key. To
         separate them, make the feature a part of the key.
       max_nnz: largest number of keys per slot.
-      max_feature_num: ignored. In the published layer, the largest number of keys per sample.
+      max_feature_num: ignored. In SOK's layer, the largest number of keys per sample.
       use_hashtable: if True, keys are any integers and get rows in their first training step. If
         False, keys are row numbers below `max_vocabulary_size_per_gpu * devices`.
       name: name of the table, for errors and dumps. The initial rows depend on it.
@@ -199,7 +199,7 @@ class DistributedEmbedding(_Layer):
           keys: integers or `Keys` of shape `[batch, slot_num, keys]` or `[batch * slot_num, keys]`,
             with padding -1 for signed dtypes. Or `Bags` or lists with one bag per sample and slot.
             With several processes, each passes its part of the batch.
-          weights: one weight per key. None means ones.
+          weights: one weight per key. None: ones.
           training: if True, new keys read the initial values of their rows. If False, zeros.
 
         Raises:
@@ -305,7 +305,7 @@ class All2AllDenseEmbedding(_Layer):
     def _read_list(self, batch: Batch) -> dict[str, Bags]:
         """One bag per key, padded to a multiple of the number of devices, by the layer's name.
 
-        Raises: ValueError: the keys are no flat list.
+        Raises: ValueError: the keys are not a flat list.
         """
         what = f"feature {self.name!r}"
         devices = self.variable.table.context.devices

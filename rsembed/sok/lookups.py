@@ -1,6 +1,6 @@
 """Lookups of several embedding variables in one exchange, and the optimizer step that may follow.
 
-The compiled programs are those of the core's `Engine`, built for the tables of some variables.
+The core's `Engine` has the compiled programs. It is built for the tables of some variables.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str) -> Bags:
       weights: one float per key, in the same form as `keys`, or None.
       feature: name of the feature, for errors.
 
-    Raises: TypeError, ValueError: keys or weights are invalid. Names the feature.
+    Raises: TypeError, ValueError: keys or weights are invalid. The message names the feature.
     """
     if isinstance(keys, Bags) and weights is None:
         return as_bags(keys, feature=feature)
@@ -301,7 +301,7 @@ class StepOnce:
         return int(self.variables[number].counts()["failed"].sum())
 
     def _may_fail_after_growth(self, number: int) -> bool:
-        """Enlarges a full table if it may grow. True if new keys may still find no room."""
+        """Enlarges a full table if it may grow. True if new keys may still get no row."""
         variable = self.variables[number]
         table = variable.table
         if table.when_full not in ("error", "grow"):
@@ -389,7 +389,7 @@ def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
     storage = cast(Hashed, table.spec.storage)
     rooms = f"the devices use {variable.counts()['rows'].tolist()} rows"
     if table.when_full == "grow":
-        # Rows have room then. Only keys that wait for admission may have none.
+        # Then rows have room. Only keys that wait for admission may have none.
         num_waiting = storage.admission_capacity or table.rows_per_device
         rooms += f" and have room for {num_waiting} keys that wait for one"
         way_out = (

@@ -1,4 +1,4 @@
-"""TensorFlow's two variants of Adam, by their published names. Other optimizers work as well."""
+"""TensorFlow's two variants of Adam, by TensorFlow's names. Other optimizers work as well."""
 
 from rsembed import optimizers
 

@@ -37,8 +37,8 @@ class Context:
 
     Attributes:
       mesh: mesh of the devices. Tables are sharded over all its axes.
-      global_batch_size: number of samples per step on all devices. None allows any multiple of the
-        number of devices.
+      global_batch_size: number of samples per step on all devices. None: any multiple of the number
+      of devices.
     """
 
     mesh: Mesh
@@ -97,8 +97,8 @@ def Init(
 
     Args:
       global_batch_size: number of samples per step on all devices. Batches are checked against it.
-        None allows any size.
-      mesh: mesh of the devices that share tables. None takes all devices.
+        None: any size.
+      mesh: mesh of the devices that share tables. None: all devices.
       **distributed: options of `parallel.init`.
 
     Raises: ValueError: the batch does not divide among the devices.
@@ -132,8 +132,8 @@ class VariableTable:
       spec: spec of the table, with storage `Hashed` or `RowNumbers`.
       context: devices that share the table.
       when_full: what happens to new keys if a hash table is full. "grow" enlarges the table. None
-        for a table without hash table.
-      evict_option: keys that `EmbeddingVariable.evict` evicts by default. None has no default.
+      for a table without a hash table.
+      evict_option: keys that `EmbeddingVariable.evict` evicts by default. None: no default.
     """
 
     spec: TableSpec
@@ -207,7 +207,7 @@ class EmbeddingVariable(nnx.Variable):
         Returns: the evicted rows in the form of `export_rows`. `assign_rows` puts them back.
 
         Raises:
-          ValueError: there is no option, or `keep` is negative.
+          ValueError: `option` and the table's option are both None, or `keep` is negative.
           NotImplementedError: the table has no hash table.
           RuntimeError: the call is inside `jit`.
         """
@@ -343,8 +343,8 @@ class EmbeddingVariableOption:
     """Options of an embedding variable.
 
     Args:
-      evict_option: keys that `variable.evict()` evicts by default. None has no default.
-      filter_option: keys that get rows. None admits every key when it is first trained.
+      evict_option: keys that `variable.evict()` evicts by default. None: no default.
+      filter_option: keys that get rows. None: every key gets a row when it is first trained.
 
     Source: DeepRec, `tf.EmbeddingVariableOption`.
     """
@@ -378,14 +378,15 @@ def embedding_variable(
       use_hashtable: if True, keys are any integers and get rows in their first training step. If
         False, keys are row numbers below `rows_per_device * n`.
       key_dtype: int32, int64, uint32 or uint64.
-      initializer: a function `(key, shape) -> array`, which is called for single rows. Or a
-        number, or one of "uniform" (from -0.05 to 0.05), "normal" (standard deviation 0.05),
-        "truncated_normal", "zeros" and "ones", which may be spelled as Keras' classes. The
+      initializer: a function `(key, shape) -> array`, which is called for single rows. A number or
+      one of these names also works: "uniform" (from -0.05 to 0.05), "normal" (standard deviation
+      0.05), "truncated_normal", "zeros" and "ones". Keras class names such as `RandomUniform` are
+      accepted. The
         initial row of a key depends only on `rngs`, the name of the table and the key.
-      optimizer: optimizer of the rows that a batch looked up. None is Adagrad. `sok.optimizers` has
-        the published ones.
-      context: devices that share the table. None takes those of `Init`.
-      rngs: the stream `params` seeds the table. None is `nnx.Rngs(0)`.
+      optimizer: optimizer of the rows that a batch looked up. None: Adagrad. `sok.optimizers` has
+      TensorFlow's variants of Adam.
+      context: devices that share the table. None: the devices of `Init`.
+      rngs: the stream `params` seeds the table. None: `nnx.Rngs(0)`.
       dtype: dtype of the rows: float32, bfloat16 or float16.
       ev_option: eviction and admission with DeepRec's options.
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and
@@ -451,7 +452,7 @@ NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
     "zeros": jax.nn.initializers.zeros,
     "ones": jax.nn.initializers.ones,
 }
-"""Initializers with Keras' names and scales. `random_uniform` and `RandomUniform` work, too."""
+"""Initializers with Keras' names and scales. `random_uniform` and `RandomUniform` work as well."""
 
 
 def _named_initializer(
