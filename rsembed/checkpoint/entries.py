@@ -32,7 +32,7 @@ def check_body(file: Path, body: Body) -> None:
     """Checks all fields of a manifest.
 
     Raises: CorruptCheckpointError: a field is missing or has an invalid value. The message names
-    the file and the field.
+      the file and the field.
     """
     check = functools.partial(_check, file, body, "")
     check("step", _is_count(body.get("step")), "a number of steps")

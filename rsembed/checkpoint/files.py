@@ -322,7 +322,7 @@ def save(
       FileExistsError: `path` exists.
       OSError: a write to the storage fails. No folder remains.
       TypeError: a leaf is not a plain array of numbers (but a masked or structured array, for
-      example), or JSON cannot hold `metadata`.
+        example), or JSON cannot hold `metadata`.
       ValueError: two leaves have the same path, or the tree lacks part of a state, such as rows on
         the host.
     """
@@ -343,9 +343,9 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
     Raises:
       FileNotFoundError: `path` has no checkpoint.
       CorruptCheckpointError: a byte differs from what was written. The message names the file,
-      chunk, array and rows.
+        chunk, array and rows.
       ValueError: the checkpoint does not match `like` (the message names the arrays, or the
-      differences of their tables), or another version of the library wrote it.
+        differences of their tables), or another version of the library wrote it.
       TypeError: `like` is a collection.
     """
     if isinstance(like, EmbeddingCollection):

@@ -225,7 +225,7 @@ class CheckpointManager:
           like: template for a tree, see `load`. Leave it out with a collection.
           others: template for trees that were saved with a state, see `load_collection`.
           step: step to restore. None: the newest undamaged checkpoint, with a warning for each
-          damaged one that is skipped.
+            damaged one that is skipped.
           resize: lets tables of a collection have another size or dtype, see `load_collection`.
 
         Returns: the result of `load_collection`, or of `load` if there is no collection.

@@ -30,7 +30,7 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
     Equal tables give equal arrays, for any number of devices.
 
     Returns: `keys`, `values` and one `slot_<name>` per optimizer slot. A hash table also gives
-    `last_step` and `count`, and with admission by count `waiting_keys`, `waiting_last_step` and
+      `last_step` and `count`, and with admission by count `waiting_keys`, `waiting_last_step` and
       `waiting_count`.
     """
     tables = variable.table.collection.tables(state_of(variable))

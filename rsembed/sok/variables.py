@@ -38,7 +38,7 @@ class Context:
     Attributes:
       mesh: mesh of the devices. Tables are sharded over all its axes.
       global_batch_size: number of samples per step on all devices. None: any multiple of the number
-      of devices.
+        of devices.
     """
 
     mesh: Mesh
@@ -132,7 +132,7 @@ class VariableTable:
       spec: spec of the table, with storage `Hashed` or `RowNumbers`.
       context: devices that share the table.
       when_full: what happens to new keys if a hash table is full. "grow" enlarges the table. None
-      for a table without a hash table.
+        for a table without a hash table.
       evict_option: keys that `EmbeddingVariable.evict` evicts by default. None: no default.
     """
 
@@ -379,12 +379,12 @@ def embedding_variable(
         False, keys are row numbers below `rows_per_device * n`.
       key_dtype: int32, int64, uint32 or uint64.
       initializer: a function `(key, shape) -> array`, which is called for single rows. A number or
-      one of these names also works: "uniform" (from -0.05 to 0.05), "normal" (standard deviation
-      0.05), "truncated_normal", "zeros" and "ones". Keras class names such as `RandomUniform` are
-      accepted. The
-        initial row of a key depends only on `rngs`, the name of the table and the key.
+        one of these names also works: "uniform" (from -0.05 to 0.05), "normal" (standard deviation
+        0.05), "truncated_normal", "zeros" and "ones". Keras class names such as `RandomUniform` are
+        accepted. The initial row of a key depends only on `rngs`, the name of the table and the
+        key.
       optimizer: optimizer of the rows that a batch looked up. None: Adagrad. `sok.optimizers` has
-      TensorFlow's variants of Adam.
+        TensorFlow's variants of Adam.
       context: devices that share the table. None: the devices of `Init`.
       rngs: the stream `params` seeds the table. None: `nnx.Rngs(0)`.
       dtype: dtype of the rows: float32, bfloat16 or float16.

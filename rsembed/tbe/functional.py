@@ -43,7 +43,7 @@ class TBEState(NamedTuple):
       slots: optimizer state of these rows. ENSEMBLE_ROWWISE_ADAGRAD appends its slow copy of the
         tables.
       resident_rows: for each slot of the group's cache, the row of the group in it, or `NO_ROW` if
-      it is empty. None if there is no cache.
+        it is empty. None if there is no cache.
       step: number of updates so far.
       passed_step: index, from 1, of the last step for which the passes over whole tables were run.
       learning_rates: one per group.

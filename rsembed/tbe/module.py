@@ -103,8 +103,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
       output_dtype: FP32, FP16 or BF16. Sums are computed in float32.
       enforce_hbm: whether MANAGED_CACHING means DEVICE.
       optimizer: optimizer of all tables, or a list with one per table; see `EmbOptimType`. A rule
-      of the core such as `rsembed.optimizers.FTRL(...)` works as well. It brings its settings
-        and learning rate.
+        of the core such as `rsembed.optimizers.FTRL(...)` works as well. It brings its settings and
+        learning rate.
       record_cache_metrics: enables `get_cache_miss_counter` and `get_table_wise_cache_miss`.
       gather_uvm_cache_stats: enables `get_uvm_cache_stats` and `reset_uvm_cache_stats`.
       stochastic_rounding: whether stepped FP16 and BF16 rows are rounded stochastically, True by
@@ -139,7 +139,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
       prefetch_pipeline: whether rows of prefetched batches stay in the cache until their lookup.
         Needs LRU.
       stats_reporter_config: reports numbers and bytes every few steps outside `jit`. None: no
-      reports.
+        reports.
       table_names: names for messages and state dicts, `table_0`, `table_1` and so on by default.
       optimizer_state_dtypes: FP32, FP16 or BF16 by state name, for `momentum1` and `momentum2` of
         any optimizer.
@@ -149,7 +149,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
       uvm_host_mapped: no effect.
       emainplace_mode: settings of EMAINPLACE_ROWWISE_ADAGRAD.
       feature_names: names for messages. By default the table's name, with an index if several
-      features read it.
+        features read it.
       mesh: devices that share the tables and the samples of a batch. None: one device. See
         `prepare`.
       sharding_axis: axes of the mesh over which tables and samples are split. None: all axes.
@@ -432,7 +432,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
           admit: whether missing rows enter the cache.
 
         Raises: RuntimeError: a table is cached, and the module is not an argument of the
-        transformation.
+          transformation.
         """
         functional.check_state(self.plan, self.state.get_value())
         if isinstance(batch, PreparedBatch):
@@ -496,9 +496,8 @@ class TablesBackward:
             default. False saves time.
 
         Returns: the gradient of `per_sample_weights` in their form; None if there are no weights.
-        For a
-          batch prepared on a mesh `{feature: [ids]}`. For OptimType.NONE, nothing is stepped and
-          the `RowGradients` are returned.
+          For a batch prepared on a mesh `{feature: [ids]}`. For OptimType.NONE, nothing is stepped
+          and the `RowGradients` are returned.
 
         Raises: RuntimeError: it was called before, or the module is in evaluation mode now.
         """
