@@ -370,7 +370,7 @@ def pairwise_interaction(
       implementation: name of the only kernel implementation to try; None: the fastest.
 
     Raises: TypeError or ValueError: `vectors` is not an array of numbers, or does not have three
-        axes.
+      axes.
 
     Source: Naumov et al., "Deep Learning Recommendation Model for Personalization and
       Recommendation Systems", 2019.

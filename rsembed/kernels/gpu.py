@@ -203,7 +203,7 @@ def _sum_bags(
       stride: distance between the bounds of consecutive bags. 1 for offsets, which give the end of
         one bag and the start of the next; 2 for pairs of start and end.
       has_pieces: whether the last of `refs` holds the sums from `_pieces`. Entries that these sums
-          contain are not read.
+        contain are not read.
     """
     from jax.experimental.pallas import triton
 

@@ -232,7 +232,7 @@ class Queue(NamedTuple):
       offsets: entries `offsets[d] : offsets[d + 1]` belong to device `d`.
       cursor: number of entries already sent to each owner.
       lanes: int32 or uint32 arrays with one word per entry. The words of an entry identify it among
-          the owner's entries, most significant first.
+        the owner's entries, most significant first.
       capacity: maximum number of entries sent to one owner in a round.
     """
 

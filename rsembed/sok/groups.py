@@ -64,7 +64,7 @@ def group_embedding_lookup_sparse(
 
     Raises:
       ValueError: the lists differ in length, or an entry is wrong. The message names the group, and
-          the position of a wrong entry.
+        the position of a wrong entry.
       NotImplementedError: `partition_strategy` is not "mod".
     Source: DeepRec, `tf.nn.group_embedding_lookup_sparse`.
     """

@@ -309,7 +309,7 @@ def proto_to_optimizer_spec(proto: OptimizerRecord) -> OptimizerSpec:
     """The optimizer that `optimizer_spec_to_proto` described.
 
     Raises: ValueError: the rule or the learning rate was a function, of which `proto` holds only
-        the name.
+      the name.
     """
     if proto.type == CUSTOM_CODE or proto.learning_rate is None:
         what = (

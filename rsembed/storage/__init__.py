@@ -12,7 +12,7 @@ without it, rows are in an array.
     host_cached.py      a cache of such rows that compiled programs search
     set_associative.py  a set-associative cache of such rows, decided on the host
     logical_rows.py     rows out of a keyed table and into one, by key
-    donation.py         results of programs that take arrays over, safe from Ctrl-C
+    donation.py         results of programs that donate arrays, safe from Ctrl-C
     row_map.py          which key has which row: open addressing, rows given and taken back, counts
 """
 

@@ -1,6 +1,6 @@
 """Rows on the host, and their exchange with a cache on the device.
 
-A cache decides which rows are on the device. Its decision for a batch is a record of `Moves`. Then
+A cache decides which rows are on the device. Its decision for a batch is a `Moves` tuple. Then
 rows are exchanged in three steps: the device gathers the evicted rows, `BackingStore.exchange`
 writes them to the host and reads the inserted rows, and the device scatters these.
 
@@ -52,8 +52,8 @@ class Lock:
 class Generation:
     """Version counter shared by a host store and the state on the device.
 
-    It starts at a random number, and the state contains it, too. A state that is older than the
-    store, or that belongs to another store, is refused. Its cache has other rows than the host
+    It starts at a random number, and the state contains a copy. A state that is older than the
+    store, or that belongs to another store, is rejected. Its cache has other rows than the host
     assumes.
 
     Example:
@@ -84,7 +84,7 @@ class Generation:
     def advance(self, numbers: ArrayLike | None) -> None:
         """Starts a change of the store and the state. Raises: RuntimeError: see `check`."""
         numbers = np.asarray(numbers)
-        with self.lock:  # If two threads use one state, the second one is refused.
+        with self.lock:  # If two threads use one state, the second one is rejected.
             self.check(numbers)
             self.number = (self.number + 1) % 2**32
 
@@ -96,7 +96,7 @@ class Moves(NamedTuple):
       evicted: ids of the rows that leave the device.
       evicted_places: rows of the device array that hold them.
       inserted: ids of the rows that come to the device.
-      inserted_places: rows of the device array that get them, evicted places included.
+      inserted_places: rows of the device array that get them, including the evicted ones.
     """
 
     evicted: Int[Array | np.ndarray, " evicted"]

@@ -143,7 +143,8 @@ class RowLayout:
                 "in_files": None if storage is None else storage.in_files,
             }
             if storage is not None and len(self.stack.tables) > 1:
-                # Tables that share a storage are concatenated, so each records its number of rows.
+                # Tables that share a storage are concatenated, so the facts of each have its number
+                # of rows.
                 sizes = storage.part_sizes(table)
                 if sizes is not None:
                     facts["part_sizes"] = list(sizes)
@@ -240,7 +241,7 @@ def in_some_bag(bags: Bags) -> Bool[Array, " nnz"]:
 def numbers_of_rows(
     names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]
 ) -> Int[Array, " rows"]:
-    """Number of each row that depends on its table's name and its id, not on stack or mesh.
+    """Hash of each row's table name and id, which does not depend on stack or mesh.
 
     Args:
       names: names of the tables.
@@ -254,7 +255,8 @@ def numbers_of_rows(
 def whole_table(values: PyTree, table: TableSpec) -> PyTree:
     """Array of all rows of a table, in the dtype of the table. Inside `jit`, `values` unchanged.
 
-    Raises: ValueError: `values` is a mapping, has another shape, or has numbers that are too large.
+    Raises: ValueError: `values` is a mapping, has another shape, or has numbers that are too large
+      for the dtype.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     if isinstance(values, Mapping):
@@ -277,7 +279,7 @@ INIT_BLOCK_VALUES = 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class DenseRows(Storage):
-    """Rows of several tables in one array. Ids are row numbers of the layout.
+    """Rows of several tables in one array. Ids are row indices of the layout.
 
     Args:
       layout: layout of the rows.

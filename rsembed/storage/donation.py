@@ -1,4 +1,4 @@
-"""Programs that take over arrays of an object. Ctrl-C cannot lose the arrays in between."""
+"""Programs that donate the arrays of an object. Ctrl-C cannot lose the arrays in between."""
 
 from __future__ import annotations
 

@@ -137,7 +137,8 @@ class NewKeys(NamedTuple):
       entry_of: index in `keys` of each key of the batch. `NO_ROW` for keys with a row.
       first_of: position in the batch of the first occurrence of each of `keys`.
       occurrences: number of occurrences of each of `keys` so far.
-      waiting_rows: row of each of `keys` in the list of waiting keys. None without such a list.
+      waiting_rows: row of each of `keys` in the list of waiting keys. None if there is no such
+        list.
       is_admitted: mask of the keys that may get a row.
     """
 
@@ -177,11 +178,11 @@ class Hashed(DynamicRows):
         often than this. Before that, it reads zeros and is not trained. 0, the default, admits
         every key at once.
       admission_capacity: maximum number of keys on a device that wait for admission. None, the
-        default, means the number of rows on the device.
+        default: the number of rows on the device.
       admission_probability: probability that an occurrence in training gives a row to a key without
         one, 1 by default. Keys that are not admitted need no memory. Draws depend only on the
         model's key, the name of the table, the step and the id.
-      key_dtype: int32, int64 (the default), uint32 or uint64. Keys that do not fit are refused.
+      key_dtype: int32, int64 (the default), uint32 or uint64. Keys that do not fit are rejected.
         Signed keys may be negative, except -1, which means no id.
 
     Raises: ValueError: an argument is unknown or out of range. It is raised when a table uses the
@@ -304,13 +305,13 @@ class Hashed(DynamicRows):
     def _new_keys(
         self, params: DynamicTable, strangers: Keys, occurrences: Array, number: Array
     ) -> NewKeys:
-        """Distinct new keys of step `number`, and whether each is admitted.
+        """Distinct new keys of step `number` (an index), and whether each is admitted.
 
         Args:
           params: the table before the step.
-          strangers: keys without a row, which may repeat. All others are padding.
+          strangers: new keys (keys without a row), which may repeat. All others are padding.
           occurrences: number of times that each key occurred in the batch.
-          number: number of the step.
+          number: index of the step.
         """
         entry_of, distinct, first_of, totals = row_map.entries(strangers, occurrences)
         waiting_rows = None
@@ -340,7 +341,7 @@ class Hashed(DynamicRows):
           params: the table before the step.
           rows: row of each key of the lookup, or `NO_ROW`.
           new: the new keys of the lookup.
-          number: number of the step.
+          number: index of the step.
           arrival: arrival order of the keys of the lookup, see `ReadAhead`.
         """
         table = new.keys.table
@@ -403,9 +404,9 @@ class Hashed(DynamicRows):
         Args:
           params: the table before the step.
           slots: slots of the table.
-          strangers: keys without a row, which may repeat. All others are padding.
+          strangers: new keys (keys without a row), which may repeat. All others are padding.
           table: spec of the table.
-          number: number of the step.
+          number: index of the step.
           occurrences: number of times that each key occurred in the batch.
         """
         new = self._new_keys(params, strangers, occurrences, number)
@@ -449,10 +450,10 @@ class Hashed(DynamicRows):
           waiting: the list before the step.
           new: the new keys of the step.
           rows: row of each new key, or `NO_ROW`.
-          number: number of the step.
+          number: index of the step.
 
-        Returns: the list, a mask of the keys without the row or the place that they need, and the
-          number of keys of each table that were removed from the list for others.
+        Returns: the list, a mask of the keys that lack the row or the list entry that they need,
+          and the number of keys of each table that were removed from the list for others.
         """
         waiting_rows = cast(Array, new.waiting_rows)
         is_without_row = new.keys.is_key & (rows == NO_ROW)
@@ -600,14 +601,14 @@ def is_drawn(
     """Mask of the keys that are admitted in step `number`.
 
     Each occurrence of a key admits it with `probability`. A key draws one 32-bit number per step,
-    from its table's PRNG key folded with `DRAWS`, the step and the lanes of the key. It is not
-    admitted if the draw, in units of 2**-32, is below `(1 - probability) ** occurrences`. This
-    power is a product of float32 numbers only, which all compilers round alike.
+    from its table's PRNG key folded with `DRAWS`, the step and the two 32-bit lanes of the key. It
+    is not admitted if the draw, in units of 2**-32, is below `(1 - probability) ** occurrences`.
+    This power is a product of float32 numbers only, which all compilers round alike.
 
     Args:
       key: PRNG key of the table, or one for each of several tables.
       keys: distinct keys and padding.
-      number: number of the step.
+      number: index of the step.
       occurrences: number of times that each key occurred in the batch.
       probability: chance of each occurrence, in (0, 1].
     """
@@ -636,11 +637,11 @@ MAX_KEYS = 2**32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowNumbers(DynamicRows):
-    """Storage for keys that are row numbers. Initial values are equal to those in `Hashed`.
+    """Storage for keys that are row numbers. A key starts with the same row as in `Hashed`.
 
     Args:
       num_shards: number of devices that share the keys.
-      key_dtype: int32, int64 (the default), uint32 or uint64. Keys that do not fit are refused.
+      key_dtype: int32, int64 (the default), uint32 or uint64. Keys that do not fit are rejected.
     """
 
     num_shards: int

@@ -34,10 +34,10 @@ INITIAL_BLOCK = 1024
 
 
 class Counters(NamedTuple):
-    """Numbers of keys since each table was created. A key counts once for every batch.
+    """Counts of keys since each table was created. A key counts once for every batch.
 
-    Each counter is a 64-bit number in two 32-bit lanes, high and low. All are None for tables
-    without a hash table.
+    Each counter is a 64-bit number in two 32-bit words (lanes), high and low. All are None for
+    tables without a hash table.
 
     Attributes:
       inserted: keys that got a row.
@@ -72,13 +72,13 @@ class DynamicTable(NamedTuple):
     `stack` convert from and to single tables.
 
     Attributes:
-      keys: `RowMap` from keys to rows. None without a hash table.
+      keys: `RowMap` from keys to rows. None if there is no hash table.
       rows: vector of each row. Its optimizer state is in separate arrays, the slots.
       waiting: `RowMap` that counts the keys that wait for admission. None if no keys wait.
       counters: numbers of keys that were inserted, evicted and so on.
       key: PRNG key of each table.
       generation: version counter of the rows on the device and the host, which starts at a random
-        number. None for tables without rows on the host.
+        number. None if the table has no rows on the host.
       bond: signature of `keys`, byte by byte as floats. None if the state needs no such check. It
         detects averages of states: a program that averages all floats of two states, rows included,
         and takes the keys of one, gets a bond that differs from the signature of its keys.
@@ -206,7 +206,7 @@ def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Arra
     Args:
       table: spec of the table.
       capacity: number of rows.
-      fill: number in all entries. None leaves them unspecified, for arrays that the caller fills.
+      fill: number in all entries. None: entries are undefined, for arrays that the caller fills.
 
     Raises: ValueError: `capacity` is above `MAX_CAPACITY`.
     """
@@ -292,9 +292,9 @@ def forget_older(
 
     Args:
       params: the shard.
-      step: number of the current step.
+      step: index of the current step.
       steps_to_live: keys are removed that did not occur for more steps than this.
-      number: number of the table.
+      number: index of the table.
     """
     waiting = params.waiting
     if waiting is None:

@@ -41,7 +41,7 @@ class HostCached(DynamicRows):
     and steps call it themselves. The host needs memory only for rows that were trained or evicted.
 
     The collection has one store at a time. `init` and `load_collection` replace it. A state from
-    before an exchange of rows is refused, because the store no longer has its rows. To go back,
+    before an exchange of rows is rejected, because the store no longer has its rows. To go back,
     load a checkpoint.
 
     Args:
@@ -205,7 +205,7 @@ class HostTable(HostCached):
         return arrays
 
     def advanced(self, params: DynamicTable, num_shards: int) -> DynamicTable:
-        """Parameters marked with a new generation. The store refuses all older parameters."""
+        """Parameters marked with a new generation. The store rejects all older parameters."""
         self.generation.advance(self.generation.number)
         generation: PyTree = np.full(num_shards, self.generation.number, np.uint32)
         return params._replace(generation=generation)

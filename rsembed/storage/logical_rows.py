@@ -35,7 +35,7 @@ ROWS_PER_BLOCK = 1 << 16
 """Number of rows that are written at once."""
 
 Blocks = Iterator[tuple[int, np.ndarray]]
-"""Blocks of rows of an array: the number of the first row, and the rows."""
+"""Blocks of rows of an array: the index of the first row, and the rows."""
 Export = Mapping[str, PyTree]
 """Arrays of a keyed table by name: `keys`, `values`, slots, steps and counts. See `import_rows`."""
 Facts = dict[str, np.ndarray]
@@ -59,7 +59,7 @@ class SavedArray:
     Attributes:
       shape: shape of the array.
       dtype: dtype of the array.
-      read: function that reads the array and yields blocks `(number of the first row, rows)`. Its
+      read: function that reads the array and yields blocks `(index of the first row, rows)`. Its
         argument is an array to fill, or None for new arrays. An array of shape `()` has one row.
     """
 
@@ -68,7 +68,7 @@ class SavedArray:
     read: Callable[[np.ndarray | None], Blocks]
 
     def blocks(self) -> Blocks:
-        """Blocks `(number of the first row, rows)` of a few MiB each, in the order of rows.
+        """Blocks `(index of the first row, rows)` of a few MiB each, in the order of rows.
 
         Raises: CorruptCheckpointError: the file of a block is damaged.
         """
@@ -91,7 +91,7 @@ def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.n
     Args:
       values: numbers from a user or a file.
       dtype: dtype of the result.
-      where: beginning of the error message, such as the table.
+      where: start of the error message, such as the name of the table.
       name: name of the values in the error message.
 
     Raises: ValueError: finite numbers are too large for `dtype`.
@@ -156,7 +156,7 @@ def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
 
 
 def _by_path(tree: PyTree) -> dict[str, PyTree]:
-    """Leaves by path. Paths are text, so a field and a dictionary key of one name are equal."""
+    """Leaves by path. Paths are strings, so a field and a dictionary key of one name are equal."""
     leaves = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         leaves[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
@@ -174,8 +174,8 @@ def places_by_key(
       num_shards: number of shards.
 
     Returns: the row indices, and a dictionary of arrays. It has `keys`, in the table's `key_dtype`.
-      A hash table adds `last_step` and `count`. With waiting keys, it also has `waiting_keys`,
-      `waiting_last_step` and `waiting_count`.
+      A hash table adds `last_step` and `count`. If keys wait for admission, it has `waiting_keys`,
+      `waiting_last_step` and `waiting_count`, too.
 
     Raises: ValueError: a key does not fit `key_dtype`.
     """
@@ -217,7 +217,7 @@ def rows_to_leave(
         have equal worth, the smallest keys are evicted.
       unused_for: evicts keys that were not used for more steps than this.
       norm_below: evicts keys with an L2 norm of their row below this.
-      step: number of the next step.
+      step: index of the next step.
     """
     maps = params.keys
     last_step = on_host(maps.last_step)
@@ -241,7 +241,7 @@ def check_reasons(where: str, **reasons: float | None) -> None:
     """Checks the reasons for an eviction, such as `keep=100`.
 
     Args:
-      where: beginning of the error message.
+      where: start of the error message.
       reasons: all reasons by name. None for a reason that does not apply.
 
     Raises: TypeError or ValueError: all reasons are None, or one has a wrong type or value.
@@ -358,7 +358,7 @@ def with_keys(
 ) -> tuple[DynamicTable, Positions]:
     """Parameters after the keys of `exported` are added, and the row index of each key.
 
-    The steps and counts of the keys are added, too. The vectors are not written yet. For the
+    The steps and counts of the keys are added with them. The vectors are not written yet. For the
     arguments, see `import_rows`.
 
     Raises: ValueError: see `import_rows`.
@@ -402,7 +402,7 @@ def _written(
       positions: index of each row to write.
       values: the rows, as an array or a `SavedArray`.
       num_shards: number of shards.
-      where: beginning of the error message.
+      where: start of the error message.
       name: name of the values in the error message.
 
     Raises: ValueError: numbers are too large for the dtype of `array`.

@@ -24,7 +24,7 @@ ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nn
 """What a lookup knows about the step that follows it: `(occurrences, step number, arrival)`.
 
 `occurrences` counts each key in the batch. `find` gives rows to new keys in ascending order of
-`arrival`; None means the order of the keys."""
+`arrival`; None: in the order of the keys."""
 Params: TypeAlias = PyTree
 """Parameters of a storage: one array, or a pytree of arrays."""
 SlotTree: TypeAlias = PyTree
@@ -118,7 +118,10 @@ class Storage(abc.ABC):
         return None
 
     def sharing_groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
-        """Groups of tables that each share one storage, from tables of equal `sharing_key`."""
+        """Splits tables with equal `sharing_key` into groups.
+
+        The tables of a group share one storage.
+        """
         return [list(tables)]
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
@@ -162,7 +165,7 @@ class Storage(abc.ABC):
         """Raises: ValueError or NotImplementedError: this storage does not support the table."""
 
     def num_rows(self, table: TableSpec) -> int:
-        """Number of rows that all devices together have room for."""
+        """Maximum number of rows on all devices together."""
         return table.vocabulary_size
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
@@ -485,7 +488,7 @@ def of_near_sizes(
       tables: tables that may share one storage.
       most_rows: maximum number of rows of a group, padding included. A single table may have more.
       num_waiting: number of keys that may wait for admission in each table, 0 by default. A group
-        has room for at most `most_rows` waiting keys, too.
+        has room for at most `most_rows` waiting keys as well.
     """
     size = operator.attrgetter("vocabulary_size")
     groups = []

@@ -4,8 +4,8 @@ All functions work inside `jit`. Rows are found by open addressing with linear p
 of the slots hold keys, and at most another quarter are deleted, so every search reaches an empty
 slot. `kernels/keyed.py` defines the content of a slot and the choice of a slot for a key.
 
-Several tables can be concatenated in every array. Row numbers in arguments and results are global.
-Row numbers in the arrays are relative to their table. Each table is padded to the size of the
+Several tables can be concatenated in every array. Row indices in arguments and results are global.
+Row indices in the arrays are relative to their table. Each table is padded to the size of the
 largest one, and its padding rows are never assigned.
 """
 
@@ -35,7 +35,7 @@ class HashTable(NamedTuple):
     """Hash tables of equal size, concatenated. The number of slots of each is a power of two.
 
     Attributes:
-      keys: high and low lane of the key in every slot.
+      keys: high and low 32 bits (lanes) of the key in every slot.
       rows: row of the key in every slot, or `EMPTY` or `DELETED`.
       num_keys: number of slots with a key in each table.
       num_deleted: number of deleted slots in each table.
@@ -87,7 +87,7 @@ class HashTable(NamedTuple):
         )
 
     def _rebuilt(self, is_rebuilt: Bool[Array, " tables"]) -> HashTable:
-        """The hash tables with the marked ones built again, without deleted slots."""
+        """Rebuilds the tables marked in `is_rebuilt`, which removes their deleted slots."""
         slots_per_table = self.rows.shape[0] // self.num_keys.shape[0]
         is_moved = jnp.repeat(is_rebuilt, slots_per_table)
         kept = HashTable(
@@ -130,7 +130,7 @@ def counts_of(
 
     Args:
       marks: mask of the entries to count.
-      table: number of the table of each entry. None if there is one table.
+      table: index of the table of each entry. None if there is one table.
       num_tables: number of tables.
     """
     if table is None:
@@ -246,10 +246,10 @@ def assign(
     Args:
       row_map: the map.
       keys: distinct keys that are not in the map. Padding gets no row.
-      step: number of the current step, at least 0. Rows that this step used are not evicted.
+      step: index of the current step, at least 0. Rows that this step used are not evicted.
       occurrences: number of occurrences of each key so far.
-      evict: policy that selects keys to evict if too few rows are free. None, the default, evicts
-        no key.
+      evict: policy that selects keys to evict if too few rows are free. None, the default: no key
+        is evicted.
       is_signed: True if keys are signed numbers. It matters if several keys have the smallest
         worth, because the smallest key is then evicted. False is the default.
 
@@ -401,7 +401,7 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
 
 
 def table_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"] | None:
-    """Number of the table of each row. None if there is one table."""
+    """Index of the table of each row. None if there is one table."""
     if row_map.num_tables == 1:
         return None
     return rows // row_map.rows_per_table
@@ -454,7 +454,7 @@ def room(
     Args:
       row_map: the map before the step.
       rows: rows that the step uses, which may repeat.
-      step: number of the step.
+      step: index of the step.
       evicts: True if `assign` may evict keys.
     """
     if not evicts:
@@ -474,8 +474,8 @@ def first_marked(
 
     Args:
       marks: mask of the entries to choose from.
-      arrival: sort key of each entry. None means that the entries are in order.
-      table: number of the table of each entry. None if there is one table.
+      arrival: sort key of each entry. None: the entries are in order.
+      table: index of the table of each entry. None if there is one table.
       most: maximum number of entries of each table.
     """
     if arrival is not None:
@@ -528,7 +528,7 @@ def _first(
     is_candidate: Bool[Array, " rows"],
     num_wanted: Int[Array, ""],
 ) -> Bool[Array, " rows"]:
-    """Mask of the first `num_wanted` candidates in lexicographic order of their lanes.
+    """Mask of the first `num_wanted` candidates in lexicographic order of `lanes`.
 
     In each lane, the value of the last wanted candidate is found bit by bit. This takes a few
     passes over the lane and a fraction of the time of a sort. Bits that all candidates share need
@@ -548,7 +548,7 @@ class BoundSearch(NamedTuple):
     """State of the search in `_bound`.
 
     Attributes:
-      bit: number of the bit to try next.
+      bit: index of the bit to try next.
       bound: the bits that were chosen so far.
       is_exact: True if exactly the wanted number of candidates is below `bound`.
     """
@@ -615,7 +615,7 @@ def entries(
 def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
     """Distinct keys in the format of `RowGradients`: columns `(high, low, occurrences)`.
 
-    If there are several tables, the number of the table is the fourth column. Padding has
+    If there are several tables, the index of the table is the fourth column. Padding has
     `occurrences` 0.
     """
     lanes = [keys.high, keys.low, counts.astype(jnp.uint32)]

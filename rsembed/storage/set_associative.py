@@ -6,8 +6,8 @@ the row of the device array that holds the id.
 
 After the slots, the device array (`CachedRows`) has a *scratch* area for rows without a slot. Rows
 are written back to the host when they are evicted or flushed, and scratch rows after every update.
-Optimizer state is in separate arrays and moves with its row. The last of these arrays has the row
-number in each slot or place of the scratch area.
+Optimizer state is in separate arrays and moves with its row. The last of these arrays has the table
+row in each slot and in each row of the scratch area.
 
 Outside `jit`, policy and stores are called directly. Inside `jit`, they are called through ordered
 callbacks with room for one row per id.
@@ -39,12 +39,13 @@ class CacheCounts(NamedTuple):
     Attributes:
       calls: number of batches.
       requested_ids: number of ids, with duplicates and with ids that are not cacheable.
-      unique_ids: number of distinct ids in each batch. All ids that are not cacheable count as one.
-      unique_misses: number of distinct cacheable ids that were not resident before the batch.
+      unique_ids: sum over batches of the number of distinct ids. All ids that are not cacheable
+        count as one.
+      unique_misses: sum of the distinct cacheable ids that were not resident before their batch.
       unique_conflict_misses: number of these misses that got no slot.
       conflict_misses: number of lookups of ids without a slot, with duplicates. Their rows are read
         from the backing store.
-      unique_hits: number of distinct cacheable ids that were resident before the batch.
+      unique_hits: sum of the distinct cacheable ids that were resident before their batch.
     """
 
     calls: int = 0
@@ -125,8 +126,8 @@ class SetAssociativeCache:
 
     * lru: missing ids in ascending order get the slots in order of (time of last use, slot number).
     * lfu: missing ids in order of (descending count, id) get the slots in order of (count of the
-      resident id, slot number). An empty slot counts -1. A resident id with a larger count than the
-      missing id stays.
+      resident id, slot number). An empty slot has count -1. A resident id with a larger count than
+      the missing id stays.
 
     Counts are exact. They include all ids since the start, resident or not, and the current batch.
     They take 8 bytes of host memory per id of `num_ids`. The cache itself takes 24 bytes per slot.
@@ -134,7 +135,7 @@ class SetAssociativeCache:
 
     Attributes:
       tags: id in each slot, -1 in empty slots. Read only.
-      counts: number of uses of each id. None for LRU. Read only.
+      counts: number of uses of each id. None with LRU. Read only.
 
     Source: FBGEMM, `lru_cache_populate` and `lfu_cache_populate`. Under LFU, the protection of the
     current batch is our addition.
@@ -342,16 +343,16 @@ _ROWS_PER_FLUSH = 1 << 16
 Leaving = Callable[[Int[Array, " places"]], Sequence[Array]]
 """Function from rows of the device arrays to the values that the host stores for them.
 
-The last device array, which has the id in each place, is not among them."""
+The values of the last device array, the ids of the rows, are not among them."""
 
 
 class BatchPlaces(NamedTuple):
-    """Where the rows of a batch are on the device, and the moves that bring them there.
+    """Device rows of the ids of a batch, and the moves that bring the rows there.
 
     Attributes:
-      rows: row number of each id of the batch. `cache.num_ids` or more for rows that do not exist,
+      rows: table row of each id of the batch. `cache.num_ids` or more for rows that do not exist,
         -1 for no id.
-      places: device row of each of `rows`, in a slot or in the scratch area. -1 for none.
+      places: device row of each of `rows`, in a slot or in the scratch area, or -1 if it has none.
       moves: rows to exchange with the host.
       admission: decisions of the cache policy.
     """
@@ -396,7 +397,7 @@ class CachedRows:
         them none.
 
         Args:
-          rows: row number of each id of the batch, see `BatchPlaces`.
+          rows: table row of each id of the batch, see `BatchPlaces`.
           admit: True admits missing rows to the cache. False only searches.
           lock: True keeps the slots until they are unlocked, see `SetAssociativeCache.admit`.
           is_prefetch: True for a batch that is looked up later.
@@ -442,7 +443,7 @@ class CachedRows:
           leaving: function that gives the values of evicted rows, see `Leaving`.
           keep: receives the new arrays before Ctrl-C can interrupt. Otherwise they could be lost
             after the old arrays are donated.
-          is_inside: True inside `jit`, where the host is reached through a callback.
+          is_inside: True inside `jit`: the host is then reached through a callback.
         """
         num_inserted = moves.inserted.shape[0]
         if not num_inserted:  # A row is evicted only if another row takes its slot.
@@ -472,7 +473,7 @@ class CachedRows:
         Args:
           num_rows: number of rows of the device arrays.
           leaving: function that gives the values of device rows, see `Leaving`.
-          is_inside: True inside `jit`, where the whole area is read.
+          is_inside: True inside `jit`: the whole area is then read.
         """
         size = padded_size(len(self.scratch_rows))
         if is_inside:
