@@ -37,14 +37,14 @@ from rsembed.storage.protocol import Found, Params, SlotTree, State
 from rsembed.storage.row_map import combine, unnamed
 
 Request: TypeAlias = PyTree
-"""What a device sends to an owner for each distinct entry: row numbers, or lanes of keys."""
+"""What a device sends to an owner for each distinct entry: row numbers, or 32-bit lanes of keys."""
 
 
 class Combined(NamedTuple):
     """Distinct rows that an owner received in a round, with the sum of the gradients of each.
 
     Attributes:
-      rows: row numbers, or lanes of keys, in the form of `RowGradients`.
+      rows: row numbers, or 32-bit lanes of keys, in the form of `RowGradients`.
       values: gradient of each row.
       is_row: False for padding.
     """
@@ -61,7 +61,7 @@ class AskedRows(Rows):
     Gradients travel to the owner the same way. A request holds row numbers.
 
     Args:
-      capacity: largest number of rows that a device requests from one owner in a round. None takes
+      capacity: largest number of rows that a device requests from one owner in a round. None:
         `default_capacity`.
     """
 
@@ -215,7 +215,7 @@ class AskedRows(Rows):
         return self.storage.find(params, slots, keys, occurrences, self.table, step)
 
     def _no_rows(self, wanted: Wanted) -> Array:
-        """Padding in the form of `RowGradients.rows`, with room for all rows that can arrive."""
+        """Padding in the form of `RowGradients.rows`, one entry for each row that can arrive."""
         most_rows = wanted.entry_of.shape[0] * self.num_shards
         rows_of_shard = -(-self.storage.num_ids(self.table) // self.num_shards)
         return jnp.full(min(most_rows, rows_of_shard), NO_ROW, jnp.int32)
@@ -257,7 +257,7 @@ class AskedKeys(AskedRows):
     """Sharded rows with 64-bit keys.
 
     A request holds the lanes of each key, the number of its occurrences on the asking device, and
-    the index of the first one.
+    the index of the first occurrence.
     """
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
@@ -324,7 +324,7 @@ class AskedKeys(AskedRows):
         keys, occurrences = self._received(request)
         first_of = request[-1]
         position = jnp.arange(first_of.shape[0], dtype=jnp.int32)
-        # With `position` as a lane all entries differ, so `distinct` merges none and only sorts.
+        # With `position` as a lane, all entries differ, so `distinct` merges none and only sorts.
         order = distinct(
             self._asking_devices(position), [first_of, position], num_devices=self.num_shards
         )

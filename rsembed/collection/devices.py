@@ -21,7 +21,8 @@ class Devices:
     """One device (`mesh` is None), or the devices along some axes of a mesh.
 
     Args:
-      mesh: the devices. It may be an abstract mesh inside a `shard_map`, where JAX knows no other.
+      mesh: the devices. It may be an abstract mesh inside a `shard_map`, because JAX has no other
+        mesh there.
       axes: axes of the mesh over which samples and tables are split. Devices along the other axes
         hold copies and compute the same.
     """
@@ -78,7 +79,7 @@ class Devices:
 
     @functools.cached_property
     def identity(self) -> str:
-        """Text that identifies the devices and the shape of the mesh, and the chosen axes."""
+        """String that identifies the devices, the shape of the mesh and the chosen axes."""
         mesh = self.known_mesh
         if mesh is None:
             return f"{self.num_devices} {self.axes}"
@@ -100,7 +101,8 @@ class Devices:
         """The arrays of a tree with this partition. On one device, `tree` unchanged."""
         if self.mesh is None:
             return tree
-        # `jit`, because `device_put` handles only devices of this process.
+        # Reshard inside `jit`: `device_put` rejects some arrays if the sharding spans several
+        # processes.
         return jax.jit(_same, out_shardings=self.sharding(partition))(tree)
 
     def place_from_host(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
@@ -163,7 +165,7 @@ class Devices:
 
     def gather(self, array: Array) -> Array:
         """Parts of all devices, concatenated along the first axis."""
-        if self.mesh is None or array.shape[0] == 0:  # XLA refuses to gather empty arrays
+        if self.mesh is None or array.shape[0] == 0:  # XLA cannot gather empty arrays
             return array
         return jax.lax.all_gather(array, self.axes, tiled=True)
 

@@ -55,20 +55,20 @@ class EmbeddingCollection:
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
-      mesh: devices that share the tables. None keeps the tables on one device.
-      sharding_axis: axis or axes of the mesh over which samples and tables are split. None takes
-        all axes. Devices along other axes hold copies.
+      mesh: devices that share the tables. None: one device.
+      sharding_axis: axis or axes of the mesh over which samples and tables are split. None: all
+        axes. Devices along other axes hold copies.
       placement: placement of the tables, by table name or one for all. `row` gives neighbouring
         rows different owners, and is the default of most tables. `table` gives each table one
         owner, `column` gives every device some columns of all rows, and `replicated` gives every
         device a copy.
       exchange_capacity: largest number of distinct rows that a device requests from one owner in
         one exchange round, with `row` and `table`. A small capacity saves memory, a large one
-        saves rounds. None takes a capacity that fits skewed ids in one round. The result is the
+        saves rounds. None: a capacity that fits skewed ids in one round. The result is the
         same with any capacity, with one exception: if a hashed table, or its list of keys that
-        wait for admission, fills up within one batch, new keys of earlier rounds get the last
-        places. The list place of a key that is admitted is free in later rounds only.
-      implementation: name of the only kernel implementation to use. None takes the fastest one
+        wait for admission, fills up within one batch, new keys of earlier rounds get the last free
+        rows or list entries. The list entry of a key that is admitted is free in later rounds only.
+      implementation: name of the only kernel implementation to use. None: the fastest one
         available. With "reference", lookups and steps are plain JAX. Other names apply to pooling
         and steps only: finding keys and exchanging rows take the fastest implementation.
       bounds_check: treatment of ids outside their table. With `raise`, they are an error outside
@@ -165,9 +165,9 @@ class EmbeddingCollection:
         The values of a table depend only on `key`, the table's name and its initializer. They do
         not depend on other tables or on the number of devices.
 
-        Raises: TypeError: `key` is no PRNG key. ValueError: a custom initializer gives a number
+        Raises: TypeError: `key` is not a PRNG key. ValueError: a custom initializer gives a number
           that is not finite. Nothing is checked inside `jit`. A keyed table draws its rows later,
-          so only one row is tried here.
+          so only one row is checked here.
         """
         check_type(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
@@ -211,7 +211,7 @@ class EmbeddingCollection:
 
     @functools.cached_property
     def template(self) -> EmbeddingState:
-        """State with shapes and shardings in place of arrays, as `like` of `checkpoint.load`."""
+        """State with shapes and shardings instead of arrays, as `like` of `checkpoint.load`."""
         tables, slots = jax.eval_shape(self._engine.init, jax.random.key(0))
         step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
         state = EmbeddingState(tables, slots, step, key, self.layout)
@@ -239,8 +239,9 @@ class EmbeddingCollection:
           parts: fields of the state that will be used. A lookup needs no slots, so a state for
             serving may leave them out.
 
-        Raises: ValueError: tables, optimizers or the layout of rows differ (names the difference),
-          or an array has another shape or dtype. TypeError: `state` is no EmbeddingState.
+        Raises: ValueError: tables, optimizers or the layout of rows differ (the message names the
+          difference), or an array has another shape or dtype. TypeError: `state` is not an
+          EmbeddingState.
           RuntimeError: its arrays were donated, or this process was forked.
         """
         check_not_forked("the collection")
@@ -276,8 +277,8 @@ class EmbeddingCollection:
         """Logical tables by name, as copies. On a mesh, every device gets a copy of each table.
 
         A keyed table is a dictionary of numpy arrays: `keys` in ascending order, their `values`,
-        one `slot_<name>` per slot, `last_step` and `count`. With `admission_count`, it also has
-        `waiting_keys`, `waiting_last_step` and `waiting_count`.
+        one `slot_<name>` per slot, `last_step` and `count`. With `admission_count`, it also
+        contains `waiting_keys`, `waiting_last_step` and `waiting_count`.
         """
         self.check_state(state, parts=["tables"])
         tables: ByName = {}
@@ -340,13 +341,13 @@ class EmbeddingCollection:
         Args:
           state: from `init`. The step of `state` is kept, and optimizers that count steps, such as
             Adam, continue from it. Use `state._replace(step=jnp.int32(int(old_state.step)))` to
-            take over another step.
+            continue from another step.
           tables: new values by table name.
           slots: new optimizer state by table name, with equal shapes and dtypes. Takes what `slots`
             returns for a table, or the table's entry in `load(path).tree["slots"]`. Slots of a
             keyed table are in the order of its `keys` in `tables`, or else of the keys in the
-            state. None keeps the slots of the state.
-          allow_nonfinite: accept NaN, infinity and negative sums of squares. They are refused by
+            state. None: the slots of the state.
+          allow_nonfinite: accept NaN, infinity and negative sums of squares. They are an error by
             default, because one NaN spreads to everything that reads its row. Nothing is checked
             inside `jit`.
 
@@ -399,8 +400,8 @@ class EmbeddingCollection:
 
         Arrays stay arrays. The bags of all ragged features that share a stack of tables become one
         list of ids. Lists are padded to one of few sizes, so a stream of batches needs few compiled
-        programs. A feature without a combiner keeps its number of ids. The result is a pytree that
-        reads as a mapping by feature.
+        programs. On one device, a feature without a combiner is not padded: it keeps its number of
+        ids. The result is a pytree that reads as a mapping by feature.
 
         On a mesh, each process passes the same number of samples and gets the global batch, split
         by sample. A list has one part per device, and all parts are padded to one length. A ragged
@@ -431,7 +432,7 @@ class EmbeddingCollection:
         Args:
           state: from `init`.
           batch: see `prepare`.
-          return_statistics: also return `LookupStatistics`.
+          return_statistics: whether to return `LookupStatistics` as well.
 
         Returns: `{feature: [batch, dim]}`. A feature with combiner `none` has one vector per id, in
           the shape of its ids.
@@ -503,9 +504,10 @@ class EmbeddingCollection:
     def update(
         self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, PyTree]
     ) -> EmbeddingState:
-        """State after a step with the gradients of a batch, computed and applied in one kernel.
+        """State after one step with the gradients of a batch.
 
-        The result equals `apply(state, pullback(d_activations))`.
+        The result equals `apply(state, pullback(d_activations))`. Gradients are fused with the step
+        if the kernel allows it.
         """
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
@@ -583,8 +585,8 @@ def value_and_grad(
 
     Returns: a function `(params, state, batch, *args) -> (value, (dense_grads, row_gradients))`.
 
-    Raises: TypeError: `loss_fn` returns no scalar loss, or with `has_aux=True` no pair, or `params`
-      hold numbers that are no floats.
+    Raises: TypeError: `loss_fn` does not return a scalar loss, or with `has_aux=True` a pair, or
+      `params` hold numbers that are not floats.
 
     Example:
       >>> import jax, jax.numpy as jnp, rsembed as rs
@@ -620,7 +622,7 @@ def value_and_grad(
 def check_loss(result: Any, *, has_aux: bool) -> Any:
     """`result` of a loss function, unchanged.
 
-    Raises: TypeError: the loss is no scalar of floats, or with `has_aux` the result is no pair.
+    Raises: TypeError: the loss is not a float scalar, or with `has_aux` the result is not a pair.
     """
     if has_aux and not (isinstance(result, tuple) and len(result) == 2):
         raise TypeError("value_and_grad: with has_aux=True, loss_fn must return (loss, aux).")

@@ -58,7 +58,7 @@ class Engine:
       features: features by name.
       stacks: stacks by name.
       devices: devices of the mesh.
-      implementation: "reference" runs plain JAX everywhere, in storages and exchanges too. Other
+      implementation: "reference" runs plain JAX everywhere, including storages and exchanges. Other
         names have no effect here: they apply to pooling and steps, and each stack has them.
       side_by_side: True if a lookup returns one array `[batch, sum of dims]` with the columns of
         all features in order, and `d_outputs` is such an array.
@@ -122,7 +122,7 @@ class Engine:
         Args:
           tables: tables of the state.
           batch: the global batch.
-          numbers: by stack, number of the step that will follow. None if no step follows.
+          numbers: by stack, index of the step that will follow. None if no step follows.
         """
         if self._has_all_rows:
             # `lookup` and `lookup_vjp` of a collection then share one compiled program.

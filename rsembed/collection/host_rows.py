@@ -49,7 +49,7 @@ class Prefetch:
     def with_room(
         self, params: DynamicTable, slots: PyTree, wanted: Mapping[str, PyTree] | Array
     ) -> tuple[DynamicTable, Moves]:
-        """Parameters with cache places for all rows that `wanted` reads, and the pending moves.
+        """Parameters with cache slots for all rows that `wanted` reads, and the pending moves.
 
         No row has moved yet, and `params` stay valid.
 
@@ -90,8 +90,8 @@ class Prefetch:
           slots: slots of the state.
           moves: result of `with_room`.
           donates: donate the arrays of `params` and `slots`. If False, the old state stays valid
-            until `with_new_generation`: the store changes only in evicted rows, which get their
-            values in that state.
+            until `with_new_generation`. The store changes only in the evicted rows, which receive
+            the values they have in the old state.
         """
         by_shard = (self.stack.num_shards, -1)
         num_moved = (moves.inserted != NO_ROW).reshape(by_shard).sum(axis=1).max()
@@ -137,7 +137,8 @@ def fetched(
 ) -> EmbeddingState:
     """State with every row that `wanted` reads in the device caches.
 
-    Rows move only after all stacks have found places. If there are too few, nothing has changed.
+    Rows move only after all stacks have reserved cache slots. If a cache is too small, nothing has
+    changed.
 
     Args:
       prefetches: by stack, what moves its rows. Only stacks on the host have it.
@@ -161,7 +162,7 @@ def fetched(
 def with_new_generation(
     prefetches: Mapping[str, Prefetch], state: EmbeddingState
 ) -> EmbeddingState:
-    """State marked with a new generation. The host stores refuse all older states."""
+    """State marked with a new generation. The host stores reject all older states."""
     tables = dict(state.tables)
     for name, prefetch in prefetches.items():
         stack = prefetch.stack

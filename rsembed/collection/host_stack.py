@@ -43,7 +43,7 @@ class HostStack(Stack):
         rows: Mapping[str, PyTree],
         new_slots: Mapping[str, PyTree] = MappingProxyType({}),
     ) -> State:
-        """See `Stack.replaced`. `rows` contain the slots too, and `new_slots` is empty."""
+        """See `Stack.replaced`. `rows` include the slots, and `new_slots` is empty."""
         del new_slots
         written = self.storage.with_tables(params, slots, rows, self.table, self.num_shards, {})
         placed: State = self.devices.place_from_host(written, self.partition)
@@ -68,7 +68,7 @@ class HostStack(Stack):
           params: parameters of the state.
           slots: slots of the state.
           table: spec of the table.
-          rows: new rows, checked by the storage. None keeps the rows of the state.
+          rows: new rows, checked by the storage. None: the rows of the state.
           new_slots: slots of the new rows, or of the state's rows if `rows` is None. Slots of a
             keyed table are in the order of the keys.
 
@@ -82,7 +82,7 @@ class HostStack(Stack):
     def _replaced_rows(
         self, params: Params, slots: SlotTree, table: TableSpec, rows: PyTree
     ) -> dict[str, PyTree]:
-        """Rows and slots of the state by name, with `rows` in place of its rows, if not None."""
+        """Rows and slots of the state by name. If `rows` is not None, it replaces the rows."""
         whole: dict[str, PyTree] = self._by_table(self.storage.rows, params, slots)[table.name]
         if rows is None:
             return whole

@@ -2,8 +2,8 @@
 
 The bags of ragged features become one list of ids for each stack; see `prepared`. On a mesh, the
 list has a part for each device, and device `d` of `D` gets sample `b` of `B` if `d == b * D // B`.
-An array `[batch, ids]` stays an array. On a mesh, a ragged feature without pooling becomes an array
-too, padded to its longest bag.
+An array `[batch, ids]` stays an array. On a mesh, a ragged feature without pooling also becomes an
+array, padded to its longest bag.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ from rsembed.storage.protocol import Storage
 def check_names(features: Mapping[str, object], entries: Mapping[str, object], what: str) -> None:
     """Checks that `entries` is a mapping with exactly one entry per feature.
 
-    Raises: TypeError: `entries` is no mapping. ValueError: features are missing or unknown.
+    Raises: TypeError: `entries` is not a mapping. ValueError: features are missing or unknown.
     """
     check_type(entries, Mapping, f"{what}, with one entry for each of {sorted(features)},")
     missing = sorted(set(features) - set(entries))
@@ -175,7 +175,10 @@ def _members(
 def _places(
     members: Mapping[str, Sequence[str]], num_bags: Mapping[str, int]
 ) -> tuple[tuple[str, Listed], ...]:
-    """Place of each feature in its list, as sorted pairs. Features of a list follow each other."""
+    """Position of each feature in its list, as sorted pairs.
+
+    Features of a list follow each other.
+    """
     places = {}
     for stack, names in members.items():
         first_bag = 0
@@ -282,7 +285,7 @@ def _everything(
             return None
         if offsets.ndim != 1 or not offsets.size or offsets[0] != 0 or offsets[-1] != ids.size:
             return None
-    # The difference between the offsets of two features is no length.
+    # The difference between the offsets of two features is not a length.
     steps = np.diff(np.concatenate([value.offsets for value in values]))
     ends = np.cumsum([value.offsets.size for value in values])[:-1] - 1
     lengths = np.delete(steps, ends)
@@ -418,7 +421,7 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
 
 
 def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int]:
-    """Text on which processes must agree about a feature, and the width to pad its bags to.
+    """String on which processes must agree about a feature, and the width to pad its bags to.
 
     The width is 0 if the feature is not padded by itself.
 
@@ -492,7 +495,7 @@ def d_outputs(
       d_activations: gradients of the activations by feature.
 
     Raises: ValueError: the shape of a gradient does not fit the activations. TypeError: a gradient
-      is no array of floats.
+      is not an array of floats.
     """
     batch = PreparedBatch.of(batch)
     check_names(features, d_activations, "the activation gradients")

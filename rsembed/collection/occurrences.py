@@ -28,7 +28,7 @@ class Occurrences(NamedTuple):
     Attributes:
       call: the ids with their bags. With `keys`, the ids are indices of keys, `NO_ROW` for padding.
       keys: the keys of keyed tables. None if ids are row numbers.
-      table: number of the table in a call that reads several tables.
+      table: index of the table in a call that reads several tables.
       dims: row length of every table of such a call.
     """
 
@@ -46,7 +46,7 @@ class Occurrences(NamedTuple):
         return CallGradients(self.call, tuple(d_outputs), dims, self.table)
 
     def all_keys(self) -> Keys:
-        """The ids as `Keys`, also if they are row numbers."""
+        """The ids as `Keys`, even if they are row numbers."""
         if self.keys is not None:
             return self.keys
         rows = []
@@ -176,7 +176,7 @@ def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
 
 
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
-    """Keys of the rows of `RowGradients`, which are ids or lanes, and the number of occurrences.
+    """Keys of the rows of `RowGradients` (ids or 32-bit lanes), and their numbers of occurrences.
 
     Ids count once each, because `RowGradients` do not hold their occurrences.
     """

@@ -1,6 +1,6 @@
 """Placements of tables on devices, and the tables of a state by name.
 
-`make_stacks` chooses, for every stack of tables, where its rows are and how they are found.
+`make_stacks` chooses the devices of every stack's rows, and how lookups reach them.
 `LogicalTables` reads and writes whole tables of a state, for users and for files.
 """
 
@@ -45,7 +45,7 @@ def placement_of_tables(
       tables: specs of the tables by name.
       devices: devices that share the tables.
       placement: placement by table name, or one for all tables. One for all has no effect on tables
-        with a storage that does not support it. None gives every table its default.
+        with a storage that does not support it. None: the default of every table.
 
     Raises:
       ValueError: a placement or table is unknown, the storage of a named table does not support its
@@ -127,7 +127,7 @@ def make_stacks(
     stacks: dict[str, Stack] = {}
     for stack in plan.stacks:
         tables = tuple(specs[table.name] for table in stack.tables)
-        # A single device has all rows: there is no owner to ask.
+        # A single device has all rows and asks no other owner.
         placement = "replicated"
         if devices.num_devices > 1:
             placement = placements[tables[0].name]
@@ -155,7 +155,7 @@ def _choose_rows(
     capacity: int | None,
     implementation: str | None,
 ) -> Rows:
-    """The way to the rows of a storage in a placement. The only place that chooses it."""
+    """The `Rows` class for a storage in a placement. Only this function chooses it."""
     arguments = devices, table, storage, implementation
     if placement in ("row", "table"):
         if isinstance(storage, DenseRows):
@@ -297,7 +297,7 @@ class LogicalTables:
         """Names of stacks in the order of writing: stacks on the host come last.
 
         Writing to rows on the host invalidates the given state. So it happens last, when nothing
-        can be refused any more.
+        can fail any more.
         """
         return sorted(names, key=self.on_host.__contains__)
 

@@ -22,7 +22,7 @@ from rsembed.specs import FeatureSpec
 
 
 class Listed(NamedTuple):
-    """Place of a ragged feature's bags in a list.
+    """Position of a ragged feature's bags in a list.
 
     Args:
       list: name of the list.
@@ -53,7 +53,7 @@ class PreparedBatch(Mapping[str, PyTree]):
     Args:
       lists: by stack, the bags of its ragged features, feature after feature in each part.
       arrays: for every other feature, its array, its pair of ids and weights, or its `Bags`.
-      listed: sorted pairs of a ragged feature and its place in the lists.
+      listed: sorted pairs of a ragged feature and its position in the lists.
       features: names of all features, in the order of the collection.
       made_for: identity of the features, tables and devices that the batch was checked for.
     """
@@ -74,7 +74,7 @@ class PreparedBatch(Mapping[str, PyTree]):
         return PreparedBatch({}, dict(batch), features=tuple(batch))
 
     def place(self, feature: str) -> Listed | None:
-        """Place of a ragged feature in the lists; None if the feature is in no list."""
+        """Position of a ragged feature in the lists; None if the feature is in no list."""
         return dict(self.listed).get(feature)
 
     def num_parts(self, name: str) -> int:
@@ -165,7 +165,7 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
 
     Args:
       bags: a list of several parts.
-      places: places of the features in the list.
+      places: positions of the features in the list.
       num_parts: number of parts of the list.
       fill: padding id. Inside `jit`, the result is padded to the length of the whole list, with
         weights 0.

@@ -57,7 +57,7 @@ class Rows(abc.ABC):
       devices: devices of the mesh.
       table: spec of the table. For a stack, the first table: all have the same dim, dtype and rule.
       storage: storage of the rows.
-      implementation: kernel implementation that pools rows. None takes the fastest one.
+      implementation: kernel implementation that pools rows. None: the fastest one.
     """
 
     devices: Devices
@@ -102,15 +102,15 @@ class Rows(abc.ABC):
         Args:
           params: parameters of the storage on this device.
           batch: ids of this device's samples.
-          number: number of the step that will follow. Keys that get a row in that step read its
-            initial values. None if no step follows: keys without a row read zeros.
+          number: index of the step that will follow. Keys that get a row in that step read the
+            initial values of that row. None if no step follows: keys without a row read zeros.
         """
 
     @abc.abstractmethod
     def row_gradients(
         self, batch: Occurrences, d_outputs: Sequence[Array]
     ) -> Asked[tuple[Array, Array]]:
-        """Distinct ids (or key lanes) of the global batch on this device, and their gradients.
+        """Distinct ids of the global batch on this device (or 32-bit lanes of keys), and gradients.
 
         Both are in the form of `RowGradients`.
         """
@@ -150,7 +150,7 @@ class Rows(abc.ABC):
     # Helpers
 
     def _keys_here(self, keys: Keys) -> Keys:
-        """`keys` with padding in place of keys of other devices. By default, every key stays."""
+        """`keys`, with keys of other devices replaced by padding. By default, every key stays."""
         return keys
 
     def _rounded(self, step: Step) -> Step:
@@ -361,10 +361,10 @@ class KeyedRows(NumberedRows):
 
 
 class TrainRows(NumberedRows):
-    """Rows computed from parameters that every step updates as a whole, as tensor trains.
+    """Rows computed from shared parameters, such as tensor-train cores.
 
-    Every device has all parameters. It computes their gradients for its samples, and the sum over
-    devices has the same bits on all.
+    Every step updates all parameters. Every device has all parameters. It computes their gradients
+    for its samples, and the sum over devices has the same bits on all.
     """
 
     def update(

@@ -31,7 +31,7 @@ ServedTable = dict[str, Array]
 """The arrays of a served table.
 
 `rows` are `[rows, dim]`. An int8 table has `scales`, a factor for each row. A keyed table has the
-key of each row in two lanes of 32 bits, `high` and `low`, in ascending order.
+key of each row in two arrays of 32-bit words, `high` and `low`, in ascending order.
 """
 
 
@@ -46,12 +46,12 @@ def for_serving(
     """A lookup in plain JAX and the tables that it reads, for `jax.export` and for other processes.
 
     Args:
-      collection: has the features to look up.
-      state: has the tables, on any mesh. Not inside `jit`.
-      dtype: "float32", "bfloat16", "float16", or "int8" with a scale for each row. None keeps the
-        dtype of the tables.
+      collection: collection with the features to look up.
+      state: state to serve, on any mesh. Not inside `jit`.
+      dtype: "float32", "bfloat16", "float16", or "int8" with a scale for each row. None: the dtype
+        of the tables.
       allow_nonfinite: whether rows may hold NaN or infinity, or become infinite because `dtype` is
-        too narrow. By default they are refused: with "int8", one NaN would make its whole row NaN.
+        too narrow. By default they are an error: with "int8", one NaN would make its whole row NaN.
 
     Returns: `lookup(tables, batch)`, which gives the activations of `collection.lookup`, and the
       tables, a copy of each. Tensor trains and rows on the host are written out as arrays. Ids
@@ -59,7 +59,7 @@ def for_serving(
 
     Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. So ids
     of a dense table must fit into int32, and 64-bit keys must be passed as
-    `rsembed.keys.split_keys(keys)`. An array of int32 is refused if a table has 64-bit keys.
+    `rsembed.keys.split_keys(keys)`. An array of int32 is rejected if a table has 64-bit keys.
 
     Raises: TypeError or ValueError: `dtype` is unknown, the state belongs to another collection, or
       a number is not finite.
@@ -104,7 +104,7 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
 
 @jax.jit  # in one program, which keeps no float32 copies of the table
 def _int8(rows: Array) -> tuple[Array, Array]:
-    """Rows in steps of 1/127 of the largest number of each row, and the size of that step."""
+    """Rows in steps of 1/127 of the largest absolute value in the row, and the step sizes."""
     rows = rows.astype(jnp.float32)
     scales = jnp.max(jnp.abs(rows), axis=1) / 127.0
     steps = jnp.round(rows / jnp.where(scales == 0.0, 1.0, scales)[:, None])

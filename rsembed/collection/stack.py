@@ -41,7 +41,7 @@ class EmbeddingState(NamedTuple):
       step: number of updates so far.
       key: PRNG key of stochastic rounding, otherwise unused.
       layout: fingerprint of the table, row and optimizer that each array row belongs to
-        (`RowLayout.facts` by stack). Checkpoints are written by it, and a collection refuses a
+        (`RowLayout.facts` by stack). Checkpoints are written by it, and a collection rejects a
         state with a different layout. None, as in a state made by hand, is not compared.
     """
 
@@ -58,7 +58,7 @@ class Stack:
     Methods take the parameters and slots of a state. Slots are None in a state for serving.
 
     Args:
-      layout: tables and features of the stack, and the place of each table if one array has all.
+      layout: tables and features of the stack, and the position of each table if one array has all.
       rows: the functions that find, read and step rows on the devices.
     """
 
@@ -144,7 +144,7 @@ class Stack:
         return counts_by_table
 
     def check_start(self, params: Params, slots: SlotTree) -> None:
-        """Checks an initial state. It may also be checked while rows are drawn, by the storage.
+        """Checks an initial state. A storage may check it instead while rows are drawn.
 
         Raises: ValueError: a custom initializer gave a number that is not finite.
         """

@@ -113,8 +113,8 @@ def bag(
     Args:
       spec: the table.
       cores: its cores.
-      bags: ids and optional weights. Ids outside the table (also -1) contribute nothing and do not
-        count for the mean.
+      bags: ids and optional weights. Ids outside the table (including -1) contribute nothing and do
+        not count for the mean.
       mode: "sum", or "mean", which divides by the number of ids rather than by the sum of weights.
       implementation: see `cores.pooled_rows`.
     """
@@ -180,7 +180,7 @@ def check_cores(spec: TTSpec, cores: AnyCores) -> Cores:
 
     Raises:
       ValueError: the shapes of the cores differ from `spec.core_shapes`.
-      TypeError: `spec` is no `TTSpec`, or `cores` is no sequence.
+      TypeError: `spec` is not a `TTSpec`, or `cores` is not a sequence.
     """
     check_type(spec, TTSpec, "spec")
     check_type(cores, Sequence[Any], "cores")
@@ -197,9 +197,9 @@ def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[Digits, Any]:
     split into digits on the host, in 64 bits.
 
     Args:
-      specs: tables with concatenated cores, all with the same number of cores. The slice numbers of
+      specs: tables with concatenated cores, all with the same number of cores. The slice indices of
         a table are offset by the slices of the tables before it.
-      ids: row numbers, offset by the rows of the tables before.
+      ids: row indices, offset by the rows of the tables before.
 
     Raises: TypeError: ids are not integers.
     """
@@ -308,7 +308,8 @@ def pooled_rows(
       slice_shapes: `(R_{t-1}, q_t, R_t)` of every core.
       num_bags: number of bags in the result.
       implementation: "native" runs C++ kernels on CPUs; "plain" runs JAX operations and also offers
-        forward-mode and second derivatives. None, the default, chooses "native" where it can run.
+        forward-mode and second derivatives. None, the default: "native" if it can run, else
+        "plain".
 
     Raises:
       ValueError: the implementation is unknown.

@@ -5,8 +5,8 @@ that row goes to the stored vector. Only `populate` changes which rows are cache
 counts of recent reads. A row that stays in the cache keeps its cache slot and its bits. A row that
 enters the cache is initialised from the cores. Rows that are evicted are *written back*: the first
 core takes the step that brings the whole table closest to its previous contents, and the remaining
-error is reported as `residual`. All functions are pure and work inside `jit`, except those with "on
-the host" in their docstring.
+error is reported as `residual`. All functions are pure and work inside `jit`, except functions with
+"on the host" in the docstring.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rsembed.tt.spec import TTSpec
 COUNTS_PER_ROW = 16
 """Default number of counted ids per cached row."""
 MIN_COUNTS_PER_ROW = 6
-"""With fewer counted ids per cached row, the hit rate would fall."""
+"""With fewer counted ids per cached row, the hit rate would be lower."""
 MAX_READS = 2**30
 """Counts above this number are treated as equal."""
 DAMPING = 1e-3
@@ -51,7 +51,7 @@ class Directory(NamedTuple):
       places: cache slot of each counted id; `NO_ROW` if the id is not cached.
       ids: id in each cache slot; `NO_ROW` for a free slot.
       residual: see `CacheReport`.
-      totals: the sums of a `CacheReport`, 64 bits each, as a high and a low lane.
+      totals: the sums of a `CacheReport`, 64 bits each, as a high and a low 32-bit word.
     """
 
     counted: RowMap
@@ -99,7 +99,7 @@ class CacheReport(NamedTuple):
 
     Attributes:
       cached_ids: number of rows in the cache now.
-      residual: largest error that writing rows back has caused in any number of the table. It is
+      residual: largest error that writing rows back has caused in any entry of the table. It is
         measured for the evicted rows. For all other rows it is a bound: the norm of all changes.
       lookups: number of counted reads.
       hits: number of reads of ids that were cached at that time.
@@ -149,7 +149,7 @@ def empty(capacity: int, num_counts: int) -> Directory:
 
     Args:
       capacity: number of cache slots.
-      num_counts: number of ids to count. Cached ids need a count, too, so it must exceed
+      num_counts: number of ids to count. Every cached id needs a count, so it must exceed
         `capacity`.
     """
     return Directory(
@@ -365,6 +365,6 @@ def _gram_matrices(
 
 
 def _table_of_slices(specs: Sequence[TTSpec], t: int) -> Int[np.ndarray, " slices"]:
-    """Number of the table that owns each slice of core `t`."""
+    """Index of the table that owns each slice of core `t`."""
     num_slices = [spec.tt_p_shapes[t] for spec in specs]
     return np.repeat(np.arange(len(specs)), num_slices)

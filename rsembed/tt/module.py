@@ -93,21 +93,21 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         module of one table needs it under `jit`.
       enforce_embedding_dim: ignored. The dimension is always enforced.
       use_cache: whether to store the most read rows uncompressed and to train them directly. Rows
-        enter the cache with the first `cache_populate`. None, the default, is True for a
-        `TTEmbeddingBag` with `sparse=True`, as published, and False otherwise. A cache needs
+        enter the cache with the first `cache_populate`. None, the default: True for a
+        `TTEmbeddingBag` with `sparse=True`, as in FBTT, and False otherwise. A cache needs
         `sparse=True`: an external optimizer stores its state by cache slot, and a slot changes its
         row.
       cache_size: number of cached rows of each group. 0, the default, takes a thousandth of the
         rows.
       hashtbl_size: maximum number of ids with a read count. 0, the default, or less than six per
         cached row takes 16 per cached row.
-      rngs: random streams; `params` draws the cores. Default: `nnx.Rngs(0)`, as published calls
-        pass none.
+      rngs: random streams; `params` draws the cores. Default: `nnx.Rngs(0)`, because calls written
+        for FBTT pass none.
 
     Attributes:
       is_single: whether the module has one table, and outputs without an axis of tables.
       specs: shape of each table.
-      groups: numbers of the tables in each group.
+      groups: indices of the tables in each group.
       storages: storage of each group.
       core_groups: for each group, one variable `[sum of p_t over its tables, R_{t-1} * q_t * R_t]`
         per core.
@@ -215,7 +215,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     @staticmethod
     def _grouped(specs: Sequence[TTSpec]) -> list[list[int]]:
-        """Numbers of the tables in each group: equal slices, and at most `MAX_ROWS` rows in all."""
+        """Indices of the tables in each group: equal slices, and at most `MAX_ROWS` rows in all."""
         by_shape: dict[SliceShapes, list[int]] = {}
         num_rows = {}
         for k, spec in enumerate(specs):
@@ -289,7 +289,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.learning_rate.set_value(jnp.asarray(lr, jnp.float32))
 
     def _place_of(self, table: int) -> tuple[int, int, int]:
-        """Number of the group of a table, the number of the table in it, and its first row there."""
+        """Index of a table's group, index of the table in the group, and its first row there."""
         for g, group in enumerate(self.groups):
             if table in group:
                 number = group.index(table)
@@ -306,14 +306,15 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return cores_of(table_params)
 
     def set_cores(self, cores: AnyCores, table: int = 0) -> None:
-        """Replaces the cores of a table, for example by those of `from_dense`.
+        """Replaces the cores of a table, for example by the result of `from_dense`.
 
         This resets the optimizer state of the cores and removes the rows of the table from the
-        cache. Read counts are kept. The step number is reset only if the module has no other table.
+        cache. Read counts are kept. The step counter is reset only if the module has no other
+        table.
 
         Args:
           cores: new cores with the shapes `specs[table].core_shapes`.
-          table: number of the table.
+          table: index of the table.
 
         Raises: ValueError: the shapes differ, or a number is not finite.
         """
@@ -377,7 +378,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     @property
     def cache_weight(self) -> Any:
-        """Cached rows `[cache_size, dim]`; a list with several groups, None without a cache."""
+        """Cached rows `[cache_size, dim]`, or a list if there are several groups.
+
+        None without cache.
+        """
         if not self.caches:
             return None
         return _one_or_all([cache.rows.get_value() for cache in self.caches])
@@ -386,7 +390,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """All rows of one table or of all tables, including cached rows.
 
         Args:
-          table: number of the table. None, the default, returns all tables: one array
+          table: index of the table. None, the default: all tables, as one array
             `[tables, vocab, dim]` if they have equal shapes, else a list of arrays.
             `TTEmbeddingBag` returns `[vocab, dim]`.
         """
@@ -627,9 +631,10 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
     Args:
       num_embeddings: number of rows.
       embedding_dim: length of a row; any number.
-      published: positional arguments as published: `tt_ranks, tt_p_shapes, tt_q_shapes, optimizer,
-        learning_rate, eps, sparse, use_cache, cache_size, hashtbl_size, weight_dist,
-        enforce_embedding_dim`. If `tt_ranks` is a keyword, as in the example, they start at `tt_p_shapes`.
+      published: positional arguments in the order of FBTT: `tt_ranks, tt_p_shapes, tt_q_shapes,
+        optimizer, learning_rate, eps, sparse, use_cache, cache_size, hashtbl_size, weight_dist,
+        enforce_embedding_dim`. If `tt_ranks` is a keyword, as in the example, they start at
+        `tt_p_shapes`.
       options: keyword arguments of `TableBatchedTTEmbeddingBag`.
 
     Raises: see `TableBatchedTTEmbeddingBag`.

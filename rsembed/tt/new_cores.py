@@ -1,6 +1,6 @@
-"""Creates cores: random ones, those of a dense table, those of lower rank, and those of tensorly.
+"""Creates cores: random, from a dense table, of lower rank, or from tensorly.
 
-Tables are decomposed on the host in NumPy. tensorly is imported only where it is needed, with its
+Tables are decomposed on the host in NumPy. tensorly is imported only when it is needed, with its
 NumPy backend: its JAX backend would switch the whole process to 64 bits.
 """
 
@@ -53,11 +53,11 @@ def init_cores(
         cores;
         "approx-uniform": uncorrelated, nearly uniform entries of the table. Needs ranks of at least
         2; larger ranks come closer to uniform;
-        "naive-uniform": entries of the cores from `[0, 1/sqrt(num_embeddings)]`, as published. The
+        "naive-uniform": entries of the cores from `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The
         table is nearly zero, so a warning is raised.
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
-    Raises: ValueError: the distribution is unknown, or the ranks are too small for it.
+    Raises: ValueError: the distribution is unknown, or needs larger ranks.
     Source: Yin et al. (2021), "TT-Rec", section on initialisation.
     """
     dtype_among(CORE_DTYPES, dtype, "init_cores: dtype")

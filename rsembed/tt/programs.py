@@ -38,7 +38,7 @@ MIN_CACHE_ROWS = 32
 class FusedParam(nnx.Variable):
     """Cores that only the fused update trains.
 
-    It is no `nnx.Param`, so neither `nnx.grad` nor optax sees the cores.
+    It is not an `nnx.Param`, so neither `nnx.grad` nor optax sees the cores.
     """
 
     def set_value(self, value: object, **options: object) -> None:
@@ -56,7 +56,7 @@ class FusedParam(nnx.Variable):
 class FusedState(nnx.Variable):
     """State of the fused update: slots, counts, step number, learning rate.
 
-    External optimizers do not change it, because it is no `nnx.Param`.
+    External optimizers do not change it, because it is not an `nnx.Param`.
     """
 
 
@@ -88,7 +88,7 @@ class OptimType(enum.Enum):
 
 
 def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
-    """The optimizer with a published name. Every step passes its learning rate separately.
+    """The optimizer that FBTT calls by this name. Every step passes its learning rate separately.
 
     Args:
       optimizer: the name.
@@ -120,7 +120,7 @@ def storage_of(
 
     Args:
       specs: the tables.
-      cache_sizes: `cache_size` and `hashtbl_size` as published; None for a module without a cache.
+      cache_sizes: `cache_size` and `hashtbl_size` of FBTT; None for a module without a cache.
       common_fields: fields of the `TableSpec` that all tables share, such as dtype and optimizer.
     """
     cache_rows = 0
@@ -196,7 +196,7 @@ def stepped(
       batch: the bags that were looked up.
       d_output: gradient of the pooled rows.
       rate: learning rate of this step.
-      number: number of this step, from 0.
+      number: index of this step, from 0.
     """
     table = storage.tables[0]
     rule = table.optimizer
@@ -230,7 +230,7 @@ def rows_by_group(groups: Sequence[Sequence[int]], sizes: Sequence[int], bags: B
     """Bags of every group of tables, with the ids of a table offset by the tables before it.
 
     Args:
-      groups: for every group, the numbers of its tables.
+      groups: for every group, the indices of its tables.
       sizes: number of rows of every table.
       bags: bags of table 0, then an equal number of bags of table 1, and so on.
     """
@@ -270,17 +270,17 @@ def read_bags(
       indices: with `offsets`, flat ids. Without `offsets`, a dense array
         `[tables * batch, ids per bag]` with -1 for no id, `Bags`, or a list of lists.
       offsets: start of each bag, optionally followed by the end of the last bag.
-      weights: one weight per id, in the form of `indices`; None for no weights.
+      weights: one weight per id, in the form of `indices`; None if there are no weights.
       name: name of the module in error messages.
-      last: whether `offsets` include the end of the last bag. None, the default of the modules,
-        decides by the number of offsets if there are several tables. For one table it compares the
-        last offset with the number of ids, which is impossible under `jit`.
+      last: whether `offsets` include the end of the last bag. None, the default of the modules: the
+        number of offsets decides if there are several tables. For one table it compares the last
+        offset with the number of ids, which is impossible under `jit`.
 
     Raises:
       TypeError: ids or offsets are not integers.
-      ValueError: the forms of the arguments do not match, the number of bags is no multiple of the
-        number of tables, offsets decrease, an id is outside its table, or a weight is not finite.
-        The message names the id, the bag and the table.
+      ValueError: the forms of the arguments do not match, the number of bags is not a multiple of
+        the number of tables, offsets decrease, an id is outside its table, or a weight is not
+        finite. The message names the id, the bag and the table.
     """
     check_not_forked(name)
     check_unmasked((indices, offsets), "indices or offsets")

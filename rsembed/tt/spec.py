@@ -116,7 +116,7 @@ class TTSpec:
     ) -> TTSpec:
         """The spec with the largest equal ranks that fits a budget in bytes.
 
-        The row factors are those that give the fewest parameters.
+        The row factors are chosen for the fewest parameters.
 
         Args:
           rows: number of rows of the table.
@@ -253,7 +253,7 @@ def specs_of_tables(num_tables: int, **arguments: Any) -> list[TTSpec]:
     for name, value in arguments.items():
         is_per_table = isinstance(value, Sequence) and not isinstance(value, str)
         if is_per_table and name.startswith("tt_"):
-            # Ranks and factors of one table are a sequence, too.
+            # Ranks and factors of one table are a sequence as well.
             is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
         if is_per_table and len(value) != num_tables:
             raise ValueError(

@@ -33,7 +33,7 @@ from rsembed.tt.spec import TTSpec
 
 _FIRST_FACTOR = re.compile(r"(?<=tt_p_shapes=\()\d+")
 Params = Cores | CachedTrain
-"""Cores; with a cache also the cached rows and their directory."""
+"""Cores; with a cache, the cached rows and their directory as well."""
 AllSlots = tuple[PyTree, ...]
 """Slots of each core. With a cache a pair: the slots of the cores, and the slots of the cached rows."""
 
@@ -49,13 +49,13 @@ class TensorTrain(Storage):
     reads.
 
     Args:
-      tt_ranks: inner ranks, one fewer than cores. None takes the largest ranks that fit `bytes`.
+      tt_ranks: inner ranks, one fewer than cores. None: the largest ranks that fit `bytes`.
       tt_p_shapes: row factors. Default: `suggested_tt_shapes` of the number of rows.
       tt_q_shapes: column factors. Default: `suggested_tt_shapes` of the embedding dimension.
       bytes: bytes that the cores may use, instead of ranks and factors. See `TTSpec.for_budget`.
       weight_dist: distribution of the initial table, "normal" by default. See `init_cores`. It
         replaces the initializer of the table, which has no effect.
-      cache_rows: number of the most read rows that are cached as float32 vectors. A cached row is
+      cache_rows: how many of the most read rows are cached as float32 vectors. A cached row is
         trained directly and costs no products. 0, the default, caches none. See `hot_rows`.
       counted_ids: number of ids with a read count, from which the cached rows are chosen. 0, the
         default, takes 16 per cached row.
@@ -109,7 +109,7 @@ class TensorTrain(Storage):
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether a step updates all parameters. With a cache it updates single cached rows, too."""
+        """Whether a step updates all parameters. Cached rows that were not read do not change."""
         return not self.cache_rows
 
     def spec_of(self, table: TableSpec) -> TTSpec:
@@ -229,8 +229,7 @@ class TensorTrain(Storage):
         Args:
           keys: one random key per table that shares the storage.
           table: any of these tables.
-          weight_dist: distribution of all tables. None takes the distribution of each table's
-            storage.
+          weight_dist: distribution of all tables. None: the distribution of each table's storage.
         """
         tables = self.tables_of(table)
         numbers_by_kind: dict[tuple[TTSpec, WeightDistribution], list[int]] = {}
@@ -390,7 +389,7 @@ class TensorTrain(Storage):
         Other cached rows and their slots keep their bits.
 
         Args:
-          params: cores, with a cache also the cached rows.
+          params: cores; with a cache, the cached rows as well.
           slots: optimizer state of `params`.
           gradients: the lookup and the gradients of its outputs.
           table: the table.
@@ -541,10 +540,10 @@ def _cache_call(
     Args:
       directory: the directory of the cache.
       call: the lookup.
-      rows: row number of every entry, from `entries_of`.
+      rows: row index of every entry, from `entries_of`.
       bags: output of every entry; entries with `NO_ROW` are not searched in the cache.
       gains: factor of every entry. The call uses them as weights, because the gains of a mean
-        depend on all entries of a bag, also on those that are not cached.
+        depend on all entries of a bag, including entries that are not cached.
     """
     cache_slots = directory.find(jnp.where(bags == NO_ROW, NO_ROW, rows))
     lists = []
