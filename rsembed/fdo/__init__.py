@@ -12,6 +12,6 @@ from rsembed.fdo.statistics import LimitsPolicy as LimitsPolicy
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
 from rsembed.fdo.statistics import limits_from_statistics as limits_from_statistics
 
-# The published API has each client in a module of this name.
+# jax-tpu-embedding has each client in a module of this name.
 file_fdo_client = client
 csv_file_fdo_client = client

@@ -29,7 +29,7 @@ _log = logging.getLogger("rsembed")
 
 
 History = dict[str, np.ndarray]
-"""Statistics of all stacks by their names in files. With several records, each has a row."""
+"""Statistics of all stacks by their names in files. With several batches, each batch has a row."""
 
 
 def record_of(statistics: SparseDenseMatmulInputStats) -> History:
@@ -47,7 +47,7 @@ def record_of(statistics: SparseDenseMatmulInputStats) -> History:
 
 
 def append_history(history: History, later: History) -> History:
-    """One history of all records, with the later records as rows after the earlier ones.
+    """One history of all batches, with later batches as rows after earlier ones.
 
     Raises:
       ValueError: a statistic has another length than before, because the layout changed or because
@@ -68,7 +68,7 @@ def append_history(history: History, later: History) -> History:
 
 
 def running_maximum(history: Mapping[str, np.ndarray]) -> History:
-    """A history with one record, the elementwise maximum of all records."""
+    """A history with one row: the elementwise maximum over all batches."""
     return {key: np.max(np.atleast_2d(values), axis=0) for key, values in history.items()}
 
 
@@ -116,16 +116,16 @@ class FDOClient(abc.ABC):
 
     @abc.abstractmethod
     def load(self) -> SparseDenseMatmulInputStats:
-        """The published statistics of all processes. All processes call it together."""
+        """The statistics that all processes have published. All processes call it together."""
 
 
 class FileFDOClient(FDOClient):
     """Client that exchanges histories through files in a folder. Subclasses define the file format.
 
-    A file is called `fdo_stats_<process>_<time in ns>_<client>_<CRC>.<extension>`. The CRC-32 is that
-    of the content, so a file that was cut off or changed does not fit its name. Files of the
-    published API have neither client nor CRC, and are loaded without this check. The arguments are
-    those of `NPZFileFDOClient`.
+    A file is called `fdo_stats_<process>_<time in ns>_<client>_<CRC>.<extension>`. The CRC-32 is
+    computed from the content, so a file that was cut off or changed does not match its name. File
+    names of jax-tpu-embedding contain neither client nor CRC, and such files are loaded without
+    this check. See `NPZFileFDOClient` for the arguments.
     """
 
     _extension: ClassVar[str]
@@ -148,7 +148,7 @@ class FileFDOClient(FDOClient):
         self._history: History = {}
         self._unpublished: History = {}
         self._client = secrets.token_hex(4)
-        # Files with records that this client has in memory. Its next file replaces them.
+        # Files with statistics that this client has in memory. Its next file replaces them.
         self._known: set[Path] = set()
 
     def record(self, data: SparseDenseMatmulInputStats) -> None:
@@ -157,13 +157,13 @@ class FileFDOClient(FDOClient):
         self._history = self._kept(append_history(self._history, record_of(data)))
 
     def _kept(self, history: History) -> History:
-        """The history to keep in memory: all records, or their maximum."""
+        """The history to keep in memory: one row per batch, or their maximum."""
         if self._retain_history:
             return history
         return running_maximum(history)
 
     def publish(self) -> None:
-        """Writes all records to one file, and removes the files that it replaces.
+        """Writes the statistics of all batches to one file, and removes the files that it replaces.
 
         It replaces the files that this client has written or loaded. Files that other clients have
         published for the same process in the meantime stay.
@@ -189,13 +189,13 @@ class FileFDOClient(FDOClient):
     def load(self) -> SparseDenseMatmulInputStats:
         """Reads the newest file of each client of each process.
 
-        The client keeps these records, and its records that are not published yet.
+        The client keeps these statistics, and its statistics that are not published yet.
 
         Returns:
-          All records if there is one file, else the elementwise maximum of all records.
+          The statistics of all batches if there is one file, else their elementwise maximum.
 
         Raises:
-          FileNotFoundError: nothing was published.
+          FileNotFoundError: no process has published yet.
           ValueError: a file is damaged, has another format or layout, or holds an unknown statistic.
         """
         files, histories = self._read()
@@ -280,8 +280,8 @@ class NPZFileFDOClient(FileFDOClient):
 
     Args:
       base_dir: the folder. All processes must see it.
-      retain_history: whether to keep every record. False keeps only the running maximum, so that
-        files do not grow.
+      retain_history: whether to keep the statistics of every batch. False keeps only the running
+        maximum, so that files do not grow.
 
     Example:
       >>> import tempfile
@@ -314,7 +314,7 @@ def _array_of(name: str, data: bytes) -> np.ndarray:
 
     `np.load` would allocate the size in the header before it reads the numbers.
 
-    Raises: ValueError: the content is no array of numbers, or its size differs from its header.
+    Raises: ValueError: the content is not an array of numbers, or its size differs from its header.
     """
     file = io.BytesIO(data)
     read_header = {
@@ -346,12 +346,13 @@ class CSVFileFDOClient(FileFDOClient):
     """Client that keeps statistics in CSV files in a shared folder.
 
     It works as `NPZFileFDOClient`, with another file format. A line is
-    `<stack>_<statistic>,<values separated by blanks>`, and each record has a line for each statistic.
+    `<stack>_<statistic>,<values separated by blanks>`, and each batch has a line for each
+    statistic.
 
     Args:
       base_dir: the folder. All processes must see it.
-      retain_history: whether to keep every record. False keeps only the running maximum, so that
-        files stay small.
+      retain_history: whether to keep the statistics of every batch. False keeps only the running
+        maximum, so that files stay small.
     """
 
     _extension = "csv"
@@ -422,7 +423,7 @@ class MemoryFDOClient(FDOClient):
         """The running maximum over all processes.
 
         Raises:
-          LookupError: nothing was published.
+          LookupError: `publish` was not called yet.
         """
         if not self._published:
             raise LookupError(

@@ -35,18 +35,18 @@ def zipf_exponent(
 ) -> float:
     """The exponent `s` of the Zipf law `p(rank) ~ rank**-s` that fits best, by maximum likelihood.
 
-    0 means that all rows are equally popular. The ranks come from the same counts, so the exponent
+    0 means that all rows are equally popular. The counts also determine the ranks, so the exponent
     of little data (a few lookups per row) is somewhat too large.
 
     Args:
       counts: lookups of each row, in any order; rows without a lookup count as well.
-      num_rows: rows of the table, where `counts` leaves out rows without a lookup. None takes the
-        length of `counts`.
+      num_rows: rows of the table, if `counts` leaves out rows without a lookup. None: the length of
+        `counts`.
 
     Raises: ValueError: fewer than two rows, a negative count, or no lookup.
     Source: Clauset, Shalizi, Newman, "Power-law distributions in empirical data", SIAM Review 2009,
-      for bounded ranks: the likelihood is largest where the mean of `log(rank)` under the law is
-      that of the data.
+      for bounded ranks: the likelihood is largest if the mean of `log(rank)` under the law equals
+      the mean of the data.
 
     Example:
       >>> round(zipf_exponent(1e6 / np.arange(1.0, 1001.0) ** 1.2), 3)
@@ -194,7 +194,7 @@ class IdCounter:
         reused = np.bincount(again, minlength=window.size)
         used_later = np.cumsum(window[::-1])[::-1] - window
         for number, rows in enumerate(self._cache_rows):
-            # Rows of one batch are equally recent. Where only part of them fits, that part counts.
+            # Rows of one batch are equally recent. If only a part of them fits, that part counts.
             share_in_cache = np.clip((rows - used_later) / np.maximum(window, 1), 0.0, 1.0)
             self._hits[number] += reused @ share_in_cache
         window = np.append(window - reused, last_batch.size)

@@ -45,18 +45,18 @@ class IdFigures:
       ids_per_sample_99th_percentile: the smallest number of lookups that 99 % of the samples do not
         exceed.
       max_ids_per_sample: lookups of the longest sample.
-      num_missing: places that hold -1, which is no id. The padding of arrays counts, too.
+      num_missing: entries of -1, which means no id, including the padding of arrays.
       num_out_of_range: ids outside the table, or keys that the table's `key_dtype` cannot hold.
       num_distinct_ids: different ids among all lookups.
       hottest_share: share (0 to 1) of the lookups that read the hottest 1 % of the table's rows
-        (rounded up to whole rows). This is what a cache serves that knows the hottest rows before
-        the first batch.
+        (rounded up to whole rows). A cache that holds these rows from the start would have this hit
+        rate.
       zipf_exponent: exponent of the Zipf law that fits the lookups of all rows, see
         `zipf_exponent`. For tables of keys, the rows are the keys that were seen. NaN without
-        lookups, or where there is only one row.
+        lookups, or if there is only one row.
       ids_per_distinct_id: lookups divided by the sum of the distinct ids of each batch. A lookup
         that merges the duplicates of a batch reads this many times fewer rows.
-      shard_loads: lookups of each shard, where id `i` belongs to shard `i % num_shards`.
+      shard_loads: lookups of each shard. Id `i` belongs to shard `i % num_shards`.
       max_ids_per_partition: the smallest limit that would have dropped nothing. Each batch is cut
         by sample into `num_shards` nearly equal parts, one for each core. A partition holds what
         one core sends to one shard; equal ids of one sample are sent once.
@@ -65,7 +65,7 @@ class IdFigures:
       hit_rates: by size in percent of the table's rows, the hit rate (0 to 1) of an LRU cache.
         The cache starts empty. Before a batch is looked up, each of its distinct ids hits if
         the cache has its row, else the row is fetched. So this is the share of the rows of all
-        batches that need not be fetched. Rows of one batch are equally recent: where only part of
+        batches that need not be fetched. Rows of one batch are equally recent: if only a part of
         them fits into the cache, that part counts.
       counts: lookups of each distinct id, the most frequent first.
     """
@@ -125,7 +125,7 @@ class IdFigures:
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class IdReport:
-    """Report of `describe`: prints as two tables of text, draws itself, and holds every figure.
+    """Report of `describe`: prints as two text tables, draws itself, and holds every figure.
 
     Attributes:
       features: figures of each feature, by its name.
@@ -196,7 +196,7 @@ class IdReport:
 
 
 def _text_table(rows: Mapping[str, Mapping[str, str]]) -> str:
-    """A table of texts: a line with the names of the columns, and one for each row.
+    """A text table: a line with the names of the columns, and a line for each row.
 
     Args:
       rows: cells of each row, by the name of the row and the name of the column.
@@ -227,7 +227,7 @@ def describe(
 
     It says how skewed the ids are, how many are missing or out of range, and what limits, shards and
     caches would do. `IdFigures` defines each figure. No table is read, and nothing is compiled. Ids
-    out of range are counted, also where `prepare` would refuse them.
+    out of range are counted, even if `prepare` would reject them.
 
     Memory grows with the number of distinct ids (about 100 bytes each, at its peak), not with the
     number of batches. A progress bar is shown in a terminal and in a notebook.
@@ -236,14 +236,14 @@ def describe(
       collection: the features, and the tables that they read.
       batches: any iterable of batches, each in a form that `collection.prepare` takes. With several
         processes, pass the batches of this process before they are prepared.
-      num_shards: number of shards for the figures of shards and partitions. None takes the number
-        of devices on the collection's mesh, or 8 without a mesh.
+      num_shards: number of shards for the figures of shards and partitions. None: the number of
+        devices on the collection's mesh, or 8 without a mesh.
       max_distinct_ids: bound on the memory, which tables of 64-bit keys need. Counting stops with a
         warning once a table has more distinct ids, and the report covers the batches before.
 
     Raises:
       TypeError: `batches` is a single batch, or a batch is of no form that `prepare` takes.
-      ValueError: there is no batch, or a batch does not match the features.
+      ValueError: `batches` is empty, or a batch does not match the features.
 
     Example:
       >>> import rsembed as rs
@@ -332,7 +332,7 @@ def _lookups(feature: FeatureSpec, value: Any) -> _Lookups:
     ids, is_missing, is_outside = _numbers(bags, feature)
     offsets = bags.offsets.astype(np.int64)
     samples = np.repeat(np.arange(bags.num_bags), np.diff(offsets))
-    used = slice(0, int(offsets[-1]))  # what follows the last offset is room for more ids
+    used = slice(0, int(offsets[-1]))  # entries after the last offset are padding
     is_missing = is_missing[used]
     is_outside = is_outside[used] & ~is_missing
     is_lookup = ~is_missing & ~is_outside
@@ -346,7 +346,7 @@ def _lookups(feature: FeatureSpec, value: Any) -> _Lookups:
 
 
 def _numbers(bags: Bags, feature: FeatureSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids as 64-bit numbers, and masks of the places without an id and of ids out of range."""
+    """Ids as 64-bit numbers, and masks of the entries without an id and of ids out of range."""
     key_dtype = _key_dtype(feature.table_spec)
     if key_dtype is not None:
         keys = bags.ids
@@ -442,7 +442,7 @@ class _Stream:
             num_samples=num_samples,
             num_lookups=num_lookups,
             mean_ids_per_sample=_ratio(num_lookups, num_samples),
-            # In integers, since 0.99 is no binary fraction.
+            # In integers, since 0.99 is not a binary fraction.
             ids_per_sample_99th_percentile=int(np.searchsorted(100 * covered, 99 * num_samples)),
             max_ids_per_sample=int(np.flatnonzero(self._samples_by_length).max(initial=0)),
             num_missing=self._num_missing,
@@ -460,5 +460,5 @@ class _Stream:
 
 
 def _ratio(part: float, whole: float) -> float:
-    """`part / whole`, or 0 where there is nothing."""
+    """`part / whole`, or 0 if `whole` is 0."""
     return part / whole if whole else 0.0

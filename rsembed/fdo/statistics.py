@@ -49,8 +49,8 @@ class SparseDenseMatmulInputStats:
         device sends to the shard.
       max_unique_ids_per_partition: for each local device and shard, the most distinct rows that one
         core of the device asks the shard for.
-      required_buffer_size_per_sc: buffer places that each core needs. A partition fills whole tiles
-        of 8 places.
+      required_buffer_size_per_sc: buffer slots that each core needs, one per entry. A partition
+        fills whole tiles of 8 slots.
       id_drop_counters: number of dropped ids. Every duplicate counts.
       id_drops_by_table: dropped ids by name of the table and by limit, for one batch only. Files
         do not keep them.
@@ -75,13 +75,13 @@ class SparseDenseMatmulInputStats:
     def get_required_buffer_size_per_device(
         self, table_name: str, num_sc_per_device: int | None = None
     ) -> int | None:
-        """Buffer places that a device needs: the largest need of a core times the number of cores.
+        """Buffer slots that a device needs: the largest need of a core times the number of cores.
 
         The result is None for an unknown stack.
 
         Args:
           table_name: name of the stack.
-          num_sc_per_device: cores per device. None takes one core per recorded value.
+          num_sc_per_device: cores per device. None: one core per stored value.
         """
         if table_name not in self.required_buffer_size_per_sc:
             return None
@@ -95,12 +95,12 @@ class SparseDenseMatmulInputStats:
         required_buffer_size_per_device: int,
         num_sc_per_device: PositiveInt | None = None,
     ) -> None:
-        """Records the buffer places that a device needs, in equal parts for its cores.
+        """Sets the buffer slots that a device needs, in equal parts for its cores.
 
         Args:
           table_name: name of the stack.
-          required_buffer_size_per_device: number of places for all cores of a device.
-          num_sc_per_device: cores per device. None takes one core per recorded value.
+          required_buffer_size_per_device: number of slots for all cores of a device.
+          num_sc_per_device: cores per device. None: one core per stored value.
 
         Raises:
           ValueError: the stack is unknown and `num_sc_per_device` is missing.
@@ -137,7 +137,7 @@ KINDS: dict[str, str] = {
     "required_buffer_size": "required_buffer_size_per_sc",
     "id_drop_counters": "id_drop_counters",
 }
-"""Attribute of each statistic by its name in files, where it is called `<stack>_<name>`."""
+"""Attribute of each statistic by its name in files. Files store it as `<stack>_<name>`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,9 +148,9 @@ class LimitsPolicy:
     Attributes:
       headroom_fraction: room above the observed maximum (0.1 = 10%). Raise it if later batches
         still exceed a limit.
-      monotone: whether a limit never falls, nor goes below what the specs declare.
+      monotone: whether a limit never decreases, nor goes below the limit that the specs declare.
       bucket: round limits up to multiples of 8 that grow by this factor, so that few different
-        limits occur: at most 12 between 100 and 1000 with 1.25, 4 with 2.0. None does not round.
+        limits occur: at most 12 between 100 and 1000 with 1.25, 4 with 2.0. None: no rounding.
 
     Raises: ValueError: the headroom is negative, or the factor is not above 1.
     """
@@ -164,7 +164,7 @@ class LimitsPolicy:
 
         Args:
           observed: the largest count that was observed.
-          current: the limit so far. None means that there was none.
+          current: the limit so far. None if there was no limit.
         """
         # A stack without any id keeps room for one.
         value = max(1, math.ceil(round(observed * (1 + self.headroom_fraction), 6)))
@@ -179,7 +179,7 @@ class LimitsPolicy:
 
 
 EXACT = LimitsPolicy(headroom_fraction=0.0, monotone=False, bucket=None)
-"""Policy of the published API: limits are the observed maxima, and may shrink."""
+"""Policy of jax-tpu-embedding: limits are the observed maxima, and may shrink."""
 
 
 class PartitionLimits(NamedTuple):
@@ -205,8 +205,8 @@ def limits_from_statistics(
       statistics: statistics of one or many batches, such as a client loads. A setting without
         statistics is kept.
       num_sc_per_device: cores per device.
-      policy: how counts become limits. None means `LimitsPolicy()`: with headroom, never shrinking,
-        in buckets.
+      policy: how counts become limits. None: `LimitsPolicy()`, with headroom, never shrinking, in
+        buckets.
 
     Warns: the statistics or the number of cores do not fit the layout of a stack.
 
@@ -248,7 +248,7 @@ def _stack_limits(
         per_core = None if buffer is None else -(-buffer // num_cores)
         observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
         buffer = policy.limit(observed, per_core) * num_cores
-        # Full partitions need this many places. A larger buffer would never be filled.
+        # Full partitions need this many slots. A larger buffer would never be filled.
         largest = round_up(max_ids, SUBLANES) * num_cores * stack.num_shards
         if stack.num_shards and buffer > largest >= observed * num_cores:
             buffer = largest
@@ -270,7 +270,7 @@ def _warn_of_other_cores(
         num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
     )
     if num_shards % num_cores or (is_whole and not fits):
-        # The published call takes any number. Buffers that are too small raise an error later.
+        # jax-tpu-embedding takes any number. Buffers that are too small raise an error later.
         _log.warning(
             "rsembed.fdo: stack %r has %d shards, and its statistics %d partitions and %d buffer sizes, which does not "
             "fit num_sc_per_device=%d; its new buffer size is a guess. Pass the number of cores that it was placed "

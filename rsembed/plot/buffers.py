@@ -19,9 +19,9 @@ from rsembed.plot.drawing import COLOURS, axes_or_new, colour_of, finish, with_d
 from rsembed.stacking import SUBLANES, round_up
 
 GAP = -1
-"""Marks a place between the end of a partition and the next multiple of 8."""
+"""Marks a slot between the end of a partition and the next multiple of 8."""
 TAIL = -2
-"""Marks a place after the last partition."""
+"""Marks a slot after the last partition."""
 _TAIL_COLOUR = "#f2f2f2"
 _GAP_COLOUR = "#bdbdbd"
 _MOST_PLACES_WITH_LINES = 64
@@ -31,12 +31,12 @@ _MOST_PLACES_WITH_LINES = 64
 def buffer_places(
     row_pointers: Int[np.ndarray, " pointers"], *, num_shards: PositiveInt, num_places: PositiveInt
 ) -> Int[np.ndarray, "cores places"]:
-    """What each place of a device's buffer holds: the number of a row's shard, `GAP` or `TAIL`.
+    """Content of each slot of a device's buffer: index of the row's shard, `GAP` or `TAIL`.
 
     Args:
       row_pointers: ends of the partitions of one device and one stack, without minibatches.
       num_shards: number of shards over all devices.
-      num_places: number of places in the device's buffer.
+      num_places: number of slots in the device's buffer.
 
     Raises: ValueError: the numbers do not describe one buffer.
 
@@ -80,9 +80,9 @@ def plot_buffer(
     """Draws the buffer of one device as a strip per core: coloured partitions, gaps, and the empty tail.
 
     Args:
-      places: what each place holds, as `buffer_places` returns it.
-      labels: a text for each place. Only places that hold an id show it. None draws no text.
-      ax: the axes to draw on. None makes a figure.
+      places: content of each slot, as `buffer_places` returns it.
+      labels: a label for each slot, drawn only in slots that hold an id. None: no labels.
+      ax: the axes to draw on. None: a new figure.
       **mesh_kwargs: for the coloured strips, see `Axes.pcolormesh`.
 
     Raises: ValueError: `labels` and `places` differ in shape.
@@ -128,7 +128,7 @@ def plot_buffer(
 
 
 BYTES_PER_PLACE = 12
-"""Bytes of one place of an input buffer: id, sample and gain take 4 bytes each."""
+"""Bytes of one slot of an input buffer: id, sample and gain take 4 bytes each."""
 
 
 @validated
@@ -140,11 +140,12 @@ def partition_entries(
     Row `id` belongs to shard `id % num_shards`. Equal ids of one sample are one entry.
 
     Args:
-      batches: ids of each sample of each batch; -1 is no id. Each batch is cut by sample into equal
-        parts, one for each core.
+      batches: ids of each sample of each batch; -1 means no id. Each batch is cut by sample into
+        equal parts, one for each core.
       num_shards: number of cores, and of shards.
 
-    Raises: ValueError: the samples cannot be cut evenly, `num_shards` is below 1, or there is no id.
+    Raises: ValueError: the samples cannot be cut evenly, `num_shards` is below 1, or `batches` has
+      no id.
 
     Example:
       >>> partition_entries(np.array([[[0, 2], [3, 3]], [[2, 1], [0, -1]]]), num_shards=2).tolist()
@@ -172,7 +173,7 @@ def limit_costs(
 ) -> tuple[float, int]:
     """Fraction of the entries that a limit drops, and bytes of the input buffers of all cores.
 
-    The buffers have room for full partitions. A suggested buffer size may make them smaller.
+    The buffers are large enough for full partitions. A suggested buffer size may make them smaller.
 
     Args:
       entries: entries of each partition, as `partition_entries` returns them.
@@ -199,12 +200,12 @@ def plot_limit_choice(
     Args:
       entries: entries of each partition, as `partition_entries` returns them.
       max_ids_per_partition: the limit to mark.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
       **line_kwargs: for the curve.
     """
     ax = axes_or_new(ax)
     largest = max(int(entries.max()), max_ids_per_partition) / SUBLANES
-    # Partitions fill whole tiles of 8 places, so limits between multiples of 8 cost as much.
+    # Partitions fill whole tiles of 8 slots, so a limit costs as much as the next multiple of 8.
     limits = SUBLANES * np.unique(np.ceil(np.linspace(1, max(largest, 1), 120)).astype(int))
     costs = [limit_costs(entries, int(limit)) for limit in limits]
     dropped, buffers = np.array(costs).T
@@ -228,8 +229,8 @@ def explore(
 
     Args:
       entries: entries of each partition, as `partition_entries` returns them.
-      max_ids_per_partition: the limit at which the slider starts. None takes the smallest one that
-        drops nothing.
+      max_ids_per_partition: the limit at which the slider starts. None: the smallest one that drops
+        nothing.
 
     Raises: ImportError: ipywidgets is missing; the extra `notebooks` installs it.
     """

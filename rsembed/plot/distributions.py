@@ -41,7 +41,7 @@ def plot_id_frequency(
 
     Args:
       counts: occurrences of each id, such as `np.bincount` gives.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
       **line_kwargs: for the curve, such as `label=`. With a label, a legend appears.
     """
     ax = axes_or_new(ax)
@@ -67,10 +67,10 @@ def plot_coverage(
     Call it again with the same `ax` for more curves.
 
     Args:
-      counts: lookups of each row, also of rows without a lookup. Probabilities will do as well.
-      num_rows: rows of the table, where `counts` leaves out rows without a lookup. None takes the
-        length of `counts`.
-      ax: the axes to draw on. None makes a figure.
+      counts: lookups of each row, including rows without a lookup. Probabilities work as well.
+      num_rows: rows of the table, if `counts` leaves out rows without a lookup. None: the length of
+        `counts`.
+      ax: the axes to draw on. None: a new figure.
       **line_kwargs: for the curve, such as `label=`. With a label, a legend appears.
 
     Raises: ValueError: a count is negative, all are 0, or there are more counts than rows.
@@ -196,7 +196,7 @@ def plot_shard_load(
       loads: by name of the layout, the ids that each shard looks up, see `StackingPlan.shard_load`.
         The same ids belong to all layouts. The legend says how many times the mean load the
         busiest shard has.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
       **bar_kwargs: for all bars.
 
     Raises: ValueError: a layout has no load, or the layouts have different numbers of shards.
@@ -233,7 +233,7 @@ def plot_stack_bytes(
     Args:
       sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
         The first stack is on top.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
       **bar_kwargs: for all bars.
     """
     ax = axes_or_new(ax)
@@ -246,7 +246,7 @@ def plot_stack_bytes(
     ax.barh(names, padding, left=used, **style)
     for position, end in enumerate(ends):
         note(ax, f"{padding[position] / end:.1%} padding", (end, position))
-    ax.set_xlim(0, 1.6 * max(ends, default=1.0))  # room for the notes to the right of the bars
+    ax.set_xlim(0, 1.6 * max(ends, default=1.0))  # space for the notes to the right of the bars
     ax.invert_yaxis()
     ax.legend(frameon=False, fontsize=LABEL_POINTS)
     return finish(ax, "table (MB over all shards)", "stack")
@@ -260,7 +260,7 @@ def plot_stack_treemap(
 
     Args:
       sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
       **box_kwargs: for the rectangles.
     """
     ax = axes_or_new(ax, (7.2, 4.2))

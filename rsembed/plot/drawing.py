@@ -23,7 +23,7 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#0
 Okabe and Ito chose them so that colour-blind readers can tell them apart.
 """
 MUTED = "#6b6b6b"
-"""Grey for secondary texts and lines, dark enough to read on white."""
+"""Grey for secondary text and lines, dark enough to read on white."""
 LABEL_POINTS = 9.0
 """Font size of labels, notes and dense legends."""
 DASHED: dict[str, Any] = {"color": MUTED, "linestyle": "--", "linewidth": 1.2}
@@ -107,7 +107,7 @@ def label_points(
     curves: Sequence[tuple[np.ndarray, np.ndarray]] = (),
     **options: Any,
 ) -> None:
-    """Writes a label beside each point, where it covers neither a point nor a curve.
+    """Writes a label beside each point, at a position that covers neither a point nor a curve.
 
     Thin lines connect distant labels with their points. Set limits and scales of the axes before
     the call, because the positions are computed for them.
@@ -115,8 +115,8 @@ def label_points(
     Args:
       ax: the axes to draw on.
       points: x and y of each point.
-      labels: a text for each point.
-      colours: a colour for each label. None means black.
+      labels: a string for each point.
+      colours: a colour for each label. None: black.
       curves: x and y of curves that labels must not cover.
       **options: further options of `textalloc.allocate`.
     """

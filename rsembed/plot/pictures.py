@@ -60,7 +60,7 @@ def nearest_neighbours(
 
     Args:
       table: the embedding table, or the rows of it to search.
-      ids: row numbers of the queries.
+      ids: row indices of the queries.
       k: number of neighbours for each query, less than the number of rows.
 
     Raises: ValueError: `k` or an id is out of range, or the table has numbers that are not finite.
@@ -135,12 +135,12 @@ def plot_loss(
 
     Args:
       losses: a loss for each point.
-      steps: the step after which each loss was measured. None means steps 1, 2, 3, ….
-      window: number of losses to average: each point shows the mean of its loss and of those just
-        before it. 1 does not smooth.
+      steps: the step after which each loss was measured. None: steps 1, 2, 3, ….
+      window: number of losses to average: each point shows the mean of its loss and of the losses
+        just before it. 1: no smoothing.
       references: losses to compare with, by name, such as `{"unigram entropy": 5.3}`.
       ylabel: what the loss is, with its unit.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
       **line_kwargs: for the curve, such as `label=`. With a label, a legend appears.
 
     Raises: ValueError: `steps` and `losses` differ in length.
@@ -171,9 +171,9 @@ def plot_row_path(
 
     Args:
       paths: by name of the rule, the value after steps 1, 2, 3, ….
-      lookups: numbers of the steps that look the row up, counted from 1.
+      lookups: indices, from 1, of the steps that look the row up.
       ylabel: what the values are, with their unit.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
       **line_kwargs: for all curves.
     """
     ax = axes_or_new(ax)
@@ -205,7 +205,7 @@ def plot_loss_against_state(
       results: by name of the optimizer, bytes of state for each row, and the loss.
       references: losses to compare with, by name, such as the lowest that can be reached.
       ylabel: what the loss is, with its unit.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
       **scatter_kwargs: for the points.
     """
     ax = axes_or_new(ax)
@@ -239,10 +239,10 @@ def plot_limits(
       observed: the largest count of each batch.
       limits: the limit for each batch, or one for all.
       ylabel: what is counted.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
       **line_kwargs: for the curve of `observed`.
 
-    Raises: ValueError: there is no batch, or `limits` has another length than `observed`.
+    Raises: ValueError: `observed` is empty, or `limits` has another length than `observed`.
     """
     ax = axes_or_new(ax)
     needed = np.asarray(observed)
@@ -280,7 +280,7 @@ def plot_miss_ratio(
     Args:
       measured: by name of the cache, its size and the share (0 to 1) of lookups that miss it.
       xlabel: what the sizes are, with their unit.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
       **line_kwargs: for all curves.
     """
     ax = axes_or_new(ax)
@@ -310,11 +310,11 @@ def plot_against_bytes(
 
     Args:
       results: by name of the method, pairs of bytes and a value, such as a reconstruction error or
-        a loss. For several values with the same bytes, such as those of three seeds, the mean is
-        drawn, and a vertical line from the lowest to the highest.
+        a loss. For several values with the same bytes, such as the results of three seeds, the mean
+        is drawn, and a vertical line from the lowest to the highest.
       references: values to compare with, by name, drawn as dashed lines.
       ylabel: what the values are, with their unit.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
     """
     ax = axes_or_new(ax)
     curves = []
@@ -434,7 +434,7 @@ def plot_roofline(
       seconds: time of each program in seconds, by name.
       bytes_per_second: bandwidth of the memory, as a large copy measures it.
       flops_per_second: operations per second without any access to memory.
-      ax: the axes to draw on. None makes a figure.
+      ax: the axes to draw on. None: a new figure.
       **line_kwargs: for the line of the roof.
     """
     ax = axes_or_new(ax)

@@ -59,7 +59,7 @@ def _no_cache(module: str) -> NotImplementedError:
 
 
 def _table_property(read: Callable[[TTSpec], Any], doc: str) -> property:
-    """A published attribute: one value if all tables have the same, else a list with one per table."""
+    """An attribute of FBTT: one value if all tables have the same, else a list of one per table."""
     return property(lambda self: _one_or_all([read(spec) for spec in self.specs]), doc=doc)
 
 
