@@ -52,7 +52,7 @@ def with_settings(source: str, settings: dict[str, str]) -> str:
     Args:
       source: the cell's code.
       settings: new values as Python literals, by name. If the cell assigns a string to the name,
-        plain text is accepted, too.
+        plain text is accepted as well.
 
     Raises:
       ValueError: the cell does not assign a name (the message lists the names that it assigns), or
@@ -95,7 +95,7 @@ def with_settings(source: str, settings: dict[str, str]) -> str:
 
 
 def parse_settings(arguments: Sequence[str]) -> dict[str, str]:
-    """`NAME=VALUE` arguments as a dictionary of texts.
+    """`NAME=VALUE` arguments as a dictionary of strings.
 
     Raises: ValueError: an argument does not have the form `NAME=VALUE`, or repeats a name.
     """
@@ -114,9 +114,10 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
     """Runs all cells of a notebook, with the Python that runs this function.
 
     Args:
-      notebook: an `nbformat` notebook. Outputs are written into it, also those before a failure.
+      notebook: an `nbformat` notebook. Cell outputs are written into the notebook, including those
+        of cells that ran before a failure.
       beside: folder of the notebook. Cells can import its modules.
-      after_cell: called after each code cell with `cell=` and `cell_index=`, its number from 0.
+      after_cell: called after each code cell with `cell=` and `cell_index=`, its index from 0.
 
     Returns: None, or a description of the failure in one line.
     """
@@ -141,7 +142,7 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
         except CellExecutionError as error:
             text = _COLOUR_CODES.sub("", error.evalue)
             if not text:
-                # A bare assert has no text, so its line of code is shown.
+                # A bare assert has no message, so its line of code is shown.
                 lines = _FAILED_LINE.findall(_COLOUR_CODES.sub("", error.traceback))
                 text = lines[0].strip() if lines else ""
             return f"cell {_failed_cell(notebook)}: {error.ename}: {text}"
@@ -153,7 +154,7 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
 
 
 def _failed_cell(notebook: Any) -> int:
-    """Number of the first cell, from 1, that ended with an error."""
+    """Index, from 1, of the first cell that ended with an error."""
     for number, cell in enumerate(notebook.cells, 1):
         for output in cell.get("outputs", []):
             if output.output_type == "error":
@@ -209,7 +210,7 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
         ) from None
 
     def tell(*, cell: Any, cell_index: int, **_: Any) -> None:
-        """Prints the printed text and the result of a cell.
+        """Prints the output and the result of a cell.
 
         Pictures are written as `cell-<number>-<picture>.png`.
         """

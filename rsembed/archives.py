@@ -27,7 +27,7 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
 
     Args:
       content: bytes of the archive.
-      names: members to read. None reads all.
+      names: members to read. None: all.
 
     Raises: ValueError: the bytes are not a zip archive, the archive is damaged or encrypted, a
       member is missing or there twice, or the members exceed `MOST_UNPACKED_BYTES` and the size of

@@ -32,7 +32,7 @@ def numpy_or_jax(tree: PyTree) -> Any:
 def foreign_to_numpy(value: Any) -> Any:
     """`value` as a numpy array if it has `__array__`, such as a tensor. Other values are unchanged.
 
-    JAX and numpy arrays are unchanged, too.
+    JAX and numpy arrays are unchanged as well.
     """
     if not hasattr(value, "__array__") or isinstance(value, (jax.Array, np.ndarray)):
         return value

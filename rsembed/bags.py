@@ -35,7 +35,7 @@ from rsembed.lists import (
 PAD_ID = -1
 """Means "no id" in dense arrays and in padding after the last bag.
 
-It contributes nothing and is no error.
+It contributes nothing and is not an error.
 """
 
 
@@ -48,10 +48,10 @@ class Bags:
     Args:
       ids: all ids, bag after bag, as an integer array or `Keys`. Entries after the last offset are
         padding, -1.
-      offsets: starts at 0 and never falls.
-      weights: one per id. None means ones.
-      dense_shape: shape of the array that the ids came from, or None. Activations without a
-        combiner take it over.
+      offsets: starts at 0 and never decreases.
+      weights: one per id. None: ones.
+      dense_shape: shape of the array that the ids came from, or None. Without a combiner, the
+        activations have this shape plus a last axis for the embedding.
 
     Example:
       >>> from rsembed import Bags
@@ -75,7 +75,7 @@ class Bags:
 
         Args:
           rows: lists, tuples or one-dimensional arrays of any length, which may be empty.
-          weights: rows of weights with the lengths of the rows of ids. None means ones.
+          weights: rows of weights with the lengths of the rows of ids. None: ones.
 
         Raises:
           TypeError: a row is not a flat sequence of integers.
@@ -116,7 +116,7 @@ class Bags:
         Args:
           values: ids `[ids]`, bag after bag.
           lengths: number of ids in each bag, `[bags]`.
-          weights: one per id. None means ones.
+          weights: one per id. None: ones.
 
         Raises:
           ValueError: a length is negative, the lengths do not add up to the number of ids, or there
@@ -152,7 +152,7 @@ class Bags:
 
         Args:
           ids: array of integers or `Keys`. -1 means no id.
-          weights: array with the shape of `ids`. None means ones.
+          weights: array with the shape of `ids`. None: ones.
 
         Raises:
           TypeError: ids are not an array.
@@ -188,7 +188,7 @@ class Bags:
         Args:
           sample_ids: sample of each id, `[nnz]`.
           embedding_ids: ids, `[nnz]`.
-          gains: weight of each id, `[nnz]`. None means ones.
+          gains: weight of each id, `[nnz]`. None: ones.
           num_samples: number of samples, which is the number of bags.
 
         Raises: ValueError: a sample id is outside `[0, num_samples)`, or the lists differ in
@@ -228,7 +228,7 @@ class Bags:
           indices: sample and position of each id, `[nnz, 2]`.
           values: ids, `[nnz]`.
           dense_shape: number of samples and width.
-          weights: one per id. None means ones.
+          weights: one per id. None: ones.
 
         Raises: ValueError: an argument has another shape, or a sample is outside `dense_shape`.
         """
@@ -295,7 +295,7 @@ class Jagged(Mapping[str, Bags]):
         a tensor in host memory.
       lengths: number of ids of each sample, `[features * samples]`, in the same order.
       features: names of the features.
-      weights: one per id, floats `[n]`. None means ones.
+      weights: one per id, floats `[n]`. None: ones.
 
     The attribute `features` is the tuple of names, and `bags` has the bags of all features as one
     `Bags`.
@@ -413,7 +413,7 @@ def _bags_of(value: Any) -> Bags:
 
 
 def _check_weights_of_pair(weights: Any) -> None:
-    """Raises: TypeError: the second of a pair is no array or list of floats."""
+    """Raises: TypeError: the second of a pair is not an array or list of floats."""
     for leaf in jax.tree.leaves(weights):
         dtype = getattr(leaf, "dtype", float)
         if isinstance(leaf, int) or jnp.issubdtype(dtype, jnp.integer):
@@ -501,7 +501,7 @@ def check_values(
       allow_out_of_range: whether ids outside the table are allowed, False by default.
       way_to_drop: hint at the option that drops such ids. None if the caller has no such option.
 
-    Raises: ValueError: an id is outside the table, offsets fall, or a weight is not finite. The
+    Raises: ValueError: an id is outside the table, offsets decrease, or a weight is not finite. The
       message names the feature, the bag, the value, the table and the way out.
     """
     check_bags(bags, feature=feature)
@@ -528,8 +528,8 @@ def check_values(
 def check_bags(bags: Bags, *, feature: str) -> None:
     """Checks offsets and weights of bags that are not traced.
 
-    Raises: ValueError: offsets fall, do not fit the ids or leave an id in no bag, or a weight is
-      missing or not finite.
+    Raises: ValueError: offsets decrease, do not fit the ids or leave an id in no bag, or a weight
+      is missing or not finite.
     """
     offsets = np.asarray(bags.offsets)
     if bags.dense_shape is None:
@@ -553,7 +553,7 @@ def check_bags(bags: Bags, *, feature: str) -> None:
 
 
 def _check_offsets(ids: Ids, offsets: np.ndarray, feature: str) -> None:
-    """Raises: ValueError: offsets fall, do not fit the ids or leave an id in no bag."""
+    """Raises: ValueError: offsets decrease, do not fit the ids or leave an id in no bag."""
     is_list = offsets.ndim == 1 and offsets.size > 0
     if not is_list or offsets[0] != 0 or (np.diff(offsets) < 0).any():
         first = offsets[:8].tolist()
@@ -583,5 +583,5 @@ def _are_ids(ids: Ids) -> np.ndarray:
 
 
 def _bag_of(position: int, offsets: np.ndarray) -> int:
-    """Number of the bag with the id at this position."""
+    """Index of the bag with the id at this position."""
     return int(np.searchsorted(offsets, position, side="right")) - 1

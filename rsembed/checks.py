@@ -117,7 +117,7 @@ def check_fields(record: Any, where: str | None = None) -> None:
 
 
 def check_within(interval: str, value: Any, name: str) -> None:
-    """Raises: TypeError, ValueError: `value` is no number, or outside `interval`.
+    """Raises: TypeError, ValueError: `value` is not a number, or is outside `interval`.
 
     None, functions (such as schedules) and traced values are accepted unchecked.
     """
@@ -167,8 +167,8 @@ def check_finite(
         devices: Any = array.sharding.device_set
         is_in_host_memory = all(device.platform == "cpu" for device in devices)
         if is_in_host_memory and array.is_fully_addressable and array.ndim:
-            # Read in place. A JAX program would write a mask, which has a quarter of the table's
-            # bytes.
+            # Read without a copy. A JAX program would write a mask, which has a quarter of the
+            # table's bytes.
             parts = [(shard.index[0].start or 0, shard.data) for shard in array.addressable_shards]
         # An explicit transfer, which `jax.transfer_guard` permits.
         elif bool(jax.device_get(_all_are_good(array, may_be_negative))):
@@ -184,7 +184,10 @@ def check_finite(
 def _check_part(
     array: np.ndarray, first_row: int, name: str, may_be_negative: bool, way_out: str
 ) -> None:
-    """Checks an array on the host, see `check_finite`. `first_row` is the number of its first row."""
+    """Checks an array on the host, see `check_finite`.
+
+    `first_row` is the index of its first row.
+    """
     rows_per_block = max(1, _BYTES_PER_BLOCK * len(array) // max(array.nbytes, 1))
     for first in range(0, len(array), rows_per_block):
         block = array[first : first + rows_per_block]
@@ -211,8 +214,8 @@ def _all_are_good(array: jax.Array, may_be_negative: bool) -> jax.Array:
 def check_type(value: Any, hint: Any, name: str) -> None:
     """Checks a value against an annotation.
 
-    It accepts more than a type checker: any sequence (except texts) for a list or tuple, NumPy and
-    JAX scalars as numbers, integers as floats, and lists of numbers as arrays.
+    It accepts more than a type checker: any sequence (except strings) for a list or tuple, NumPy
+    and JAX scalars as numbers, integers as floats, and lists of numbers as arrays.
 
     Args:
       value: the value.
@@ -221,7 +224,8 @@ def check_type(value: Any, hint: Any, name: str) -> None:
 
     Raises:
       TypeError: the value is of another type.
-      ValueError: the number of axes, the number or the text is not allowed.
+      ValueError: an array has the wrong number of axes, or a number or string is not an allowed
+        value.
     """
     misfit = _misfit(value, hint, name)
     if misfit is not None:
@@ -231,7 +235,7 @@ def check_type(value: Any, hint: Any, name: str) -> None:
 
 
 def describe(value: Any) -> str:
-    """Text for a value in an error message: the value itself if it is short, else its type."""
+    """String for a value in an error message: the value itself if it is short, else its type."""
     if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
         article = "a masked" if np.ma.isMaskedArray(value) else "an"
         return f"{article} array of {value.dtype} with shape {tuple(value.shape)}"
@@ -244,8 +248,8 @@ def describe(value: Any) -> str:
 
 
 def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
-    """The name of a dtype. Raises: ValueError: `dtype` is not among `allowed`, or is no dtype."""
-    with contextlib.suppress(TypeError):  # a text that names no dtype fails the check below
+    """The name of a dtype. Raises: ValueError: `dtype` is not among `allowed`, or not a dtype."""
+    with contextlib.suppress(TypeError):  # a string that names no dtype fails the check below
         dtype = dtype if dtype is None else jnp.dtype(dtype).name
     if dtype not in allowed:
         raise ValueError(f"{name} {dtype!r} is not one of {', '.join(allowed)}.")
@@ -298,7 +302,7 @@ def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
         if inner is None:
             check_within(hint.__metadata__[0], value, name)
         return inner
-    if kind is Literal:  # of texts
+    if kind is Literal:  # of strings
         if not isinstance(value, str):
             return _Misfit(TypeError, name, hint, value)
         return None if value in args else _Misfit(ValueError, name, hint, value)
@@ -366,7 +370,7 @@ def _misfit_of_union(value: Any, hint: Any, name: str) -> _Misfit | None:
         if misfit is None:
             return None
         misfits.append(misfit)
-    # The closest alternative has the right type: only the number, the text or an entry is wrong.
+    # The closest alternative has the right type: only the number, the string or an entry is wrong.
     for misfit in misfits:
         if misfit.name != name:
             return misfit
@@ -395,7 +399,7 @@ def _array_error(value: Any, hint: Any) -> type[Exception] | None:
 
 
 def _words_for(hint: Any) -> str:
-    """Text for the values that an annotation allows."""
+    """String for the values that an annotation allows."""
     kind = get_origin(hint) or hint
     args = get_args(hint)
     if kind is Annotated:
@@ -446,7 +450,7 @@ def _is_record(hint: Any) -> bool:
 def _dtypes_of(hint: Any) -> tuple[Any, ...]:
     """Kinds of dtypes that an array annotation accepts; () for other annotations.
 
-    Annotations of floats accept integers, too.
+    Annotations of floats accept integers as well.
     """
     if not isinstance(hint, type) or not issubclass(hint, AbstractArray):
         return ()

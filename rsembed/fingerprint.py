@@ -1,10 +1,10 @@
-"""Fingerprints: values in a state, an input or a file that record which tables and layout it belongs to.
+"""Fingerprints of the tables and the layout that a state, an input or a file belongs to.
 
-The meaning of an array is not visible in it: rows of a table on four devices and on two can have
-equal shapes and a different order. A `Fingerprint` holds the facts that define the meaning (tables,
-sizes, optimizers, shards, owners) as plain JSON values. It is a static part of a pytree, so `jit`
-and `tree.map` pass it through and refuse to mix two of them. It is written to files. `check_same`
-compares two fingerprints and names their differences.
+An array does not record what its rows mean: on two and on four devices, one table can have equal
+array shapes but different row orders. A `Fingerprint` holds the facts that define the meaning
+(tables, sizes, optimizers, shards, owners) as plain JSON values. It is a static part of a pytree,
+so `jit` and `tree.map` pass it through and raise an error if two of them are mixed. It is written
+to files. `check_same` compares two fingerprints and names their differences.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Fingerprint:
     """Facts about an array or a state, compared and hashed by value.
 
     Args:
-      text: the facts as canonical JSON. Use `Fingerprint.of` to make one.
+      text: the facts as a canonical JSON string. Use `Fingerprint.of` to make one.
 
     Example:
       >>> Fingerprint.of({"tables": {"word": {"rows": 10}}, "shards": 4}).text
@@ -84,7 +84,7 @@ def identity(value: Any) -> str:
     """Name and structure of an optimizer or function, without the values of its numbers.
 
     Two optimizers with interchangeable state have the same identity, for any learning rates.
-    Booleans, texts and functions in an optimizer are part of its identity, since they select
+    Booleans, strings and functions in an optimizer are part of its identity, since they select
     formulas (`nesterov=True`). Optax transformations are closures; the variables in the closure are
     included. A lambda is identified by the names in its code.
 
@@ -145,7 +145,7 @@ def _call(name: str, arguments: Mapping[str, str]) -> str:
 
 
 def _differences(actual: Any, expected: Any, path: str) -> Iterator[str]:
-    """A text for every fact that differs."""
+    """A message for every fact that differs."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         for key in sorted(actual.keys() | expected.keys()):
             where = f"{path}/{key}" if path else key

@@ -35,7 +35,7 @@ def table_key(key: PRNGKeyArray, table_name: str) -> PRNGKeyArray:
 
 
 def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> KeyOrKeys:
-    """The keys of several tables, equal to those of `table_key` but computed by one operation."""
+    """The keys of several tables, equal to the keys from `table_key` but computed at once."""
     numbers = np.asarray([zlib.crc32(name.encode()) for name in table_names], np.uint32)
     return jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
 
@@ -103,14 +103,14 @@ def keyed_rows(
     dim: int,
     table: Int[Array, " rows"] | None = None,
 ) -> Float[Array, "rows dim"]:
-    """Float32 rows `initializer(row_key, (1, dim))`, where `row_key` is `key` folded with the row's lanes.
+    """Float32 rows `initializer(row_key, (1, dim))`; each `row_key` is `key` folded with `lanes`.
 
     Args:
       key: key of the table; with `table`, one key for each of several tables.
       initializer: function `(key, shape)`.
-      lanes: numbers that identify each row, such as the lanes of its 64-bit key.
+      lanes: 32-bit numbers that identify each row, such as the two halves of its 64-bit key.
       dim: length of a row.
-      table: number of the table of each row; None, the default, if there is one table.
+      table: index of the table of each row; None, the default, if there is one table.
     """
     trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
     evaluator = _RowEvaluator(
@@ -160,7 +160,7 @@ def traced_initializer(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
 
 
 def _has_constants(trace: ClosedJaxpr) -> bool:
-    """Whether the trace contains constant arrays, which its printed text does not show."""
+    """Whether the trace contains constant arrays, which printing it does not show."""
     if trace.consts:
         return True
     for equation in trace.jaxpr.eqns:
@@ -194,13 +194,13 @@ class _RowEvaluator:
     Args:
       rows: the requested rows.
       num_rows: length of the row axis, the leading axis of an array of all rows.
-      lanes: numbers to fold into the key of each requested row, in this order. Default: the row
-        number.
+      lanes: 32-bit numbers to fold into the key of each requested row, in this order. Default: the
+        row index.
       only_key: key of the initializer. If set, only random bits drawn directly from it can be cut;
-        a computation that splits it is refused.
-      table: number of the table of each requested row, if the key is one key for each of several
+        a computation that splits it is rejected.
+      table: index of the table of each requested row, if `only_key` has one key for each of several
         tables.
-      only_cuts: whether an uncut array with an axis of `num_rows` is refused, since its values may
+      only_cuts: whether an uncut array with an axis of `num_rows` is rejected, since its values may
         depend on the number of rows. False by default.
     """
 
@@ -284,7 +284,7 @@ def _spans_rows(array: ArrayLike) -> bool:
 def _row_bits(
     key: Array, lanes: Sequence[Array], bit_width: int, dim: int, table: Array | None
 ) -> Array:
-    """Random bits of each row, from `key` folded with the lanes of the row."""
+    """Random bits of each row, from `key` folded with the row's `lanes`."""
     if bit_width == 32:
         return api.row_bits(key, lanes, dim, table)
 

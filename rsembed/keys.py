@@ -1,4 +1,4 @@
-"""64-bit keys as two 32-bit lanes, so that JAX needs no 64-bit mode."""
+"""64-bit keys as two arrays ("lanes") of 32-bit words, so that JAX needs no 64-bit mode."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ class Keys(NamedTuple):
     Attributes:
       high: upper 32 bits, uint32.
       low: lower 32 bits, uint32.
-      is_key: False for padding, where the lanes have no meaning.
-      table: number of the table of each key, int32; None if there is only one table.
+      is_key: False for padding, for which the other arrays have no meaning.
+      table: index of the table of each key, int32; None if there is only one table.
     """
 
     high: Lane
@@ -76,28 +76,28 @@ class Keys(NamedTuple):
 def hash_keys(
     column: Any, *, missing: int | None = None
 ) -> Int64[np.ndarray, "..."] | list[Int64[np.ndarray, " ids"]]:
-    """64-bit keys of texts or bytes, equal in every process, on every machine and in every release.
+    """64-bit keys of strings or bytes, equal in every process, machine and release.
 
     Use them for tables with `rs.Hashed`. For other tables, `rs.hash_keys(column) % vocabulary_size`
-    gives ids, with the chance that several texts share a row. The key of a text depends on its
+    gives ids, with the chance that several strings share a row. The key of a string depends on its
     UTF-8 bytes: an "é" in one code point and an "e" with a combining accent have different keys.
     Each distinct value of a column is hashed once.
 
     Args:
-      column: texts or bytes as a list, a NumPy array of any shape, or a column of pandas, polars or
-        Arrow (including categories). A column of lists gives a list of arrays, which `prepare`
+      column: strings or bytes as a list, a NumPy array of any shape, or a column of pandas, polars
+        or Arrow (including categories). A column of lists gives a list of arrays, which `prepare`
         reads as one bag per row.
       missing: key of all missing values (None, NaN, pandas.NA, masked), for example -1, which means
         no id. None, the default, makes missing values an error.
 
     Returns:
-      int64 keys, also negative ones, in the shape of the column. -1 is returned only for missing
-      values.
+      int64 keys, including negative ones, in the shape of the column. -1 is returned only for
+      missing values.
 
     Raises:
-      TypeError: a value is neither a text nor bytes (integers are keys already). The message names
-        its row.
-      ValueError: a value is missing, or a text is not Unicode. The message names its row. Or
+      TypeError: a value is neither a string nor bytes (integers are keys already). The message
+        names its row.
+      ValueError: a value is missing, or a string is not Unicode. The message names its row. Or
         `missing` does not fit 64 bits.
 
     Source: BLAKE2b with a digest of 8 bytes (RFC 7693), read as a signed little-endian number; -1
@@ -124,7 +124,10 @@ def hash_keys(
 
 
 def _values_of_column(column: Any) -> tuple[list[Any], tuple[int, ...]]:
-    """All values of a column, and its shape. Raises: TypeError: `column` is no column of texts or bytes."""
+    """All values of a column, and its shape.
+
+    Raises: TypeError: `column` is not a column of strings or bytes.
+    """
     if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
         raise TypeError(
             f"hash_keys: column must be a column or list of texts, got {describe(column)}."
@@ -159,9 +162,9 @@ def _keys_of(
     """Keys of flat values.
 
     Args:
-      values: texts, bytes or missing values.
+      values: strings, bytes or missing values.
       known: keys of values that were hashed before; new values are added.
-      missing: key of missing values. None makes them an error.
+      missing: key of missing values. None: they are an error.
       row: row of all values, for error messages. None, the default, derives it from their
         positions.
       num_per_row: number of values in a row of the column, 1 by default.
@@ -221,12 +224,14 @@ def is_missing(value: Any) -> bool:
 
 
 def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
-    """Text for the error about ids that are not integers, with the row of a missing value and the way out.
+    """Error message for non-integer ids.
+
+    It names the row of the first missing value, if any, and says how to fix the ids.
 
     Args:
       ids: an array with rows along its first axis.
-      offsets: starts of bags in flat ids. The message then counts bags instead of rows. None for no
-        bags.
+      offsets: starts of bags in flat ids. The message then counts bags instead of rows. None if
+        there are no bags.
     """
     if not isinstance(ids, np.ndarray):
         return f"ids must be integers, got {ids.dtype}; convert them."
@@ -246,7 +251,7 @@ def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
 
 FILL = "fill missing values with -1, which is no id."
 HASH = "rs.hash_keys makes keys of texts."
-"""Ways out in the error messages about missing values and texts."""
+"""Ways out in the error messages about missing values and strings."""
 
 
 def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
@@ -298,7 +303,7 @@ def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
     split = keys if isinstance(keys, Keys) else split_keys(keys, feature=feature)
     if any(map(_is_hidden, jax.tree.leaves(split))):
         is_lost = is_beyond(split, dtype)
-        # `is_invalid` recognises these lanes.
+        # `is_invalid` recognises these words.
         high = jnp.where(is_lost, jnp.uint32(ALL_BITS), split.high)
         low = jnp.where(is_lost, 0, split.low)
         return split._replace(high=high, low=low).only(~is_lost)
@@ -366,7 +371,7 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         (key,) = join_keys(keys.high[index][None], keys.low[index][None])
         key = int(key)
         shown = str(key)
-        # May come from a signed number, so show it, too; -1 is padding.
+        # May come from a signed number, so show that number as well; -1 is padding.
         if 2**63 <= key < 2**64 - 1:
             shown = f"{key} (of signed numbers: {key - 2**64})"
         raise ValueError(
@@ -387,7 +392,7 @@ def num_invalid(keys: Keys) -> Int[Array, ""]:
 
 
 def join_keys(high: Lane, low: Lane, *, dtype: DTypeLike = np.uint64) -> np.ndarray:
-    """Keys as 64-bit numbers, from their lanes, on the host.
+    """Keys as 64-bit numbers, from their high and low words, on the host.
 
     Args:
       high: upper 32 bits of each key.
@@ -427,7 +432,8 @@ def _remainder(keys: Keys, num_shards: int) -> Lane:
     n = np.uint32(num_shards)
     wrap = np.uint32(2**32 % num_shards)
     if not wrap:
-        # For a power of two, take the last bits: one operation per table, where each `%` makes seven.
+        # For a power of two, take the last bits: one operation per table, while each `%` makes
+        # seven.
         return keys.low & np.uint32(num_shards - 1)
     return ((keys.high % n) * wrap + keys.low % n) % n
 
@@ -443,7 +449,7 @@ def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
     xp = numpy_or_jax(keys.high)
     n = np.uint32(num_shards)
     half = np.uint32(16)
-    # Long division with digits of 16 bits. The quotient fits 32 bits if the high lane is below the
+    # Long division with digits of 16 bits. The quotient fits 32 bits if the high word is below the
     # divisor.
     upper = (keys.high % n << half) | (keys.low >> half)
     lower = (upper % n << half) | (keys.low & np.uint32(0xFFFF))

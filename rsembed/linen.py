@@ -167,8 +167,8 @@ def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tup
 
     Returns: a function `(train_state, ...) -> (value, gradients)`.
 
-    Raises: RuntimeError: the loss calls a layer inside another transformation, where it cannot be
-    recorded.
+    Raises: RuntimeError: the loss calls a layer inside another transformation, in which it cannot
+    be recorded.
     """
 
     def with_gradients(state: TrainState, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:

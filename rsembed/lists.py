@@ -67,8 +67,8 @@ def small_ids_of_lists(rows: Sequence[Any]) -> tuple[Int32[np.ndarray, " nnz"], 
     lengths. In version 2 of the marshal format, a list is the letter "[" and its length, and an
     integer of 32 bits is "i" and its value: five bytes each. No other type has one of these letters
     (bool has "T" and "F"). So the result is correct if only these two letters occur, and if a list
-    begins exactly where a row must begin. If a later Python changes the format, this returns None,
-    and the caller reads the lists in another way.
+    begins exactly at the byte at which a row must begin. If a later Python changes the format, this
+    returns None, and the caller reads the lists in another way.
     """
     first_row = next(iter(rows), None)
     if type(rows) is not list or type(first_row) is not list:
@@ -100,7 +100,7 @@ def ids_of_row(row: Any, position: int) -> FlatIds:
 
     Args:
       row: the row, possibly empty.
-      position: number of the row, for errors.
+      position: index of the row, for errors.
 
     Raises: TypeError: the row is not a flat sequence of integers.
     """

@@ -22,7 +22,10 @@ _OPTIMIZER = "rs.nnx.Optimizer"
 
 
 class Tables(nnx.Variable):
-    """Variable of an `EmbeddingState`. It is no parameter, so neither `nnx.grad` nor optax sees it."""
+    """Variable of an `EmbeddingState`.
+
+    It is not an `nnx.Param`: `nnx.grad` and optax do not see it.
+    """
 
 
 class Guard(nnx.Param):
@@ -103,8 +106,8 @@ def value_and_grad(
 
     Returns: a function `(model, ...) -> (value, gradients)`.
 
-    Raises: RuntimeError: the loss calls a layer inside another transformation, where it cannot be
-    recorded.
+    Raises: RuntimeError: the loss calls a layer inside another transformation, in which it cannot
+    be recorded.
     """
 
     def recorded(model: Any, tap_arrays: list[Activations], *args: PyTree, **kwargs: Any) -> Any:

@@ -1,8 +1,9 @@
-"""Arrays of row numbers, ids and keys that refuse arithmetic.
+"""Arrays of row numbers, ids and keys that reject arithmetic.
 
-Programs add, scale and average pytrees leaf by leaf. The sum of two row numbers is the number of
-another row, so `jax.tree.map(jnp.add, ...)` of plain row numbers is wrong without an error. JAX has
-arrays that refuse arithmetic: its random keys. `wrap` returns such an array. It can be moved,
+Programs add, scale and average pytrees leaf by leaf. The sum of two row numbers is the row number
+of another row, so `jax.tree.map(jnp.add, ...)` of plain row numbers is wrong without an error. JAX
+has
+arrays that reject arithmetic: its random keys. `wrap` returns such an array. It can be moved,
 indexed, concatenated, compared, carried through loops and split over a mesh. `jnp.add` of it is a
 `TypeError`, inside `jit` as well.
 """
@@ -52,7 +53,7 @@ _KINDS = {implementation: kind for kind, implementation in _IMPLEMENTATIONS.item
 
 @partial(jax.jit, static_argnames="kind", inline=True)
 def wrap(numbers: Array, kind: str) -> Array:
-    """The numbers as an array of the same shape that refuses arithmetic. Their bits do not change.
+    """The numbers as an array of the same shape that rejects arithmetic. Their bits do not change.
 
     Args:
       numbers: array with the dtype of the kind.
@@ -93,7 +94,7 @@ def unwrap(array: Any) -> Any:
 
 
 def wrap_integers(tree: PyTree) -> PyTree:
-    """The tree with every array of 32-bit integers wrapped: int32 as ids, uint32 as key lanes."""
+    """The tree with all 32-bit integer arrays wrapped: int32 as ids, uint32 as words of keys."""
 
     def wrapped(leaf: Any) -> Any:
         dtype = getattr(leaf, "dtype", None)

@@ -1,4 +1,4 @@
-"""The place law: one formula for the row of each id. Layouts differ in its parameters.
+"""One formula for the row of each id. Layouts differ in its parameters, a `Place` per table.
 
 ```
 table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ──ids, tables_and_ids──▶  table, id
@@ -8,7 +8,7 @@ table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ─�
 * Interleaved: neighbouring ids are in different shards, which spreads frequent ids (`spread` =
   number of shards).
 * Rotated: interleaved, and each table of a stack starts some shards after the table before it,
-  which also spreads the first ids.
+  which spreads the first ids as well.
 
 Ids, shards and rows are numbers, NumPy arrays or JAX arrays, traced or not.
 """

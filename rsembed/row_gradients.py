@@ -26,7 +26,7 @@ from rsembed.storage.row_map import unnamed
 NumRows: TypeAlias = tuple[tuple[str, int], ...]
 """Number of rows of each stack's table, as sorted `(stack, rows)` pairs."""
 Shardings: TypeAlias = tuple[tuple[str, NamedSharding, NamedSharding], ...] | None
-"""Shardings of rows and values, as sorted `(stack, rows, values)`. None without a mesh."""
+"""Shardings of rows and values, as sorted `(stack, rows, values)`. None if there is no mesh."""
 
 
 class ReadRows(dict[str, Any]):
@@ -59,7 +59,7 @@ def _opaque(rows: Any) -> Any:
     """The opaque array of the row numbers of a stack.
 
     `NO_ROW` becomes 0, so `jnp.zeros_like` of row gradients gives gradients without rows. A value
-    that is not an array of such numbers is returned unchanged, and later checks refuse it.
+    that is not an array of such numbers is returned unchanged, and later checks reject it.
     """
     if not isinstance(rows, (jax.Array, np.ndarray)) or not jnp.issubdtype(rows.dtype, jnp.integer):
         return rows
@@ -69,7 +69,7 @@ def _opaque(rows: Any) -> Any:
     if rows.dtype.itemsize > 4 and not is_traced(rows):
         is_cut = np.asarray(rows) != np.asarray(numbers)
         if is_cut.any():
-            return rows  # A number does not fit 32 bits. `check_belong` refuses it.
+            return rows  # A number does not fit 32 bits. `check_belong` rejects it.
     return _opaque_numbers(numbers)
 
 
@@ -92,7 +92,7 @@ def _integers(array: Any) -> Any:
 
 
 class Summands(NamedTuple):
-    """What row gradients are summed from.
+    """Inputs from which row gradients are computed.
 
     Args:
       engine: the engine of the collection. It can step the summands without their sums.
@@ -119,21 +119,21 @@ class RowGradients:
     """Gradients of distinct rows, for each stack.
 
     `first + second` is `combine`, and `2 * gradients` is `scale`. Row numbers are kept in arrays
-    that refuse arithmetic. So `jax.tree.map(jnp.add, first, second)` is a TypeError and does not
+    that reject arithmetic. So `jax.tree.map(jnp.add, first, second)` is a TypeError and does not
     give gradients of wrong rows.
 
-    Inside `jit`, gradients of a collection also know their `summands`. These are not in the
+    Inside `jit`, gradients of a collection have their `summands` as well. These are not in the
     pytree, so copies of the gradients and results of compiled programs do not have them.
 
     Args:
       rows: distinct row numbers in ascending order, with `NO_ROW` as padding at the end. On a mesh,
         this holds for the part of each device. For a table with keys, uint32 `[capacity, 3]`: upper
         and lower half of each key, and how often it occurred, 0 for padding. For several tables
-        with keys, `[capacity, 4]`, with the number of the table.
+        with keys, `[capacity, 4]`, with the index of the table.
       values: float32 gradient of each row; zeros for padding.
       num_rows: rows of each stack's table, as sorted `(stack, rows)` pairs.
       shardings: on a mesh, shardings of rows and values of each stack, as sorted
-        `(stack, rows, values)`. None without a mesh.
+        `(stack, rows, values)`. None if there is no mesh.
       layout: fingerprint of the collection that the gradients belong to. It is compared when they
         are applied.
     """
@@ -201,9 +201,9 @@ class RowGradients:
 
     @property
     def summands(self) -> Summands | None:
-        """What the values are summed from, while the program that made the gradients is traced.
+        """Inputs from which the values are computed, while the program that made them is traced.
 
-        A step uses the summands in place of the sums. XLA then leaves out the sums, which are as
+        A step uses the summands instead of the sums. XLA then leaves out the sums, which are as
         large as all occurrences of ids. None if another array was put into the gradients.
         """
         if self.unsummed is None:
@@ -285,7 +285,7 @@ def check_belong(
       row_gradients: the argument to check, of any type.
       layout: fingerprint of the tables, or None.
       num_rows: rows of each stack.
-      axes: for each stack, number of axes of rows and length of a value. None allows any.
+      axes: for each stack, number of axes of rows and length of a value. None: any.
 
     Raises:
       TypeError: the argument is not `RowGradients`.
@@ -396,7 +396,7 @@ def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
     """The sum of several row gradients. Gradients of equal rows are added.
 
     Use it to accumulate gradients over micro-batches. `lax.scan` over micro-batches stacks its
-    results along a leading axis. Such stacked gradients are accepted, too.
+    results along a leading axis. Such stacked gradients are accepted as well.
 
     Raises: ValueError: the gradients belong to different collections.
     """

@@ -28,7 +28,7 @@ def size_of_list(count: int) -> int:
 
 
 def common_width(bags: Bags) -> int:
-    """Width of an array `[bags, ids]` that holds these bags and probably those of later batches.
+    """Width of an array `[bags, ids]` that holds these bags and probably the bags of later batches.
 
     It is a power of two. If many bags all have one length, it is that length, because such a
     feature probably has a fixed length.

@@ -1,4 +1,4 @@
-"""Specs that users declare, for tables and features, and the records that a stacking plan attaches to them."""
+"""Specs of tables and features that users declare, and what a stacking plan attaches to them."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ class FeatureIdTransformation:
 
     Args:
       row_offset: offset of the feature's first sample in the stacked batch.
-      col_offset: offset of the feature's table in the stacked table, in rows (the published name
-        says columns).
+      col_offset: offset of the feature's table in the stacked table, in rows (jax-tpu-embedding's
+        name says columns).
       col_shift: rotation of the feature's table, in shards.
     """
 
@@ -170,7 +170,7 @@ class TableSpec:
     max_unique_ids_per_partition: int = 256
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
-    # The spec prints like the spec of the published system, so these have no repr. The plan prints
+    # The spec prints like the spec of jax-tpu-embedding, so these have no repr. The plan prints
     # the dtype.
     dtype: str = dataclasses.field(default="float32", repr=False, kw_only=True)
     stochastic_rounding: bool = dataclasses.field(default=False, repr=False, kw_only=True)
@@ -279,13 +279,13 @@ class FeatureSpec:
       name: name of the feature, unique in a model.
       table_spec: the table. Several features can share one.
       input_shape: `(samples, ids per sample)` of the GLOBAL batch. The second number may be None
-        for samples of any length. None, the default, accepts any batch.
+        for samples of any length. None, the default: any batch.
       output_shape: shape `(..., dim)` of the global activations, with `prod(output_shape[:-1])`
         samples. A `dim` below the table's `embedding_dim` returns the first columns. In padded
         layouts, `dim` may also be `embedding_dim` rounded up to a multiple of 8; the additional
         columns are zero. None, the default, follows the input.
-      combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature only. None, the default, takes
-        the combiner of the table. So one feature can pool a table that another reads as a sequence.
+      combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature only. None, the default: the
+        combiner of the table. So one feature can pool a table that another reads as a sequence.
         SparseCore layouts require the combiner of the table.
     """
 
@@ -293,7 +293,7 @@ class FeatureSpec:
     table_spec: TableSpec
     input_shape: tuple[Any, ...] | None = None  # sizes, or None
     output_shape: tuple[int, ...] | None = None
-    # The spec prints like the spec of the published system, so this has no repr.
+    # The spec prints like the spec of jax-tpu-embedding, so this has no repr.
     combiner: Combiner | None = dataclasses.field(default=None, repr=False, kw_only=True)
     _id_transformation: FeatureIdTransformation = dataclasses.field(
         default_factory=FeatureIdTransformation
@@ -386,7 +386,7 @@ def features_of(features: Any) -> list[FeatureSpec]:
 
     Raises:
       TypeError: a leaf is not a FeatureSpec, or keys of a dict cannot be sorted.
-      ValueError: there is no feature, two features share a name, or two different tables share a
+      ValueError: `features` is empty, two features share a name, or two different tables share a
         name.
     """
     try:
@@ -420,7 +420,7 @@ def features_of(features: Any) -> list[FeatureSpec]:
 
 
 def _differing_fields(table: TableSpec, other: TableSpec) -> str:
-    """Names of the fields that differ between two tables, as text for an error message."""
+    """Names of the fields that differ between two tables, as a string for an error message."""
     names = [field.name for field in dataclasses.fields(table) if not field.name.startswith("_")]
     differing = [name for name in names if getattr(table, name) != getattr(other, name)]
     return ", ".join(differing) or "their place in a stack"

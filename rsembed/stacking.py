@@ -1,8 +1,8 @@
 """Stacking plans: which tables share a physical table, and the position of each row.
 
 A plan is pure data: frozen, hashable by value (including limits) and printable. Only this module
-computes plans. The published in-place functions attach them to specs. The planner makes two kinds
-of layout:
+computes plans. The in-place functions of jax-tpu-embedding (`sparsecore.table_stacking`) attach
+them to specs. The planner makes two kinds of layout:
 
 * for SparseCores: dims padded to multiples of 8, rows padded to multiples of `8 * num_shards`,
   interleaved over all shards and rotated;
@@ -120,10 +120,7 @@ class StackPlan:
     tables: tuple[TablePlacement, ...]
     features: tuple[FeaturePlacement, ...]
     num_stored_values: tuple[int, int] | None = None
-    """Number of values in the table and in its slots, for tables with a `storage`.
-
-    None without one.
-    """
+    """Number of values in the table and in its slots, for tables with a `storage`, else None."""
 
     @property
     def name(self) -> str:
@@ -226,7 +223,7 @@ class StackingPlan:
         return loads
 
     def describe(self, ids_by_feature: Mapping[str, Any] | None = None) -> str:
-        """The plan as text: memory and padding of each stack.
+        """Description of the plan: memory and padding of each stack.
 
         Args:
           ids_by_feature: argument of `shard_load`. None, the default, leaves out the load of the
@@ -284,7 +281,7 @@ def _checked_flat_ids(
 ) -> Int[np.ndarray, " nnz"]:
     """Dense, ragged or single ids of a feature in one flat array.
 
-    Raises: ValueError: an id is no integer, or outside the table.
+    Raises: ValueError: an id is not an integer, or is outside the table.
     """
     # An empty row may be an array of floats, which would make floats of all ids.
     rows = [np.zeros(0, np.int64)]
@@ -324,13 +321,14 @@ def plan_stacking(
     Args:
       features: FeatureSpecs, nested in lists or dicts.
       num_shards: devices times cores per device, 1 by default.
-      groups: table names of every stack. None, the default, groups tables of equal (padded) dim,
-        dtype, optimizer, rounding and quantization; with `pad`, also of equal combiner.
+      groups: table names of every stack. None, the default: tables of equal (padded) dim, dtype,
+        optimizer, rounding and quantization form a stack; with `pad`, their combiners must be equal
+        as well.
       pad: whether dims are padded to multiples of 8 and rows to multiples of `8 * num_shards`, as
         SparseCores require. True by default. False allows only one shard.
       rotation: each table of a stack is rotated by this number of shards against the table before
         it. It spreads the frequent first rows of the tables. 0 by default.
-      activation_mem_bytes_limit: maximum bytes of activations per shard in one stack. None sets no
+      activation_mem_bytes_limit: maximum bytes of activations per shard in one stack. None: no
         limit.
       use_short_stack_names: whether names over 50 characters are cut and get a hash, True by
         default.
@@ -400,7 +398,7 @@ def stack_name_of(
     Args:
       table_names: names of the tables of the stack.
       is_taken: whether another stack has the joined name, as for tables `user` and `item` beside a
-        table `user_item`. The name then gets a hash, too.
+        table `user_item`. Then a short name gets a hash as well.
       use_short_stack_names: whether names over 50 characters are cut, True by default.
     """
     full = "_".join(table_names)

@@ -71,7 +71,7 @@ _WRAPPERS = {
 
 
 def check_transformation(tx: Any, where: str) -> None:
-    """Raises: TypeError: `tx` is no optax transformation, such as a bare `optax.MultiSteps`."""
+    """Raises: TypeError: `tx` is not an optax transformation, such as a bare `optax.MultiSteps`."""
     if isinstance(tx, optax.MultiSteps):
         raise TypeError(_refused(where, *_WRAPPERS["MultiStepsState"]))
     check_type(tx, optax.GradientTransformation, f"{where}: tx")
@@ -170,8 +170,8 @@ def look_up(
         recording is an error.
 
     Raises: RuntimeError: the activations are differentiated without a recording, so the tables
-      would stay untrained; or a recorded loss calls the layer inside another JAX transformation,
-      where it cannot be recorded.
+      would stay untrained; or a recorded loss calls the layer inside another JAX transformation, in
+      which it cannot be recorded.
     """
     recording = _recording.get()
     if recording is not None and get_opaque_trace_state(convention="flax") != recording.trace:
@@ -326,7 +326,7 @@ def stepped(gradients: Any, states: Mapping[str, EmbeddingState]) -> dict[str, E
       states: states of all layers that are trained, by layer.
 
     Raises:
-      TypeError: `gradients` is no `Gradients`, so it has no gradients of tables.
+      TypeError: `gradients` is not a `Gradients`, so it has no gradients of tables.
       ValueError: the gradients are of other layers.
     """
     if not isinstance(gradients, Gradients):

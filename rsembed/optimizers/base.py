@@ -26,10 +26,10 @@ Rows = Float[Array, "rows dim"]
 Slots = tuple[Array, ...]
 Hyperparameters = tuple[PyTree, ...]
 StepNumber = int | float | np.number | np.ndarray | Array | None
-"""Number of updates done so far. None means that the caller does not count updates."""
+"""Number of updates done so far. None: the caller does not count updates."""
 
 
-@no_type_check  # __post_init__ refuses wrong values and names the field
+@no_type_check  # __post_init__ rejects wrong values and names the field
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerSpec(abc.ABC):
     """Optimizer that steps the rows of a table that a batch has looked up.
@@ -50,7 +50,7 @@ class OptimizerSpec(abc.ABC):
     slot_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that hold the initial value of each slot. If empty, named slots start at zero."""
     non_negative_slots: ClassVar[tuple[str, ...]] = ()
-    """Slots that are never negative, such as sums of squares. Loading refuses negative values."""
+    """Slots that are never negative, such as sums of squares. Loading rejects negative values."""
     fused_as: ClassVar[str | None] = None
     """Native kernel that computes this rule. Subclasses do not inherit it: they may differ."""
 
@@ -71,7 +71,7 @@ class OptimizerSpec(abc.ABC):
 
     @property
     def moves_all_rows(self) -> bool:
-        """True if a step also moves rows without a gradient, and so reads the whole table."""
+        """True if a step moves even rows without a gradient, and so reads the whole table."""
         return False
 
     def __post_init__(self) -> None:
@@ -87,7 +87,7 @@ class OptimizerSpec(abc.ABC):
         learning_rate_arity(self.learning_rate)
 
     def __repr__(self) -> str:
-        """Class name with empty parentheses. `str(optimizer)` also lists the hyperparameters."""
+        """Class name with empty parentheses. `str(optimizer)` lists the hyperparameters as well."""
         return f"{type(self).__name__}()"
 
     def __str__(self) -> str:
@@ -97,7 +97,7 @@ class OptimizerSpec(abc.ABC):
 
     @property
     def identity(self) -> str:
-        """Text that is equal for two rules if they can read each other's slots.
+        """String that is equal for two rules if they can read each other's slots.
 
         It has no numbers, because hyperparameters may change between runs, and no learning rate,
         because a schedule may replace the number.
@@ -202,11 +202,11 @@ class CompactOptimizerSpec(OptimizerSpec):
     """Base of rules with slots that start at zero and may be stored in 16 bits.
 
     Rules compute in float32, whatever the dtype of the slots. Zero rows and zero gradients never
-    turn a row into NaN. `step` counts from 0. `t` in a formula is `step + 1`.
+    turn a row into NaN. `step` is the index of the step, from 0. `t` in a formula is `step + 1`.
 
     Args:
       learning_rate: a number, a callable without arguments, or a callable of the 0-based step.
-      slot_dtypes: dtype of each slot. None keeps the default dtype. Empty keeps all defaults.
+      slot_dtypes: dtype of each slot. None: the default dtype. Empty: all defaults.
 
     Raises: ValueError: `slot_dtypes` has the wrong length, or a dtype does not fit its slot
       (float32 slots can be bfloat16 or float16, int32 slots cannot change).
@@ -395,10 +395,11 @@ class OptaxOptimizerSpec(OptimizerSpec):
     every step touches every row, elementwise transformations give the numbers of dense optax. To
     clip the gradient of the whole batch, use `rsembed.clip_by_global_norm`.
 
-    Three kinds of transformation are refused by name. Some need the loss or the function (`lbfgs`,
-    `polyak_sgd`, line searches, `optax.contrib.momo`, `sophia`, `reduce_on_plateau`). Some keep a
-    random key, which would give all rows the same noise (`noisy_sgd`, `add_noise`,
-    `optax.contrib.dpsgd`). `lookahead` keeps two copies of its parameters.
+    Three kinds of transformation are rejected, with an error that names them. Some need the loss or
+    the function (`lbfgs`, `polyak_sgd`, line searches, `optax.contrib.momo`, `sophia`,
+    `reduce_on_plateau`). Some keep a random key, which would give all rows the same noise
+    (`noisy_sgd`, `add_noise`, `optax.contrib.dpsgd`). `lookahead` keeps two copies of its
+    parameters.
 
     Args:
       transformation: result of an optax function such as `optax.adam`.
@@ -406,8 +407,8 @@ class OptaxOptimizerSpec(OptimizerSpec):
         global steps. Negative for transformations that return a direction of ascent, such as
         `optax.scale_by_adam`.
 
-    Raises: TypeError: `transformation` is no `optax.GradientTransformation`, or cannot step a row
-      from its gradient alone.
+    Raises: TypeError: `transformation` is not an `optax.GradientTransformation`, or cannot step a
+      row from its gradient alone.
     """
 
     learning_rate: LearningRate = within("(-inf, inf)", default=1.0)
@@ -479,7 +480,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
 def from_optax(transformation: Any, *, learning_rate: LearningRate = 1.0) -> OptaxOptimizerSpec:
     """Row optimizer from an optax transformation, with separate optimizer state for every row.
 
-    `OptaxOptimizerSpec` documents the arguments and the transformations that are refused.
+    `OptaxOptimizerSpec` documents the arguments and the transformations that are rejected.
 
     Example:
       >>> import optax, rsembed as rs

@@ -1,8 +1,8 @@
 """Settings of weight decay, row counters, gradient clipping and weight averages, as in FBGEMM.
 
-Names and defaults are FBGEMM's. A record refuses a value that is never valid. The optimizer
-refuses values that do not fit together. The functions on whole tables are pure and traceable. `t`
-is the 1-based step that follows the next lookup.
+Names and defaults are FBGEMM's. Each settings class rejects values that are never valid. The
+optimizer rejects invalid combinations. The functions on whole tables are pure and traceable. `t` is
+the 1-based step that follows the next lookup.
 """
 
 from __future__ import annotations
@@ -49,7 +49,10 @@ class LearningRateMode(enum.IntEnum):
 
 
 class GradSumDecay(enum.IntEnum):
-    """Whether COUNTER decays the gradient sum. CTR_DECAY is refused: in FBGEMM it has no effect."""
+    """Whether COUNTER decays the gradient sum.
+
+    CTR_DECAY is rejected: in FBGEMM it has no effect.
+    """
 
     NO_DECAY = -1
     CTR_DECAY = 0
@@ -125,7 +128,7 @@ class CowClipDefinition:
 
     The norm of a row's gradient is clipped to
     `row_counter * max(weight_norm_coefficient * norm(row), lower_bound)`. The defaults are zero,
-    as in FBGEMM, and would clip every gradient to zero, so the optimizer refuses them. Rows that
+    as in FBGEMM, and would clip every gradient to zero, so the optimizer rejects them. Rows that
     start at zero move only with a positive `lower_bound`.
     """
 

@@ -194,8 +194,8 @@ class DecayedAdagrad(CompactOptimizerSpec):
     * w` for L2 and `e = g` otherwise, and `keep = 1 - lr * weight_decay` for DECOUPLE and
     DECOUPLE_GLOBAL and `keep = 1` otherwise.
 
-    DECOUPLE_GLOBAL also applies the decay of the steps since the row's last update, as part of the
-    next update. Table-batched modules apply it to lookups as well (`global_decay_factor`).
+    DECOUPLE_GLOBAL adds the decay of the steps since the row's last update to the next update.
+    Table-batched modules apply it to lookups as well (`global_decay_factor`).
 
     Args:
       epsilon: added to the root.
@@ -319,8 +319,8 @@ class _CountingAdagrad(CompactOptimizerSpec):
 class CounterAdagrad(_CountingAdagrad):
     """Row-wise Adagrad with learning rates and decay that depend on row counters.
 
-    It is `WeightDecayMode.COUNTER`. With the default settings, it is row-wise Adagrad that also
-    counts the updates of each row.
+    It is `WeightDecayMode.COUNTER`. With the default settings, it is row-wise Adagrad that counts
+    the updates of each row.
 
     Args:
       epsilon: added to the root.

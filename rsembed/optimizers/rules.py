@@ -2,7 +2,7 @@
 
 Formulas and defaults agree with jax-tpu-embedding 0.2. A rule steps only the rows that a batch
 looked up (except `TensorFlowAdam`). Other rows and their slots keep their bits. All rules compute
-in float32, whatever the dtype of the table. `step` counts from 0.
+in float32, whatever the dtype of the table. `step` is the index of the step, from 0.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class SGD(OptimizerSpec):
 class Adagrad(OptimizerSpec):
     """Adagrad without epsilon: `A += g²`, then `w -= lr * g / sqrt(A)`.
 
-    An entry does not change if its accumulator and gradient are both zero, where the formula is
-    0/0.
+    If the accumulator and the gradient of an entry are both zero, the formula is 0/0 and the entry
+    does not change.
 
     Args:
-      initial_accumulator_value: start of the accumulator. The default 0.1 is the published API's.
+      initial_accumulator_value: start of the accumulator. The default 0.1 is jax-tpu-embedding's.
         It is large compared with the squared gradients of a mean loss over a large batch.
         `RowWiseAdagrad` starts at 0: use one value for both when you compare them.
 
@@ -395,7 +395,7 @@ class F2A(OptimizerSpec):
     """Frequency-aware Adagrad: rows that are rarely looked up take larger steps.
 
     `n += 1`, `r = min((max(step, 1)/n)^rho, max_lr_multiplier)`, `A += g²`,
-    `w -= lr * (r*g/sqrt(A) + l1*sign(w) + l2*w)`, where `n` counts the steps of the row.
+    `w -= lr * (r*g/sqrt(A) + l1*sign(w) + l2*w)`, with `n`, the number of steps of the row so far.
     """
 
     learning_rate: LearningRate = within("[0, inf)", default=0.01)
@@ -434,7 +434,10 @@ class F2A(OptimizerSpec):
 
 
 def _positive(values: Array) -> Array:
-    """`values` with 1 in place of 0. An entry that never had a gradient then gives 0, not 0/0."""
+    """`values`, with every 0 replaced by 1.
+
+    An entry that never had a gradient then gives 0, not 0/0.
+    """
     return jnp.where(values == 0, 1.0, values)
 
 

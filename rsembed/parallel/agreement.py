@@ -10,10 +10,10 @@ agreement.width("feature 'f'")                            the largest width of a
 
 The comparison does not use the devices. A program with shapes that differ between processes would
 end the processes without a message, and waiting for the devices would stall the step that is still
-running. Instead, records are sent through the coordination service of `jax.distributed`. Every
-process sends one record and reads one verdict; the first process of the mesh compares the records.
-A process that ends sends a last record for the next round. A process that brings another batch then
-learns at once that this one had fewer batches.
+running. Instead, messages go through the coordination service of `jax.distributed`. Every process
+sends one message (a "record") and reads one verdict. The first process of the mesh compares the
+records. A process that ends sends a last record for the next round. Another process with one more
+batch then learns at once that this one had fewer batches.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Agreement:
     raise a ValueError that quotes it. A single process compares nothing.
 
     Args:
-      mesh: the processes with devices in this mesh take part. None is a single process.
+      mesh: the processes with devices in this mesh take part. None: a single process.
       what: subject of error messages, such as `"the batch"`.
       batch: input of this process. Nothing is compared if it is traced, or if it has only global
         arrays, because all processes have the same then.
@@ -89,11 +89,11 @@ class Agreement:
         self._widths: dict[str, int] | None = None
 
     def bring(self, name: str, shape: str, *, width: int = 0) -> None:
-        """Records something that the end of the block compares.
+        """Adds a fact that the end of the block compares.
 
         Args:
-          name: name of the thing, equal in all processes.
-          shape: text with everything that must be equal in all processes.
+          name: name of the fact, equal in all processes.
+          shape: string with everything that must be equal in all processes.
           width: a size that may differ between processes.
         """
         self._brought[name] = shape, width

@@ -41,8 +41,8 @@ def trade(
 
     Args:
       parcels: pytrees of arrays. Parcels may differ in capacity. Arrays of equal row shape and
-        dtype share one `all_to_all`, and so do all 32-bit lanes, because each collective has a
-        fixed cost.
+        dtype share one `all_to_all`, and so do all lanes (arrays with one 32-bit word per entry),
+        because each collective has a fixed cost.
       axis_name: mesh axis, or several axes. Their sizes multiply to the number of devices.
       entries: for each parcel, the indices `[devices, capacity]` of the entries to send. The
         arrays of the parcel are `[nnz, ...]`, and indices outside `[0, nnz)` are padding. None if
@@ -178,8 +178,7 @@ class Question(NamedTuple):
         capacity saves memory, a large one saves rounds. With the number of occurrences, there is
         one round. The result does not depend on it if `answer` does not depend on the order of
         entries.
-      reply: pytree of `jax.ShapeDtypeStruct` for the reply to one entry. None if there are no
-        replies.
+      reply: pytree of `jax.ShapeDtypeStruct` for the reply to one entry. None: no replies.
     """
 
     wanted: Wanted
@@ -322,7 +321,7 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
     start = _Progress(jnp.zeros((), jnp.int32), cursors, states, replies, jnp.asarray(True))
     run = run_round
     if takes_rounds:
-        # The first round is inside the loop too: the owners' program is large, and compiled once.
+        # Even the first round is inside the loop: the owners' program is large, and compiled once.
         run = functools.partial(jax.lax.while_loop, lambda progress: progress.are_left, run_round)
     end = run(start)
     answers = []
@@ -373,8 +372,8 @@ def _cuts(
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
     """Per owner, whether all entries fit in this round, and the first entry that does not fit.
 
-    Returns: 1 where the entries of all devices fit and 0 elsewhere, and for the latter the words
-      of the smallest entry that does not fit on some device. Only smaller entries are sent.
+    Returns: 1 if the entries of all devices fit, else 0; and if not, the words of the smallest
+      entry that does not fit on some device. Only smaller entries are sent.
     """
     if not takes_rounds:
         size = (len(queues), queues[0].cursor.shape[0])

@@ -72,8 +72,8 @@ def init(
       num_processes: number of processes of the run. 1 connects to no other process, whatever the
         environment says.
       process_id: index of this process, from 0.
-      local_device_ids: accelerators that this process may use. None means all visible ones, or
-        those that the cluster assigns.
+      local_device_ids: accelerators that this process may use. None: all visible ones, or the ones
+        that the cluster assigns.
       preemption: treat SIGTERM as the announcement that the machine will be taken away, see
         `preempted`.
       heartbeat_timeout_seconds: silence after which a process counts as dead. Raise it if
@@ -212,7 +212,7 @@ def preempted(step: int) -> bool:
     step.
 
     Args:
-      step: number of the step. Every process calls this once per step, with increasing numbers.
+      step: index of the step. Every process calls this once per step, with increasing numbers.
 
     Raises: RuntimeError: `init(preemption=True)` was not called.
     """
@@ -233,9 +233,10 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
 
     Args:
       axis: name of the axis.
-      num_devices: number of devices, the same number from every process. None takes all.
+      num_devices: number of devices, the same number from every process. None: all.
 
-    Raises: ValueError: there are too few devices, or the processes cannot give equal numbers.
+    Raises: ValueError: there are too few devices, or the processes cannot contribute equal numbers
+      of devices.
     """
     provide_threads()
     devices = jax.devices()
@@ -292,7 +293,7 @@ def launch(
       devices_per_process: number of CPU devices of each process.
 
     Returns: 0 if all succeed, the exit status of the first process that failed, or 128 plus the
-      number of the signal that ended this process or the run.
+      signal number if a signal ended this process or the run.
 
     Raises: ValueError: a count is below 1, or the script does not exist.
     """
@@ -431,7 +432,7 @@ def _first_failure(
     children: Sequence[subprocess.Popen[bytes]],
     all_failed: Sequence[int],
 ) -> int | None:
-    """The process with the failure that caused the others, None without failures.
+    """Index of the process that failed first, or None if none failed.
 
     It is the first process that a signal killed, if there is one. The system closes the connections
     of a killed process before it ends, so other processes may fail before it is seen to end.
