@@ -38,7 +38,7 @@ MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _PAD = 16
 _BAD_DIGIT = 17
 _DIGIT_OF_BYTE = np.full(256, _BAD_DIGIT, np.uint8)
-_DIGIT_OF_BYTE[0] = _PAD  # numpy pads short texts with zero bytes
+_DIGIT_OF_BYTE[0] = _PAD  # numpy pads short strings with zero bytes
 for _digit in range(16):
     _DIGIT_OF_BYTE[ord(f"{_digit:x}")] = _digit
     _DIGIT_OF_BYTE[ord(f"{_digit:X}")] = _digit
@@ -50,11 +50,11 @@ class CriteoLog:
 
     Attributes:
       labels: 1 for a click, else 0.
-      dense: numbers in the order of `dense_names`, NaN where one is missing.
-      sparse: 64-bit key of each row's category, by column, -1 where it is missing. `collection.prepare(log.sparse)`
-        takes them where the features have the names of the columns.
+      dense: numbers in the order of `dense_names`, NaN for missing numbers.
+      sparse: 64-bit key of each row's category, by column, -1 for missing categories.
+        `collection.prepare(log.sparse)` takes them if the features are named like the columns.
       dense_names: columns of numbers, "I1" to "I13" unless a header says otherwise.
-      first_line: line of the file with the first row, counted from 1.
+      first_line: index, from 1, of the line with the first row.
       source: a sentence about the origin.
     """
 
@@ -82,17 +82,18 @@ def criteo(
     Args:
       path: a file with a label, 13 numbers and 26 hexadecimal categories in each line, between tabs or commas.
         Other numbers or orders of columns need a header with `label`, `I1`, `I2`, ... and `C1`, `C2`, ...
-        (`int_0` and `cat_0` are read, too). In an archive, the log is `train.txt` or the only file.
-      rows: number of rows to read from the beginning; None reads all. A million rows take 0.3 GB.
-      missing: key of missing categories. The default -1 is no id, so they contribute nothing. Any other number
-        gives missing categories a row of the table.
+        (`int_0` and `cat_0` are read as well). In an archive, the log is `train.txt` or the only
+        file.
+      rows: number of rows to read from the beginning; None: all. A million rows take 0.3 GB.
+      missing: key of missing categories. The default -1 means no id, so they contribute nothing.
+        Any other number gives missing categories a row of the table.
 
     Returns:
       The rows. The hexadecimal digits of a category are its key, which `rs.Hashed` tables take.
 
     Raises:
       ValueError: a line has another form (the message has its number), or the file is damaged or has no rows.
-      FileNotFoundError: `path` is no file.
+      FileNotFoundError: `path` is not a file.
 
     Source: Criteo's data for Kaggle's Display Advertising Challenge (2014), and its Terabyte click logs.
 
@@ -124,8 +125,8 @@ def criteo_chunks(
 ) -> Iterator[CriteoLog]:
     """Iterator over a click log in Criteo's format, in chunks of `rows` rows.
 
-    Memory holds one chunk and 1 MB of the file, so a day of the Terabyte log can be read on a laptop. A progress bar
-    shows how much of the file is read, where a person watches.
+    Memory holds one chunk and 1 MB of the file, so a day of the Terabyte log can be read on a
+    laptop. In a terminal or notebook, a progress bar shows how much of the file is read.
 
     Args:
       path: as in `criteo`.
@@ -358,7 +359,10 @@ def _bad_field(
 
 
 def _numbers(texts: list[bytes], block: Block, name: str, column_name: str) -> np.ndarray:
-    """Numbers of a column; NaN for empty texts. Raises: ValueError: a text is no number that float32 can hold."""
+    """Numbers of a column; NaN for empty fields.
+
+    Raises: ValueError: a field is not a number that float32 can hold.
+    """
     is_missing = np.array([not text for text in texts])
     filled = [text or b"0" for text in texts]
     try:
@@ -382,7 +386,10 @@ def _numbers(texts: list[bytes], block: Block, name: str, column_name: str) -> n
 def _keys(
     texts: list[bytes], missing: int, block: Block, name: str, column_name: str
 ) -> np.ndarray:
-    """Keys of a column of hexadecimal categories. Raises: ValueError: a text has other digits, or more than 16."""
+    """Keys of a column of hexadecimal categories.
+
+    Raises: ValueError: a field has other characters, or more than 16 digits.
+    """
     padded = np.array(texts, np.bytes_)
     width = padded.dtype.itemsize
     digits = _DIGIT_OF_BYTE[padded.view(np.uint8).reshape(len(texts), width)]
@@ -398,7 +405,7 @@ def _keys(
         longer = keys * np.uint64(16) + digits[:, position]
         keys = np.where(is_pad[:, position], keys, longer)
     signed = keys.view(np.int64)
-    # -1 is no id, so 16 digits f become its neighbour, as in `rs.hash_keys`.
+    # -1 means no id, so 16 digits f (which are -1) become -2, as in `rs.hash_keys`.
     signed[signed == -1] = -2
     signed[is_pad[:, 0]] = missing
     return signed

@@ -43,7 +43,7 @@ class SourceFile:
 
     Attributes:
       name: path inside the folder or archive, which errors show.
-      num_bytes: size after unpacking; None where the file does not say it.
+      num_bytes: size after unpacking; None if the file does not say it.
       opener: function that returns the open file.
     """
 
@@ -195,9 +195,9 @@ class Block(NamedTuple):
     """Whole lines of a file.
 
     Attributes:
-      first_line: number of the first line, counted from 1.
+      first_line: index of the first line, from 1.
       text: the lines, each with its end.
-      has_end: False where the file ends without an end of line, which `text` has all the same.
+      has_end: False if the file ends without an end of line. `text` has one even then.
     """
 
     first_line: int
@@ -208,14 +208,14 @@ class Block(NamedTuple):
 def line_blocks(
     file: io.BufferedIOBase, source: SourceFile, *, first_line: int, description: str
 ) -> Iterator[Block]:
-    """Blocks of whole lines, with a progress bar where a person watches.
+    """Blocks of whole lines, with a progress bar in terminals and notebooks.
 
     Carriage returns before line ends are dropped.
 
     Args:
       file: `source`, opened, at the beginning of a line.
       source: name and size of the file.
-      first_line: number of that line, for errors.
+      first_line: index of that line, from 1, for errors.
       description: text beside the progress bar.
 
     Raises: ValueError: a line has more than `MOST_LINE_BYTES`, or the file is damaged.
@@ -246,7 +246,7 @@ def _read_blocks(file: io.BufferedIOBase, name: str, first_line: int) -> Iterato
 
 
 def is_number(text: str) -> bool:
-    """Whether a text is a decimal number, without the underscores that Python allows in one."""
+    """Whether a string is a decimal number, without the underscores that Python allows in one."""
     try:
         float(text)
     except ValueError:
@@ -255,7 +255,7 @@ def is_number(text: str) -> bool:
 
 
 def decoded(content: bytes) -> str:
-    """Text in UTF-8 where it is valid, else in Latin-1, the encoding of ml-1m and ml-100k.
+    """String from UTF-8 if it is valid, else from Latin-1, the encoding of ml-1m and ml-100k.
 
     Latin-1 titles are hardly ever valid UTF-8 by chance: a special character would have to follow each accent.
     """

@@ -85,7 +85,7 @@ def id_of_rank(vocabulary_size: int, *seeds: int) -> np.ndarray:
 def _zipf_ranks(
     generator: np.random.Generator, count: int, vocabulary_size: int, exponent: float
 ) -> np.ndarray:
-    """Ranks counted from 0."""
+    """Random ranks, from 0, that follow a Zipf law."""
     distribution = np.cumsum(zipf_probabilities(vocabulary_size, exponent=exponent))
     distribution /= distribution[-1]  # ends at exactly 1, above every uniform number
     return np.searchsorted(distribution, generator.random(count), side="right").astype(np.int32)

@@ -85,14 +85,15 @@ class RatingsLog:
     """Ratings in the order of time, with titles and genres of the items.
 
     Attributes:
-      users, items: user and item of each rating, as row numbers from 0.
-      ratings: stars, from 0.5 to 5. Some logs have whole stars only, generated ones among them.
+      users, items: user and item of each rating, as indices from 0.
+      ratings: stars, from 0.5 to 5. Some logs, such as generated ones, have whole stars only.
       timestamps: seconds since 1970.
-      user_ids, item_ids: id of each row number in the log's files, in ascending order. There may be gaps.
+      user_ids, item_ids: id of each user and item in the log's files, in ascending order. There may
+        be gaps.
       titles: title of every item.
       genres: mask of the `genre_names` of each item. An item without a known genre has none.
       source: a sentence about the origin.
-      law: law of a generated log. None for people's ratings.
+      law: law of a generated log. None if people gave the ratings.
     """
 
     users: Int32[np.ndarray, " ratings"]
@@ -109,7 +110,10 @@ class RatingsLog:
 
     @property
     def days(self) -> Float64[np.ndarray, " ratings"]:
-        """Time of each rating in days since the first one. A generated log counts from the beginning of its law."""
+        """Time of each rating in days since the first one.
+
+        In a generated log, days are relative to the start of its law.
+        """
         start = START_SECONDS if self.law is not None else self.timestamps.min()
         return (self.timestamps - start) / DAY_SECONDS
 
@@ -127,7 +131,7 @@ class RatingsLog:
 
     @validated
     def histories(self, length: PositiveInt) -> Int32[np.ndarray, "ratings length"]:
-        """Items that the user had rated before each rating, the latest first, and `-1` where there are fewer.
+        """Items that the user had rated before each rating, the latest first, padded with `-1`.
 
         Raises: ValueError: `length` is below 1.
 

@@ -1,4 +1,4 @@
-"""Logs of film ratings in the published file formats of MovieLens, by GroupLens and RecBole."""
+"""Logs of film ratings in the file formats of MovieLens, by GroupLens and RecBole."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ ARCHIVE = Published(
     known_hash="md5:c4d9eecfca2ab87c1945afe126590906",  # as GroupLens publishes it beside the file
 )
 NO_GENRES = ("", "(no genres listed)", "unknown")
-"""Entries that the published files have in the place of genres where none is known."""
+"""Entries that stand for unknown genres in GroupLens' files."""
 MOST_EXACT = 2**53
 """Ids and times below this number are exact in float64, the type of a parsed line."""
 SEARCH_DEPTH = 2
@@ -51,8 +51,8 @@ class Film(NamedTuple):
     """A line of a file of films.
 
     Attributes:
-      line: number of the line, counted from 1.
-      number: id of the film, as text.
+      line: index of the line, from 1.
+      number: id of the film, as a string.
       title: title, with the year in brackets.
       genres: names of its genres, which may include names of `NO_GENRES`.
     """
@@ -69,9 +69,10 @@ class Form:
 
     Attributes:
       ratings_name, films_name: how names of the two files end.
-      separator: text between the numbers of a rating.
-      columns: header names of user, film, stars and time, in this order; empty where there is no header.
-      films: function from the text of the file of films to its films.
+      separator: string between the numbers of a rating.
+      columns: header names of user, film, stars and time, in this order; empty if there is no
+        header.
+      films: function from the content of the file of films to its films.
     """
 
     ratings_name: str
@@ -81,7 +82,7 @@ class Form:
     films: Callable[[str], Iterator[Film]]
 
     def is_ratings_file(self, name: str) -> bool:
-        """Whether a path is that of a file of ratings in this format."""
+        """Whether a path belongs to a file of ratings in this format."""
         base = name.replace("\\", "/").rpartition("/")[2]
         if self.ratings_name.startswith("."):
             return base.endswith(self.ratings_name)
@@ -93,7 +94,7 @@ class Form:
 
 
 def _films_of_csv(text: str) -> Iterator[Film]:
-    """Films of `movies.csv`: movieId,title,genres, where genres are separated by `|`."""
+    """Films of `movies.csv`: movieId,title,genres, with genres separated by `|`."""
     reader = csv.reader(_lines(text), strict=True)
     header = next(reader, [])
     if header != ["movieId", "title", "genres"]:
@@ -201,7 +202,7 @@ def movielens(
     download: bool = False,
     max_users: PositiveInt | None = None,
 ) -> RatingsLog:
-    """Ratings of MovieLens from a folder or an archive of any published size, in the order of time.
+    """Ratings of MovieLens of any size, from a folder or an archive, in the order of time.
 
     The names of the files say which format it is:
 
@@ -222,8 +223,8 @@ def movielens(
     Args:
       path: a folder with the files, a zip or tar archive of them, or the file of ratings. A folder is searched
         two levels deep, and must have one log.
-      download: allow fetching ml-1m (6 MB) into the cache folder. Without an answer within seconds, the search
-        goes on as if there were no network.
+      download: allow fetching ml-1m (6 MB) into the cache folder. If the server does not answer
+        within seconds, the search continues as without a network.
       max_users: keep only the users with the smallest ids. A hundred make a test quick.
 
     Returns:
@@ -231,7 +232,8 @@ def movielens(
 
     Raises:
       ValueError: a line has another form (the message has its number), a rated film is not in the file of
-        films, an archive is damaged, `ml-1m.zip` is not the published one, or a folder has several logs.
+        films, an archive is damaged, `ml-1m.zip` differs from GroupLens' file, or a folder has
+        several logs.
       FileNotFoundError: no log is there.
 
     Source: Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
@@ -315,7 +317,7 @@ def _form_names() -> str:
 
 
 def _log_at(path: Path) -> Path | None:
-    """`path`, or the one log inside the folder `path`. None where there is no log.
+    """`path`, or the one log inside the folder `path`. None if there is no log.
 
     Raises: ValueError: the folder has several logs.
     """
@@ -327,7 +329,7 @@ def _log_at(path: Path) -> Path | None:
     if not path.is_dir():
         return None
     logs = _logs_below(path, SEARCH_DEPTH)
-    # An archive beside the folder that was unpacked from it is no second log.
+    # An archive does not count as a second log beside the folder that was unpacked from it.
     log_of_name: dict[str, Path] = {}
     for log_path in logs:
         name = log_path.name.partition(".")[0]
@@ -360,7 +362,7 @@ def _logs_below(folder: Path, depth: int) -> list[Path]:
 def _opened_log(log_path: Path) -> Iterator[tuple[Form, SourceFile, SourceFile]]:
     """Format of the log, its file of ratings and its file of films.
 
-    Raises: ValueError: there is no file of ratings, more than one, or no file of films.
+    Raises: ValueError: the log has no file of ratings, several, or no file of films.
     """
     folder = log_path
     if log_path.is_file() and not is_archive(log_path):
@@ -496,7 +498,7 @@ def _numbers(
 def _first_bad_line(
     lines: list[str], first_line: int, form: Form, name: str, columns: list[int], num_columns: int
 ) -> str:
-    """Description of the first line that is no rating, for an error."""
+    """Description of the first line that is not a rating, for an error."""
     wanted = form.separator.join(("user", "film", "stars", "seconds"))
     for number, line in enumerate(lines, first_line):
         fields = line.split("\t")

@@ -1,6 +1,7 @@
 """Text as word ids, and windows of them: the real Shakespeare corpus if there is one, else a text in his manner.
 
-Published files are read from a path, the cache or the network, and checked against their published checksum.
+Files that others publish are read from a path, the cache or the network, and checked against a
+known checksum.
 """
 
 from __future__ import annotations
@@ -24,14 +25,14 @@ _log = logging.getLogger("rsembed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """Published file that may be on the disk, in the cache or on the network.
+    """File on the web that may be on the disk, in the cache or on the network.
 
     Attributes:
       reader: name of the function that reads the file, for messages.
       name: file name, in any folder and in the cache.
       title: description of the content.
       url: address of the download.
-      known_hash: `algorithm:digest` of the published content.
+      known_hash: `algorithm:digest` of the content.
     """
 
     reader: str
@@ -41,22 +42,23 @@ class Published:
     known_hash: str
 
     def read(self, path: str | os.PathLike[str] | None, *, download: bool) -> tuple[bytes, str]:
-        """Content of the published file or of another file at `path`, and a sentence about its origin.
+        """Content of this file or of another file at `path`, and a sentence about its origin.
 
         Args:
           path: a file or folder. Without it, `RSEMBED_DATA` may name one, else pooch's cache may have the file.
-          download: allow fetching it into the cache. Without an answer within seconds, the file counts as missing.
+          download: allow fetching it into the cache. If the server does not answer within seconds,
+            the file counts as missing.
 
         Raises:
           FileNotFoundError: `path` has no such file, or none was found.
-          ValueError: a file has the published name and another content.
+          ValueError: a file with this `name` has another checksum.
         """
         return self.check(self._find(path, download))
 
     def check(self, file: Path) -> tuple[bytes, str]:
         """Content of a file, and a sentence about its origin.
 
-        Raises: ValueError: the file has the published name and another content.
+        Raises: ValueError: the file has this `name`, but another checksum.
         """
         content = file.read_bytes()
         algorithm, known = self.known_hash.split(":")
@@ -88,12 +90,12 @@ class Published:
         return self.cached(download=download)
 
     def _at(self, place: Path) -> Path | None:
-        """`place`, or the file of the published name in this folder or a folder inside it."""
+        """`place`, or the file called `name` in this folder or in a folder inside it."""
         if place.is_dir():
             for file in (place / self.name, *sorted(place.glob(f"*/{self.name}"))):
                 if file.is_file():
                     return file
-        # An archive is no text, and a text is no archive.
+        # An archive cannot replace a text file, nor a text file an archive.
         elif place.is_file() and (place.suffix == ".zip") == self.name.endswith(".zip"):
             return place
         return None
@@ -115,7 +117,7 @@ class Published:
                 pooch.retrieve(
                     self.url, self.known_hash, cached.name, cached.parent, downloader=downloader
                 )
-            except OSError as error:  # what requests raises, too
+            except OSError as error:  # includes the errors of requests
                 _log.warning(
                     "%s: could not fetch %s (%s).", self.reader, self.url, type(error).__name__
                 )
@@ -157,9 +159,9 @@ class Text:
 
     `content` is the whole text of the file, for models of letters. `vocabulary[i]` is the word of
     id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. It may be shorter than the `vocabulary_size` that was asked for,
-    when the text has fewer distinct words. `best_loss` is the mean surprise of a word, in nats, to who knows the law
-    that the text was drawn from: no model can do better. It is None where there is no such law, and where words
-    became id 0.
+    if the text has fewer distinct words. `best_loss` is the mean surprise of a word, in nats,
+    under the law that the text was drawn from: no model can do better. It is None if there is no
+    such law, or if words became id 0.
     """
 
     word_ids: Int32[np.ndarray, " words"]
@@ -189,8 +191,8 @@ def shakespeare(
       source: "corpus" is the real corpus, and an error if there is no file. "generated" are 72,000
         words of short sentences from a grammar, with speakers' names and full stops: a small model
         learns to write them. "pastiche" is a short play, written by hand, with many rare words.
-        Both are bundled. "auto" takes the real corpus if there is a file, else the generated text,
-        and logs its choice to the logger "rsembed".
+        Both are bundled. "auto" is the real corpus if there is a file, else the generated text, and
+        logs its choice to the logger "rsembed".
       path: a text file, or a folder with `tinyshakespeare.txt`. A file with another name is read
         without a checksum.
       download: whether the corpus (1.1 MB) may be downloaded into the cache folder. A server that
@@ -201,9 +203,9 @@ def shakespeare(
       The text. Its `source` says which file was read.
 
     Raises:
-      ValueError: an argument is out of range, a file that bears the corpus' name has another content, or a
-        text is empty or not UTF-8.
-      FileNotFoundError: `path` has no text, or `source="corpus"` found none.
+      ValueError: an argument is out of range, a file with the corpus' name has another checksum, or
+        a text is empty or not UTF-8.
+      FileNotFoundError: `path` has no text file, or `source="corpus"` and there is no file.
 
     Source:
       Ranking as in the Shakespeare example of jax-tpu-embedding, except that its most frequent word shares
@@ -264,7 +266,7 @@ def _bundled_file(name: str) -> Path:
 
 @validated
 def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
-    """Word ids as the published tutorial numbers them: the most frequent word is 0, and so is every unknown word.
+    """Word ids as in jax-tpu-embedding's tutorial: 0 for the most frequent and all unknown words.
 
     `shakespeare` has different ids for the two. Use this function to compare with the tutorial. It
     reads the text that `shakespeare()` reads. Each of the `vocab_size` most frequent words has
@@ -286,11 +288,11 @@ def word_id_batches(
     seq_len: PositiveInt,
     num_tables: PositiveInt = 1,
 ) -> tuple[dict[str, list[Int32[np.ndarray, "batch seq 1"]]], list[Int32[np.ndarray, " batch"]]]:
-    """The batches of the published tutorial: every step the same first windows of the text.
+    """The batches of jax-tpu-embedding's tutorial: every step the same first windows of the text.
 
     `features["words_<i>"][step][b, s, 0]` is word `b + s` and `labels[step][b]` is word `b + seq_len`.
-    Positions past the end continue at the start of the text, for features as for labels, so a batch larger
-    than the text meets the same windows again. All steps and tables share one read-only array.
+    Positions past the end continue at the start of the text, for features and labels alike, so a
+    batch larger than the text repeats windows. All steps and tables share one read-only array.
 
     Args:
       word_ids: the text.

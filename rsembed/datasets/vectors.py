@@ -21,7 +21,7 @@ MAX_WORD_BYTES = 65_536
 MAX_NUMBER_BYTES = 64
 """Most bytes of one number with its space. Both bound the memory that a line of a file can take."""
 MAX_DIGITS = 19
-"""Digits beyond which an integer in the first line is no count of vectors."""
+"""Digits beyond which an integer in the first line is not a count of vectors."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -30,12 +30,12 @@ class WordVectors:
     """Vectors of the words that were asked for, and counts of what the file had.
 
     Attributes:
-      values: vector of each word, zeros where the file has none.
+      values: vector of each word, zeros for words without a vector in the file.
       is_found: whether the file has a vector for the word.
-      num_vectors: vectors in the file, also of words that were not asked for.
+      num_vectors: number of vectors in the file, including words that were not asked for.
       num_duplicates: further vectors of a requested word. The first one counts.
       num_bad_lines: lines that were skipped, 0 unless `bad_lines="skip"`.
-      num_announced: number of vectors in the file's header, None without a header.
+      num_announced: number of vectors in the file's header, None if there is no header.
     """
 
     values: Float32[np.ndarray, "words dim"]
@@ -57,8 +57,9 @@ def word_vectors(
     """Pretrained vectors of some words, from a text file of word2vec, GloVe or fastText.
 
     Each line is a word and `dim` numbers. A first line of two integers is a header, as word2vec and fastText write
-    it. The word may contain spaces, as some do in GloVe 840B. Lines are read one at a time, so memory is that of the
-    result. The numbers of words that are not asked for are counted, and not all are read.
+    it. The word may contain spaces, as some do in GloVe 840B. Lines are read one at a time, so
+    reading needs little more memory than the result. The numbers of words that are not asked for
+    are counted, and not all are read.
 
     Args:
       source: path of a UTF-8 text file, which gzip may have compressed, or an iterable of lines.
@@ -73,7 +74,7 @@ def word_vectors(
       values for the others.
 
     Raises:
-      TypeError: a line is neither text nor bytes, or a word is no text.
+      TypeError: a line is neither a string nor bytes, or a word is not a string.
       ValueError: a line is bad (the message has its number). Or the header says another `dim` or, with
         `bad_lines="raise"`, another number of vectors; or a compressed file is damaged.
 
@@ -198,7 +199,7 @@ def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
 
 
 def _announced(line: bytes, dim: int, name: str) -> int | None:
-    """Number of vectors that a header announces, or None if the line is no header.
+    """Number of vectors that a header announces, or None if the line is not a header.
 
     Raises: ValueError: the header says another number of dimensions.
     """
@@ -222,7 +223,8 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     numbers = stripped[len(word) + 1 :]
     first = numbers.partition(b" ")[0]
     last = numbers.rpartition(b" ")[2]
-    # Where a number is missing, a piece of a word with spaces is in its place, or the word itself.
+    # If a number is missing, the first field holds a part of a word with spaces, or the word
+    # itself.
     if num_spaces < dim or not _is_number(first) or not _is_number(last):
         raise ValueError(f"it has not a word and {dim} numbers, {_shown(line)}")
     last_of_word = word.rpartition(b" ")[2]
@@ -238,7 +240,7 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
 
 
 def _vector(text: bytes) -> np.ndarray:
-    """The numbers of a line. Raises: ValueError: one is no number, or float32 cannot hold it."""
+    """The numbers of a line. Raises: ValueError: one is not a number, or float32 cannot hold it."""
     numbers = text.split(b" ")
     for place, number in enumerate(numbers):
         if not _is_number(number):
