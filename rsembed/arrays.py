@@ -66,7 +66,7 @@ def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
       what: beginning of the message, which says what is lost.
       way_out: end of the message, which says how to continue.
 
-    Raises: RuntimeError: an array was deleted, because a step took it over.
+    Raises: RuntimeError: an array was deleted, because it was donated to a step.
     """
     for leaf in jax.tree.leaves(tree):
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):

@@ -88,7 +88,7 @@ def hash_keys(
         or Arrow (including categories). A column of lists gives a list of arrays, which `prepare`
         reads as one bag per row.
       missing: key of all missing values (None, NaN, pandas.NA, masked), for example -1, which means
-        no id. None, the default, makes missing values an error.
+        no id. None, the default: missing values are an error.
 
     Returns:
       int64 keys, including negative ones, in the shape of the column. -1 is returned only for
@@ -165,7 +165,7 @@ def _keys_of(
       values: strings, bytes or missing values.
       known: keys of values that were hashed before; new values are added.
       missing: key of missing values. None: they are an error.
-      row: row of all values, for error messages. None, the default, derives it from their
+      row: row of all values, for error messages. None, the default: it follows from their
         positions.
       num_per_row: number of values in a row of the column, 1 by default.
     """

@@ -148,14 +148,14 @@ class TableSpec:
         feedback-directed optimisation (`rsembed.fdo`) set it.
       max_unique_ids_per_partition: the same limit for distinct ids.
       suggested_coo_buffer_size_per_device: size of a device's input buffer, in entries. None, the
-        default, sizes it for the worst case.
-      quantization_config: rounds rows at lookup; None, the default, does not.
+        default: the size for the worst case.
+      quantization_config: rounds rows at lookup; None, the default: no rounding.
       dtype: `float32` (default), `bfloat16` or `float16`. Sums and optimizers always compute in
         float32.
       stochastic_rounding: whether updated rows of a 16-bit table are rounded up or down at random,
         without bias. False by default.
       storage: storage of the rows, such as `rsembed.Hashed` or `rsembed.tt.TensorTrain`. None, the
-        default, stores them in an array.
+        default: in an array.
     """
 
     name: str
@@ -283,7 +283,7 @@ class FeatureSpec:
       output_shape: shape `(..., dim)` of the global activations, with `prod(output_shape[:-1])`
         samples. A `dim` below the table's `embedding_dim` returns the first columns. In padded
         layouts, `dim` may also be `embedding_dim` rounded up to a multiple of 8; the additional
-        columns are zero. None, the default, follows the input.
+        columns are zero. None, the default: it follows from the input.
       combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature only. None, the default: the
         combiner of the table. So one feature can pool a table that another reads as a sequence.
         SparseCore layouts require the combiner of the table.

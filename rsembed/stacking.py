@@ -226,8 +226,8 @@ class StackingPlan:
         """Description of the plan: memory and padding of each stack.
 
         Args:
-          ids_by_feature: argument of `shard_load`. None, the default, leaves out the load of the
-            shards.
+          ids_by_feature: argument of `shard_load`. None, the default: the load of the shards is
+            left out.
         """
         rows = self._cells()
         if ids_by_feature is not None:

@@ -159,7 +159,10 @@ def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[Block])
 
 
 def copied(array: ArrayToSave) -> np.ndarray | None:
-    """A copy of the array in the memory of process 0, None elsewhere. All processes call this."""
+    """A copy of the array in the memory of process 0, None in other processes.
+
+    All processes call this.
+    """
     entry = _new_entry(0, array)
     copy = None
     if jax.process_index() == 0:

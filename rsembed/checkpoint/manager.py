@@ -61,7 +61,7 @@ class CheckpointManager:
 
     Args:
       folder: folder of the run. A second writer gets an error.
-      collection: collection that the saved states belong to. None saves any tree.
+      collection: collection that the saved states belong to. None: any tree can be saved.
       max_to_keep: number of checkpoints to keep, the last ones written. Damaged ones that `restore`
         skipped are removed first. None: all.
       keep_period: checkpoints with a step that is a multiple of it are always kept.
@@ -69,7 +69,7 @@ class CheckpointManager:
         not writable.
 
     Raises:
-      RuntimeError: another process writes to the folder. Names it.
+      RuntimeError: another process writes to the folder. The message names the process.
       ValueError: a number is below 1.
 
     Example:

@@ -51,7 +51,8 @@ def accepted_facts(
       expected: facts of the tables of the collection.
       shrinks: whether a table may lose rows at its end.
 
-    Raises: ValueError: a table is smaller than in the file, and `shrinks` is False. Names it.
+    Raises: ValueError: a table is smaller than in the file, and `shrinks` is False. The message
+      names the table.
     """
     accepted = dict(saved)
     for name, table in tables.items():

@@ -207,7 +207,7 @@ def restored(arrays: Mapping[Path, Leaf], like: PyTree, where: object) -> PyTree
 
 
 def _mismatch(array: Leaf, template: Leaf) -> str | None:
-    """What an array of a file is, and why it does not fit its template; None if it fits."""
+    """Why an array of a file does not fit its template, as a message; None if it fits."""
     is_for_numpy = isinstance(template, (bool, int, float, np.ndarray, np.generic, PickedRows))
     if not hasattr(template, "shape"):
         template = np.asarray(template)
@@ -419,7 +419,7 @@ def _stack_array(pieces: Pieces, stack: Facts) -> jax.Array:
     is_distributed = sharding is not None and len(sharding.device_set) > 1
     if stack["spread"] > 1 or is_distributed:
         return sharded(like.shape, like.dtype, sharding, blocks)
-    # The memory is allocated like that of new tables, and blocks are written in place.
+    # Memory is allocated as for new tables, and blocks are written in place.
     num_rows = sum(table.count for table, _ in pieces)
     fill = None
     if num_rows < like.shape[0]:

@@ -381,10 +381,10 @@ class EmbeddingCollection:
           norm_below: evicts keys of rows with a smaller L2 norm.
 
         Returns: the new state, and the evicted keys with their rows and slots in the form of
-          `tables`, for a file or another store. `with_tables` brings them back.
+          `tables`, for a file or another store. `with_tables` restores them.
 
-        Raises: ValueError: no condition is given, or one is out of range, or the table is unknown
-          or has no keys. RuntimeError: this is inside `jit`.
+        Raises: ValueError: all conditions are None, one is out of range, or the table is unknown or
+          has no keys. RuntimeError: this is inside `jit`.
         """
         self.check_state(state, parts=["tables"])
         return self.logical.evicted(

@@ -78,8 +78,8 @@ def prepare(
       bounds_check: "raise" or "ignore", see `EmbeddingCollection`.
       what: subject of the error if processes disagree.
       read: function that checks `source` and returns the batch. Its errors reach all processes.
-      lists: by feature, name of the list that takes its bags if they are ragged. None puts no
-        feature into a list.
+      lists: by feature, name of the list that takes its bags if they are ragged. None: no feature
+        is put into a list.
       made_for: identity of features and tables. A batch that was prepared for the same identity is
         returned unchanged.
     """

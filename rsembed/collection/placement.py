@@ -38,7 +38,7 @@ def placement_of_tables(
 ) -> dict[str, str]:
     """The placement of every table.
 
-    A table gets the placement that is asked for, else the first one that its storage supports
+    A table gets the requested placement, else the first one that its storage supports
     (`row` for a table without a storage). On one device every table is `replicated`.
 
     Args:
@@ -296,7 +296,7 @@ class LogicalTables:
     def _host_last(self, names: Iterable[str]) -> list[str]:
         """Names of stacks in the order of writing: stacks on the host come last.
 
-        Writing to rows on the host invalidates the given state. So it happens last, when nothing
+        Writing to rows on the host invalidates the old state. So it happens last, when nothing
         can fail any more.
         """
         return sorted(names, key=self.on_host.__contains__)

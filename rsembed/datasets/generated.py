@@ -96,8 +96,9 @@ class ClickLog:
     """Samples of a click log, with the true probability of each click.
 
     `best_log_loss` is the expected log-loss, in nats, of a model that predicts `click_probability` on these
-    samples: none can do better. `base_rate_log_loss` is that of their mean probability alone. The loss
-    against the drawn `labels` scatters around them by about `1 / sqrt(samples)`.
+    samples: no model can do better. `base_rate_log_loss` is the log-loss of a model that always
+    predicts their mean probability. The loss against the drawn `labels` scatters around them by
+    about `1 / sqrt(samples)`.
     """
 
     sparse: dict[str, Int32[np.ndarray, " samples"]]

@@ -391,7 +391,7 @@ class _Stream:
         return int(self._counter.ids.size)
 
     def add(self, lookups: Mapping[str, _Lookups]) -> None:
-        """Counts one batch, given as the lookups of each feature."""
+        """Counts one batch, from the lookups of each feature."""
         parts = [lookups[name] for name in self._features]
         samples = []
         cores = []

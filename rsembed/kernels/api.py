@@ -109,7 +109,8 @@ def _choices(
 
     Args:
       implementations: all implementations.
-      implementation: name of the only one to try; None tries all that are not opt-in, or opted in.
+      implementation: name of the only one to try; None: all that are not opt-in, and all that are
+        opted in.
       opted_in: value of `RSEMBED_KERNELS`.
 
     Raises: ValueError: a name is unknown.
@@ -255,9 +256,9 @@ def lookup(
     Args:
       tables: tables that the call's segments read.
       call: lists of ids and the segments that read them.
-      quantization: applied to every row before rows are combined. It needs a single table. None
-        applies no quantization.
-      implementation: name of the only implementation to try; None tries all.
+      quantization: applied to every row before rows are combined. It needs a single table. None: no
+        quantization.
+      implementation: name of the only implementation to try; None: all.
     """
     if quantization is None:
         return _lookup(implementation, tuple(tables), call)
@@ -409,7 +410,7 @@ GPU = "ran on an H100 (docs/accelerators.md); interpret-mode numerics agree with
 def backend_evidence() -> list[tuple[str, str]]:
     """Name of each backend, and the evidence that its kernels work on this machine.
 
-    *Runs*: the numbers of this process come from the backend. *Compiles*: the vendor's compiler
+    *Runs*: the results of this process come from the backend. *Compiles*: the vendor's compiler
     made a program. *Simulated*, *interpreted*: numpy or Pallas' interpreter evaluated the kernel's
     equations. *Lowers*: JAX translated it. Anything that was not tried is *unproven*.
 

@@ -31,7 +31,7 @@ Ref: TypeAlias = Any
 """Reference to memory of a device, as Pallas hands it to a kernel. Reading it gives an array."""
 
 Index: TypeAlias = Any
-"""Traced number of a turn of a loop, or a slice, as Pallas takes it for an index."""
+"""Index into a `Ref`: the traced index of a loop iteration, or a slice of Pallas."""
 
 # Row number that no table has. It sorts after every real row, so padding gathers at the end.
 NO_ROW = 2**31 - 1

@@ -312,7 +312,7 @@ def count_uses(
     step: Int[Array, ""],
     occurrences: Int[Array, " nnz"],
 ) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
-    """Last step and number of uses of every row, after `step` used `rows`.
+    """Last-used step and use count of every row, after the uses of `rows` in `step` are counted.
 
     `rows` may repeat. A count stops at `MAX_COUNT`.
     """

@@ -119,8 +119,8 @@ def evaluate(
       closed: result of `trace_rule`.
       arguments: one for each input: a row, or a piece that repeats a number.
       dim: length of the row. The pieces together can be longer; the rest is padding.
-      swaps: functions to use instead of primitives that the kernel's compiler lacks, by name. None
-        replaces no primitive.
+      swaps: functions to use instead of primitives that the kernel's compiler lacks, by name. None:
+        no primitive is replaced.
     """
     piece = next(argument[0] for argument in arguments if isinstance(argument, tuple))
     return _Evaluation(piece.shape, dim, swaps or {}).run(closed, arguments)

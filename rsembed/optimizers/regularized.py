@@ -203,7 +203,7 @@ class DecayedAdagrad(CompactOptimizerSpec):
       weight_decay_mode: NONE, L2, DECOUPLE or DECOUPLE_GLOBAL.
       max_norm: largest row norm. Longer rows are scaled down to it, in float32. 0 means no bound.
       global_weight_decay: settings of DECOUPLE_GLOBAL, None for the other modes.
-      is_per_row: keep one accumulator per row. False keeps one per column (plain Adagrad).
+      is_per_row: whether there is one accumulator per row. False: one per entry (plain Adagrad).
 
     Raises: ValueError: another optimizer implements the mode, or `global_weight_decay` does not fit
       the mode.

@@ -304,7 +304,7 @@ class CounterFilter:
 class GlobalStepEvict:
     """Evicts keys that were not used for more than `steps_to_live` steps.
 
-    Keys that wait for admission are removed in the same way. None evicts no key.
+    Keys that wait for admission are removed in the same way. None: no key is evicted.
 
     Source: DeepRec, `tf.GlobalStepEvict`.
     """

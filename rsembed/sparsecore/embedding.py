@@ -256,9 +256,9 @@ def sparse_dense_matmul(
       sharding_strategy: "MOD", the only strategy.
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
       enable_minibatching: the same value as for preprocessing.
-      perform_unstacking: False returns `{stack: activations}` in the layout of the stack.
+      perform_unstacking: if False, the result is `{stack: activations}` in the layout of the stack.
       use_activation_unstack_primitive: ignored; a TPU detail.
-      axis_name: mesh axes that shard the tables, outermost first. None finds the axes with
+      axis_name: mesh axes that shard the tables, outermost first. None: the axes that together have
         `global_device_count` devices.
 
     Returns:
@@ -316,18 +316,18 @@ def sparse_dense_matmul_grad(
       embedding_variables: this device's part of the variables, by stack. A plain tuple of a table
         and its slots is accepted as well.
       feature_specs: placed specs.
-      global_device_count: number of devices that share the tables. None derives it from the size of
-        the gradients.
+      global_device_count: number of devices that share the tables. None: it follows from the size
+        of the gradients.
       sharding_strategy: "MOD", the only strategy.
       label: ignored. It names a TPU program.
-      step: index of the step, from 0, for optimizers and learning rates that depend on it. None
-        always means step 0.
+      step: index of the step, from 0, for optimizers and learning rates that depend on it. None:
+        step 0 in every call.
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
       enable_minibatching: the same value as for preprocessing.
-      perform_stacking: False expects gradients in the layout of the stack.
+      perform_stacking: if False, gradients are expected in the layout of the stack.
       use_gradient_stacking_primitive: ignored; a TPU detail.
       embedding_var_limits: `{stack: (minimum or None, maximum or None)}` for every stack, to which
-        updated rows are clipped. None clips nothing.
+        updated rows are clipped. None: no clipping.
       axis_name: see `sparse_dense_matmul`.
 
     Returns: `{stack: variables}`, each in the structure of its entry in `embedding_variables`.
@@ -569,8 +569,8 @@ def _table_devices(num_devices: int, axis_name: AxisName | None = None) -> Devic
 
     Args:
       num_devices: number of devices that share the tables.
-      axis_name: names of the axes, outermost first. None, the default, takes all axes in the order
-        of the mesh if they have `num_devices` devices together, else the one axis that has.
+      axis_name: names of the axes, outermost first. None, the default: all axes in the order of the
+        mesh if they have `num_devices` devices together, else the single axis that has.
 
     Raises:
       ValueError: there is no surrounding `shard_map`, no axis fits, or several axes fit.

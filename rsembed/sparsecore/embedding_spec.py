@@ -63,7 +63,8 @@ _CODES: dict[type[OptimizerSpec], int] = {
     FTRLOptimizerSpec: 4,
     F2AOptimizerSpec: 5,
     AdagradMomentumOptimizerSpec: 6,
-    # 7 is "custom". The published codes end there; LaProp, stored as 7, would come back as SGD.
+    # 7 is "custom". jax-tpu-embedding's codes end there; LaProp, stored as 7, would be loaded as
+    # SGD.
     LaPropOptimizerSpec: 8,
     RowWiseAdagradOptimizerSpec: 9,
 }
@@ -269,7 +270,10 @@ def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
 
 
 def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
-    """The optimizer class of a code. Raises: ValueError: no class has the code, or it is that of custom rules."""
+    """The optimizer class of a code.
+
+    Raises: ValueError: no class has the code, or it is the code of custom rules.
+    """
     for optimizer_class, code in _CODES.items():
         if code == optimizer_type:
             return optimizer_class
@@ -343,7 +347,7 @@ def compute_physical_row_ids(
 def get_row_ids_in_stacked_table(
     stack_table_spec: StackRecord, table_spec: TableRecord, row_ids: Sequence[int]
 ) -> list[int]:
-    """Rows of the flat stacked array that hold the given ids of one table.
+    """Rows of the flat stacked array that hold `ids` of one table.
 
     Raises: ValueError: an id is outside the table, or the table belongs to another stack.
     """

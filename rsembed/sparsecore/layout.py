@@ -64,7 +64,7 @@ def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
     number of cores; limits and statistics do.
 
     Args:
-      device: the device; None, the default, means the first device of the process.
+      device: the device; None, the default: the first device of the process.
 
     Raises: ValueError: the TPU is of an unknown kind, or the variable does not hold a number of
     cores.
@@ -285,7 +285,7 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
     Args:
       tables: placed tables.
       num_devices: number of devices that share them.
-      num_sc_per_device: expected number of cores per device. None expects no particular number.
+      num_sc_per_device: expected number of cores per device. None: any number.
 
     Raises: ValueError: a table is not placed yet, or was placed for another number of shards.
     """

@@ -98,7 +98,7 @@ class HostFeature:
         return (wide * inverse[self.samples]).astype(np.float32)
 
     def check_values(self) -> None:
-        """Raises: ValueError: an id is outside its table, or a weight is not finite; names the worst or first."""
+        """Raises: ValueError: an id is outside its table, or a weight is not finite."""
         where = f"feature {self.spec.name!r}"
         table = self.spec.table_spec
         ids = self.bags.ids
@@ -274,7 +274,7 @@ def lay_out(
       batch_entries: entries in the partitions of the whole batch, for the statistics.
       entries: the same entries in the order of the buffers.
       num_minibatches: number of minibatches. All cores of a device then share one buffer. None, the
-        default, gives each core a part of the buffer and makes no minibatches.
+        default: each core has a part of the buffer, and there are no minibatches.
 
     Raises: ValueError: a limit is exceeded or the buffer is too small, and ids may not be dropped.
     """

@@ -154,8 +154,8 @@ def stack_rows(
       layout: layout of the stack.
       devices: devices that share the stack.
       rule: optimizer that updates the rows.
-      capacity: maximum number of distinct rows requested from one owner per exchange round. None
-        chooses it.
+      capacity: maximum number of distinct rows requested from one owner per exchange round. None:
+        `asked_rows.default_capacity`.
     """
     layout = dataclasses.replace(layout, num_devices=devices.num_devices)
     table = dataclasses.replace(

@@ -151,7 +151,7 @@ class BackingStore:
             self._is_written = np.zeros(arrays[0].shape[0], bool)
 
     def read(self, rows: Rows) -> list[np.ndarray]:
-        """Copies of the given rows, from all arrays."""
+        """Copies of some rows, from all arrays."""
         arrays = [array[rows] for array in self.arrays]
         if self._first_values is None:
             return arrays

@@ -286,7 +286,7 @@ class DenseRows(Storage):
       tables: specs of the tables, in the order of the layout.
       num_parts: number of shards that each hold some columns of all rows. 1, the default: a shard
         holds whole rows.
-      implementation: kernel implementation. None, the default, lets the dispatcher choose.
+      implementation: kernel implementation. None, the default: the dispatcher chooses.
     """
 
     layout: RowLayout

@@ -54,7 +54,7 @@ class Counters(NamedTuple):
     forgotten: UInt32[Array, "tables 2"] | None = None
 
     def add(self, **numbers: Array) -> Counters:
-        """Counters after the given numbers are added: one per table, each below 2**32."""
+        """Counters after `numbers` are added: one number per table, each below 2**32."""
         sums = {}
         for name, number in numbers.items():
             lanes = getattr(self, name)

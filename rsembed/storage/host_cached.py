@@ -119,7 +119,7 @@ class HostCached(DynamicRows):
     def make_room(
         self, params: DynamicTable, keys: Keys
     ) -> tuple[DynamicTable, Moves, Int[Array, "1"]]:
-        """The cache after new keys got rows in it, and what the caller has to do for that.
+        """The cache after it reserved rows for new keys, and the moves that fill these rows.
 
         The clock for "lru" counts calls, not training steps, because many batches may be looked up
         between two steps.

@@ -174,8 +174,8 @@ def places_by_key(
       num_shards: number of shards.
 
     Returns: the row indices, and a dictionary of arrays. It has `keys`, in the table's `key_dtype`.
-      A hash table adds `last_step` and `count`. If keys wait for admission, it has `waiting_keys`,
-      `waiting_last_step` and `waiting_count`, too.
+      A hash table adds `last_step` and `count`. With waiting keys, it also has `waiting_keys`,
+      `waiting_last_step` and `waiting_count`.
 
     Raises: ValueError: a key does not fit `key_dtype`.
     """

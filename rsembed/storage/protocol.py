@@ -217,7 +217,7 @@ class Storage(abc.ABC):
         """Rounding of one shard's rows, from the rounding of the collection.
 
         Args:
-          rounding: rounding of the collection. None rounds to nearest.
+          rounding: rounding of the collection. None: round to nearest.
           shard: index of the shard.
           resident_rows: see `Step`.
         """

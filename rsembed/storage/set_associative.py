@@ -393,8 +393,8 @@ class CachedRows:
     ) -> BatchPlaces:
         """The device row of each row of a batch, and the moves for it.
 
-        Rows without a slot get a device row in the scratch area, after the slots. A prefetch gives
-        them none.
+        Rows without a slot get a device row in the scratch area, after the slots. A prefetch does
+        not assign a row to them.
 
         Args:
           rows: table row of each id of the batch, see `BatchPlaces`.
@@ -483,7 +483,7 @@ class CachedRows:
         return leaving(self.num_slots + jnp.arange(size, dtype=jnp.int32))
 
     def store_scratch(self, values: Sequence[ArrayLike] | None) -> None:
-        """Writes the scratch rows of the last batch to the store. None writes nothing."""
+        """Writes the scratch rows of the last batch to the store. None: nothing is written."""
         if values is not None:
             self.backing.write(self.scratch_rows, values)
 
@@ -491,7 +491,7 @@ class CachedRows:
         """Sets the cache to the rows that the device has, after moves that were interrupted.
 
         Args:
-          resident_rows: row number in each device row, `NO_ROW` for none.
+          resident_rows: table row in each device row, or `NO_ROW`.
         """
         in_slots = resident_rows[: self.num_slots].astype(np.int64)
         self.cache.restore(np.where(in_slots == NO_ROW, -1, in_slots))
@@ -517,7 +517,7 @@ def call_host(function: Callable[..., PyTree], shapes: PyTree, *operands: PyTree
     Args:
       function: function of NumPy or JAX arrays.
       shapes: shapes and dtypes of the result, for an ordered callback inside a compiled program.
-        None calls `function` directly.
+        None: a direct call of `function`.
       operands: arguments of `function`.
     """
     if shapes is None:

@@ -134,7 +134,7 @@ class TBEStatsReporterConfig:
 
     Args:
       interval: a report is made every `interval` steps.
-      report: receives the step and the figures. None writes them to the logger `rsembed`.
+      report: receives the step and the figures. None: the logger `rsembed` gets them.
     """
 
     interval: int = within("[1, inf)")
@@ -199,8 +199,8 @@ class OfferedOptimizer(NamedTuple):
     EXACT_ROWWISE_ADAGRAD has several entries, because some weight decay modes need another rule.
 
     Args:
-      rule: rule of the core. It takes the arguments that it has fields for. None returns row
-        gradients and steps nothing.
+      rule: rule of the core. It takes the arguments that it has fields for. None: row gradients are
+        returned and nothing is stepped.
       states: names of the optimizer's states in torch, separated by spaces.
       arguments: names of the constructor's arguments that the optimizer reads.
       fixed: fields of `rule` that no argument sets.

@@ -251,7 +251,7 @@ def _pooled(
 def _gradient(d_output: Array, max_gradient: float | None = None) -> Float[Array, "*output"]:
     """Gradient of the output in float32, clipped to `[-max_gradient, max_gradient]`.
 
-    `max_gradient` None clips nothing.
+    With `max_gradient` None, nothing is clipped.
     """
     d_output = d_output.astype(jnp.float32)
     if max_gradient is None:
@@ -328,7 +328,7 @@ def apply(
 ) -> TBEState:
     """One optimizer step of every row in `row_gradients`.
 
-    Rows of cached tables must be given as cache slots.
+    Rows of cached tables must be passed as cache slots.
 
     Raises: ValueError: a table has no optimizer.
     """

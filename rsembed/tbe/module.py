@@ -90,7 +90,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         per table.
       cache_algorithm: eviction policy of caches, LRU by default.
       cache_load_factor: rows of the cache as a fraction of all rows of the group, 0.2 by default.
-      cache_sets: number of sets of 32 rows in each cache. 0, the default, uses `cache_load_factor`.
+      cache_sets: number of sets of 32 rows in each cache. 0, the default: `cache_load_factor`
+        decides.
       cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. It has no
         effect, and a warning says so, if the device does not report its memory (as CPUs) or if
         `cache_sets` is given.
@@ -112,7 +113,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
       gradient_clipping: whether every entry of the output's gradient is clipped to
         `[-max_gradient, max_gradient]`.
       max_gradient: bound for `gradient_clipping`.
-      max_norm: maximum norm of updated rows, for row-wise Adagrad. 0, the default, sets no bound.
+      max_norm: maximum norm of updated rows, for row-wise Adagrad. 0, the default: no bound.
       learning_rate: a number, a callable without arguments or a callable of the 0-based step. One
         for all tables, or a list with one per table.
       eps: added outside the square root. The default 1e-8 is FBGEMM's, while torch's Adagrad has

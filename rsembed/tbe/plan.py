@@ -91,14 +91,15 @@ class TablePlan(NamedTuple):
       learning_rate: initial rate, or a callable without arguments or of the 0-based step.
       dtype: dtype of the stored rows.
       near_dtype: dtype of the rows on the device. It may differ from `dtype` for rows on the host.
-      rule: rule that steps looked-up rows. None returns their gradients and steps nothing.
+      rule: rule that steps looked-up rows. None: their gradients are returned and nothing is
+        stepped.
       placement: `device`, `cached` (on the host, with a cache on the device) or `host` (each batch
         copies its rows to the device and back).
       shared_by: placement on a mesh: `row`, `table`, `column` or `replicated`. Always `replicated`
         on one device.
       rounds_stochastically: whether stepped rows of a dtype other than float32 are rounded
         stochastically.
-      whole_table_mode: pass over all rows before the lookup of a training step. None runs no pass.
+      whole_table_mode: pass over all rows before the lookup of a training step. None: no pass.
       copy_dtypes: dtypes of the copies of the table that this pass keeps. They follow the slots of
         the rule.
       torch_state_names: names of the optimizer states in torch's optimizers.
@@ -592,7 +593,10 @@ def _check_specs(
     names: Sequence[str],
     feature_names: Sequence[str],
 ) -> None:
-    """Raises: ValueError: the declaration of a table or feature is impossible. Names it."""
+    """Raises: ValueError: the declaration of a table or feature is impossible.
+
+    The message names it.
+    """
     if not specs:
         raise ValueError("embedding_specs is empty; a module needs at least one table.")
     for argument, passed, count in (

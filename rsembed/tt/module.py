@@ -97,8 +97,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         `TTEmbeddingBag` with `sparse=True`, as in FBTT, and False otherwise. A cache needs
         `sparse=True`: an external optimizer stores its state by cache slot, and a slot changes its
         row.
-      cache_size: number of cached rows of each group. 0, the default, takes a thousandth of the
-        rows.
+      cache_size: number of cached rows of each group. 0, the default: a thousandth of the rows.
       hashtbl_size: maximum number of ids with a read count. 0, the default, or less than six per
         cached row takes 16 per cached row.
       rngs: random streams; `params` draws the cores. Default: `nnx.Rngs(0)`, because calls written
@@ -275,7 +274,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """Draws new cores, and resets optimizer state, step number, read counts and cache.
 
         Args:
-          weight_dist: distribution of the table. Default: the one that the constructor got.
+          weight_dist: distribution of the table. Default: the argument of the constructor.
           rngs: random streams. Default: `nnx.Rngs(0)`.
         """
         states = self._initial_states(weight_dist or self.weight_dist, rngs)
@@ -488,7 +487,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
           offsets: start of each bag of flat ids, optionally followed by the end of the last bag.
             With one table, a last offset equal to the number of ids counts as that end. Construct
             the module with `include_last_offset=False` if it is the start of an empty bag.
-          per_sample_weights: one float per id; None, the default, means ones.
+          per_sample_weights: one float per id; None, the default: ones.
           warmup: ignored.
 
         Raises: ValueError or TypeError: an argument is wrong. The message names the id, bag or

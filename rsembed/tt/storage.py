@@ -56,9 +56,9 @@ class TensorTrain(Storage):
       weight_dist: distribution of the initial table, "normal" by default. See `init_cores`. It
         replaces the initializer of the table, which has no effect.
       cache_rows: how many of the most read rows are cached as float32 vectors. A cached row is
-        trained directly and costs no products. 0, the default, caches none. See `hot_rows`.
+        trained directly and costs no products. 0, the default: no cache. See `hot_rows`.
       counted_ids: number of ids with a read count, from which the cached rows are chosen. 0, the
-        default, takes 16 per cached row.
+        default: 16 per cached row.
       populate_every: number of steps between two choices of the cached rows, 100 by default. Each
         choice also halves the read counts.
       tables: tables that share this storage. Only a collection sets it. Their cores have equal

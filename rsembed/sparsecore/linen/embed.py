@@ -46,8 +46,8 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       table_sharding_strategy: "MOD", the only strategy.
       enable_minibatching: whether batches that exceed a limit are split, instead of being an
         error. False by default.
-      num_sc_per_device: cores per device. None (or -1) takes the number that the specs were placed
-        for. The attribute then holds it.
+      num_sc_per_device: cores per device. None (or -1): the number that the specs were placed for.
+        The attribute then holds it.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -84,9 +84,9 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
-          step: number, from 0, of the step that follows this lookup. The counter continues from it.
-            None, the default, reads the counter. The layer of jax-tpu-embedding always uses step 0,
-            and so the bias correction of Adam's first step.
+          step: index, from 0, of the step that follows this lookup. The counter continues from it.
+            None, the default: the value of the counter. The layer of jax-tpu-embedding always uses
+            step 0, and so the bias correction of Adam's first step.
         """
         tables = self._tables()
         # One entry of a partition spec may be several mesh axes.

@@ -97,9 +97,9 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
-          step: number, from 0, of the step that follows this lookup. The counter continues from it.
-            None, the default, reads the counter. Do not pass 0 in every call: Adam would always use
-            the bias correction of the first step.
+          step: index, from 0, of the step that follows this lookup. The counter continues from it.
+            None, the default: the value of the counter. Do not pass 0 in every call: Adam would
+            always use the bias correction of the first step.
         """
         counter = counter_at(self.step.get_value(), step)
         return self._tables().train(
