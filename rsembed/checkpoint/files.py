@@ -321,8 +321,8 @@ def save(
     Raises:
       FileExistsError: `path` exists.
       OSError: a write to the storage fails. No folder remains.
-      TypeError: a leaf is not a plain array of numbers (but a masked or structured array, for
-        example), or JSON cannot hold `metadata`.
+      TypeError: a leaf is not a plain array of numbers (but, for example, a masked or structured
+        array), or JSON cannot hold `metadata`.
       ValueError: two leaves have the same path, or the tree lacks part of a state, such as rows on
         the host.
     """

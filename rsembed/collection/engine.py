@@ -35,7 +35,7 @@ class LookupStatistics(NamedTuple):
       num_ids: per feature, number of ids that contributed.
       num_out_of_range: per feature, number of ids outside the table, which contributed nothing.
       num_unknown: per stack of keyed tables, number of distinct keys without a row on each owner.
-        If a step follows, only keys that it wants to give a row are counted.
+        If a step follows, only keys that it will try to give a row are counted.
       num_rounds: per stack, number of exchange rounds; 0 if rows are not exchanged.
     """
 

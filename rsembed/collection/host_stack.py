@@ -196,7 +196,7 @@ class KeyedStack(HostStack):
         """
         number = self.tables.index(table)
         policy = cast(Hashed, self.storage).eviction
-        # Every shard has all tables in order, so their numbers repeat.
+        # Every shard has all tables in order, so table indices repeat.
         table_numbers = np.arange(params.num_tables) % len(self.tables)
         rows_of_table = params.rows.shape[0] // params.num_tables
         is_of_table = np.repeat(table_numbers == number, rows_of_table)

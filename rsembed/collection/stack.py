@@ -41,7 +41,7 @@ class EmbeddingState(NamedTuple):
       step: number of updates so far.
       key: PRNG key of stochastic rounding, otherwise unused.
       layout: fingerprint of the table, row and optimizer that each array row belongs to
-        (`RowLayout.facts` by stack). Checkpoints are written by it, and a collection rejects a
+        (`RowLayout.facts` by stack). Checkpoints follow it, and a collection rejects a
         state with a different layout. None, as in a state made by hand, is not compared.
     """
 

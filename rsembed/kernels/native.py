@@ -53,7 +53,7 @@ _FUSED_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 _NUM_SLOTS = (0, 1, 1, 2)
 STEP_BLOCK = 512
 """Rows per block of a rule without a C++ kernel. A block's intermediate values fit in the cache."""
-_MAX_HYPERPARAMETERS = 4  # A rule with fewer passes zeros for the missing ones.
+_MAX_HYPERPARAMETERS = 4  # A rule with fewer hyperparameters passes zeros for the others.
 
 Attributes = dict[str, Any]
 """Static integers of a native call, and lists of integers, by name."""
@@ -256,7 +256,7 @@ def unpack_blocks(
 def block_ends(
     queues: Sequence[Queue],
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """For each owner: whether a round takes all entries, or else the first entry it leaves.
+    """For each owner: whether all entries fit in a round, or the first entry that does not.
 
     See `ids.block_ends`.
     """

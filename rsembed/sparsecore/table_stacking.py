@@ -610,7 +610,7 @@ def _entry(entries: Mapping[str, PyTree], name: str, what: str) -> PyTree:
 def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
     """The plan that placed specs follow.
 
-    Print it to see memory and padding; see also `shard_loads`.
+    Print it to see memory and padding; `shard_load` computes loads.
 
     Raises: ValueError: a table is not placed yet, or tables were placed for different numbers of
     shards.

@@ -41,11 +41,13 @@ class CacheCounts(NamedTuple):
       requested_ids: number of ids, with duplicates and with ids that are not cacheable.
       unique_ids: sum over batches of the number of distinct ids. All ids that are not cacheable
         count as one.
-      unique_misses: sum of the distinct cacheable ids that were not resident before their batch.
+      unique_misses: sum over batches of the number of distinct cacheable ids that were not resident
+        before the batch.
       unique_conflict_misses: number of these misses that got no slot.
       conflict_misses: number of lookups of ids without a slot, with duplicates. Their rows are read
         from the backing store.
-      unique_hits: sum of the distinct cacheable ids that were resident before their batch.
+      unique_hits: sum over batches of the number of distinct cacheable ids that were resident
+        before the batch.
     """
 
     calls: int = 0
@@ -401,7 +403,7 @@ class CachedRows:
           admit: True admits missing rows to the cache. False only searches.
           lock: True keeps the slots until they are unlocked, see `SetAssociativeCache.admit`.
           is_prefetch: True for a batch that is looked up later.
-          num_moves: size of the arrays of `moves`, padding included. None, the default, is the next
+          num_moves: size of the arrays of `moves`, padding included. None, the default: the next
             power of two.
         """
         admission = self.cache.admit(rows, lock=lock) if admit else Admission(self.cache.find(rows))

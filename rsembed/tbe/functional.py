@@ -159,7 +159,7 @@ def check_state(plan: TBEPlan, state: TBEState) -> None:
 
     Raises:
       ValueError: the state belongs to another plan.
-      RuntimeError: a step took the state's arrays over, or this process was forked.
+      RuntimeError: the state's arrays were donated to a step, or this process was forked.
     """
     check_not_forked("the module")
     # A compiled program for several devices that gets deleted arrays ends the process.
@@ -414,7 +414,7 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
 
 
 _STORE = 2**32 - 2
-"""Folded into the key for host write-backs, so that their rounding noise is not that of a step."""
+"""Folded into the key of host write-backs, for rounding noise that no step has."""
 
 
 def _noise(

@@ -466,7 +466,7 @@ def default_platform() -> str:
 
 
 def device_of(device: jax.Device | str | int | None) -> jax.Device | None:
-    """A JAX device from a device, its number, or a name such as `cpu`, `cuda:1` or `tpu`.
+    """A JAX device from a device, its index, or a name such as `cpu`, `cuda:1` or `tpu`.
 
     Raises: ValueError: the device does not exist.
     """

@@ -209,7 +209,7 @@ class TrainedTables(nnx.Module):
     def split_embedding_weights(self) -> list[Array | np.ndarray]:
         """The weights of every table, `[rows, dim]`.
 
-        They are copies, but read-only views of the store for tables on the host.
+        They are copies. For tables on the host, they are read-only views of the store.
         """
         with self._alone():
             self.flush()
@@ -221,7 +221,7 @@ class TrainedTables(nnx.Module):
         """Overwrites the weights of one table. Its optimizer states do not change.
 
         Args:
-          table: number or name of the table.
+          table: index or name of the table.
           weights: `[rows, dim]`, a numpy array, JAX array or torch tensor.
           allow_nonfinite: whether NaN and infinity are accepted, False by default.
 

@@ -16,7 +16,7 @@ namespace ffi = xla::ffi;
 
 constexpr int32_t kNoRow = 2147483647;  // NO_ROW of rsembed/kernels/contract.py
 
-// The numbers of a call are not trusted. These functions add and multiply them without overflow.
+// Sizes and indices in a call are not trusted. These functions add and multiply them without overflow.
 
 // Product of two sizes, or INT64_MAX on overflow, which no buffer has.
 inline int64_t Times(int64_t a, int64_t b) {

@@ -1,6 +1,6 @@
 // Products of all pairs of the vectors of a sample, and their gradient; compiled once per instruction set.
 //
-// No standard C++ header is included, for the reason given in row_kernels.h.
+// No standard C++ header is included, for the reason in row_kernels.h.
 #include "row_kernels.h"
 
 #include <stdint.h>

@@ -1,6 +1,6 @@
 // Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see row_kernels.h.
 //
-// No standard C++ header is included, for the reason given in row_kernels.h.
+// No standard C++ header is included, for the reason in row_kernels.h.
 #include "row_kernels.h"
 
 #include <stdint.h>
