@@ -242,7 +242,7 @@ def describe(
         warning once a table has more distinct ids, and the report covers the batches before.
 
     Raises:
-      TypeError: `batches` is a single batch, or a batch is of no form that `prepare` takes.
+      TypeError: `batches` is a single batch, or a batch has a form that `prepare` does not take.
       ValueError: `batches` is empty, or a batch does not match the features.
 
     Example:

@@ -203,7 +203,8 @@ class DistributedEmbedding(_Layer):
           training: if True, new keys read the initial values of their rows. If False, zeros.
 
         Raises:
-          TypeError, ValueError: keys or weights are invalid. Names table and position.
+          TypeError, ValueError: keys or weights are invalid. The message names the table and the
+            position.
           RuntimeError: the table is full, see `when_full` of `rsembed.Hashed`.
         """
         output, _ = self._look_up(self._read, (keys, weights), training, -1, self.slot_num)

@@ -212,7 +212,7 @@ def rows_to_leave(
       table: spec of the table.
       policy: how the worth of a row is computed, see `row_map.worth`.
       is_in_table: mask of the rows of the table, if several tables share the storage. True, the
-        default, means all rows.
+        default: all rows.
       keep: number of rows to keep, over all shards. Rows of the smallest worth are evicted. If rows
         have equal worth, the smallest keys are evicted.
       unused_for: evicts keys that were not used for more steps than this.

@@ -95,7 +95,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
       cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. It has no
         effect, and a warning says so, if the device does not report its memory (as CPUs) or if
         `cache_sets` is given.
-      cache_precision: dtype of cached rows. None, the default, is `weights_precision`. With any
+      cache_precision: dtype of cached rows. None, the default: `weights_precision`. With any
         other dtype, training does not equal that of uncached tables. A narrower dtype rounds rows
         to nearest when they enter the cache, and rounds stepped rows like the rows of a table of
         that dtype. A wider dtype rounds rows when they leave the cache, in the same way as stepped

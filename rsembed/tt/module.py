@@ -98,8 +98,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         `sparse=True`: an external optimizer stores its state by cache slot, and a slot changes its
         row.
       cache_size: number of cached rows of each group. 0, the default: a thousandth of the rows.
-      hashtbl_size: maximum number of ids with a read count. 0, the default, or less than six per
-        cached row takes 16 per cached row.
+      hashtbl_size: maximum number of ids with a read count. 0, the default, or a number below six
+        per cached row: 16 per cached row.
       rngs: random streams; `params` draws the cores. Default: `nnx.Rngs(0)`, because calls written
         for FBTT pass none.
 
@@ -379,7 +379,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def cache_weight(self) -> Any:
         """Cached rows `[cache_size, dim]`, or a list if there are several groups.
 
-        None without cache.
+        None if there is no cache.
         """
         if not self.caches:
             return None

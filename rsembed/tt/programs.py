@@ -74,7 +74,7 @@ class TTGradients(NamedTuple):
 
 
 class OptimType(enum.Enum):
-    """Names of optimizers as FBTT-Embedding publishes them."""
+    """Optimizers by FBTT-Embedding's names."""
 
     SGD = "sgd"
     EXACT_SGD = "exact_sgd"
