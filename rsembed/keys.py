@@ -418,8 +418,8 @@ def join_keys(high: Lane, low: Lane, *, dtype: DTypeLike = np.uint64) -> np.ndar
 def owners(keys: Keys, num_shards: int) -> Lane:
     """The shard `key % num_shards` of every unsigned key, as int32; `num_shards` for padding.
 
-    Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, where the 32-bit arithmetic is
-    exact.
+    Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, the range of exact 32-bit
+    arithmetic.
     """
     check_num_shards(num_shards)
     xp = numpy_or_jax(keys.high)

@@ -63,7 +63,7 @@ class TasteLaw:
         No ranking of the items that a user has not rated yet is better than the ranking by these numbers.
 
         Args:
-          users: row numbers.
+          users: user of each choice, as an index.
           days: time of each choice in days from the beginning of the log, as `RatingsLog.days` has them.
         """
         users = np.asarray(users)

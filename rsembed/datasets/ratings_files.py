@@ -204,7 +204,7 @@ def movielens(
 ) -> RatingsLog:
     """Ratings of MovieLens of any size, from a folder or an archive, in the order of time.
 
-    The names of the files say which format it is:
+    The names of the files show the format:
 
     * ml-latest-small, ml-latest, ml-20m, ml-25m and ml-32m: `ratings.csv`, `movies.csv`
     * ml-1m and ml-10m: `ratings.dat`, `movies.dat`

@@ -64,7 +64,7 @@ def word_vectors(
     Args:
       source: path of a UTF-8 text file, which gzip may have compressed, or an iterable of lines.
       words: words to find, one for each row of the result. A word may be listed twice.
-      dim: numbers in each line. A header that says another number is an error.
+      dim: numbers in each line. A header with another number is an error.
       bad_lines: "raise" stops at the first bad line. "skip" leaves bad lines out and counts them. A line is bad with
         too few or too many numbers, with a word that is not UTF-8, and with a number that float32 cannot hold. The
         last line of a file is bad without an end of line: it may have been cut inside a number.
@@ -75,8 +75,8 @@ def word_vectors(
 
     Raises:
       TypeError: a line is neither a string nor bytes, or a word is not a string.
-      ValueError: a line is bad (the message has its number). Or the header says another `dim` or, with
-        `bad_lines="raise"`, another number of vectors; or a compressed file is damaged.
+      ValueError: a line is bad (the message has its number). Or the header has another `dim` or,
+        with `bad_lines="raise"`, another number of vectors; or a compressed file is damaged.
 
     Example:
       >>> found = word_vectors(["2 3", "the 0.5 1 2", "New York 1 1 1"], ["New York", "cat"], dim=3)
@@ -201,7 +201,7 @@ def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
 def _announced(line: bytes, dim: int, name: str) -> int | None:
     """Number of vectors that a header announces, or None if the line is not a header.
 
-    Raises: ValueError: the header says another number of dimensions.
+    Raises: ValueError: the header has another number of dimensions.
     """
     pieces = line.split()
     if len(pieces) != 2 or not all(piece.isdigit() and len(piece) < MAX_DIGITS for piece in pieces):

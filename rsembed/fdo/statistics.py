@@ -49,7 +49,7 @@ class SparseDenseMatmulInputStats:
         device sends to the shard.
       max_unique_ids_per_partition: for each local device and shard, the most distinct rows that one
         core of the device asks the shard for.
-      required_buffer_size_per_sc: buffer slots that each core needs, one per entry. A partition
+      required_buffer_size_per_sc: buffer slots that each core needs, padding included. A partition
         fills whole tiles of 8 slots.
       id_drop_counters: number of dropped ids. Every duplicate counts.
       id_drops_by_table: dropped ids by name of the table and by limit, for one batch only. Files

@@ -432,7 +432,7 @@ def _first_failure(
     children: Sequence[subprocess.Popen[bytes]],
     all_failed: Sequence[int],
 ) -> int | None:
-    """Index of the process that failed first, or None if none failed.
+    """Index of the process with the first failure, the cause of the others; None if none failed.
 
     It is the first process that a signal killed, if there is one. The system closes the connections
     of a killed process before it ends, so other processes may fail before it is seen to end.

@@ -9,9 +9,9 @@ lookup    activations of batch i, from the updated tables
 dense     forward and backward pass of batch i - 1, with the activations of the previous cycle
 ```
 
-So the activations of a batch miss exactly one update, that of the batch before it. Rows that two
-successive batches share are one step stale. All other rows are current. Sequential training with
-the same delay gives the same numbers.
+So the activations of a batch miss exactly one update, the update of the batch before it. Rows that
+two successive batches share are one step stale. All other rows are current. Sequential training
+with the same delay gives the same numbers.
 
 Cycles 0 and 1 have no gradients yet. Their update runs on a batch without ids, so no row and no
 optimizer state changes.
@@ -294,7 +294,7 @@ def get_default_sc_bwd_function(
 ) -> ScBwdStageFun:
     """The update of all tables over a mesh, without aux, for the arguments of `get_default_sc_fwd_function`.
 
-    It needs the step, which `step` of this module gives it.
+    It needs the index of the step, which `step` of this module passes.
     """
     devices = Devices.of(global_mesh, sharding_axis)
     tables = MeshTables(

@@ -96,7 +96,7 @@ class Moves(NamedTuple):
       evicted: ids of the rows that leave the device.
       evicted_places: rows of the device array that hold them.
       inserted: ids of the rows that come to the device.
-      inserted_places: rows of the device array that get them, including the evicted ones.
+      inserted_places: rows of the device array that get them, including rows that evicted ids had.
     """
 
     evicted: Int[Array | np.ndarray, " evicted"]
