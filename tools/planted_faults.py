@@ -84,7 +84,7 @@ collection/asked_rows.py  storage/test_policies.py
 storage/dense_rows.py  collection/test_mesh.py
     used[owner] += table.rows => used[owner] += 0
 collection/engine.py  collection/test_embeddings.py
-    output[:, : feature.output_dim] if => output[:, -feature.output_dim :] if
+    output[:, : feature.output_dim] => output[:, -feature.output_dim :]
 collection/occurrences.py  storage/test_contract.py
     list_of(bags, jnp.where(keys.is_key, index, NO_ROW)) => list_of(bags, index)
 collection/occurrences.py  storage/test_like_tables.py
