@@ -124,8 +124,13 @@ def area_under_curve(scores: np.ndarray, labels: np.ndarray) -> float:
     return float((ranks[positive].mean() - (positive.sum() + 1) / 2) / (~positive).sum())
 
 
-def fit(log: Log, method: str, ratio: int, seed: int, rate: float) -> dict[str, float]:
-    """Loss and AUC after the pass that is best on the samples to choose by, whose loss is `held`."""
+def fit(
+    log: Log, method: str, ratio: int, seed: int, rate: float, most_passes: int = PASSES
+) -> dict[str, float]:
+    """Loss and AUC after the pass that is best on the samples to choose by, whose loss is `held`.
+
+    Training stops after two passes without a better one, and after `most_passes`.
+    """
     tables = {
         name: table_of(*((method, size, ratio) if name in log.large else ("dense", size, 1)))
         for name, size in log.vocabularies.items()
@@ -173,7 +178,10 @@ def fit(log: Log, method: str, ratio: int, seed: int, rate: float) -> dict[str, 
     generator, (samples, held, test) = np.random.default_rng(seed), log.parts
     params = {"bias": jnp.zeros(()), "weights": jnp.zeros(samples["numbers"].shape[1])}
     carry, found = (params, tx.init(params), collection.init(jax.random.key(seed))), []
-    for _ in range(PASSES):
+    for _ in range(most_passes):
+        best = min(range(len(found)), key=lambda number: found[number]["held"], default=0)
+        if len(found) > best + 2:
+            break
         carry = train(carry, batches(samples, generator.permutation(len(samples["labels"]))))
         metrics = {}
         lookup, served = collection.lookup, carry[2]
@@ -203,7 +211,10 @@ LOGS = {
 
 
 def study(
-    names: Sequence[str], num_seeds: int, logs: Mapping[str, Callable[[int], Log]] = LOGS
+    names: Sequence[str],
+    num_seeds: int,
+    logs: Mapping[str, Callable[[int], Log]] = LOGS,
+    most_passes: int = PASSES,
 ) -> Iterator[Record]:
     """A record of every log, seed, method and ratio."""
     rates: dict[tuple[str, str], float] = {}
@@ -212,12 +223,19 @@ def study(
         for method in ("dense", *METHODS):
             if (name, method) not in rates:
                 trials = [
-                    fit(log, method, 1 if method in ("dense", "int8") else 10, seed, rate)
+                    fit(
+                        log,
+                        method,
+                        1 if method in ("dense", "int8") else 10,
+                        seed,
+                        rate,
+                        most_passes,
+                    )
                     for rate in RATES
                 ]
                 rates[name, method] = min(trials, key=lambda own: own["held"])["rate"]
             for ratio in (1,) if method in ("dense", "int8") else RATIOS:
-                found = fit(log, method, ratio, seed, rates[name, method])
+                found = fit(log, method, ratio, seed, rates[name, method], most_passes)
                 yield {"log": name, "method": method, "ratio": ratio, "seed": seed, **found}
 
 
