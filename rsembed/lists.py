@@ -10,12 +10,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Float, Int, Int32, Integer
+from jaxtyping import Float, Int, Int32, Shaped
 
 from rsembed.arrays import check_unmasked
 from rsembed.keys import FILL, HASH, is_missing
 
-FlatIds = Integer[np.ndarray, " nnz"]
+# Integers. jaxtyping does not know numpy's `ulonglong`, which large Python integers become.
+FlatIds = Shaped[np.ndarray, " nnz"]
 Offsets = Int32[np.ndarray, " bags_plus_1"]
 
 

@@ -97,7 +97,7 @@ def test_init_and_training_hold_one_copy_of_the_state(optimizer, peaks):
 )
 def test_an_int8_table_is_written_without_copies_in_float32(peaks):
     for _, _, serving in peaks.values():
-        assert serving < 1.0  # a quarter is the result, and compiling takes up to a half
+        assert serving < 1.5  # a quarter is the result, and compiling takes up to one table
 
 
 @pytest.mark.parametrize(

@@ -31,6 +31,7 @@ from rsembed.storage.protocol import (
     Found,
     Pool,
     ReadAhead,
+    SlotTree,
     State,
     Storage,
     Vectors,
@@ -105,7 +106,7 @@ class DynamicRows(Storage):
         return counts
 
     def rows(
-        self, params: DynamicTable, slots: Slots, table: TableSpec, num_shards: int
+        self, params: DynamicTable, slots: SlotTree, table: TableSpec, num_shards: int
     ) -> dict[str, np.ndarray]:
         positions, exported = logical_rows.places_by_key(params, table, num_shards)
         names = logical_rows.array_names(table, slots)
@@ -124,7 +125,7 @@ class DynamicRows(Storage):
         return {**values, "last_step": last_step}
 
     def with_rows(
-        self, params: DynamicTable, slots: Slots, rows: Export, table: TableSpec, num_shards: int
+        self, params: DynamicTable, slots: SlotTree, rows: Export, table: TableSpec, num_shards: int
     ) -> State:
         return logical_rows.import_rows(params, slots, rows, table, num_shards)
 

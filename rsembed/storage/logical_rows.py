@@ -22,13 +22,12 @@ from rsembed.arrays import is_traced
 from rsembed.checks import check_type
 from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_keys
-from rsembed.optimizers.base import Slots
 from rsembed.sizes import padded_size
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
 from rsembed.storage.hashed_rows import DynamicTable, stack, unstack
 from rsembed.storage.hashed_rows import with_keys as with_map
-from rsembed.storage.protocol import State, Storage, on_host
+from rsembed.storage.protocol import SlotTree, State, Storage, on_host
 from rsembed.storage.row_map import Eviction, RowMap
 
 ROWS_PER_BLOCK = 1 << 16
@@ -296,7 +295,7 @@ def _by_key(
 
 def import_rows(
     params: DynamicTable,
-    slots: Slots,
+    slots: SlotTree,
     exported: Export,
     table: TableSpec,
     num_shards: int,
