@@ -56,8 +56,7 @@ class CheckpointManager:
 
     `save` copies the arrays and returns. A thread writes the copies while training continues. With
     several processes, all make the same calls: process 0 collects the copies, and its thread
-      writes.
-    Leaving the `with` block, or calling `close`, waits for the last write.
+    writes. Leaving the `with` block, or calling `close`, waits for the last write.
 
     Args:
       folder: folder of the run. A second writer gets an error.
