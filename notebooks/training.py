@@ -122,12 +122,16 @@ def fit(log, folder, epochs, seed, model_class=TwoTowers):
     num_steps = len(train) // BATCH_SIZE
     model = model_class(num_films, num_steps, nnx.Rngs(seed))
     optimizer = rs.nnx.Optimizer(model, optax.adam(schedule(0.003, num_steps)))
-    collection, losses, recalls = model.embeddings.collection, [], []
+    collection = model.embeddings.collection
+    losses, recalls = [], []
     # Training stops PATIENCE epochs after the best one, so that one is still among the saved.
     with rs.checkpoint.CheckpointManager(folder, collection, max_to_keep=PATIENCE + 1) as saved:
         if saved.paths():
             restore(saved, model, optimizer)
-            losses, recalls = saved.metadata(int(model.embeddings.state.step))["curves"]
+            metadata = saved.metadata(int(model.embeddings.state.step))
+            if metadata["seed"] != seed:
+                raise SystemExit(f"{folder} has --seed {metadata['seed']}: take another --run")
+            losses, recalls = metadata["curves"]
             print(f"{folder} goes on after epoch {len(recalls)}")
         write = tensorboard(folder, len(recalls) * num_steps)
         while len(recalls) < min(epochs, np.argmax([*recalls, 0]) + PATIENCE + 1):
@@ -139,8 +143,10 @@ def fit(log, folder, epochs, seed, model_class=TwoTowers):
             losses.append(float(np.mean(of_steps)))
             scores = score_films(model, histories[validation], num_films)
             recalls.append(recall(log, scores, validation, seen=train))
-            rest, curves = nnx.state((model, optimizer), nnx.Not(rs.nnx.Tables)), [losses, recalls]
-            saved.save(model.embeddings.state, others=rest, metadata={"curves": curves})
+            rest = nnx.state((model, optimizer), nnx.Not(rs.nnx.Tables))
+            curves = [losses, recalls]
+            metadata = {"seed": seed, "curves": curves}
+            saved.save(model.embeddings.state, others=rest, metadata=metadata)
             np.savetxt(f"{folder}/log.csv", np.transpose(curves), header="loss, validation recall")
             write("loss", losses[-1], len(recalls) * num_steps)
             write("validation recall", recalls[-1], len(recalls) * num_steps)
@@ -160,7 +166,8 @@ def main(argv=None):
     if options.data:
         log = rs.datasets.movielens(options.data)
     model, _ = fit(log, options.run, options.epochs, options.seed)
-    test, seen = np.flatnonzero(log.is_last()), np.flatnonzero(~log.is_last())
+    test = np.flatnonzero(log.is_last())
+    seen = np.flatnonzero(~log.is_last())
     popularity = np.tile(np.bincount(log.items[seen], minlength=len(log.titles)), (len(test), 1))
     scores = score_films(model, log.histories(HISTORY)[test], len(log.titles))
     print(f"most popular films: test recall@{K} {recall(log, popularity, test, seen):.3f}")

@@ -146,7 +146,7 @@ def lines_of_code(path):
 def test_a_training_that_runs_again_goes_on_with_the_bits_of_one_that_never_stopped(
     small_training, tmp_path, capsys, monkeypatch
 ):
-    assert lines_of_code(NOTEBOOKS / "training.py") <= 120
+    assert lines_of_code(NOTEBOOKS / "training.py") <= 127
     monkeypatch.setitem(sys.modules, "tensorboardX", None)  # not installed
     folders = {"stopped": ["1", "2"], "whole": ["2"]}
     printed = {}
@@ -155,6 +155,8 @@ def test_a_training_that_runs_again_goes_on_with_the_bits_of_one_that_never_stop
             small_training.main(["--run", str(tmp_path / folder), "--epochs", epochs])
         printed[folder] = capsys.readouterr().out.splitlines()
     assert f"{tmp_path / 'stopped'} goes on after epoch 1" in printed["stopped"]
+    with pytest.raises(SystemExit, match="has --seed 0: take another --run"):
+        small_training.main(["--run", str(tmp_path / "whole"), "--seed", "1"])
     assert printed["stopped"][-3:] == printed["whole"][-3:]
     assert printed["whole"][-3].startswith("epoch 2: loss ")
     log = (tmp_path / "whole" / "log.csv").read_text()

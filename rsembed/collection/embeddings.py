@@ -287,9 +287,10 @@ class EmbeddingCollection:
         return tables
 
     def each_table(self, state: EmbeddingState) -> Iterator[tuple[str, PyTree]]:
-        """Name and rows of each table, one at a time, as `tables` has them. Do not keep the rows.
+        """Name and rows of each table, one at a time, in the form of `tables`.
 
-        The rows of a table may be the arrays of the state themselves.
+        It needs less memory than `tables`. The rows may be the arrays of the state, so do not
+        donate the state while the rows are in use.
         """
         self.check_state(state, parts=["tables"])
         for name, stack in self._stacks.items():

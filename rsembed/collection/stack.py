@@ -84,7 +84,10 @@ class Stack:
         return {name: rows["values"] for name, rows in rows_by_table.items()}
 
     def each_table(self, params: Params, slots: SlotTree) -> Iterator[tuple[str, PyTree]]:
-        """Name and rows of each table, one at a time, as in `values`, but perhaps no copies."""
+        """Name and rows of each table, one at a time, as in `values`.
+
+        The rows may be the arrays of the state, so do not donate these while the rows are in use.
+        """
         yield from self.values(params, slots).items()
 
     def slots(self, params: Params, slots: SlotTree) -> ByName:
