@@ -29,7 +29,7 @@ def numpy_or_jax(tree: PyTree) -> Any:
     return np if isinstance(first, np.ndarray) else jnp
 
 
-def foreign_to_numpy(value: Any) -> Any:
+def foreign_to_numpy(value: object) -> Any:
     """`value` as a numpy array if it has `__array__`, such as a tensor. Other values are unchanged.
 
     JAX and numpy arrays are unchanged as well.
@@ -45,7 +45,7 @@ def foreign_to_numpy(value: Any) -> Any:
         return np.asarray(jnp.from_dlpack(value))
 
 
-def check_unmasked(value: Any, name: str) -> None:
+def check_unmasked(value: object, name: str) -> None:
     """Raises: TypeError: `value` or one of its rows is a masked array. Its mask would be lost."""
     rows: Any = ()
     if isinstance(value, (list, tuple)):

@@ -110,7 +110,7 @@ class Bags:
         )
 
     @staticmethod
-    def from_lengths(values: Any, lengths: Any, weights: Any = None) -> Bags:
+    def from_lengths(values: object, lengths: object, weights: object = None) -> Bags:
         """Bags from a jagged pair: all ids, and the number of ids in each bag.
 
         Args:
@@ -220,7 +220,7 @@ class Bags:
 
     @staticmethod
     def from_sparse_tensor(
-        indices: Any, values: Any, dense_shape: Sequence[int], weights: Any = None
+        indices: object, values: object, dense_shape: Sequence[int], weights: object = None
     ) -> Bags:
         """Bags from the parts of a sparse tensor.
 
@@ -312,7 +312,9 @@ class Jagged(Mapping[str, Bags]):
       [[4], [5]]
     """
 
-    def __init__(self, values: Any, lengths: Any, *, features: Sequence[str], weights: Any = None):
+    def __init__(
+        self, values: object, lengths: object, *, features: Sequence[str], weights: object = None
+    ):
         names = list(features)
         if not names or len(set(names)) < len(names):
             raise ValueError(f"Jagged: features must be names of features, each once, got {names}.")
@@ -354,7 +356,7 @@ class Jagged(Mapping[str, Bags]):
         return f"Jagged({', '.join(self.features)}: {self._num_samples} samples, {num_ids} ids)"
 
 
-def as_bags(value: Any, *, feature: str) -> Bags:
+def as_bags(value: object, *, feature: str) -> Bags:
     """Bags from any accepted form of input.
 
     Args:
@@ -412,7 +414,7 @@ def _bags_of(value: Any) -> Bags:
     return Bags.from_lists(rows, weights)
 
 
-def _check_weights_of_pair(weights: Any) -> None:
+def _check_weights_of_pair(weights: object) -> None:
     """Raises: TypeError: the second of a pair is not an array or list of floats."""
     for leaf in jax.tree.leaves(weights):
         dtype = getattr(leaf, "dtype", float)

@@ -68,7 +68,7 @@ def validated(function: Function) -> Function:
     positional = inspect.getfullargspec(annotated).args
 
     @functools.wraps(function)
-    def validate_and_call(*args: Any, **kwargs: Any) -> Any:
+    def validate_and_call(*args: object, **kwargs: object) -> Any:
         hints = _hints(annotated)
         arguments = [*zip(positional, args, strict=False), *kwargs.items()]
         where = annotated.__qualname__
@@ -86,7 +86,7 @@ def validated(function: Function) -> Function:
     return cast(Function, validate_and_call)
 
 
-def within(interval: str, *, default: Any = dataclasses.MISSING) -> Any:
+def within(interval: str, *, default: object = dataclasses.MISSING) -> Any:
     """A dataclass field for a number in `interval`, such as `(0, inf]`, which `check_fields` checks.
 
     NaN is in no interval.
@@ -138,7 +138,7 @@ ALLOW_NONFINITE = "clean the numbers, or pass allow_nonfinite=True"
 
 
 def check_finite(
-    values: Any, name: str, *, may_be_negative: bool = True, way_out: str = ALLOW_NONFINITE
+    values: object, name: str, *, may_be_negative: bool = True, way_out: str = ALLOW_NONFINITE
 ) -> None:
     """Checks that a user's array has no NaN, no infinity and, if required, no negative number.
 
@@ -211,7 +211,7 @@ def _all_are_good(array: jax.Array, may_be_negative: bool) -> jax.Array:
     return jnp.all(_are_good(jnp, array, may_be_negative))
 
 
-def check_type(value: Any, hint: Any, name: str) -> None:
+def check_type(value: object, hint: object, name: str) -> None:
     """Checks a value against an annotation.
 
     It accepts more than a type checker: any sequence (except strings) for a list or tuple, NumPy
@@ -256,7 +256,7 @@ def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
     return dtype
 
 
-def did_you_mean(name: Any, known: Iterable[str]) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Hint for an error message with the most similar known name; "" if none is similar."""
     similar = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {similar[0]!r}?)" if similar else ""
@@ -341,7 +341,7 @@ def _has_type(value: Any, hint: Any, kind: Any) -> bool:
 
 
 def _misfit_of_entries(
-    value: Sequence[Any] | Mapping[Any, Any], hint: Any, name: str
+    value: Sequence[Any] | Mapping[Any, Any], hint: object, name: str
 ) -> _Misfit | None:
     """The first entry of a list or mapping that does not match the annotation of its entries."""
     args = get_args(hint)
@@ -362,7 +362,7 @@ def _misfit_of_entries(
     return None
 
 
-def _misfit_of_union(value: Any, hint: Any, name: str) -> _Misfit | None:
+def _misfit_of_union(value: object, hint: object, name: str) -> _Misfit | None:
     """None if an alternative of a union matches, else the misfit of the closest alternative."""
     misfits = []
     for alternative in get_args(hint):
@@ -442,12 +442,12 @@ def _words_for(hint: Any) -> str:
     return f"of type {name}"
 
 
-def _is_record(hint: Any) -> bool:
+def _is_record(hint: object) -> bool:
     """Whether the annotation is a tuple of fixed length, with one annotation per entry."""
     return get_origin(hint) is tuple and get_args(hint)[-1:] != (...,)
 
 
-def _dtypes_of(hint: Any) -> tuple[Any, ...]:
+def _dtypes_of(hint: object) -> tuple[Any, ...]:
     """Kinds of dtypes that an array annotation accepts; () for other annotations.
 
     Annotations of floats accept integers as well.

@@ -43,7 +43,7 @@ class Fingerprint:
     text: str
 
     @classmethod
-    def of(cls, facts: Mapping[str, Any]) -> Fingerprint:
+    def of(cls, facts: Mapping[str, object]) -> Fingerprint:
         """The fingerprint of JSON values. The order of keys does not matter."""
         return cls(json.dumps(facts, sort_keys=True, separators=(",", ":")))
 
@@ -80,7 +80,7 @@ def check_same(actual: Fingerprint, expected: Fingerprint, *, what: str, way_out
     raise ValueError(f"{what}: {shown}. {way_out}")
 
 
-def identity(value: Any) -> str:
+def identity(value: object) -> str:
     """Name and structure of an optimizer or function, without the values of its numbers.
 
     Two optimizers with interchangeable state have the same identity, for any learning rates.
@@ -98,7 +98,7 @@ def identity(value: Any) -> str:
     return _identity(value, frozenset())
 
 
-def _identity(value: Any, above: frozenset[int]) -> str:
+def _identity(value: object, above: frozenset[int]) -> str:
     if value is None or isinstance(value, (bool, str, type, np.dtype, np.bool_)):
         return value.__qualname__ if isinstance(value, type) else str(value)
     if isinstance(value, (numbers.Number, np.ndarray, np.generic, jax.Array)):
@@ -144,7 +144,7 @@ def _call(name: str, arguments: Mapping[str, str]) -> str:
     return f"{name}({', '.join(shown)})" if shown else name
 
 
-def _differences(actual: Any, expected: Any, path: str) -> Iterator[str]:
+def _differences(actual: object, expected: object, path: str) -> Iterator[str]:
     """A message for every fact that differs."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         for key in sorted(actual.keys() | expected.keys()):
@@ -159,7 +159,7 @@ def _differences(actual: Any, expected: Any, path: str) -> Iterator[str]:
         yield f"{path} is {_shortened(actual)}, expected {_shortened(expected)}"
 
 
-def _shortened(fact: Any) -> str:
+def _shortened(fact: object) -> str:
     """A fact as JSON with at most 120 characters."""
     text = json.dumps(fact)
     return text if len(text) <= 120 else f"{text[:117]}..."

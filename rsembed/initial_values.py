@@ -233,7 +233,7 @@ class _RowEvaluator:
             values[variable] = (const, False)
         values.update(zip(jaxpr.invars, inputs, strict=True))
 
-        def value(variable: Any) -> _Value:
+        def value(variable: object) -> _Value:
             return (variable.val, False) if isinstance(variable, Literal) else values[variable]
 
         for equation in jaxpr.eqns:

@@ -74,7 +74,7 @@ class Keys(NamedTuple):
 
 @validated
 def hash_keys(
-    column: Any, *, missing: int | None = None
+    column: object, *, missing: int | None = None
 ) -> Int64[np.ndarray, "..."] | list[Int64[np.ndarray, " ids"]]:
     """64-bit keys of strings or bytes, equal in every process, machine and release.
 
@@ -123,7 +123,7 @@ def hash_keys(
     return _keys_of(values, known, missing, num_per_row=num_per_row).reshape(shape)
 
 
-def _values_of_column(column: Any) -> tuple[list[Any], tuple[int, ...]]:
+def _values_of_column(column: object) -> tuple[list[Any], tuple[int, ...]]:
     """All values of a column, and its shape.
 
     Raises: TypeError: `column` is not a column of strings or bytes.
@@ -141,7 +141,7 @@ def _values_of_column(column: Any) -> tuple[list[Any], tuple[int, ...]]:
     return _entries(array.reshape(-1)), array.shape
 
 
-def _is_list(value: Any) -> bool:
+def _is_list(value: object) -> bool:
     return isinstance(value, (list, tuple, np.ndarray))
 
 
@@ -190,7 +190,7 @@ def _keys_of(
     return np.fromiter(map(known.__getitem__, values), np.int64, len(values))
 
 
-def _key_of(value: Any, missing: int | None) -> int:
+def _key_of(value: object, missing: int | None) -> int:
     """Key of one value. Raises: TypeError, ValueError: it has none. The message ends the sentence "row 3 has"."""
     if isinstance(value, str):
         try:
@@ -254,7 +254,7 @@ HASH = "rs.hash_keys makes keys of texts."
 """Ways out in the error messages about missing values and strings."""
 
 
-def split_keys(keys: Any, *, feature: str = "keys") -> Keys:
+def split_keys(keys: object, *, feature: str = "keys") -> Keys:
     """Keys from an integer array. NumPy arrays stay on the host, JAX arrays stay on their device.
 
     Args:

@@ -124,7 +124,7 @@ class TrainState(struct.PyTreeNode):
         taps.check_steps_always(opt_state, _TRAIN_STATE)
         return cls(jnp.zeros((), jnp.int32), apply_fn, params, embeddings, others, tx, opt_state)
 
-    def apply(self, *args: PyTree, **options: Any) -> PyTree:
+    def apply(self, *args: PyTree, **options: object) -> PyTree:
         """Output of the model with all its variables; `options` are keyword arguments of Flax's `apply`."""
         flat = {f"{layer}/tables".lstrip("/"): state for layer, state in self.embeddings.items()}
         embeddings = traverse_util.unflatten_dict(flat, sep="/")
@@ -171,7 +171,7 @@ def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tup
     be recorded.
     """
 
-    def with_gradients(state: TrainState, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
+    def with_gradients(state: TrainState, *args: PyTree, **kwargs: object) -> tuple[Any, Gradients]:
         check_type(
             state,
             TrainState,

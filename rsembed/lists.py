@@ -61,7 +61,7 @@ def ids_of_plain_rows(rows: Sequence[Any]) -> tuple[FlatIds, Offsets] | None:
 _MARSHALLED = np.dtype([("kind", "u1"), ("value", "<i4")])
 
 
-def small_ids_of_lists(rows: Sequence[Any]) -> tuple[Int32[np.ndarray, " nnz"], Offsets] | None:
+def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"], Offsets] | None:
     """Ids and offsets, int32, of a list of lists of `int` that fit 32 bits; else None.
 
     `marshal` reads every object once, in C. Numpy takes three passes to find types, values and
@@ -186,7 +186,7 @@ def join_ids(arrays: Sequence[np.ndarray]) -> FlatIds:
     return np.concatenate([array.astype(np.uint64) for array in filled])
 
 
-def floats_of(weights: Any, where: str) -> Float[np.ndarray, "..."]:
+def floats_of(weights: object, where: str) -> Float[np.ndarray, "..."]:
     """Weights as float32. `where` begins the error message.
 
     Raises: TypeError: weights are not numbers, or masked.

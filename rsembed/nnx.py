@@ -110,7 +110,9 @@ def value_and_grad(
     be recorded.
     """
 
-    def recorded(model: Any, tap_arrays: list[Activations], *args: PyTree, **kwargs: Any) -> Any:
+    def recorded(
+        model: object, tap_arrays: list[Activations], *args: PyTree, **kwargs: object
+    ) -> Any:
         """The loss, and as auxiliary output the result of `loss_fn` and its recorded lookups."""
         layers = {id(layer): name for name, layer in _trained_layers(model).items()}
         recording = taps.Recording(layers, tap_arrays)
@@ -118,7 +120,7 @@ def value_and_grad(
         return result[0] if has_aux else result, (result, recording.calls)
 
     def with_gradients(model: Any, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
-        def recorded_calls(model_copy: Any) -> Any:
+        def recorded_calls(model_copy: object) -> Any:
             # Clones, because changes that the loss makes here must have no effect outside.
             _, (_, calls) = recorded(model_copy, [], *nnx.clone(args), **nnx.clone(kwargs))
             return calls

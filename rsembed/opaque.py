@@ -30,7 +30,7 @@ _IN_ERRORS = {
 """Name of a kind in JAX's errors: `add does not accept dtype key<row number: ...>`."""
 
 
-def _refuse(*arguments: Any, **options: Any) -> Any:
+def _refuse(*arguments: object, **options: object) -> Any:
     raise TypeError(
         "these are numbers of rows, ids or keys of rsembed, not keys of a random number generator."
     )
@@ -76,7 +76,7 @@ def _numbers(array: Array, kind: str) -> Integer[Array, "*shape"]:
     return jax.lax.bitcast_convert_type(bits, DTYPES[kind])
 
 
-def kind_of(array: Any) -> str | None:
+def kind_of(array: object) -> str | None:
     """The kind of numbers in a result of `wrap`; None for every other value."""
     if not isinstance(array, jax.Array) or not jax.dtypes.issubdtype(
         array.dtype, jax.dtypes.prng_key
@@ -85,7 +85,7 @@ def kind_of(array: Any) -> str | None:
     return _KINDS.get(jax.random.key_impl(array))
 
 
-def unwrap(array: Any) -> Any:
+def unwrap(array: object) -> Any:
     """The numbers in a result of `wrap`. Every other value is returned unchanged."""
     kind = kind_of(array)
     if kind is None:
@@ -96,7 +96,7 @@ def unwrap(array: Any) -> Any:
 def wrap_integers(tree: PyTree) -> PyTree:
     """The tree with all 32-bit integer arrays wrapped: int32 as ids, uint32 as words of keys."""
 
-    def wrapped(leaf: Any) -> Any:
+    def wrapped(leaf: object) -> Any:
         dtype = getattr(leaf, "dtype", None)
         if dtype == jnp.int32:
             return wrap(leaf, "id")

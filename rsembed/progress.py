@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 Item = TypeVar("Item")
 
@@ -15,7 +15,7 @@ def is_watched() -> bool:
     return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
 
 
-def progress(items: Iterable[Item], *, description: str, **bar_options: Any) -> Iterable[Item]:
+def progress(items: Iterable[Item], *, description: str, **bar_options: object) -> Iterable[Item]:
     """The items, with a progress bar in terminals and notebooks; elsewhere `items` itself.
 
     Args:

@@ -32,7 +32,7 @@ Shardings: TypeAlias = tuple[tuple[str, NamedSharding, NamedSharding], ...] | No
 class ReadRows(dict[str, Any]):
     """Rows by stack, as `RowGradients.rows` returns them: a copy that cannot be written to."""
 
-    def __setitem__(self, name: str, rows: Any) -> None:
+    def __setitem__(self, name: str, rows: object) -> None:
         raise TypeError(
             f"rows[{name!r}] = ... would change a copy; use dataclasses.replace(row_gradients, rows=...)."
         )
@@ -48,14 +48,14 @@ def _children_of_rows(
     return [(jax.tree_util.DictKey(name), rows[name]) for name in names], names
 
 
-def _rows_of_children(names: tuple[str, ...], arrays: Iterable[Any]) -> ReadRows:
+def _rows_of_children(names: tuple[str, ...], arrays: Iterable[object]) -> ReadRows:
     return ReadRows(zip(names, arrays, strict=True))
 
 
 jax.tree_util.register_pytree_with_keys(ReadRows, _children_of_rows, _rows_of_children)
 
 
-def _opaque(rows: Any) -> Any:
+def _opaque(rows: object) -> Any:
     """The opaque array of the row numbers of a stack.
 
     `NO_ROW` becomes 0, so `jnp.zeros_like` of row gradients gives gradients without rows. A value
@@ -84,7 +84,7 @@ def _plain_numbers(array: Array) -> Array:
     return numbers ^ np.int32(NO_ROW)
 
 
-def _integers(array: Any) -> Any:
+def _integers(array: object) -> Any:
     """The inverse of `_opaque`."""
     if opaque.kind_of(array) == "row":
         return _plain_numbers(array)
@@ -161,7 +161,7 @@ class RowGradients:
         return (rows, values), (self.num_rows, self.shardings, self.layout)
 
     @classmethod
-    def tree_unflatten(cls, static: tuple[Any, ...], children: Iterable[Any]) -> RowGradients:
+    def tree_unflatten(cls, static: tuple[Any, ...], children: Iterable[object]) -> RowGradients:
         """The inverse of `tree_flatten_with_keys`.
 
         Children may be anything that JAX puts into a tree.
@@ -177,24 +177,24 @@ class RowGradients:
         _, static = self.tree_flatten_with_keys()
         return self.tree_unflatten(static, (self.opaque_rows, values))
 
-    def __add__(self, other: Any) -> RowGradients:
+    def __add__(self, other: object) -> RowGradients:
         if not isinstance(other, RowGradients):
             return NotImplemented
         return combine(self, other)
 
-    def __radd__(self, other: Any) -> RowGradients:
+    def __radd__(self, other: object) -> RowGradients:
         if isinstance(other, int) and other == 0:  # Python's `sum` starts with 0.
             return self
         return NotImplemented
 
-    def __mul__(self, factor: Any) -> RowGradients:
+    def __mul__(self, factor: object) -> RowGradients:
         if isinstance(factor, RowGradients):
             return NotImplemented
         return scale(self, as_factor(factor))
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> RowGradients:
+    def __truediv__(self, divisor: object) -> RowGradients:
         if isinstance(divisor, RowGradients):
             return NotImplemented
         return scale(self, 1.0 / as_factor(divisor))
@@ -212,7 +212,9 @@ class RowGradients:
         is_unchanged = all(map(operator.is_, arrays, self.unsummed.sums))
         return self.unsummed.summands if is_unchanged else None
 
-    def summed_from(self, engine: Any, batch: Any, d_outputs: Mapping[str, PyTree]) -> RowGradients:
+    def summed_from(
+        self, engine: object, batch: object, d_outputs: Mapping[str, PyTree]
+    ) -> RowGradients:
         """A copy of these gradients with these `summands`."""
         copy = self.with_values(self.values)
         unsummed = _Unsummed(Summands(engine, batch, d_outputs), jax.tree.leaves(copy))
@@ -235,7 +237,7 @@ def _read_rows(gradients: RowGradients) -> Any:
     return ReadRows({name: _integers(array) for name, array in gradients.opaque_rows.items()})
 
 
-def _keep_rows(gradients: RowGradients, rows: Any) -> None:
+def _keep_rows(gradients: RowGradients, rows: object) -> None:
     if isinstance(rows, Mapping):
         rows = {name: _opaque(array) for name, array in rows.items()}
     object.__setattr__(gradients, "opaque_rows", rows)
@@ -258,7 +260,7 @@ def as_factor(factor: Any) -> float | Float[Array, ""]:
     return float(factor)
 
 
-def check_gradient(value: Any, name: str) -> None:
+def check_gradient(value: object, name: str) -> None:
     """Raises: TypeError: a gradient is not an array of floats.
 
     A gradient of integers was probably cast, which has cut its values.

@@ -237,7 +237,7 @@ class TableSpec:
         if self.storage is not None:
             self.storage.check(self)
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         is_public_field = name in type(self).__dataclass_fields__ and not name.startswith("_")
         if is_public_field and getattr(self, "_stacked_table_spec", None) is not None:
             raise AttributeError(
@@ -381,7 +381,7 @@ def default_initializer(
     return jax.random.normal(key, shape, dtype) / math.sqrt(shape[-1])
 
 
-def features_of(features: Any) -> list[FeatureSpec]:
+def features_of(features: object) -> list[FeatureSpec]:
     """The feature specs of a nested structure, in leaf order (lists in their order, dicts by sorted key).
 
     Raises:
@@ -426,7 +426,7 @@ def _differing_fields(table: TableSpec, other: TableSpec) -> str:
     return ", ".join(differing) or "their place in a stack"
 
 
-def tables_of(features: Any) -> dict[str, TableSpec]:
+def tables_of(features: object) -> dict[str, TableSpec]:
     """The tables that `features` read, by name, in the order of the features."""
     tables: dict[str, TableSpec] = {}
     for feature in features_of(features):

@@ -187,14 +187,16 @@ class StackingPlan:
             )
         return tables[name]
 
-    def flat_rows(self, table_name: str, ids: Any) -> Any:
+    def flat_rows(self, table_name: str, ids: object) -> Any:
         """Row of each id in the flat stacked array."""
         stack, table = self.table(table_name)
         place = place_of(table.setting, self.num_shards)
         rows_per_shard = stack.spec.stack_vocab_size // self.num_shards
         return place.rows(ids, spread=self.num_shards, rows_per_shard=rows_per_shard)
 
-    def shard_load(self, ids_by_feature: Mapping[str, Any]) -> dict[str, Int[np.ndarray, " shard"]]:
+    def shard_load(
+        self, ids_by_feature: Mapping[str, object]
+    ) -> dict[str, Int[np.ndarray, " shard"]]:
         """Number of ids that each shard has to look up, for each stack by name.
 
         The largest load divided by the mean is the skew: all shards wait for the busiest one. It is
@@ -307,7 +309,7 @@ def place_of(setting: TableSettingInStack, num_shards: int) -> Place:
 
 @validated
 def plan_stacking(
-    features: Any,
+    features: object,
     *,
     num_shards: PositiveInt = 1,
     groups: Sequence[Sequence[str]] | None = None,
@@ -409,7 +411,7 @@ def stack_name_of(
 
 
 def group_tables(
-    features: Any,
+    features: object,
     *,
     num_shards: int,
     pad: bool = True,
@@ -494,7 +496,7 @@ def settings_in_stack(
 
 
 def plan_stack(
-    features: Any,
+    features: object,
     table_names: Sequence[str],
     *,
     stack_name: str,
@@ -571,7 +573,9 @@ def plan_stack(
     )
 
 
-def _checked_readers(features: Any, table_names: Sequence[str], *, pad: bool) -> list[FeatureSpec]:
+def _checked_readers(
+    features: object, table_names: Sequence[str], *, pad: bool
+) -> list[FeatureSpec]:
     """The features that read these tables.
 
     Raises: ValueError: the stack cannot serve the combiner or the output shape of a feature.

@@ -70,7 +70,7 @@ _WRAPPERS = {
 """Optax functions that decide whether or how a step is made: name and way out, by the class of their state."""
 
 
-def check_transformation(tx: Any, where: str) -> None:
+def check_transformation(tx: object, where: str) -> None:
     """Raises: TypeError: `tx` is not an optax transformation, such as a bare `optax.MultiSteps`."""
     if isinstance(tx, optax.MultiSteps):
         raise TypeError(_refused(where, *_WRAPPERS["MultiStepsState"]))
@@ -80,7 +80,7 @@ def check_transformation(tx: Any, where: str) -> None:
 def check_steps_always(opt_state: PyTree, where: str) -> None:
     """Raises: ValueError: the optax state contains a wrapper that can skip steps; the tables would not skip them."""
 
-    def is_wrapper(node: Any) -> bool:
+    def is_wrapper(node: object) -> bool:
         return type(node).__name__ in _WRAPPERS
 
     for node in jax.tree.leaves(opt_state, is_leaf=is_wrapper):
@@ -140,7 +140,7 @@ class Recording:
         self.calls: list[Call] = []
         self.trace = get_opaque_trace_state(convention="flax")
 
-    def run(self, function: Callable[..., Any], *args: PyTree, **kwargs: Any) -> Any:
+    def run(self, function: Callable[..., Any], *args: PyTree, **kwargs: object) -> Any:
         """The result of `function`; its lookups are recorded in `calls`."""
         token = _recording.set(self)
         try:
@@ -202,7 +202,7 @@ def _guarded(activations: Activations, guard: Array, refusal: str) -> Activation
 
 
 @_guarded.defjvp
-def _refuse(refusal: str, primals: Any, tangents: Any) -> PyTree:
+def _refuse(refusal: str, primals: object, tangents: object) -> PyTree:
     raise RuntimeError(refusal)
 
 
@@ -240,7 +240,7 @@ class Gradients:
             calls.setdefault(call.layer, []).append(call)
         return Gradients(dense, calls)
 
-    def __add__(self, other: Any) -> Gradients:
+    def __add__(self, other: object) -> Gradients:
         if not isinstance(other, Gradients):
             return NotImplemented
         dense = jax.tree.map(jnp.add, self.dense, other.dense)
@@ -256,12 +256,12 @@ class Gradients:
             calls[name] = [dataclasses.replace(first, batch={}, activations={})]
         return Gradients(dense, calls, rows)
 
-    def __radd__(self, other: Any) -> Gradients:
+    def __radd__(self, other: object) -> Gradients:
         if isinstance(other, int) and other == 0:  # the start of `sum`
             return self
         return NotImplemented
 
-    def __mul__(self, factor: Any) -> Gradients:
+    def __mul__(self, factor: object) -> Gradients:
         if isinstance(factor, Gradients):
             return NotImplemented
         number = as_factor(factor)
@@ -279,7 +279,7 @@ class Gradients:
 
     __rmul__ = __mul__
 
-    def __truediv__(self, divisor: Any) -> Gradients:
+    def __truediv__(self, divisor: object) -> Gradients:
         if isinstance(divisor, Gradients):
             return NotImplemented
         return self * (1.0 / as_factor(divisor))
@@ -318,7 +318,7 @@ class Gradients:
         return each[0] if len(each) == 1 else combine(*each)
 
 
-def stepped(gradients: Any, states: Mapping[str, EmbeddingState]) -> dict[str, EmbeddingState]:
+def stepped(gradients: object, states: Mapping[str, EmbeddingState]) -> dict[str, EmbeddingState]:
     """States, after one step, of the layers that a loss called.
 
     Args:

@@ -130,15 +130,15 @@ def _check(
     refuse(file, f"{name}{where} must be {wanted}, got {fields[name]!r:.60}")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
-def _is_checksum(value: Any) -> bool:
+def _is_checksum(value: object) -> bool:
     return isinstance(value, str) and _HEXADECIMAL.fullmatch(value) is not None
 
 
-def _is_dtype_of_numbers(name: Any) -> bool:
+def _is_dtype_of_numbers(name: object) -> bool:
     if not isinstance(name, str):
         return False
     try:

@@ -121,7 +121,7 @@ class PickedRows:
         return self.array.dtype
 
 
-def is_state(node: Any) -> TypeGuard[EmbeddingState]:
+def is_state(node: object) -> TypeGuard[EmbeddingState]:
     """True if `node` is an `EmbeddingState` with a layout."""
     return isinstance(node, EmbeddingState) and node.layout is not None
 
@@ -129,7 +129,7 @@ def is_state(node: Any) -> TypeGuard[EmbeddingState]:
 def logical(tree: PyTree) -> PyTree:
     """`tree` with tables and slots by table name instead of each state. Nothing is copied."""
 
-    def convert(node: Any) -> Any:
+    def convert(node: object) -> Any:
         if is_state(node):
             return _by_table(node)
         return node
@@ -270,7 +270,7 @@ def belongings(tree: PyTree) -> dict[str, Any]:
     Raises: TypeError: keys of a dictionary in the tree cannot be sorted.
     """
 
-    def has_fingerprint(node: Any) -> bool:
+    def has_fingerprint(node: object) -> bool:
         return _fingerprint_of(node) is not None
 
     try:
@@ -303,7 +303,7 @@ def _state_facts(state: EmbeddingState) -> Tables:
     return facts
 
 
-def _fingerprint_of(node: Any) -> Fingerprint | None:
+def _fingerprint_of(node: object) -> Fingerprint | None:
     """`node` if it is a fingerprint, or the layout of `node` if it is a state with one."""
     if isinstance(node, tuple):
         node = getattr(node, "layout", None)

@@ -25,6 +25,7 @@ from rsembed.collection.placement import (
 )
 from rsembed.collection.prepared import PreparedBatch, identity_of
 from rsembed.collection.stack import (
+    ActivationGradients,
     Activations,
     ArrayStack,
     Batch,
@@ -39,6 +40,7 @@ from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients, check_belong
 from rsembed.specs import FeatureSpec, TableSpec, features_of, tables_of
 from rsembed.stacking import StackingPlan, StackPlan
+from rsembed.storage.protocol import ByTable
 
 
 class EmbeddingCollection:
@@ -203,7 +205,7 @@ class EmbeddingCollection:
         fetched = host_rows.fetched(self._on_host, state, wanted, donates=True)
         return host_rows.with_new_generation(self._on_host, fetched)
 
-    def _fetched(self, state: EmbeddingState, wanted: Mapping[str, PyTree]) -> EmbeddingState:
+    def _fetched(self, state: EmbeddingState, wanted: ByName) -> EmbeddingState:
         """State with every row that `wanted` reads on the device. Inside `jit`, nothing changes."""
         if not self._on_host or is_traced((state, wanted)):
             return state
@@ -325,9 +327,9 @@ class EmbeddingCollection:
     def with_tables(
         self,
         state: EmbeddingState,
-        tables: Mapping[str, PyTree],
+        tables: ByTable,
         *,
-        slots: Mapping[str, PyTree] | None = None,
+        slots: ByTable | None = None,
         allow_nonfinite: bool = False,
     ) -> EmbeddingState:
         """State with some tables replaced, for example by pretrained vectors. Others do not change.
@@ -467,7 +469,7 @@ class EmbeddingCollection:
         activations, _ = self._engine.lookup(state.tables, batch, numbers)
         return activations, functools.partial(self.row_gradients, batch)
 
-    def row_gradients(self, batch: Batch, d_activations: Mapping[str, PyTree]) -> RowGradients:
+    def row_gradients(self, batch: Batch, d_activations: ActivationGradients) -> RowGradients:
         """Gradients of the distinct rows of a batch, from the gradients of its activations.
 
         Reads no table.
@@ -503,7 +505,7 @@ class EmbeddingCollection:
         return self._stepped(state, rows, self._engine.apply, gradients)
 
     def update(
-        self, state: EmbeddingState, batch: Batch, d_activations: Mapping[str, PyTree]
+        self, state: EmbeddingState, batch: Batch, d_activations: ActivationGradients
     ) -> EmbeddingState:
         """State after one step with the gradients of a batch.
 
@@ -519,7 +521,7 @@ class EmbeddingCollection:
     def _stepped(
         self,
         state: EmbeddingState,
-        wanted: Mapping[str, PyTree],
+        wanted: ByName,
         step_stacks: Callable[..., PyTree],
         *gradients: PyTree,
     ) -> EmbeddingState:
@@ -601,10 +603,10 @@ def value_and_grad(
       >>> state = collection.apply(state, row_gradients)
     """
 
-    def checked_loss(*args: Any) -> Any:
+    def checked_loss(*args: object) -> Any:
         return check_loss(loss_fn(*args), has_aux=has_aux)
 
-    def with_gradients(params: PyTree, state: EmbeddingState, batch: Batch, *args: Any) -> Any:
+    def with_gradients(params: PyTree, state: EmbeddingState, batch: Batch, *args: object) -> Any:
         activations, pullback = collection.lookup_vjp(state, batch)
         for path, leaf in jax.tree.leaves_with_path(params):
             if not jnp.issubdtype(getattr(leaf, "dtype", type(leaf)), jnp.inexact):

@@ -10,14 +10,22 @@ from jaxtyping import Array, Int, PyTree
 
 from rsembed.collection.occurrences import keys_of_gradients
 from rsembed.collection.prepared import PreparedBatch
-from rsembed.collection.stack import EmbeddingState, Stack
+from rsembed.collection.stack import (
+    Batch,
+    ByName,
+    EmbeddingState,
+    Stack,
+)
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.sizes import padded_size
 from rsembed.storage.backing_store import Moves
 from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.host_cached import HostTable
-from rsembed.storage.protocol import on_host
+from rsembed.storage.protocol import (
+    SlotTree,
+    on_host,
+)
 
 
 class Prefetch:
@@ -47,7 +55,7 @@ class Prefetch:
         self._scatter_in_place = jax.jit(scatter, donate_argnums=0)
 
     def with_room(
-        self, params: DynamicTable, slots: PyTree, wanted: Mapping[str, PyTree] | Array
+        self, params: DynamicTable, slots: SlotTree, wanted: Batch | Array
     ) -> tuple[DynamicTable, Moves]:
         """Parameters with cache slots for all rows that `wanted` reads, and the pending moves.
 
@@ -81,7 +89,7 @@ class Prefetch:
         return with_room._replace(rows=params.rows), jax.tree.map(on_host, moves)
 
     def moved(
-        self, params: DynamicTable, slots: PyTree, moves: Moves, *, donates: bool
+        self, params: DynamicTable, slots: SlotTree, moves: Moves, *, donates: bool
     ) -> tuple[DynamicTable, PyTree]:
         """Parameters and slots after the moves that `with_room` returned.
 
@@ -131,7 +139,7 @@ class Prefetch:
 def fetched(
     prefetches: Mapping[str, Prefetch],
     state: EmbeddingState,
-    wanted: Mapping[str, PyTree],
+    wanted: ByName,
     *,
     donates: bool,
 ) -> EmbeddingState:

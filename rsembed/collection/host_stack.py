@@ -22,7 +22,14 @@ from rsembed.specs import TableSpec
 from rsembed.storage import Hashed, hashed_rows, row_map
 from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.logical_rows import array_names, checked_slots, rows_to_leave
-from rsembed.storage.protocol import Params, SlotTree, State, on_host
+from rsembed.storage.protocol import (
+    ByTable,
+    Params,
+    SlotTree,
+    State,
+    TableRows,
+    on_host,
+)
 
 MOST_KEYS = 1 << 16
 """Largest number of rows that one call of a program reads out."""
@@ -40,8 +47,8 @@ class HostStack(Stack):
         self,
         params: Params,
         slots: SlotTree,
-        rows: Mapping[str, PyTree],
-        new_slots: Mapping[str, PyTree] = MappingProxyType({}),
+        rows: ByTable,
+        new_slots: ByTable = MappingProxyType({}),
     ) -> State:
         """See `Stack.replaced`. `rows` include the slots, and `new_slots` is empty."""
         del new_slots
@@ -60,8 +67,13 @@ class HostStack(Stack):
         return table.optimizer.pack_slots(packed)
 
     def rows_with_slots(
-        self, params: Params, slots: SlotTree, table: TableSpec, rows: PyTree, new_slots: SlotTree
-    ) -> dict[str, PyTree]:
+        self,
+        params: Params,
+        slots: SlotTree,
+        table: TableSpec,
+        rows: TableRows,
+        new_slots: SlotTree,
+    ) -> ByName:
         """Rows and slots of a table in the form that `replaced` takes.
 
         Args:
@@ -80,10 +92,10 @@ class HostStack(Stack):
         return whole | dict(zip(array_names(table, slots)[1:], arrays, strict=True))
 
     def _replaced_rows(
-        self, params: Params, slots: SlotTree, table: TableSpec, rows: PyTree
-    ) -> dict[str, PyTree]:
+        self, params: Params, slots: SlotTree, table: TableSpec, rows: TableRows
+    ) -> ByName:
         """Rows and slots of the state by name. If `rows` is not None, it replaces the rows."""
-        whole: dict[str, PyTree] = self._by_table(self.storage.rows, params, slots)[table.name]
+        whole: ByName = self._by_table(self.storage.rows, params, slots)[table.name]
         if rows is None:
             return whole
         if not isinstance(rows, Mapping):
@@ -102,7 +114,7 @@ class HostStack(Stack):
             slots_by_table[table_name] = arrays
         return values_by_table, slots_by_table
 
-    def restored(self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]) -> State:
+    def restored(self, tables: ByTable, slots: ByTable) -> State:
         """Parameters and slots from the result of `saved`. Raises: ValueError: it does not fit."""
         params, fresh_slots = self._fresh()
         rows_by_table = {}
@@ -139,8 +151,8 @@ class KeyedStack(HostStack):
             check_finite(row, where, way_out=WAY_OUT)
 
     def _replaced_rows(
-        self, params: Params, slots: SlotTree, table: TableSpec, rows: PyTree
-    ) -> dict[str, PyTree]:
+        self, params: Params, slots: SlotTree, table: TableSpec, rows: TableRows
+    ) -> ByName:
         if rows is None:
             return super()._replaced_rows(params, slots, table, rows)
         return dict(rows) if isinstance(rows, Mapping) else {"values": rows}
@@ -161,7 +173,7 @@ class KeyedStack(HostStack):
             no_slots[name] = {}
         return tables, no_slots
 
-    def restored(self, tables: Mapping[str, PyTree], slots: Mapping[str, PyTree]) -> State:
+    def restored(self, tables: ByTable, slots: ByTable) -> State:
         """Parameters and slots from the result of `saved`. Raises: ValueError: it does not fit."""
         del slots
         params, fresh_slots = self._fresh()

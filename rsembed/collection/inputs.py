@@ -32,7 +32,11 @@ from rsembed.bags import (
 from rsembed.checks import check_type, did_you_mean
 from rsembed.collection.devices import Devices
 from rsembed.collection.prepared import Listed, PreparedBatch, joined, room_for
-from rsembed.collection.stack import Batch, ByName
+from rsembed.collection.stack import (
+    ActivationGradients,
+    Batch,
+    ByName,
+)
 from rsembed.keys import Keys
 from rsembed.lists import offsets_of, small_ids_of_lists
 from rsembed.parallel.agreement import Agreement, is_global
@@ -485,7 +489,7 @@ def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -
 
 
 def d_outputs(
-    features: Mapping[str, FeatureSpec], batch: Batch, d_activations: Mapping[str, PyTree]
+    features: Mapping[str, FeatureSpec], batch: Batch, d_activations: ActivationGradients
 ) -> ByName:
     """Gradients of the kernel outputs of each feature, float32 `[outputs, dim]`.
 

@@ -28,7 +28,10 @@ from rsembed.storage import Hashed, HostCached
 from rsembed.storage.dense_rows import DenseRows, RowLayout
 from rsembed.storage.host_cached import HostTable
 from rsembed.storage.logical_rows import SavedArray, check_reasons, checked_slots
-from rsembed.storage.protocol import Storage
+from rsembed.storage.protocol import (
+    ByTable,
+    Storage,
+)
 
 PLACEMENTS = ("row", "table", "column", "replicated")
 
@@ -247,8 +250,8 @@ class LogicalTables:
     def with_tables(
         self,
         state: EmbeddingState,
-        tables: Mapping[str, PyTree],
-        slots: Mapping[str, PyTree],
+        tables: ByTable,
+        slots: ByTable,
         *,
         allow_nonfinite: bool = False,
     ) -> EmbeddingState:
@@ -376,8 +379,8 @@ class LogicalTables:
     def whole(
         self,
         state: EmbeddingState,
-        tables: Mapping[str, PyTree],
-        slots: Mapping[str, PyTree],
+        tables: ByTable,
+        slots: ByTable,
         layout: Fingerprint,
     ) -> EmbeddingState:
         """The inverse of `parted`."""

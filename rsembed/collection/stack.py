@@ -21,10 +21,17 @@ from rsembed.kernels.contract import Call, Segment
 from rsembed.specs import TableSpec, default_initializer
 from rsembed.stacking import FeaturePlacement
 from rsembed.storage.dense_rows import RowLayout, list_of
-from rsembed.storage.protocol import Params, SlotTree, State
+from rsembed.storage.protocol import (
+    ByTable,
+    Params,
+    SlotTree,
+    State,
+)
 
 Activations = dict[str, Float[Array, "..."]]
 Batch = Mapping[str, PyTree]
+ActivationGradients = Mapping[str, PyTree]
+"""Gradients of activations, by feature."""
 ByName = dict[str, PyTree]
 """Pytrees by name of a table, stack or feature."""
 WAY_OUT = "give one that makes finite numbers of the table's dtype"
@@ -110,8 +117,8 @@ class Stack:
         self,
         params: Params,
         slots: SlotTree,
-        rows: Mapping[str, PyTree],
-        new_slots: Mapping[str, PyTree] = MappingProxyType({}),
+        rows: ByTable,
+        new_slots: ByTable = MappingProxyType({}),
     ) -> State:
         """Parameters and slots with new rows and slots of some tables, which were checked before."""
         everywhere = PartitionSpec()

@@ -150,7 +150,7 @@ def dispatch(
     function: str,
     *args: PyTree,
     implementation: str | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> PyTree:
     """Result of a call by the first implementation that can serve it.
 

@@ -328,7 +328,7 @@ def _pool(
 def _call(
     kernel: Callable[..., None],
     name: str,
-    out: Any,
+    out: object,
     grid: tuple[int, ...],
     num_warps: int,
     *operands: Array,

@@ -151,7 +151,9 @@ def _shares(
     return shares if entries.weights is None else shares * entries.weights
 
 
-def by_bag(ids: IdList, segments: Sequence[Segment], values: Sequence[Any], other: Any) -> Array:
+def by_bag(
+    ids: IdList, segments: Sequence[Segment], values: Sequence[object], other: object
+) -> Array:
     """Value of each entry's segment, `other` for entries of no segment.
 
     A scalar if all entries have the same value.

@@ -257,7 +257,9 @@ def chunk_rows(dim: int, num_buffers: int) -> int:
     return rows
 
 
-def _on_tiles(body: Callable[..., None], *, out: Any, scratch: Sequence[Any]) -> Callable[..., Any]:
+def _on_tiles(
+    body: Callable[..., None], *, out: object, scratch: Sequence[object]
+) -> Callable[..., Any]:
     """Function that runs `body` on every tile of every core.
 
     Args:

@@ -154,7 +154,7 @@ class _Evaluation(NamedTuple):
             known |= dict(zip(eqn.outvars, outputs, strict=True))
         return [self.read(known, variable) for variable in jaxpr.outvars]
 
-    def read(self, known: Mapping[Any, Row | Array], variable: Any) -> Row | Array:
+    def read(self, known: Mapping[Any, Row | Array], variable: object) -> Row | Array:
         """Value of a variable or literal."""
         if isinstance(variable, Literal):
             return self.repeat(variable.val, variable)

@@ -283,12 +283,12 @@ class CompactOptimizerSpec(OptimizerSpec):
         return lr, jnp.asarray(step, jnp.int32) + 1
 
 
-def as_float32(value: Any) -> Array:
+def as_float32(value: object) -> Array:
     """`value` as a float32 array, the dtype that rules compute in."""
     return jnp.asarray(value, jnp.float32)
 
 
-def learning_rate_arity(learning_rate: Any) -> int:
+def learning_rate_arity(learning_rate: object) -> int:
     """Number of arguments to call a learning rate with: 1 (the step) or 0. A number gives 0.
 
     Raises: ValueError: the callable needs two arguments or more, or a keyword argument.
@@ -477,7 +477,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
         return rows + lr * updates, tuple(jax.tree.leaves(state))
 
 
-def from_optax(transformation: Any, *, learning_rate: LearningRate = 1.0) -> OptaxOptimizerSpec:
+def from_optax(transformation: object, *, learning_rate: LearningRate = 1.0) -> OptaxOptimizerSpec:
     """Row optimizer from an optax transformation, with separate optimizer state for every row.
 
     `OptaxOptimizerSpec` documents the arguments and the transformations that are rejected.

@@ -10,10 +10,10 @@ from __future__ import annotations
 import dataclasses
 import enum
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.typing import ArrayLike
 from jaxtyping import Array, Float, Int
 
 from rsembed.checks import validated, within
@@ -100,7 +100,7 @@ class CounterBasedRegularizationDefinition:
     max_counter_update_freq: int = 1000
 
     def refreshed_max_counter(
-        self, row_counters: Sequence[Float[Array, "_ ..."]], t: Any, old: Any
+        self, row_counters: Sequence[Float[Array, "_ ..."]], t: ArrayLike, old: ArrayLike
     ) -> Float[Array, ""]:
         """Largest counter of all tables plus 1, for use in step `t`, or `old` if no update is due.
 
@@ -170,7 +170,7 @@ class EnsembleModeDefinition:
     step_ema_coef: float = within("[0, 1]", default=0.6)
     step_mode: StepMode = StepMode.USE_ITER
 
-    def before_step(self, table: Table, copies: Copies, t: Any) -> tuple[Table, Copies]:
+    def before_step(self, table: Table, copies: Copies, t: ArrayLike) -> tuple[Table, Copies]:
         """Table and slow copy for the lookup of training step `t`, unchanged if no update is due.
 
         Args:
@@ -213,7 +213,7 @@ class EmainplaceModeDefinition:
     step_start: float = 0
     step_ema_coef: float = within("[0, 1]", default=0.6)
 
-    def before_step(self, table: Table, copies: Copies, t: Any) -> tuple[Table, Copies]:
+    def before_step(self, table: Table, copies: Copies, t: ArrayLike) -> tuple[Table, Copies]:
         """Table for the lookup of training step `t`, and `copies` unchanged.
 
         Args:
@@ -250,9 +250,9 @@ class GlobalWeightDecayDefinition:
 
 def global_decay_factor(
     prev_iter: Int[Array, "*rows"],
-    t: Any,
-    learning_rate: Any,
-    weight_decay: Any,
+    t: ArrayLike,
+    learning_rate: ArrayLike,
+    weight_decay: ArrayLike,
     config: GlobalWeightDecayDefinition,
 ) -> Float[Array, "*rows"]:
     """Factor of each row at step `t` for the decay of the steps since its last update.

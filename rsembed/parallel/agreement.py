@@ -225,7 +225,7 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
     return tuple(sorted({device.process_index for device in mesh.devices.flat}))
 
 
-def is_global(leaf: Any) -> bool:
+def is_global(leaf: object) -> bool:
     """True if `leaf` is a JAX array with shards in other processes."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return False

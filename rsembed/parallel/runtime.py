@@ -308,7 +308,7 @@ def launch(
     received: list[int] = []
     ended: list[int] = []  # Indices of the processes, in the order of their ends.
 
-    def pass_on(number: int, frame: Any) -> None:
+    def pass_on(number: int, frame: object) -> None:
         received.append(number)
         for child in children:
             if received.count(signal.SIGINT) > 1:

@@ -75,7 +75,7 @@ def plot_buffer(
     *,
     labels: np.ndarray | Sequence[Sequence[str]] | None = None,
     ax: Axes | None = None,
-    **mesh_kwargs: Any,
+    **mesh_kwargs: object,
 ) -> Axes:
     """Draws the buffer of one device as a strip per core: coloured partitions, gaps, and the empty tail.
 
@@ -191,7 +191,7 @@ def plot_limit_choice(
     max_ids_per_partition: PositiveInt,
     *,
     ax: Axes | None = None,
-    **line_kwargs: Any,
+    **line_kwargs: object,
 ) -> Axes:
     """Plots the share of entries that each limit would drop against the bytes of its buffers.
 

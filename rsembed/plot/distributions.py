@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 from jaxtyping import Float, Int, Num
@@ -33,7 +32,7 @@ MOST_DRAWN_RANKS = 10_000
 
 @validated
 def plot_id_frequency(
-    counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: Any
+    counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: object
 ) -> Axes:
     """Plots how often each id occurs, most frequent first, on logarithmic axes.
 
@@ -60,7 +59,7 @@ def plot_coverage(
     *,
     num_rows: PositiveInt | None = None,
     ax: Axes | None = None,
-    **line_kwargs: Any,
+    **line_kwargs: object,
 ) -> Axes:
     """Plots the share of lookups that read the hottest rows, over a logarithmic axis of rows.
 
@@ -186,7 +185,7 @@ def _worst(areas: np.ndarray, side: float) -> float:
 
 @validated
 def plot_shard_load(
-    loads: Mapping[str, Int[np.ndarray, " shards"]], *, ax: Axes | None = None, **bar_kwargs: Any
+    loads: Mapping[str, Int[np.ndarray, " shards"]], *, ax: Axes | None = None, **bar_kwargs: object
 ) -> Axes:
     """Draws the number of ids that each shard looks up as bars, and the mean as a line.
 
@@ -226,7 +225,7 @@ def plot_shard_load(
 
 @validated
 def plot_stack_bytes(
-    sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **bar_kwargs: Any
+    sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **bar_kwargs: object
 ) -> Axes:
     """Draws a bar for each stack: megabytes of embeddings, then of padding, with its share in percent.
 
@@ -254,7 +253,7 @@ def plot_stack_bytes(
 
 @validated
 def plot_stack_treemap(
-    sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **box_kwargs: Any
+    sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **box_kwargs: object
 ) -> Axes:
     """Draws the bytes of all stacks as areas: a rectangle for each stack, with its padding in grey.
 

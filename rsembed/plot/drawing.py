@@ -40,7 +40,7 @@ def axes_or_new(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) 
     return new_axes
 
 
-def with_defaults(options: dict[str, Any], **defaults: Any) -> dict[str, Any]:
+def with_defaults(options: dict[str, Any], **defaults: object) -> dict[str, Any]:
     """Keyword arguments for an artist: the caller's `options`, and defaults for the others."""
     return defaults | options
 
@@ -68,7 +68,7 @@ def marker_look(number: int) -> dict[str, Any]:
     return {"color": colour_of(number), "marker": _MARKERS[number % len(_MARKERS)]}
 
 
-def note(ax: Axes, text: str, point: tuple[float, float], **text_kwargs: Any) -> None:
+def note(ax: Axes, text: str, point: tuple[float, float], **text_kwargs: object) -> None:
     """Writes a small grey text to the right of a point."""
     style = with_defaults(
         text_kwargs, xytext=(4, 0), va="center", fontsize=LABEL_POINTS, color=MUTED
@@ -105,7 +105,7 @@ def label_points(
     *,
     colours: list[str] | None = None,
     curves: Sequence[tuple[np.ndarray, np.ndarray]] = (),
-    **options: Any,
+    **options: object,
 ) -> None:
     """Writes a label beside each point, at a position that covers neither a point nor a curve.
 
@@ -186,7 +186,7 @@ def finish(
     *,
     counts_on_x: bool = False,
     legend: bool = False,
-    **settings: Any,
+    **settings: object,
 ) -> Axes:
     """Sets the labels and the legend of the axes, and returns the axes.
 

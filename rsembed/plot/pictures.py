@@ -127,7 +127,7 @@ def plot_loss(
     references: Mapping[str, float] | None = None,
     ylabel: str = "loss (nats)",
     ax: Axes | None = None,
-    **line_kwargs: Any,
+    **line_kwargs: object,
 ) -> Axes:
     """Plots a loss over training steps, with dashed lines at losses to compare it with.
 
@@ -165,7 +165,7 @@ def plot_row_path(
     lookups: Int[np.ndarray, " times"] | Sequence[int] = (),
     ylabel: str = "one entry of the row (no unit)",
     ax: Axes | None = None,
-    **line_kwargs: Any,
+    **line_kwargs: object,
 ) -> Axes:
     """Plots how one row moves under different rules, with a grey mark at every step that looks it up.
 
@@ -197,7 +197,7 @@ def plot_loss_against_state(
     references: Mapping[str, float] | None = None,
     ylabel: str = "validation loss (nats)",
     ax: Axes | None = None,
-    **scatter_kwargs: Any,
+    **scatter_kwargs: object,
 ) -> Axes:
     """Plots the loss of each optimizer against the bytes of its state.
 
@@ -229,7 +229,7 @@ def plot_limits(
     *,
     ylabel: str = "ids in the fullest partition",
     ax: Axes | None = None,
-    **line_kwargs: Any,
+    **line_kwargs: object,
 ) -> Axes:
     """Plots what each batch needs, and the limit. Crosses mark batches that exceed it.
 
@@ -273,7 +273,7 @@ def plot_miss_ratio(
     *,
     xlabel: str = "cache (rows)",
     ax: Axes | None = None,
-    **line_kwargs: Any,
+    **line_kwargs: object,
 ) -> Axes:
     """Plots the share of lookups that caches miss, over their sizes on a logarithmic axis.
 
@@ -397,7 +397,7 @@ def lookup_work(
 
 @validated
 def roof(
-    intensity: Any,
+    intensity: object,
     bytes_per_second: Annotated[float, "(0, inf)"],
     flops_per_second: Annotated[float, "(0, inf)"],
 ) -> Any:
@@ -423,7 +423,7 @@ def plot_roofline(
     bytes_per_second: Annotated[float, "(0, inf)"],
     flops_per_second: Annotated[float, "(0, inf)"],
     ax: Axes | None = None,
-    **line_kwargs: Any,
+    **line_kwargs: object,
 ) -> Axes:
     """Plots the speed of programs for one operation below the limits of a machine, its roof.
 

@@ -23,7 +23,7 @@ import functools
 import inspect
 from collections.abc import Callable
 from types import NoneType
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -34,39 +34,51 @@ from rsembed.collection.devices import Devices
 from rsembed.sparsecore.layout import Nested, Scalar
 from rsembed.sparsecore.mesh_lookup import MeshTables
 from rsembed.sparsecore.preprocessing import PreprocessedInput
-from rsembed.sparsecore.variables import EmbeddingVariables
+from rsembed.sparsecore.variables import Activations, EmbeddingVariables, Variables
 from rsembed.specs import FeatureSpec, tables_of
+
+SparseInputs: TypeAlias = PyTree
+"""Preprocessed ids of a batch."""
+DenseInputs: TypeAlias = PyTree
+"""Inputs of the dense stage, such as labels."""
+TrainState: TypeAlias = PyTree
+"""State of the dense stage: parameters and optimizer state."""
+Aux: TypeAlias = PyTree
+"""What one stage passes to the next beside its results."""
+Output: TypeAlias = PyTree
+"""What the dense stage returns to the user, such as the loss."""
 
 
 class CurrentStepInput(NamedTuple):
     """Batch `i`: ids for the lookup of this cycle, and inputs for the dense stage of the next cycle."""
 
-    sparse_inputs: PyTree
-    dense_inputs: PyTree
+    sparse_inputs: SparseInputs
+    dense_inputs: DenseInputs
 
 
 class LastStepInput(NamedTuple):
     """Batch `i - 1`: inputs for the dense stage of this cycle, and ids for the update of the next cycle."""
 
-    sparse_inputs: PyTree
-    embedding_activations: PyTree
-    dense_inputs: PyTree
-    sc_fwd_aux: PyTree
+    sparse_inputs: SparseInputs
+    embedding_activations: Activations
+    dense_inputs: DenseInputs
+    sc_fwd_aux: Aux
 
 
 class StepBeforeLastStepInput(NamedTuple):
     """Batch `i - 2`: ids and gradients for the update of this cycle."""
 
-    sparse_inputs: PyTree
-    embedding_gradients: PyTree
-    tc_aux: PyTree
+    sparse_inputs: SparseInputs
+    embedding_gradients: Activations
+    tc_aux: Aux
 
 
 class PipelineState(NamedTuple):
     """State that a cycle passes to the next cycle.
 
     Attributes:
-      pipeline_step: index of the cycle, from 0, as an int32 array.
+      pipeline_step: index of the cycle, from 0, as an int32 array. In a tree of shardings None: the
+        compiler chooses.
       last_step_inputs: the batch that the previous cycle looked up.
       step_before_last_step_inputs: the batch with gradients.
       placeholder_output: zeros in the form of the dense stage's output, for cycles without a dense stage.
@@ -76,16 +88,18 @@ class PipelineState(NamedTuple):
     pipeline_step: PyTree
     last_step_inputs: LastStepInput
     step_before_last_step_inputs: StepBeforeLastStepInput
-    placeholder_output: PyTree
-    placeholder_tc_aux: PyTree
+    placeholder_output: Output
+    placeholder_tc_aux: Aux
 
 
-ScFwdStageFun = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+ScFwdStageFun = Callable[[SparseInputs, Variables], tuple[Activations, Aux]]
 """Lookup stage: `(sparse_inputs, embedding_variables) -> (activations, aux for the dense step)`."""
-TcStageFun = Callable[[PyTree, PyTree, PyTree, PyTree], tuple[PyTree, PyTree, PyTree, PyTree]]
+TcStageFun = Callable[
+    [Activations, DenseInputs, TrainState, Aux], tuple[Activations, Output, TrainState, Aux]
+]
 """Dense stage: `(embedding_activations, dense_inputs, train_state, sc_fwd_aux) -> (activation gradients, output, new
 train state, aux for the update)`."""
-ScBwdStageFun = Callable[..., tuple[PyTree, PyTree]]
+ScBwdStageFun = Callable[..., tuple[Variables, Aux]]
 """Update stage: `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux) -> (new variables, aux)`.
 
 A function with a parameter named `step` also gets the index, from 0, of the batch with these
@@ -105,8 +119,8 @@ def is_output_valid(pipeline_step: int, num_steps: int) -> bool:
 
 def get_initial_state(
     pipeline_input: CurrentStepInput,
-    tc_train_state: PyTree,
-    embedding_variables: PyTree,
+    tc_train_state: TrainState,
+    embedding_variables: Variables,
     sc_fwd_function: ScFwdStageFun,
     tc_function: TcStageFun,
     dense_input_sharding: Sharding | None = None,
@@ -194,15 +208,15 @@ def get_pipeline_state_sharding(
 
 def step(
     pipeline_input: CurrentStepInput,
-    tc_train_state: PyTree,
-    embedding_variables: PyTree,
+    tc_train_state: TrainState,
+    embedding_variables: Variables,
     pipeline_state: PipelineState,
     sc_fwd_function: ScFwdStageFun,
     tc_function: TcStageFun,
     sc_bwd_function: ScBwdStageFun,
     *,
     fake_tc_step: bool | Array,
-) -> tuple[PyTree, PyTree, PyTree, PyTree, PipelineState]:
+) -> tuple[Output, Aux, TrainState, Variables, PipelineState]:
     """Runs one cycle. Put it into one `jit`, and donate train state, variables and pipeline state.
 
     Args:
@@ -234,7 +248,7 @@ def step(
     activations, sc_fwd_aux = sc_fwd_function(pipeline_input.sparse_inputs, embedding_variables)
     inputs = (last.embedding_activations, last.dense_inputs, tc_train_state, last.sc_fwd_aux)
 
-    def skipped() -> tuple[PyTree, PyTree, PyTree, PyTree]:
+    def skipped() -> tuple[Activations, Output, TrainState, Aux]:
         gradients, *_ = jax.eval_shape(tc_function, *inputs)
         return (
             _zeros(gradients),
@@ -279,7 +293,9 @@ def get_default_sc_fwd_function(
         feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching
     )
 
-    def look_up(sparse_inputs: PyTree, embedding_variables: PyTree) -> tuple[PyTree, None]:
+    def look_up(
+        sparse_inputs: SparseInputs, embedding_variables: Variables
+    ) -> tuple[Activations, None]:
         return tables.look_up(embedding_variables, sparse_inputs), None
 
     return look_up
@@ -305,26 +321,25 @@ def get_default_sc_bwd_function(
     )
 
     def update(
-        sparse_inputs: PyTree,
-        embedding_gradients: PyTree,
-        embedding_variables: PyTree,
-        tc_aux: PyTree = None,
+        sparse_inputs: SparseInputs,
+        embedding_gradients: Activations,
+        embedding_variables: Variables,
+        tc_aux: Aux = None,
         *,
         step: Scalar,
-    ) -> tuple[PyTree, None]:
+    ) -> tuple[Variables, None]:
         del tc_aux
         number = jnp.maximum(jnp.asarray(step, jnp.float32), 0.0)
 
-        def stepped(variables: PyTree) -> PyTree:
+        def stepped(variables: Variables) -> Variables:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
-        if moves_all_rows:
-            return jax.lax.cond(
-                step >= 0, stepped, lambda variables: variables, embedding_variables
-            ), None
-        return stepped(
-            embedding_variables
-        ), None  # without gradients it steps no rows, and needs no branch
+        if not moves_all_rows:  # a step without gradients changes nothing and needs no branch
+            return stepped(embedding_variables), None
+        new_variables = jax.lax.cond(
+            step >= 0, stepped, lambda variables: variables, embedding_variables
+        )
+        return new_variables, None
 
     return update
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -29,7 +29,7 @@ from rsembed.sparsecore.preprocessing import (
     PreprocessedInput,
     preprocess_sparse_dense_matmul_input,
 )
-from rsembed.sparsecore.variables import EmbeddingVariables, initialize
+from rsembed.sparsecore.variables import Activations, EmbeddingVariables, Variables, initialize
 from rsembed.specs import FeatureSpec, tables_of
 
 
@@ -73,9 +73,7 @@ class MeshTables:
         tables = list(tables_of(self.feature_specs).values())
         return initialize(key, tables, self.devices, num_cores=self.num_sc_per_device)
 
-    def look_up(
-        self, variables: Mapping[str, EmbeddingVariables], inputs: PreprocessedInput
-    ) -> PyTree:
+    def look_up(self, variables: Variables, inputs: PreprocessedInput) -> Activations:
         """Activations of the global batch, in a tree like the feature specs."""
         return self._on_devices(sparse_dense_matmul, self.devices.split, self.devices.split)(
             inputs, variables
@@ -83,11 +81,11 @@ class MeshTables:
 
     def update(
         self,
-        d_activations: PyTree,
-        variables: Mapping[str, EmbeddingVariables],
+        d_activations: Activations,
+        variables: Variables,
         step: Scalar | None,
         inputs: PreprocessedInput,
-    ) -> PyTree:
+    ) -> Variables:
         """Variables after one optimizer step of every row that `inputs` look up, in the same container.
 
         `step` is the index of the step, from 0. With None, optimizers do not know the step.
@@ -113,7 +111,7 @@ class MeshTables:
             lambda path, _: next(leaves[path[0].key]), variables
         )
 
-    def train(self, variables: PyTree, counter: Array, inputs: PreprocessedInput) -> PyTree:
+    def train(self, variables: PyTree, counter: Array, inputs: PreprocessedInput) -> Activations:
         """Activations of a lookup. Its backward pass returns updated variables as their "gradients".
 
         The "gradient" of the step counter is the counter of the next step. The counter is a float
@@ -124,13 +122,13 @@ class MeshTables:
         )
 
         @jax.custom_vjp
-        def lookup(variables: PyTree, counter: Array, inputs: PreprocessedInput) -> PyTree:
+        def lookup(variables: Variables, counter: Array, inputs: PreprocessedInput) -> Activations:
             return self.look_up(variables, inputs)
 
-        def forward(variables: PyTree, counter: Array, inputs: PreprocessedInput) -> PyTree:
+        def forward(variables: Variables, counter: Array, inputs: PreprocessedInput) -> PyTree:
             return self.look_up(variables, inputs), (variables, counter, inputs)
 
-        def backward(saved: PyTree, d_activations: PyTree) -> PyTree:
+        def backward(saved: PyTree, d_activations: Activations) -> PyTree:
             variables, counter, inputs = saved
             return (
                 self.update(d_activations, variables, step_number(counter), inputs),
@@ -204,7 +202,7 @@ class MeshLayer:
         return self._tables().preprocess(features, features_weights, **options)[0]
 
     def prepare_batch(
-        self, features: PyTree, features_weights: PyTree = None, **options: Any
+        self, features: PyTree, features_weights: PyTree = None, **options: object
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
         """A batch ready for the layer, as global arrays on its devices, and the statistics for `rsembed.fdo`.
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -180,6 +180,12 @@ class EmbeddingVariables(NamedTuple):
 
     table: PyTree
     slot: PyTree
+
+
+Activations: TypeAlias = PyTree
+"""Activations, or their gradients, in a tree like the feature specs."""
+Variables: TypeAlias = PyTree
+"""`EmbeddingVariables` of every stack, by its name, in any pytree."""
 
 
 def initialize(

@@ -29,12 +29,14 @@ from rsembed.specs import MAX_ROWS, TableSpec
 from rsembed.stacking import StackPlan, place_of
 from rsembed.storage.logical_rows import array_names, as_dtype
 from rsembed.storage.protocol import (
+    ByTable,
     Found,
     Params,
     ReadAhead,
     SlotTree,
     State,
     Storage,
+    TableRows,
     Vectors,
     on_host,
 )
@@ -252,7 +254,7 @@ def numbers_of_rows(
     return mix(ids.astype(jnp.uint32), jnp.asarray(of_names)[tables]).astype(jnp.int32)
 
 
-def whole_table(values: PyTree, table: TableSpec) -> PyTree:
+def whole_table(values: TableRows, table: TableSpec) -> TableRows:
     """Array of all rows of a table, in the dtype of the table. Inside `jit`, `values` unchanged.
 
     Raises: ValueError: `values` is a mapping, has another shape, or has numbers that are too large
@@ -521,7 +523,7 @@ class DenseRows(Storage):
             copies.append(jnp.copy(rows) if rows is array else rows)
         return tuple(copies)
 
-    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
+    def checked_rows(self, values: TableRows, table: TableSpec, step: Int[Array, ""]) -> TableRows:
         """All rows of a table, see `whole_table`."""
         return whole_table(values, table)
 
@@ -529,10 +531,10 @@ class DenseRows(Storage):
         self,
         params: Params,
         slots: SlotTree,
-        rows: Mapping[str, PyTree],
+        rows: ByTable,
         table: TableSpec,
         num_shards: int,
-        new_slots: Mapping[str, PyTree],
+        new_slots: ByTable,
     ) -> State:
         """See `Storage.with_tables`. It also works inside `jit`."""
         for member in self.tables:

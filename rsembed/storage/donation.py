@@ -26,7 +26,7 @@ class _CtrlCLater:
             self._handler = handler
             signal.signal(signal.SIGINT, self._remember)
 
-    def _remember(self, number: int, frame: Any) -> None:
+    def _remember(self, number: int, frame: object) -> None:
         self._signals.append((number, frame))
 
     def __exit__(self, *error: object) -> None:

@@ -25,7 +25,16 @@ from rsembed.storage.dense_rows import whole_table
 from rsembed.storage.hashed import DynamicRows
 from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.logical_rows import array_names
-from rsembed.storage.protocol import Found, ReadAhead, State, Vectors, on_host
+from rsembed.storage.protocol import (
+    Found,
+    Params,
+    ReadAhead,
+    SlotTree,
+    State,
+    TableRows,
+    Vectors,
+    on_host,
+)
 from rsembed.storage.row_map import Eviction
 
 
@@ -102,8 +111,8 @@ class HostCached(DynamicRows):
 
     def find(
         self,
-        params: PyTree,
-        slots: PyTree,
+        params: Params,
+        slots: SlotTree,
         keys: Keys,
         occurrences: Array,
         table: TableSpec,
@@ -211,7 +220,7 @@ class HostTable(HostCached):
         return params._replace(generation=generation)
 
     def rows(
-        self, params: DynamicTable, slots: PyTree, table: TableSpec, num_shards: int
+        self, params: DynamicTable, slots: SlotTree, table: TableSpec, num_shards: int
     ) -> dict[str, np.ndarray]:
         """All rows of the table, from the device cache if they are in it, else from the store."""
         self.generation.check(on_host(params.generation))
@@ -227,12 +236,17 @@ class HostTable(HostCached):
             rows[name] = array
         return rows
 
-    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
+    def checked_rows(self, values: TableRows, table: TableSpec, step: Int[Array, ""]) -> TableRows:
         """`values` as an array of all rows in the table's dtype. Raises: ValueError: no fit."""
         return whole_table(values, table)
 
     def with_rows(
-        self, params: DynamicTable, slots: PyTree, rows: PyTree, table: TableSpec, num_shards: int
+        self,
+        params: DynamicTable,
+        slots: SlotTree,
+        rows: TableRows,
+        table: TableSpec,
+        num_shards: int,
     ) -> State:
         """Parameters and slots after writing a whole table to a new store. The cache is empty.
 

@@ -35,6 +35,11 @@ Found: TypeAlias = tuple[Params, SlotTree, Int[Array, " nnz"]]
 """Parameters, slots, and the row of each key. A key without a row has `NO_ROW`."""
 Vectors: TypeAlias = tuple[Float[Array, "nnz dim"], Int[Array, ""]]
 """Vector of each key, and the number of distinct keys without a row."""
+TableRows: TypeAlias = PyTree
+"""Rows of one table in the form in which a user passes or reads them: an array, a dictionary of
+arrays, or the storage's parameters."""
+ByTable: TypeAlias = Mapping[str, PyTree]
+"""One array or pytree for each table, by the table's name."""
 Pool: TypeAlias = Callable[[Array, Int[Array, " nnz"]], PyTree]
 """Function `(vectors, index of each key's vector) -> pooled output`."""
 
@@ -301,7 +306,7 @@ class Storage(abc.ABC):
           got no row, have `NO_ROW`.
         """
 
-    def hold(self, params: Params, keys: Keys, step: Step) -> PyTree:
+    def hold(self, params: Params, keys: Keys, step: Step) -> Params:
         """`params` that protect the rows and counts of these keys until the end of the step."""
         del keys, step
         return params
@@ -375,7 +380,7 @@ class Storage(abc.ABC):
 
     def optimizer_state(
         self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
-    ) -> PyTree:
+    ) -> SlotTree:
         """Slots of all rows of a table, in the named tuple of its optimizer."""
         rows = self.rows(params, slots, table, num_shards)
         slots_of_rows = []
@@ -384,7 +389,7 @@ class Storage(abc.ABC):
                 slots_of_rows.append(jnp.asarray(array))
         return table.optimizer.pack_slots(tuple(slots_of_rows))
 
-    def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> PyTree:
+    def checked_rows(self, values: TableRows, table: TableSpec, step: Int[Array, ""]) -> TableRows:
         """Rows that a user passes for a table, in the form that `with_rows` accepts.
 
         Args:
@@ -398,7 +403,7 @@ class Storage(abc.ABC):
         return values
 
     def with_rows(
-        self, params: Params, slots: SlotTree, rows: PyTree, table: TableSpec, num_shards: int
+        self, params: Params, slots: SlotTree, rows: TableRows, table: TableSpec, num_shards: int
     ) -> State:
         """`params` and slots after `rows` are written to a table.
 
@@ -419,10 +424,10 @@ class Storage(abc.ABC):
         self,
         params: Params,
         slots: SlotTree,
-        rows: Mapping[str, PyTree],
+        rows: ByTable,
         table: TableSpec,
         num_shards: int,
-        new_slots: Mapping[str, PyTree],
+        new_slots: ByTable,
     ) -> State:
         """`params` and slots after rows and slots of some tables of `tables_of` are replaced.
 

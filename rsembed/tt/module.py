@@ -150,7 +150,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         weight_dist: WeightDistribution = "normal",
         enforce_embedding_dim: bool = True,
         *,
-        dtype: Any = jnp.float32,
+        dtype: object = jnp.float32,
         mode: Mode = "sum",
         include_last_offset: bool | None = None,
         rngs: nnx.Rngs | None = None,

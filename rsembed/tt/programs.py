@@ -345,7 +345,7 @@ def read_bags(
 
 
 def _with_last(
-    offsets: Any, num_ids: int, num_tables: int, last: bool | None
+    offsets: object, num_ids: int, num_tables: int, last: bool | None
 ) -> Array | np.ndarray:
     """Offsets that include the end of the last bag; `last` tells whether `offsets` already do."""
     check_type(offsets, Int[np.ndarray, " bags"], "offsets")

@@ -24,7 +24,17 @@ from rsembed.keys import Keys
 from rsembed.optimizers.base import OptimizerSpec, Slots
 from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import as_dtype
-from rsembed.storage.protocol import Found, Pool, ReadAhead, State, Storage, Vectors, on_host, parts
+from rsembed.storage.protocol import (
+    Found,
+    Pool,
+    ReadAhead,
+    State,
+    Storage,
+    TableRows,
+    Vectors,
+    on_host,
+    parts,
+)
 from rsembed.tt import hot_rows
 from rsembed.tt.cores import Cores, digits_of, entries_of, full_weight, pooled_rows
 from rsembed.tt.hot_rows import CachedTrain, Directory
@@ -294,7 +304,7 @@ class TensorTrain(Storage):
 
     def pooled(
         self,
-        params: PyTree,
+        params: Params,
         keys: Keys,
         call: Call,
         table: TableSpec,
@@ -346,7 +356,7 @@ class TensorTrain(Storage):
     def find(
         self,
         params: PyTree,
-        slots: PyTree,
+        slots: AllSlots,
         keys: Keys,
         occurrences: Array,
         table: TableSpec,
@@ -443,7 +453,7 @@ class TensorTrain(Storage):
         return tuple(new_cores), tuple(new_slots)
 
     def with_rows(
-        self, params: Params, slots: AllSlots, rows: PyTree, table: TableSpec, num_shards: int
+        self, params: Params, slots: AllSlots, rows: TableRows, table: TableSpec, num_shards: int
     ) -> State:
         """Parameters with new cores and an empty cache; slots are unchanged.
 
