@@ -153,7 +153,7 @@ class BoundsCheckMode(enum.IntEnum):
 class Arguments(types.SimpleNamespace):
     """Arguments of the module's constructor by name, and their `defaults`.
 
-    Two objects are equal only if they are the same object.
+    Two `Arguments` objects are equal only if they are the same object.
     """
 
     __eq__ = object.__eq__
@@ -181,7 +181,7 @@ class Arguments(types.SimpleNamespace):
             settings[name] = value
         if settings["cache_precision"] is not None:
             precision = member(SparseType, settings["cache_precision"], "cache_precision")
-            # None stands for the dtype of the weights.
+            # `cache_precision` None means the dtype of the weights.
             is_other = precision != settings["weights_precision"]
             settings["cache_precision"] = precision if is_other else None
         defaults["record_cache_metrics"] = RecordCacheMetrics()
@@ -189,7 +189,7 @@ class Arguments(types.SimpleNamespace):
         return Arguments(**settings, defaults=defaults)
 
     def changed(self, names: Iterable[str]) -> list[str]:
-        """The names in `names` of arguments that are not None and differ from their defaults."""
+        """Names of the arguments in `names` that are not None and differ from their defaults."""
         return [name for name in names if getattr(self, name) not in (None, self.defaults[name])]
 
 
@@ -199,13 +199,13 @@ class OfferedOptimizer(NamedTuple):
     EXACT_ROWWISE_ADAGRAD has several entries, because some weight decay modes need another rule.
 
     Args:
-      rule: rule of the core. It takes the arguments that it has fields for. None: row gradients are
-        returned and nothing is stepped.
+      rule: rule of the core. Each of its fields is set from the argument of that name. None: row
+        gradients are returned and nothing is stepped.
       states: names of the optimizer's states in torch, separated by spaces.
       arguments: names of the constructor's arguments that the optimizer reads.
       fixed: fields of `rule` that no argument sets.
-      fused: rule with a native kernel. It gives the same numbers as `rule` if the fields that it
-        lacks have their defaults. None if there is none.
+      fused: rule with a native kernel. The fused rule gives the same numbers as `rule` if the
+        fields that it lacks have their defaults. None if there is no native kernel.
     """
 
     rule: type[OptimizerSpec] | None
@@ -307,7 +307,8 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
 
     Args:
       optimizer: the optimizer. States of a core rule keep the names in `torch_names`.
-      torch_names: names of the states in torch. Counters (`prev_iter`, `row_counter`) keep them.
+      torch_names: names of the states in torch. Counters (`prev_iter`, `row_counter`) keep their
+        torch names.
     """
     if isinstance(optimizer, OptimizerSpec):
         return tuple(torch_names)
@@ -361,9 +362,9 @@ def _rule_of(
     arguments: Arguments,
     slot_dtypes: tuple[str | None, ...],
 ) -> OptimizerSpec | None:
-    """The row rule of `optimizer`; None for NONE.
+    """Row rule of an optimizer; None for `EmbOptimType.NONE`.
 
-    The rule has a fused native kernel if that gives the same numbers.
+    It is the rule with a fused native kernel if that rule gives the same numbers.
     """
     if isinstance(optimizer, OptimizerSpec):
         return dataclasses.replace(optimizer, learning_rate=rate)
@@ -387,7 +388,7 @@ def _rule_of(
 
 
 def _known_to(rule: type[OptimizerSpec], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that the rule has fields for."""
+    """Settings for which the rule has a field."""
     names = {field.name for field in dataclasses.fields(rule)}
     return {name: settings[name] for name in settings.keys() & names}
 
@@ -398,8 +399,8 @@ def trained_by(
     """Fields of a `TablePlan` that depend on its optimizer and the optimizer's arguments.
 
     Arguments that the optimizer does not read have no influence. The pass over whole tables of
-    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD is their `ensemble_mode` or
-    `emainplace_mode`, or the default of that class if it is None.
+    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD is set by `ensemble_mode` or
+    `emainplace_mode`. If that argument is None, the defaults of its class are used.
 
     Raises: ValueError: arguments contradict each other.
     """

@@ -58,8 +58,8 @@ def read(
     Returns:
       The batch, with numpy arrays unless it is traced or prepared.
       The number of ids and offsets out of range in modes WARNING and FATAL, 0 in the other modes.
-      It is None for a prepared batch, which needs no count. In mode WARNING outside `jit`, a
-      message about the first one, else None.
+      The number is None for a prepared batch, which needs no count. In mode WARNING outside `jit`,
+      a message about the first one, else None.
 
     Raises: TypeError, ValueError: the batch does not fit the plan, or, in mode FATAL, an id or
       offset is out of range or a weight is not finite.
@@ -117,7 +117,7 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
         batch,
         plan.devices,
         bounds_check="ignore",
-        # Called by `prepare`, so that an error of one process reaches all.
+        # `prepare` calls `by_feature`, so that an error in one process is raised in all.
         read=by_feature,
         lists=plan.list_of_feature,
         made_for=identity(plan, checks=mode != BoundsCheckMode.NONE),
@@ -125,7 +125,10 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
 
 
 def weights_by_feature(batch: PreparedBatch) -> dict[str, Array | np.ndarray]:
-    """The weights of a split batch, `[ids]` for each feature. Inside `jit`, zeros follow them."""
+    """The weights of a split batch, `[ids]` for each feature.
+
+    Inside `jit`, the weights are followed by zeros.
+    """
     return {name: bags.weights for name, bags in batch.items()}
 
 
@@ -195,7 +198,7 @@ def _integers(values: ArrayLike, name: str) -> AnyArray:
     check_unmasked(values, name)
     array: AnyArray = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     if array.ndim == 1 and array.size == 0:
-        array = array.astype(np.int32)  # numpy reads an empty list as float64
+        array = array.astype(np.int32)  # numpy converts an empty list to float64.
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"{name} must be a flat array of integers, got {array.dtype} of shape {array.shape}."
@@ -254,7 +257,8 @@ def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
 
     The last offset becomes the number of ids. The others are clipped to `[0, number of ids]`, and
     an offset below an earlier one is raised to the largest offset before it. An id outside its
-    table becomes 0, except -1, which means no id. Works on numpy arrays and inside `jit`.
+    table becomes 0, except -1, which means no id. Batches of numpy arrays and traced batches are
+    accepted.
 
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """
@@ -284,7 +288,8 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
     Args:
       plan: the tables and features.
       batch: the batch, not traced.
-      may_begin_later: whether the first offset may be above 0. Ids before it are in no bag.
+      may_begin_later: whether the first offset may be above 0. Ids before the first offset are in
+        no bag.
     """
     (entries,) = batch.lists
     ids, offsets = np.asarray(entries.ids), np.asarray(entries.offsets)

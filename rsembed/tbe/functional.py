@@ -86,7 +86,10 @@ class TBEState(NamedTuple):
 
 
 def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
-    """The arrays of `tree` replicated over the plan's mesh. Unchanged without a mesh."""
+    """The arrays of `tree` replicated over the plan's mesh.
+
+    Without a mesh, `tree` is returned unchanged.
+    """
     return plan.devices.place(tree, PartitionSpec())
 
 
@@ -96,12 +99,12 @@ def by_name(plan: TBEPlan, of_groups: Iterable[Value]) -> dict[str, Value]:
 
 
 def in_order(plan: TBEPlan, of_names: Mapping[str, Value]) -> tuple[Value, ...]:
-    """The inverse of `by_name`."""
+    """Values in the order of the plan's groups, from values by group name; inverse of `by_name`."""
     return tuple(of_names[group.table.name] for group in plan.groups)
 
 
 def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
-    """The batch unchanged.
+    """The batch, unchanged, after a check of its form.
 
     Raises: ValueError: the tables are on a mesh, but the batch is not split.
     """
@@ -193,9 +196,9 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
 
 
 def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
-    """State after the passes over whole tables that precede the next training step's lookup.
+    """State after the optimizers' passes over whole tables, before a training step's lookup.
 
-    A second call for the same step changes nothing.
+    A second call for the same step returns `state` unchanged.
     """
     check_state(plan, state)
     t = state.step + 1
@@ -392,7 +395,7 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
 def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " groups"]) -> Call:
     """The batch with weights that apply the global weight decay to the row of each id.
 
-    Unchanged if no table has global weight decay.
+    The batch is unchanged if no table has global weight decay.
     """
     factors: Array | None = None
     for number, group in enumerate(plan.groups):
@@ -414,7 +417,7 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
 
 
 _STORE = 2**32 - 2
-"""Folded into the key of host write-backs, for rounding noise that no step has."""
+"""Folded into the PRNG key of host write-backs, so that their noise differs from a step's."""
 
 
 def _noise(
@@ -425,7 +428,7 @@ def _noise(
     Args:
       plan: the tables.
       number: index of the group.
-      state: gives the key and the step.
+      state: state with the PRNG key and the step of the noise.
       dtype: dtype of the rounded rows.
       use: number folded into the key. None: the noise of a training step.
     """
@@ -466,8 +469,9 @@ def backward(
 ) -> tuple[TBEState, Array | PreparedBatch | None]:
     """State after `update`, and the gradients of the ids' weights.
 
-    The gradients are an array. For a prepared batch, they are the batch with gradients in place of
-    the weights. They are None if `wants_weight_gradients` is False or the batch has no weights.
+    The weight gradients are an array. For a prepared batch, they are a copy of the batch with
+    gradients in place of the weights. They are None if `wants_weight_gradients` is False or the
+    batch has no weights.
     """
     gradient = _gradient(d_output, max_gradient)
     weights = list_of(batch).weights
@@ -479,8 +483,8 @@ def backward(
 
     output, pull_back = jax.vjp(weighted, weights)
     (d_weights,) = pull_back(gradient.reshape(output.shape))
-    # The zero that is added makes the update depend on `d_weights`. Otherwise XLA could schedule
-    # the update first, on a copy of the tables.
+    # Adding this zero makes the update depend on `d_weights`. Otherwise XLA could schedule the
+    # update first, on a copy of the tables.
     total = jnp.nan_to_num(jnp.sum(jnp.abs(d_weights)))
     stepped = update(plan, state, batch, gradient + jnp.minimum(total, 0.0), rates)
     if isinstance(batch, Call):

@@ -45,14 +45,14 @@ _REFUSAL = (
     "back; or go on from the tables as they are on the host by reset_cache_states(discard=True)."
 )
 Keep = Callable[[TBEState], None]
-"""Stores the new state, right after a compiled program that donates the old state's arrays."""
+"""Callback that stores the new state, right after a compiled program that donates the old one."""
 
 
 class HostRows:
     """Rows of a module's cached tables, and their transfer between host and device.
 
-    A change outside `jit` starts with `begin`. It ends with `end`, after the module has stored its
-    new state. If an error or Ctrl-C stops a change in between, `resumed` repairs it.
+    A change outside `jit` starts with `begin`. The change ends with `end`, after the module has
+    stored its new state. If an error or Ctrl-C stops a change in between, `resumed` repairs it.
 
     Args:
       plan: the tables.
@@ -104,12 +104,12 @@ class HostRows:
         self.generation.advance(self.generation.number)
 
     def end(self) -> None:
-        """Ends a change. The module has stored its new state."""
+        """Ends a change. Call it after the module has stored its new state."""
         self.begun = None
         self._steps = False
 
     def resumed(self, state: TBEState) -> TBEState:
-        """State with which device and host can continue after a change that stopped halfway.
+        """Consistent state of device and host after an error or Ctrl-C stopped a change halfway.
 
         The state's `resident_rows` say which rows the device has. These rows are complete, because
         one program moves all arrays of a row. Rows that were evicted were written to the host
@@ -119,7 +119,7 @@ class HostRows:
         """
         if int(np.asarray(state.generation)) != self.begun:
             self.generation.check(state.generation)
-        if self._steps:  # If the update did not run, this writes the old values again.
+        if self._steps:  # If the update did not run, the old values are written.
             self.write_back(state)
         self.prefetched.clear()
         for number, group in self.groups.items():
@@ -129,7 +129,7 @@ class HostRows:
         return self.advanced(state)
 
     def reset_counts(self) -> None:
-        """Sets all counts to zero."""
+        """Sets all cache counts to zero."""
         self.counts = CacheCounts()
         self.calls_with_a_miss = 0
         self.misses_by_feature = np.zeros(len(self.plan.features), np.int64)
@@ -215,7 +215,8 @@ class HostRows:
     def prefetch(self, state: TBEState, batch: Call, keep: Keep) -> TBEState:
         """State with rows of a later batch in the cache.
 
-        Rows that get no cache slot are copied when the batch is looked up.
+        Rows of the batch that get no cache slot are copied to the device when the batch is looked
+        up.
 
         Args:
           state: the module's state.
@@ -335,11 +336,11 @@ class HostRows:
           state: the module's state.
           discard: whether a state of any generation is accepted. If not, its generation is checked.
 
-        Raises: RuntimeError: see `begin`; only without `discard`.
+        Raises: RuntimeError: `discard` is False and the state has another generation, see `begin`.
         """
         jax.effects_barrier()
         if discard:
-            self.end()  # A change may have stopped halfway.
+            self.end()  # An earlier change may not have ended.
             self.generation.advance(self.generation.number)
         else:
             self.begin(state)
@@ -420,7 +421,10 @@ class HostRows:
         return ()
 
     def _record(self, num_ids: int, starts: np.ndarray, by_group: dict[int, BatchPlaces]) -> None:
-        """Adds a batch to the statistics, as one call for all groups."""
+        """Adds a batch to the cache statistics.
+
+        A batch counts as one call, whatever the number of groups.
+        """
         total = CacheCounts()
         num_cacheable = 0
         records_features = self.caching.record_cache_metrics.record_tablewise_cache_miss
@@ -517,7 +521,8 @@ def first_state(
     Args:
       plan: the tables.
       key: PRNG key of stochastic rounding and of uniform initial weights.
-      host_rows: gives the cache sizes. None if no table is cached.
+      host_rows: host side of the cached tables, which sets the cache sizes. None if no table is
+        cached.
       device: device of all arrays. None: JAX's default device, or the mesh of the plan.
     """
     num_slots = {}
@@ -563,7 +568,7 @@ def warn_of_arguments(plan: TBEPlan, arguments: Arguments) -> None:
 def report(
     config: TBEStatsReporterConfig, plan: TBEPlan, state: TBEState, batch: AnyBatch, output: Array
 ) -> None:
-    """Reports numbers and bytes of a training step, by FBGEMM's names.
+    """Reports counts and bytes of a training step, with the names of FBGEMM's statistics.
 
     Nothing is reported if `interval` does not divide the step number. Warns inside `jit`, because
     steps cannot be reported there.

@@ -54,7 +54,7 @@ _backward = jax.jit(
 _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 WeightGradients: TypeAlias = Array | dict[str, Array | np.ndarray] | None
-"""Gradients of the weights of ids, in their form: an array, or arrays by feature."""
+"""Gradients of `per_sample_weights`, in the form of these: an array, or arrays by feature."""
 _EVALUATES = "the module is in evaluation mode, which never trains; call train() first."
 
 
@@ -66,10 +66,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
     whole call, then steps every looked-up row once. Rows that no id reads keep their bits, and so
     do their optimizer states. The module runs eagerly (compiled inside) and under `nnx.jit`.
 
-    Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws others. A warning
-    names arguments that have no effect, alone or together with the others. Extensions of FBGEMM:
-    `optimizer` and `learning_rate` may be lists with one entry per table, the learning rate may be
-    a schedule (of the 0-based step), and any dim is allowed.
+    Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws random weights.
+    Arguments without effect, alone or together with the others, cause a warning that names them.
+    Extensions of FBGEMM: `optimizer` and `learning_rate` may be lists with one entry per table, the
+    learning rate may be a schedule (of the 0-based step), and any dim is allowed.
 
     An eager training step donates the module's arrays, so copies that share them (`nnx.clone`,
     `nnx.split`) cannot be used afterwards. With cached tables, `nnx.state` has the rows in the
@@ -92,9 +92,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
       cache_load_factor: rows of the cache as a fraction of all rows of the group, 0.2 by default.
       cache_sets: number of sets of 32 rows in each cache. 0, the default: `cache_load_factor`
         decides.
-      cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. It has no
-        effect, and a warning says so, if the device does not report its memory (as CPUs) or if
-        `cache_sets` is given.
+      cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. The argument
+        has no effect, and a warning says so, if the device does not report its memory (CPUs do not)
+        or if `cache_sets` is given.
       cache_precision: dtype of cached rows. None, the default: `weights_precision`. With any
         other dtype, training does not equal that of uncached tables. A narrower dtype rounds rows
         to nearest when they enter the cache, and rounds stepped rows like the rows of a table of
@@ -104,8 +104,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
       output_dtype: FP32, FP16 or BF16. Sums are computed in float32.
       enforce_hbm: whether MANAGED_CACHING means DEVICE.
       optimizer: optimizer of all tables, or a list with one per table; see `EmbOptimType`. A rule
-        of the core such as `rsembed.optimizers.FTRL(...)` works as well. It brings its settings and
-        learning rate.
+        of the core such as `rsembed.optimizers.FTRL(...)` works as well. The settings and the
+        learning rate are then those of the rule.
       record_cache_metrics: enables `get_cache_miss_counter` and `get_table_wise_cache_miss`.
       gather_uvm_cache_stats: enables `get_uvm_cache_stats` and `reset_uvm_cache_stats`.
       stochastic_rounding: whether stepped FP16 and BF16 rows are rounded stochastically, True by
@@ -332,7 +332,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             rates = learning_rates(self.plan, state)
             if host is not None:
                 state, row_gradients = host.bring_rows(state, row_gradients, keep)
-                self.state.set_value(state)  # the host has a new generation, even on failure
+                self.state.set_value(state)  # The generation is new even if the step fails.
                 host.begin(state, steps=True)
             state = kept(keep, _apply, self.plan, state, row_gradients, rates)
             if host is not None:
@@ -426,7 +426,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
     def _brought(self, batch: AnyBatch, *, admit: bool = True) -> AnyBatch:
         """The batch in the form that the tables read, after its rows were copied to the device.
 
-        On a mesh it is split by sample. Ids of cached tables are replaced by cache slots.
+        On a mesh, the batch is split by sample. Ids of cached tables are replaced by cache slots.
 
         Args:
           batch: result of `_read`.
@@ -468,9 +468,9 @@ SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TablesBackward:
-    """Trains with one `vjp` call.
+    """Backward function of one `vjp` call: trains the looked-up rows, or returns their gradients.
 
-    Use it once: `backward(d_out)` or `backward.row_gradients(d_out)`.
+    Each object can be used once: `backward(d_out)` or `backward.row_gradients(d_out)`.
     """
 
     _module: TableBatchedEmbeddingBags
@@ -500,7 +500,8 @@ class TablesBackward:
           For a batch prepared on a mesh `{feature: [ids]}`. For OptimType.NONE, nothing is stepped
           and the `RowGradients` are returned.
 
-        Raises: RuntimeError: it was called before, or the module is in evaluation mode now.
+        Raises: RuntimeError: this backward was used before, or the module is in evaluation mode
+          now.
         """
         with self._module._alone():
             return self._trained(d_output, per_sample_weights_grad)
@@ -578,8 +579,8 @@ class TablesBackward:
         """The output's gradient as a JAX array, checked.
 
         Raises:
-          TypeError: it is not an array of floats.
-          ValueError: it does not have the output's shape.
+          TypeError: `d_output` is not an array of floats.
+          ValueError: `d_output` does not have the output's shape.
           RuntimeError: this backward was used before, or the module is in evaluation mode.
         """
         check_not_forked("the module")

@@ -100,8 +100,8 @@ class TablePlan(NamedTuple):
       rounds_stochastically: whether stepped rows of a dtype other than float32 are rounded
         stochastically.
       whole_table_mode: pass over all rows before the lookup of a training step. None: no pass.
-      copy_dtypes: dtypes of the copies of the table that this pass keeps. They follow the slots of
-        the rule.
+      copy_dtypes: dtypes of the copies of the table that this pass keeps. The copies follow the
+        slots of the rule.
       torch_state_names: names of the optimizer states in torch's optimizers.
     """
 
@@ -127,7 +127,7 @@ class TablePlan(NamedTuple):
 
     @property
     def is_cached(self) -> bool:
-        """Whether the rows are on the host and are copied to the device for a lookup."""
+        """Whether the rows are on the host, so that a lookup copies them to the device."""
         return self.placement != "device"
 
     @property
@@ -149,7 +149,10 @@ class TablePlan(NamedTuple):
         return self.global_decay is not None
 
     def contents(self) -> dict[str, object]:
-        """Facts that must be equal when a state dict is loaded. Hyperparameters may differ."""
+        """Facts that must be equal when a state dict is loaded.
+
+        Hyperparameters are not among these facts, so they may differ.
+        """
         optimizer = arguments.name_of(self.optimizer)
         if isinstance(self.optimizer, OptimizerSpec):
             optimizer = self.optimizer.identity
@@ -172,7 +175,7 @@ class TablePlan(NamedTuple):
         # from each `Step` and from `engine_of`.
         spec = TableSpec(
             name=self.name,
-            # An empty table gets one row, which nothing reads: the core has no empty tables.
+            # The core has no empty tables, so an empty table gets one row, which no id reads.
             vocabulary_size=max(self.num_rows, 1),
             embedding_dim=self.dim,
             dtype=self.dtype,
@@ -595,7 +598,7 @@ def _check_specs(
 ) -> None:
     """Raises: ValueError: the declaration of a table or feature is impossible.
 
-    The message names it.
+    The message names the table or feature.
     """
     if not specs:
         raise ValueError("embedding_specs is empty; a module needs at least one table.")

@@ -82,7 +82,7 @@ def _put_rows(array: Array, values: Array, rows: Array) -> Array:
 class TBEVariable(nnx.Variable):
     """Tables, optimizer states and counters of a module.
 
-    Its backward pass trains them, not optax.
+    The backward pass of the module trains them, not optax.
     """
 
 
@@ -209,7 +209,7 @@ class TrainedTables(nnx.Module):
     def split_embedding_weights(self) -> list[Array | np.ndarray]:
         """The weights of every table, `[rows, dim]`.
 
-        They are copies. For tables on the host, they are read-only views of the store.
+        The arrays are copies. For tables on the host, they are read-only views of the store.
         """
         with self._alone():
             self.flush()
@@ -291,7 +291,7 @@ class TrainedTables(nnx.Module):
         saved["learning_rate"] = np.asarray(state.learning_rates)[group_of_table]
         saved["max_counter"] = np.asarray(state.max_counter)
         saved["key"] = np.asarray(jax.random.key_data(state.key))
-        # As numbers, because some file formats hold no strings.
+        # `contents` is saved as bytes, because some file formats hold no strings.
         saved["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)
         return saved
 
@@ -300,7 +300,8 @@ class TrainedTables(nnx.Module):
     ) -> None:
         """Loads a `state_dict`.
 
-        The saved module may differ in hyperparameters, dtypes and placement.
+        The module that was saved may have other hyperparameters, dtypes and placement than this
+        one.
 
         Args:
           state_dict: arrays by name, the result of `state_dict`.
@@ -346,7 +347,7 @@ class TrainedTables(nnx.Module):
             )
         numbers = self._numbers_of(saved)
         functional.check_state(plan, self.state.get_value())
-        self.reset_cache_states(discard=True)  # All cached rows are replaced below.
+        self.reset_cache_states(discard=True)  # All rows are replaced below.
         for number, table in enumerate(plan.tables):
             for array, name in enumerate(_entries(table)):
                 values = np.asarray(saved[name]).reshape(table.num_rows, -1)
@@ -354,14 +355,14 @@ class TrainedTables(nnx.Module):
         self.state.set_value(self.state.get_value()._replace(**everywhere(plan, numbers)))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes of `weights` and `optimizer_states` of every table and, as `total`, of all tables.
+        """Bytes of `weights` and `optimizer_states`, by table name and, as `total`, for all tables.
 
         If some table is cached, `total` also has the bytes of the `cache` on the device.
         """
         return state_bytes(self.plan, self.state.get_value())
 
     def flush(self) -> None:
-        """Writes all cached rows and states to the host. They stay in the cache."""
+        """Writes all cached rows and states to the host. The rows stay in the cache."""
         with self._alone():
             host_rows = self.host_rows
             if host_rows is not None:
@@ -549,7 +550,7 @@ def _non_negative_entries(table: TablePlan) -> set[str]:
     """Names of a table's entries in a state dict that cannot be negative."""
     if table.rule is None:
         return set()
-    # The names of the rule's slots come first. Names of copies of the table follow them.
+    # Names of the rule's slots come first. Names of copies of the table follow.
     slots = getattr(table.rule.slot_type, "_fields", ())
     entries = set()
     for slot, state in zip(slots, table.torch_state_names, strict=False):
