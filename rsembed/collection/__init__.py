@@ -1,16 +1,19 @@
 """EmbeddingCollection: all tables of a model with functional calls, on one device or a mesh.
 
 ```
-embeddings.py    what users call
-├─ inputs.py     checks a batch and brings it into the form of compiled programs
-├─ prepared.py   this form: lists of ids, with one part per device of a mesh
-├─ placement.py  placements of tables, and whole tables read and written by name
-├─ devices.py    the devices of a mesh, and functions that run on each of them
-├─ engine.py     lookups, row gradients and steps of all stacks
-├─ serving.py    lookups in plain JAX, for files and other processes
-└─ stack.py      the state, and stacks: tables in one storage, with the features that read them
-     rows.py       finds, reads and steps rows, on this device or through their owners
-     host_rows.py  moves rows between host and device
+embeddings.py        EmbeddingCollection: the public methods
+├─ inputs.py         checks a batch and converts it to the form of compiled programs
+├─ prepared.py       this form: lists of ids, with one part per device of a mesh
+├─ placement.py      placements of tables, and whole tables read and written by name
+├─ devices.py        the devices of a mesh, and functions that run on each of them
+├─ engine.py         lookups, row gradients and steps of all stacks
+├─ serving.py        lookups in plain JAX, for files and other processes
+└─ stack.py          the state, and stacks: tables in one storage, with the features that read them
+     host_stack.py   stacks that are read and written on the host
+     occurrences.py  ids of a batch as row numbers or keys, with their bags
+     rows.py         lookups and steps of rows that every device has in full, or by columns
+     asked_rows.py   lookups and steps of rows that each have one owner among the devices
+     host_rows.py    moves rows between host and device
 ```
 
 Storages, which keep the rows themselves, are in `rsembed.storage`.

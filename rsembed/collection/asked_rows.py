@@ -37,7 +37,7 @@ from rsembed.storage.protocol import Found, Params, SlotTree, State
 from rsembed.storage.row_map import combine, unnamed
 
 Request: TypeAlias = PyTree
-"""What a device sends to an owner for each distinct entry: row numbers, or 32-bit lanes of keys."""
+"""Entries that a device sends to their owner: row numbers, or 32-bit lanes of keys."""
 
 
 class Combined(NamedTuple):
@@ -83,7 +83,7 @@ class AskedRows(Rows):
         return self.devices.index()
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Row numbers in the tables of the stack."""
+        """Row numbers of the batch's ids, in the tables of the stack."""
         return row_numbers(batch, layout)
 
     def look_up(
@@ -189,22 +189,23 @@ class AskedRows(Rows):
         )
 
     def _lanes(self, keys: Keys) -> list[Array]:
-        """Integers that identify each key."""
+        """Integer arrays (lanes) that together identify each key."""
         return [keys.low.astype(jnp.int32)]
 
     def _request(self, wanted: Wanted) -> Request:
-        """What owners get of each entry: its row number."""
+        """Row numbers of the distinct entries, which a device sends to their owners."""
         return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
 
     def _received(self, request: Request) -> tuple[Keys, Int[Array, " nnz"]]:
-        """Keys of a request, and their occurrences, at the owner."""
+        """Keys in a request that an owner received, and the number of occurrences of each."""
         keys = keys_of_rows(request)
         return keys, keys.is_key.astype(jnp.int32)
 
     def _arrival(self, request: Request, num_ids: int) -> Int[Array, " nnz"] | None:
         """Numbers that sort the received entries in the order in which keys get rows.
 
-        None: in the order of the request. `num_ids` is the number of ids of each device.
+        None: keys get rows in the order of the request. `num_ids` is the number of ids of each
+        device.
         """
         del request, num_ids
         return None
@@ -240,7 +241,7 @@ class AskedRows(Rows):
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]
         if self.table.optimizer.moves_all_rows:
-            # Every round steps all rows, so there must be only one.
+            # This optimizer steps all rows in every round, so one round must hold all entries.
             return num_entries
         return min(self.capacity or default_capacity(num_entries, self.num_shards), num_entries)
 
@@ -249,7 +250,7 @@ class AskedArrayRows(AskedRows):
     """Sharded rows in one array."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Row numbers in the array."""
+        """Row numbers of the batch's ids, in the array of the stack."""
         return rows_of_array(batch, layout)
 
 
@@ -261,7 +262,7 @@ class AskedKeys(AskedRows):
     """
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Keys with their bags."""
+        """Keys of the batch, with their bags."""
         return keys_in_bags(batch, layout)
 
     def _lanes(self, keys: Keys) -> list[Array]:

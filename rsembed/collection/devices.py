@@ -32,7 +32,10 @@ class Devices:
 
     @staticmethod
     def of(mesh: Mesh | None, axis: str | Sequence[str] | None) -> Devices:
-        """Raises: ValueError: an axis is not in the mesh, or named twice, or there is no mesh."""
+        """Devices along some axes of a mesh.
+
+        Raises: ValueError: an axis is unknown or repeated, or there is no mesh.
+        """
         if mesh is None:
             if axis is not None:
                 raise ValueError(
@@ -64,7 +67,7 @@ class Devices:
 
     @functools.cached_property
     def num_processes(self) -> int:
-        """Number of processes. Each of them passes different samples."""
+        """Number of processes. Each process passes different samples."""
         mesh = self.known_mesh
         return 1 if mesh is None else len(processes_of(mesh))
 
@@ -135,7 +138,7 @@ class Devices:
         """
         if self.mesh is None:
             return function
-        # Kernels say nothing about how their results vary over the mesh.
+        # Kernels do not declare over which mesh axes their results vary, so that check is off.
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -165,7 +168,7 @@ class Devices:
 
     def gather(self, array: Array) -> Array:
         """Parts of all devices, concatenated along the first axis."""
-        if self.mesh is None or array.shape[0] == 0:  # XLA cannot gather empty arrays
+        if self.mesh is None or array.shape[0] == 0:  # XLA cannot gather empty arrays.
             return array
         return jax.lax.all_gather(array, self.axes, tiled=True)
 

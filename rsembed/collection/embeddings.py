@@ -73,8 +73,8 @@ class EmbeddingCollection:
       implementation: name of the only kernel implementation to use. None: the fastest one
         available. With "reference", lookups and steps are plain JAX. Other names apply to pooling
         and steps only: finding keys and exchanging rows take the fastest implementation.
-      bounds_check: treatment of ids outside their table. With `raise`, they are an error outside
-        `jit`. With `ignore`, and always inside `jit`, they contribute nothing, and
+      bounds_check: treatment of ids outside their table. With `raise`, such ids are an error
+        outside `jit`. With `ignore`, and always inside `jit`, such ids contribute nothing, and
         `lookup(..., return_statistics=True)` counts them.
 
     Raises: ValueError: an option is unknown, or tables or shapes of features do not fit the mesh.
@@ -146,12 +146,12 @@ class EmbeddingCollection:
         }
 
     def __reduce__(self) -> tuple[object, ...]:
-        # Workers of an input pipeline get a collection in this way.
+        # A collection is pickled for the workers of an input pipeline.
         make = functools.partial(EmbeddingCollection, **self._arguments)
         return make, (list(self.features.values()),)
 
     def __deepcopy__(self, memo: object) -> EmbeddingCollection:
-        return self  # immutable: the state holds everything that changes
+        return self  # Collections do not change: the state does.
 
     def __repr__(self) -> str:
         return f"EmbeddingCollection of {len(self.table_specs)} tables, {len(self.features)} features\n{self.plan}"
@@ -164,12 +164,12 @@ class EmbeddingCollection:
     def init(self, key: PRNGKeyArray) -> EmbeddingState:
         """New state with initial tables and optimizer state.
 
-        The values of a table depend only on `key`, the table's name and its initializer. They do
-        not depend on other tables or on the number of devices.
+        The values of a table depend only on `key`, the table's name and its initializer. Other
+        tables and the number of devices do not influence them.
 
         Raises: TypeError: `key` is not a PRNG key. ValueError: a custom initializer gives a number
-          that is not finite. Nothing is checked inside `jit`. A keyed table draws its rows later,
-          so only one row is checked here.
+          that is not finite. Inside `jit`, numbers are not checked. A keyed table draws its rows
+          later, so `init` checks only one row.
         """
         check_type(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
@@ -184,11 +184,11 @@ class EmbeddingCollection:
         return host_rows.with_new_generation(self._on_host, fresh)
 
     def prefetch(self, state: EmbeddingState, batch: Batch) -> EmbeddingState:
-        """State with all rows of a batch on the device, for tables on the host.
+        """State after the rows of a batch were copied to the device, for tables on the host.
 
-        Not inside `jit`. Call it before a compiled step, with the batch that the step will read. A
-        later prefetch of another batch may evict these rows. `state` is donated: use only the
-        returned state. Without tables on the host, `state` is returned unchanged.
+        Not for use inside `jit`. Call `prefetch` before a compiled step, with the batch that the
+        step will read. A later prefetch of another batch may evict these rows. `state` is donated:
+        use only the returned state. Without tables on the host, `state` is returned unchanged.
 
         Raises: RuntimeError: the batch reads more rows than the device caches, `state` is older
           than the rows on the host, or this is inside `jit`. `state` stays valid then.
@@ -213,7 +213,7 @@ class EmbeddingCollection:
 
     @functools.cached_property
     def template(self) -> EmbeddingState:
-        """State with shapes and shardings instead of arrays, as `like` of `checkpoint.load`."""
+        """State with shapes and shardings instead of arrays: the `like` of `checkpoint.load`."""
         tables, slots = jax.eval_shape(self._engine.init, jax.random.key(0))
         step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
         state = EmbeddingState(tables, slots, step, key, self.layout)
@@ -234,7 +234,9 @@ class EmbeddingCollection:
     def check_state(
         self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots", "step")
     ) -> None:
-        """Checks that a state belongs to this collection. Methods that take a state call it.
+        """Checks that a state belongs to this collection.
+
+        All methods with a state argument call it.
 
         Args:
           state: the value to check.
@@ -291,8 +293,8 @@ class EmbeddingCollection:
     def each_table(self, state: EmbeddingState) -> Iterator[tuple[str, PyTree]]:
         """Name and rows of each table, one at a time, in the form of `tables`.
 
-        It needs less memory than `tables`. The rows may be the arrays of the state, so do not
-        donate the state while the rows are in use.
+        `each_table` needs less memory than `tables`. The rows may be the arrays of the state, so do
+        not donate the state while the rows are in use.
         """
         self.check_state(state, parts=["tables"])
         for name, stack in self._stacks.items():
@@ -346,13 +348,13 @@ class EmbeddingCollection:
             Adam, continue from it. Use `state._replace(step=jnp.int32(int(old_state.step)))` to
             continue from another step.
           tables: new values by table name.
-          slots: new optimizer state by table name, with equal shapes and dtypes. Takes what `slots`
-            returns for a table, or the table's entry in `load(path).tree["slots"]`. Slots of a
-            keyed table are in the order of its `keys` in `tables`, or else of the keys in the
-            state. None: the slots of the state.
-          allow_nonfinite: accept NaN, infinity and negative sums of squares. They are an error by
-            default, because one NaN spreads to everything that reads its row. Nothing is checked
-            inside `jit`.
+          slots: new optimizer state by table name, with equal shapes and dtypes. Each is a result
+            of `slots`, or an entry of `load(path).tree["slots"]`. Slots of a keyed table are in the
+            order of its `keys` in `tables`, or else of the keys in the state. None: the slots of
+            the state.
+          allow_nonfinite: accept NaN, infinity and negative sums of squares. By default such
+            numbers are an error, because one NaN spreads to everything that reads its row. Inside
+            `jit`, numbers are not checked.
 
         Raises: ValueError: a table is unknown, or values or slots do not fit it or are not finite.
           NotImplementedError: the storage of a table takes no rows. RuntimeError: this is inside
@@ -370,9 +372,10 @@ class EmbeddingCollection:
         unused_for: int | None = None,
         norm_below: float | None = None,
     ) -> tuple[EmbeddingState, dict[str, np.ndarray]]:
-        """State without the keys of a table that fulfil any of the conditions, and these keys.
+        """State after keys of a table were evicted, and the evicted keys with their rows.
 
-        Not inside `jit`. `state` is donated: use only the returned state.
+        A key is evicted if it fulfils any of the conditions. Not for use inside `jit`. `state` is
+        donated: use only the returned state.
 
         Args:
           state: state to evict keys from.
@@ -399,12 +402,13 @@ class EmbeddingCollection:
     def prepare(self, batch: Batch) -> PreparedBatch:
         """Batch that was checked on the host and moved to the device, ready for a jitted step.
 
-        Call it outside `jit`. Inside, ids are int32 and cannot be checked, only counted.
+        Call `prepare` outside `jit`. Inside `jit`, ids are int32 and cannot be checked, only
+        counted.
 
         Arrays stay arrays. The bags of all ragged features that share a stack of tables become one
         list of ids. Lists are padded to one of few sizes, so a stream of batches needs few compiled
-        programs. On one device, a feature without a combiner is not padded: it keeps its number of
-        ids. The result is a pytree that reads as a mapping by feature.
+        programs. On one device, a feature without a combiner is not padded. The result is a pytree,
+        and a mapping by feature.
 
         On a mesh, each process passes the same number of samples and gets the global batch, split
         by sample. A list has one part per device, and all parts are padded to one length. A ragged
@@ -472,7 +476,7 @@ class EmbeddingCollection:
     def row_gradients(self, batch: Batch, d_activations: ActivationGradients) -> RowGradients:
         """Gradients of the distinct rows of a batch, from the gradients of its activations.
 
-        Reads no table.
+        No table is read.
         """
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
@@ -529,7 +533,8 @@ class EmbeddingCollection:
 
         Args:
           state: state before the step.
-          wanted: by stack on the host, what the step reads: see `host_rows.fetched`.
+          wanted: for each stack on the host, the batch or rows that the step reads; see
+            `host_rows.fetched`.
           step_stacks: `apply` or `update` of the engine.
           gradients: arguments of `step_stacks` between the slots and the steps.
         """
@@ -542,11 +547,11 @@ class EmbeddingCollection:
         stepped = EmbeddingState(tables, slots, fetched.step + 1, fetched.key, fetched.layout)
         if fetched is state:
             return stepped
-        # Invalidates `state`, so this comes last, when nothing can fail any more.
+        # The new generation invalidates `state`, so it is set last, when no error can follow.
         return host_rows.with_new_generation(self._on_host, stepped)
 
     def _step_of(self, stack: StackPlan, state: EmbeddingState) -> Step:
-        """The next step of the tables of a stack."""
+        """The `Step` of a stack's tables: rule, hyperparameters, rounding and step number."""
         rule = stack.spec.optimizer
         rounding = None
         if stack.tables[0].stochastic_rounding:
@@ -623,7 +628,7 @@ def value_and_grad(
 
 
 def check_loss(result: Any, *, has_aux: bool) -> Any:
-    """`result` of a loss function, unchanged.
+    """The result of a loss function, unchanged, after a check of its type.
 
     Raises: TypeError: the loss is not a float scalar, or with `has_aux` the result is not a pair.
     """

@@ -64,14 +64,14 @@ class Engine:
         all features in order, and `d_outputs` is such an array.
 
     Attributes:
-      init: `(key)` to tables and slots of all stacks.
-      row_gradients: `(batch, d_outputs)` to rows and values of `RowGradients`, by stack.
-      squared_norm: `(batch, d_outputs)` to the sum of squares of the values of `row_gradients`, by
-        stack. Only on one device, for stacks with all rows in arrays.
-      apply: `(tables, slots, gradients, steps)` to tables and slots after a step with the gradients
-        of distinct rows.
-      update: `(tables, slots, batch, d_outputs, steps)` to tables and slots after a step with the
-        gradients of a batch.
+      init: function `(key) -> (tables, slots)` of all stacks.
+      row_gradients: function `(batch, d_outputs) -> (rows, values)` of `RowGradients`, by stack.
+      squared_norm: function `(batch, d_outputs) -> sum of squares of the row gradients`, by stack.
+        It works on one device only, for stacks with all rows in arrays.
+      apply: function `(tables, slots, gradients, steps) -> (tables, slots)` that makes a step with
+        the gradients of distinct rows.
+      update: function `(tables, slots, batch, d_outputs, steps) -> (tables, slots)` that makes a
+        step with the gradients of a batch.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class Engine:
     # On one device
 
     def _stacks_of_one_call(self) -> list[list[str]]:
-        """Groups of names of stacks that one kernel call can read.
+        """Names of stacks, in groups that one kernel call can read.
 
-        They have dense rows of one dtype on a single device, without quantization.
+        The stacks of a group have dense rows of one dtype on a single device, without quantization.
         """
         groups: dict[tuple[str | None, str], list[str]] = {}
         for name, stack in self.stacks.items():

@@ -57,7 +57,7 @@ class Prefetch:
     def with_room(
         self, params: DynamicTable, slots: SlotTree, wanted: Batch | Array
     ) -> tuple[DynamicTable, Moves]:
-        """Parameters with cache slots for all rows that `wanted` reads, and the pending moves.
+        """Parameters with cache slots reserved for the rows that `wanted` reads, and the moves.
 
         No row has moved yet, and `params` stay valid.
 
@@ -78,7 +78,7 @@ class Prefetch:
                 "state, or serve from a checkpoint that a collection without storage= loaded."
             )
         self.storage.generation.check(on_host(params.generation))
-        # The program does not get the rows, because on a mesh it would copy them.
+        # The rows are no argument of the compiled program, because on a mesh it would copy them.
         without_rows: PyTree = ()
         with_room, moves, num_failed = self._make_room(params._replace(rows=without_rows), wanted)
         if (num_failed := on_host(num_failed)).any():
@@ -97,15 +97,15 @@ class Prefetch:
           params: result of `with_room`, with the rows of the state.
           slots: slots of the state.
           moves: result of `with_room`.
-          donates: donate the arrays of `params` and `slots`. If False, the old state stays valid
-            until `with_new_generation`. The store changes only in the evicted rows, which receive
-            the values they have in the old state.
+          donates: whether the arrays of `params` and `slots` are donated. If not, the old state
+            stays valid until `with_new_generation`. The store changes only in the evicted rows,
+            which receive the values they have in the old state.
         """
         by_shard = (self.stack.num_shards, -1)
         num_moved = (moves.inserted != NO_ROW).reshape(by_shard).sum(axis=1).max()
         if not num_moved:
             return params, slots
-        # Few different sizes need few programs, and padding is not copied.
+        # Padded sizes need few compiled programs. The padding after `size` is not copied.
         size = padded_size(int(num_moved))
         moves = Moves(*[lane.reshape(by_shard)[:, :size].reshape(-1) for lane in moves])
         place = self.stack.devices.place_from_host
@@ -149,10 +149,10 @@ def fetched(
     changed.
 
     Args:
-      prefetches: by stack, what moves its rows. Only stacks on the host have it.
+      prefetches: the `Prefetch` of each stack on the host, by stack name.
       state: state of the collection.
       wanted: by stack, a batch or the rows of `RowGradients`.
-      donates: donate the arrays of `state`. If False, `state` stays valid until
+      donates: whether the arrays of `state` are donated. If not, `state` stays valid until
         `with_new_generation`.
     """
     tables = dict(state.tables)

@@ -94,7 +94,10 @@ class HostStack(Stack):
     def _replaced_rows(
         self, params: Params, slots: SlotTree, table: TableSpec, rows: TableRows
     ) -> ByName:
-        """Rows and slots of the state by name. If `rows` is not None, it replaces the rows."""
+        """Rows and slots of the state by name.
+
+        If `rows` is not None, it replaces the state's rows.
+        """
         whole: ByName = self._by_table(self.storage.rows, params, slots)[table.name]
         if rows is None:
             return whole
@@ -126,7 +129,7 @@ class HostStack(Stack):
         return self.replaced(params, fresh_slots, rows_by_table)
 
     def _fresh(self) -> State:
-        """Initial parameters and slots, which are about to be replaced."""
+        """Initial parameters and slots, which the caller replaces."""
         start = self.devices.on_each(
             self.rows.init, PartitionSpec(), (self.partition, self.partition)
         )
@@ -138,11 +141,14 @@ class KeyedStack(HostStack):
     """Tables with rows by 64-bit key."""
 
     def values(self, params: Params, slots: SlotTree) -> ByName:
-        """Keys, rows, slots and facts of every table by name."""
+        """Keys, rows, slots, last-used steps and use counts of every table, by table name."""
         return self._by_table(self.storage.rows, params, () if slots is None else slots)
 
     def check_start(self, params: Params, slots: SlotTree) -> None:
-        """Tries one row: rows are drawn one by one during training. See `Stack.check_start`."""
+        """Checks one row, because rows are drawn one by one during training.
+
+        See `Stack.check_start`.
+        """
         if is_traced((params, slots)):
             return
         for table in self._with_initializer():
@@ -161,7 +167,8 @@ class KeyedStack(HostStack):
 
     def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
         """Keys, rows and slots of every table in one dictionary, and no separate slots."""
-        # One key per table and shard. All shards have equal keys, so the first shard's are taken.
+        # The state has one PRNG key per table and shard. All shards have equal keys, so the file
+        # gets the keys of the first.
         key_data = on_host(jax.random.key_data(params.key))
         impl = jax.random.key_impl(params.key)
         tables = {}
@@ -201,10 +208,10 @@ class KeyedStack(HostStack):
         step: Int[Array, ""],
         reasons: Mapping[str, Any],
     ) -> tuple[DynamicTable, dict[str, np.ndarray]]:
-        """Parameters without the evicted keys of a table, and these keys with their rows.
+        """Parameters after keys of a table were evicted, and the evicted keys with their rows.
 
         See `EmbeddingCollection.evict`. `params` are donated. The compiled program that removes
-        keys does not get the rows, because on a mesh it would copy them.
+        keys does not get the rows as an argument, because on a mesh it would copy them.
         """
         number = self.tables.index(table)
         policy = cast(Hashed, self.storage).eviction
@@ -226,7 +233,7 @@ class KeyedStack(HostStack):
         nothing: PyTree = ()
         unused_for = reasons["unused_for"]
         if unused_for is None:
-            unused_for = 2**31 - 1  # No key is that old.
+            unused_for = 2**31 - 1  # No key has been unused for so many steps.
         remaining = self._without(
             params._replace(rows=nothing), leaves, step, np.int32(unused_for), np.int32(number)
         )

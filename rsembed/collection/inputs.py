@@ -1,4 +1,4 @@
-"""Batches of users, checked and brought into canonical form.
+"""Checks the batch that a user passes, and converts it to canonical form.
 
 The bags of ragged features become one list of ids for each stack; see `prepared`. On a mesh, the
 list has a part for each device, and device `d` of `D` gets sample `b` of `B` if `d == b * D // B`.
@@ -94,7 +94,7 @@ def prepare(
         batch = source if read is None else read(source)
         check_names(features, batch, "batch")
         if not isinstance(batch, Jagged):
-            # A `Jagged` is on the host already.
+            # The arrays of a `Jagged` are on the host already.
             _start_copies_to_host(batch)
             if devices.mesh is None:
                 plain = _of_arrays(features, batch, bounds_check)
@@ -157,7 +157,7 @@ def _on_mesh(batch: PreparedBatch, devices: Devices) -> PreparedBatch:
 
     def placed(leaf: PyTree) -> jax.Array:
         if is_unknown(leaf):
-            # A global array already, or traced.
+            # The array is global already, or traced.
             return leaf
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
@@ -206,7 +206,7 @@ def _in_one_pass(
 
     The result is None for keyed tables, declared batch sizes, features without a combiner, data
     that is neither numpy arrays nor lists of integers, and every mistake. The caller then reads the
-    features one by one, and names the mistake.
+    features one by one, and its error names the wrong one.
     """
     for name, feature in features.items():
         is_declared = feature.num_samples is not None or feature.pooling == "none"
@@ -242,8 +242,8 @@ def _has_keys(table: TableSpec) -> bool:
 def _in_lists(ragged: Mapping[str, Ragged], lists: Mapping[str, str]) -> PreparedBatch:
     """Prepared batch of ragged features in the lists of a single device, in host memory.
 
-    It gives what `joined` gives, in about half of the time for 26 features: it needs no `Bags` of
-    the single features.
+    The result equals that of `joined`. For 26 features it takes about half of the time, because no
+    `Bags` of single features are made.
     """
     members: dict[str, list[str]] = {}
     for name in ragged:
@@ -342,7 +342,7 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
         and jnp.issubdtype(value.dtype, np.integer)
         and not is_unknown(value)
     ):
-        value = np.asarray(value)  # numpy checks ids without a compiled program
+        value = np.asarray(value)  # numpy checks ids without compiling a program.
     bags = as_bags(value, feature=feature.name)
     table = feature.table_spec
     visible = bags
@@ -425,7 +425,7 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
 
 
 def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int]:
-    """String on which processes must agree about a feature, and the width to pad its bags to.
+    """String about a feature that must be equal in all processes, and the width to pad its bags to.
 
     The width is 0 if the feature is not padded by itself.
 

@@ -28,8 +28,8 @@ class Occurrences(NamedTuple):
     Attributes:
       call: the ids with their bags. With `keys`, the ids are indices of keys, `NO_ROW` for padding.
       keys: the keys of keyed tables. None if ids are row numbers.
-      table: index of the table in a call that reads several tables.
-      dims: row length of every table of such a call.
+      table: index of the stack's table in `call`, which may read several tables.
+      dims: row length of every table of `call`.
     """
 
     call: Call

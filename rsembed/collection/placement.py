@@ -130,7 +130,7 @@ def make_stacks(
     stacks: dict[str, Stack] = {}
     for stack in plan.stacks:
         tables = tuple(specs[table.name] for table in stack.tables)
-        # A single device has all rows and asks no other owner.
+        # A single device has all rows, so rows need not be requested.
         placement = "replicated"
         if devices.num_devices > 1:
             placement = placements[tables[0].name]
@@ -191,7 +191,7 @@ def _choose_stack(layout: RowLayout, rows: Rows) -> Stack:
 def _storage_of(
     tables: tuple[TableSpec, ...], layout: RowLayout, num_parts: int, implementation: str | None
 ) -> Storage:
-    """The storage that keeps all tables of a stack."""
+    """The storage that holds all tables of a stack."""
     storage = cast(Storage | None, tables[0].storage)
     if storage is None:
         return DenseRows(layout, tables, num_parts, implementation)
@@ -299,8 +299,8 @@ class LogicalTables:
     def _host_last(self, names: Iterable[str]) -> list[str]:
         """Names of stacks in the order of writing: stacks on the host come last.
 
-        Writing to rows on the host invalidates the old state. So it happens last, when nothing
-        can fail any more.
+        Writing to rows on the host invalidates the old state. So these rows are written last, when
+        no error can follow.
         """
         return sorted(names, key=self.on_host.__contains__)
 
@@ -383,7 +383,7 @@ class LogicalTables:
         slots: ByTable,
         layout: Fingerprint,
     ) -> EmbeddingState:
-        """The inverse of `parted`."""
+        """State with all stacks, from the result of `parted` (the inverse)."""
         all_tables = dict(state.tables)
         all_slots = dict(state.slots)
         for name in self._host_last(self.apart):

@@ -35,20 +35,20 @@ class Listed(NamedTuple):
     num_bags: int
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
+@no_type_check  # JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PreparedBatch(Mapping[str, PyTree]):
     """A batch in the form that compiled programs take, as a mapping from features to their ids.
 
-    It is a pytree: it goes into `jit`, may be donated, and batches of equal sizes stack for
-    `lax.scan`. The ids of all ragged features that share a stack of tables are one list, and lists
-    have few different sizes, so few programs handle all batches.
+    The batch is a pytree: it can be an argument of `jit` and can be donated, and batches of equal
+    sizes can be stacked for `lax.scan`. The ids of all ragged features that share a stack of tables
+    are one list, and lists have few different sizes, so few programs handle all batches.
 
     On a mesh, a list has a part for each device, with the bags of that device's samples. All parts
-    are padded to one length, `room`. They follow each other in global arrays that are split over
-    the devices: ids `[parts * room]`, weights `[parts * room]`, and offsets `[parts * (bags + 1)]`,
-    which start at 0 in each part.
+    are padded to one length, `room`. The parts are concatenated in global arrays that are split
+    over the devices: ids `[parts * room]`, weights `[parts * room]`, and offsets
+    `[parts * (bags + 1)]`, which start at 0 in each part.
 
     Args:
       lists: by stack, the bags of its ragged features, feature after feature in each part.
@@ -152,7 +152,7 @@ def _part_of_process(array: PyTree) -> np.ndarray:
     if not is_global(array):
         return np.asarray(array)
     parts = {}
-    # Several devices may hold copies of one part, so parts are collected by their start.
+    # Several devices may hold copies of one part, so parts are collected by their first index.
     for shard in array.addressable_shards:
         parts[shard.index[0].start or 0] = np.asarray(shard.data)
     return np.concatenate([parts[start] for start in sorted(parts)])
@@ -281,7 +281,7 @@ def identity_of(
 ) -> str:
     """Digest of everything that a prepared batch depends on.
 
-    These are the features, the ids that their tables admit, the lists, and the devices.
+    The digest covers the features, the ids that their tables admit, the lists, and the devices.
     """
     facts = [f"{devices.identity} {bounds_check}"]
     for name, feature in features.items():

@@ -47,7 +47,7 @@ LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]
 
 @dataclasses.dataclass(frozen=True)
 class Rows(abc.ABC):
-    """Rows of a stack on the devices, and how they are reached.
+    """Base class: how the rows of a stack are looked up and stepped on the devices of a mesh.
 
     `look_up`, `row_gradients` and `update` return their result. If the rows have owners, they
     return a generator of questions to the owners instead, so that all stacks of a model share one
@@ -67,7 +67,10 @@ class Rows(abc.ABC):
 
     @property
     def partition(self) -> PartitionSpec:
-        """Partition of parameters and slots over the mesh. By default every device has all."""
+        """Partition of parameters and slots over the mesh.
+
+        By default every device has full copies.
+        """
         return PartitionSpec()
 
     @property
@@ -112,7 +115,7 @@ class Rows(abc.ABC):
     ) -> Asked[tuple[Array, Array]]:
         """Distinct ids of the global batch on this device (or 32-bit lanes of keys), and gradients.
 
-        Both are in the form of `RowGradients`.
+        Ids and gradients are in the form of `RowGradients`.
         """
 
     @abc.abstractmethod
@@ -185,7 +188,7 @@ class Rows(abc.ABC):
         return values
 
     def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:
-        """Output gradients of the global batch."""
+        """Output gradients of the global batch, gathered from all devices."""
         return [self.devices.gather(d_output) for d_output in d_outputs]
 
     def _gradients_of_all(self, batch: Occurrences, d_outputs: Sequence[Array]) -> CallGradients:
@@ -201,7 +204,7 @@ class ArrayRows(Rows):
     """
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Row numbers in the array."""
+        """Row numbers of the batch's ids, in the array of the stack."""
         return rows_of_array(batch, layout)
 
     def look_up(
@@ -278,7 +281,7 @@ class NumberedRows(Rows):
     """Rows that a storage finds by row number, such as rows with a cache."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Row numbers in the tables of the stack."""
+        """Row numbers of the batch's ids, in the tables of the stack."""
         return row_numbers(batch, layout)
 
     def look_up(
@@ -329,7 +332,7 @@ class KeyedRows(NumberedRows):
     """Rows that a storage finds by 64-bit key, on a single device."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Keys with their bags."""
+        """Keys of the batch, with their bags."""
         return keys_in_bags(batch, layout)
 
     def row_gradients(

@@ -82,7 +82,7 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     """A table of `EmbeddingCollection.tables` in the form that a served lookup reads."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
-        order = np.argsort(values["keys"].astype(np.uint64))  # the search compares their bits
+        order = np.argsort(values["keys"].astype(np.uint64))  # The search compares unsigned keys.
         lanes = split_keys(values["keys"][order])
         keys = {"high": jnp.asarray(lanes.high), "low": jnp.asarray(lanes.low)}
         values = values["values"][order]
@@ -102,7 +102,7 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     return {"rows": steps, "scales": scales} | keys
 
 
-@jax.jit  # in one program, which keeps no float32 copies of the table
+@jax.jit  # One program keeps no float32 copy of the table.
 def _int8(rows: Array) -> tuple[Array, Array]:
     """Rows in steps of 1/127 of the largest absolute value in the row, and the step sizes."""
     rows = rows.astype(jnp.float32)
@@ -159,7 +159,7 @@ def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, Serv
 
 
 def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: PyTree) -> Array:
-    """Activations of one feature."""
+    """Activations of one feature, in the form of `EmbeddingCollection.lookup`."""
     bags = as_bags(ids, feature=feature.name)
     combiner = feature.pooling
     table = tables[feature.table_spec.name]

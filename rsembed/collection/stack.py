@@ -48,8 +48,8 @@ class EmbeddingState(NamedTuple):
       step: number of updates so far.
       key: PRNG key of stochastic rounding, otherwise unused.
       layout: fingerprint of the table, row and optimizer that each array row belongs to
-        (`RowLayout.facts` by stack). Checkpoints follow it, and a collection rejects a
-        state with a different layout. None, as in a state made by hand, is not compared.
+        (`RowLayout.facts` by stack). Checkpoints use the fingerprint, and a collection rejects a
+        state with a different layout. None, as in a state made by hand: nothing is compared.
     """
 
     tables: ByName
@@ -160,7 +160,7 @@ class Stack:
         """
 
     def _with_initializer(self) -> list[TableSpec]:
-        """Tables with a custom initializer."""
+        """Tables of the stack with a custom initializer."""
         tables = []
         for table in self.tables:
             if table.initializer is not default_initializer:
