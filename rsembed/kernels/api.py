@@ -1,11 +1,11 @@
 """Kernel functions for the rest of the library.
 
-Each runs the first implementation that can serve it.
+Every call runs on the first implementation that can handle it.
 
 An implementation is a module with functions that have the names in `MEANINGS`. If it lacks a
 function, the one in `MEANINGS` runs instead. `unavailable_because()` of the module says why it
-cannot run on this machine. A function raises `NotImplementedError(reason)` if it cannot serve a
-call. Implementations for an accelerator serve only computations for that accelerator (see
+cannot run on this machine. A function raises `NotImplementedError(reason)` if it cannot handle a
+call. Implementations for an accelerator handle only computations for that accelerator (see
 `devices.target_device`).
 """
 
@@ -52,7 +52,7 @@ IMPLEMENTATIONS: tuple[ModuleType, ...] = (native, sparsecore, gpu, reference)
 MEANINGS = vars(ids) | vars(keyed) | vars(reference)
 """Every function in plain JAX, by name.
 
-It defines the meaning, and it serves the implementations that lack the function.
+These functions define the results. They also run if an implementation lacks the function.
 """
 
 OPT_IN = (sparsecore.NAME,)
@@ -66,7 +66,7 @@ _default: ContextVar[str | None] = ContextVar("default implementation", default=
 
 @contextmanager
 def by_default(implementation: str | None) -> Iterator[None]:
-    """Context in which `implementation` serves calls that name no implementation.
+    """Context in which `implementation` handles calls that name no implementation.
 
     None: `dispatch` chooses.
     """
@@ -99,7 +99,7 @@ def implementation_states() -> list[tuple[str, str]]:
     return states
 
 
-@functools.cache  # Every eager call needs it.
+@functools.cache  # Cached, because every eager call needs the choices.
 def _choices(
     implementations: tuple[Any, ...],
     implementation: str | None,
@@ -135,7 +135,8 @@ def _choices(
 def check_implementation(implementation: str | None) -> None:
     """Checks that the named implementation can run here. None always passes.
 
-    Raises: ValueError: the name is unknown. NotImplementedError: it cannot run here, and why.
+    Raises: ValueError: the name is unknown. NotImplementedError: the implementation cannot run
+    here. The message says why.
     """
     if implementation is not None:
         (module,) = _choices(IMPLEMENTATIONS, implementation, "")
@@ -152,7 +153,7 @@ def dispatch(
     implementation: str | None = None,
     **kwargs: object,
 ) -> PyTree:
-    """Result of a call by the first implementation that can serve it.
+    """Result of a call, computed by the first implementation that can handle the call.
 
     Args:
       function: name of a function in `MEANINGS`.
@@ -162,7 +163,7 @@ def dispatch(
 
     Raises:
       ValueError: the implementation's name is unknown.
-      NotImplementedError: no implementation can serve the call. The message has every reason.
+      NotImplementedError: no implementation can handle the call. The message has every reason.
     """
     reasons = []
     meaning = MEANINGS[function]
@@ -175,8 +176,8 @@ def dispatch(
             try:
                 if module is not gpu or kernel is meaning or target_device().platform != "gpu":
                     return kernel(*args, **kwargs)
-                # The arrays can be on the CPU of a machine with a GPU. Only the compilation of the
-                # program shows for which of the two it is.
+                # On a machine with a GPU, the arrays may still be on the CPU. Only the compilation
+                # of the program shows for which of the two devices it is.
                 serve = partial(kernel, *args, **kwargs)
                 default = partial(meaning, *args, **kwargs)
                 return jax.lax.platform_dependent(cuda=serve, default=default)
@@ -192,7 +193,7 @@ def dispatch(
 def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
     """Function that calls `dispatch` for a function of `MEANINGS`.
 
-    It takes the arguments of that function and the keyword `implementation`.
+    The result takes the arguments of that function and the keyword `implementation`.
     """
     call = functools.wraps(meaning)(partial(dispatch, meaning.__name__))
     return cast(Callable[Params, Result], call)
@@ -256,8 +257,8 @@ def lookup(
     Args:
       tables: tables that the call's segments read.
       call: lists of ids and the segments that read them.
-      quantization: applied to every row before rows are combined. It needs a single table. None: no
-        quantization.
+      quantization: applied to every row before rows are combined. Quantization needs a single
+        table. None: no quantization.
       implementation: name of the only implementation to try; None: all.
     """
     if quantization is None:
@@ -327,7 +328,8 @@ def apply_rows(
     Rows outside the table are padding.
     """
     if step.rule.moves_all_rows:
-        # Such a step is one elementwise pass over whole arrays. XLA is as fast as any kernel.
+        # A rule that moves all rows is one elementwise pass over whole arrays. XLA is as fast as
+        # any kernel.
         return reference.apply_rows(table, slots, rows, gradients, step)
     arguments = (table, slots, rows, gradients, step)
     stepped: tuple[Table, Slots]

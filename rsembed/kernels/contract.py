@@ -33,12 +33,13 @@ Ref: TypeAlias = Any
 Index: TypeAlias = Any
 """Index into a `Ref`: the traced index of a loop iteration, or a slice of Pallas."""
 
-# Row number that no table has. It sorts after every real row, so padding gathers at the end.
+# Row number of padding. No table has this row. It sorts after every real row, so padding comes
+# last.
 NO_ROW = 2**31 - 1
 
 
 def as_rows(rows: ArrayLike) -> Int[Array, " nnz"]:
-    """Row numbers as int32. A number that does not fit becomes `NO_ROW`."""
+    """Row numbers as int32. A number that does not fit into int32 becomes `NO_ROW`."""
     rows = jnp.asarray(rows)
     if rows.dtype == jnp.int32:
         return rows
@@ -73,7 +74,7 @@ zeros.
 """
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
+@no_type_check  # JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IdList:
@@ -130,7 +131,9 @@ class IdList:
 
 
 class Segment(NamedTuple):
-    """The part of a list that one feature reads, and the rows of its table. Static.
+    """The part of a list that one feature reads, and the rows of the feature's table.
+
+    All fields are static.
 
     Args:
       list: index of the list in the call.
@@ -170,7 +173,7 @@ class Place(NamedTuple):
     stride: int
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
+@no_type_check  # JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -188,7 +191,7 @@ class Call:
 
     @staticmethod
     def of(lists: Sequence[IdList], combiners: Sequence[Combiner]) -> Call:
-        """A call with one feature a list, all of one table."""
+        """A call with one feature per list. All features read the same table."""
         segments = []
         for number, (ids, combiner) in enumerate(zip(lists, combiners, strict=True)):
             segments.append(Segment(number, 0, ids.num_bags, combiner))
@@ -200,7 +203,10 @@ class Call:
         return sum(ids.num_entries for ids in self.lists)
 
     def with_ids(self, entries: Int[Array, " nnz"]) -> Call:
-        """The call with other ids, of all lists one after the other; they are rows of one table."""
+        """The call with other ids, which are rows of one table.
+
+        `entries` has the ids of all lists, concatenated.
+        """
         lists = []
         first = 0
         for ids in self.lists:
@@ -246,14 +252,14 @@ class Call:
         return [(sum(sizes),)], blocks
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
+@no_type_check  # JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CallGradients:
     """Gradients of the outputs of a call, on their way to the rows of one of its tables.
 
     Args:
-      call: what was looked up.
+      call: call that produced the outputs.
       d_outputs: one array for each output, in its shape or flat.
       dims: row length of every table of the call.
       table: index of the table that gets gradients.
@@ -292,7 +298,7 @@ class CallGradients:
         return sorted(numbers)
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
+@no_type_check  # JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -301,7 +307,7 @@ class Step:
     Args:
       hyper: result of `rule.get_hyperparameters`.
       rule: the optimizer.
-      rounding: function that rounds stepped rows to the table's dtype; None: to nearest.
+      rounding: function that rounds stepped rows to the table's dtype. None: round to nearest.
       number: index of the step, from 0, for storages that keep the step of a row's last use.
       resident_rows: if the table is a cache, the row in each cache slot, `NO_ROW` in empty slots.
         The rows that are stepped are then cache slots. None: the table has all rows.
@@ -314,10 +320,10 @@ class Step:
     resident_rows: Int[Array, " places"] | None = None
 
     def rounds(self, table: Table) -> bool:
-        """Whether rows of this table need the rounding."""
+        """Whether stepped rows of this table must be rounded with `rounding`."""
         return self.rounding is not None and table.dtype != jnp.float32
 
     def hyper_vector(self, least: int = 0) -> Float[Array, " hyper"]:
-        """The hyperparameters in one array, filled up with zeros to `least` numbers."""
+        """The hyperparameters in one array, padded with zeros to at least `least` numbers."""
         absent = [0.0] * (least - len(self.hyper))
         return jnp.stack([jnp.asarray(value, jnp.float32) for value in (*self.hyper, *absent)])

@@ -1,6 +1,7 @@
 """Target device of a computation, threads of CPU devices, and the library of native kernels.
 
-This is the only file that imports private modules of JAX. Two facts have no public name there.
+This is the only file that imports private modules of JAX. Two facts that rsembed needs have no
+public name in JAX.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ def target_device() -> AbstractDevice:
     return _default_device(jax.default_backend())
 
 
-@functools.cache  # Every eager call needs it.
+@functools.cache  # Cached, because every eager call needs the device.
 def _default_device(platform: str) -> AbstractDevice:
     first = jax.devices(platform)[0]
     return AbstractDevice(first.device_kind, getattr(first, "num_cores", None), platform)
@@ -90,13 +91,13 @@ _num_threads: int | None = None  # Size of XLA's pool; None before `provide_thre
 def provide_threads() -> None:
     """Sets `NPROC` so that XLA's pool has enough threads for the CPU devices.
 
-    Leaves `NPROC` as it is if it is high enough, or if JAX has already created its devices. In
-    that case `check_threads` warns.
+    `NPROC` does not change if it is high enough, or if JAX has already created its devices. If the
+    pool is then too small for a mesh, `check_threads` warns.
     """
     global _num_threads
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
     num_fake = int(fake[-1]) if fake else 1
-    config: Any = jax.config  # The stubs of some versions do not declare all settings.
+    config: Any = jax.config  # Type stubs of some JAX versions lack settings.
     if not has_devices():
         num_devices = max(config.jax_num_cpu_devices, num_fake, 1)
         os.environ.update(thread_settings(num_devices))
@@ -108,7 +109,7 @@ def provide_threads() -> None:
 def thread_settings(num_devices: int) -> dict[str, str]:
     """Environment variables for a process with `num_devices` CPU devices.
 
-    Empty if XLA's pool has enough threads without them.
+    The dictionary is empty if XLA's pool has enough threads without settings.
     """
     is_set = os.environ.get("NPROC", "").isdecimal()
     likely = max(num_devices, _LIKELY_DEVICES)
@@ -135,7 +136,7 @@ def check_threads(mesh: Mesh) -> None:
             f"variable NPROC={_PER_DEVICE * num_devices}, or import rsembed and ask for the "
             "devices (jax_num_cpu_devices) before JAX makes its first array.",
             RuntimeWarning,
-            stacklevel=1,  # Always this line, so that Python shows the warning once.
+            stacklevel=1,  # Always this line: Python shows the warning once.
         )
 
 
@@ -156,12 +157,15 @@ LIBRARY = "librsembed_kernels.so"
 LIBRARY_VARIABLE = "RSEMBED_NATIVE_LIBRARY"
 """Environment variable with the path of a library to load instead of the installed one."""
 ISA_VARIABLE = "RSEMBED_ISA"
-"""Environment variable with the best instruction set to use. The library reads it."""
+"""Environment variable with the best instruction set to use.
+
+The native library reads the variable.
+"""
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 KEPT_BYTES = 256 << 20
 """Bytes of freed memory that the process keeps for later results."""
-# If the user sets one of these, the allocator's settings are left alone.
+# If the user sets one of these variables, the allocator's settings do not change.
 _ALLOCATOR_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 _HANDLERS = """
@@ -192,10 +196,10 @@ def library_paths() -> tuple[Path, ...]:
 def shared_library() -> ctypes.CDLL | str:
     """The library with its handlers registered, or the reason why it cannot be used.
 
-    It is loaded for every backend of JAX.
+    The library is loaded whatever the backend of JAX is.
 
     Raises: ValueError: `RSEMBED_ISA` names no instruction set. Without this error, the user would
-      measure a different instruction set unawares.
+    measure another instruction set without knowing it.
     """
     limit = os.environ.get(ISA_VARIABLE, "")
     if limit not in ("", *INSTRUCTION_SETS):
@@ -212,7 +216,8 @@ def shared_library() -> ctypes.CDLL | str:
         library.rsembed_instruction_set.restype = ctypes.c_char_p
         library.rsembed_num_cores.restype = ctypes.c_int64
         library.rsembed_keep_freed_memory.argtypes = (ctypes.c_size_t,)
-    except (OSError, AttributeError) as error:  # not loadable here, or of another version
+    except (OSError, AttributeError) as error:
+        # The library cannot be loaded here, or has another version.
         return f"{path} cannot be used: {error}"
     try:
         for name in _HANDLERS.split():
@@ -233,7 +238,7 @@ def shared_library() -> ctypes.CDLL | str:
 
 
 def unavailable_because() -> str | None:
-    """Why these kernels cannot run here, or None if they can."""
+    """Reason why the native kernels cannot run here. None if they can."""
     library = shared_library()
     if isinstance(library, str):
         return library
@@ -257,7 +262,7 @@ def _warn_of_no_library(reason: str) -> None:
         "`rsembed doctor` says whether they are live. With RSEMBED_REQUIRE_NATIVE=1 in the "
         "environment, pip stops at what the compiler says.",
         RuntimeWarning,
-        stacklevel=1,  # Always this line, so that Python shows the warning once.
+        stacklevel=1,  # Always this line: Python shows the warning once.
     )
 
 
@@ -325,4 +330,4 @@ def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
     return cast
 
 
-provide_threads()  # Any import of rsembed is early enough if no array exists yet.
+provide_threads()  # Importing rsembed is early enough if JAX has made no array yet.

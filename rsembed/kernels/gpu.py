@@ -1,13 +1,13 @@
-"""Kernels for NVIDIA GPUs in Pallas, compiled by Triton. Nothing is added atomically.
+"""Kernels for NVIDIA GPUs in Pallas, compiled by Triton.
 
-Therefore equal inputs give equal bits. One program of `lookup` sums several bags side by side. One
-program of `update` sums the gradients of several distinct rows and steps these rows in place. With
-Zipf-distributed ids, a tenth of the entries of a batch can read one row. The entries of such a row
-are first summed in pieces of `piece_entries` entries, so that no program runs much longer than the
-others.
+Equal inputs give equal bits, because no kernel adds atomically. One program of `lookup` sums
+several bags side by side. One program of `update` sums the gradients of several distinct rows and
+steps these rows in place. With Zipf-distributed ids, a tenth of the entries of a batch can read one
+row. The entries of such a row are first summed in pieces of `piece_entries` entries, so that no
+program runs much longer than the others.
 
-A direct call in a computation for another device runs in Pallas' interpreter. It is slow and meant
-for tests.
+A direct call in a computation for another device runs in Pallas' interpreter. The interpreter is
+slow and meant for tests.
 
 Source: steps of the distinct rows of the sorted batch, as in FBGEMM's TBE kernels.
 """
@@ -75,7 +75,7 @@ tiling = Tiling()
 
 
 def unavailable_because() -> str | None:
-    """Why these kernels cannot run here, or None if they can."""
+    """Reason why the GPU kernels cannot run here. None if they can."""
     device = target_device()
     platform = device.platform
     if platform != "gpu":
@@ -97,8 +97,8 @@ def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
 def _with_safe_weights(entries: Entries, num_rows: int) -> Entries:
     """The entries with each bag's weights scaled by a power of two, for `mean` and `sqrtn`.
 
-    Without it, sums or squares of the weights could overflow or underflow float32. The scale does
-    not change the pooled rows.
+    Without this scale, sums or squares of the weights could overflow or underflow float32. The
+    scale does not change the pooled rows.
     """
     is_divided = entries.combiner in ("mean", "sqrtn") and entries.weights is not None
     if not is_divided or entries.num_outputs == 0:
@@ -165,7 +165,10 @@ def _check_table(table: Array) -> None:
 
 
 def _operands(entries: Entries) -> list[Array]:
-    """Rows, offsets and, if there are any, weights. Without offsets, every entry is a bag."""
+    """Rows, offsets and, if there are any, weights.
+
+    A list without offsets has one entry in every bag.
+    """
     num_entries = entries.rows.shape[0]
     offsets = entries.offsets
     if offsets is None:
@@ -374,7 +377,8 @@ def _step(
       table: table to step.
       slots: optimizer state of the table.
       rows: distinct rows. Rows outside the table are padding.
-      entries: one bag for each row. Its gradient is the sum of the rows of `d_output` in the bag.
+      entries: one bag for each row. The gradient of a row is the sum of the rows of `d_output` in
+        its bag.
       d_output: gradients to sum, float32.
       step: rule and hyperparameters.
       pieces: partial sums of long bags, from `_pieces`.

@@ -17,7 +17,7 @@ from rsembed.kernels.reference import by_bag, gather_rows
 from rsembed.places import Place
 
 ALIGNMENT = 8
-"""Partitions begin at multiples of this. A block of row pointers has at least this size."""
+"""Partitions begin at multiples of this number. A block of row pointers has at least this size."""
 
 
 def rows_of_ids(
@@ -257,8 +257,8 @@ def block_ends(
     """For each owner in each queue: whether all entries fit in a round, or the first that does not.
 
     Returns: 1 if all remaining entries fit in this round, else 0; and the ordered lanes of the
-      first entry that does not fit, zeros if all fit. There are as many words as the queue with the
-      most lanes has; a queue with fewer lanes repeats its last one.
+      first entry that does not fit, zeros if all fit. Every queue has as many words as the queue
+      with the most lanes. A queue with fewer lanes repeats its last lane.
     """
     fit = []
     first_left = []

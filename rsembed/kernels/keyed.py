@@ -118,8 +118,8 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
       occurrences: number of occurrences that each key stands for.
 
     Returns: the index of every key among the distinct keys, `NO_ROW` for padding; the position of
-      the first occurrence of each distinct key, `NO_ROW` after the last one; and the sum of its
-      `occurrences`, at most `MAX_COUNT`, 0 after the last one.
+      the first occurrence of each distinct key, `NO_ROW` after the last one; and the sum of
+      `occurrences` of each distinct key, at most `MAX_COUNT`, 0 after the last one.
     """
     num_keys = keys.low.shape[0]
     num_slots = 1 << (2 * max(num_keys, 1) - 1).bit_length()
@@ -151,7 +151,7 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
     entries = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     entry_of = entries.at[first].get(mode="fill", fill_value=NO_ROW)
     counts = jnp.zeros_like(entry_of).at[entry_of].add(occurrences, mode="drop")
-    counts = jnp.where(counts < 0, MAX_COUNT, counts)  # A sum that overflows is negative.
+    counts = jnp.where(counts < 0, MAX_COUNT, counts)  # An int32 sum that overflows is negative.
     return entry_of, compact(is_first, num_keys)[0], counts
 
 
@@ -230,7 +230,7 @@ def take_rows(
       free: stacks of free rows, one for each table, concatenated like the tables' rows. Row indices
         in a stack are relative to their table.
       num_free: height of each stack.
-      wants: which entries want a row. Earlier entries are served first.
+      wants: which entries want a row. Earlier entries get rows first.
       table: table of each entry; None if there is one table.
 
     Returns: the row of each entry, relative to the first row of all tables, or `NO_ROW`; the
@@ -318,7 +318,7 @@ def count_uses(
     """
     counts = counts.at[rows].add(occurrences, mode="drop")
     sums = counts.at[rows].get(mode="fill", fill_value=0)
-    sums = jnp.where(sums < 0, MAX_COUNT, sums)  # A sum that overflows is negative.
+    sums = jnp.where(sums < 0, MAX_COUNT, sums)  # An int32 sum that overflows is negative.
     counts = counts.at[rows].set(sums, mode="drop")
     return last_step.at[rows].set(step, mode="drop"), counts
 
@@ -326,7 +326,8 @@ def count_uses(
 def varying_zero(*arrays: Array) -> Int[Array, ""]:
     """Zero that varies over the same mesh axes as the arrays.
 
-    Added to the first carry of a loop in `shard_map`, it gives the carry the axes that it needs.
+    Adding this zero to the first carry of a loop in `shard_map` gives the carry the axes that it
+    needs.
     """
     total = jnp.int32(0)
     for array in arrays:
@@ -358,7 +359,8 @@ def _probe_all(
       state: array that `probe` reads and changes. It must vary over the mesh axes of the keys.
       keys: keys and padding.
       homes: slot where the search for each key starts.
-      size: number of slots of a table, a power of two. After its last slot comes its first.
+      size: number of slots of a table, a power of two. The search continues at the first slot of a
+        table after its last slot.
 
     Returns: the final state, and the result of the last probe of every key, `NO_ROW` for padding.
     """

@@ -45,7 +45,7 @@ from rsembed.places import Place as TablePlace
 
 NAME = "native"
 _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-# These numbers are also written in csrc/row_kernels.h and csrc/ffi.cc.
+# csrc/row_kernels.h and csrc/ffi.cc define the same codes.
 _COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "mean_by_count": 3, "none": -1}
 _HAS_OFFSETS = 1
 _HAS_WEIGHTS = 2
@@ -71,7 +71,7 @@ def lookup(tables: Sequence[Float[Array, "_ _"]], call: Call) -> Outputs:
 
 
 def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
-    """Distinct rows in ascending order and the summed gradient of each. `NO_ROW` and zeros pad."""
+    """Distinct rows in ascending order and the summed gradient of each, then `NO_ROW` and 0."""
     operands, attributes = _gradient_operands(gradients, num_rows)
     attributes["num_rows"] = num_rows
     capacity = min(gradients.num_entries, num_rows)
@@ -90,7 +90,8 @@ def squared_norm(num_rows: int, gradients: CallGradients) -> Float[Array, ""]:
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
     """Table and slots after one optimizer step of every row that has a gradient.
 
-    A rule with a C++ kernel computes gradients and step in one call. Another rule takes two calls.
+    For a rule with a C++ kernel, one call computes gradients and step. For other rules, two calls
+    are needed.
     """
     _check_tables(table)
     code = _fused_code(table, slots, step)
@@ -416,7 +417,7 @@ def count_uses(
 ) -> tuple[Array, ...]:
     """Last-used step and use count of every row, after the uses of `rows` in `step` are counted.
 
-    Updates in place if XLA allows it. See `keyed.count_uses`.
+    The arrays are updated in place if XLA allows it. See `keyed.count_uses`.
     """
     operands = (last_step, counts, rows, step, occurrences)
     results = (last_step, counts)
@@ -451,7 +452,7 @@ def row_bits(
 
     See `reference.row_bits`.
     """
-    config: Any = jax.config  # The stubs do not declare the settings.
+    config: Any = jax.config  # JAX's type stubs lack settings.
     if jax.random.key_impl(key) != "threefry2x32" or not config.jax_threefry_partitionable:
         raise NotImplementedError(
             "native random bits are those of threefry2x32 with jax_threefry_partitionable",
@@ -467,7 +468,7 @@ def allocate(
     dtype: jax.typing.DTypeLike,
     fill: complex | None = None,
 ) -> Array:
-    """New array, on huge pages if the system has them. See `reference.allocate`.
+    """New array, on huge pages if the operating system has them. See `reference.allocate`.
 
     Huge pages make random access to large tables twice as fast.
 
@@ -510,7 +511,7 @@ def _integers(*shapes: tuple[int, ...]) -> list[Result]:
 def _gradient_operands(gradients: CallGradients, num_rows: int) -> tuple[list[Array], Attributes]:
     """Operands and attributes of the segments that read the gradients' table.
 
-    Other segments, and lists and outputs that only they use, are left out.
+    Segments of other tables are left out, and so are lists and outputs that only such segments use.
     """
     call = gradients.call
     shapes, output_places = call.outputs(gradients.dims)
@@ -556,7 +557,7 @@ def _list_operands(
 ) -> tuple[list[Array], list[int]]:
     """Arrays of the lists, and three numbers for each: flags, number of bags, and entries per bag.
 
-    `Lists` of csrc/arguments.h reads them. Entries per bag is 0 for a list with offsets.
+    `Lists` of csrc/arguments.h reads these numbers. Entries per bag is 0 for a list with offsets.
     """
     operands: list[Array] = []
     forms: list[int] = []
@@ -567,7 +568,7 @@ def _list_operands(
         if ids.offsets is not None:
             flags |= _HAS_OFFSETS
             offsets = ids.offsets
-            if offsets.dtype != jnp.int32:  # The library itself clips int32 offsets.
+            if offsets.dtype != jnp.int32:  # The native library clips int32 offsets.
                 offsets = as_offsets(offsets, ids.num_entries)
             operands.append(offsets)
         if with_weights and ids.weights is not None:

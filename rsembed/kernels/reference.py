@@ -37,12 +37,12 @@ NAME = "reference"
 
 
 def unavailable_because() -> str | None:
-    """None, since plain JAX runs everywhere."""
+    """Always None, because plain JAX runs everywhere."""
     return None
 
 
 class Entries(NamedTuple):
-    """Entries of one list that read one table, and their bags. Implementations pool them.
+    """Entries of one list that read one table, with their bags: the input of a pooling kernel.
 
     Args:
       rows: table row of every entry. A row outside `[0, num_rows)` contributes nothing.
@@ -58,7 +58,7 @@ class Entries(NamedTuple):
 
     @property
     def num_outputs(self) -> Any:
-        """Number of bags. A symbol in an export for any batch size."""
+        """Number of bags. The number is a symbol in an export for any batch size."""
         if self.offsets is None:
             return self.rows.shape[0]
         return self.offsets.shape[0] - 1
@@ -156,7 +156,7 @@ def by_bag(
 ) -> Array:
     """Value of each entry's segment, `other` for entries of no segment.
 
-    A scalar if all entries have the same value.
+    The result is a scalar if all entries have the same value.
     """
     numbers = np.full(ids.num_bags + 1, other)
     for segment, value in zip(segments, values, strict=True):
@@ -209,7 +209,7 @@ def entry_gains(
         return bag, gains, is_listed
     if entries.weights is not None:
         gains = gains * _inverse_magnitudes(gains, bag, entries.num_outputs)[bag]
-        # Without it, XLA may square the two factors separately and overflow float32.
+        # Without the barrier, XLA may square the two factors separately and overflow float32.
         gains = jax.lax.optimization_barrier(gains)
     terms = gains if entries.combiner == "mean" else gains * gains
     if pool is None or entries.weights is None:
@@ -307,7 +307,7 @@ def _of_bags(
     ids: IdList,
     segment: Segment,
 ) -> Float[Array, "nnz dim"]:
-    """Vectors of the entries of a segment's bags; zeros for other entries."""
+    """Vectors of the entries in a segment's bags, and zeros for all other entries."""
     bag = bag_of_entries(ids)
     is_inside = (bag >= segment.first_bag) & (bag < segment.first_bag + segment.num_bags)
     return jnp.where(is_inside[:, None], vectors, 0.0)
@@ -518,7 +518,7 @@ def scatter_rows(
     rows: Int[Array, " capacity"],
     values: Sequence[Array],
 ) -> tuple[Array, ...]:
-    """Arrays with distinct `rows` overwritten by `values`. Rows outside are skipped."""
+    """Arrays with distinct `rows` overwritten by `values`. Rows outside an array are skipped."""
     # `unique_indices` promises that indices are distinct, so padding gets distinct indices as well.
     num_rows = arrays[0].shape[0]
     padding = num_rows + jnp.arange(rows.shape[0], dtype=rows.dtype)
@@ -652,8 +652,8 @@ def round_with_noise(
       dtype: float16 or bfloat16.
 
     Source: FBGEMM's fused optimizers, which add noise to the dropped bits and round toward zero.
-      There, float16 values below 2**-14 are biased toward zero, because the noise is smaller than
-      the spacing of subnormal numbers.
+      In FBGEMM, float16 values below 2**-14 are biased toward zero, because the noise is smaller
+      than the spacing of subnormal numbers.
     """
     dropped = {jnp.dtype(jnp.float16): 13, jnp.dtype(jnp.bfloat16): 16}[jnp.dtype(dtype)]
     # Integer addition to the bits equals floating-point addition, but never flushes to zero.

@@ -1,9 +1,9 @@
 """Kernels for the SparseCores of TPUs in Pallas: calls as in `reference.py`, then their programs.
 
-They run only if the user names them, in a computation for a TPU that has SparseCores. Tables and
-slots are float32. Rows should have a multiple of 8 numbers (16 on TPU7x). Other rows are padded,
-which copies the whole table in every call. Tables should have the memory layout of `row_layout`.
-XLA copies a table with another layout.
+These kernels run only if the user names them, in a computation for a TPU that has SparseCores.
+Tables and slots are float32. Rows should have a multiple of 8 numbers (16 on TPU7x). Other rows are
+padded, which copies the whole table in every call. Tables should have the memory layout of
+`row_layout`. XLA copies a table that has another layout.
 
 A SparseCore has 16 tiles. A tile moves rows between its memory and the device's memory by indirect
 copies, one row per id, and computes on vectors of 8 or 16 lanes. Work is divided into chunks. The
@@ -48,7 +48,7 @@ from rsembed.optimizers.base import Slots
 NAME = "sparsecore"
 
 SUBLANES = 8
-"""Copies of several rows start at multiples of this."""
+"""Copies of several rows start at multiples of this number."""
 MAX_CHUNK_ROWS = 64
 """Maximum number of rows in a chunk; a multiple of `SUBLANES`."""
 TILE_BYTES = 160 * 1024
@@ -58,7 +58,7 @@ NO_ID = -1
 
 
 def unavailable_because() -> str | None:
-    """Why these kernels cannot run here, or None if they can."""
+    """Reason why the SparseCore kernels cannot run here. None if they can."""
     device = target_device()
     platform = device.platform
     if platform != "tpu":
@@ -85,7 +85,7 @@ def row_layout(sharding: Sharding) -> Any:
     """
     from jax.experimental.layout import Format, Layout
 
-    devices: Any = sharding.device_set  # The stubs of some versions do not declare its type.
+    devices: Any = sharding.device_set  # Type stubs of some versions lack its type.
     tiling = None
     if any(device.platform == "tpu" for device in devices):
         tiling = ((8,),)
@@ -122,7 +122,7 @@ def apply_rows(
     arrays = (table, *slots)
     wide = [array for array in arrays if array.shape[1] == dim]
     narrow = [array for array in arrays if array.shape[1] != dim]
-    # Index of the table and of each slot in [*wide, *narrow].
+    # For the table and for each slot, its index in [*wide, *narrow].
     order = []
     next_wide = 0
     next_narrow = len(wide)
@@ -162,7 +162,10 @@ def apply_rows(
 
 
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
-    """Table and slots after one optimizer step of every row that has a gradient. Two kernels."""
+    """Table and slots after one optimizer step of every row that has a gradient.
+
+    Two kernels run.
+    """
     return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
 
@@ -222,7 +225,10 @@ def _pooled(shape: tuple[int, ...], table: Array, entries: Entries) -> Float[Arr
 
 
 def _pallas() -> Any:
-    """Pallas and its modules for TPUs and SparseCores. Imported late, because it takes seconds."""
+    """Pallas and its modules for TPUs and SparseCores.
+
+    The import is late, because it takes seconds.
+    """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
     from jax.experimental.pallas import tpu_sc as plsc
@@ -345,12 +351,13 @@ def pool_on_tiles(
 
     Args:
       table: rows to pool.
-      ids: row of every entry. It must be valid even if the gain is 0.
+      ids: row of every entry. The row must be valid even if the gain is 0.
       gains: factor of every entry. An entry with gain 0 adds nothing, even if its row holds NaN.
       bags: bag of every entry, ascending except for entries with gain 0.
       bounds: one vector for every chunk of bags. Its first two lanes are the first chunk of entries
         to read and the end of the range. Other lanes are zeros.
-      num_bags: number of bags. It is a multiple of the chunk size, like the number of entries.
+      num_bags: number of bags. Both `num_bags` and the number of entries are multiples of the chunk
+        size.
     """
     pl, pltpu, plsc = _pallas()
     dim = table.shape[1]

@@ -61,7 +61,7 @@ def trace_rule(
       elementwise: elementwise primitives that the kernel can compute.
 
     Raises: NotImplementedError: a slot has another shape or dtype, or the rule uses a primitive
-      that the kernel cannot compute. The message has its name.
+      that the kernel cannot compute. The message names the primitive.
     """
     num_rows, dim = table.shape
     for number, slot in enumerate(slots):
@@ -84,7 +84,7 @@ def trace_rule(
 
 
 def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Name and parameters of every primitive that must be computed, including those inside calls.
+    """Name and parameters of every primitive that a kernel must compute, also inside calls.
 
     Primitives that only repeat a number or change a shape are left out.
     """
@@ -134,7 +134,7 @@ class _Evaluation(NamedTuple):
     swaps: Mapping[str, Callable[[Array], Array]]
 
     def run(self, closed: ClosedJaxpr, values: Sequence[Row | Array]) -> list[Row | Array]:
-        """Results of the jaxpr."""
+        """Results of the jaxpr for these inputs, computed on pieces."""
         jaxpr = closed.jaxpr
         known: dict[Any, Row | Array] = dict(zip(jaxpr.invars, values, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):

@@ -23,12 +23,13 @@ constexpr int64_t kIdsPerTask = 1 << 14;
 constexpr int64_t kBytesPerTask = 1 << 16;
 constexpr int32_t kPadId = -1;  // PAD_ID of rsembed/bags.py
 
-// Larger sizes, or products of sizes, could overflow. Arrays without bytes can have any size.
+// Whether no number is negative or above kNoRow. Larger sizes, or their products, could overflow: an array without
+// bytes can have any size.
 bool AreSizes(std::initializer_list<int64_t> numbers) {
   return std::all_of(numbers.begin(), numbers.end(), [](int64_t size) { return size >= 0 && size <= kNoRow; });
 }
 
-// Unsigned numbers, because overflow of signed ones is undefined.
+// Position of a table's rows. The numbers are unsigned, because signed overflow is undefined.
 struct Place {
   uint64_t owner, first, rotation, num_ids;
 };
@@ -261,7 +262,7 @@ ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result
     const bool are_rows = array->element_type() == ffi::S32;
     char* const first_block = static_cast<char*>(packed->untyped_data()) + first_place * row_bytes;
     first_place += capacity;
-    if (row_bytes == 0) continue;  // arrays of nothing may have no address
+    if (row_bytes == 0) continue;  // an array without bytes can have a null address
     workers.ForEachRange(num_devices * capacity, std::max<int64_t>(kBytesPerTask / row_bytes, 1),
                          [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {

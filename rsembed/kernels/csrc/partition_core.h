@@ -366,7 +366,7 @@ class CorePartitioner {
     return counts ? WriteRun<true>(group, first, last, pos) : WriteRun<false>(group, first, last, pos);
   }
 
-  // Whether an entry repeats the one before is unpredictable, so masks replace branches.
+  // A branch on whether an entry equals the previous one would be unpredictable, so masks replace it.
   template <bool kGainsAreCounts>
   int64_t WriteRun(const Group& group, const ItemType* items, const ItemType* last, int64_t pos) const {
     const int sample_bits = group.sample_bits;

@@ -44,10 +44,9 @@ RSEMBED_PREFETCHING void prefetch(const void* from, int64_t bytes) {
 }
 
 // --- sums of rows ---------------------------------------------------------------------------------------------------
-//
-// A Source gives the addends: row(i) is the address of addend i or null to skip it, gain(i) is its factor, and
-// prefetch(i) prefetches an addend some distance after i. Sums run in the order of i, column by column, so neither
-// threads nor blocks change a bit.
+// Sums of rows. A Source gives the addends: row(i) is the address of addend i or null to skip it, gain(i) is its
+// factor, and prefetch(i) prefetches an addend some distance after i. Sums run in the order of i, column by column, so
+// neither threads nor blocks change a bit.
 
 template <int kVectors, bool kPrefetch, typename Source>
 inline void sum_panel(const Source& source, int64_t first, int64_t last, int64_t column, float scale, float* out) {
@@ -105,7 +104,8 @@ inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t 
 
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
-// Rare rows are in no cache. A long prefetch distance overlaps enough of them; they fit half a first-level cache.
+// Rare rows are in no cache. A long prefetch distance overlaps enough of their loads. The rows fit half a first-level
+// cache.
 inline int64_t rows_ahead(int64_t row_bytes, int64_t bytes, int64_t least, int64_t most) {
   return row_bytes == 0 ? 0 : clamp(bytes / row_bytes, least, most);
 }

@@ -68,7 +68,7 @@ struct SortedEntries {
   int64_t dim;
 };
 
-// Two numbers per table, and the table of each row. If `table` is null, all rows belong to the first table.
+// PRNG keys: two numbers per table, and the table of each row. If `table` is null, all rows belong to the first table.
 struct TableKeys {
   const uint32_t* keys;
   int64_t count;

@@ -113,7 +113,7 @@ class RowSort {
 };
 
 // Splits entries (or outputs) [first, last) of the call by segment and calls body(segment, first, last) for each part.
-// The numbers passed to `body` count within the segment.
+// The numbers passed to `body` are relative to the segment's first entry (or output).
 template <auto kFirst, auto kCount, typename Segment, typename Body>
 void ForEachPart(const std::vector<Segment>& segments, int64_t first, int64_t last, const Body& body) {
   for (const Segment& segment : segments) {

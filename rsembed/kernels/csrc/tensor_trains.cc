@@ -89,7 +89,7 @@ Call ReadCall(Reader& reader, ffi::Span<const int64_t> shapes, int64_t grouped, 
   return call;
 }
 
-// Contributing lookups in the order described above; a unit is a run of lookups of one row.
+// Contributing lookups, sorted by slices (see the top of the file). A unit is a run of lookups of one row.
 struct Units {
   std::vector<uint32_t> lookups;   // of all units, concatenated
   std::vector<uint32_t> first;     // per unit, its first position in `lookups`; and the end of the last unit

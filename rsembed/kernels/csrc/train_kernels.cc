@@ -28,7 +28,7 @@ struct Matrix {
   int64_t row, column;
 };
 
-// Vectors without alignment.
+// Loads and stores of vectors at unaligned addresses.
 template <typename Vector>
 struct Anywhere {
   typedef Vector type __attribute__((aligned(4), may_alias));
@@ -69,7 +69,7 @@ inline void strip(int64_t rows, int64_t depth, Matrix a, const float* b, int64_t
   }
 }
 
-// Consecutive numbers, each repeated in four lanes.
+// Vector of consecutive numbers, each repeated in four lanes.
 inline Floats spread(const float* from) {
 #if defined(__AVX512F__)
   const __m512i lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
