@@ -1,8 +1,8 @@
-"""Storages: what keeps the rows of tables.
+"""Storages of the rows of tables: in an array, by 64-bit key, or on the host.
 
-A storage works with the rows of one device and does not know about others. `collection/rows.py`
-brings ids to it and vectors back, on one device or a mesh. `TableSpec(storage=...)` chooses one;
-without it, rows are in an array.
+A storage works with the rows of one device and does not know about other devices.
+`collection/rows.py` passes ids to it and gets vectors back, on one device or a mesh.
+`TableSpec(storage=...)` chooses the storage. Without `storage`, rows are in an array.
 
     protocol.py         what every storage must be able to do, and which tables share one
     dense_rows.py       rows in an array, and the layouts that say where each row is

@@ -52,9 +52,9 @@ class Lock:
 class Generation:
     """Version counter shared by a host store and the state on the device.
 
-    It starts at a random number, and the state contains a copy. A state that is older than the
-    store, or that belongs to another store, is rejected. Its cache has other rows than the host
-    assumes.
+    The counter starts at a random number, and the state contains a copy. A state that is older than
+    the store, or that belongs to another store, is rejected, because its cache has other rows than
+    the host assumes.
 
     Example:
       >>> generation = Generation("the state is of another time; start again.")
@@ -67,7 +67,7 @@ class Generation:
     """
 
     def __init__(self, refusal: str):
-        """A counter with a random start.
+        """A version counter that starts at a random number.
 
         Args:
           refusal: error message for a state of another generation, with the way out.
@@ -94,9 +94,10 @@ class Moves(NamedTuple):
 
     Attributes:
       evicted: ids of the rows that leave the device.
-      evicted_places: rows of the device array that hold them.
+      evicted_places: rows of the device array that contain the evicted rows.
       inserted: ids of the rows that come to the device.
-      inserted_places: rows of the device array that get them, including rows that evicted ids had.
+      inserted_places: rows of the device array that get the inserted rows. These include the rows
+        of evicted ids.
     """
 
     evicted: Int[Array | np.ndarray, " evicted"]
@@ -133,8 +134,8 @@ class BackingStore:
           arrays: arrays with equally many rows. The system allocates memory of `np.zeros` only when
             rows are first written.
           first_values: function that computes the initial values of rows, for all arrays. It is
-            called when rows are read that were never written. It is called with few different
-            numbers of rows, and a row may occur in several calls. None, the default: `arrays` has
+            called when rows are read that were never written. The number of rows per call has few
+            different values, and a row may occur in several calls. None, the default: `arrays` has
             the initial values.
           device_dtype: dtype of the first array on the device. If it is narrower, a number that the
             device did not change keeps the unrounded value of the store. None, the default: the
@@ -180,13 +181,13 @@ class BackingStore:
     def exchange(
         self, evicted: ArrayLike, values: Sequence[ArrayLike], inserted: ArrayLike
     ) -> list[np.ndarray]:
-        """Rows for the device, in its dtypes, after a write of the rows that it evicted.
+        """Rows to insert, in the dtypes of the device, after evicted rows were written to the store.
 
         Args:
           evicted: ids of the evicted rows, and padding, see `Moves`.
           values: values of the evicted rows.
-          inserted: ids of the rows to read, and padding, which reads zeros. They may include
-            evicted rows, so the write is first.
+          inserted: ids of the rows to read, and padding, which reads zeros. Inserted rows may
+            include evicted rows, so evicted rows are written first.
         """
         evicted = np.asarray(evicted)
         evicted_entries = np.flatnonzero(evicted != NO_ROW)

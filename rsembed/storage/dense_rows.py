@@ -46,7 +46,7 @@ from rsembed.storage.protocol import (
 class RowLayout:
     """Layout of the rows of a stack in one array `[num_shards * rows_per_shard, dim]`.
 
-    The shards are concatenated.
+    The shards of the array are concatenated.
 
     Args:
       stack: plan of the stack, with its tables and features.
@@ -97,7 +97,8 @@ class RowLayout:
         """Layout with each table on one device.
 
         Tables are placed from the largest to the smallest. Each goes to the device with the fewest
-        rows of this stack. If several have equally few, the one with the smallest `load` gets it.
+        rows of this stack. If several devices have equally few, the one with the smallest `load`
+        gets the table.
 
         Args:
           stack: plan of the stack.
@@ -140,7 +141,7 @@ class RowLayout:
                 "vocabulary_size": table.vocabulary_size,
                 "embedding_dim": table.embedding_dim,
                 "dtype": table.dtype,
-                "optimizer": table.optimizer.identity,  # learning rates may change
+                "optimizer": table.optimizer.identity,  # Learning rates may change.
                 "storage": None if storage is None else repr(storage),
                 "in_files": None if storage is None else storage.in_files,
             }
@@ -225,7 +226,7 @@ class RowLayout:
 
 
 def list_of(bags: Bags, ids: Int[Array, " nnz"] | None = None) -> IdList:
-    """Bags as an `IdList` for kernels. `ids` replaces the ids of the bags, if it is not None."""
+    """Bags as an `IdList` for kernels. If `ids` is not None, it replaces the ids of the bags."""
     ids = jnp.asarray(bags.ids) if ids is None else ids
     weights = None if bags.weights is None else jnp.asarray(bags.weights)
     if bags.dense_shape is not None:
@@ -271,7 +272,7 @@ def whole_table(values: TableRows, table: TableSpec) -> TableRows:
         )
     if is_traced(values):
         return values
-    # The values may be on another mesh.
+    # `values` may be on another mesh.
     return as_dtype(on_host(values), table.dtype, f"table {table.name!r}", "values")
 
 
@@ -318,7 +319,7 @@ class DenseRows(Storage):
         layout = self.layout
         width = table.embedding_dim // self.num_parts
         rows = jax.ShapeDtypeStruct((layout.rows_per_device, width), jnp.float32)
-        # Without padding, `_filled` writes every row, so `allocate` need not write them.
+        # Without padding, `_filled` writes every row, so the new array need not be filled.
         fill = None if layout.num_rows == layout.stack.spec.stack_vocab_size else 0.0
         arrays = [api.allocate(rows.shape, jnp.dtype(table.dtype), fill)]
         for slot in jax.eval_shape(table.optimizer.init_slots, rows):
@@ -536,7 +537,7 @@ class DenseRows(Storage):
         num_shards: int,
         new_slots: ByTable,
     ) -> State:
-        """See `Storage.with_tables`. It also works inside `jit`."""
+        """See `Storage.with_tables`. `with_tables` of this storage works inside `jit`, too."""
         for member in self.tables:
             name = member.name
             index = self.layout.all_rows(name, member.vocabulary_size)

@@ -1,4 +1,4 @@
-"""Programs that donate the arrays of an object. Ctrl-C cannot lose the arrays in between."""
+"""Calls programs that donate the arrays of an object, without losing the arrays to Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 class _CtrlCLater:
     """Delays Ctrl-C until the end of a `with` block.
 
-    It does nothing outside the main thread, because only the main thread gets Ctrl-C.
+    Outside the main thread the context does nothing, because only the main thread gets Ctrl-C.
     """
 
     def __enter__(self) -> None:
@@ -42,14 +42,14 @@ def kept(
 ) -> PyTree:
     """Result of a program that donates its operands, after `keep` has received it.
 
-    Without this, Ctrl-C could raise KeyboardInterrupt after the program has run and before its
-    result is assigned. The donated arrays would then be lost. Ctrl-C is delayed until the program
-    is done, including its compilation.
+    Without this function, Ctrl-C could raise KeyboardInterrupt after the program has run and before
+    its result is assigned. The donated arrays would then be lost. Ctrl-C is delayed until the
+    program is done, including its compilation.
 
     Args:
-      keep: stores the result.
+      keep: function that stores the result.
       program: the compiled program.
-      *operands: its arguments.
+      *operands: arguments of the program.
     """
     with _CtrlCLater():
         result = program(*operands)

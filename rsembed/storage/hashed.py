@@ -131,7 +131,7 @@ class DynamicRows(Storage):
 
 
 class NewKeys(NamedTuple):
-    """Distinct keys of a batch that have no row yet. They may end with padding.
+    """Distinct keys of a batch that have no row yet. Padding may follow the keys.
 
     Attributes:
       keys: the distinct keys.
@@ -170,8 +170,8 @@ class Hashed(DynamicRows):
     Args:
       when_full: what happens to a new key if all rows of its device are in use. "error", the
         default: the key gets no row, and a step outside `jit` raises RuntimeError. Inside `jit`,
-        `collection.counts` counts the key as `failed`. "zero": like "error", but no step raises.
-        "evict": the key gets the row of another key.
+        `collection.counts` counts the key as `failed`. "zero": like "error", but no step raises an
+        error. "evict": the key gets the row of another key.
       eviction: key that "evict" removes: the least recently used ("lru", the default) or the least
         often used ("lfu"). If several are equal, the smallest key is evicted, and negative keys
         come before positive keys. Keys of the current batch are never evicted.
@@ -186,8 +186,8 @@ class Hashed(DynamicRows):
       key_dtype: int32, int64 (the default), uint32 or uint64. Keys that do not fit are rejected.
         Signed keys may be negative, except -1, which means no id.
 
-    Raises: ValueError: an argument is unknown or out of range. It is raised when a table uses the
-      storage.
+    Raises: ValueError: an argument is unknown or out of range. The error is raised when a table
+    uses the storage.
 
     Example:
       >>> import jax, numpy as np, rsembed as rs
@@ -262,10 +262,12 @@ class Hashed(DynamicRows):
         pool: Pool,
         ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
-        """See `Storage.pooled`. If every key has a row, it pools from the table directly.
+        """See `Storage.pooled`.
 
-        Otherwise it uses one array of vectors, and no second array of that size. In every call, the
-        system provides memory above 64 MB page by page, which is slow.
+        If every key has a row, the vectors are pooled from the table directly.
+
+        Otherwise one array of vectors is made, and no second array of that size. The operating
+        system provides memory above 64 MB page by page in every call, which is slow.
         """
         rows, num_absent = row_map.search(params.keys, keys)
         is_bound = hashed_rows.is_bound(params)
@@ -274,7 +276,7 @@ class Hashed(DynamicRows):
             return pool(params.rows, rows), varying_zero(rows)
 
         def from_vectors() -> tuple[PyTree, Array]:
-            # Rounded to the table's dtype, as new rows will be stored.
+            # Initial values are rounded to the table's dtype, as the step will store them.
             vectors = self.vectors(params, rows, table).astype(params.rows.dtype)
             # A traced function cannot raise, so NaN marks rows that do not belong to the keys.
             vectors = jnp.where(is_bound, vectors, jnp.asarray(jnp.nan, vectors.dtype))
@@ -378,7 +380,8 @@ class Hashed(DynamicRows):
 
         def admit(_: Array, state: Found) -> Found:
             params, slots, rows = state
-            # Computed from the loop state, since XLA hoists loop-invariant code out of the loop.
+            # The keys are computed from the loop state: XLA would hoist loop-invariant code out of
+            # the loop.
             strangers = keys.only(rows == NO_ROW)
             params, slots, new_rows = self._admit(
                 params, slots, strangers, table, number, occurrences
@@ -589,7 +592,7 @@ class HashedTables(Hashed):
 
 
 DRAWS = 0x61646D74
-"""Folded into PRNG keys, so that admission draws differ from the initial values of the keys."""
+"""Number folded into PRNG keys, so that admission draws differ from initial values."""
 
 
 def is_drawn(
@@ -602,9 +605,10 @@ def is_drawn(
     """Mask of the keys that are admitted in step `number`.
 
     Each occurrence of a key admits it with `probability`. A key draws one 32-bit number per step,
-    from its table's PRNG key folded with `DRAWS`, the step and the two 32-bit lanes of the key. It
-    is not admitted if the draw, in units of 2**-32, is below `(1 - probability) ** occurrences`.
-    This power is a product of float32 numbers only, which all compilers round alike.
+    from its table's PRNG key folded with `DRAWS`, the step and the two 32-bit lanes of the key. A
+    key is not admitted if its draw, in units of 2**-32, is below
+    `(1 - probability) ** occurrences`. This power is a product of float32 numbers only, which all
+    compilers round alike.
 
     Args:
       key: PRNG key of the table, or one for each of several tables.
@@ -699,7 +703,10 @@ class RowNumbers(DynamicRows):
         pool: Pool,
         ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
-        """See `Storage.pooled`. If no key is out of range, it pools from the table directly."""
+        """See `Storage.pooled`.
+
+        If no key is out of range, the vectors are pooled from the table directly.
+        """
         rows = self._rows(params, keys)
         num_beyond = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
 

@@ -1,7 +1,7 @@
 """Rows of keyed tables on one device: arrays, counters, initial values, rounding and growth.
 
-Most functions are pure and run inside `jit` and `shard_map`. A program that donates the state
-updates its rows in place. `unstack`, `stack` and `numbers_of` work on the host.
+Most functions in this file are pure and run inside `jit` and `shard_map`. A program that donates
+the state updates its rows in place. `unstack`, `stack` and `numbers_of` work on the host.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ INITIAL_BLOCK = 1024
 class Counters(NamedTuple):
     """Counts of keys since each table was created. A key counts once for every batch.
 
-    Each counter is a 64-bit number in two 32-bit words (lanes), high and low. All are None for
-    tables without a hash table.
+    Each counter is a 64-bit number in two 32-bit words (lanes), high and low. All counters are None
+    for tables without a hash table.
 
     Attributes:
       inserted: keys that got a row.
@@ -122,7 +122,8 @@ def empty(
       num_waiting: maximum number of waiting keys of each table. None, the default, if every key is
         admitted at once.
     """
-    if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):  # raw uint32 data of a key
+    # `key` is the raw uint32 data of a key.
+    if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(key))
     num_tables = len(capacities)
     rows, slots = allocate(table, max(capacities) * num_tables, fill=0)
@@ -190,7 +191,7 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
 
 
 def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
-    """The inverse of `unstack`."""
+    """Arrays of all tables and shards, from the arrays of each table (inverse of `unstack`)."""
 
     def stacked(*leaves: PyTree) -> np.ndarray:
         by_shard = [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves]
@@ -206,7 +207,7 @@ def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Arra
     Args:
       table: spec of the table.
       capacity: number of rows.
-      fill: number in all entries. None: entries are undefined, for arrays that the caller fills.
+      fill: number in all entries. None: entries are undefined, and the caller fills them.
 
     Raises: ValueError: `capacity` is above `MAX_CAPACITY`.
     """
@@ -239,7 +240,7 @@ def with_initial_values(
       keys: the new keys, and any entries that `rows` skips.
       table: spec of the table.
       key: PRNG key of the table, or one for each of several tables.
-      slots: False if `arrays` contains no slots. True is the default.
+      slots: whether `arrays` contains slots after the vectors, True by default.
     """
     if not rows.shape[0]:
         return arrays
@@ -312,7 +313,7 @@ def grow(
 ) -> tuple[DynamicTable, Slots]:
     """The shard and its slots with room for `capacity` rows. Every key keeps its row.
 
-    Programs are compiled again for the new shape.
+    All programs that use the shard are compiled again, because its shape changes.
 
     Args:
       params: the shard.

@@ -45,21 +45,23 @@ class HostCached(DynamicRows):
     Results are the same as with a table on the device, except for the noise of
     `stochastic_rounding`.
 
-    `collection.prefetch` copies the rows of a batch to the device. Call it before a compiled step,
-    which cannot read from the host and raises an error if a row is missing. Outside `jit`, lookups
-    and steps call it themselves. The host needs memory only for rows that were trained or evicted.
+    `collection.prefetch` copies the rows of a batch to the device. Call `prefetch` before a
+    compiled step, which cannot read from the host and raises an error if a row is missing. Outside
+    `jit`, lookups and steps call `prefetch` themselves. The host needs memory only for rows that
+    were trained or evicted.
 
-    The collection has one store at a time. `init` and `load_collection` replace it. A state from
-    before an exchange of rows is rejected, because the store no longer has its rows. To go back,
-    load a checkpoint.
+    The collection has one host store at a time. `init` and `load_collection` replace the store. A
+    state from before an exchange of rows is rejected, because the store no longer has the rows of
+    that state. To go back to an earlier state, load a checkpoint.
 
     Args:
-      cache_rows: number of rows in the cache, over all devices. It must be at least the number of
-        distinct rows of a batch. On a mesh, id `k` belongs to device `k % num_devices`.
+      cache_rows: number of rows in the cache, over all devices. The cache must hold all distinct
+        rows of a batch. On a mesh, id `k` belongs to device `k % num_devices`.
       eviction: rows that are evicted for new rows: the least recently fetched ("lru", the default)
         or the least often fetched ("lfu"). Rows of the current batch are never evicted.
 
-    Raises: ValueError: an argument is out of range. It is raised when a table uses the storage.
+    Raises: ValueError: an argument is out of range. The error is raised when a table uses the
+    storage.
 
     Example:
       >>> import jax, rsembed as rs
@@ -79,7 +81,7 @@ class HostCached(DynamicRows):
 
     @property
     def in_files(self) -> None:
-        """None: a file has a row for every id."""
+        """Always None, because a file has a row for every id."""
         return None
 
     def num_rows(self, table: TableSpec) -> int:
@@ -228,7 +230,7 @@ class HostTable(HostCached):
         ids = on_host(params.keys.low)[cached]
         arrays = self.backing.read(np.arange(table.vocabulary_size))
         rows = {}
-        # A state for serving has no slots, so some arrays of the store are left out.
+        # A state for serving has no slots, so the store's slots are left out.
         for name, array, on_device in zip(
             array_names(table, slots), arrays, (params.rows, *slots), strict=False
         ):
@@ -237,7 +239,10 @@ class HostTable(HostCached):
         return rows
 
     def checked_rows(self, values: TableRows, table: TableSpec, step: Int[Array, ""]) -> TableRows:
-        """`values` as an array of all rows in the table's dtype. Raises: ValueError: no fit."""
+        """`values` as an array of all rows in the table's dtype.
+
+        Raises: ValueError: `values` do not fit.
+        """
         return whole_table(values, table)
 
     def with_rows(

@@ -1,7 +1,7 @@
-"""Export and import of keyed rows, by key.
+"""Reads the rows of keyed tables by key, and writes rows by key.
 
-The result does not depend on row numbers, shards or the order in a file. Every array has the rows
-of all shards, concatenated: row `r` of shard `s` has index `s * capacity + r`.
+Exported rows do not depend on row numbers or shards, and imported rows may have any order. Every
+array has the rows of all shards, concatenated: row `r` of shard `s` has index `s * capacity + r`.
 """
 
 from __future__ import annotations
@@ -59,7 +59,8 @@ class SavedArray:
       shape: shape of the array.
       dtype: dtype of the array.
       read: function that reads the array and yields blocks `(index of the first row, rows)`. Its
-        argument is an array to fill, or None for new arrays. An array of shape `()` has one row.
+        argument is an array to fill, or None for new arrays. An array of shape `()` counts as one
+        row.
     """
 
     shape: tuple[int, ...]
@@ -142,7 +143,7 @@ def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
         slot = arrays[name]
         check_type(slot, Num[np.ndarray, "..."], f"{where}: its slot {name!r}")
         if not is_traced(slot):
-            slot = on_host(slot)  # The slot may be on another mesh.
+            slot = on_host(slot)  # `slot` may be on another mesh.
         actual = f"{slot.dtype.name}{list(slot.shape)}"
         expected = f"{slot_template.dtype.name}{list(slot_template.shape)}"
         if actual != expected:
@@ -172,9 +173,9 @@ def places_by_key(
       table: spec of the table.
       num_shards: number of shards.
 
-    Returns: the row indices, and a dictionary of arrays. It has `keys`, in the table's `key_dtype`.
-      A hash table adds `last_step` and `count`. With waiting keys, it also has `waiting_keys`,
-      `waiting_last_step` and `waiting_count`.
+    Returns: the row indices, and a dictionary of arrays. The dictionary has `keys`, in the table's
+      `key_dtype`. A hash table adds `last_step` and `count`. With waiting keys, the dictionary also
+      has `waiting_keys`, `waiting_last_step` and `waiting_count`.
 
     Raises: ValueError: a key does not fit `key_dtype`.
     """
@@ -203,8 +204,8 @@ def rows_to_leave(
 ) -> tuple[Positions, Facts]:
     """Row indices of the keys to evict, and their `keys`, `last_step` and `count`.
 
-    A key is evicted if at least one of `keep`, `unused_for` and `norm_below` selects it. Each of
-    them may be None, which selects no key. The result is in ascending order of the keys.
+    A key is evicted if at least one of `keep`, `unused_for` and `norm_below` selects it. A
+    condition that is None selects no key. The result is in ascending order of the keys.
 
     Args:
       params: rows of all shards.
@@ -263,7 +264,7 @@ def _key_dtype(table: TableSpec) -> str:
 def array_names(table: TableSpec, slots: Sequence[PyTree]) -> list[str]:
     """Names of the vectors and slots of a table in exports, in the order of the state.
 
-    A state for serving has no slots, and gets no names for them.
+    A state for serving has no slots, so the names of slots are left out.
     """
     names = ["values"]
     for name in getattr(table.optimizer.slot_type, "_fields", range(len(slots))):
@@ -357,7 +358,7 @@ def with_keys(
 ) -> tuple[DynamicTable, Positions]:
     """Parameters after the keys of `exported` are added, and the row index of each key.
 
-    The steps and counts of the keys are added with them. The vectors are not written yet. For the
+    Steps and counts of the keys are added as well. The vectors are not written yet. For the
     arguments, see `import_rows`.
 
     Raises: ValueError: see `import_rows`.
@@ -377,7 +378,8 @@ def with_keys(
                 stacklevel=2,
             )
         return params, positions
-    waiting = _without(params.waiting, keys, num_shards)  # Imported keys have a row now.
+    # Imported keys have a row now, so they no longer wait.
+    waiting = _without(params.waiting, keys, num_shards)
     if "waiting_keys" in exported:
         waiting_keys = _checked_keys(table, exported, "waiting_")
         waiting, _ = _with_rows_for(table, waiting, waiting_keys, exported, "waiting_", num_shards)
@@ -526,7 +528,8 @@ def _with_rows_for(
       maps: maps of all shards, of the keys with rows or of the waiting keys.
       keys: distinct keys.
       exported: imported arrays, with the steps and counts of the keys.
-      prefix: prefix of their names: "" for keys with rows, "waiting_" for waiting keys.
+      prefix: prefix of the names of steps and counts: "" for keys with rows, "waiting_" for waiting
+        keys.
       num_shards: number of shards.
 
     Raises: ValueError: a step or a count is out of range, or a shard has too few free rows.

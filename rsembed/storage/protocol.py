@@ -21,16 +21,16 @@ from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec
 
 ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nnz"] | None]
-"""What a lookup knows about the step that follows it: `(occurrences, step number, arrival)`.
+"""Facts about the step that follows a lookup: `(occurrences, step number, arrival)`.
 
 `occurrences` counts each key in the batch. `find` gives rows to new keys in ascending order of
 `arrival`; None: in the order of the keys."""
 Params: TypeAlias = PyTree
 """Parameters of a storage: one array, or a pytree of arrays."""
 SlotTree: TypeAlias = PyTree
-"""Optimizer state of these parameters: a tuple of arrays, or a pytree of them."""
+"""Optimizer state of a storage's parameters: a tuple of arrays, or a pytree of arrays."""
 State: TypeAlias = tuple[Params, SlotTree]
-"""Parameters and slots."""
+"""Parameters and slots of a storage."""
 Found: TypeAlias = tuple[Params, SlotTree, Int[Array, " nnz"]]
 """Parameters, slots, and the row of each key. A key without a row has `NO_ROW`."""
 Vectors: TypeAlias = tuple[Float[Array, "nnz dim"], Int[Array, ""]]
@@ -57,20 +57,21 @@ class Storage(abc.ABC):
     """
 
     placements: ClassVar[tuple[str, ...]] = ("replicated",)
-    # Integer dtype of the keys. None: ids are row numbers. Keyed storages override it with a field.
+    # Integer dtype of the keys. None: ids are row numbers. Keyed storages override `key_dtype` with
+    # a field.
     key_dtype: Any = None
 
     rows_on_host: ClassVar[bool] = False
-    """True if `rows` and `with_rows` work on the host, outside `jit`.
+    """Whether `rows` and `with_rows` work on the host, outside `jit`.
 
-    A checkpoint then has the rows of each table instead of `params`."""
+    If True, a checkpoint has the rows of each table instead of `params`."""
 
     @property
     def sums_gradients(self) -> bool:
         """True if a step updates all `params`.
 
-        Devices with full copies then compute the `gradients` of their samples, and call `step_all`
-        with the sum over devices. Every id has a row, and `find` changes nothing.
+        If True, devices with full copies compute the `gradients` of their samples, and call
+        `step_all` with the sum over devices. Every id has a row, and `find` changes nothing.
         """
         return False
 
@@ -115,7 +116,9 @@ class Storage(abc.ABC):
         return self
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Key that is equal for tables that may share one storage. None: `table` shares with none.
+        """Key that is equal for tables that may share one storage.
+
+        None: `table` shares its storage with no other table.
 
         The caller compares only tables of equal dim, dtype and rule.
         """
@@ -155,13 +158,16 @@ class Storage(abc.ABC):
     ) -> list[State]:
         """`params` and slots of each table of `tables_of`, from the arrays of all shards.
 
-        With several tables, call it outside `jit`.
+        For several tables, call `unstack` outside `jit`.
         """
         del table, num_shards
         return [(params, slots)]
 
     def stack(self, parts: Sequence[State], like: Params, num_shards: int) -> State:
-        """The inverse of `unstack`. `like` is the `params` that `unstack` got."""
+        """`params` and slots of all shards, from those of each table; inverse of `unstack`.
+
+        `like` is the `params` that `unstack` got.
+        """
         del like, num_shards
         return parts[0]
 
@@ -180,7 +186,7 @@ class Storage(abc.ABC):
         return self.num_rows(table) * table.embedding_dim, self.num_rows(table) * slots
 
     def num_ids(self, table: TableSpec) -> int:
-        """Exclusive upper bound of ids. It applies if ids are row numbers, not keys."""
+        """Exclusive upper bound of ids. The bound applies if ids are row numbers, not keys."""
         return table.vocabulary_size
 
     def checked(self, ids: PyTree, table: TableSpec, feature: str) -> Keys:
@@ -437,8 +443,8 @@ class Storage(abc.ABC):
           rows: new rows by table name, as in `with_rows`.
           table: spec of any table of the storage.
           num_shards: number of shards.
-          new_slots: new slots by table name, in the form of `optimizer_state`. It is empty if
-            `rows_on_host`, because `rows` then contain the slots.
+          new_slots: new slots by table name, in the form of `optimizer_state`. The mapping is empty
+            if `rows_on_host`, because `rows` then contain the slots.
         """
         parts = self.unstack(params, slots, table, num_shards)
         for number, member in enumerate(self.tables_of(table)):
@@ -462,7 +468,10 @@ class Storage(abc.ABC):
         del before, after, table
 
     def counts(self, params: Params, num_shards: int) -> dict[str, np.ndarray]:
-        """Counters of each shard, on the host. Empty for storages without counters."""
+        """Counters of each shard, on the host.
+
+        The dictionary is empty for storages without counters.
+        """
         del params, num_shards
         return {}
 

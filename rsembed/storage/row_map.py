@@ -28,7 +28,7 @@ Eviction = Literal["lru", "lfu"]
 FREE = -1
 REBUILD_BLOCK = 16_384
 SIGN_BIT = 1 << 31
-ROW_FACTOR = 0x9E3779B9  # It is odd, so different rows of a key give different numbers.
+ROW_FACTOR = 0x9E3779B9  # The factor is odd, so different rows of a key give different numbers.
 
 
 class HashTable(NamedTuple):
@@ -135,7 +135,8 @@ def counts_of(
     """
     if table is None:
         return jnp.sum(marks, dtype=jnp.int32)[None]
-    counted_table = jnp.where(marks, table, num_tables)  # `num_tables` is dropped.
+    # Unmarked entries get index `num_tables`, which the sum drops.
+    counted_table = jnp.where(marks, table, num_tables)
     return jnp.zeros(num_tables, jnp.int32).at[counted_table].add(1, mode="drop")
 
 
@@ -226,7 +227,7 @@ def _global_rows(
 def _rows_in_table(
     row_map: RowMap, rows: Int[Array, " nnz"], table: Array | None
 ) -> Int[Array, " nnz"]:
-    """The inverse of `_global_rows`."""
+    """Row numbers in single tables, from row numbers over all tables; inverse of `_global_rows`."""
     if table is None:
         return rows
     return jnp.where(rows == NO_ROW, NO_ROW, rows - row_map.rows_per_table * table)
@@ -250,7 +251,7 @@ def assign(
       occurrences: number of occurrences of each key so far.
       evict: policy that selects keys to evict if too few rows are free. None, the default: no key
         is evicted.
-      is_signed: True if keys are signed numbers. It matters if several keys have the smallest
+      is_signed: True if keys are signed numbers. The sign matters if several keys have the smallest
         worth, because the smallest key is then evicted. False is the default.
 
     Returns: the map, the row of each key, the number of evicted keys of each table, and the number
@@ -356,7 +357,10 @@ def touch(
 def use(
     row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], occurrences: Int[Array, " nnz"]
 ) -> RowMap:
-    """The map after `step` used `rows`, which may repeat. Their counts grow by `occurrences`."""
+    """The map after `step` used `rows`, which may repeat.
+
+    The counts of the rows grow by `occurrences`.
+    """
     last_step, counts = api.count_uses(row_map.last_step, row_map.counts, rows, step, occurrences)
     return row_map._replace(last_step=last_step, counts=counts)
 
@@ -408,7 +412,10 @@ def table_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"] | 
 
 
 def grow(row_map: RowMap, capacity: int) -> RowMap:
-    """The map of one table with more rows. They are assigned after the rows that are free now."""
+    """The map of one table with more rows.
+
+    The new rows are assigned after the rows that are free now.
+    """
     old = row_map.last_step.shape[0]
 
     def extend(lane: Array, value: int) -> Array:
@@ -513,7 +520,7 @@ def least(
     """
     high = row_map.high
     if is_signed:
-        high = high ^ jnp.uint32(SIGN_BIT)  # sorts negative keys before positive keys
+        high = high ^ jnp.uint32(SIGN_BIT)  # Negative keys come before positive keys.
     lanes = (worth.astype(jnp.uint32), high, row_map.low)
     if row_map.num_tables == 1:
         return _first(lanes, is_candidate, num_wanted[0])
@@ -563,15 +570,15 @@ def _bound(
 ) -> UInt32[Array, ""]:
     """A lane value with at most `num_wanted` candidates below it.
 
-    It is the value of the last wanted candidate, or any value with exactly `num_wanted` candidates
-    below it. If there are fewer candidates than `num_wanted`, no candidate is above it.
+    The bound is the value of the last wanted candidate, or any value with exactly `num_wanted`
+    candidates below it. If there are fewer candidates than `num_wanted`, no candidate is above it.
     """
     # All candidates have equal bits above the highest bit in which the two extremes differ.
     largest = jnp.max(jnp.where(is_candidate, lane, jnp.uint32(0)))
     smallest = jnp.min(jnp.where(is_candidate, lane, largest))
     differing_bits = smallest ^ largest
     num_bits = 32 - jax.lax.clz(differing_bits).astype(jnp.int32)
-    for distance in (1, 2, 4, 8, 16):  # sets all bits below the highest one
+    for distance in (1, 2, 4, 8, 16):  # Set all bits below the highest one.
         differing_bits |= differing_bits >> distance
     common_bits = largest & ~differing_bits
 
@@ -601,11 +608,10 @@ def entries(
       keys: keys and padding, in any order.
       occurrences: number of occurrences in each entry.
 
-    Returns: four values.
-      1. Index of each key in the distinct keys. `NO_ROW` for padding.
-      2. The distinct keys, with padding after the last one.
-      3. Position of the first occurrence of each distinct key. `NO_ROW` for padding.
-      4. Sum of the occurrences of each distinct key.
+    Returns: a tuple of four arrays. 1. Index of each key in the distinct keys. `NO_ROW` for
+      padding. 2. The distinct keys, with padding after the last one. 3. Position of the first
+      occurrence of each distinct key. `NO_ROW` for padding. 4. Sum of the occurrences of each
+      distinct key.
     """
     entry_of, first_of, counts = api.unique_keys(keys, occurrences)
     lanes = api.gather_rows(keys.lanes, first_of)
@@ -625,7 +631,7 @@ def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
 
 
 def unnamed(lanes: UInt32[Array, "nnz lanes"]) -> tuple[Keys, Int[Array, " nnz"]]:
-    """The inverse of `named`: keys, and the number of occurrences of each."""
+    """Keys, and the number of occurrences of each, from the format of `named`."""
     high = lanes[:, 0]
     low = lanes[:, 1]
     occurrences = lanes[:, 2]

@@ -34,7 +34,9 @@ from rsembed.storage.donation import kept
 
 
 class CacheCounts(NamedTuple):
-    """Counters of one call, or sums over calls. The first six are FBGEMM's, in its order.
+    """Counters of one call, or sums over calls.
+
+    The first six are the counters of FBGEMM, in FBGEMM's order.
 
     Attributes:
       calls: number of batches.
@@ -44,8 +46,8 @@ class CacheCounts(NamedTuple):
       unique_misses: sum over batches of the number of distinct cacheable ids that were not resident
         before the batch.
       unique_conflict_misses: number of these misses that got no slot.
-      conflict_misses: number of lookups of ids without a slot, with duplicates. Their rows are read
-        from the backing store.
+      conflict_misses: number of lookups of ids without a slot, with duplicates. The rows of such
+        ids are read from the backing store.
       unique_hits: sum over batches of the number of distinct cacheable ids that were resident
         before the batch.
     """
@@ -94,14 +96,15 @@ _NOTHING: Int64[np.ndarray, "0"] = np.zeros(0, np.int64)
 class Admission(NamedTuple):
     """Changes of the cache by a batch, and the rows that have to be moved for it.
 
-    Write back the rows of `evicted_ids` before loading `inserted_ids`, because they share slots.
+    Write back the rows of `evicted_ids` before loading `inserted_ids`, because both use the same
+    slots.
 
     Attributes:
       locations: slot of every id of the batch. -1 for a conflict miss, to be read from the backing
         store, and for an id that is not cacheable.
       inserted_ids: ids that were admitted, grouped by set.
       inserted_slots: slot of each admitted id.
-      evicted_ids: id that had the slot before. -1 if the slot was empty.
+      evicted_ids: id that had each of `inserted_slots` before. -1 if the slot was empty.
       missed_ids: distinct ids that were not resident before the batch, in ascending order.
       counts: counters of this call.
     """
@@ -121,19 +124,19 @@ NUM_WAYS = 32
 class SetAssociativeCache:
     """Cache policy: decides which ids are resident, and their slots. The caller moves the rows.
 
-    Call `admit` once per batch. It marks the resident ids as used and admits missing ids. In each
-    set, the best missing ids get the worst slots one by one. Slots that the batch uses, and locked
-    slots, are never taken. So no id of the batch is evicted. An id that gets no slot is a conflict
-    miss, and its row is read from the backing store.
+    Call `admit` once per batch. The call marks the resident ids as used and admits missing ids. In
+    each set, the best missing ids get the worst slots one by one. Slots that the batch uses, and
+    locked slots, are never taken. So no id of the batch is evicted. An id that gets no slot is a
+    conflict miss, and its row is read from the backing store.
 
     * lru: missing ids in ascending order get the slots in order of (time of last use, slot number).
     * lfu: missing ids in order of (descending count, id) get the slots in order of (count of the
       resident id, slot number). An empty slot has count -1. A resident id with a larger count than
       the missing id stays.
 
-    Counts are exact. They include all ids since the start, resident or not, and the current batch.
-    They take 8 bytes of host memory per id of `num_ids`. The cache itself takes 24 bytes per slot.
-    While `admit` runs, it needs about twice that for each slot of the sets with a miss.
+    Counts are exact. The counts include all ids since the start, resident or not, and the current
+    batch. They need 8 bytes of host memory per id of `num_ids`. The cache itself needs 24 bytes per
+    slot. While `admit` runs, it needs about 48 bytes for each slot of the sets with a miss.
 
     Attributes:
       tags: id in each slot, -1 in empty slots. Read only.
@@ -197,8 +200,8 @@ class SetAssociativeCache:
           ids: ids of the batch, which may repeat. Ids outside `[0, num_ids)` get location -1 and
             change nothing.
           lock: True keeps every slot that this batch uses until `unlock(admission.locations)`. Use
-            it for batches that are prefetched while earlier batches are in use. False is the
-            default.
+            `lock=True` for batches that are prefetched while earlier batches are in use. False is
+            the default.
 
         Raises: TypeError: `ids` is not a flat array of integers.
         """
@@ -345,7 +348,7 @@ _ROWS_PER_FLUSH = 1 << 16
 Leaving = Callable[[Int[Array, " places"]], Sequence[Array]]
 """Function from rows of the device arrays to the values that the host stores for them.
 
-The values of the last device array, the ids of the rows, are not among them."""
+The last device array, with the ids of the rows, is left out."""
 
 
 class BatchPlaces(NamedTuple):
@@ -395,8 +398,8 @@ class CachedRows:
     ) -> BatchPlaces:
         """The device row of each row of a batch, and the moves for it.
 
-        Rows without a slot get a device row in the scratch area, after the slots. A prefetch does
-        not assign a row to them.
+        Rows without a slot get a device row in the scratch area, after the slots. A prefetch
+        assigns no row to them.
 
         Args:
           rows: table row of each id of the batch, see `BatchPlaces`.
@@ -443,8 +446,8 @@ class CachedRows:
             the batch needs it; inside `jit`, if a batch of the size of `moves` may need it.
           moves: moves of the batch, from `find`.
           leaving: function that gives the values of evicted rows, see `Leaving`.
-          keep: receives the new arrays before Ctrl-C can interrupt. Otherwise they could be lost
-            after the old arrays are donated.
+          keep: receives the new arrays before Ctrl-C can interrupt. Otherwise both old and new
+            arrays could be lost, because the old ones are donated.
           is_inside: True inside `jit`: the host is then reached through a callback.
         """
         num_inserted = moves.inserted.shape[0]
@@ -500,7 +503,7 @@ class CachedRows:
         self.scratch_rows = _NOTHING
 
     def flush(self, leaving: Leaving) -> None:
-        """Writes all resident rows to the store. They stay resident."""
+        """Writes all resident rows to the store. The rows stay resident."""
         rows, slots = self.cache.resident()
         for first in range(0, rows.size, _ROWS_PER_FLUSH):
             block = slice(first, first + _ROWS_PER_FLUSH)
