@@ -1,4 +1,4 @@
-"""Embedding tables for JAX. Wings (such as `rsembed.tbe`) are imported on first use."""
+"""Embedding tables for JAX. Subpackages such as `rsembed.tbe` are imported on first use."""
 
 import importlib
 import importlib.metadata

@@ -31,7 +31,7 @@ def find_notebook(name: str) -> Path:
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
-    # The first is in the wheel, the second in a checkout.
+    # The first folder is in the wheel, the second in a checkout.
     folders = (
         _PACKAGE / "_bundled" / "notebooks",
         _PACKAGE.parent / "notebooks",
@@ -132,9 +132,10 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
             kernel_name="python3",
             kernel_spec_manager=KernelSpecManager(
                 kernel_dirs=[]
-            ),  # Kernels in folders may belong to another Python.
+            ),  # Notebook kernels installed in folders may belong to another Python.
             connection_file=f"{folder}/connection.json",
-            transport="ipc",  # Files that only this user can open, instead of network ports.
+            # The kernel communicates through files that only this user can open, not through ports.
+            transport="ipc",
         )
         client = NotebookClient(notebook, km=manager, timeout=None, on_cell_executed=after_cell)
         try:
@@ -201,8 +202,9 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
     folder = output / path.stem
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        nbformat.write(notebook, executed)  # A folder without write access fails before the run.
-        for picture in folder.glob("cell-*.png"):  # Pictures of an earlier run.
+        # Write before the run, so that a folder without write access raises an error at once.
+        nbformat.write(notebook, executed)
+        for picture in folder.glob("cell-*.png"):  # Delete the pictures of an earlier run.
             picture.unlink()
     except OSError as error:
         raise ValueError(
@@ -212,7 +214,7 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
     def tell(*, cell: Any, cell_index: int, **_: Any) -> None:
         """Prints the output and the result of a cell.
 
-        Pictures are written as `cell-<number>-<picture>.png`.
+        Pictures are saved as `cell-<number>-<picture>.png`.
         """
         num_pictures = 0
         for output in cell.get("outputs", []):
@@ -321,7 +323,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "run":
             return run(options.notebook, parse_settings(options.settings), options.output)
         return doctor()
-    except ValueError as error:  # The user can fix these. Other errors show a traceback.
+    except ValueError as error:  # The user can fix a ValueError. Other errors show a traceback.
         print(f"rsembed: {error}", file=sys.stderr)
         return 2
 

@@ -1,6 +1,6 @@
 """Reads members of zip archives up to a size limit.
 
-An archive of a few kilobytes can unpack to terabytes.
+The limit matters because an archive of a few kilobytes can unpack to terabytes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 MOST_UNPACKED_BYTES = 1 << 28
 """Maximum size of all members that are read: ten times a MovieLens log of a million ratings.
 
-For an archive that is larger itself, the limit is the size of the archive.
+If the archive itself is larger, the limit is the size of the archive.
 """
 # Only with these methods can a read be limited to a number of bytes.
 _COMPRESSIONS = (
@@ -69,7 +69,7 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
 def _read(archive: zipfile.ZipFile, name: str, bytes_left: int, most: int) -> bytes:
     """Content of a member of at most `bytes_left` bytes.
 
-    Checks the declared size first, then the size of the unpacked content.
+    The declared size is checked first, then the size of the unpacked content.
     """
     member = archive.getinfo(name)
     if member.compress_type not in _COMPRESSIONS:

@@ -1,4 +1,4 @@
-"""Arrays on the host and on devices: which of them are traced, masked or donated, and copies of them."""
+"""Helpers for arrays on the host and on devices: are they traced, masked or donated, and copies."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ def numpy_or_jax(tree: PyTree) -> Any:
 
 
 def foreign_to_numpy(value: object) -> Any:
-    """`value` as a numpy array if it has `__array__`, such as a tensor. Other values are unchanged.
+    """`value` as a numpy array if it has `__array__`, as a tensor has. Other values are unchanged.
 
-    JAX and numpy arrays are unchanged as well.
+    JAX and numpy arrays are returned unchanged.
     """
     if not hasattr(value, "__array__") or isinstance(value, (jax.Array, np.ndarray)):
         return value
     try:
         return np.asarray(value)
     except TypeError:
-        # A torch tensor of bfloat16: numpy has no such dtype, but JAX has.
+        # `value` may be a torch tensor of bfloat16: numpy has no such dtype, but JAX has.
         if not hasattr(value, "__dlpack__"):
             raise
         return np.asarray(jnp.from_dlpack(value))
 
 
 def check_unmasked(value: object, name: str) -> None:
-    """Raises: TypeError: `value` or one of its rows is a masked array. Its mask would be lost."""
+    """Raises: TypeError: `value` or one of its rows is a masked array. The mask would be lost."""
     rows: Any = ()
     if isinstance(value, (list, tuple)):
         rows = value
@@ -90,8 +90,8 @@ def device_copy(array: ArrayLike, dtype: DTypeLike) -> Array:
 def on_device(tree: PyTree) -> PyTree:
     """The tree with copies of numpy arrays on the device.
 
-    They are copies, because data loaders often write the next batch into the same memory. The
-    arrays are passed to a compiled function: for 26 arrays, this takes a third of the time of
+    Numpy arrays are copied, because data loaders often write the next batch into the same memory.
+    The arrays are passed to a compiled function: for 26 arrays, this takes a third of the time of
     `device_put`.
     """
     if is_traced(tree):

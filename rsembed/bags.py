@@ -35,11 +35,11 @@ from rsembed.lists import (
 PAD_ID = -1
 """Means "no id" in dense arrays and in padding after the last bag.
 
-It contributes nothing and is not an error.
+An id of -1 contributes nothing and is not an error.
 """
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
+@no_type_check  # JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bags:
@@ -50,8 +50,8 @@ class Bags:
         padding, -1.
       offsets: starts at 0 and never decreases.
       weights: one per id. None: ones.
-      dense_shape: shape of the array that the ids came from, or None. Without a combiner, the
-        activations have this shape plus a last axis for the embedding.
+      dense_shape: shape of the array that the ids came from. None: the ids came from ragged bags.
+        Without a combiner, the activations have this shape plus a last axis for the embedding.
 
     Example:
       >>> from rsembed import Bags
@@ -148,7 +148,7 @@ class Bags:
 
     @staticmethod
     def from_dense(ids: Ids, weights: Any = None) -> Bags:
-        """Bags from an array `[bags]` or `[bags, ids per bag]`. Works inside `jit`.
+        """Bags from an array `[bags]` or `[bags, ids per bag]`. This works inside `jit` as well.
 
         Args:
           ids: array of integers or `Keys`. -1 means no id.
@@ -286,9 +286,9 @@ class Bags:
 class Jagged(Mapping[str, Bags]):
     """Bags of several features in one pair of arrays: a mapping from features to `Bags`.
 
-    This is the form of TorchRec's KeyedJaggedTensor:
-    `rs.Jagged(kjt.values(), kjt.lengths(), features=kjt.keys())`. `collection.prepare` accepts it,
-    like every mapping. The constructor copies no ids.
+    A `Jagged` has the form of TorchRec's KeyedJaggedTensor:
+    `rs.Jagged(kjt.values(), kjt.lengths(), features=kjt.keys())`. `collection.prepare` accepts a
+    `Jagged`, like every mapping. The constructor copies no ids.
 
     Args:
       values: ids `[n]`, feature after feature, and sample after sample in each feature. An array or
@@ -369,12 +369,13 @@ def as_bags(value: object, *, feature: str) -> Bags:
     """
     try:
         return _bags_of(value)
-    except (TypeError, ValueError, RuntimeError) as error:  # Torch raises RuntimeError.
+    # Torch raises RuntimeError for tensors that numpy cannot read.
+    except (TypeError, ValueError, RuntimeError) as error:
         raise type(error)(f"feature {feature!r}: {error}") from error
 
 
 def _bags_of(value: Any) -> Bags:
-    """As `as_bags`. Errors do not name the feature."""
+    """Bags from any accepted form of input, see `as_bags`. Errors do not name the feature."""
     if isinstance(value, Bags):
         _check_arrays(value)
         return value
@@ -463,7 +464,7 @@ def _check_arrays(bags: Bags) -> None:
 def narrow_ids(ids: Ids) -> Ids:
     """Ids as int32. `Keys` are unchanged.
 
-    An id that does not fit int32 becomes one that is outside every table, never another valid id.
+    An id that does not fit int32 becomes a number outside every table, never another valid id.
     """
     if isinstance(ids, Keys):
         return ids
@@ -498,7 +499,7 @@ def check_values(
     Args:
       bags: ids, offsets and weights.
       feature: name of the feature, for errors.
-      table: name of its table, for errors.
+      table: name of the feature's table, for errors.
       vocabulary_size: rows of the table.
       allow_out_of_range: whether ids outside the table are allowed, False by default.
       way_to_drop: hint at the option that drops such ids. None if the caller has no such option.

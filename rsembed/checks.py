@@ -51,15 +51,16 @@ _REALS: tuple[Any, ...] = (np.integer, np.floating)
 _NUMBERS: dict[Any, tuple[Any, ...]] = {bool: (np.bool_,), int: _INTEGERS, float: _REALS}
 _SEQUENCES = (Sequence, Iterable, list, tuple)
 _MAPPINGS = (Mapping, dict)
-_MAX_ENTRIES = 1000  # entries of a longer list or mapping are not checked
+_MAX_ENTRIES = 1000  # Entries after the first 1000 of a list or mapping are not checked.
 
 
 def validated(function: Function) -> Function:
     """Decorator that makes a function check its arguments, or a dataclass its fields, against annotations.
 
-    Put it below `@dataclass`. Use it for functions that run seldom: to declare, plan, load or save.
-    Functions that run in every step, or take `*args`, check their arguments themselves. An example
-    of an error: `plan_stacking: num_shards must be an integer, got '2' (str).`
+    Put the decorator below `@dataclass`. Use it for functions that run seldom: to declare, plan,
+    load or save. Functions that run in every step, or take `*args`, check their arguments
+    themselves. An example of an error:
+    `plan_stacking: num_shards must be an integer, got '2' (str).`
     """
     if isinstance(function, type):
         function.__post_init__ = check_fields  # type: ignore[attr-defined]
@@ -87,7 +88,7 @@ def validated(function: Function) -> Function:
 
 
 def within(interval: str, *, default: object = dataclasses.MISSING) -> Any:
-    """A dataclass field for a number in `interval`, such as `(0, inf]`, which `check_fields` checks.
+    """A dataclass field for a number in `interval`, such as `(0, inf]`. `check_fields` checks it.
 
     NaN is in no interval.
     """
@@ -152,8 +153,8 @@ def check_finite(
         squares, counts and other numbers that an optimizer never makes negative.
       way_out: end of the message.
 
-    Raises: ValueError: a number is not finite, or negative. The message names the first one and its
-    row.
+    Raises: ValueError: a number is not finite, or negative. The message names the first such number
+    and its row.
     """
     if isinstance(values, jax.core.Tracer):
         return
@@ -167,10 +168,10 @@ def check_finite(
         devices: Any = array.sharding.device_set
         is_in_host_memory = all(device.platform == "cpu" for device in devices)
         if is_in_host_memory and array.is_fully_addressable and array.ndim:
-            # Read without a copy. A JAX program would write a mask, which has a quarter of the
-            # table's bytes.
+            # The array is read without a copy. A JAX program would write a mask of a quarter of its
+            # bytes.
             parts = [(shard.index[0].start or 0, shard.data) for shard in array.addressable_shards]
-        # An explicit transfer, which `jax.transfer_guard` permits.
+        # `device_get` is an explicit transfer, which `jax.transfer_guard` permits.
         elif bool(jax.device_get(_all_are_good(array, may_be_negative))):
             return
         elif not array.is_fully_addressable:
@@ -186,7 +187,7 @@ def _check_part(
 ) -> None:
     """Checks an array on the host, see `check_finite`.
 
-    `first_row` is the index of its first row.
+    `first_row` is the index of the array's first row.
     """
     rows_per_block = max(1, _BYTES_PER_BLOCK * len(array) // max(array.nbytes, 1))
     for first in range(0, len(array), rows_per_block):
@@ -214,8 +215,8 @@ def _all_are_good(array: jax.Array, may_be_negative: bool) -> jax.Array:
 def check_type(value: object, hint: object, name: str) -> None:
     """Checks a value against an annotation.
 
-    It accepts more than a type checker: any sequence (except strings) for a list or tuple, NumPy
-    and JAX scalars as numbers, integers as floats, and lists of numbers as arrays.
+    The check accepts more than a type checker: any sequence (except strings) for a list or tuple,
+    NumPy and JAX scalars as numbers, integers as floats, and lists of numbers as arrays.
 
     Args:
       value: the value.
@@ -249,7 +250,7 @@ def describe(value: Any) -> str:
 
 def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
     """The name of a dtype. Raises: ValueError: `dtype` is not among `allowed`, or not a dtype."""
-    with contextlib.suppress(TypeError):  # a string that names no dtype fails the check below
+    with contextlib.suppress(TypeError):  # A string that names no dtype fails the check below.
         dtype = dtype if dtype is None else jnp.dtype(dtype).name
     if dtype not in allowed:
         raise ValueError(f"{name} {dtype!r} is not one of {', '.join(allowed)}.")
@@ -266,7 +267,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def _hints(owner: Any) -> dict[str, Any]:
     """Annotations of a function or class by name.
 
-    A class is left out if its annotations use names that exist only for a type checker.
+    Annotations of a class are left out if they use names that exist only for a type checker.
     """
     parts = [owner]
     if isinstance(owner, type):
@@ -302,7 +303,7 @@ def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
         if inner is None:
             check_within(hint.__metadata__[0], value, name)
         return inner
-    if kind is Literal:  # of strings
+    if kind is Literal:  # The values of a Literal are strings.
         if not isinstance(value, str):
             return _Misfit(TypeError, name, hint, value)
         return None if value in args else _Misfit(ValueError, name, hint, value)
@@ -319,7 +320,10 @@ def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
 
 
 def _has_type(value: Any, hint: Any, kind: Any) -> bool:
-    """Whether a value is of the type `kind`, the origin of `hint`. Its entries are not checked."""
+    """Whether a value is of the type `kind`, the origin of `hint`.
+
+    The entries of the value are not checked.
+    """
     if kind is Callable:
         return callable(value)
     if kind in _MAPPINGS:
@@ -386,12 +390,13 @@ def _array_error(value: Any, hint: Any) -> type[Exception] | None:
         array = np.asarray(value) if is_foreign or isinstance(value, (list, tuple)) else value
         dtype = array.dtype
         shape = tuple(array.shape)
-    except (ValueError, AttributeError, TypeError):  # rows of different lengths, or no array
+    # The value has rows of different lengths, or is not an array.
+    except (ValueError, AttributeError, TypeError):
         return TypeError
     dtypes = _dtypes_of(hint)
     axes = hint.dim_str.split()
     if dtypes == _INTEGERS and 0 in shape:
-        dtypes = _REALS  # NumPy makes an array of floats from an empty list
+        dtypes = _REALS  # NumPy converts an empty list to floats.
     if np.ma.isMaskedArray(array) or not _is_among(dtype, dtypes):
         return TypeError
     has_any_rank = any(axis[0] in "*." for axis in axes)
@@ -408,7 +413,7 @@ def _words_for(hint: Any) -> str:
         return " or ".join(map(repr, args))
     if kind in (Union, types.UnionType):
         if any(_dtypes_of(arg) == _KEYS for arg in args):
-            # Raw PRNG keys are arrays of integers; naming keys is enough.
+            # Raw PRNG keys are arrays of integers, so the message names only keys.
             args = tuple(arg for arg in args if _dtypes_of(arg) != _INTEGERS)
         return " or ".join(dict.fromkeys(map(_words_for, args)))
     if kind in _WORDS:

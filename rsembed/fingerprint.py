@@ -2,9 +2,9 @@
 
 An array does not record what its rows mean: on two and on four devices, one table can have equal
 array shapes but different row orders. A `Fingerprint` holds the facts that define the meaning
-(tables, sizes, optimizers, shards, owners) as plain JSON values. It is a static part of a pytree,
-so `jit` and `tree.map` pass it through and raise an error if two of them are mixed. It is written
-to files. `check_same` compares two fingerprints and names their differences.
+(tables, sizes, optimizers, shards, owners) as plain JSON values. A fingerprint is a static part of
+a pytree, so `jit` and `tree.map` keep it, and raise an error if two different ones are mixed. Files
+contain fingerprints. `check_same` compares two and names their differences.
 """
 
 from __future__ import annotations
@@ -24,7 +24,10 @@ import optax
 
 MAX_DIFFERENCES_SHOWN = 6
 ELSEWHERE = "elsewhere"
-"""Name of the fact that a part of a state is stored outside it. Its value tells users what to save instead."""
+"""Name of the fact that a part of a state is stored outside it.
+
+The value tells users what to save instead.
+"""
 
 
 @jax.tree_util.register_static
@@ -53,7 +56,7 @@ class Fingerprint:
         return json.loads(self.text)
 
     def __hash__(self) -> int:
-        return hash(self.text)  # Python caches the hash of a string, and jit needs it in every call
+        return hash(self.text)  # jit hashes in every call. Python caches the hash of a string.
 
     def __repr__(self) -> str:
         return f"Fingerprint({hashlib.sha256(self.text.encode()).hexdigest()[:12]})"
@@ -128,10 +131,10 @@ def _identity(value: object, above: frozenset[int]) -> str:
     code = value.__code__
     closed = {}
     for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-        if cell != CellType():  # a cell is empty until its variable is assigned
+        if cell != CellType():  # A cell is empty until its variable is assigned.
             closed[name] = inside(cell.cell_contents)
     name = value.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
-    # Which functions it wraps depends on the version of optax.
+    # The functions that optax wraps here depend on the version of optax.
     if name == "with_extra_args_support.update":
         return next(iter(closed.values()), name)
     if name.endswith("<lambda>"):
@@ -145,7 +148,7 @@ def _call(name: str, arguments: Mapping[str, str]) -> str:
 
 
 def _differences(actual: object, expected: object, path: str) -> Iterator[str]:
-    """A message for every fact that differs."""
+    """One line for every fact that differs between two fingerprints."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         for key in sorted(actual.keys() | expected.keys()):
             where = f"{path}/{key}" if path else key

@@ -58,7 +58,8 @@ def initial_rows(
     trace = traced_initializer(table, shape)
     try:
         return _RowEvaluator(rows, shape[0]).evaluate(trace, key).astype(jnp.float32)
-    except _MixesRowsError:  # For example an orthogonal matrix. Its rows need the whole table.
+    # The rows of an orthogonal matrix, for example, depend on the whole table.
+    except _MixesRowsError:
         return table.initializer(key, shape).astype(jnp.float32)[rows]
 
 
@@ -92,7 +93,8 @@ def form(table: TableSpec) -> Hashable:
         jax.eval_shape(functools.partial(evaluator.evaluate, trace), jax.random.key(0))
     except _MixesRowsError:
         return exact_key
-    text = " ".join(str(trace).split())  # line breaks depend on the number of digits
+    # The line breaks of a printed trace depend on the number of digits.
+    text = " ".join(str(trace).split())
     return shape[1], re.sub(rf"(?<=[\[(]){shape[0]}(?=,)", "rows", text)
 
 
@@ -118,7 +120,7 @@ def keyed_rows(
     )
     try:
         return evaluator.evaluate(trace, key).astype(jnp.float32)
-    except _MixesRowsError:  # the initializer splits its key, or sums over a row
+    except _MixesRowsError:  # The initializer splits its key, or sums over a row.
 
         def one_row(key: PRNGKeyArray, *row_lanes: Array) -> Array:
             row_key = functools.reduce(jax.random.fold_in, row_lanes, key)
@@ -194,8 +196,8 @@ class _RowEvaluator:
     Args:
       rows: the requested rows.
       num_rows: length of the row axis, the leading axis of an array of all rows.
-      lanes: 32-bit numbers to fold into the key of each requested row, in this order. Default: the
-        row index.
+      lanes: 32-bit numbers to fold into the key of each requested row, in this order. By default,
+        the row index.
       only_key: key of the initializer. If set, only random bits drawn directly from it can be cut;
         a computation that splits it is rejected.
       table: index of the table of each requested row, if `only_key` has one key for each of several
@@ -242,7 +244,10 @@ class _RowEvaluator:
         return [value(v) for v in jaxpr.outvars]
 
     def _equation(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
-        """Results of one equation of the trace. Raises: _MixesRowsError: it mixes rows."""
+        """Results of one equation of the trace.
+
+        Raises: _MixesRowsError: the equation mixes rows.
+        """
         name = equation.primitive.name
         params = equation.params
         bind = equation.primitive.bind

@@ -21,7 +21,7 @@ ALL_BITS = 0xFFFFFFFF
 KEY_DTYPES = ("int32", "int64", "uint32", "uint64")
 
 Lane: TypeAlias = Any
-"""One number for each key, in an array of NumPy or JAX."""
+"""Array of NumPy or JAX with one number for each key."""
 Ids: TypeAlias = PyTree
 """Ids in an array of integers of NumPy or JAX, or as `Keys`."""
 
@@ -32,7 +32,7 @@ class Keys(NamedTuple):
     Attributes:
       high: upper 32 bits, uint32.
       low: lower 32 bits, uint32.
-      is_key: False for padding, for which the other arrays have no meaning.
+      is_key: mask, False for padding. The other arrays have no meaning there.
       table: index of the table of each key, int32; None if there is only one table.
     """
 
@@ -54,7 +54,10 @@ class Keys(NamedTuple):
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Shape of all lanes. Its sizes are symbolic in a program that is exported for any size."""
+        """Shape of all lanes.
+
+        The sizes are symbols in a program that is exported for any batch size.
+        """
         return self.is_key.shape
 
     @property
@@ -78,10 +81,10 @@ def hash_keys(
 ) -> Int64[np.ndarray, "..."] | list[Int64[np.ndarray, " ids"]]:
     """64-bit keys of strings or bytes, equal in every process, machine and release.
 
-    Use them for tables with `rs.Hashed`. For other tables, `rs.hash_keys(column) % vocabulary_size`
-    gives ids, with the chance that several strings share a row. The key of a string depends on its
-    UTF-8 bytes: an "é" in one code point and an "e" with a combining accent have different keys.
-    Each distinct value of a column is hashed once.
+    Use such keys for tables with `rs.Hashed`. For other tables,
+    `rs.hash_keys(column) % vocabulary_size` gives ids, with the chance that several strings share a
+    row. The key of a string depends on its UTF-8 bytes: an "é" in one code point and an "e" with a
+    combining accent have different keys. Each distinct value of a column is hashed once.
 
     Args:
       column: strings or bytes as a list, a NumPy array of any shape, or a column of pandas, polars
@@ -165,8 +168,8 @@ def _keys_of(
       values: strings, bytes or missing values.
       known: keys of values that were hashed before; new values are added.
       missing: key of missing values. None: they are an error.
-      row: row of all values, for error messages. None, the default: it follows from their
-        positions.
+      row: row of all values, for error messages. None, the default: the row follows from the
+        position of the value.
       num_per_row: number of values in a row of the column, 1 by default.
     """
     try:
@@ -191,7 +194,11 @@ def _keys_of(
 
 
 def _key_of(value: object, missing: int | None) -> int:
-    """Key of one value. Raises: TypeError, ValueError: it has none. The message ends the sentence "row 3 has"."""
+    """Key of one value.
+
+    Raises: TypeError, ValueError: the value has no key. The message continues the words "row 3
+    has".
+    """
     if isinstance(value, str):
         try:
             value = value.encode()
@@ -208,7 +215,7 @@ def _key_of(value: object, missing: int | None) -> int:
         raise TypeError(f"{describe(value)}, neither text nor bytes; {way_out}.")
     digest = hashlib.blake2b(value, digest_size=8, usedforsecurity=False).digest()
     key = int.from_bytes(digest, "little", signed=True)
-    if key == -1:  # -1 means no id
+    if key == -1:  # -1 is not a key: it means no id.
         key = -2
     return key
 
@@ -219,7 +226,7 @@ def is_missing(value: Any) -> bool:
         return value is None
     try:
         return bool(np.ndim(value) == 0 and value != value)
-    except TypeError:  # the comparison of pandas.NA is neither true nor false
+    except TypeError:  # Comparisons of pandas.NA are neither true nor false.
         return True
 
 
@@ -230,8 +237,8 @@ def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
 
     Args:
       ids: an array with rows along its first axis.
-      offsets: starts of bags in flat ids. The message then counts bags instead of rows. None if
-        there are no bags.
+      offsets: starts of bags in flat ids. With `offsets`, the message counts bags instead of rows.
+        None if there are no bags.
     """
     if not isinstance(ids, np.ndarray):
         return f"ids must be integers, got {ids.dtype}; convert them."
@@ -251,7 +258,7 @@ def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
 
 FILL = "fill missing values with -1, which is no id."
 HASH = "rs.hash_keys makes keys of texts."
-"""Ways out in the error messages about missing values and strings."""
+"""How to get keys from strings, for the error messages about missing values and strings."""
 
 
 def split_keys(keys: object, *, feature: str = "keys") -> Keys:
@@ -303,7 +310,7 @@ def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
     split = keys if isinstance(keys, Keys) else split_keys(keys, feature=feature)
     if any(map(_is_hidden, jax.tree.leaves(split))):
         is_lost = is_beyond(split, dtype)
-        # `is_invalid` recognises these words.
+        # `is_invalid` recognises keys with these words.
         high = jnp.where(is_lost, jnp.uint32(ALL_BITS), split.high)
         low = jnp.where(is_lost, 0, split.low)
         return split._replace(high=high, low=low).only(~is_lost)
@@ -312,7 +319,7 @@ def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
 
 
 def _is_hidden(lane: Lane) -> bool:
-    """Whether this process cannot read all values of an array now."""
+    """Whether this process cannot read an array, because it is traced or partly on other hosts."""
     return isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True)
 
 
@@ -371,7 +378,8 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         (key,) = join_keys(keys.high[index][None], keys.low[index][None])
         key = int(key)
         shown = str(key)
-        # May come from a signed number, so show that number as well; -1 is padding.
+        # The key may come from a signed number, so the message shows that number as well. -1 is
+        # padding.
         if 2**63 <= key < 2**64 - 1:
             shown = f"{key} (of signed numbers: {key - 2**64})"
         raise ValueError(
@@ -441,7 +449,7 @@ def _remainder(keys: Keys, num_shards: int) -> Lane:
 def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
     """The row `key // num_shards` of every key in a table without an index, as int32.
 
-    It is `NO_ROW` for padding and for keys of at least `num_shards * rows_per_shard`.
+    The row is `NO_ROW` for padding and for keys of at least `num_shards * rows_per_shard`.
 
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`.
     """

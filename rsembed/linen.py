@@ -28,8 +28,8 @@ class Embeddings(nn.Module):
     """Layer with the tables of a collection, trained by `rs.linen.value_and_grad` and `rs.linen.TrainState`.
 
     The `EmbeddingState` is the variable `tables` of the variable collection `embeddings`. No result
-    depends on the parameter `guard`. It makes differentiating the model without the tables an
-    error.
+    depends on the parameter `guard`. Because of `guard`, differentiating the model without the
+    tables is an error.
 
     Attributes:
       collection: the tables, in any storage, on one device or a mesh.
@@ -64,7 +64,7 @@ class Embeddings(nn.Module):
         return taps.look_up("/".join(self.path), self.collection, state, batch, guard)
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
+@no_type_check  # JAX fills pytrees with placeholders.
 class TrainState(struct.PyTreeNode):
     """State of a training run, like `flax.training.train_state.TrainState`, with tables.
 
@@ -161,8 +161,8 @@ def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tup
     """A function that returns the value of a loss, and its gradients for parameters and tables of a model.
 
     Args:
-      loss_fn: function `loss_fn(apply, ...)` that returns the loss, or `(loss, aux)`. It is traced
-        twice. `apply` is `TrainState.apply`.
+      loss_fn: function `loss_fn(apply, ...)` that returns the loss, or `(loss, aux)`. The loss is
+        traced twice. `apply` is `TrainState.apply`.
       has_aux: whether `loss_fn` returns `(loss, aux)`, False by default.
 
     Returns: a function `(train_state, ...) -> (value, gradients)`.

@@ -15,7 +15,8 @@ from jaxtyping import Float, Int, Int32, Shaped
 from rsembed.arrays import check_unmasked
 from rsembed.keys import FILL, HASH, is_missing
 
-# Integers. jaxtyping does not know numpy's `ulonglong`, which large Python integers become.
+# Arrays of integers. jaxtyping does not know numpy's `ulonglong`, the dtype of large Python
+# integers.
 FlatIds = Shaped[np.ndarray, " nnz"]
 Offsets = Int32[np.ndarray, " bags_plus_1"]
 
@@ -32,7 +33,7 @@ def offsets_of(
 def ids_of_plain_rows(rows: Sequence[Any]) -> tuple[FlatIds, Offsets] | None:
     """Ids and offsets of rows that are all lists of `int` or all arrays; None for other rows.
 
-    It reads all rows in one call, which is 20 times as fast as row by row.
+    All rows are read in one call, which is 20 times as fast as row by row.
     """
     small = small_ids_of_lists(rows)
     if small is not None:
@@ -40,7 +41,7 @@ def ids_of_plain_rows(rows: Sequence[Any]) -> tuple[FlatIds, Offsets] | None:
         return ids.astype(np.int64), offsets
     kinds = set(map(type, rows))
     if kinds == {np.ndarray}:
-        filled = [row for row in rows if row.size]  # Empty arrays are float64 if made from [].
+        filled = [row for row in rows if row.size]  # Arrays made from [] are float64.
         if {row.ndim for row in rows} != {1} or {row.dtype.kind for row in filled} != {"i"}:
             return None
         ids = np.concatenate(filled)
@@ -68,17 +69,17 @@ def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"
     lengths. In version 2 of the marshal format, a list is the letter "[" and its length, and an
     integer of 32 bits is "i" and its value: five bytes each. No other type has one of these letters
     (bool has "T" and "F"). So the result is correct if only these two letters occur, and if a list
-    begins exactly at the byte at which a row must begin. If a later Python changes the format, this
-    returns None, and the caller reads the lists in another way.
+    begins exactly at the byte at which a row must begin. If a later Python changes the format, the
+    function returns None, and the caller reads the lists in another way.
     """
     first_row = next(iter(rows), None)
     if type(rows) is not list or type(first_row) is not list:
         return None
     if first_row and (type(first_row[0]) is not int or first_row[0] >= 2**31):
-        return None  # Probably 64-bit keys, which the slow path reads anyway.
+        return None  # The ids are probably 64-bit keys, which the slow path reads.
     try:
         written = marshal.dumps(rows, 2)
-    except ValueError:  # An object that marshal cannot write.
+    except ValueError:  # `rows` contains an object that marshal cannot write.
         return None
     if len(written) % _MARSHALLED.itemsize:
         return None
@@ -111,11 +112,12 @@ def ids_of_row(row: Any, position: int) -> FlatIds:
         )
     check_unmasked(row, f"the ids of row {position}")
     if isinstance(row, np.ndarray) and row.dtype == object:
-        row = row.tolist()  # Numpy makes an integer array of the list if all values are integers.
+        # Numpy converts the list to an integer array if all values are integers.
+        row = row.tolist()
     try:
         # Numpy reads an empty list as float64.
         array = np.asarray(row) if len(row) else np.zeros(0, np.int64)
-    except ValueError:  # Nested lists of different lengths.
+    except ValueError:  # `row` has nested lists of different lengths.
         array = np.zeros((0, 0))
     # Numpy makes floats of integers if some fit int64 and others only uint64.
     if array.dtype.kind == "f" and all(isinstance(value, int) for value in row):
@@ -141,7 +143,10 @@ def ids_of_row(row: Any, position: int) -> FlatIds:
 
 
 def are_integers(values: Any) -> bool:
-    """Whether every entry of a list or array of Python objects is an integer. Bools are not."""
+    """Whether every entry of a list or array of Python objects is an integer.
+
+    Bools are not integers here.
+    """
     return all(
         isinstance(value, (int, np.integer)) and not isinstance(value, bool) for value in values
     )
@@ -163,7 +168,7 @@ def ids_of_integers(values: Any, complaint: str) -> FlatIds:
     signed = np.asarray([number for number in numbers if number < 2**63], np.int64)
     if signed.size == len(numbers):
         return signed
-    # Raises if a negative number occurs together with one that needs uint64.
+    # `join_ids` raises if a negative number occurs together with a number that needs uint64.
     join_ids([signed, np.asarray([largest], np.uint64)])
     return np.asarray(numbers, np.uint64)
 

@@ -24,7 +24,7 @@ _OPTIMIZER = "rs.nnx.Optimizer"
 class Tables(nnx.Variable):
     """Variable of an `EmbeddingState`.
 
-    It is not an `nnx.Param`: `nnx.grad` and optax do not see it.
+    Such a variable is not an `nnx.Param`: `nnx.grad` and optax do not see it.
     """
 
 
@@ -36,12 +36,12 @@ class Embeddings(nnx.Module):
     """Layer with the tables of a collection, trained by `rs.nnx.value_and_grad` and `rs.nnx.Optimizer`.
 
     If a loss calls the layer several times, one step applies the summed gradients. A loss cannot
-    call it inside another JAX transformation, such as a loop or `nnx.remat`; look up before.
+    call the layer inside another JAX transformation, such as a loop or `nnx.remat`: call it before.
 
     Args:
       collection: the tables, in any storage, on one device or a mesh.
       rngs: random streams; `params` gives the key of the initial tables.
-      frozen: whether tables are only read, False by default. It can be set at any time:
+      frozen: whether tables are only read, False by default. The attribute can be set at any time:
         `layer.frozen = True`, or for all layers
         `model.set_attributes(rs.nnx.Embeddings, frozen=True)`.
 
@@ -99,8 +99,8 @@ def value_and_grad(
     """A function that returns the value of a loss, and its gradients for dense parameters and tables of a model.
 
     Args:
-      loss_fn: function `loss_fn(model, ...)` that returns the loss, or `(loss, aux)`. It is traced
-        twice.
+      loss_fn: function `loss_fn(model, ...)` that returns the loss, or `(loss, aux)`. The loss is
+        traced twice.
       has_aux: whether `loss_fn` returns `(loss, aux)`, False by default.
       wrt: filter of the dense parameters, `nnx.Param` by default.
 
@@ -121,7 +121,8 @@ def value_and_grad(
 
     def with_gradients(model: Any, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
         def recorded_calls(model_copy: object) -> Any:
-            # Clones, because changes that the loss makes here must have no effect outside.
+            # The model is cloned, because changes that the loss makes here must have no effect
+            # outside.
             _, (_, calls) = recorded(model_copy, [], *nnx.clone(args), **nnx.clone(kwargs))
             return calls
 

@@ -43,7 +43,7 @@ class Place(NamedTuple):
     rotation: Numbers = 0
 
     def shards(self, ids: Numbers, *, spread: int) -> Numbers:
-        """Shard of each id."""
+        """Shard that holds the row of each id."""
         return self.owner + (ids + (self.first + self.rotation) % spread) % spread
 
     def rows_in_shard(self, ids: Numbers, *, spread: int) -> Numbers:
@@ -55,7 +55,8 @@ class Place(NamedTuple):
 
         Ids must be inside the table.
         """
-        # One operation instead of many, which matters in a program of a thousand features.
+        # One operation replaces several. The difference matters in a program of a thousand
+        # features.
         if spread == 1:
             return ids + (self.owner * rows_per_shard + self.first)
         first_rows = self.shards(ids, spread=spread) * rows_per_shard
@@ -66,7 +67,7 @@ class Place(NamedTuple):
     ) -> slice | Int[np.ndarray, " vocab"]:
         """Index of all `count` rows of a table in the array of `rows`.
 
-        It is a slice if the rows are contiguous.
+        The index is a slice if the rows are contiguous.
         """
         if spread > 1:
             return self.rows(np.arange(count), spread=spread, rows_per_shard=rows_per_shard)
@@ -97,7 +98,7 @@ def tables_and_ids(
 ) -> tuple[Numbers, Numbers]:
     """Table, as an index into `table_places`, and id of each row of a shard.
 
-    Both are -1 for a row of no table.
+    Both are -1 for a row that belongs to no table.
     """
     tables = row * 0 - 1
     ids = tables

@@ -20,7 +20,7 @@ def progress(items: Iterable[Item], *, description: str, **bar_options: object) 
 
     Args:
       items: any iterable. If it has no length, pass `total=` to show the remaining time.
-      description: text before the bar, such as "training".
+      description: string before the bar, such as "training".
       **bar_options: further options of tqdm.
 
     Example:

@@ -69,7 +69,7 @@ def _opaque(rows: object) -> Any:
     if rows.dtype.itemsize > 4 and not is_traced(rows):
         is_cut = np.asarray(rows) != np.asarray(numbers)
         if is_cut.any():
-            return rows  # A number does not fit 32 bits. `check_belong` rejects it.
+            return rows  # `rows` has a number that does not fit 32 bits. `check_belong` rejects it.
     return _opaque_numbers(numbers)
 
 
@@ -85,7 +85,7 @@ def _plain_numbers(array: Array) -> Array:
 
 
 def _integers(array: object) -> Any:
-    """The inverse of `_opaque`."""
+    """Row numbers of a stack as integers, from their opaque array (inverse of `_opaque`)."""
     if opaque.kind_of(array) == "row":
         return _plain_numbers(array)
     return opaque.unwrap(array)
@@ -112,7 +112,7 @@ class _Unsummed(NamedTuple):
     sums: list[Array]
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
+@no_type_check  # JAX fills pytrees with placeholders.
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class RowGradients:
@@ -122,8 +122,8 @@ class RowGradients:
     that reject arithmetic. So `jax.tree.map(jnp.add, first, second)` is a TypeError and does not
     give gradients of wrong rows.
 
-    Inside `jit`, gradients of a collection have their `summands` as well. These are not in the
-    pytree, so copies of the gradients and results of compiled programs do not have them.
+    Inside `jit`, gradients of a collection have their `summands` as well. The summands are not in
+    the pytree, so copies of the gradients and results of compiled programs do not have them.
 
     Args:
       rows: distinct row numbers in ascending order, with `NO_ROW` as padding at the end. On a mesh,
@@ -134,8 +134,8 @@ class RowGradients:
       num_rows: rows of each stack's table, as sorted `(stack, rows)` pairs.
       shardings: on a mesh, shardings of rows and values of each stack, as sorted
         `(stack, rows, values)`. None if there is no mesh.
-      layout: fingerprint of the collection that the gradients belong to. It is compared when they
-        are applied.
+      layout: fingerprint of the collection that the gradients belong to. The fingerprint is
+        compared when the gradients are applied.
     """
 
     rows: dict[str, Int[Array, "*capacity"]]
@@ -143,9 +143,9 @@ class RowGradients:
     num_rows: NumRows
     shardings: Shardings = None
     layout: Fingerprint | None = None
-    # The property `rows` reads and sets it.
+    # The property `rows` reads and sets `opaque_rows`.
     opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)
-    # Set by `summed_from`, read by `summands`.
+    # `summed_from` sets this field, and `summands` reads it.
     unsummed: _Unsummed | None = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
@@ -162,7 +162,7 @@ class RowGradients:
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: Iterable[object]) -> RowGradients:
-        """The inverse of `tree_flatten_with_keys`.
+        """Row gradients from the parts that `tree_flatten_with_keys` returned.
 
         Children may be anything that JAX puts into a tree.
         """
@@ -204,7 +204,8 @@ class RowGradients:
         """Inputs from which the values are computed, while the program that made them is traced.
 
         A step uses the summands instead of the sums. XLA then leaves out the sums, which are as
-        large as all occurrences of ids. None if another array was put into the gradients.
+        large as all occurrences of ids. The summands are None if another array was put into the
+        gradients.
         """
         if self.unsummed is None:
             return None
@@ -225,7 +226,7 @@ class RowGradients:
         """Number of distinct rows with a gradient, for each stack."""
         counts = {}
         for name, rows in self.rows.items():
-            # A key says how often it occurred, 0 for padding.
+            # The third word of a key is its number of occurrences, 0 for padding.
             is_touched = rows != NO_ROW if rows.ndim == 1 else rows[:, 2] > 0
             counts[name] = jnp.sum(is_touched)
         return counts
@@ -250,11 +251,12 @@ setattr(RowGradients, "rows", property(_read_rows, _keep_rows))  # noqa: B010
 def as_factor(factor: Any) -> float | Float[Array, ""]:
     """The factor of gradients as a Python float or JAX array.
 
-    Raises: TypeError, ValueError: it is not a single finite number.
+    Raises: TypeError, ValueError: the factor is not a single finite number.
     """
     name = "the factor of gradients"
     check_type(factor, float | Float[Array, ""], name)
-    if isinstance(factor, jax.Array):  # Its value may be traced, or not computed yet.
+    # The value of a JAX array may be traced, or not computed yet.
+    if isinstance(factor, jax.Array):
         return factor
     check_within("(-inf, inf)", factor, name)
     return float(factor)
@@ -263,7 +265,7 @@ def as_factor(factor: Any) -> float | Float[Array, ""]:
 def check_gradient(value: object, name: str) -> None:
     """Raises: TypeError: a gradient is not an array of floats.
 
-    A gradient of integers was probably cast, which has cut its values.
+    A gradient of integers is an error because it was probably cast, which rounds its values.
     """
     check_type(value, Num[Array, "..."], name)
     array = foreign_to_numpy(value)
@@ -332,13 +334,16 @@ def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
         return False
     if len(rows) < len(values):
         return True
-    # Both halves of a key, and how often it occurred.
+    # Each key has three numbers or more: both halves, and the number of occurrences.
     return rows[-1] > 2
 
 
 @validated
 def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
-    """Euclidean norm over all rows of all stacks. It equals the norm of the dense gradients."""
+    """Euclidean norm over all rows of all stacks.
+
+    The norm equals the norm of the dense gradients.
+    """
     summands = row_gradients.summands
     if summands is not None:
         squares = summands.engine.squared_norm(summands.batch, summands.d_outputs)
@@ -397,8 +402,8 @@ def clip_by_global_norm(
 def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
     """The sum of several row gradients. Gradients of equal rows are added.
 
-    Use it to accumulate gradients over micro-batches. `lax.scan` over micro-batches stacks its
-    results along a leading axis. Such stacked gradients are accepted as well.
+    Use `combine` to accumulate gradients over micro-batches. `lax.scan` over micro-batches stacks
+    its results along a leading axis. Such stacked gradients are accepted as well.
 
     Raises: ValueError: the gradients belong to different collections.
     """
@@ -429,7 +434,8 @@ def _combine_stack(
     specs = tuple(sharding.spec for sharding in shardings)
     in_specs = []
     for _, values in parts:
-        stacked_axes = [None] * (values.ndim - 2)  # of `lax.scan`; every device has all of them
+        # Axes stacked by `lax.scan`. They are not split over devices.
+        stacked_axes = [None] * (values.ndim - 2)
         in_specs.append(tuple(PartitionSpec(*stacked_axes, *spec) for spec in specs))
     on_each = jax.shard_map(
         partial(_combine_parts, num_rows, rows_per_device),

@@ -1,4 +1,7 @@
-"""Sizes of padded lists and arrays. There are few, so a stream of batches needs few programs."""
+"""Sizes of padded lists and arrays.
+
+There are few sizes, so a stream of batches needs few compiled programs.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +33,8 @@ def size_of_list(count: int) -> int:
 def common_width(bags: Bags) -> int:
     """Width of an array `[bags, ids]` that holds these bags and probably the bags of later batches.
 
-    It is a power of two. If many bags all have one length, it is that length, because such a
-    feature probably has a fixed length.
+    The width is a power of two. If many bags all have one length, the width is that length, because
+    such a feature probably has a fixed length.
     """
     lengths = np.diff(np.asarray(bags.offsets))
     longest = int(lengths.max(initial=1))

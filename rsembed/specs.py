@@ -1,4 +1,4 @@
-"""Specs of tables and features that users declare, and what a stacking plan attaches to them."""
+"""Specs of tables and features, and the settings that a stacking plan attaches to them."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ class StackedTableSpec:
     activation_mem_bytes_limit: int = dataclasses.field(
         default=DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, repr=False
     )
-    num_shards: int = dataclasses.field(default=0, repr=False)  # 0 if a user constructed the stack
+    num_shards: int = dataclasses.field(default=0, repr=False)  # 0 if a user constructed the stack.
 
     def replace(self, **changes: Any) -> StackedTableSpec:
         """A copy with some fields changed."""
@@ -127,7 +127,7 @@ class Storage(Protocol):
         """Number of values in the stored table, and number of values in its optimizer state."""
 
 
-@no_type_check  # __post_init__ rejects wrong values by name
+@no_type_check  # __post_init__ rejects wrong values by name.
 @dataclasses.dataclass(unsafe_hash=True)
 class TableSpec:
     """Declaration of an embedding table.
@@ -144,8 +144,8 @@ class TableSpec:
       optimizer: optimizer of the looked-up rows. Default: SGD with learning rate 0.001.
       combiner: `sum` (default), `mean`, `sqrtn`, or `none` (one vector per id: sequence output).
       max_ids_per_partition: maximum number of entries that one core sends to one shard, 256 by
-        default. It is a layout limit of SparseCores. Raise it if preprocessing reports it, or let
-        feedback-directed optimisation (`rsembed.fdo`) set it.
+        default. The limit is part of SparseCore layouts. Raise it if preprocessing reports it, or
+        let feedback-directed optimisation (`rsembed.fdo`) set it.
       max_unique_ids_per_partition: the same limit for distinct ids.
       suggested_coo_buffer_size_per_device: size of a device's input buffer, in entries. None, the
         default: the size for the worst case.
@@ -270,7 +270,7 @@ class TableSpec:
         return self._stacked_table_spec is not None
 
 
-@no_type_check  # __post_init__ rejects wrong values by name
+@no_type_check  # __post_init__ rejects wrong values by name.
 @dataclasses.dataclass(unsafe_hash=True)
 class FeatureSpec:
     """Declaration of a categorical input that reads a table.
@@ -291,7 +291,7 @@ class FeatureSpec:
 
     name: str
     table_spec: TableSpec
-    input_shape: tuple[Any, ...] | None = None  # sizes, or None
+    input_shape: tuple[Any, ...] | None = None  # A size may be None.
     output_shape: tuple[int, ...] | None = None
     # The spec prints like the spec of jax-tpu-embedding, so this has no repr.
     combiner: Combiner | None = dataclasses.field(default=None, repr=False, kw_only=True)

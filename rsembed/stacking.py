@@ -69,7 +69,7 @@ class TablePlacement:
 
     @classmethod
     def of(cls, table: TableSpec, setting: TableSettingInStack) -> TablePlacement:
-        """The placement of a table with the offsets `setting`."""
+        """Placement of a table with the offsets in `setting`."""
         return cls(
             name=table.name,
             rows=table.vocabulary_size,
@@ -101,7 +101,7 @@ class FeaturePlacement:
 
     @classmethod
     def of(cls, feature: FeatureSpec, transformation: FeatureIdTransformation) -> FeaturePlacement:
-        """The placement of a feature with the offsets `transformation`."""
+        """Placement of a feature with the offsets in `transformation`."""
         return cls(
             name=feature.name,
             table_name=feature.table_spec.name,
@@ -199,8 +199,9 @@ class StackingPlan:
     ) -> dict[str, Int[np.ndarray, " shard"]]:
         """Number of ids that each shard has to look up, for each stack by name.
 
-        The largest load divided by the mean is the skew: all shards wait for the busiest one. It is
-        large if frequent ids of several tables are on one shard. Another `rotation` separates them.
+        The largest load divided by the mean is the skew: all shards wait for the busiest one. The
+        skew is large if frequent ids of several tables are on one shard. Another `rotation`
+        separates them.
 
         Args:
           ids_by_feature: ids of some batches, as arrays or lists, by feature name. Missing features
@@ -285,7 +286,7 @@ def _checked_flat_ids(
 
     Raises: ValueError: an id is not an integer, or is outside the table.
     """
-    # An empty row may be an array of floats, which would make floats of all ids.
+    # An empty row may be an array of floats, which would convert all ids to floats.
     rows = [np.zeros(0, np.int64)]
     for row in map(np.ravel, ids):
         if row.size:
@@ -318,7 +319,7 @@ def plan_stacking(
     activation_mem_bytes_limit: PositiveInt | None = None,
     use_short_stack_names: bool = True,
 ) -> StackingPlan:
-    """A plan for all tables that `features` read. Changes no spec.
+    """A plan for all tables that `features` read. No spec changes.
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
@@ -329,7 +330,7 @@ def plan_stacking(
       pad: whether dims are padded to multiples of 8 and rows to multiples of `8 * num_shards`, as
         SparseCores require. True by default. False allows only one shard.
       rotation: each table of a stack is rotated by this number of shards against the table before
-        it. It spreads the frequent first rows of the tables. 0 by default.
+        it. The rotation spreads the frequent first rows of the tables. 0 by default.
       activation_mem_bytes_limit: maximum bytes of activations per shard in one stack. None: no
         limit.
       use_short_stack_names: whether names over 50 characters are cut and get a hash, True by
@@ -610,7 +611,7 @@ def _total_buffer_size(tables: Sequence[TableSpec]) -> int | None:
 
 
 def _num_stored_values(tables: Sequence[TableSpec]) -> tuple[int, int] | None:
-    """`StackPlan.num_stored_values` of these tables."""
+    """Value of `StackPlan.num_stored_values` for these tables."""
     num_tables = 0
     most_table_values = 0
     most_slot_values = 0
@@ -634,7 +635,7 @@ def _checked_tables(
     *,
     share_combiner: bool,
 ) -> list[TableSpec]:
-    """The named tables.
+    """The tables with these names, after checks.
 
     Raises: ValueError: a name is repeated or unknown, or the tables differ in a shared setting.
     """

@@ -95,7 +95,7 @@ def _refused(where: str, name: str, way_out: str) -> str:
     )
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
+@no_type_check  # JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -111,11 +111,11 @@ class Call:
     activations: Activations
 
     def row_gradients(self) -> RowGradients:
-        """Gradients of the looked-up rows; `activations` must hold gradients."""
+        """Gradients of the looked-up rows. `activations` must hold gradients."""
         return self.collection.row_gradients(opaque.unwrap_all(self.batch), self.activations)
 
     def step(self, state: EmbeddingState) -> EmbeddingState:
-        """The state after a step with only this call; `activations` must hold gradients."""
+        """The state after a step with only this call. `activations` must hold gradients."""
         return self.collection.update(state, opaque.unwrap_all(self.batch), self.activations)
 
 
@@ -124,7 +124,8 @@ class Recording:
 
     Args:
       layers: names of these layers, by the `layer` argument of `look_up`.
-      taps: zeros to add to the activations of each lookup; empty while their shapes are unknown.
+      taps: zeros to add to the activations of each lookup; empty while the shapes of the
+        activations are unknown.
 
     Raises: RuntimeError: another recording is active, because two calls of `value_and_grad` are
     nested.
@@ -164,7 +165,7 @@ def look_up(
     Args:
       layer: key of the layer in `Recording.layers`.
       collection: the tables of the layer.
-      state: their state.
+      state: state of the tables.
       batch: ids of every feature.
       guard: parameter of the layer, which no result depends on. Differentiating by it without a
         recording is an error.
@@ -206,7 +207,7 @@ def _refuse(refusal: str, primals: object, tangents: object) -> PyTree:
     raise RuntimeError(refusal)
 
 
-@no_type_check  # a pytree holds placeholders while JAX transforms it
+@no_type_check  # JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:
@@ -228,7 +229,7 @@ class Gradients:
     calls: dict[str, list[Call]]
     changed: dict[str, RowGradients] = dataclasses.field(default_factory=dict)
 
-    __array_ufunc__: ClassVar[None] = None  # `np.float32(2) * gradients` then asks `__rmul__`
+    __array_ufunc__: ClassVar[None] = None  # Makes `np.float32(2) * gradients` call `__rmul__`.
 
     @staticmethod
     def of(dense: Params, recorded: Sequence[Call], d_taps: Sequence[Activations]) -> Gradients:
@@ -250,14 +251,14 @@ class Gradients:
                 rows[name] = combine(rows[name], other_rows)
             else:
                 rows[name] = other_rows
-        # `rows` holds the sum. A step then needs only the collection of each layer.
+        # `rows` holds the sum, so a step needs only the collection of each layer.
         calls = {}
         for name, (first, *_) in {**self.calls, **other.calls}.items():
             calls[name] = [dataclasses.replace(first, batch={}, activations={})]
         return Gradients(dense, calls, rows)
 
     def __radd__(self, other: object) -> Gradients:
-        if isinstance(other, int) and other == 0:  # the start of `sum`
+        if isinstance(other, int) and other == 0:  # `sum` starts with 0.
             return self
         return NotImplemented
 
@@ -286,7 +287,10 @@ class Gradients:
 
     @property
     def rows(self) -> dict[str, RowGradients]:
-        """Gradients of distinct rows, by layer. They are computed here, since a step does not need them."""
+        """Gradients of distinct rows, by layer.
+
+        The sums are computed only on request, because a step does not need them.
+        """
         return {name: self._rows(name) for name in self.calls}
 
     @validated

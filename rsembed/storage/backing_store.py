@@ -181,7 +181,7 @@ class BackingStore:
     def exchange(
         self, evicted: ArrayLike, values: Sequence[ArrayLike], inserted: ArrayLike
     ) -> list[np.ndarray]:
-        """Rows to insert, in the dtypes of the device, after evicted rows were written to the store.
+        """Rows to insert, in the dtypes of the device. Evicted rows are written to the store first.
 
         Args:
           evicted: ids of the evicted rows, and padding, see `Moves`.
