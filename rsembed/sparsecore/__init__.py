@@ -33,12 +33,12 @@ def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
     """Makes `import jax_tpu_embedding.sparsecore...` import `rsembed.sparsecore` in this process.
 
     Use it for libraries that call the JAX SparseCore API, such as
-    `keras_rs.layers.DistributedEmbedding`, and call it before they are imported. To run a script
-    unchanged, use `python -m rsembed.sparsecore SCRIPT`.
+    `keras_rs.layers.DistributedEmbedding`, and call it before these libraries are imported. To run
+    a script unchanged, use `python -m rsembed.sparsecore SCRIPT`.
 
     Returns: a context that removes the modules at its end. Without `with`, they stay.
 
-    Raises: RuntimeError: the original was imported before.
+    Raises: RuntimeError: jax-tpu-embedding itself was imported before.
 
     Example:
       >>> with install_as_jax_tpu_embedding():

@@ -110,7 +110,7 @@ def auto_stack_tables(
 ) -> None:
     """Stacks all tables that can share a stack, in place. See `table_stacking.auto_stack_tables`.
 
-    `options` are its other keyword arguments.
+    `options` are other keyword arguments of `table_stacking.auto_stack_tables`.
     """
     table_stacking.auto_stack_tables(
         feature_specs,
@@ -189,7 +189,7 @@ def init_embedding_variables(
             "either needs to be in the format ('x', None) or, for jax.pmap, ('x', None, None); "
             f"got {global_sharding.spec}."
         )
-    mesh: Any = global_sharding.mesh  # a mesh or an abstract mesh
+    mesh: Any = global_sharding.mesh  # The mesh may be abstract.
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
     variables = initialize(
         rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device
@@ -213,9 +213,9 @@ def update_preprocessing_parameters(
 
     The default, as in jax-tpu-embedding, sets the largest observed values. Buffers are then small,
     but almost every call changes their sizes, and the training step compiles again each time. For a
-    long run, prefer `policy=LimitsPolicy()`: it adds headroom, never shrinks a limit, and uses few
-    sizes. The new limits are part of the next preprocessed batch, so `jit` traces the step again if
-    they changed.
+    long run, prefer `policy=LimitsPolicy()`: this policy adds headroom, never lowers a limit, and
+    uses few sizes. The new limits are part of the next preprocessed batch, so `jit` traces the step
+    again if they changed.
 
     Args:
       feature_specs: placed specs. Stacks without statistics keep their limits.
@@ -257,7 +257,7 @@ def sparse_dense_matmul(
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
       enable_minibatching: the same value as for preprocessing.
       perform_unstacking: if False, the result is `{stack: activations}` in the layout of the stack.
-      use_activation_unstack_primitive: ignored; a TPU detail.
+      use_activation_unstack_primitive: ignored; only the TPU library uses it.
       axis_name: mesh axes that shard the tables, outermost first. None: the axes that together have
         `global_device_count` devices.
 
@@ -319,13 +319,13 @@ def sparse_dense_matmul_grad(
       global_device_count: number of devices that share the tables. None: it follows from the size
         of the gradients.
       sharding_strategy: "MOD", the only strategy.
-      label: ignored. It names a TPU program.
+      label: ignored; the TPU library uses it as the name of a program.
       step: index of the step, from 0, for optimizers and learning rates that depend on it. None:
         step 0 in every call.
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
       enable_minibatching: the same value as for preprocessing.
       perform_stacking: if False, gradients are expected in the layout of the stack.
-      use_gradient_stacking_primitive: ignored; a TPU detail.
+      use_gradient_stacking_primitive: ignored; only the TPU library uses it.
       embedding_var_limits: `{stack: (minimum or None, maximum or None)}` for every stack, to which
         updated rows are clipped. None: no clipping.
       axis_name: see `sparse_dense_matmul`.
@@ -386,11 +386,11 @@ def unstack_embedding_activations(
       feature_specs: placed specs.
       global_device_count: number of devices that share the tables.
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
-      use_activation_unstack_primitive: ignored; a TPU detail.
+      use_activation_unstack_primitive: ignored; only the TPU library uses it.
 
     Raises: ValueError: the activations of a stack are missing, or have another shape.
     """
-    del use_activation_unstack_primitive  # a TPU detail
+    del use_activation_unstack_primitive  # Only TPUs use this option.
     layouts = stack_layouts(
         feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device
     )
@@ -420,13 +420,13 @@ def stack_embedding_gradients(
 ) -> dict[str, Array]:
     """Gradients of every stack on one device: the inverse of `unstack_embedding_activations`.
 
-    Columns of the stack that a feature does not have are zero.
+    Columns of the stack beyond a feature's columns are zero.
 
     Raises:
       ValueError: the tree differs from `feature_specs`, or a gradient has another number of
         samples.
     """
-    del use_gradient_stacking_primitive  # a TPU detail
+    del use_gradient_stacking_primitive  # Only TPUs use this option.
     features = features_of(feature_specs)
     leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
     for feature, leaf in zip(features, leaves, strict=True):
@@ -459,7 +459,7 @@ def stack_embedding_gradients(
 
 
 def _num_devices(gradients: ArrayLike, num_samples: int | None) -> int:
-    """Number of devices if the gradients are one device's share of `num_samples`; 1 if they do not divide it."""
+    """Number of devices that share `num_samples`, from one device's gradients; 1 if uneven."""
     num_local = gradients.size // max(1, gradients.shape[-1])
     if not num_samples or not num_local or num_samples % num_local:
         return 1
@@ -474,7 +474,7 @@ def _stacks(
     enable_minibatching: bool,
     axis_name: AxisName | None,
 ) -> tuple[list[tuple[StackLayout, Occurrences, int]], Devices]:
-    """What this device looks up: layout, ids and exchange capacity of every stack, and the devices.
+    """Layout, ids and exchange capacity of every stack that this device looks up, and the devices.
 
     The capacity is the number of distinct rows that one exchange round can request from one owner.
     All minibatches are read together, since only the memory of a SparseCore requires them to be
@@ -534,7 +534,7 @@ def _stacks(
         # samples are in the order of the buffers.
         occurrences = Occurrences(Call.of([IdList(rows, offsets, gains)], ["sum"]))
         num_ids = partition.embedding_ids.size
-        if layout.declared_ids is not None:  # a buffer may be larger than the batch
+        if layout.declared_ids is not None:  # The buffer may be larger than the batch.
             num_ids = min(num_ids, layout.declared_ids)
         capacity = default_capacity(num_ids, num_devices)
         if layout.name in max_ids_of_stack:

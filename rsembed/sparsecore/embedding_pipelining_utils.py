@@ -80,9 +80,10 @@ class PipelineState(NamedTuple):
       pipeline_step: index of the cycle, from 0, as an int32 array. In a tree of shardings None: the
         compiler chooses.
       last_step_inputs: the batch that the previous cycle looked up.
-      step_before_last_step_inputs: the batch with gradients.
+      step_before_last_step_inputs: batch `i - 2`, with the gradients of its activations.
       placeholder_output: zeros in the form of the dense stage's output, for cycles without a dense stage.
-      placeholder_tc_aux: zeros in the form of the aux that the dense stage passes to the update.
+      placeholder_tc_aux: zeros in the form of the auxiliary output that the dense stage passes to
+        the update.
     """
 
     pipeline_step: PyTree
@@ -103,7 +104,7 @@ ScBwdStageFun = Callable[..., tuple[Variables, Aux]]
 """Update stage: `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux) -> (new variables, aux)`.
 
 A function with a parameter named `step` also gets the index, from 0, of the batch with these
-gradients. It is negative in the first two cycles, which have no such batch.
+gradients. The index is negative in the first two cycles, which have no such batch.
 """
 
 
@@ -135,7 +136,8 @@ def get_initial_state(
       sc_fwd_function: the lookup.
       tc_function: the dense step.
       dense_input_sharding: sharding of dense inputs. None: the compiler chooses.
-      sparse_input_sharding: sharding of sparse inputs, activations and their gradients, or None.
+      sparse_input_sharding: sharding of sparse inputs, activations and their gradients. None: the
+        compiler chooses.
     """
     shapes = jax.eval_shape(lambda tree: tree, pipeline_input)
     activations, sc_fwd_aux = jax.eval_shape(
@@ -186,7 +188,7 @@ def get_pipeline_state_sharding(
       dense_input_sharding: sharding of dense inputs.
       sparse_input_sharding: sharding of preprocessed ids.
       pipeline_output_sharding: sharding of the dense step's output.
-      tc_aux_sharding: sharding of what the dense step hands to the update.
+      tc_aux_sharding: sharding of the auxiliary output that the dense step passes to the update.
     """
     return pipeline_state_cls(
         pipeline_step=None,
@@ -285,8 +287,8 @@ def get_default_sc_fwd_function(
     Args:
       feature_specs: placed specs.
       global_mesh: the devices.
-      sharding_axis: mesh axis (or axes) along which tables and batch are cut. None: all axes.
-      enable_minibatching: whether batches are preprocessed with it.
+      sharding_axis: mesh axis (or axes) that shards tables and batch. None: all axes.
+      enable_minibatching: whether batches are preprocessed with minibatching.
     """
     devices = Devices.of(global_mesh, sharding_axis)
     tables = MeshTables(
@@ -310,7 +312,7 @@ def get_default_sc_bwd_function(
 ) -> ScBwdStageFun:
     """The update of all tables over a mesh, without aux, for the arguments of `get_default_sc_fwd_function`.
 
-    It needs the index of the step, which `step` of this module passes.
+    The update needs the index of the step, which `step` of this module passes.
     """
     devices = Devices.of(global_mesh, sharding_axis)
     tables = MeshTables(
@@ -334,7 +336,7 @@ def get_default_sc_bwd_function(
         def stepped(variables: Variables) -> Variables:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
-        if not moves_all_rows:  # a step without gradients changes nothing and needs no branch
+        if not moves_all_rows:  # A batch without gradients steps no rows.
             return stepped(embedding_variables), None
         new_variables = jax.lax.cond(
             step >= 0, stepped, lambda variables: variables, embedding_variables

@@ -63,7 +63,7 @@ _CODES: dict[type[OptimizerSpec], int] = {
     FTRLOptimizerSpec: 4,
     F2AOptimizerSpec: 5,
     AdagradMomentumOptimizerSpec: 6,
-    # 7 is "custom". jax-tpu-embedding's codes end there; LaProp, stored as 7, would be loaded as
+    # Code 7 is "custom", the last code of jax-tpu-embedding. LaProp with code 7 would be loaded as
     # SGD.
     LaPropOptimizerSpec: 8,
     RowWiseAdagradOptimizerSpec: 9,
@@ -180,7 +180,7 @@ class EmbeddingSpecRecord:
     def from_json(cls, text: str) -> EmbeddingSpecRecord:
         """The description from a JSON string.
 
-        Raises: ValueError: the string does not describe one.
+        Raises: ValueError: the string is not such a description.
         """
         try:
             return _restored(cls, json.loads(text))
@@ -216,8 +216,8 @@ def create_proto_from_feature_specs(
 
     Args:
       feature_specs: placed specs.
-      global_device_count: number of devices that they were placed for.
-      num_sparsecore_per_device: cores per device. None: the number that they were placed for.
+      global_device_count: number of devices that the specs were placed for.
+      num_sparsecore_per_device: cores per device. None: the number that the specs were placed for.
 
     Raises: ValueError: the specs are not placed, or were placed for another number of shards.
     """
@@ -272,7 +272,7 @@ def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
 def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
     """The optimizer class of a code.
 
-    Raises: ValueError: no class has the code, or it is the code of custom rules.
+    Raises: ValueError: no class has the code, or the code means a custom rule.
     """
     for optimizer_class, code in _CODES.items():
         if code == optimizer_type:

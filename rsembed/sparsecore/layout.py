@@ -40,7 +40,7 @@ from rsembed.stacking import (
 from rsembed.storage.dense_rows import RowLayout
 
 T = TypeVar("T")
-# A tree: `Nested[FeatureSpec]` is a FeatureSpec, or (lists or dicts of) lists or dicts of them.
+# A tree: `Nested[FeatureSpec]` is a FeatureSpec, or nested lists and dicts of FeatureSpecs.
 Nested = Union[T, Sequence[Any], Mapping[Any, Any]]  # noqa: UP007  (X | Y cannot be subscripted)
 
 ArrayLike = jax.Array | np.ndarray
@@ -101,7 +101,10 @@ ShardingStrategy = enum.Enum("ShardingStrategy", "MOD")
 
 
 def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
-    """The strategy with this name; case is ignored. Raises: ValueError: the name is unknown."""
+    """The sharding strategy with a name; case is ignored.
+
+    Raises: ValueError: the name is unknown.
+    """
     if not isinstance(sharding_strategy, str) or sharding_strategy.upper() != "MOD":
         raise ValueError(f"unknown sharding strategy {sharding_strategy!r}; the only one is 'MOD'.")
     return ShardingStrategy.MOD
@@ -218,8 +221,8 @@ class StackLayout:
     def buffer_size_per_device(self, enable_minibatching: bool = False) -> int:
         """Size of the input buffer of one device, in entries.
 
-        It is the suggested size of the stack, or the size that all partitions need when they reach
-        their limit.
+        The size is the suggested size of the stack, or the size that all partitions need when they
+        reach their limit.
 
         Raises: ValueError: the suggested size is larger than the limits can fill.
         """
@@ -249,7 +252,8 @@ def compute_row_pointers_size_per_device(
 ) -> int:
     """Number of row pointers of one device for one stack.
 
-    Each core (with minibatching, each minibatch of a core) has one per shard, but at least 8.
+    Each core (with minibatching, each minibatch of a core) has one pointer per shard, but at least
+    8.
     """
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     pointers_per_block = max(global_device_count * num_cores, SUBLANES)
@@ -273,7 +277,7 @@ def compute_theoretical_max_coo_buffer_size(
 def coo_buffer_size(
     max_ids: int, num_devices: int, num_cores: int, enable_minibatching: bool
 ) -> int:
-    """The same as `compute_theoretical_max_coo_buffer_size` without checks, which would cost time per batch."""
+    """`compute_theoretical_max_coo_buffer_size` without checks, which take time per batch."""
     blocks_per_core = MAX_MINIBATCHES if enable_minibatching else 1
     num_partitions = num_cores * num_devices * num_cores * blocks_per_core
     return round_up(max_ids, SUBLANES) * num_partitions
@@ -284,7 +288,7 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
 
     Args:
       tables: placed tables.
-      num_devices: number of devices that share them.
+      num_devices: number of devices that share the tables.
       num_sc_per_device: expected number of cores per device. None: any number.
 
     Raises: ValueError: a table is not placed yet, or was placed for another number of shards.
@@ -339,7 +343,7 @@ def stack_layouts(
             layout,
             spec=layout.spec.replace(
                 num_shards=num_shards
-            ),  # unset in a stack that a user constructs
+            ),  # None in a stack that a user constructed.
             features=tuple(features),
             num_devices=num_devices,
         )
@@ -397,7 +401,7 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
     try:
         return structure.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):
-        # The containers are of other types, or the trees differ: compare one level at a time.
+        # The containers have other types, or the trees differ, so one level is compared at a time.
         children = jax.tree_util.tree_leaves_with_path(
             specs, is_leaf=lambda node: node is not specs
         )

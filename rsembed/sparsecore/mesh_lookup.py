@@ -48,7 +48,8 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
         if len(axes) != 1:
             raise ValueError(f"sharding_axis {axes} needs a mesh; pass mesh=.")
         mesh = Mesh(np.asarray(jax.devices()), axes)
-    # Keep the mesh with its explicit axes: "gradients" of tables need the sharding of the tables.
+    # The mesh keeps its explicit axes, because "gradients" of tables need the sharding of the
+    # tables.
     return dataclasses.replace(Devices.of(mesh, sharding_axis), mesh=mesh)
 
 
@@ -246,7 +247,10 @@ def next_step(counter: Float[Array, " digits"]) -> Float[Array, " digits"]:
 
 
 def counter_at(counter: Float[Array, " digits"], step: Scalar | None) -> Float[Array, " digits"]:
-    """The counter set to `step`; unchanged if `step` is None. Gradients flow to `counter`."""
+    """The counter set to `step`; unchanged if `step` is None.
+
+    The result is differentiable in `counter`.
+    """
     if step is None:
         return counter
     return counter + jax.lax.stop_gradient(step_counter(step).astype(counter.dtype) - counter)

@@ -1,7 +1,7 @@
 """Multithreaded C++ partitioner with the same buffers and counts, bit for bit, as `partitioner.py`.
 
-One call partitions all stacks of a batch. It reads ids without copies, in any integer width. It
-releases the GIL, so a thread can partition the next batch during a training step.
+One call partitions all stacks of a batch. The call reads ids without copies, in any integer width,
+and releases the GIL, so a thread can partition the next batch during a training step.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from rsembed.stacking import SUBLANES, round_up
 THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"
 """Environment variable with the most threads that partition a batch; by default one per available processor."""
 
-# Below this, a thread takes longer to start than the ids to partition.
+# With fewer ids, starting a thread takes longer than partitioning the ids.
 _MIN_IDS_PER_THREAD = 16384
-# Numbers shared with csrc/partition.h.
+# csrc/partition.h has the same numbers.
 _GAIN_RULES = {"sum": 0, "mean": 1, "sqrtn": 2}
 _ID_TYPES = {
     np.dtype(name): code
@@ -43,7 +43,7 @@ _ID_TYPES = {
         ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
     )
 }
-_LINE_BYTES = 64  # JAX uses arrays that begin at a multiple of this without a copy
+_LINE_BYTES = 64  # JAX does not copy arrays that begin at a multiple of this number of bytes.
 _HUGE_PAGE_BYTES = 2 << 20
 _PARTITIONED, _BAD_ENTRY = 0, 1
 _TABLE_AND_SAMPLE = "spec.id_transformation.col_offset", "spec.id_transformation.row_offset"
@@ -98,7 +98,7 @@ def _partition_function() -> Any:
 
 
 def unavailable_because() -> str | None:
-    """Why this partitioner cannot run here, or None if it can."""
+    """Reason why the C++ partitioner cannot run here. None if it can."""
     function = _partition_function()
     return function if isinstance(function, str) else None
 
@@ -121,8 +121,8 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     """Input buffers of all stacks. Without the C++ library, `partitioner` computes them.
 
     Raises:
-      ValueError: an id or a weight is bad, a limit is exceeded, a buffer is too small, or there are
-        too many samples.
+      ValueError: an id is out of range, a weight is not finite, a limit is exceeded, a buffer is
+        too small, or there are too many samples.
     """
     if unavailable_because() or not all(map(_fits_keys, batch.layouts.values())):
         return {name: partitioner.partition_stack(batch, name) for name in batch.layouts}
@@ -137,7 +137,7 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     status = _partition_function()(descriptors, len(tasks), batch.allow_id_dropping, threads)
     for task, descriptor in zip(tasks.values(), descriptors, strict=True):
         task.descriptor = (
-            descriptor  # the array holds copies of the structs, and the library wrote to these
+            descriptor  # The array has copies of the structs, and the library wrote to the copies.
         )
     if status == _BAD_ENTRY:
         for feature in readers:
@@ -149,7 +149,7 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
         if batch.allow_id_dropping or not task.descriptor.drops_something:
             task.record(batch)
             buffers[name] = task.buffers
-        else:  # the NumPy partitioner raises the error with a reason
+        else:  # The NumPy partitioner raises an error that names the reason.
             buffers[name] = partitioner.partition_stack(batch, name)
     return buffers
 
@@ -159,7 +159,7 @@ class _Block:
 
     With pages of normal size, the page faults of new memory take as long as sorting the ids. NumPy
     requests huge pages for large arrays, but gets only the pages that fit whole into an array. So a
-    large block is rounded up to whole huge pages. The excess is never touched.
+    large block is rounded up to whole huge pages. The excess is never written.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -176,7 +176,10 @@ class _Block:
 
 
 class _StackTask:
-    """Arguments of the library for one stack. Keeps the arrays alive that the library reads and writes."""
+    """Arguments of the library for one stack.
+
+    The object keeps the arrays alive that the library reads and writes.
+    """
 
     def __init__(self, batch: HostBatch, name: str) -> None:
         self.layout = layout = batch.layouts[name]
@@ -202,7 +205,7 @@ class _StackTask:
             *(len(readers), num_cores, num_shards, layout.samples_per_core),
             *(layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition),
             *(size // num_cores, pointers),
-            *(None, None, None, None),  # see place_buffers
+            *(None, None, None, None),  # `place_buffers` sets these.
             *(address, address + 8 * num_partitions, address + 16 * num_partitions),
             _GAIN_RULES[layout.spec.combiner],
         )

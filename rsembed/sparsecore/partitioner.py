@@ -14,8 +14,8 @@ buckets      2 5 | 1 6 | 3 4 | 2 0      limit 7: no two neighbouring pairs fit t
 minibatches   1     2     3     4
 ```
 
-Source: the documented behaviour of the JAX SparseCore API (jax-tpu-embedding). It uses another hash
-(HighwayHash), so other rows share a minibatch there.
+Source: the documented behaviour of the JAX SparseCore API (jax-tpu-embedding). jax-tpu-embedding
+uses another hash (HighwayHash), so there, other rows share a minibatch.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ SETTINGS = {
 }
 """The setting that causes each kind of drop, by the field of `TableDrops`."""
 _warned: set[tuple[str, str, str]] = set()
-"""Table, stack and kind of drop of every warning so far."""
+"""Table, stack and kind of drop for which a warning was given already."""
 BUFFER_DTYPES = {
     "row_pointers": "int32",
     "embedding_ids": "int32",
@@ -80,7 +80,7 @@ class HostFeature:
     def gains(self) -> Float32[np.ndarray, " nnz"]:
         """Factor of each entry in its sample, before equal entries are merged.
 
-        It is 0 in a sample with a zero sum of weights ("mean") or of squares ("sqrtn").
+        The factor is 0 in a sample with a zero sum of weights ("mean") or of squares ("sqrtn").
         """
         combiner = self.spec.table_spec.combiner
         weights = self.bags.weights
@@ -92,7 +92,7 @@ class HostFeature:
         wide = values.astype(np.float64)
         summands = wide if combiner == "mean" else wide * wide
         total = np.bincount(self.samples, summands, minlength=self.bags.num_bags)
-        total = total.astype(np.float64, copy=False)  # bincount of no entries returns integers
+        total = total.astype(np.float64, copy=False)  # np.bincount of no entries returns integers.
         divisor = total if combiner == "mean" else np.sqrt(total)
         inverse = np.divide(1.0, divisor, out=np.zeros_like(divisor), where=divisor != 0)
         return (wide * inverse[self.samples]).astype(np.float32)
@@ -176,7 +176,7 @@ class HostBatch(NamedTuple):
       readers: features that read each stack, by stack name, in the order of their samples.
       local_device_count: number of devices of this process.
       allow_id_dropping: whether entries that exceed a limit or the buffer are dropped and counted.
-        If False, they are an error.
+        If False, such entries are an error.
       statistics: statistics of the batch, filled during partitioning.
     """
 
@@ -373,7 +373,8 @@ def _fill(
 ) -> tuple[StackBuffers, np.ndarray]:
     """Input buffers, and a mask of the entries that fit into the region of their core or device.
 
-    With minibatches, a region is the whole buffer of a device. Without, it is the part of one core.
+    With minibatches, a region is the whole buffer of a device. Without minibatches, a region is the
+    part of one core.
     """
     num_shards = layout.num_shards
     size = layout.buffer_size_per_device(num_minibatches is not None) * num_devices
@@ -393,7 +394,7 @@ def _fill(
     ends = np.minimum(starts + counts, region_size).reshape(-1, num_blocks, num_shards)
     block_ends = np.minimum(round_up(ends[:, :, -1], SUBLANES), region_size)
     pointers = np.empty((num_regions, num_pointer_blocks, max(num_shards, SUBLANES)), np.int32)
-    pointers[:] = block_ends[:, -1, None, None]  # an unused block is an empty partition at the end
+    pointers[:] = block_ends[:, -1, None, None]  # An unused block is an empty partition at the end.
     pointers[:, :num_blocks, :num_shards] = ends
     pointers[:, :num_blocks, num_shards:] = block_ends[:, :, None]
 
@@ -462,10 +463,10 @@ def partition_stacks_in_minibatches(
 ) -> tuple[dict[str, StackBuffers], int]:
     """Input buffers of all stacks, and the number of minibatches in them.
 
-    The statistics count partitions of the whole batch. Limits that are set from them therefore make
-    minibatches unnecessary. Only the required buffer size describes the layout with minibatches. If
-    a single bucket exceeds a limit, or the buffer is too small, ids are dropped or an error is
-    raised, as without minibatches.
+    The statistics count partitions of the whole batch. Limits that are set from these statistics
+    therefore make minibatches unnecessary. Only the required buffer size describes the layout with
+    minibatches. If a single bucket exceeds a limit, or the buffer is too small, ids are dropped or
+    an error is raised, as without minibatches.
 
     Args:
       batch: the stacks and their ids.
@@ -515,8 +516,8 @@ def split_nodes(
 ) -> Bool[np.ndarray, "*parts nodes"]:
     """Split points of every partition: nodes of a binary tree over the buckets, from the leaves to the root.
 
-    A node is set if its two halves together exceed the limit. It is then split, so for its parent
-    it counts only as much as its fuller half.
+    A node is set if its two halves together exceed the limit. Such a node is split, so for its
+    parent it counts only as much as its fuller half.
 
     Example:
       >>> split_nodes(np.asarray([2, 5, 1, 6, 3, 4, 2, 0]), 7).astype(int).tolist()

@@ -1,8 +1,8 @@
 """Reads a batch on the host in any form of jax-tpu-embedding, checks it and partitions it.
 
 See `partitioner`. Shapes and dtypes are checked here. Values are checked during partitioning, which
-reads them anyway: the NumPy partitioner calls `HostFeature.check_values`. The native one calls it
-when it meets a bad value, for the message.
+reads them anyway: the NumPy partitioner calls `HostFeature.check_values`. The native partitioner
+calls it when it meets a wrong value, for the error message.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class PreprocessedInput:
       sparse_dense_matmul_input: the partitioned ids.
       num_minibatches: one number per local device; 1 without minibatching.
       limits: for every stack, its name and the maximum number of ids and of distinct ids in a
-        partition. They are static, so a jitted step is traced again when they change. Empty if
-        unknown; buffers then count as completely full.
-      layout: fingerprint of the row and sample layout, and of `enable_minibatching`. It is static
-        as well.
+        partition. The limits are static, so a jitted step is traced again when they change. Empty
+        if the limits are unknown; buffers then count as completely full.
+      layout: fingerprint of the row and sample layout, and of `enable_minibatching`. The
+        fingerprint is static as well.
     """
 
     sparse_dense_matmul_input: SparseDenseMatmulInput
@@ -132,7 +132,9 @@ def preprocess_sparse_dense_matmul_input(
     enable_minibatching: bool = False,
     all_reduce_interface: AllReduce | None = None,
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-    """Partitions this process' part of a batch for the cores of its devices. Runs on the host, outside `jit`.
+    """Partitions this process' part of a batch for the cores of its devices.
+
+    The work is done on the host, outside `jit`.
 
     Args:
       features: ids, in a tree like `feature_specs`. A leaf is a 2-D integer array
@@ -148,13 +150,13 @@ def preprocess_sparse_dense_matmul_input(
       has_leading_dimension: whether every array gets a leading axis of local devices, False by
         default.
       allow_id_dropping: whether ids that exceed a limit or the buffer are dropped and counted. By
-        default they are an error.
-      batch_number: index of the batch, equal in all processes. Minibatching uses it to match the
-        processes.
+        default such ids are an error.
+      batch_number: index of the batch, equal in all processes. Minibatching uses the index to match
+        the calls of all processes.
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches, False by
         default. See `rsembed.sparsecore.partitioner`. Buffers are sized for 64 minibatches unless
-        `suggested_coo_buffer_size_per_device` sets a smaller size. Pass it to lookup and update as
-        well.
+        `suggested_coo_buffer_size_per_device` sets a smaller size. Pass the same value to lookup
+        and update.
       all_reduce_interface: the `AllReduce` with which processes agree on minibatches. None: a
         collective of the devices. Then do not run this function concurrently with a training step.
 
@@ -332,7 +334,7 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
 
     def empty(size: int, dtype: str) -> np.ndarray:
-        # Allocates one number.
+        # A broadcast array needs memory for one number only.
         return np.broadcast_to(np.zeros((), dtype), local_device_count * size)
 
     buffers = {}
@@ -425,8 +427,8 @@ def _as_lists(rows: PyTree) -> PyTree:
 AllReduce = Callable[[int, np.ndarray], np.ndarray]
 """Function `(key, flags) -> flags` that returns the elementwise "or" of the flags of all processes.
 
-All processes call it with the same keys and numbers of flags, in the same order. Batch `b` uses the
-keys `2 * b` and `2 * b + 1`.
+All processes call the function with the same keys and numbers of flags, in the same order. Batch
+`b` uses the keys `2 * b` and `2 * b + 1`.
 """
 
 
@@ -435,7 +437,8 @@ def agree_through_devices(
 ) -> Bool[np.ndarray, " flags"]:
     """Elementwise "or" of the flags of all processes, by a collective of all devices.
 
-    Do not call it concurrently with a training step. With a single process it returns `flags`.
+    Do not call this function concurrently with a training step. In a single process, the result is
+    `flags`.
     """
     del key
     if jax.process_count() == 1:

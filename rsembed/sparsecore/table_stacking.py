@@ -82,15 +82,15 @@ def auto_stack_tables(
 
     Args:
       features: specs of all features; their tables are changed. A list or tuple may contain the
-        same spec twice, as in programs for jax-tpu-embedding. It is placed once, and a batch
-        contains it once.
+        same spec twice, as in programs for jax-tpu-embedding. Such a spec is placed once, and a
+        batch contains its ids once.
       global_device_count: number of devices of all processes.
       num_sc_per_device: cores per device. Default: `utils.num_sparsecores_per_device()`.
       rotation: number of shards by which each table of a stack is rotated against the table before
         it. Default: the shards of one device.
       stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` for stacks of
-        several tables. It replaces the limits of the tables. By default the limit is 256, and the
-        logger "rsembed" names tables that declare another one.
+        several tables. The returned limit replaces the limits of the tables. By default the limit
+        is 256, and the logger "rsembed" names tables that declare another limit.
       stack_to_max_unique_ids_per_partition: the same for distinct ids.
       use_short_stack_names: whether names over 50 characters are cut and get a hash, True by
         default.
@@ -157,7 +157,7 @@ def stack_tables(
       stack_name: name of the stack. Default: the joined table names.
       fail_on_excess_padding: whether a table that is narrower than the widest one is an error,
         False by default.
-      activation_mem_bytes_limit: recorded in the stack. Default: 2 MiB.
+      activation_mem_bytes_limit: number that the stack stores, without a check. Default: 2 MiB.
 
     Raises:
       ValueError: a table is repeated, unknown or already stacked, the tables cannot share a stack,
@@ -337,7 +337,7 @@ def stack_and_shard_tables(
       num_shards: devices times cores.
       pad_value: value of padding rows and columns, NaN by default.
       allow_nonfinite: whether NaN, infinity and negative sums of squares are accepted. By default
-        they are an error.
+        such numbers are an error.
 
     Raises:
       ValueError: the tables were placed for another number of shards, tables of a stack are
@@ -485,14 +485,14 @@ def stack_and_shard_feature_tables(
 ) -> dict[str, Array]:
     """Flat stacked arrays `[shards * rows, columns]` by stack name, from logical tables.
 
-    Padding is filled with zeros.
+    Padding rows and columns are zero.
 
     Args:
       feature_tables: arrays `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name.
       embedding_specs: result of `create_proto_from_feature_specs`.
       delete_input: whether the tables of a stack are freed when the stack is built, False by
         default.
-      allow_nonfinite: whether NaN and infinity are accepted. By default they are an error.
+      allow_nonfinite: whether NaN and infinity are accepted. By default such numbers are an error.
 
     Returns:
       One array per stack, with the sharding of its first table.
@@ -600,7 +600,7 @@ def compute_table_to_setting_in_stack(
 def _entry(entries: Mapping[str, PyTree], name: str, what: str) -> PyTree:
     """`entries[name]`. Raises: ValueError: `name` is missing.
 
-    The message calls the entries `what`.
+    `what` describes the entries in the message.
     """
     if name not in entries:
         raise ValueError(f"{what} have no {name!r}, only {sorted(entries)}.")
@@ -610,7 +610,7 @@ def _entry(entries: Mapping[str, PyTree], name: str, what: str) -> PyTree:
 def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
     """The plan that placed specs follow.
 
-    Print it to see memory and padding; `shard_load` computes loads.
+    Print the plan to see memory and padding; its method `shard_load` computes the ids per shard.
 
     Raises: ValueError: a table is not placed yet, or tables were placed for different numbers of
     shards.

@@ -29,7 +29,7 @@ def estimate_preprocessing_parameters(
     """First estimate of the limits and buffer size of a table, for use before there are statistics.
 
     The estimate assumes that a share `hot_shard_fraction` of the ids of a core is on one shard, and
-    that the other ids are spread evenly. It adds two standard deviations. Half of the ids of a
+    that the other ids are spread evenly. Two standard deviations are added. Half of the ids of a
     partition are assumed to be distinct.
 
     Args:
@@ -66,7 +66,10 @@ def estimate_preprocessing_parameters(
 
 
 def embedding_table_format(mesh: Mesh, partition_spec: PartitionSpec) -> Sharding:
-    """Sharding of tables on a mesh. jax-tpu-embedding adds the memory layout of a SparseCore."""
+    """Sharding of tables on a mesh.
+
+    In jax-tpu-embedding, the result also has the memory layout of a SparseCore.
+    """
     return embedding_table_format_with_sharding(NamedSharding(mesh, partition_spec))
 
 
@@ -112,7 +115,7 @@ def unshard_emb_table(
     num_sc_per_device: PositiveInt,
     sharding_strategy: str = "MOD",
 ) -> Float[Array | np.ndarray, "vocab dim"]:
-    """The inverse of `shard_emb_table`.
+    """The logical table of a sharded table; inverse of `shard_emb_table`.
 
     Raises:
       ValueError: the number of rows per device is not a multiple of the number of cores.

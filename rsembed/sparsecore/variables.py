@@ -40,8 +40,8 @@ class BoundedRowRule(OptimizerSpec):
     Args:
       inner: the optimizer to apply.
       num_columns: number of columns to update. None: all. Later columns stay unchanged.
-      minimum: lower limit of updated entries, or None.
-      maximum: upper limit of updated entries, or None.
+      minimum: lower limit of updated entries. None: no limit.
+      maximum: upper limit of updated entries. None: no limit.
     """
 
     inner: OptimizerSpec = dataclasses.field(default_factory=SGD)
@@ -115,8 +115,8 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
     """Optimizer that updates the rows of a stack, without their padding if the padding matters.
 
     Padding columns hold zeros. An elementwise optimizer keeps them zero. An optimizer of whole rows
-    (a row-wise accumulator, a norm, a custom function) must not see them, or its means would be
-    wrong.
+    (a row-wise accumulator, a norm, a custom function) must not see the padding, or its means would
+    be wrong.
 
     Args:
       layout: the stack.
@@ -128,8 +128,8 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
     optimizer = layout.spec.optimizer
     num_columns = None
     dims = {table.name: table.embedding_dim for table in layout.tables}
-    # Limits without zero between them would change the padding. So clipping skips it as well, if
-    # possible.
+    # Limits without zero between them would change the padding. So clipping skips the padding as
+    # well, if possible.
     if optimizer.is_row_wise or (limits != (None, None) and len(set(dims.values())) == 1):
         if len(set(dims.values())) > 1:
             raise ValueError(
@@ -195,7 +195,9 @@ def initialize(
     *,
     num_cores: int | None = None,
 ) -> dict[str, EmbeddingVariables]:
-    """Initial variables of all stacks. Every device builds only its shard. Works inside and outside `jit`.
+    """Initial variables of all stacks.
+
+    Every device builds only its shard. The function works inside and outside `jit`.
 
     Args:
       key: random key of the model, typed or raw.
@@ -273,7 +275,7 @@ def variables_of(
     shapes = [leaf.shape for leaf in jax.tree.leaves(variables.slot)]
     expected_shapes = [leaf.shape for leaf in jax.tree.leaves(expected)]
     structure: jax.tree_util.PyTreeDef = jax.tree.structure(expected)
-    is_named = type(variables.slot) is not tuple  # the structure of a plain tuple is not compared
+    is_named = type(variables.slot) is not tuple  # The structure of a plain tuple is not compared.
     if shapes != expected_shapes or (is_named and structure != jax.tree.structure(variables.slot)):
         raise ValueError(
             f"stack {layout.name!r}: its optimizer {optimizer.short_name()!r} keeps slots "

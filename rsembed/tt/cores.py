@@ -1,8 +1,8 @@
 """Rows, pooled bags and the whole table of a tensor train, as functions of its spec and its cores.
 
 The C++ kernels compute every distinct row of a call once and sum in a fixed order. The plain JAX
-version gathers one slice of every core for each lookup, tile by tile. Both save no rows for the
-backward pass, which computes them again.
+version gathers one slice of every core for each lookup, tile by tile. Neither version saves rows
+for the backward pass, which computes them again.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ def rows(
 ) -> Float[Array, "*batch dim"]:
     """Rows of the table for `ids`, in float32; zeros for an id outside the table.
 
-    Works under `jit`, `grad`, `vmap` and `shard_map`. No rows are saved for the backward pass,
-    which computes them again. The plain JAX version needs memory for one row per lookup and one
-    tile of `TILE_BYTES`.
+    The function works under `jit`, `grad`, `vmap` and `shard_map`. No rows are saved for the
+    backward pass, which computes them again. The plain JAX version needs memory for one row per
+    lookup and one tile of `TILE_BYTES`.
 
     Args:
       spec: the table.
-      cores: its cores, float32 or bfloat16. Sums are computed in float32.
+      cores: cores of the table, float32 or bfloat16. Sums are computed in float32.
       ids: row numbers. A table of 2^31 rows or more needs NumPy int64 ids, outside `jit`.
       implementation: see `cores.pooled_rows`.
 
@@ -137,7 +137,7 @@ def bag(
 
 
 def full_weight(spec: TTSpec, cores: AnyCores) -> Float[Array, "vocab dim"]:
-    """The whole table in float32. Needs memory for the table and one block of it.
+    """The whole table in float32. The computation needs memory for the table and one block of it.
 
     A block holds all rows with the same first digit.
     """
@@ -323,7 +323,7 @@ def pooled_rows(
         raise NotImplementedError(f"implementation 'native' cannot run here: {reason}")
     zero = varying_zero(*cores, *digits, bags, gains)
     cores, gains = jax.tree.map(lambda x: x + zero.astype(x.dtype), (cores, gains))
-    bags = jnp.where(bags < 0, NO_ROW, bags)  # JAX would count negative numbers from the end
+    bags = jnp.where(bags < 0, NO_ROW, bags)  # JAX would count negative indices from the end.
     if bags.shape[0] == 0:
         return jnp.full((num_bags, _dim(slice_shapes)), zero.astype(jnp.float32))
     if implementation == "plain" or reason is not None:
@@ -378,7 +378,7 @@ def _forward(
 def _backward(
     shapes: SliceShapes, num_bags: int, saved: PyTree, d_pooled: Array
 ) -> tuple[PyTree, ...]:
-    """Gradients of cores and gains. Digits and bags are integers and have none."""
+    """Gradients of cores and gains. Digits and bags are integers, so they have no gradients."""
     cores, digits, bags, gains = saved
     results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (*cores, gains)]
     call = jax.ffi.ffi_call("rsembed_train_pull", results, vmap_method="sequential")

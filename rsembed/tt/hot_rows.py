@@ -1,12 +1,12 @@
 """Cache of the most read rows of a tensor train, stored uncompressed and trained row by row.
 
 A lookup of a cached row reads the stored vector instead of multiplying slices, and the gradient of
-that row goes to the stored vector. Only `populate` changes which rows are cached. It follows the
-counts of recent reads. A row that stays in the cache keeps its cache slot and its bits. A row that
-enters the cache is initialised from the cores. Rows that are evicted are *written back*: the first
-core takes the step that brings the whole table closest to its previous contents, and the remaining
-error is reported as `residual`. All functions are pure and work inside `jit`, except functions with
-"on the host" in the docstring.
+that row goes to the stored vector. Only `populate` changes which rows are cached. The choice
+follows the counts of recent reads. A row that stays in the cache keeps its cache slot and its bits.
+A row that enters the cache is initialised from the cores. Rows that are evicted are *written back*:
+the first core takes the step that brings the whole table closest to its previous contents, and the
+remaining error is reported as `residual`. All functions are pure and work inside `jit`, except
+functions with "on the host" in the docstring.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Directory(NamedTuple):
     """Read counts per id, and the cache slot of every cached id.
 
     Attributes:
-      counted: ids with a read count. When it is full, all counts are halved, and ids with a count
-        of zero are removed. So old reads fade, and fade faster the more ids are read.
+      counted: ids with a read count. When the map is full, all counts are halved, and ids with a
+        count of zero are removed. So old reads lose weight, the faster the more ids are read.
       places: cache slot of each counted id; `NO_ROW` if the id is not cached.
       ids: id in each cache slot; `NO_ROW` for a free slot.
       residual: see `CacheReport`.
@@ -99,8 +99,9 @@ class CacheReport(NamedTuple):
 
     Attributes:
       cached_ids: number of rows in the cache now.
-      residual: largest error that writing rows back has caused in any entry of the table. It is
-        measured for the evicted rows. For all other rows it is a bound: the norm of all changes.
+      residual: largest error that writing rows back has caused in any entry of the table. For
+        evicted rows, the error is measured. For all other rows it is a bound: the norm of all
+        changes.
       lookups: number of counted reads.
       hits: number of reads of ids that were cached at that time.
       uncounted: number of reads of ids that did not fit into the read counts.
@@ -173,7 +174,7 @@ def count(
 
     Args:
       directory: the counts so far.
-      ids: ids that were read. They may repeat; `NO_ROW` is skipped.
+      ids: ids that were read. Ids may repeat; `NO_ROW` is skipped.
       occurrences: number of reads of each entry of `ids`; one each by default.
     """
     if occurrences is None:
@@ -340,7 +341,8 @@ def written_back(
     table = _table_of_slices(specs, 0)
     change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest")
     change = change.reshape(first.shape)
-    # A row with NaN or infinity is lost. It must not spread into the other rows of its slice.
+    # A row with NaN or infinity is lost. Such numbers must not spread into the other rows of the
+    # slice.
     new_first = (first + jnp.where(jnp.isfinite(change), change, 0.0)).astype(cores[0].dtype)
     new_cores = (new_first, *cores[1:])
 

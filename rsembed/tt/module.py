@@ -80,8 +80,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       tt_q_shapes: column factors with the product `embedding_dim`. Default: `suggested_tt_shapes`
         without rounding up.
       sparse: True (default) steps the cores in `backward` (see `vjp`) with `optimizer` and hides
-        them from `nnx.grad`. False makes the cores `nnx.Param`s for any optax optimizer, without a
-        cache.
+        them from `nnx.grad`. False makes the cores `nnx.Param`s, which any optax optimizer can
+        train, and allows no cache.
       optimizer: optimizer of the fused step: SGD (default), EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD
         (one state per core slice) or ADAM.
       learning_rate: learning rate of the fused step, 0.1 by default.
@@ -90,18 +90,18 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       dtype: dtype of the cores, float32 (default) or bfloat16. Rows and sums are float32.
       mode: "sum" (default) or "mean", which divides by the number of ids.
       include_last_offset: whether `offsets` end with the end of the last bag. See `__call__`. A
-        module of one table needs it under `jit`.
+        module with one table needs this argument under `jit`.
       enforce_embedding_dim: ignored. The dimension is always enforced.
       use_cache: whether to store the most read rows uncompressed and to train them directly. Rows
         enter the cache with the first `cache_populate`. None, the default: True for a
         `TTEmbeddingBag` with `sparse=True`, as in FBTT, and False otherwise. A cache needs
-        `sparse=True`: an external optimizer stores its state by cache slot, and a slot changes its
-        row.
+        `sparse=True`: an external optimizer would store its state by cache slot, and the row in a
+        slot can change.
       cache_size: number of cached rows of each group. 0, the default: a thousandth of the rows.
       hashtbl_size: maximum number of ids with a read count. 0, the default, or a number below six
         per cached row: 16 per cached row.
       rngs: random streams; `params` draws the cores. Default: `nnx.Rngs(0)`, because calls written
-        for FBTT pass none.
+        for FBTT pass no random streams.
 
     Attributes:
       is_single: whether the module has one table, and outputs without an axis of tables.
@@ -155,7 +155,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         include_last_offset: bool | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        del enforce_embedding_dim  # it always is
+        del enforce_embedding_dim  # The dimension is always enforced.
         if tt_ranks is None:
             raise TypeError(
                 "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."
@@ -175,7 +175,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.eps = eps
         rule = rule_of(optimizer, eps)
         if not sparse:
-            # Has no slots: an external optimizer keeps the state.
+            # SGD has no slots: an external optimizer stores the state.
             rule = rule_of(OptimType.SGD, eps)
         self.rule: OptimizerSpec = nnx.static(rule)
         self.sparse = sparse
@@ -421,7 +421,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def cache_populate(self) -> None:
         """Fills the cache with the most read rows. Evicted rows are written back to the cores. See `hot_rows`.
 
-        Warns if no read was counted; under `jit` it cannot tell.
+        A warning is given if no read was counted, but not under `jit`.
 
         Raises: NotImplementedError: the module has `sparse=False`, so it has no cache.
         """
@@ -453,7 +453,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def reset_cache(self) -> None:
         """Empties the cache and the read counts. What cached rows have learned is lost.
 
-        To keep it, read `full_weight` before.
+        To keep the trained values, read `full_weight` before.
         """
         if not self.caches:
             return
@@ -485,8 +485,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             of ids. The bags of table 0 come first, then an equal number of bags of table 1, and so
             on.
           offsets: start of each bag of flat ids, optionally followed by the end of the last bag.
-            With one table, a last offset equal to the number of ids counts as that end. Construct
-            the module with `include_last_offset=False` if it is the start of an empty bag.
+            With one table, a last offset equal to the number of ids counts as that end. If the last
+            offset is the start of an empty bag, construct the module with
+            `include_last_offset=False`.
           per_sample_weights: one float per id; None, the default: ones.
           warmup: ignored.
 
@@ -503,9 +504,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
         """Pooled rows as from `__call__`, and a function `backward(d_output)`.
 
-        With `sparse=True`, `backward` can be called once. It steps the cores and returns the
+        With `sparse=True`, `backward` can be called once. The call steps the cores and returns the
         gradient of the weights in `TTGradients`, or None if there are no weights. With
-        `sparse=False` it changes nothing and returns all gradients.
+        `sparse=False`, `backward` changes nothing and returns all gradients.
         """
         bags = self._read(indices, offsets, per_sample_weights)
         is_used = False
@@ -533,7 +534,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
                     d_weights.append(group_d_weights)
             d_weight = None
             if bags.weights is not None:
-                d_weight = sum(d_weights)[: bags.ids.shape[0]]  # without the padding
+                d_weight = sum(d_weights)[: bags.ids.shape[0]]  # Cut off the gradients of padding.
             if self.sparse and d_weight is None:
                 return None
             return TTGradients(tuple(d_cores), d_weight)
@@ -630,10 +631,10 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
     Args:
       num_embeddings: number of rows.
       embedding_dim: length of a row; any number.
-      published: positional arguments in the order of FBTT: `tt_ranks, tt_p_shapes, tt_q_shapes,
-        optimizer, learning_rate, eps, sparse, use_cache, cache_size, hashtbl_size, weight_dist,
-        enforce_embedding_dim`. If `tt_ranks` is a keyword, as in the example, they start at
-        `tt_p_shapes`.
+      published: positional arguments in the order of FBTT-Embedding: `tt_ranks, tt_p_shapes,
+        tt_q_shapes, optimizer, learning_rate, eps, sparse, use_cache, cache_size, hashtbl_size,
+        weight_dist, enforce_embedding_dim`. If `tt_ranks` is passed as a keyword, as in the
+        example, the positional arguments start at `tt_p_shapes`.
       options: keyword arguments of `TableBatchedTTEmbeddingBag`.
 
     Raises: see `TableBatchedTTEmbeddingBag`.

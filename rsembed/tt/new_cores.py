@@ -51,10 +51,9 @@ def init_cores(
         "uniform": independent, uniformly distributed entries of the cores, with mean zero;
         "approx-normal": normally distributed entries of the table, exactly so for up to three
         cores;
-        "approx-uniform": uncorrelated, nearly uniform entries of the table. Needs ranks of at least
-        2; larger ranks come closer to uniform;
-        "naive-uniform": entries of the cores from `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The
-        table is nearly zero, so a warning is raised.
+        "approx-uniform": uncorrelated, nearly uniform entries of the table. Ranks must be at least
+        2, and larger ranks come closer to uniform; "naive-uniform": entries of the cores from
+        `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The table is nearly zero, so a warning is raised.
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
     Raises: ValueError: the distribution is unknown, or needs larger ranks.
@@ -221,12 +220,12 @@ def round_cores(
 
     Args:
       spec: the table.
-      cores: its cores.
+      cores: cores of the table.
       ranks: upper bounds on the inner ranks, one per boundary between cores. Default: the present
         ranks.
       max_relative_error: largest allowed error, relative to the norm of the padded table. With 0,
         the default, ranks are lowered only to `ranks` and to `TTSpec.max_ranks`. Low `ranks` can
-        make the error larger than this.
+        make the error larger.
 
     Raises: ValueError: the error is negative or not finite, or the number of ranks is wrong.
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 2.
@@ -296,7 +295,7 @@ def _truncated(matrix: np.ndarray, rank: int, max_error: float) -> tuple[np.ndar
       matrix: the matrix to factor.
       rank: upper bound on the number of columns of the first factor.
       max_error: as few columns are kept as give an error below `max_error` in the Frobenius norm.
-        With 0, none is left out.
+        With 0, no column is left out.
     """
     basis, values, rest = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
     num_small = int(np.searchsorted(np.sqrt(np.cumsum(values[::-1] ** 2)), max_error))
@@ -315,7 +314,7 @@ def _in_tensorly_layout(spec: TTSpec, cores: Cores) -> list[np.ndarray]:
 
 
 def _from_tensorly_layout(spec: TTSpec, parts: Sequence[np.ndarray], dtype: DTypeLike) -> Cores:
-    """The inverse of `_in_tensorly_layout`; pads parts of lower rank than the spec with zeros."""
+    """Cores from tensorly's layout; parts of lower rank than the spec are padded with zeros."""
     dtype_among(CORE_DTYPES, dtype, "dtype")
     cores = []
     for t, part in enumerate(parts):

@@ -38,7 +38,7 @@ MIN_CACHE_ROWS = 32
 class FusedParam(nnx.Variable):
     """Cores that only the fused update trains.
 
-    It is not an `nnx.Param`, so neither `nnx.grad` nor optax sees the cores.
+    `FusedParam` is not an `nnx.Param`, so neither `nnx.grad` nor optax sees the cores.
     """
 
     def set_value(self, value: object, **options: object) -> None:
@@ -56,7 +56,7 @@ class FusedParam(nnx.Variable):
 class FusedState(nnx.Variable):
     """State of the fused update: slots, counts, step number, learning rate.
 
-    External optimizers do not change it, because it is not an `nnx.Param`.
+    External optimizers do not change this state, because it is not an `nnx.Param`.
     """
 
 
@@ -88,7 +88,7 @@ class OptimType(enum.Enum):
 
 
 def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
-    """The optimizer that FBTT calls by this name. Every step passes its learning rate separately.
+    """The core's optimizer for a name of FBTT. Every step passes its learning rate separately.
 
     Args:
       optimizer: the name.
@@ -273,8 +273,8 @@ def read_bags(
       weights: one weight per id, in the form of `indices`; None if there are no weights.
       name: name of the module in error messages.
       last: whether `offsets` include the end of the last bag. None, the default of the modules: the
-        number of offsets decides if there are several tables. For one table it compares the last
-        offset with the number of ids, which is impossible under `jit`.
+        number of offsets decides if there are several tables. For one table, the last offset is
+        compared with the number of ids, which is impossible under `jit`.
 
     Raises:
       TypeError: ids or offsets are not integers.

@@ -61,7 +61,7 @@ class TTSpec:
         for name in ("tt_p_shapes", "tt_q_shapes", "tt_ranks"):
             object.__setattr__(self, name, tuple(np.asarray(getattr(self, name)).tolist()))
         object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
-        check_fields(self)  # the first check does not see the numbers in arrays
+        check_fields(self)  # The check before does not see numbers in arrays.
         d = len(self.tt_p_shapes)
         if d < 2 or len(self.tt_q_shapes) != d or len(self.tt_ranks) != d - 1:
             raise ValueError(
@@ -291,7 +291,7 @@ def suggested_tt_shapes(
       >>> suggested_tt_shapes(11_000_000), suggested_tt_shapes(13, allow_round_up=False)
       ([200, 220, 250], [1, 1, 13])
     """
-    n = int(n)  # NumPy integers become Python integers, which cannot overflow
+    n = int(n)  # Python integers cannot overflow, unlike NumPy integers.
     d = int(d)
     powers = [1]
     if allow_round_up:
@@ -299,7 +299,8 @@ def suggested_tt_shapes(
     candidates = []
     for power in powers:
         candidates.append(_most_even_factors(-(-n // power) * power, d))
-    _, factors = max(candidates, key=lambda candidate: candidate[0])  # the first among equals
+    # `max` returns the first of several equal candidates.
+    _, factors = max(candidates, key=lambda candidate: candidate[0])
     small = list(factors[: d // 2])
     large = list(factors[d // 2 :])
     alternating = []
@@ -372,7 +373,7 @@ def _cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[
 
     The sum is smallest when all its terms are equal,
     `p_t = (num_embeddings * prod(a))^(1/d) / a_t`, where `a_t` is the slice size of core `t`. So
-    the core with the largest slices gets the fewest of them. The search tries integers around that
+    the core with the largest slices gets the fewest slices. The search tries integers around that
     point, core after core, the core with the largest slices first.
     """
     order = sorted(range(len(slice_sizes)), key=lambda t: -slice_sizes[t])

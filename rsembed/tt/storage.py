@@ -48,7 +48,7 @@ AllSlots = tuple[PyTree, ...]
 """Slots of each core. With a cache a pair: the slots of the cores, and the slots of the cached rows."""
 
 
-@no_type_check  # __post_init__ converts sequences to tuples
+@no_type_check  # __post_init__ converts sequences to tuples.
 @dataclasses.dataclass(frozen=True, repr=False)
 class TensorTrain(Storage):
     """Stores a table as tensor-train cores, in a small fraction of its bytes.
@@ -63,8 +63,8 @@ class TensorTrain(Storage):
       tt_p_shapes: row factors. Default: `suggested_tt_shapes` of the number of rows.
       tt_q_shapes: column factors. Default: `suggested_tt_shapes` of the embedding dimension.
       bytes: bytes that the cores may use, instead of ranks and factors. See `TTSpec.for_budget`.
-      weight_dist: distribution of the initial table, "normal" by default. See `init_cores`. It
-        replaces the initializer of the table, which has no effect.
+      weight_dist: distribution of the initial table, "normal" by default. See `init_cores`.
+        `weight_dist` replaces the initializer of the table, which has no effect.
       cache_rows: how many of the most read rows are cached as float32 vectors. A cached row is
         trained directly and costs no products. 0, the default: no cache. See `hot_rows`.
       counted_ids: number of ids with a read count, from which the cached rows are chosen. 0, the
@@ -110,7 +110,10 @@ class TensorTrain(Storage):
             )
 
     def __repr__(self) -> str:
-        """Description of the storage in checkpoints. It mentions the cache only if there is one."""
+        """Description of the storage in checkpoints.
+
+        The description mentions the cache only if there is one.
+        """
         num_fields = 8 if self.cache_rows else 5
         descriptions = []
         for field in dataclasses.fields(self)[:num_fields]:
@@ -166,11 +169,14 @@ class TensorTrain(Storage):
         return self.spec_of(table).tt_p_shapes
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Shapes of the slices: tables with equal shapes share a storage. None with a cache."""
+        """Shapes of the slices: tables with equal shapes share a storage.
+
+        None if the storage has a cache.
+        """
         return None if self.cache_rows else self.spec_of(table).slice_shapes
 
     def sharing(self, tables: Sequence[TableSpec]) -> TensorTrain:
-        """One storage for several tables with slices of equal shapes, with the options of this one."""
+        """One storage with the same options for several tables with slices of equal shapes."""
         return dataclasses.replace(self, tables=tuple(tables))
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
@@ -198,7 +204,7 @@ class TensorTrain(Storage):
     def stack(
         self, parts: Sequence[tuple[Params, AllSlots]], like: Params, num_shards: int
     ) -> State:
-        """The inverse of `unstack`; several tables can share a storage only without a cache."""
+        """Parameters and slots of all tables, from those of each table (inverse of `unstack`)."""
         del like, num_shards
         return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
 
@@ -404,7 +410,8 @@ class TensorTrain(Storage):
           gradients: the lookup and the gradients of its outputs.
           table: the table.
           step: number and hyperparameters of the step.
-          d_cores: gradients of the cores, if the caller has them already. Default: computed here.
+          d_cores: gradients of the cores, if the caller has them already. Default: `step` computes
+            them.
         """
         if d_cores is None:
             d_cores = self.gradients(params, gradients, table)
@@ -474,7 +481,8 @@ class TensorTrain(Storage):
         where = f"table {table.name!r}"
         cores = rows
         if isinstance(rows, Mapping):
-            names = sorted(rows, key=lambda name: (len(name), name))  # "2" before "10"
+            # The name "2" comes before "10".
+            names = sorted(rows, key=lambda name: (len(name), name))
             cores = [rows[name] for name in names]
         if isinstance(cores, (tuple, list)) and _shapes(cores) == list(spec.core_shapes):
             if not is_traced(cores):

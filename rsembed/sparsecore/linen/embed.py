@@ -35,19 +35,19 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
     optimizer step. `embed_optimizer` replaces these parameters, and updates all others with optax.
     A loss may call the layer only once: with two calls, autodiff would add the two updated tables.
 
-    The parameter `sc_embedding_step` counts the steps; `step_number` reads it. It stays exact if
-    all parameters are cast to a 16-bit dtype.
+    The parameter `sc_embedding_step` counts the steps; `step_number` reads it. The counter stays
+    exact if all parameters are cast to a 16-bit dtype.
 
     Attributes:
       feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
-      sharding_axis: mesh axis (or axes) that shards tables and batch. They are replicated along
-        the other axes of the mesh.
-      mesh: the mesh. None: a mesh with all devices on one axis. The attribute then holds that mesh.
+      sharding_axis: mesh axis (or axes) that shards tables and batch. Tables and batch are
+        replicated along the other axes of the mesh.
+      mesh: the mesh. None: a mesh with all devices on one axis. The attribute has that mesh then.
       table_sharding_strategy: "MOD", the only strategy.
       enable_minibatching: whether batches that exceed a limit are split, instead of being an
         error. False by default.
       num_sc_per_device: cores per device. None (or -1): the number that the specs were placed for.
-        The attribute then holds it.
+        The attribute has that number then.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -103,9 +103,9 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
     ) -> dict[str, PyTree]:
         """The parameters of the layer after one update, without autodiff.
 
-        Call it as `layer.apply({"params": params}, gradients, inputs, method="apply_gradient")` and
-        replace `params` by the result. In a model, parameter names begin with the path of the
-        layer, as in "tower/embed/...".
+        Call `apply_gradient` as `layer.apply({"params": params}, gradients, inputs,
+        method="apply_gradient")` and replace `params` by the result. In a model, parameter names
+        begin with the path of the layer, as in "tower/embed/...".
 
         Args:
           gradients: gradients of the activations, in a tree like `feature_specs`.

@@ -1,4 +1,4 @@
-"""Optax optimizer for models with `SparseCoreEmbed`, which updates its tables in the backward pass."""
+"""Optax optimizer for models with `SparseCoreEmbed` layers, which train their tables themselves."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ def create_optimizer_for_sc_model(
 
     Args:
       params: the parameters of the model.
-      tc_optimizer: optimizer of the dense parameters. Its norms and its state do not include tables.
+      tc_optimizer: optimizer of the dense parameters. Norms and optimizer state do not include
+        tables.
     """
 
     def label(path: KeyPath, _: PyTree) -> str:

@@ -24,7 +24,10 @@ from rsembed.specs import FeatureSpec, tables_of
 
 
 class EmbeddingVariablesParam(nnx.Param):
-    """Variable of tables with their slots, or of a step counter. It must not be passed to optax."""
+    """Variable of tables with their slots, or of a step counter.
+
+    Such a variable must not be passed to optax.
+    """
 
 
 def is_embedding_variables(path: object, value: object) -> bool:
@@ -45,20 +48,20 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
     optimizer step. `PartitionedOptimizer` writes them into the model. A loss may call the layer
     only once: with two calls, autodiff would add the two updated tables.
 
-    The variable `step` counts the steps; `step_number` reads it. It stays exact if all parameters
-    are cast to a 16-bit dtype.
+    The variable `step` counts the steps; `step_number` reads it. The counter stays exact if all
+    parameters are cast to a 16-bit dtype.
 
     Args:
       feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
-      sharding_axis: mesh axis (or axes) that shards tables and batch. They are replicated along
-        the other axes of the mesh.
+      sharding_axis: mesh axis (or axes) that shards tables and batch. Tables and batch are
+        replicated along the other axes of the mesh.
       mesh: the mesh. None: a mesh with all devices on one axis.
       rngs: random streams; `params` gives the key of the initial tables.
       enable_minibatching: whether batches that exceed a limit are split, instead of being an
         error. False by default.
       table_sharding_strategy: "MOD", the only strategy.
-      num_sc_per_device: cores per device. None: the number that the specs were placed for, which
-        the attribute then holds.
+      num_sc_per_device: cores per device. None: the number that the specs were placed for. The
+        attribute has that number then.
     """
 
     @validated
@@ -137,8 +140,8 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
 
     Args:
       res: layer, inputs and step of the lookup.
-      g: a pair. Its first entry holds a state of the layer and the gradients of inputs and step; its
-        second entry holds the gradients of the activations.
+      g: a pair. The first entry has a state of the layer and the gradients of inputs and step; the
+        second entry has the gradients of the activations.
 
     Returns:
       The state with updated tables and counter, and the gradients of inputs and step, unchanged.
@@ -159,7 +162,7 @@ class PartitionedOptimizer(nnx.Module):
 
     Args:
       model: a module with `SparseCoreEmbed` layers and dense layers.
-      dense_optimizer: optimizer of all other parameters. Its norms and its state do not include
+      dense_optimizer: optimizer of all other parameters. Norms and optimizer state do not include
         tables.
     """
 
