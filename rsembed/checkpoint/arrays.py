@@ -64,7 +64,7 @@ def as_saved(leaf: Leaf, name: str) -> tuple[ArrayToSave, str | None]:
     """The array of numbers to write for a leaf, and the PRNG implementation if the leaf holds keys.
 
     The second result is None for ordinary arrays. For arrays of row numbers, ids or key lanes that
-    reject arithmetic (see `rsembed.opaque`), it is their kind.
+    reject arithmetic (see `rsembed.opaque`), the second result is their kind.
 
     Raises: TypeError: the leaf is not a plain array of numbers. RuntimeError: the leaf is traced.
     """
@@ -95,11 +95,11 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
     """Writes each array into a folder in `path`, and returns the entries for the manifest.
 
     Many chunks are written at once, because most of the time goes into waiting for the disk. All
-    processes call this. They take part in gathering the rows up to the last one, even if a write to
-    the disk fails, so that no process waits for another.
+    processes must call `write_arrays`. Even if a write to the disk fails, all processes gather all
+    rows, so that no process waits for another.
 
     Args:
-      path: folder to create, None in processes that do not write.
+      path: folder to create, None for processes that do not write.
       arrays: first results of `as_saved`.
 
     Raises: OSError: the operating system reports that a write failed.
@@ -161,7 +161,7 @@ def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[Block])
 def copied(array: ArrayToSave) -> np.ndarray | None:
     """A copy of the array in the memory of process 0, None in other processes.
 
-    All processes call this.
+    All processes must call this function.
     """
     entry = _new_entry(0, array)
     copy = None
@@ -194,7 +194,7 @@ def _new_entry(number: int, array: ArrayToSave) -> Entry:
 
 
 def _system_error(error: ValueError) -> OSError | None:
-    """The `OSError` that TensorStore reports as `error`; None if it names no OS error code."""
+    """The `OSError` that TensorStore reports as `error`; None if `error` has no OS error code."""
     match = re.search(r"os_error_code='(\d+)'", str(error))
     if match is None:
         return None
@@ -215,7 +215,10 @@ def _chunk_checksum(file: Path) -> str:
 
 
 def _rows(array: ArrayToSave, chunk: Chunk) -> np.ndarray:
-    """Rows of a host or global array. All processes call this, and process 0 gets all rows."""
+    """Rows of a host or global array.
+
+    All processes must call `_rows`, and process 0 gets all rows.
+    """
     rows = np.arange(chunk.first, chunk.last)
     source: Any = array
     if isinstance(array, PickedRows):
@@ -294,8 +297,8 @@ def _store(path: Path, entry: Entry, *, create: bool = False) -> Any:
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": str(path / entry["folder"])},
         "metadata": metadata,
-        # Write even chunks of zeros, so that a missing file is always an error. It may be deleted
-        # after the comparison with the manifest, so reads must not fill it in either.
+        # Write even chunks of zeros, so that a missing file is always an error. A file may be
+        # deleted after the comparison with the manifest, so reads must not fill in zeros either.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
@@ -312,8 +315,8 @@ def _store(path: Path, entry: Entry, *, create: bool = False) -> Any:
 def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
     """Reader of the array of a manifest entry, after a check of its files.
 
-    The check compares the size and the stored checksum of every file. The data is compared with
-    its checksum when it is read.
+    The check compares the size and the stored checksum of every file. The data is compared with the
+    checksum when it is read.
 
     Raises: CorruptCheckpointError: a file is missing or differs from the manifest.
     """
@@ -333,7 +336,8 @@ def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
             raise _corrupt_chunk(folder, number, chunk, name)
     try:
         store = _store(path, entry)
-    except ValueError as error:  # zarr has no array with the shape and dtype of the entry.
+    # zarr does not support arrays with the shape and dtype of the entry.
+    except ValueError as error:
         raise _corrupt_array(folder, name, error) from error
     read = functools.partial(_read, store, folder, entry, name)
     return SavedArray(tuple(entry["shape"]), jnp.dtype(entry["dtype"]), read)

@@ -1,7 +1,7 @@
 """Checks of a manifest's fields, before a load allocates memory or lists files because of them.
 
 The checksum of a manifest shows only that its bytes are intact. Another program may have written
-them.
+the manifest.
 """
 
 from __future__ import annotations

@@ -67,9 +67,9 @@ Metadata = Mapping[str, Any]
 
 @validated
 def manifest(path: str | os.PathLike[str]) -> dict[str, PyTree]:
-    """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... Reads no arrays.
+    """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... No arrays are read.
 
-    Raises: FileNotFoundError, CorruptCheckpointError, ValueError: as `load`.
+    Raises: FileNotFoundError, CorruptCheckpointError, ValueError: see `load`.
     """
     file = Path(path) / MANIFEST
     if not file.is_file():
@@ -145,7 +145,7 @@ def nested(arrays: Mapping[tuple[str, ...], Leaf], folder: Path) -> PyTree:
 
 
 class Contents(NamedTuple):
-    """Contents of a checkpoint before it is written.
+    """Contents of a checkpoint, collected before the checkpoint is written.
 
     Attributes:
       leaves: results of `as_saved` by path: an array, and the implementation if it holds PRNG keys.
@@ -160,12 +160,12 @@ class Contents(NamedTuple):
         """Contents of a checkpoint that `save` writes for a tree.
 
         Args:
-          tree: as in `save`.
+          tree: tree to save, see `save`.
           owners: fingerprints of the states in `tree`. A load compares them.
           step: number of updates done so far.
-          metadata: as in `save`.
+          metadata: values that JSON can hold, see `save`.
 
-        Raises: TypeError, ValueError: as `save`.
+        Raises: TypeError, ValueError: see `save`.
         """
         check_not_forked("checkpoint")
         for name, facts in owners.items():
@@ -191,16 +191,17 @@ class Contents(NamedTuple):
     def in_memory(self) -> Contents:
         """The same contents with copies in the memory of process 0, which no later step changes.
 
-        All processes call this, because it gathers the arrays. Other processes get no arrays.
+        All processes must call `in_memory`, because it gathers the arrays. Other processes get no
+        arrays.
         """
         copies = {path: (copied(array), prng) for path, (array, prng) in self.leaves.items()}
         return Contents(copies, self.body)
 
 
 def write(path: Path, contents: Contents) -> None:
-    """Writes a checkpoint. All processes call this.
+    """Writes a checkpoint. All processes must call this function.
 
-    Raises: FileExistsError, OSError: as `save`.
+    Raises: FileExistsError, OSError: see `save`.
     """
     if from_first_process(path.exists()):
         raise already_exists(path)
@@ -225,9 +226,10 @@ def write_folder(path: Path, contents: Contents) -> None:
 
     Args:
       path: folder of the checkpoint.
-      contents: all processes call this, unless the contents are `in_memory`.
+      contents: contents to write. All processes must call this function, unless the contents are
+        `in_memory`.
 
-    Raises: FileExistsError, OSError: in process 0, as `save`.
+    Raises: FileExistsError, OSError: in process 0, see `save`.
     """
     partial = partial_path(path) if jax.process_index() == 0 else None
     try:
@@ -255,7 +257,10 @@ def write_folder(path: Path, contents: Contents) -> None:
 
 
 def from_first_process(number: int) -> int:
-    """The number (or truth value) that process 0 passed, in every process. All call this."""
+    """The number (or truth value) that process 0 passed, in every process.
+
+    All processes must call it.
+    """
     return int(multihost_utils.broadcast_one_to_all(np.asarray(number)))
 
 
@@ -286,8 +291,8 @@ class Checkpoint(NamedTuple):
 
     Attributes:
       tree: the arrays.
-      step: number of updates, as passed to `save`.
-      metadata: values as passed to `save`.
+      step: number of updates, which was passed to `save`.
+      metadata: values that were passed to `save`.
     """
 
     tree: PyTree
@@ -303,18 +308,18 @@ def save(
     step: NonNegativeInt = 0,
     metadata: Mapping[str, PyTree] | None = None,
 ) -> None:
-    """Writes a checkpoint folder. The folder is complete or does not exist.
+    """Writes a checkpoint folder. The folder is complete, or does not exist if the save failed.
 
-    With several processes, all call this with the same tree, and `path` is on storage that
+    With several processes, all must call `save` with the same tree, and `path` is on storage that
     process 0 can write. Process 0 gathers the arrays chunk by chunk and writes them. If two saves
-    use the same path, the first to finish writes it, and the other gets an error. A save that is
+    use the same path, the first to finish succeeds, and the other gets an error. A save that is
     killed leaves a hidden folder `.<name>.<number>.partial`, which can be removed.
 
     Args:
       path: a folder that does not exist yet, such as `runs/a/step_001000`.
       tree: any pytree of numpy or JAX arrays, numbers and PRNG keys, all from the same step. An
-        `EmbeddingState` in it is written as `tables/<table>` and `slots/<table>/<slot>`, with rows
-        in id order.
+        `EmbeddingState` in the tree is written as `tables/<table>` and `slots/<table>/<slot>`, with
+        rows in id order.
       step: number of updates done so far.
       metadata: values that JSON can hold.
 
@@ -388,7 +393,7 @@ def save_collection(
 
     Raises:
       ValueError: the state does not belong to the collection.
-      FileExistsError, OSError, TypeError: as `save`.
+      FileExistsError, OSError, TypeError: see `save`.
     """
     write(Path(path), contents_of(collection, state, others=others, metadata=metadata))
 
@@ -406,7 +411,7 @@ def contents_of(
     state = state._replace(layout=collection.layout)
     arrays, tables, slots = collection.logical.parted(state)
     tree = logical(arrays) | {"others": others}
-    del tree["step"]  # The manifest has the step.
+    del tree["step"]  # The manifest contains the step.
     tree["tables"] |= tables
     tree["slots"] |= slots
     user_metadata = {"user": dict(metadata or {})}
@@ -430,23 +435,22 @@ def load_collection(
 
     Args:
       path: see `load`.
-      collection: its tables must be the saved ones. Learning rates and other hyperparameters are
-        taken from it, not from the file.
-      others: template for the saved `others`, see `like` of `load`. None: they are not read.
+      collection: collection with the saved tables. Learning rates and other hyperparameters are
+        those of `collection`, not those of the file.
+      others: template for the saved `others`, see `like` of `load`. None: `others` are not read.
       resize: whether tables may differ from the file. False rejects other sizes and dtypes,
         because a wrong size is usually a mistake. True allows more rows and another dtype. New rows
         and their slots are as in `collection.init(state.key)` for the returned `state`. Saved rows,
         slots, step and key are kept. Values are rounded to nearest for a narrower dtype. "shrink"
-        also allows fewer rows and leaves out the last ones. Keyed tables load all their keys in
-        each case, if there is room. A tensor train can be resized
-        if only its first row factor differs: pass the old `tt_p_shapes` with another first
-        number.
+        also allows fewer rows and leaves out the last rows. Keyed tables load all their keys in
+        each case, if there is room. A tensor train can be resized if only its first row factor
+        differs: pass the old `tt_p_shapes` with another first number.
 
     Returns: the `EmbeddingState`, or with `others` the pair of the state and the others.
 
     Raises:
-      CorruptCheckpointError, FileNotFoundError: as `load`.
-      ValueError: the tables differ, or a table has another storage, optimizer, size or dtype than
+      CorruptCheckpointError, FileNotFoundError: see `load`. ValueError: the tables differ, or a
+      table has another storage, optimizer, size or dtype than
         `resize` allows, or numbers are too large for a narrower dtype.
     """
     path = Path(path)
@@ -483,7 +487,7 @@ def load_collection(
 
     without_apart = collection.logical.without_apart(template)
     like = logical(without_apart) | {"others": logical(others)}
-    del like["step"]  # The manifest has the step.
+    del like["step"]  # The manifest contains the step.
     del like["key"]  # The key may have any PRNG implementation.
     tree = restored(arrays, like, path)
     tree["key"] = placed(key, template.key)
@@ -494,7 +498,7 @@ def load_collection(
         slots = tables_apart.get("slots", {})
         try:
             state = collection.logical.whole(state, tables, slots, collection.layout)
-        except ValueError as error:  # It names the table but not the file.
+        except ValueError as error:  # `error` names the table but not the file.
             raise ValueError(f"checkpoint {path} does not match: {error}") from error
     if others is None:
         return state
@@ -552,7 +556,7 @@ def check_apart(path: Path, collection: EmbeddingCollection, arrays: Mapping[str
 def check_owners(path: Path, saved: Facts, expected: Facts) -> None:
     """Compares fingerprints in a file with the fingerprints of the tree or collection to load.
 
-    Raises: ValueError: they differ. The message names the facts that differ.
+    Raises: ValueError: fingerprints differ. The message names the facts that differ.
     """
     check_same(
         Fingerprint.of(saved),
@@ -567,9 +571,11 @@ def check_owners(path: Path, saved: Facts, expected: Facts) -> None:
 
 @validated
 def verify(path: str | os.PathLike[str]) -> None:
-    """Reads every byte of a checkpoint and compares the checksums. Needs a few MiB of memory.
+    """Reads every byte of a checkpoint and compares the checksums.
 
-    Raises: FileNotFoundError, CorruptCheckpointError, ValueError: as `load`.
+    The check needs a few MiB of memory.
+
+    Raises: FileNotFoundError, CorruptCheckpointError, ValueError: see `load`.
     """
     path = Path(path)
     arrays = opened(path, manifest(path)["arrays"])

@@ -56,14 +56,14 @@ class CheckpointManager:
 
     `save` copies the arrays and returns. A thread writes the copies while training continues. With
     several processes, all make the same calls: process 0 collects the copies, and its thread
-    writes. Leaving the `with` block, or calling `close`, waits for the last write.
+    writes. The end of the `with` block, like `close`, waits for the last write.
 
     Args:
       folder: folder of the run. A second writer gets an error.
       collection: collection that the saved states belong to. None: any tree can be saved.
-      max_to_keep: number of checkpoints to keep, the last ones written. Damaged ones that `restore`
-        skipped are removed first. None: all.
-      keep_period: checkpoints with a step that is a multiple of it are always kept.
+      max_to_keep: number of checkpoints to keep, the last ones written. Damaged checkpoints that
+        `restore` skipped are removed first. None: all.
+      keep_period: checkpoints with a step that is a multiple of `keep_period` are always kept.
       read_only: True writes and locks nothing, for a folder that another process writes or that is
         not writable.
 
@@ -109,7 +109,7 @@ class CheckpointManager:
             if jax.process_index() == 0 and not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(_only_writer(self.folder))
-                # An earlier process of this run was killed while it wrote these.
+                # An earlier process of this run was killed while it wrote these files.
                 for partial in self.folder.glob(".step_*.partial"):
                     shutil.rmtree(partial, ignore_errors=True)
 
@@ -130,17 +130,17 @@ class CheckpointManager:
 
         Args:
           tree: a state of the collection, or any tree if there is no collection.
-          step: step of a tree. Leave it out for a state, which has its own.
+          step: step of a tree. Leave `step` out for a state, which contains its step.
           others: any pytree to save with a state, such as dense parameters.
           metadata: values that JSON can hold, such as the position of the input
             (`{"input": iterator.get_state()}`).
 
         Raises:
           FileExistsError: there is an undamaged checkpoint of this step.
-          OSError: the previous checkpoint could not be written. Nothing of this one was written.
-            The next call may succeed.
+          OSError: the previous checkpoint could not be written. Nothing of the new checkpoint was
+            written. The next call may succeed.
           RuntimeError: this manager is closed or read-only.
-          TypeError, ValueError: as `save_collection` and `save`.
+          TypeError, ValueError: see `save_collection` and `save`.
         """
         if self.read_only:
             way_out = "make one without read_only=True"
@@ -166,7 +166,7 @@ class CheckpointManager:
     def wait_until_finished(self) -> None:
         """Waits for the checkpoint that is being written.
 
-        Raises: OSError: it could not be written. The next save may succeed.
+        Raises: OSError: the checkpoint could not be written. The next save may succeed.
         """
         pending = self._pending
         self._pending = None
@@ -177,7 +177,7 @@ class CheckpointManager:
     def close(self) -> None:
         """Waits for the last write and unlocks the folder.
 
-        Raises: OSError: as `wait_until_finished`.
+        Raises: OSError: see `wait_until_finished`.
         """
         self._is_closed = True
         try:
@@ -221,7 +221,7 @@ class CheckpointManager:
         To return to an earlier step for good, remove the folders of later steps.
 
         Args:
-          like: template for a tree, see `load`. Leave it out with a collection.
+          like: template for a tree, see `load`. Leave `like` out if the manager has a collection.
           others: template for trees that were saved with a state, see `load_collection`.
           step: step to restore. None: the newest undamaged checkpoint, with a warning for each
             damaged one that is skipped.
@@ -231,8 +231,8 @@ class CheckpointManager:
 
         Raises:
           FileNotFoundError: there is no checkpoint.
-          CorruptCheckpointError: the checkpoint of `step` is damaged, or all are.
-          ValueError: as `load_collection` and `load`.
+          CorruptCheckpointError: the checkpoint of `step` is damaged, or all checkpoints are.
+          ValueError: see `load_collection` and `load`.
         """
         refused = like if self.collection is not None else others
         if refused is not None:
@@ -271,7 +271,7 @@ class CheckpointManager:
 
         Raises:
           FileNotFoundError: there is no checkpoint of this step.
-          CorruptCheckpointError: its manifest is damaged.
+          CorruptCheckpointError: the manifest of the checkpoint is damaged.
         """
         metadata: dict[str, PyTree] = manifest(self._path(step))["metadata"]
         if self.collection is None:
@@ -284,7 +284,7 @@ class CheckpointManager:
         return self.folder / f"step_{step:09d}"
 
     def _newest_first(self) -> Iterator[Path]:
-        """Folders that process 0 sees. Lists them each time, because another process may write."""
+        """Checkpoint folders that process 0 sees. Every call lists them, as another process may write."""
         tried: set[int] = set()
         while True:
             steps = {_step(path) for path in self.paths()}
@@ -308,7 +308,7 @@ class CheckpointManager:
         return path.exists()
 
     def _write(self, path: Path, contents: Contents) -> None:
-        """Writes a checkpoint and removes old ones. Runs in the thread."""
+        """Writes a checkpoint and removes old ones. This method runs in the thread."""
         if jax.process_index() != 0:
             return
         try:
@@ -347,7 +347,10 @@ def _written(path: Path) -> tuple[int, int]:
 
 
 def _remove(path: Path) -> None:
-    """Removes a checkpoint. Renames it to a hidden name first, so that no half of it is visible."""
+    """Removes a checkpoint.
+
+    The folder gets a hidden name first, so that no partly removed checkpoint is visible.
+    """
     hidden = partial_path(path)
     with contextlib.suppress(OSError):
         path.rename(hidden)
@@ -370,7 +373,7 @@ def _only_writer(folder: Path) -> Iterator[None]:
                 f"another process writes checkpoints into {folder}: {holder}. Give every run a "
                 "folder of its own, or end the other one."
             ) from None
-        except OSError as error:  # The file system has no locks.
+        except OSError as error:  # The file system does not support locks.
             way_out = "see to it that no other run writes there"
             _log.warning("%s cannot be locked (%s): %s.", folder, error, way_out)
         file.truncate(0)

@@ -1,7 +1,7 @@
 """Changes arrays of a file to the size and dtype of other tables: adds, removes or rounds rows.
 
-`EmbeddingCollection.init` defines new rows, by the key of the saved state. They are made in blocks
-while the file is read, so that a larger table needs no second copy of itself.
+`EmbeddingCollection.init` defines new rows, by the key of the saved state. New rows are made in
+blocks while the file is read, so that a larger table needs no second copy of itself.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def _make_block(
     first: int,
     last: int,
 ) -> np.ndarray:
-    """New rows `first` to `last - 1`. The program has one size, so it is compiled once."""
+    """New rows `first` to `last - 1`. All blocks have one size, so the program is compiled once."""
     ids = np.arange(first, first + ROWS_PER_BLOCK)
     ids = np.minimum(ids, num_rows - 1).astype(np.int32)
     return np.asarray(program(key, ids))[: last - first]
@@ -178,7 +178,7 @@ def _arrays_of_train(
 
     Args:
       table: spec of the table.
-      storage: its tensor-train storage.
+      storage: tensor-train storage of the table.
       description: `in_files` of the storage in the file.
       key: key of the saved state.
     """
@@ -211,7 +211,7 @@ def _read(
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields saved rows, then new rows, in blocks as `SavedArray.read` does.
 
-    Reads the file to its end even if the table has fewer rows, so that all bytes are verified.
+    The file is read to its end even if the table has fewer rows, so that all bytes are verified.
     """
 
     def put(first: int, rows: np.ndarray) -> tuple[int, np.ndarray]:

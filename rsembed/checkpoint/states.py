@@ -1,6 +1,6 @@
-"""Tables of an `EmbeddingState` in id order, as files have them, and back.
+"""Converts an `EmbeddingState` to tables in id order, the form of files, and back.
 
-The `layout` of a state says which row of its arrays belongs to which table and id. A save reads the
+The `layout` of a state says to which table and id each row of its arrays belongs. A save reads the
 tables in id order, block by block. A load writes the rows in the layout of the wanted state.
 Therefore a file does not depend on a mesh or on stacking.
 """
@@ -60,7 +60,7 @@ def sharded(
       shape: shape of the whole array, with at least one dimension.
       dtype: dtype of the array.
       sharding: sharding of the result. None: JAX's default device.
-      pieces: pairs of row indices and rows. Rows that are in no pair are zero.
+      pieces: pairs of row indices and rows. Rows that are in none of the pairs are zero.
     """
     whole = (slice(None),) * len(shape)
     indices: list[Index | None] = [whole]
@@ -98,10 +98,10 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class PickedRows:
-    """Rows of an array, in the order of the file. A leaf that is written block by block.
+    """Rows of an array, in the order of the file. The array is written block by block.
 
     Attributes:
-      array: array with these and other rows, such as the array of a stack.
+      array: array that contains the rows, such as the array of a stack.
       count: number of rows to write.
       positions: function from row numbers in the file to row indices in `array`.
     """
@@ -241,24 +241,25 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
     if isinstance(template, (np.ndarray, np.generic)):
         return array
     if sharding is None or not getattr(template, "committed", True):
-        # Uncommitted, as the template is. A committed array would compile every step again.
+        # The array is uncommitted, like the template. A committed array would compile every step
+        # again.
         return jax.device_put(array)
     if isinstance(array, jax.Array):
-        # A PRNG key. Its numbers are placed instead: `device_put` rejects some arrays if the
-        # sharding spans several processes.
+        # For a PRNG key, the numbers are placed: `device_put` rejects some arrays if the sharding
+        # spans several processes.
         data = placed(np.asarray(jax.random.key_data(array)), template)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def _numbered_blocks(saved: SavedArray) -> Blocks:
-    """Blocks of rows with their numbers in the file."""
+    """Blocks of saved rows, each with its row numbers in the file."""
     for first, rows in saved.blocks():
         yield np.arange(first, first + len(rows)), rows
 
 
 def in_memory(array: Leaf) -> Leaf:
-    """`array` in host memory. PRNG keys are not converted."""
+    """`array` in host memory. PRNG keys are returned unchanged."""
     if isinstance(array, SavedArray):
         return array.whole()
     return array
@@ -304,7 +305,7 @@ def _state_facts(state: EmbeddingState) -> Tables:
 
 
 def _fingerprint_of(node: object) -> Fingerprint | None:
-    """`node` if it is a fingerprint, or the layout of `node` if it is a state with one."""
+    """`node` if it is a fingerprint; the layout of `node` if it is a state; else None."""
     if isinstance(node, tuple):
         node = getattr(node, "layout", None)
     if isinstance(node, Fingerprint):
@@ -354,7 +355,7 @@ def _by_table(state: EmbeddingState) -> dict[str, Any]:
                 slots[name] = {}
                 for slot, array in zip(stack["slots"], stack_slots, strict=True):
                     slots[name][slot] = _picked_rows(table, stack, array)
-            elif "part_sizes" in table:  # Several tables share one storage.
+            elif "part_sizes" in table:  # In this stack, several tables share one storage.
                 tables[name] = parts(stack_params, part_sizes)[number]
                 slots[name] = parts(stack_slots, part_sizes)[number]
             else:

@@ -76,7 +76,7 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
     Args:
       path: a folder that does not exist yet.
       variables: `EmbeddingVariable`s, or a model that has some.
-      optimizer: ignored. SOK's function has it. Here the tables have the optimizer state.
+      optimizer: ignored. SOK's function needs it, but here the tables have the optimizer state.
 
     Raises:
       ValueError: `variables` contains no embedding variable, or two with the same name.
@@ -101,14 +101,16 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
 
 @validated
 def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = None) -> None:
-    """Restores tables from a `dump` onto the devices of this run. Their number may differ.
+    """Restores tables from a `dump` onto the devices of this run.
+
+    The number of devices may differ from that of the dump.
 
     Rows are read a few MiB at a time. If there is an error, no table changes.
 
     Args:
       path: folder of the dump.
       variables: as for `dump`. Keys that are not in the dump become new keys.
-      optimizer: ignored. SOK's function has it.
+      optimizer: ignored. SOK's function needs it.
 
     Raises:
       ValueError: the dump has other tables, or a table has another dim or optimizer, a dtype that
@@ -128,7 +130,7 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
         arrays = _arrays_of_table(folder, manifest, name)
         _check_fits(path, facts[name], arrays, variable.table)
         loaded[name] = _loaded_copy(variable, arrays, facts[name]["step"])
-    # All tables change, or none.
+    # All rows have been read, so all tables change.
     for name, variable in variable_of.items():
         variable.set_metadata(table=loaded[name].table)
         variable.set_value(loaded[name].get_value())
@@ -190,7 +192,7 @@ def _check_fits(
     arrays: Mapping[str, SavedArray],
     table: VariableTable,
 ) -> None:
-    """Checks that a table can take the rows of a dumped table.
+    """Checks that a table can hold the rows of a dumped table.
 
     Raises: ValueError: dim, optimizer or kind of table differ, or the dtype is too narrow.
     """
@@ -226,7 +228,7 @@ def _description(table: VariableTable) -> dict[str, Any]:
 def _by_name(variables: PyTree) -> dict[str, EmbeddingVariable]:
     """Embedding variables in a list or a model, by name.
 
-    Raises: ValueError: there is none, or a name occurs twice.
+    Raises: ValueError: there is no embedding variable, or a name occurs twice.
     """
     if isinstance(variables, EmbeddingVariable):
         variables = [variables]

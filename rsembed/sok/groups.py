@@ -58,7 +58,7 @@ def group_embedding_lookup_sparse(
       sp_weights: weights for each table, with None for a table without weights.
       name: name of the group, for errors.
       training: if True, a new key of an embedding variable reads the initial values of its row. If
-        False, it reads zeros.
+        False, a new key reads zeros.
 
     Returns: `[batch, dim]` for each table.
 
@@ -86,7 +86,8 @@ def group_embedding_lookup_vjp(
     See `group_embedding_lookup_sparse` for the arguments, but `params` must be
     `EmbeddingVariable`s.
 
-    Raises: as `group_embedding_lookup_sparse`. TypeError: a table is plain (use `jax.grad` for it).
+    Raises: see `group_embedding_lookup_sparse`. TypeError: a table is a plain array (use
+    `jax.grad`).
     """
     group = _group_name(name, partition_strategy)
     check_type(params, Sequence, f"{group}: params")
@@ -183,7 +184,8 @@ def _features_of(
 ) -> tuple[dict[str, FeatureSpec], dict[str, EmbeddingVariable], dict[str, Array]]:
     """Feature specs, embedding variables and plain tables of a group, by name.
 
-    The names are positions in `params`. A feature spec tells the core how to read the ids.
+    The names are positions in `params`, as strings. A feature spec tells the core how to read the
+    ids.
 
     Raises:
       TypeError: an entry of `params` is not a table.
@@ -223,7 +225,7 @@ def _pool(
     values: Array,
     batch: PyTree,
 ) -> Float[Array, "batch dim"]:
-    """Pooled rows of a plain table. Each device has a copy of it and pools its samples."""
+    """Pooled rows of a plain table. Each device has a copy of the table and pools its samples."""
 
     def on_device(values: Array, batch: PyTree) -> Array:
         bags = as_bags(batch, feature="samples of this device")
@@ -252,7 +254,9 @@ class EmbeddingColumn:
 
 
 def group_embedding_column_scope(name: str | None = None) -> contextlib.AbstractContextManager[str]:
-    """DeepRec's scope for columns. It has no effect: `input_layer` always groups its columns.
+    """DeepRec's scope for columns.
+
+    The scope has no effect: `input_layer` always groups its columns.
 
     Args:
       name: name of the group, which the scope yields.
@@ -288,7 +292,7 @@ def embedding_column(
       combiner: "sum", "mean" or "sqrtn".
       **options: options of `embedding_variable`.
 
-    Raises: ValueError: an argument is out of range. TypeError: one is unknown.
+    Raises: ValueError: an argument is out of range. TypeError: an argument is unknown.
     """
     known = lookups.checked_combiner(combiner, f"column {feature!r}: combiner")
     return EmbeddingColumn(feature, embedding_variable(feature, dimension, **options), known)
@@ -316,8 +320,8 @@ def input_layer_vjp(
 ) -> tuple[Float[Array, "batch _"], Callable[[ArrayLike], None]]:
     """`input_layer` for training, and `backward(d_output)`, which steps the rows that were read.
 
-    Raises: ValueError: as `input_layer`. `backward` raises it, before anything changes, if the
-      shapes of gradient and output differ.
+    Raises: ValueError: see `input_layer`. `backward` raises ValueError, before anything changes, if
+    the shapes of gradient and output differ.
     """
     outputs, step = _read_columns(features, columns, training=True)
     output = jnp.concatenate(outputs, axis=1)

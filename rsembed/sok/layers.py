@@ -53,7 +53,7 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        # Cache the engine now, so that the first step is not slower.
+        # The engine is made and cached here, so that the first step is not slower.
         lookups.engine_of(((self.variable.table.kind, (combiner,), False),))
 
     @property
@@ -103,7 +103,7 @@ class _Layer(nnx.Module):
         if bags.dense_shape is not None:  # The shape is known even inside `jit`.
             lengths = np.full(bags.num_bags, math.prod(bags.dense_shape[1:]))
         elif inputs.is_unknown(bags):
-            return {self.name: bags}  # The core rejects these.
+            return {self.name: bags}  # The core rejects such keys.
         else:
             lengths = np.diff(np.asarray(bags.offsets))
         if self.combiner == "none":
@@ -127,9 +127,9 @@ class DistributedEmbedding(_Layer):
 
     `layer(keys)` looks up. A key without a row reads zeros. `out, backward = layer.vjp(keys)` is
     the lookup of a training step. New keys read the initial values of their rows.
-    `backward(d_out)` adds rows for them and steps every row that was read. It can be called once.
-    Both work eagerly and under `nnx.jit`. `nnx.jit` copies the table unless it is donated
-    (`donate_argnums`). The result does not depend on the number of devices.
+    `backward(d_out)` adds rows for them and steps every row that was read. `backward` can be called
+    once. Lookups and `backward` work eagerly and under `nnx.jit`. `nnx.jit` copies the table unless
+    it is donated (`donate_argnums`). The result does not depend on the number of devices.
 
     Args:
       combiner: "sum", "mean" or "sqrtn" over the keys of a slot, in any case.
@@ -138,7 +138,7 @@ class DistributedEmbedding(_Layer):
       slot_num: number of features per sample. All features read the same rows for the same key. To
         separate them, make the feature a part of the key.
       max_nnz: largest number of keys per slot.
-      max_feature_num: ignored. In SOK's layer, the largest number of keys per sample.
+      max_feature_num: ignored. In SOK's layer, it is the largest number of keys per sample.
       use_hashtable: if True, keys are any integers and get rows in their first training step. If
         False, keys are row numbers below `max_vocabulary_size_per_gpu * devices`.
       name: name of the table, for errors and dumps. The initial rows depend on it.
@@ -198,9 +198,10 @@ class DistributedEmbedding(_Layer):
         Args:
           keys: integers or `Keys` of shape `[batch, slot_num, keys]` or `[batch * slot_num, keys]`,
             with padding -1 for signed dtypes. Or `Bags` or lists with one bag per sample and slot.
-            With several processes, each passes its part of the batch.
+            With several processes, each process passes its part of the batch.
           weights: one weight per key. None: ones.
-          training: if True, new keys read the initial values of their rows. If False, zeros.
+          training: if True, new keys read the initial values of their rows. If False, new keys read
+            zeros.
 
         Raises:
           TypeError, ValueError: keys or weights are invalid. The message names the table and the
@@ -224,7 +225,7 @@ class All2AllDenseEmbedding(_Layer):
 
     Use it like `DistributedEmbedding`. With `dynamic_input`, `keys` is a flat list of any length,
     such as the result of `unique`, and the rows are in its order. With several processes, every
-    process passes the same number of keys (pad with -1). Its result has one row per key, and zero
+    process passes the same number of keys (pad with -1). The result has one row per key, and zero
     rows at the end if the device count does not divide the number of keys.
 
     Args:
@@ -233,9 +234,9 @@ class All2AllDenseEmbedding(_Layer):
       slot_num: number of features per sample. All features read the same rows for the same key.
       nnz_per_slot: number of keys in every slot.
       dynamic_input: if True, keys are `[num_keys]`. If False, `[batch, slot_num, nnz_per_slot]`.
-      use_hashtable: as in `DistributedEmbedding`.
+      use_hashtable: see `DistributedEmbedding`.
       name: name of the table, for errors and dumps. The initial rows depend on it.
-      **options: as in `DistributedEmbedding`.
+      **options: see `DistributedEmbedding`.
 
     Raises: ValueError: an argument is out of range or unknown.
     Source: Sparse Operation Kit, `sok.All2AllDenseEmbedding`.
@@ -277,11 +278,12 @@ class All2AllDenseEmbedding(_Layer):
         """Row of each key: `[batch, slot_num, nnz_per_slot, dim]`, or `[num_keys, dim]`.
 
         Args:
-          keys: `[batch, slot_num, nnz_per_slot]`, or with `dynamic_input` `[num_keys]`. Key -1 is
-            padding and reads zeros.
-          training: if True, new keys read the initial values of their rows. If False, zeros.
+          keys: `[batch, slot_num, nnz_per_slot]`, or with `dynamic_input` `[num_keys]`. A key of -1
+            is padding and reads zeros.
+          training: if True, new keys read the initial values of their rows. If False, new keys read
+            zeros.
 
-        Raises: as `DistributedEmbedding`.
+        Raises: see `DistributedEmbedding`.
         """
         output, _ = self._rows(keys, training)
         return output
@@ -320,7 +322,8 @@ class All2AllDenseEmbedding(_Layer):
             keys = split_keys(keys, feature=what)
         num_shares = devices.num_devices
         if not inputs.is_unknown(bags):
-            # This process has its part of the keys. Traced and global arrays have all of them.
+            # A local array has the keys of this process. Traced and global arrays have the keys of
+            # all.
             num_shares = num_shares // devices.num_processes
         xp: Any = np if isinstance(keys.low, np.ndarray) else jnp
         num_padded = -keys.low.shape[0] % num_shares

@@ -1,6 +1,6 @@
 """Lookups of several embedding variables in one exchange, and the optimizer step that may follow.
 
-The core's `Engine` has the compiled programs. It is built for the tables of some variables.
+The core's `Engine` has the compiled programs. An engine is built for the tables of some variables.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str) -> Bags:
     Args:
       keys: integer array or `Keys` of shape `[..., keys per bag]` with padding -1, or any input of
         `as_bags`.
-      weights: one float per key, in the same form as `keys`, or None.
+      weights: one float per key, in the same form as `keys`. None: ones.
       feature: name of the feature, for errors.
 
     Raises: TypeError, ValueError: keys or weights are invalid. The message names the feature.
@@ -206,7 +206,9 @@ def _step(
 
 @dataclasses.dataclass(eq=False)
 class StepOnce:
-    """Function that trains the tables of a lookup with the gradients of its outputs. It works once.
+    """Function that trains the tables of a lookup with the gradients of its outputs.
+
+    The function works once.
 
     Args:
       variables: distinct variables of the lookup.
@@ -227,7 +229,7 @@ class StepOnce:
     is_used: bool = False
 
     def __call__(self, *d_outputs: ArrayLike) -> None:
-        """Makes one optimizer step of every row that the lookup read. New keys get rows.
+        """Makes one optimizer step of every row that the lookup read. New keys get rows first.
 
         A large group is stepped in several programs. After an error, each table is either stepped
         or unchanged, as the `step` of its state says.
@@ -252,7 +254,7 @@ class StepOnce:
             for number in range(len(self.variables)):
                 if self._may_fail_after_growth(number):
                     num_failed_before[number] = self._num_failed(number)
-        never_grow = [False] * len(self.variables)  # The tables have been enlarged.
+        never_grow = [False] * len(self.variables)  # The tables have been enlarged already.
         for program in _programs(self.variables, self.features, grow=never_grow):
             # A program donates the old arrays, so the new ones are stored before the next program,
             # which may fail.
@@ -301,7 +303,7 @@ class StepOnce:
         return int(self.variables[number].counts()["failed"].sum())
 
     def _may_fail_after_growth(self, number: int) -> bool:
-        """Enlarges a full table if it may grow. True if new keys may still get no row."""
+        """Enlarges a full table if that is allowed. True if new keys may still get no row."""
         variable = self.variables[number]
         table = variable.table
         if table.when_full not in ("error", "grow"):
@@ -377,19 +379,22 @@ def _check_room(variables: Sequence[EmbeddingVariable], wanted: Mapping[int, Arr
 
 
 def _num_missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
-    """Number of rows that each device lacks for its new keys. Negative: number of rows to spare."""
+    """Number of rows that each device lacks for its new keys. A negative number means free rows."""
     num_free = on_host(keys.num_free).astype(np.int64)
     missing: np.ndarray = on_host(wanted) - num_free
     return missing
 
 
 def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
-    """Error for new keys without room. Suggests only settings that the table does not use."""
+    """Error for new keys without room.
+
+    The message suggests only settings that the table does not use.
+    """
     table = variable.table
     storage = cast(Hashed, table.spec.storage)
     rooms = f"the devices use {variable.counts()['rows'].tolist()} rows"
     if table.when_full == "grow":
-        # Then rows have room. Only keys that wait for admission may have none.
+        # There are enough rows, so the list of keys that wait for admission is full.
         num_waiting = storage.admission_capacity or table.rows_per_device
         rooms += f" and have room for {num_waiting} keys that wait for one"
         way_out = (

@@ -93,11 +93,11 @@ def Init(
 ) -> Context:
     """Connects the processes, if there are several, and chooses the devices that share tables.
 
-    Call it once, before the first layer. A second call affects only layers that are made later.
+    Call `Init` once, before the first layer. A second call affects only layers that are made later.
 
     Args:
-      global_batch_size: number of samples per step on all devices. Batches are checked against it.
-        None: any size.
+      global_batch_size: number of samples per step on all devices. A batch of another size is an
+        error. None: any size.
       mesh: mesh of the devices that share tables. None: all devices.
       **distributed: options of `parallel.init`.
 
@@ -154,7 +154,10 @@ class VariableTable:
 
     @functools.cached_property
     def kind(self) -> VariableTable:
-        """The first table that equals this one except for the name. They share programs."""
+        """The first table that equals this table except for the name.
+
+        Such tables share compiled programs.
+        """
         spec = self.spec
         key = (
             spec.vocabulary_size,
@@ -174,10 +177,13 @@ class VariableTable:
 
 
 class EmbeddingVariable(nnx.Variable):
-    """A sharded table as a variable of a model. It is trained by its row optimizer, not by optax.
+    """A sharded table as a variable of a model.
 
-    `embedding_variable` and the layers make it. `table` is its `VariableTable`. Its value is an
-    `EmbeddingState`, and `table.collection` has the core's methods for this state.
+    The row optimizer of the table trains it, not optax.
+
+    `embedding_variable` and the layers make such variables. The attribute `table` is a
+    `VariableTable`. The value of the variable is an `EmbeddingState`, and `table.collection` has
+    the core's methods for this state.
     """
 
     @property
@@ -196,15 +202,15 @@ class EmbeddingVariable(nnx.Variable):
         *,
         keep: NonNegativeInt | None = None,
     ) -> dict[str, np.ndarray]:
-        """Evicts keys and returns their rows. Call it outside of `jit`.
+        """Evicts keys and returns their rows. This is only possible outside `jit`.
 
         Args:
-          option: which keys are evicted. If `option` and `keep` are None, the `evict_option` of the
-            table is used.
+          option: selects the keys to evict. If `option` and `keep` are None, the `evict_option` of
+            the table is used.
           keep: number of keys on all devices that are not evicted. The policy `eviction` of the
             table chooses them.
 
-        Returns: the evicted rows in the form of `export_rows`. `assign_rows` puts them back.
+        Returns: the evicted rows in the form of `export_rows`. `assign_rows` restores them.
 
         Raises:
           ValueError: `option` and the table's option are both None, or `keep` is negative.
@@ -304,7 +310,8 @@ class CounterFilter:
 class GlobalStepEvict:
     """Evicts keys that were not used for more than `steps_to_live` steps.
 
-    Keys that wait for admission are removed in the same way. None: no key is evicted.
+    Keys that wait for admission are removed in the same way. `steps_to_live` None: no key is
+    evicted.
 
     Source: DeepRec, `tf.GlobalStepEvict`.
     """
@@ -325,7 +332,7 @@ class L2WeightEvict:
 
     A negative threshold evicts no key.
 
-    Source: the code of DeepRec's `tf.L2WeightEvict`. Its documentation says norm.
+    Source: the code of DeepRec's `tf.L2WeightEvict`. The documentation of DeepRec says norm.
     """
 
     l2_weight_threshold: float = -1.0
@@ -386,13 +393,13 @@ def embedding_variable(
       optimizer: optimizer of the rows that a batch looked up. None: Adagrad. `sok.optimizers` has
         TensorFlow's variants of Adam.
       context: devices that share the table. None: the devices of `Init`.
-      rngs: the stream `params` seeds the table. None: `nnx.Rngs(0)`.
+      rngs: random streams; `params` gives the key of the initial rows. None: `nnx.Rngs(0)`.
       dtype: dtype of the rows: float32, bfloat16 or float16.
       ev_option: eviction and admission with DeepRec's options.
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and
         `admission_probability` of a hash table, see `rsembed.Hashed`. Two values of `when_full`
-        differ: "error" raises in the lookup, before anything changes, and "grow" enlarges the table
-        before a step.
+        differ from those of `rsembed.Hashed`: "error" raises in the lookup, before anything
+        changes, and "grow" enlarges the table before a step.
 
     Raises:
       ValueError: an argument is out of range.
@@ -417,7 +424,8 @@ def embedding_variable(
         hash_options.append("evict_option")
     when_full = policies.get("when_full", "error") if use_hashtable else None
     if when_full == "grow":
-        policies["when_full"] = "error"  # The storage cannot grow, only the variable.
+        # The storage itself cannot grow. The variable replaces it by a larger one.
+        policies["when_full"] = "error"
     key_dtype = dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")
     storage: Hashed | RowNumbers = Hashed(key_dtype=key_dtype, **policies)
     if not use_hashtable:
@@ -481,7 +489,9 @@ def _named_initializer(
 def split_embedding_variable_from_others(
     variables: PyTree,
 ) -> tuple[tuple[EmbeddingVariable, ...], tuple[PyTree, ...]]:
-    """Embedding variables in `variables`, and all other entries. Both keep their order.
+    """Embedding variables in `variables`, and all other entries.
+
+    Both lists keep the order of `variables`.
 
     Args:
       variables: a list or tuple, such as `jax.tree.leaves(nnx.state(model), is_leaf=...)`.
