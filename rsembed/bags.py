@@ -369,8 +369,8 @@ def as_bags(value: object, *, feature: str) -> Bags:
     """
     try:
         return _bags_of(value)
-    # Torch raises RuntimeError for tensors that numpy cannot read.
     except (TypeError, ValueError, RuntimeError) as error:
+        # Torch raises RuntimeError for tensors that numpy cannot read.
         raise type(error)(f"feature {feature!r}: {error}") from error
 
 

@@ -171,8 +171,8 @@ def check_finite(
             # The array is read without a copy. A JAX program would write a mask of a quarter of its
             # bytes.
             parts = [(shard.index[0].start or 0, shard.data) for shard in array.addressable_shards]
-        # `device_get` is an explicit transfer, which `jax.transfer_guard` permits.
         elif bool(jax.device_get(_all_are_good(array, may_be_negative))):
+            # `device_get` is an explicit transfer, which `jax.transfer_guard` permits.
             return
         elif not array.is_fully_addressable:
             raise ValueError(
@@ -390,8 +390,8 @@ def _array_error(value: Any, hint: Any) -> type[Exception] | None:
         array = np.asarray(value) if is_foreign or isinstance(value, (list, tuple)) else value
         dtype = array.dtype
         shape = tuple(array.shape)
-    # The value has rows of different lengths, or is not an array.
     except (ValueError, AttributeError, TypeError):
+        # The value has rows of different lengths, or is not an array.
         return TypeError
     dtypes = _dtypes_of(hint)
     axes = hint.dim_str.split()

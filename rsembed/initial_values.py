@@ -58,8 +58,8 @@ def initial_rows(
     trace = traced_initializer(table, shape)
     try:
         return _RowEvaluator(rows, shape[0]).evaluate(trace, key).astype(jnp.float32)
-    # The rows of an orthogonal matrix, for example, depend on the whole table.
     except _MixesRowsError:
+        # The rows of an orthogonal matrix, for example, depend on the whole table.
         return table.initializer(key, shape).astype(jnp.float32)[rows]
 
 

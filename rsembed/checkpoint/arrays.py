@@ -336,8 +336,8 @@ def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
             raise _corrupt_chunk(folder, number, chunk, name)
     try:
         store = _store(path, entry)
-    # zarr does not support arrays with the shape and dtype of the entry.
     except ValueError as error:
+        # zarr does not support arrays with the shape and dtype of the entry.
         raise _corrupt_array(folder, name, error) from error
     read = functools.partial(_read, store, folder, entry, name)
     return SavedArray(tuple(entry["shape"]), jnp.dtype(entry["dtype"]), read)

@@ -449,8 +449,8 @@ def load_collection(
     Returns: the `EmbeddingState`, or with `others` the pair of the state and the others.
 
     Raises:
-      CorruptCheckpointError, FileNotFoundError: see `load`. ValueError: the tables differ, or a
-      table has another storage, optimizer, size or dtype than
+      CorruptCheckpointError, FileNotFoundError: see `load`.
+      ValueError: the tables differ, or a table has another storage, optimizer, size or dtype than
         `resize` allows, or numbers are too large for a narrower dtype.
     """
     path = Path(path)

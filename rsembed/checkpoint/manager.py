@@ -284,7 +284,10 @@ class CheckpointManager:
         return self.folder / f"step_{step:09d}"
 
     def _newest_first(self) -> Iterator[Path]:
-        """Checkpoint folders that process 0 sees. Every call lists them, as another process may write."""
+        """Checkpoint folders that process 0 sees, the latest step first.
+
+        The folder is listed for every step, because another process may write to it.
+        """
         tried: set[int] = set()
         while True:
             steps = {_step(path) for path in self.paths()}

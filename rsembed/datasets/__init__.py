@@ -1,7 +1,8 @@
-"""Data to learn from: text, Zipf ids, click logs, and ratings of films, from files or generated from a known law.
+"""Data sets: text, Zipf ids, click logs and film ratings, from files or generated from a known law.
 
-Generated data need no file and no network, and equal seeds give equal data. Arrays are numpy. Each loader has
-an argument for a tiny size: `max_words`, `num_ids`, `num_samples`, `max_users`, `rows`.
+Generated data need neither files nor network, and equal seeds give equal data. All arrays are numpy
+arrays. Each loader has an argument for a tiny size: `max_words`, `num_ids`, `num_samples`,
+`max_users`, `rows`.
 """
 
 from rsembed.datasets.click_files import criteo as criteo

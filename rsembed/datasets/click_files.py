@@ -31,14 +31,14 @@ NUM_CATEGORIES = 26
 TRAINING_FILE = "train.txt"
 """Name of the labelled log inside the archive for Kaggle's competition."""
 LABEL_NAMES = ("label", "click")
-"""Names of the column of labels. A first line with one of them is a header."""
+"""Names of the column of labels. A first line with one of these names is a header."""
 MOST_DIGITS = 16
 """Hexadecimal digits of a 64-bit key."""
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _PAD = 16
 _BAD_DIGIT = 17
 _DIGIT_OF_BYTE = np.full(256, _BAD_DIGIT, np.uint8)
-_DIGIT_OF_BYTE[0] = _PAD  # numpy pads short strings with zero bytes
+_DIGIT_OF_BYTE[0] = _PAD  # numpy pads short strings with zero bytes.
 for _digit in range(16):
     _DIGIT_OF_BYTE[ord(f"{_digit:x}")] = _digit
     _DIGIT_OF_BYTE[ord(f"{_digit:X}")] = _digit
@@ -52,7 +52,8 @@ class CriteoLog:
       labels: 1 for a click, else 0.
       dense: numbers in the order of `dense_names`, NaN for missing numbers.
       sparse: 64-bit key of each row's category, by column, -1 for missing categories.
-        `collection.prepare(log.sparse)` takes them if the features are named like the columns.
+        `collection.prepare(log.sparse)` accepts the keys if the features are named like the
+        columns.
       dense_names: columns of numbers, "I1" to "I13" unless a header says otherwise.
       first_line: index, from 1, of the line with the first row.
       source: a sentence about the origin.
@@ -75,9 +76,9 @@ def criteo(
 ) -> CriteoLog:
     """First rows of a click log in Criteo's format, as arrays.
 
-    Reads Kaggle's `train.txt`, a day of the Terabyte log, and CSV or TSV with a header. Each may be compressed by
-    gzip, or be in a zip or tar archive. `criteo_chunks` reads files that do not fit in memory. `synthetic_clicks`
-    has clicks without a file.
+    The file can be Kaggle's `train.txt`, a day of the Terabyte log, or CSV or TSV with a header. It
+    may be compressed by gzip, or be in a zip or tar archive. `criteo_chunks` reads files that do
+    not fit in memory. `synthetic_clicks` has clicks without a file.
 
     Args:
       path: a file with a label, 13 numbers and 26 hexadecimal categories in each line, between tabs or commas.
@@ -129,18 +130,19 @@ def criteo_chunks(
     laptop. In a terminal or notebook, a progress bar shows how much of the file is read.
 
     Args:
-      path: as in `criteo`.
+      path: file or archive, see `criteo`.
       rows: rows of each chunk, such as a batch or some of them. The last chunk may have fewer.
-      missing: as in `criteo`.
+      missing: key of missing categories, see `criteo`.
 
-    Raises: As `criteo`. A bad line raises when its chunk is read, after the chunks before it.
+    Raises: ValueError, FileNotFoundError: see `criteo`. The error for a bad line is raised when its
+    chunk is read, after the chunks before it.
     """
     chunks = _chunks("criteo_chunks", path, missing)
     return _regrouped(chunks, rows)
 
 
 def _regrouped(chunks: Iterator[CriteoLog], rows: int) -> Iterator[CriteoLog]:
-    """The same rows in chunks of `rows` rows."""
+    """The rows of `chunks` in new chunks of `rows` rows."""
     waiting: list[CriteoLog] = []
     num_waiting = 0
     for part in chunks:
@@ -251,7 +253,7 @@ def _read_chunks(reader: str, path: Path, missing: int) -> Generator[CriteoLog, 
 
 
 def _log_in_archive(files: list[SourceFile]) -> SourceFile:
-    """`train.txt`, or the only file. Raises: ValueError: neither is there."""
+    """`train.txt`, or the only file. Raises: ValueError: neither exists."""
     for file in files:
         if file.name.rpartition("/")[2] == TRAINING_FILE:
             return file
@@ -264,7 +266,7 @@ def _log_in_archive(files: list[SourceFile]) -> SourceFile:
 
 
 def _columns_of(line: bytes) -> tuple[Columns, bool]:
-    """Columns of a log by its first line, and whether this is a header.
+    """Columns of a log, from its first line, and whether this line is a header.
 
     Raises: ValueError: a header names a column twice, or one of another kind.
     """
@@ -304,7 +306,7 @@ def _parsed(block: Block, columns: Columns, name: str, missing: int, origin: str
     """
     _check_num_fields(block, columns, name)
     fields = block.text.replace(b"\n", columns.separator).split(columns.separator)
-    del fields[-1]  # what follows the last separator
+    del fields[-1]  # `fields` ends with the string after the last separator.
     labels = fields[columns.label :: columns.num_columns]
     for row, label in enumerate(labels):
         if label not in (b"0", b"1"):

@@ -21,7 +21,10 @@ from rsembed.progress import progress
 BLOCK_BYTES = 1 << 20
 """Bytes of a file that are in memory at a time."""
 MOST_LINE_BYTES = 1 << 20
-"""Most bytes of a line. Without this limit, a file without line ends would be read as one line."""
+"""Most bytes of a line.
+
+Without such a limit, a file without line ends would be read as one line.
+"""
 MOST_RATIO = 16
 """Most bytes of a member for each byte of its archive. Logs of ratings and clicks pack 3 to 6 times."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -32,7 +35,7 @@ _DAMAGED = (
     lzma.LZMAError,
     zlib.error,
     EOFError,
-    RuntimeError,  # zipfile's error for an encrypted member
+    RuntimeError,  # zipfile raises RuntimeError for an encrypted member.
     NotImplementedError,
 )
 
@@ -119,7 +122,7 @@ def _folder_files(folder: Path) -> list[SourceFile]:
 
 
 def plain_file(path: Path) -> SourceFile:
-    """A file on the disk, unpacked while it is read where gzip has compressed it."""
+    """A file on the disk. A file that gzip has compressed is unpacked while it is read."""
     with path.open("rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
     if is_gzip:
@@ -136,7 +139,7 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> list[SourceFile]:
             continue
         _check_size(path, member.filename, member.file_size)
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            # zipfile unpacks the other kinds without a bound on its memory.
+            # zipfile unpacks other compression methods without a bound on memory.
             raise ValueError(
                 f"member {member.filename!r} is neither stored nor deflated. Pack it so."
             )
@@ -197,7 +200,8 @@ class Block(NamedTuple):
     Attributes:
       first_line: index of the first line, from 1.
       text: the lines, each with its end.
-      has_end: False if the file ends without an end of line. `text` has one even then.
+      has_end: False if the file ends without an end of line. `text` ends with an end of line even
+        then.
     """
 
     first_line: int
@@ -215,7 +219,7 @@ def line_blocks(
     Args:
       file: `source`, opened, at the beginning of a line.
       source: name and size of the file.
-      first_line: index of that line, from 1, for errors.
+      first_line: index of the first line to read, from 1, for errors.
       description: text beside the progress bar.
 
     Raises: ValueError: a line has more than `MOST_LINE_BYTES`, or the file is damaged.

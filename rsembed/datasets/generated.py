@@ -14,7 +14,10 @@ from jaxtyping import Float32, Float64, Int32
 from rsembed.checks import NonNegativeInt, PositiveInt, validated
 
 CLICK_INTERCEPT = -1.0
-"""Log-odds of a click before any feature counts. The deviations leave clicks learnable but not certain."""
+"""Log-odds of a click without features.
+
+The standard deviations below leave clicks learnable but not certain.
+"""
 CLICK_DENSE_STD = 0.6
 CLICK_BIAS_STD = 0.8
 CLICK_INTERACTION_STD = 0.8
@@ -30,7 +33,8 @@ def zipf_probabilities(
 
     Args:
       vocabulary_size: number of ranks. Because it is finite, every exponent from 0 (uniform) up is fine.
-      exponent: 1.05 to 1.2 is usual for click logs and words. A larger one concentrates on fewer ids.
+      exponent: 1.05 to 1.2 is usual for click logs and words. A larger exponent concentrates the
+        lookups on fewer ids.
 
     Raises: ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or not finite.
 
@@ -57,11 +61,12 @@ def zipf_ids(
     Args:
       num_ids: number of ids to draw. 0 is allowed.
       vocabulary_size: exclusive upper bound of the ids. Ten million take about 0.2 GB while drawing.
-      exponent: as in `zipf_probabilities`.
+      exponent: Zipf exponent, see `zipf_probabilities`.
       seed: fixes the draws and, independently of `num_ids`, the shuffle.
-      shuffle: spread popular ids over the whole range, as hashed ids are. False makes id 0 the most frequent.
+      shuffle: whether popular ids are spread over the whole range, as with hashed ids. False makes
+        id 0 the most frequent.
 
-    Raises: ValueError: `num_ids` is negative, or as `zipf_probabilities`.
+    Raises: ValueError: `num_ids` is negative, or see `zipf_probabilities`.
 
     Example:
       >>> ids = zipf_ids(1000, 10, exponent=1.0, seed=0, shuffle=False)
@@ -87,7 +92,8 @@ def _zipf_ranks(
 ) -> np.ndarray:
     """Random ranks, from 0, that follow a Zipf law."""
     distribution = np.cumsum(zipf_probabilities(vocabulary_size, exponent=exponent))
-    distribution /= distribution[-1]  # ends at exactly 1, above every uniform number
+    # The distribution ends at exactly 1, above every uniform number.
+    distribution /= distribution[-1]
     return np.searchsorted(distribution, generator.random(count), side="right").astype(np.int32)
 
 
@@ -97,8 +103,8 @@ class ClickLog:
 
     `best_log_loss` is the expected log-loss, in nats, of a model that predicts `click_probability` on these
     samples: no model can do better. `base_rate_log_loss` is the log-loss of a model that always
-    predicts their mean probability. The loss against the drawn `labels` scatters around them by
-    about `1 / sqrt(samples)`.
+      predicts the mean probability. The loss on the drawn `labels` differs from these expectations
+      by about `1 / sqrt(samples)`.
     """
 
     sparse: dict[str, Int32[np.ndarray, " samples"]]
@@ -130,11 +136,11 @@ def synthetic_clicks(
       vocabulary_sizes: one per sparse feature. The features are called `sparse_0`, `sparse_1`, ….
       num_dense: number of standard normal dense features. 0 is allowed.
       seed: fixes the true model and which ids are popular, whatever `num_samples` is.
-      sample_seed: fixes the rows. Draw a test set by changing it and nothing else.
+      sample_seed: fixes the rows. To draw a test set, change only `sample_seed`.
       exponent: Zipf exponent of the ids, see `zipf_probabilities`.
       embedding_dim: length of the true id vectors. Models with at least this dimension can fit them.
 
-    Raises: ValueError: a count is below 1 (`num_dense`: below 0), or as `zipf_probabilities`.
+    Raises: ValueError: a count is below 1 (`num_dense`: below 0), or see `zipf_probabilities`.
 
     Source: Model: Rendle, "Factorization Machines", ICDM 2010, equation 1.
 
@@ -160,7 +166,7 @@ def synthetic_clicks(
     for feature, vocabulary_size in enumerate(vocabulary_sizes):
         ranks = _zipf_ranks(rows, num_samples, vocabulary_size, exponent)
         ids = id_of_rank(vocabulary_size, seed, feature)[ranks]
-        # Column 0 is the id's bias, the others its vector.
+        # Column 0 is the bias of the id, and the other columns are its vector.
         shape = (vocabulary_size, 1 + embedding_dim)
         truth = _generator("click ids", seed, feature).standard_normal(shape)
         log_odds += CLICK_BIAS_STD / math.sqrt(num_features) * truth[ids, 0]

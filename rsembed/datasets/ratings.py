@@ -21,7 +21,10 @@ FEWEST_RATINGS = 20
 NUM_VISITS = 4
 TASTE_DIM = 4
 TASTE_STRENGTH = 6.0
-"""Share of taste in the log-odds. With 0, the most popular films would be the best possible advice."""
+"""Share of taste in the log-odds.
+
+With 0, the most popular films would be the best possible recommendation for everyone.
+"""
 TASTE_NOISE = 0.6
 """Length of the random part of an item's or user's vector. The part from the genres has length 1."""
 DRIFT_RADIANS = 0.8
@@ -58,13 +61,13 @@ class TasteLaw:
     ) -> Float64[np.ndarray, "samples items"]:
         """Log of a number proportional to the probability that each item is next.
 
-        It is `-inf` before an item came out.
+        The result is `-inf` before an item came out.
 
         No ranking of the items that a user has not rated yet is better than the ranking by these numbers.
 
         Args:
           users: user of each choice, as an index.
-          days: time of each choice in days from the beginning of the log, as `RatingsLog.days` has them.
+          days: time of each choice in days from the beginning of the log, see `RatingsLog.days`.
         """
         users = np.asarray(users)
         if np.shape(days) != users.shape or ((users < 0) | (users >= len(self.first_days))).any():
@@ -174,11 +177,12 @@ def generated_ratings(
     genres and the time can do better than popularity alone.
 
     Args:
-      num_users: a hundred make a test quick.
-      num_items: at least 40.
-      ratings_per_user: average number. Every user has at least 20, as in MovieLens, and at most half of the items.
+      num_users: number of users. A hundred make a test quick.
+      num_items: number of films, at least 40.
+      ratings_per_user: average number of ratings of a user. Every user has at least 20, as in
+        MovieLens, and at most half of the items.
       exponent: Zipf exponent of the popularity of films.
-      seed: fixes everything.
+      seed: seed of all random numbers.
 
     Raises: ValueError: an argument is out of range.
 
@@ -210,7 +214,7 @@ def generated_ratings(
     stars = 3.4 + 1.2 * affinity + 0.7 * generator.standard_normal(len(users))
     years = (1970 + (START_SECONDS / DAY_SECONDS + law.release_days) / 365.25).astype(int)
     first_genres = genres.argmax(axis=1)
-    # Films have numbers with gaps, as where some were withdrawn.
+    # The ids of films have gaps, as in logs from which some films were removed.
     item_ids = np.sort(generator.choice(num_items + num_items // 20, num_items, replace=False)) + 1
     return RatingsLog(
         users=users.astype(np.int32),
@@ -235,7 +239,7 @@ def _law(
 ) -> tuple[TasteLaw, np.ndarray]:
     """Random `TasteLaw`, and a mask of the genres of each item."""
     centres = _unit(generator.standard_normal((len(GENRES), TASTE_DIM)))
-    ranks = np.argsort(id_of_rank(len(GENRES), 3))  # dramas are more frequent than westerns
+    ranks = np.argsort(id_of_rank(len(GENRES), 3))  # Dramas are more frequent than westerns.
     weights = zipf_probabilities(len(GENRES), exponent=0.5)[ranks]
     drawn = np.argsort(-np.log(weights) - generator.gumbel(size=(num_items, len(GENRES))), axis=1)
     genres = np.zeros((num_items, len(GENRES)), bool)
@@ -286,7 +290,7 @@ def _visits(
     moments = np.concatenate([np.zeros((num_users, 1)), inner, np.ones((num_users, 1))], axis=1)
     visits = law.first_days[:, None] + moments * (law.last_days - law.first_days)[:, None]
     rated = []
-    # Bounds the memory.
+    # Parts of the users bound the memory.
     for user_part in np.array_split(np.arange(num_users), 1 + num_users // 256):
         is_rated = np.zeros((len(user_part), num_items), bool)
         for visit in range(NUM_VISITS):

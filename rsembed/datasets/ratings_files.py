@@ -37,7 +37,8 @@ ARCHIVE = Published(
     name="ml-1m.zip",
     title="MovieLens, ml-1m",
     url="https://files.grouplens.org/datasets/movielens/ml-1m.zip",
-    known_hash="md5:c4d9eecfca2ab87c1945afe126590906",  # as GroupLens publishes it beside the file
+    # GroupLens publishes this checksum beside the file.
+    known_hash="md5:c4d9eecfca2ab87c1945afe126590906",
 )
 NO_GENRES = ("", "(no genres listed)", "unknown")
 """Entries that stand for unknown genres in GroupLens' files."""
@@ -54,7 +55,7 @@ class Film(NamedTuple):
       line: index of the line, from 1.
       number: id of the film, as a string.
       title: title, with the year in brackets.
-      genres: names of its genres, which may include names of `NO_GENRES`.
+      genres: names of the film's genres, which may include names of `NO_GENRES`.
     """
 
     line: int
@@ -68,7 +69,7 @@ class Form:
     """A file format of a log of ratings.
 
     Attributes:
-      ratings_name, films_name: how names of the two files end.
+      ratings_name, films_name: endings of the names of the two files.
       separator: string between the numbers of a rating.
       columns: header names of user, film, stars and time, in this order; empty if there is no
         header.
@@ -171,7 +172,7 @@ def _films_of_recbole(text: str) -> Iterator[Film]:
 
 
 def _lines(text: str) -> list[str]:
-    # Not `splitlines`, which takes a byte of an "Å" in another encoding for the end of a line.
+    # `splitlines` would take a byte of an "Å" in another encoding for the end of a line.
     return text.replace("\r\n", "\n").split("\n")
 
 
@@ -214,18 +215,18 @@ def movielens(
     Encodings are recognised. Without a file, `generated_ratings` has a log of the same form.
 
     Without `path`, a log is searched in the folder or archive that the environment variable `RSEMBED_DATA`
-    names, then ml-1m in pooch's cache. It is fetched only with `download=True`.
+    names, then ml-1m in pooch's cache. A log is downloaded only with `download=True`.
 
     MovieLens may be used for research, with acknowledgement and without a claim that GroupLens endorses it.
-    It must not be used commercially without their permission, and some sizes must not be redistributed. So it
-    does not come with this library.
+    Commercial use needs the permission of GroupLens, and some sizes must not be redistributed. So
+    MovieLens is not part of this library.
 
     Args:
       path: a folder with the files, a zip or tar archive of them, or the file of ratings. A folder is searched
         two levels deep, and must have one log.
-      download: allow fetching ml-1m (6 MB) into the cache folder. If the server does not answer
-        within seconds, the search continues as without a network.
-      max_users: keep only the users with the smallest ids. A hundred make a test quick.
+      download: whether ml-1m (6 MB) may be downloaded into the cache folder, False by default. If
+        the server does not answer within seconds, the search continues as without a network.
+      max_users: number of users to read, by ascending id. A hundred make a test quick. None: all.
 
     Returns:
       The log. Equal times stay in the order of the file. Reading takes about 120 bytes of memory a rating.
@@ -234,7 +235,7 @@ def movielens(
       ValueError: a line has another form (the message has its number), a rated film is not in the file of
         films, an archive is damaged, `ml-1m.zip` differs from GroupLens' file, or a folder has
         several logs.
-      FileNotFoundError: no log is there.
+      FileNotFoundError: there is no log.
 
     Source: Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
     """
@@ -289,7 +290,7 @@ def _find_log(path: str | os.PathLike[str] | None, download: bool) -> Path:
     """Path of the folder, archive or file of ratings to read.
 
     Raises:
-      FileNotFoundError: no log is there.
+      FileNotFoundError: there is no log.
       ValueError: a folder has several logs.
     """
     if path is not None:
@@ -471,7 +472,7 @@ def _numbers(
       block: the lines. Empty ones are skipped.
       form: format of the file.
       name: name of the file, for errors.
-      columns: columns of user, film, stars and time.
+      columns: indices of the columns of user, film, stars and time.
       num_columns: columns of the file.
 
     Raises: ValueError: a line has another form; the message has its number.

@@ -1,6 +1,6 @@
 """Text as word ids, and windows of them: the real Shakespeare corpus if there is one, else a text in his manner.
 
-Files that others publish are read from a path, the cache or the network, and checked against a
+Files from other publishers are read from a path, the cache or the network, and compared with a
 known checksum.
 """
 
@@ -42,12 +42,12 @@ class Published:
     known_hash: str
 
     def read(self, path: str | os.PathLike[str] | None, *, download: bool) -> tuple[bytes, str]:
-        """Content of this file or of another file at `path`, and a sentence about its origin.
+        """Content of the published file, or of a file at `path`, and a sentence about its origin.
 
         Args:
           path: a file or folder. Without it, `RSEMBED_DATA` may name one, else pooch's cache may have the file.
-          download: allow fetching it into the cache. If the server does not answer within seconds,
-            the file counts as missing.
+          download: whether the file may be downloaded into the cache. If the server does not answer
+            within seconds, the file counts as missing.
 
         Raises:
           FileNotFoundError: `path` has no such file, or none was found.
@@ -90,13 +90,13 @@ class Published:
         return self.cached(download=download)
 
     def _at(self, place: Path) -> Path | None:
-        """`place`, or the file called `name` in this folder or in a folder inside it."""
+        """The file `place`, or the file called `name` in the folder `place` or a subfolder."""
         if place.is_dir():
             for file in (place / self.name, *sorted(place.glob(f"*/{self.name}"))):
                 if file.is_file():
                     return file
-        # An archive cannot replace a text file, nor a text file an archive.
         elif place.is_file() and (place.suffix == ".zip") == self.name.endswith(".zip"):
+            # An archive cannot replace a text file, nor a text file an archive.
             return place
         return None
 
@@ -104,20 +104,20 @@ class Published:
         """Path of the file in pooch's cache.
 
         Args:
-          download: fetch the file if the cache lacks it.
+          download: whether the file is downloaded if it is not in the cache.
 
-        Raises: FileNotFoundError: the cache lacks it, and it was not fetched.
+        Raises: FileNotFoundError: the file is not in the cache, and was not downloaded.
         """
         import pooch
 
         cached = Path(pooch.os_cache("rsembed")) / self.name
-        if download:  # unless the cache has it
+        if download:  # Download only a file that is not in the cache.
             downloader = pooch.HTTPDownloader(timeout=5.0, progressbar=is_watched())
             try:
                 pooch.retrieve(
                     self.url, self.known_hash, cached.name, cached.parent, downloader=downloader
                 )
-            except OSError as error:  # includes the errors of requests
+            except OSError as error:  # The errors of requests are OSErrors.
                 _log.warning(
                     "%s: could not fetch %s (%s).", self.reader, self.url, type(error).__name__
                 )
@@ -158,10 +158,10 @@ class Text:
     """A text as word ids, with its vocabulary and a sentence about its origin.
 
     `content` is the whole text of the file, for models of letters. `vocabulary[i]` is the word of
-    id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. It may be shorter than the `vocabulary_size` that was asked for,
-    if the text has fewer distinct words. `best_loss` is the mean surprise of a word, in nats,
-    under the law that the text was drawn from: no model can do better. It is None if there is no
-    such law, or if words became id 0.
+    id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. `vocabulary` is shorter than the requested
+    `vocabulary_size` if the text has fewer distinct words. `best_loss` is the mean surprise of a
+    word, in nats, under the law that the text was drawn from: no model can do better. `best_loss`
+    is None if there is no such law, or if words became id 0.
     """
 
     word_ids: Int32[np.ndarray, " words"]
@@ -184,7 +184,8 @@ def shakespeare(
 
     The most frequent word gets id 1, ties go to the word that appears first, and id 0 stands for all words
     beyond `vocabulary_size`. The real corpus (tinyshakespeare) is searched in `path`, then in the file or folder
-    named by the environment variable `RSEMBED_DATA`, then in pooch's cache, and fetched only if `download`.
+    named by the environment variable `RSEMBED_DATA`, then in pooch's cache, and downloaded only if
+    `download`.
 
     Args:
       vocabulary_size: number of ids, id 0 included. A table needs this number of rows.
@@ -197,7 +198,8 @@ def shakespeare(
         without a checksum.
       download: whether the corpus (1.1 MB) may be downloaded into the cache folder. A server that
         does not answer within seconds counts as a missing file.
-      max_words: keep only the first words. A few hundred make a test quick.
+      max_words: number of words to keep from the beginning. A few hundred make a test quick. None:
+        all.
 
     Returns:
       The text. Its `source` says which file was read.
@@ -268,9 +270,9 @@ def _bundled_file(name: str) -> Path:
 def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
     """Word ids as in jax-tpu-embedding's tutorial: 0 for the most frequent and all unknown words.
 
-    `shakespeare` has different ids for the two. Use this function to compare with the tutorial. It
-    reads the text that `shakespeare()` reads. Each of the `vocab_size` most frequent words has
-    a different id.
+    `shakespeare` has different ids for the most frequent word and unknown words. Use
+    `load_shakespeare` to compare with the tutorial. It reads the same text as `shakespeare()`. Each
+    of the `vocab_size` most frequent words has a different id.
 
     Example:
       >>> load_shakespeare(2048).dtype
@@ -288,7 +290,7 @@ def word_id_batches(
     seq_len: PositiveInt,
     num_tables: PositiveInt = 1,
 ) -> tuple[dict[str, list[Int32[np.ndarray, "batch seq 1"]]], list[Int32[np.ndarray, " batch"]]]:
-    """The batches of jax-tpu-embedding's tutorial: every step the same first windows of the text.
+    """Batches of jax-tpu-embedding's tutorial. All steps have the same first windows of the text.
 
     `features["words_<i>"][step][b, s, 0]` is word `b + s` and `labels[step][b]` is word `b + seq_len`.
     Positions past the end continue at the start of the text, for features and labels alike, so a

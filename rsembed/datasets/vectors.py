@@ -19,7 +19,10 @@ from rsembed.checks import PositiveInt, describe, validated
 MAX_WORD_BYTES = 65_536
 """Most bytes of a word in a file."""
 MAX_NUMBER_BYTES = 64
-"""Most bytes of one number with its space. Both bound the memory that a line of a file can take."""
+"""Most bytes of one number with its space.
+
+`MAX_WORD_BYTES` and `MAX_NUMBER_BYTES` bound the memory for a line of a file.
+"""
 MAX_DIGITS = 19
 """Digits beyond which an integer in the first line is not a count of vectors."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
@@ -27,13 +30,13 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WordVectors:
-    """Vectors of the words that were asked for, and counts of what the file had.
+    """Vectors of the requested words, and counts of the vectors and lines of the file.
 
     Attributes:
       values: vector of each word, zeros for words without a vector in the file.
       is_found: whether the file has a vector for the word.
-      num_vectors: number of vectors in the file, including words that were not asked for.
-      num_duplicates: further vectors of a requested word. The first one counts.
+      num_vectors: number of vectors in the file, including words that were not requested.
+      num_duplicates: further vectors of a requested word. The first vector of a word counts.
       num_bad_lines: lines that were skipped, 0 unless `bad_lines="skip"`.
       num_announced: number of vectors in the file's header, None if there is no header.
     """
@@ -58,8 +61,8 @@ def word_vectors(
 
     Each line is a word and `dim` numbers. A first line of two integers is a header, as word2vec and fastText write
     it. The word may contain spaces, as some do in GloVe 840B. Lines are read one at a time, so
-    reading needs little more memory than the result. The numbers of words that are not asked for
-    are counted, and not all are read.
+    reading needs little more memory than the result. Of words that are not requested, the numbers
+    are counted, but not all are read.
 
     Args:
       source: path of a UTF-8 text file, which gzip may have compressed, or an iterable of lines.
@@ -151,7 +154,7 @@ def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
 
 
 def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Lines as bytes without their ends. Each one counts as complete."""
+    """Lines as bytes, without their ends. Each line counts as complete."""
     for number, line in enumerate(lines, start=1):
         if isinstance(line, str):
             line = line.encode("utf-8", "surrogatepass")
@@ -163,7 +166,9 @@ def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
-    """Lines of a file, which gzip may have compressed, and whether each has its end of line. Memory is bounded.
+    """Lines of a file, which gzip may have compressed, and whether each has its end of line.
+
+    The memory for a line is bounded.
 
     Raises: ValueError: the file is a zip archive, a damaged gzip file, or has a line beyond the bound.
     """
@@ -215,7 +220,10 @@ def _announced(line: bytes, dim: int, name: str) -> int | None:
 
 
 def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
-    """The word of a line, and its numbers. Raises: ValueError: the line is bad, and why."""
+    """The word of a line, and its numbers.
+
+    Raises: ValueError: the line is bad. The message says why.
+    """
     stripped = line.rstrip(b" ")
     num_spaces = stripped.count(b" ")
     # Most lines have words that were not requested. Their numbers are not split.
@@ -240,7 +248,10 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
 
 
 def _vector(text: bytes) -> np.ndarray:
-    """The numbers of a line. Raises: ValueError: one is not a number, or float32 cannot hold it."""
+    """The numbers of a line.
+
+    Raises: ValueError: a field is not a number, or float32 cannot hold it.
+    """
     numbers = text.split(b" ")
     for place, number in enumerate(numbers):
         if not _is_number(number):
@@ -260,7 +271,7 @@ def _is_number(piece: bytes) -> bool:
         float(piece)
     except ValueError:
         return False
-    return b"_" not in piece  # Python reads 1_0 as 10
+    return b"_" not in piece  # Python reads 1_0 as 10.
 
 
 def _shown(line: bytes) -> str:

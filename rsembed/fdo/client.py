@@ -125,7 +125,7 @@ class FileFDOClient(FDOClient):
     A file is called `fdo_stats_<process>_<time in ns>_<client>_<CRC>.<extension>`. The CRC-32 is
     computed from the content, so a file that was cut off or changed does not match its name. File
     names of jax-tpu-embedding contain neither client nor CRC, and such files are loaded without
-    this check. See `NPZFileFDOClient` for the arguments.
+    this check. `NPZFileFDOClient` documents the arguments.
     """
 
     _extension: ClassVar[str]
@@ -157,7 +157,7 @@ class FileFDOClient(FDOClient):
         self._history = self._kept(append_history(self._history, record_of(data)))
 
     def _kept(self, history: History) -> History:
-        """The history to keep in memory: one row per batch, or their maximum."""
+        """The history to keep in memory: one row per batch, or the maximum over all batches."""
         if self._retain_history:
             return history
         return running_maximum(history)
@@ -165,7 +165,7 @@ class FileFDOClient(FDOClient):
     def publish(self) -> None:
         """Writes the statistics of all batches to one file, and removes the files that it replaces.
 
-        It replaces the files that this client has written or loaded. Files that other clients have
+        Files that this client has written or loaded are replaced. Files that other clients have
         published for the same process in the meantime stay.
         """
         content = self._encode(self._history)
@@ -177,7 +177,7 @@ class FileFDOClient(FDOClient):
         try:
             partial.write_bytes(content)
             partial.replace(path)
-        except BaseException:  # after a full disk or Ctrl-C, an incomplete file must not stay
+        except BaseException:  # After a full disk or Ctrl-C, an incomplete file must be deleted.
             partial.unlink(missing_ok=True)
             raise
         for other in self._known - {path}:
@@ -203,7 +203,7 @@ class FileFDOClient(FDOClient):
         merged = merge_processes(histories)
         statistics = to_statistics(merged)
         self._history = self._kept(append_history(merged, self._unpublished))
-        # A process replaces only files of its number.
+        # A process replaces only files with its process index.
         self._known = {
             path for path, (process, _) in files.items() if process == jax.process_index()
         }
@@ -219,14 +219,14 @@ class FileFDOClient(FDOClient):
                     histories.append(self._checked(path.name, path.read_bytes(), crc))
                 return files, histories
             except FileNotFoundError:
-                continue  # a client has just replaced the file
+                continue  # A client has just replaced the file.
             except IsADirectoryError as error:
                 raise ValueError(
                     f"{error.filename} cannot be read: it is a directory; remove it."
                 ) from None
 
     def _checked(self, name: str, content: bytes, crc: str) -> History:
-        """The history in a file. Raises: ValueError: it is damaged, or has another format."""
+        """The history in a file. Raises: ValueError: the file is damaged, or has another format."""
         actual = f"{zlib.crc32(content):08x}"
         if crc and crc != actual:
             raise ValueError(
@@ -275,11 +275,11 @@ class NPZFileFDOClient(FileFDOClient):
     """Client that keeps statistics in npz files in a shared folder, with a row for each batch.
 
     With several processes, `publish` and `load` wait for all of them. So every process must call
-    both, in the same order. Use a folder for one run only. Any number of processes may read it, and
-    each gets the maximum of all files.
+    both, in the same order. Use a folder for one run only. Any number of processes may read the
+    folder, and each gets the maximum of all files.
 
     Args:
-      base_dir: the folder. All processes must see it.
+      base_dir: folder of the files, which all processes must see.
       retain_history: whether to keep the statistics of every batch. False keeps only the running
         maximum, so that files do not grow.
 
@@ -329,7 +329,7 @@ def _array_of(name: str, data: bytes) -> np.ndarray:
         SyntaxError,
         RecursionError,
         MemoryError,
-    ) as error:  # Python parses the header
+    ) as error:  # Python parses the header of the array.
         raise ValueError(f"{name!r} has no header of an array: {error}") from error
     numbers = data[file.tell() :]
     if dtype.kind not in "biuf" or len(shape) > 2:
@@ -345,12 +345,12 @@ def _array_of(name: str, data: bytes) -> np.ndarray:
 class CSVFileFDOClient(FileFDOClient):
     """Client that keeps statistics in CSV files in a shared folder.
 
-    It works as `NPZFileFDOClient`, with another file format. A line is
+    Except for the file format, it equals `NPZFileFDOClient`. A line is
     `<stack>_<statistic>,<values separated by blanks>`, and each batch has a line for each
     statistic.
 
     Args:
-      base_dir: the folder. All processes must see it.
+      base_dir: folder of the files, which all processes must see.
       retain_history: whether to keep the statistics of every batch. False keeps only the running
         maximum, so that files stay small.
     """
@@ -394,7 +394,7 @@ class CSVFileFDOClient(FileFDOClient):
 
 
 def _wait_for_all_processes(reason: str) -> None:
-    """Returns when all processes have called it, so that none reads a file before it is written."""
+    """Waits until all processes have called it, so that files are written before they are read."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(reason)
 

@@ -42,7 +42,7 @@ class TableDrops(NamedTuple):
 class SparseDenseMatmulInputStats:
     """Counts of one batch, or of many batches with a row for each, by name of the stack.
 
-    Entries are counted after equal ids of one sample were merged, and before any were dropped.
+    Entries are counted after equal ids of one sample were merged, and before any entry was dropped.
 
     Attributes:
       max_ids_per_partition: for each local device and shard, the most entries that one core of the
@@ -52,8 +52,8 @@ class SparseDenseMatmulInputStats:
       required_buffer_size_per_sc: buffer slots that each core needs, padding included. A partition
         fills whole tiles of 8 slots.
       id_drop_counters: number of dropped ids. Every duplicate counts.
-      id_drops_by_table: dropped ids by name of the table and by limit, for one batch only. Files
-        do not keep them.
+      id_drops_by_table: dropped ids by name of the table and by limit, for one batch only. Files do
+        not contain these counts.
     """
 
     max_ids_per_partition: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -122,7 +122,7 @@ def _flatten(statistics: SparseDenseMatmulInputStats) -> tuple[tuple[Any, ...], 
 
 
 def _unflatten(_: None, values: Iterable[Any]) -> SparseDenseMatmulInputStats:
-    # Without the checks of __init__, because JAX puts placeholders in.
+    # The checks of __init__ are skipped, because JAX puts placeholders into the fields.
     statistics = object.__new__(SparseDenseMatmulInputStats)
     for field, value in zip(dataclasses.fields(statistics), values, strict=True):
         object.__setattr__(statistics, field.name, value)
@@ -166,7 +166,7 @@ class LimitsPolicy:
           observed: the largest count that was observed.
           current: the limit so far. None if there was no limit.
         """
-        # A stack without any id keeps room for one.
+        # A stack without ids gets a limit of one.
         value = max(1, math.ceil(round(observed * (1 + self.headroom_fraction), 6)))
         if self.bucket is not None:
             step = SUBLANES
@@ -202,11 +202,11 @@ def limits_from_statistics(
 
     Args:
       stacks: the stacks with their present limits.
-      statistics: statistics of one or many batches, such as a client loads. A setting without
-        statistics is kept.
+      statistics: statistics of one or many batches, such as a client loads. A limit without
+        statistics does not change.
       num_sc_per_device: cores per device.
-      policy: how counts become limits. None: `LimitsPolicy()`, with headroom, never shrinking, in
-        buckets.
+      policy: how counts become limits. None: `LimitsPolicy()`, which adds headroom, never lowers a
+        limit and rounds up to few sizes.
 
     Warns: the statistics or the number of cores do not fit the layout of a stack.
 
@@ -232,7 +232,8 @@ def _stack_limits(
 ) -> PartitionLimits:
     name = stack.stack_name
     buffer = stack.suggested_coo_buffer_size_per_device
-    if stack.num_shards:  # 0 in a stack that was made by hand, which fits any number of cores
+    # `num_shards` is 0 in a stack that was made by hand, which fits any number of cores.
+    if stack.num_shards:
         _warn_of_other_cores(stack, statistics, num_cores)
 
     def new_limit(counts: Mapping[str, Any], current: int) -> int:
@@ -270,7 +271,7 @@ def _warn_of_other_cores(
         num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
     )
     if num_shards % num_cores or (is_whole and not fits):
-        # jax-tpu-embedding takes any number. Buffers that are too small raise an error later.
+        # jax-tpu-embedding accepts any number. Buffers that are too small raise an error later.
         _log.warning(
             "rsembed.fdo: stack %r has %d shards, and its statistics %d partitions and %d buffer sizes, which does not "
             "fit num_sc_per_device=%d; its new buffer size is a guess. Pass the number of cores that it was placed "

@@ -136,7 +136,7 @@ def check_implementation(implementation: str | None) -> None:
     """Checks that the named implementation can run here. None always passes.
 
     Raises: ValueError: the name is unknown. NotImplementedError: the implementation cannot run
-    here. The message says why.
+      here. The message says why.
     """
     if implementation is not None:
         (module,) = _choices(IMPLEMENTATIONS, implementation, "")

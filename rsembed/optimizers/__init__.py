@@ -1,4 +1,7 @@
-"""Optimizers for embedding rows. `rsembed.tbe` has the settings that only FBGEMM's programs use."""
+"""Optimizers for embedding rows.
+
+Settings that only programs for FBGEMM use are in `rsembed.tbe`.
+"""
 
 from rsembed.optimizers import regularization, regularized, rules
 from rsembed.optimizers.base import Custom as Custom

@@ -26,10 +26,10 @@ Rows = Float[Array, "rows dim"]
 Slots = tuple[Array, ...]
 Hyperparameters = tuple[PyTree, ...]
 StepNumber = int | float | np.number | np.ndarray | Array | None
-"""Number of updates done so far. None: the caller does not count updates."""
+"""Number of updates done so far. None means that the caller does not count updates."""
 
 
-@no_type_check  # __post_init__ rejects wrong values and names the field
+@no_type_check  # __post_init__ rejects wrong values and names the field.
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerSpec(abc.ABC):
     """Optimizer that steps the rows of a table that a batch has looked up.
@@ -52,7 +52,10 @@ class OptimizerSpec(abc.ABC):
     non_negative_slots: ClassVar[tuple[str, ...]] = ()
     """Slots that are never negative, such as sums of squares. Loading rejects negative values."""
     fused_as: ClassVar[str | None] = None
-    """Native kernel that computes this rule. Subclasses do not inherit it: they may differ."""
+    """Native kernel that computes this rule.
+
+    Subclasses do not inherit the kernel, because their rule may differ.
+    """
 
     @property
     def slot_type(self) -> type:
@@ -99,8 +102,8 @@ class OptimizerSpec(abc.ABC):
     def identity(self) -> str:
         """String that is equal for two rules if they can read each other's slots.
 
-        It has no numbers, because hyperparameters may change between runs, and no learning rate,
-        because a schedule may replace the number.
+        The string contains no hyperparameters, because they may change between runs, and no
+        learning rate, because a schedule may replace it.
         """
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         del fields["learning_rate"]
@@ -110,8 +113,8 @@ class OptimizerSpec(abc.ABC):
         """Learning rate at `step` (0-based).
 
         Raises: ValueError: the learning rate is a callable of step and `step` is None, or it
-          returns a number that is not finite (not checked inside `jit`). TypeError: it returns no
-          scalar.
+          returns a number that is not finite (not checked inside `jit`). TypeError: the callable
+          does not return a scalar.
         """
         schedule: Any = self.learning_rate
         if not callable(schedule):
@@ -160,7 +163,7 @@ class OptimizerSpec(abc.ABC):
         slots = []
         for value in self.slot_initial_values():
             if callable(value):
-                # Constant initializers ignore the key, and slots have no random ones.
+                # The key is unused: all initializers of slots are constant.
                 slots.append(value(jax.random.key(0), rows.shape))
             else:
                 slots.append(jnp.full(rows.shape, value, jnp.float32))
@@ -267,7 +270,10 @@ class CompactOptimizerSpec(OptimizerSpec):
     def _step(
         self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
-        """As `step_rows`, with every slot in float32, or int32 if it counts steps."""
+        """Rows and slots after one step, as `step_rows`.
+
+        Slots are float32, or int32 if they count steps.
+        """
 
     def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:
         """The learning rate and, if the rule needs the step, `t = step + 1` in int32.
@@ -310,7 +316,7 @@ def learning_rate_arity(learning_rate: object) -> int:
             f"a learning-rate callable takes no argument or the step, but {learning_rate!r} needs "
             f"{[parameter.name for parameter in required]}; bind the others with functools.partial."
         )
-    # `lambda step=0: ...` is meant as a schedule; `lambda *_: ...` and `lambda: ...` are not.
+    # `lambda step=0: ...` counts as a schedule; `lambda *_: ...` and `lambda: ...` are not.
     return int(has_positional)
 
 
@@ -391,21 +397,21 @@ class OptaxOptimizerSpec(OptimizerSpec):
     """An optax transformation as a row rule. Every row is a separate parameter with its own state.
 
     Counts (bias correction, schedules inside the transformation) count the steps of one row. Norms
-    (trust ratios, clipping) are norms of one row. Both advance only when the row is looked up. If
-    every step touches every row, elementwise transformations give the numbers of dense optax. To
-    clip the gradient of the whole batch, use `rsembed.clip_by_global_norm`.
+    (trust ratios, clipping) are norms of one row. Counts and norms change only when the row is
+    looked up. If every step touches every row, elementwise transformations give the numbers of
+    dense optax. To clip the gradient of the whole batch, use `rsembed.clip_by_global_norm`.
 
-    Three kinds of transformation are rejected, with an error that names them. Some need the loss or
-    the function (`lbfgs`, `polyak_sgd`, line searches, `optax.contrib.momo`, `sophia`,
-    `reduce_on_plateau`). Some keep a random key, which would give all rows the same noise
-    (`noisy_sgd`, `add_noise`, `optax.contrib.dpsgd`). `lookahead` keeps two copies of its
-    parameters.
+    Three kinds of transformation are rejected, with an error that names them. Some transformations
+    need the loss or the function (`lbfgs`, `polyak_sgd`, line searches, `optax.contrib.momo`,
+    `sophia`, `reduce_on_plateau`). Some transformations have a random key, which would give all
+    rows the same noise (`noisy_sgd`, `add_noise`, `optax.contrib.dpsgd`). `lookahead` keeps two
+    copies of its parameters.
 
     Args:
       transformation: result of an optax function such as `optax.adam`.
       learning_rate: factor of the transformation's updates. A callable of step is a schedule over
-        global steps. Negative for transformations that return a direction of ascent, such as
-        `optax.scale_by_adam`.
+        global steps. Use a negative factor for transformations that return a direction of ascent,
+        such as `optax.scale_by_adam`.
 
     Raises: TypeError: `transformation` is not an `optax.GradientTransformation`, or cannot step a
       row from its gradient alone.

@@ -80,14 +80,14 @@ class CounterBasedRegularizationDefinition:
       counter_halflife: number of steps in which a row's counter halves. If negative, counters do
         not decay, and ADAGRADW uses a different learning rate for -1 and for -2. If 0, every
         counter is 1.
-      adjustment_iter: last step without adjustments. 0 or less adjusts every step.
+      adjustment_iter: last step without adjustments. With 0 or less, every step is adjusted.
       adjustment_ub: bound of the adjustment. `learning_rate_mode` uses it as an exponent or a
         factor, ADAGRADW with half-life -2 as the largest learning rate.
       learning_rate_mode: adjustment for rows above the tail threshold.
       grad_sum_decay: NO_DECAY, the only supported value.
       tail_id_threshold: counter above which a row does not belong to the tail.
-      max_counter_update_freq: number of steps between two updates of the largest counter. 0 or less
-        never updates it.
+      max_counter_update_freq: number of steps between two updates of the largest counter. With 0 or
+        less, it is never updated.
     """
 
     counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
@@ -175,7 +175,7 @@ class EnsembleModeDefinition:
 
         Args:
           table: the rows that training changes.
-          copies: one array, the slow copy.
+          copies: list with one array, the slow copy.
           t: current step, 1 for the first.
         """
         t = jnp.asarray(t, jnp.int32)
@@ -218,7 +218,7 @@ class EmainplaceModeDefinition:
 
         Args:
           table: rows with an even number of columns.
-          copies: not used. `EnsembleModeDefinition` has the same interface.
+          copies: not used; an argument because `EnsembleModeDefinition` has the same interface.
           t: current step, 1 for the first.
         """
         t = jnp.asarray(t, jnp.int32)
@@ -271,7 +271,8 @@ def global_decay_factor(
     missed = jnp.maximum(t - prev_iter - 1, 0).astype(jnp.float32)
     rate = jnp.asarray(learning_rate, jnp.float32) * weight_decay
     # In float32, `1 - rate` is 1 if `rate` is below 6e-8, and its power would be 1 for any number
-    # of missed steps. The logarithm keeps small rates. It does not exist for rates of 1 or more.
+    # of missed steps. The logarithm is exact for small rates. For rates of 1 or more, it does not
+    # exist.
     by_logarithm = jnp.exp(missed * jnp.log1p(-jnp.minimum(rate, 0.5)))
     factor = jnp.where(rate < 0.5, by_logarithm, jnp.power(1.0 - rate, missed))
     is_decayed = (t >= config.start_iter) & (weight_decay > 0) & (prev_iter > 0)

@@ -1,6 +1,6 @@
 """Optimizers with weight decay, trust ratios, row counters, clipping or norm bounds.
 
-Their slots may be stored in 16 bits (`slot_dtypes`).
+The slots of these optimizers may be stored in 16 bits (`slot_dtypes`).
 
 Source: FBGEMM, optimizers of the TBE training module.
 """
@@ -126,9 +126,9 @@ class AdamW(_DecayingAdam):
       epsilon: added to the root.
       weight_decay: decay per update of the row, multiplied by the learning rate.
       has_row_wise_second_moment: keep one second moment per row, of `mean(g²)`, instead of one per
-        column. Saves nearly half of the optimizer state.
+        column. This saves nearly half of the optimizer state.
       has_row_wise_bias_correction: let `t` count the updates of the row instead of all steps.
-        Adds a third slot with one value per row.
+        This adds a third slot with one value per row.
 
     Source: Kingma, Ba (2015), Loshchilov, Hutter (2019), FBGEMM `ADAM` and `PARTIAL_ROWWISE_ADAM`.
     """
@@ -140,8 +140,8 @@ class AdamW(_DecayingAdam):
 class LAMB(_DecayingAdam):
     """AdamW with step lengths proportional to the row norm: `w -= lr * norm(w) / norm(u) * u`.
 
-    `u` is the direction of `AdamW`, and the arguments are the same. The ratio is 1 if either norm
-    is 0, because rows that start at zero could not move otherwise.
+    `u` is the direction of `AdamW`, and the arguments are the same. The ratio of norms is 1 if
+    either norm is 0, because rows that start at zero could not move otherwise.
 
     Source: You et al. (2020), FBGEMM `LAMB` and `PARTIAL_ROWWISE_LAMB`.
     """
@@ -171,7 +171,7 @@ class LARS(CompactOptimizerSpec):
     rule_name = "lars"
     slot_type = LARSSlotVariables
     slot_kinds = (FULL,)
-    is_row_wise = True  # The rule uses row norms.
+    is_row_wise = True  # LARS uses row norms.
 
     def _step(
         self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
@@ -195,7 +195,7 @@ class DecayedAdagrad(CompactOptimizerSpec):
     DECOUPLE_GLOBAL and `keep = 1` otherwise.
 
     DECOUPLE_GLOBAL adds the decay of the steps since the row's last update to the next update.
-    Table-batched modules apply it to lookups as well (`global_decay_factor`).
+    Table-batched modules apply this decay to lookups as well (`global_decay_factor`).
 
     Args:
       epsilon: added to the root.
@@ -319,16 +319,16 @@ class _CountingAdagrad(CompactOptimizerSpec):
 class CounterAdagrad(_CountingAdagrad):
     """Row-wise Adagrad with learning rates and decay that depend on row counters.
 
-    It is `WeightDecayMode.COUNTER`. With the default settings, it is row-wise Adagrad that counts
-    the updates of each row.
+    This is `WeightDecayMode.COUNTER` of FBGEMM. With the default settings, it is row-wise Adagrad
+    that counts the updates of each row.
 
     Args:
       epsilon: added to the root.
       weight_decay: strength of decay. `counter_weight_decay_mode` NONE ignores it.
       regularization: settings of the counters, the decay and the learning rates.
       max_counter: largest counter of all tables plus 1, or a callable that returns it. Some
-        learning rates and a relative tail threshold depend on it. Table-batched modules keep it
-        up to date.
+        learning rates and a relative tail threshold depend on it. Table-batched modules update the
+        number.
 
     Raises: ValueError: the settings in `regularization` do not fit together.
     """
@@ -427,7 +427,8 @@ class CounterAdagrad(_CountingAdagrad):
 class CowClipAdagrad(_CountingAdagrad):
     """Row-wise Adagrad with gradients clipped by row norm and row counter.
 
-    It is `WeightDecayMode.COWCLIP`. `CowClipDefinition` has the formula of the clipping.
+    This is `WeightDecayMode.COWCLIP` of FBGEMM. `CowClipDefinition` has the formula of the
+    clipping.
 
     Args:
       epsilon: added to the root.

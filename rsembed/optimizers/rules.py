@@ -1,8 +1,9 @@
 """Optimizers of the JAX SparseCore API, row-wise Adagrad, and the two Adam variants of TensorFlow.
 
 Formulas and defaults agree with jax-tpu-embedding 0.2. A rule steps only the rows that a batch
-looked up (except `TensorFlowAdam`). Other rows and their slots keep their bits. All rules compute
-in float32, whatever the dtype of the table. `step` is the index of the step, from 0.
+looked up (except `TensorFlowAdam`). Rows that were not looked up, and their slots, keep their bits.
+All rules compute in float32, whatever the dtype of the table. `step` is the index of the step, from
+0.
 """
 
 from __future__ import annotations
@@ -74,8 +75,8 @@ class Adagrad(OptimizerSpec):
 
     Args:
       initial_accumulator_value: start of the accumulator. The default 0.1 is jax-tpu-embedding's.
-        It is large compared with the squared gradients of a mean loss over a large batch.
-        `RowWiseAdagrad` starts at 0: use one value for both when you compare them.
+        This is large compared with the squared gradients of a mean loss over a large batch.
+        `RowWiseAdagrad` starts at 0: set both to one value when you compare the two optimizers.
 
     Source: Duchi, Hazan, Singer (2011).
     """
@@ -167,7 +168,8 @@ class RowWiseAdagrad(OptimizerSpec):
 class _BiasCorrectedAdam(OptimizerSpec):
     """Adam with bias correction by the global step, folded into the learning rate.
 
-    With `corrects_epsilon`, epsilon is scaled as well, which gives exactly the paper's formula.
+    With `corrects_epsilon`, epsilon is scaled as well, which gives exactly the formula of Kingma
+    and Ba.
     """
 
     beta_1: float = within("[0, 1)", default=0.9)
@@ -203,7 +205,7 @@ class Adam(_BiasCorrectedAdam):
     """Adam for the rows of a batch ("lazy"): other rows and their moments do not change.
 
     The bias correction counts global steps, not the steps of a row. `step=None` always means step
-    0: a layer without a step counter computes that.
+    0: layers without a step counter pass None in every step.
 
     Source: Kingma, Ba (2015), with the corrections folded into the learning rate and epsilon.
     """
@@ -235,7 +237,7 @@ class TensorFlowAdam(_BiasCorrectedAdam):
 class LazyAdam(_BiasCorrectedAdam):
     """`TensorFlowAdam` for the rows of a batch only: other rows and their moments keep their bits.
 
-    Unlike `Adam`, it adds epsilon to the root of the uncorrected second moment.
+    Unlike `Adam`, `LazyAdam` adds epsilon to the root of the uncorrected second moment.
 
     Source: `tfa.optimizers.LazyAdam`.
     """
@@ -252,7 +254,7 @@ class AdagradMomentum(OptimizerSpec):
 
     `A += g²`, or `A = beta2*A + (1-beta2)*g²` if `beta2 < 1`,
     `q = g * (A + epsilon)^(-1/exponent)`, `m = momentum*m + q`, `w -= lr*m`.
-    With Nesterov momentum, the last is `w -= lr*(momentum*m + q)`.
+    With Nesterov momentum, the last formula is `w -= lr*(momentum*m + q)`.
     """
 
     momentum: float = within("[0, 1]", default=0.9)
@@ -436,7 +438,7 @@ class F2A(OptimizerSpec):
 def _positive(values: Array) -> Array:
     """`values`, with every 0 replaced by 1.
 
-    An entry that never had a gradient then gives 0, not 0/0.
+    Division by the result gives 0, and not 0/0, for an entry that never had a gradient.
     """
     return jnp.where(values == 0, 1.0, values)
 

@@ -1,4 +1,4 @@
-"""Compares what the processes bring to a batch, before any of them waits in a collective.
+"""Compares the batches of all processes before any process waits in a collective.
 
 ```
 with Agreement(mesh, "the batch", batch) as agreement:   every process, in the same order
@@ -13,7 +13,7 @@ end the processes without a message, and waiting for the devices would stall the
 running. Instead, messages go through the coordination service of `jax.distributed`. Every process
 sends one message (a "record") and reads one verdict. The first process of the mesh compares the
 records. A process that ends sends a last record for the next round. Another process with one more
-batch then learns at once that this one had fewer batches.
+batch then learns at once that the ended process had fewer batches.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rsembed.kernels.devices import has_devices, service_of_processes
 TIMEOUT_SECONDS = 1800
 """Longest wait for another process, which may be reading data or writing a checkpoint."""
 _RECEIPT_SECONDS = 10
-"""How long the first process, which hosts the service, waits for the others to read an error."""
+"""Time that the first process, which hosts the service, waits until others have read an error."""
 Record = dict[str, Any]
 """Message of a process, or verdict of the first process, in JSON."""
 _rounds: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -71,8 +71,8 @@ class Agreement:
     Args:
       mesh: the processes with devices in this mesh take part. None: a single process.
       what: subject of error messages, such as `"the batch"`.
-      batch: input of this process. Nothing is compared if it is traced, or if it has only global
-        arrays, because all processes have the same then.
+      batch: input of this process. Nothing is compared if the batch is traced, or if it has only
+        global arrays, because then all processes have the same batch.
 
     Raises: RuntimeError: this process was forked, see `check_not_forked`.
     """
@@ -99,7 +99,7 @@ class Agreement:
         self._brought[name] = shape, width
 
     def width(self, name: str) -> int:
-        """Largest `width` of all processes for `name`. Call it after the block."""
+        """Largest `width` of all processes for `name`. Call `width` after the block."""
         if self._widths is not None:
             return self._widths[name]
         _, width = self._brought[name]
@@ -171,7 +171,7 @@ class Agreement:
         verdict = {"problem": problem, "widths": widths}
         client.key_value_set(f"{prefix}/verdict", json.dumps(verdict))
         if problem is not None:
-            # This process hosts the service: stay until the others have read the verdict.
+            # This process hosts the service, so it waits until the others have read the verdict.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 for process in others:
                     if "ended" not in records[process]:
@@ -199,7 +199,7 @@ def _group(processes: tuple[int, ...]) -> str:
 
 
 def say_goodbye() -> None:
-    """Tells the other processes that this one has ended, so that their next comparison fails."""
+    """Tells other processes that this process has ended, so that their next comparison fails."""
     this = jax.process_index()
     error = getattr(sys, "last_value", None)
     if error is None:
@@ -215,7 +215,8 @@ def say_goodbye() -> None:
         else:
             key = f"{prefix}/{this}"
             record = {"ended": reason}
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # The service may have ended.
+        # The coordination service may have ended already.
+        with contextlib.suppress(jax.errors.JaxRuntimeError):
             service_of_processes().key_value_set(key, json.dumps(record))
 
 

@@ -45,8 +45,8 @@ def trade(
         because each collective has a fixed cost.
       axis_name: mesh axis, or several axes. Their sizes multiply to the number of devices.
       entries: for each parcel, the indices `[devices, capacity]` of the entries to send. The
-        arrays of the parcel are `[nnz, ...]`, and indices outside `[0, nnz)` are padding. None if
-        the arrays are blocks `[devices, capacity, ...]` already.
+        arrays of the parcel are `[nnz, ...]`, and indices outside `[0, nnz)` are padding. None: the
+        arrays are blocks `[devices, capacity, ...]` already.
 
     Returns: the pytrees with arrays `[devices, capacity, ...]`. Padding is `NO_ROW` in int32
       arrays, so that owners ignore it, and zero in other arrays.
@@ -157,7 +157,7 @@ def default_capacity(num_occurrences: int, num_devices: int) -> int:
 
     Less than half of skewed ids are distinct, so one round is enough for them. If all ids are
     distinct, there are two rounds, which together send the bytes of one round of twice the
-    capacity. The additional 8 matter for small batches.
+    capacity. The additional 8 entries matter for small batches.
     """
     share = -(-5 * num_occurrences // (8 * num_devices))
     return min(num_occurrences, share + 8)
@@ -173,11 +173,11 @@ class Question(NamedTuple):
         Leaves of `arrived` are `[devices * capacity, ...]`, grouped by sender, with padding
         `NO_ROW` in int32 arrays and zero in others. `replies` is a pytree of arrays with the same
         leading axis, or None. If nothing but padding arrives, the state must not change.
-      state: what `answer` may change, for example the owner's part of a table.
+      state: state that `answer` may change, for example the owner's part of a table.
       capacity: largest number of entries that a round sends to one owner, from 1. A small
         capacity saves memory, a large one saves rounds. With the number of occurrences, there is
-        one round. The result does not depend on it if `answer` does not depend on the order of
-        entries.
+        one round. The result does not depend on the capacity if `answer` does not depend on the
+        order of entries.
       reply: pytree of `jax.ShapeDtypeStruct` for the reply to one entry. None: no replies.
     """
 
@@ -204,7 +204,7 @@ class Question(NamedTuple):
 
 
 class Answers(NamedTuple):
-    """Result of a question.
+    """Results of a `Question`, after all exchange rounds.
 
     Attributes:
       state: state of the owner after all rounds.
@@ -270,7 +270,7 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
 
 
 class _Progress(NamedTuple):
-    """What a loop over rounds carries; one list entry per question.
+    """Carry of the loop over exchange rounds. Lists have one entry per question.
 
     Attributes:
       num_rounds: number of rounds so far.
@@ -288,7 +288,7 @@ class _Progress(NamedTuple):
 
 
 def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName) -> list[Answers]:
-    """Answers to questions that all fit into one round, or all may take several."""
+    """Answers to questions. Either all fit into one round, or all may need several rounds."""
 
     def run_round(progress: _Progress) -> _Progress:
         queues = []
@@ -321,7 +321,8 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
     start = _Progress(jnp.zeros((), jnp.int32), cursors, states, replies, jnp.asarray(True))
     run = run_round
     if takes_rounds:
-        # Even the first round is inside the loop: the owners' program is large, and compiled once.
+        # Even the first round is inside the loop, so that the large program of the owners is
+        # compiled once.
         run = functools.partial(jax.lax.while_loop, lambda progress: progress.are_left, run_round)
     end = run(start)
     answers = []

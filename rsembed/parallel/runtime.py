@@ -4,9 +4,9 @@
 init()  ─▶  mesh = make_mesh()  ─▶  your jitted step  ─▶  preempted(step): save and leave
 ```
 
-The script does not say how a process finds the others: `init` detects it. docs/distributed.md shows
-how to start runs. `launch` starts several processes on this machine, to test a script for Slurm,
-Kubernetes or a TPU pod.
+A script does not say how its processes find each other: `init` detects that. docs/distributed.md
+shows how to start runs. `launch` starts several processes on this machine, to test a script for
+Slurm, Kubernetes or a TPU pod.
 """
 
 from __future__ import annotations
@@ -56,35 +56,36 @@ def init(
     initialization_timeout_seconds: PositiveInt = 60,
     shutdown_timeout_seconds: PositiveInt = 30,
 ) -> None:
-    """Connects this process with the other processes of its run. Call it before any array is made.
+    """Connects this process with the other processes of its run.
+
+    Call `init` before any array is made.
 
     Missing arguments are read from `RSEMBED_COORDINATOR_ADDRESS`, `RSEMBED_NUM_PROCESSES` and
     `RSEMBED_PROCESS_ID` (or the same names with `JAX_`). Then `jax.distributed` detects them
-    (Slurm, Open MPI, Kubernetes, TPU pods). If there are no other processes, nothing happens. A
+    (Slurm, Open MPI, Kubernetes, TPU pods). If there are no other processes, `init` does nothing. A
     second call does nothing either.
 
     If a process dies, JAX aborts the others after `heartbeat_timeout_seconds` and names the
-    process. Otherwise they would wait in a collective without end. A process with an uncaught
-    exception exits at once. Processes without errors wait for each other at the end.
+    process. Otherwise the processes would wait in a collective without end. A process with an
+    uncaught exception exits at once. Processes without errors wait for each other at the end.
 
     Args:
       coordinator_address: `host:port` of process 0.
-      num_processes: number of processes of the run. 1 connects to no other process, whatever the
-        environment says.
+      num_processes: number of processes of the run. With 1, the process connects to no other
+        process, whatever the environment says.
       process_id: index of this process, from 0.
       local_device_ids: accelerators that this process may use. None: all visible ones, or the ones
         that the cluster assigns.
-      preemption: treat SIGTERM as the announcement that the machine will be taken away, see
-        `preempted`.
+      preemption: whether SIGTERM announces that the machine will be taken away, see `preempted`.
       heartbeat_timeout_seconds: silence after which a process counts as dead. Raise it if
         long compilations or slow storage block the machine.
-      initialization_timeout_seconds: time to wait for the other processes. After it, JAX aborts
-        this process. A warning before that says which run it waited for.
+      initialization_timeout_seconds: time to wait for the other processes. Then JAX aborts this
+        process. A warning before that says which run the process waited for.
       shutdown_timeout_seconds: time that a finished process waits for the others.
 
     Raises:
-      ValueError: the address comes without the two numbers or the reverse, a number is out of
-        range, or a timeout is below 1.
+      ValueError: only some of address, number of processes and process index are known, a number is
+        out of range, or a timeout is below 1.
       RuntimeError: JAX was used before, the cluster could not be read, or a second call asks for
         another run.
     """
@@ -111,7 +112,7 @@ def init(
             )
         is_alone = False
     else:
-        # Set in both cases, because the default differs between versions of JAX.
+        # The option is always set, because the default differs between versions of JAX.
         jax.config.update("jax_enable_preemption_service", preemption)
         is_alone = num_processes == 1
         if not is_alone:
@@ -146,7 +147,7 @@ def _connect(
     local_device_ids: Sequence[int] | None,
     timeouts: dict[str, Any],
 ) -> bool:
-    """Connects to the other processes of the run. Returns False if there are none."""
+    """Connects to the other processes of the run. Returns False if there are no other processes."""
     is_requested = not (address is None and num_processes is None and process_id is None)
     who = "init: this process"
     if is_requested:
@@ -180,7 +181,7 @@ def _connect(
         if "must be called before" in reason:
             has_launcher = any(name in os.environ for name in _LAUNCHERS)
             if not is_requested and not has_launcher:
-                return False  # For example in a notebook: there are no other processes.
+                return False  # There are no other processes, for example in a notebook.
             reason = "JAX has already made its devices; call init() before any array"
         way_out = "A single process needs no init, or init(num_processes=1)"
         raise RuntimeError(f"{who}: {reason}. {way_out}.") from error
@@ -190,7 +191,10 @@ def _connect(
 
 
 def _leave() -> None:
-    """Calls `say_goodbye`. After an error, exits at once, because JAX would wait for the others."""
+    """Calls `say_goodbye`.
+
+    After an error, the process exits at once, because JAX would wait for others.
+    """
     say_goodbye()
     if getattr(sys, "last_value", None) is not None:
         process = f"process {jax.process_index()} of {jax.process_count()}"
@@ -260,7 +264,7 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
 # Several processes on this machine
 
 GRACE_SECONDS = 3.0
-"""Time for the others to report their errors after a failure, or to clean up after Ctrl-C."""
+"""Seconds for other processes to report errors after a failure, or to clean up after Ctrl-C."""
 _POLL_SECONDS = 0.05
 # Exit status of a script that was preempted and asks to be started again.
 _START_AGAIN = getattr(os, "EX_TEMPFAIL", 75)
@@ -300,7 +304,7 @@ def launch(
     if not os.path.isfile(script):
         raise ValueError(f"launch: there is no script {script!r}.")
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # Port 0: the system chooses a free port.
+        probe.bind(("127.0.0.1", 0))  # With port 0, the system chooses a free port.
         _, port = probe.getsockname()
     address = f"127.0.0.1:{port}"
     children: list[subprocess.Popen[bytes]] = []
@@ -355,7 +359,8 @@ def _environment_of(
         "RSEMBED_COORDINATOR_ADDRESS": address,
         "RSEMBED_NUM_PROCESSES": str(num_processes),
         "RSEMBED_PROCESS_ID": str(process),
-        "JAX_COORDINATOR_BIND_ADDRESS": address,  # JAX's default listens to the whole network.
+        # By default, JAX would listen to the whole network.
+        "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(num_devices),
         "XLA_FLAGS": _FAKE_DEVICES.sub("", os.environ.get("XLA_FLAGS", "")).strip(),
@@ -368,7 +373,7 @@ def _follow(process: int, child: subprocess.Popen[bytes], ended: list[int]) -> N
     """Copies the output of a process line by line, until the process has ended."""
     with cast(IO[bytes], child.stdout) as lines:
         for line in lines:
-            # One write per line: lines of different processes do not mix.
+            # Each line is one write, so lines of different processes do not mix.
             sys.stdout.write(f"[{process}] {line.decode(errors='replace').rstrip()}\n")
             sys.stdout.flush()
     child.wait()
@@ -432,11 +437,12 @@ def _first_failure(
     children: Sequence[subprocess.Popen[bytes]],
     all_failed: Sequence[int],
 ) -> int | None:
-    """Index of the process with the first failure, the cause of the others; None if none failed.
+    """Index of the process that failed first and caused the other failures; None if none failed.
 
-    It is the first process that a signal killed, if there is one. The system closes the connections
-    of a killed process before it ends, so other processes may fail before it is seen to end.
-    SIGABRT does not count, because JAX aborts a process when another one is silent.
+    If a signal killed a process, the first such process is the cause. The system closes the
+    connections of a killed process before it ends, so other processes may fail before the killed
+    process is seen to end. SIGABRT does not count, because JAX aborts a process when another one is
+    silent.
     """
     for process in all_failed:
         status = children[process].returncode

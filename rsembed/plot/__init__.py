@@ -1,8 +1,9 @@
 """Pictures of ids, tables, buffers and training.
 
-Every `plot_…` function takes the data first, and `ax=`, the axes to draw on. With None, it creates
-a figure. It draws nowhere else, passes further keyword arguments to its main artist, and returns
-the `Axes`. Functions that compute the numbers of some pictures are in the modules below.
+Every `plot_…` function takes the data first, and `ax=`, the axes to draw on. With None, the
+function creates a figure. The function draws nowhere else, passes further keyword arguments to its
+main artist, and returns the `Axes`. Functions that compute the numbers of some pictures are in the
+modules below.
 """
 
 from rsembed.plot.buffers import explore as explore

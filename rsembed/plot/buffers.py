@@ -19,9 +19,9 @@ from rsembed.plot.drawing import COLOURS, axes_or_new, colour_of, finish, with_d
 from rsembed.stacking import SUBLANES, round_up
 
 GAP = -1
-"""Marks a slot between the end of a partition and the next multiple of 8."""
+"""Marker of a slot between the end of a partition and the next multiple of 8."""
 TAIL = -2
-"""Marks a slot after the last partition."""
+"""Marker of a slot after the last partition."""
 _TAIL_COLOUR = "#f2f2f2"
 _GAP_COLOUR = "#bdbdbd"
 _MOST_PLACES_WITH_LINES = 64
@@ -83,7 +83,7 @@ def plot_buffer(
       places: content of each slot, as `buffer_places` returns it.
       labels: a label for each slot, drawn only in slots that hold an id. None: no labels.
       ax: the axes to draw on. None: a new figure.
-      **mesh_kwargs: for the coloured strips, see `Axes.pcolormesh`.
+      **mesh_kwargs: options of the coloured strips, see `Axes.pcolormesh`.
 
     Raises: ValueError: `labels` and `places` differ in shape.
     """
@@ -201,7 +201,7 @@ def plot_limit_choice(
       entries: entries of each partition, as `partition_entries` returns them.
       max_ids_per_partition: the limit to mark.
       ax: the axes to draw on. None: a new figure.
-      **line_kwargs: for the curve.
+      **line_kwargs: options of the curve.
     """
     ax = axes_or_new(ax)
     largest = max(int(entries.max()), max_ids_per_partition) / SUBLANES
@@ -225,12 +225,12 @@ def explore(
 ) -> Any:
     """A widget for notebooks: `plot_limit_choice` with a slider for the limit.
 
-    Make it the last line of a cell.
+    Make the call the last line of a notebook cell.
 
     Args:
       entries: entries of each partition, as `partition_entries` returns them.
-      max_ids_per_partition: the limit at which the slider starts. None: the smallest one that drops
-        nothing.
+      max_ids_per_partition: the limit at which the slider starts. None: the smallest limit that
+        drops nothing.
 
     Raises: ImportError: ipywidgets is missing; the extra `notebooks` installs it.
     """

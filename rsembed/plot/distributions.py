@@ -36,12 +36,12 @@ def plot_id_frequency(
 ) -> Axes:
     """Plots how often each id occurs, most frequent first, on logarithmic axes.
 
-    Ids that never occur are left out. Call it again with the same `ax` for more curves.
+    Ids that never occur are left out. Call the function again with the same `ax` for more curves.
 
     Args:
       counts: occurrences of each id, such as `np.bincount` gives.
       ax: the axes to draw on. None: a new figure.
-      **line_kwargs: for the curve, such as `label=`. With a label, a legend appears.
+      **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
     """
     ax = axes_or_new(ax)
     shares = check_shares("plot_id_frequency: counts", counts)
@@ -63,14 +63,14 @@ def plot_coverage(
 ) -> Axes:
     """Plots the share of lookups that read the hottest rows, over a logarithmic axis of rows.
 
-    Call it again with the same `ax` for more curves.
+    Call the function again with the same `ax` for more curves.
 
     Args:
       counts: lookups of each row, including rows without a lookup. Probabilities work as well.
       num_rows: rows of the table, if `counts` leaves out rows without a lookup. None: the length of
         `counts`.
       ax: the axes to draw on. None: a new figure.
-      **line_kwargs: for the curve, such as `label=`. With a label, a legend appears.
+      **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
 
     Raises: ValueError: a count is negative, all are 0, or there are more counts than rows.
     """
@@ -85,7 +85,7 @@ def plot_coverage(
     served = 100 * np.cumsum(hottest_first) / hottest_first.sum()
     ranks = _drawn_ranks(len(served))
     served = served[ranks - 1]
-    if num_rows > len(hottest_first):  # the other rows serve nothing
+    if num_rows > len(hottest_first):  # The other rows are never looked up.
         ranks = np.append(ranks, num_rows)
         served = np.append(served, 100.0)
     style = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
@@ -127,7 +127,7 @@ def treemap(
     the box. A row takes another rectangle as long as that makes its rectangles squarer.
 
     Args:
-      sizes: a size for each rectangle. The result is in their order.
+      sizes: a size for each rectangle. The rectangles are in the order of `sizes`.
       width: width of the box.
       height: height of the box.
 
@@ -196,7 +196,7 @@ def plot_shard_load(
         The same ids belong to all layouts. The legend says how many times the mean load the
         busiest shard has.
       ax: the axes to draw on. None: a new figure.
-      **bar_kwargs: for all bars.
+      **bar_kwargs: options of all bars.
 
     Raises: ValueError: a layout has no load, or the layouts have different numbers of shards.
     """
@@ -233,7 +233,7 @@ def plot_stack_bytes(
       sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
         The first stack is on top.
       ax: the axes to draw on. None: a new figure.
-      **bar_kwargs: for all bars.
+      **bar_kwargs: options of all bars.
     """
     ax = axes_or_new(ax)
     names = list(sizes)
@@ -245,7 +245,8 @@ def plot_stack_bytes(
     ax.barh(names, padding, left=used, **style)
     for position, end in enumerate(ends):
         note(ax, f"{padding[position] / end:.1%} padding", (end, position))
-    ax.set_xlim(0, 1.6 * max(ends, default=1.0))  # space for the notes to the right of the bars
+    # Leave space for the notes to the right of the bars.
+    ax.set_xlim(0, 1.6 * max(ends, default=1.0))
     ax.invert_yaxis()
     ax.legend(frameon=False, fontsize=LABEL_POINTS)
     return finish(ax, "table (MB over all shards)", "stack")
@@ -260,7 +261,7 @@ def plot_stack_treemap(
     Args:
       sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
       ax: the axes to draw on. None: a new figure.
-      **box_kwargs: for the rectangles.
+      **box_kwargs: options of the rectangles.
     """
     ax = axes_or_new(ax, (7.2, 4.2))
     handles = []
@@ -295,7 +296,7 @@ def plot_stack_treemap(
         full_text = f"{name}\n{(used + padding) / 1e6:,.1f} MB\n{1 - share:.0%} padding"
         for text in (full_text, name):
             lines = text.splitlines()
-            text_width = 0.075 * max(map(len, lines))  # inches at 9 points
+            text_width = 0.075 * max(map(len, lines))  # Width in inches at 9 points.
             text_height = 0.17 * len(lines)
             if used_width > text_width and box_height > text_height:
                 centre = (left + used_width / 2, bottom + box_height / 2)

@@ -33,7 +33,7 @@ _MARKERS = "osD^vP"
 
 
 def axes_or_new(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) -> Axes:
-    """`ax`, or the axes of a new figure if it is None."""
+    """`ax` unchanged, or the axes of a new figure if `ax` is None."""
     if ax is not None:
         return ax
     _, new_axes = plt.subplots(figsize=size_inches, layout="constrained")
@@ -69,7 +69,7 @@ def marker_look(number: int) -> dict[str, Any]:
 
 
 def note(ax: Axes, text: str, point: tuple[float, float], **text_kwargs: object) -> None:
-    """Writes a small grey text to the right of a point."""
+    """Writes a small grey string to the right of a point."""
     style = with_defaults(
         text_kwargs, xytext=(4, 0), va="center", fontsize=LABEL_POINTS, color=MUTED
     )
@@ -77,7 +77,7 @@ def note(ax: Axes, text: str, point: tuple[float, float], **text_kwargs: object)
 
 
 def note_at_height(ax: Axes, text: str, value: float) -> None:
-    """Writes a small grey text to the right of the axes, at the height of a value."""
+    """Writes a small grey string to the right of the axes, at the height of a value."""
     note(ax, text, (1.0, value), xycoords=("axes fraction", "data"))
 
 
@@ -89,7 +89,7 @@ def measured_on() -> str:
       '... cores, ...-...-...'
     """
     processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")  # Linux has the full name of the processor there
+    cpuinfo = Path("/proc/cpuinfo")  # On Linux, this file has the full name of the processor.
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):

@@ -131,7 +131,7 @@ def plot_loss(
 ) -> Axes:
     """Plots a loss over training steps, with dashed lines at losses to compare it with.
 
-    Call it again with the same `ax` for more curves.
+    Call the function again with the same `ax` for more curves.
 
     Args:
       losses: a loss for each point.
@@ -139,9 +139,9 @@ def plot_loss(
       window: number of losses to average: each point shows the mean of its loss and of the losses
         just before it. 1: no smoothing.
       references: losses to compare with, by name, such as `{"unigram entropy": 5.3}`.
-      ylabel: what the loss is, with its unit.
+      ylabel: name of the loss, with its unit.
       ax: the axes to draw on. None: a new figure.
-      **line_kwargs: for the curve, such as `label=`. With a label, a legend appears.
+      **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
 
     Raises: ValueError: `steps` and `losses` differ in length.
     """
@@ -172,9 +172,9 @@ def plot_row_path(
     Args:
       paths: by name of the rule, the value after steps 1, 2, 3, ….
       lookups: indices, from 1, of the steps that look the row up.
-      ylabel: what the values are, with their unit.
+      ylabel: name of the values, with their unit.
       ax: the axes to draw on. None: a new figure.
-      **line_kwargs: for all curves.
+      **line_kwargs: options of all curves.
     """
     ax = axes_or_new(ax)
     for step in lookups:
@@ -186,7 +186,8 @@ def plot_row_path(
     if len(lookups):
         xlabel = "training step (grey: the row is looked up)"
     finish(ax, xlabel, ylabel, counts_on_x=True)
-    ax.legend(framealpha=1.0, edgecolor="none")  # opaque, so that no mark runs through it
+    # The legend is opaque, so that no mark is drawn through it.
+    ax.legend(framealpha=1.0, edgecolor="none")
     return ax
 
 
@@ -204,9 +205,9 @@ def plot_loss_against_state(
     Args:
       results: by name of the optimizer, bytes of state for each row, and the loss.
       references: losses to compare with, by name, such as the lowest that can be reached.
-      ylabel: what the loss is, with its unit.
+      ylabel: name of the loss, with its unit.
       ax: the axes to draw on. None: a new figure.
-      **scatter_kwargs: for the points.
+      **scatter_kwargs: options of the points.
     """
     ax = axes_or_new(ax)
     state_bytes, losses = np.array(list(results.values()), np.float64).reshape(-1, 2).T
@@ -238,9 +239,9 @@ def plot_limits(
     Args:
       observed: the largest count of each batch.
       limits: the limit for each batch, or one for all.
-      ylabel: what is counted.
+      ylabel: name of the counted things.
       ax: the axes to draw on. None: a new figure.
-      **line_kwargs: for the curve of `observed`.
+      **line_kwargs: options of the curve of `observed`.
 
     Raises: ValueError: `observed` is empty, or `limits` has another length than `observed`.
     """
@@ -260,7 +261,7 @@ def plot_limits(
         ax.plot(steps[is_above], needed[is_above], "kx", ms=8, mew=2, label="over the limit")
     top = 1.2 * max(needed.max(), allowed.max())
     finish(ax, "training step", ylabel, counts_on_x=True, ylim=(0, top))
-    ax.legend(frameon=False, loc="upper left", ncols=3)  # above all curves
+    ax.legend(frameon=False, loc="upper left", ncols=3)  # The legend is above all curves.
     return ax
 
 
@@ -279,9 +280,9 @@ def plot_miss_ratio(
 
     Args:
       measured: by name of the cache, its size and the share (0 to 1) of lookups that miss it.
-      xlabel: what the sizes are, with their unit.
+      xlabel: name of the sizes, with their unit.
       ax: the axes to draw on. None: a new figure.
-      **line_kwargs: for all curves.
+      **line_kwargs: options of all curves.
     """
     ax = axes_or_new(ax)
     all_sizes: set[int] = set()
@@ -313,7 +314,7 @@ def plot_against_bytes(
         a loss. For several values with the same bytes, such as the results of three seeds, the mean
         is drawn, and a vertical line from the lowest to the highest.
       references: values to compare with, by name, drawn as dashed lines.
-      ylabel: what the values are, with their unit.
+      ylabel: name of the values, with their unit.
       ax: the axes to draw on. None: a new figure.
     """
     ax = axes_or_new(ax)
@@ -334,7 +335,7 @@ def plot_against_bytes(
         ends.append((sizes[-1], means[-1]))
         colours.append(colour_of(number))
     reference_lines(ax, references)
-    ax.set_xscale("log")  # replaces the formatter, so ours comes after it
+    ax.set_xscale("log")  # `set_xscale` replaces the formatter, so our formatter is set after it.
     ax.margins(x=0.25)
     ax.xaxis.set_major_formatter(FuncFormatter(_bytes_label))
     finish(ax, "table (bytes)", ylabel)
@@ -376,7 +377,7 @@ def lookup_work(
     *,
     value_bytes: int = 4,
 ) -> Work:
-    """Work of a pooled lookup.
+    """The least work of a pooled lookup: additions and multiplications, and bytes moved.
 
     Every entry is scaled and added, every distinct row is read once, and every bag is written once.
 
@@ -435,7 +436,7 @@ def plot_roofline(
       bytes_per_second: bandwidth of the memory, as a large copy measures it.
       flops_per_second: operations per second without any access to memory.
       ax: the axes to draw on. None: a new figure.
-      **line_kwargs: for the line of the roof.
+      **line_kwargs: options of the line of the roof.
     """
     ax = axes_or_new(ax)
     ridge = flops_per_second / bytes_per_second
