@@ -49,7 +49,7 @@ class Bags:
       ids: all ids, bag after bag, as an integer array or `Keys`. Entries after the last offset are
         padding, -1.
       offsets: starts at 0 and never decreases.
-      weights: one per id. None: ones.
+      weights: one weight per id. None: ones.
       dense_shape: shape of the array that the ids came from. None: the ids came from ragged bags.
         Without a combiner, the activations have this shape plus a last axis for the embedding.
 
@@ -116,7 +116,7 @@ class Bags:
         Args:
           values: ids `[ids]`, bag after bag.
           lengths: number of ids in each bag, `[bags]`.
-          weights: one per id. None: ones.
+          weights: one weight per id. None: ones.
 
         Raises:
           ValueError: a length is negative, the lengths do not add up to the number of ids, or there
@@ -228,7 +228,7 @@ class Bags:
           indices: sample and position of each id, `[nnz, 2]`.
           values: ids, `[nnz]`.
           dense_shape: number of samples and width.
-          weights: one per id. None: ones.
+          weights: one weight per id. None: ones.
 
         Raises: ValueError: an argument has another shape, or a sample is outside `dense_shape`.
         """
@@ -295,7 +295,7 @@ class Jagged(Mapping[str, Bags]):
         a tensor in host memory.
       lengths: number of ids of each sample, `[features * samples]`, in the same order.
       features: names of the features.
-      weights: one per id, floats `[n]`. None: ones.
+      weights: one weight per id, floats `[n]`. None: ones.
 
     The attribute `features` is the tuple of names, and `bags` has the bags of all features as one
     `Bags`.

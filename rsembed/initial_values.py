@@ -1,7 +1,7 @@
 """Initial table values that depend only on the key, the table and the row.
 
 An initializer for a whole table, `initializer(key, (vocabulary, dim))`, is evaluated for any subset
-of rows without building the table. Its computation is traced at the full logical shape, so that
+of rows without building the table. The initializer is traced at the full logical shape, so that
 scales computed from the shape are right. The trace is then evaluated for the requested rows, with
 random bits that depend on the row. So stacking, sharding and the number of devices never change a
 table, and building one needs no second copy of it.
@@ -47,7 +47,8 @@ def initial_rows(
 
     Args:
       key: key of the table, `table_key(model_key, table.name)`.
-      table: the table. Its initializer gets the logical shape `(vocabulary_size, embedding_dim)`.
+      table: the table. The table's initializer gets the logical shape
+        `(vocabulary_size, embedding_dim)`.
       rows: row numbers, in any order.
 
     Raises:
@@ -198,8 +199,8 @@ class _RowEvaluator:
       num_rows: length of the row axis, the leading axis of an array of all rows.
       lanes: 32-bit numbers to fold into the key of each requested row, in this order. By default,
         the row index.
-      only_key: key of the initializer. If set, only random bits drawn directly from it can be cut;
-        a computation that splits it is rejected.
+      only_key: key of the initializer. With `only_key`, only random bits drawn directly from this
+        key can be cut; a computation that splits the key is rejected.
       table: index of the table of each requested row, if `only_key` has one key for each of several
         tables.
       only_cuts: whether an uncut array with an axis of `num_rows` is rejected, since its values may

@@ -32,7 +32,7 @@ class Keys(NamedTuple):
     Attributes:
       high: upper 32 bits, uint32.
       low: lower 32 bits, uint32.
-      is_key: mask, False for padding. The other arrays have no meaning there.
+      is_key: mask, False for padding. The other arrays have no meaning for padding.
       table: index of the table of each key, int32; None if there is only one table.
     """
 
@@ -233,7 +233,7 @@ def is_missing(value: Any) -> bool:
 def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
     """Error message for non-integer ids.
 
-    It names the row of the first missing value, if any, and says how to fix the ids.
+    The message names the row of the first missing value, if any, and says how to fix the ids.
 
     Args:
       ids: an array with rows along its first axis.

@@ -2,9 +2,9 @@
 
 Programs add, scale and average pytrees leaf by leaf. The sum of two row numbers is the row number
 of another row, so `jax.tree.map(jnp.add, ...)` of plain row numbers is wrong without an error. JAX
-has arrays that reject arithmetic: its random keys. `wrap` returns such an array. It can be moved,
-indexed, concatenated, compared, carried through loops and split over a mesh. `jnp.add` of it is a
-`TypeError`, inside `jit` as well.
+has arrays that reject arithmetic: its random keys. `wrap` returns such an array. The result can be
+moved, indexed, concatenated, compared, carried through loops and split over a mesh. `jnp.add` of it
+is a `TypeError`, inside `jit` as well.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ _KINDS = {implementation: kind for kind, implementation in _IMPLEMENTATIONS.item
 
 @partial(jax.jit, static_argnames="kind", inline=True)
 def wrap(numbers: Array, kind: str) -> Array:
-    """The numbers as an array of the same shape that rejects arithmetic. Their bits do not change.
+    """The numbers as an array of the same shape that rejects arithmetic.
+
+    The bits of the numbers do not change.
 
     Args:
       numbers: array with the dtype of the kind.

@@ -98,7 +98,7 @@ def tables_and_ids(
 ) -> tuple[Numbers, Numbers]:
     """Table, as an index into `table_places`, and id of each row of a shard.
 
-    Both are -1 for a row that belongs to no table.
+    Table and id are -1 for a row that belongs to no table.
     """
     tables = row * 0 - 1
     ids = tables

@@ -95,7 +95,7 @@ class Summands(NamedTuple):
     """Inputs from which row gradients are computed.
 
     Args:
-      engine: the engine of the collection. It can step the summands without their sums.
+      engine: the engine of the collection. The engine can step the summands without their sums.
       batch: the prepared batch.
       d_outputs: gradients of the pooled outputs.
     """
@@ -288,7 +288,7 @@ def check_belong(
     Args:
       row_gradients: the argument to check, of any type.
       layout: fingerprint of the tables, or None.
-      num_rows: rows of each stack.
+      num_rows: number of rows of each stack.
       axes: for each stack, number of axes of rows and length of a value. None: any.
 
     Raises:
@@ -434,7 +434,7 @@ def _combine_stack(
     specs = tuple(sharding.spec for sharding in shardings)
     in_specs = []
     for _, values in parts:
-        # Axes stacked by `lax.scan`. They are not split over devices.
+        # Axes stacked by `lax.scan`. These axes are not split over devices.
         stacked_axes = [None] * (values.ndim - 2)
         in_specs.append(tuple(PartitionSpec(*stacked_axes, *spec) for spec in specs))
     on_each = jax.shard_map(

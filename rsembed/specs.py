@@ -283,7 +283,7 @@ class FeatureSpec:
       output_shape: shape `(..., dim)` of the global activations, with `prod(output_shape[:-1])`
         samples. A `dim` below the table's `embedding_dim` returns the first columns. In padded
         layouts, `dim` may also be `embedding_dim` rounded up to a multiple of 8; the additional
-        columns are zero. None, the default: it follows from the input.
+        columns are zero. None, the default: the shape follows from the input.
       combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature only. None, the default: the
         combiner of the table. So one feature can pool a table that another reads as a sequence.
         SparseCore layouts require the combiner of the table.

@@ -401,7 +401,7 @@ def stack_name_of(
     Args:
       table_names: names of the tables of the stack.
       is_taken: whether another stack has the joined name, as for tables `user` and `item` beside a
-        table `user_item`. Then a short name gets a hash as well.
+        table `user_item`. If it is taken, a short name gets a hash as well.
       use_short_stack_names: whether names over 50 characters are cut, True by default.
     """
     full = "_".join(table_names)

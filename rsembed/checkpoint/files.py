@@ -189,7 +189,9 @@ class Contents(NamedTuple):
         return Contents(leaves, body)
 
     def in_memory(self) -> Contents:
-        """The same contents with copies in the memory of process 0, which no later step changes.
+        """The contents with copies of all arrays in the memory of process 0.
+
+        No later step changes these.
 
         All processes must call `in_memory`, because it gathers the arrays. Other processes get no
         arrays.

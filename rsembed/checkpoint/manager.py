@@ -196,7 +196,8 @@ class CheckpointManager:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            # An error of the write is logged. It must not replace the error of the block.
+            # An error of the write is logged. The logged error must not replace the error of the
+            # block.
             self._pending = None
         self.close()
 

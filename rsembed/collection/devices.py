@@ -21,7 +21,7 @@ class Devices:
     """One device (`mesh` is None), or the devices along some axes of a mesh.
 
     Args:
-      mesh: the devices. It may be an abstract mesh inside a `shard_map`, because JAX has no other
+      mesh: the devices. Inside a `shard_map`, the mesh may be abstract, because JAX has no other
         mesh there.
       axes: axes of the mesh over which samples and tables are split. Devices along the other axes
         hold copies and compute the same.

@@ -186,7 +186,7 @@ class EmbeddingCollection:
     def prefetch(self, state: EmbeddingState, batch: Batch) -> EmbeddingState:
         """State after the rows of a batch were copied to the device, for tables on the host.
 
-        Not for use inside `jit`. Call `prefetch` before a compiled step, with the batch that the
+        Do not call `prefetch` inside `jit`. Call it before a compiled step, with the batch that the
         step will read. A later prefetch of another batch may evict these rows. `state` is donated:
         use only the returned state. Without tables on the host, `state` is returned unchanged.
 
@@ -374,7 +374,8 @@ class EmbeddingCollection:
     ) -> tuple[EmbeddingState, dict[str, np.ndarray]]:
         """State after keys of a table were evicted, and the evicted keys with their rows.
 
-        A key is evicted if it fulfils any of the conditions. Not for use inside `jit`. `state` is
+        A key is evicted if it fulfils any of the conditions. Do not call `evict` inside `jit`.
+        `state` is
         donated: use only the returned state.
 
         Args:

@@ -67,7 +67,7 @@ class Engine:
       init: function `(key) -> (tables, slots)` of all stacks.
       row_gradients: function `(batch, d_outputs) -> (rows, values)` of `RowGradients`, by stack.
       squared_norm: function `(batch, d_outputs) -> sum of squares of the row gradients`, by stack.
-        It works on one device only, for stacks with all rows in arrays.
+        The function works on one device only, for stacks with all rows in arrays.
       apply: function `(tables, slots, gradients, steps) -> (tables, slots)` that makes a step with
         the gradients of distinct rows.
       update: function `(tables, slots, batch, d_outputs, steps) -> (tables, slots)` that makes a

@@ -97,7 +97,7 @@ class Prefetch:
           params: result of `with_room`, with the rows of the state.
           slots: slots of the state.
           moves: result of `with_room`.
-          donates: whether the arrays of `params` and `slots` are donated. If not, the old state
+          donates: whether the arrays of `params` and `slots` are donated. If False, the old state
             stays valid until `with_new_generation`. The store changes only in the evicted rows,
             which receive the values they have in the old state.
         """
@@ -152,7 +152,7 @@ def fetched(
       prefetches: the `Prefetch` of each stack on the host, by stack name.
       state: state of the collection.
       wanted: by stack, a batch or the rows of `RowGradients`.
-      donates: whether the arrays of `state` are donated. If not, `state` stays valid until
+      donates: whether the arrays of `state` are donated. If False, `state` stays valid until
         `with_new_generation`.
     """
     tables = dict(state.tables)

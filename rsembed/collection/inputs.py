@@ -81,7 +81,8 @@ def prepare(
       devices: devices of the mesh.
       bounds_check: "raise" or "ignore", see `EmbeddingCollection`.
       what: subject of the error if processes disagree.
-      read: function that checks `source` and returns the batch. Its errors reach all processes.
+      read: function that checks `source` and returns the batch. Errors of `read` are raised in all
+        processes.
       lists: by feature, name of the list that takes its bags if they are ragged. None: no feature
         is put into a list.
       made_for: identity of features and tables. A batch that was prepared for the same identity is
@@ -347,7 +348,7 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
     table = feature.table_spec
     visible = bags
     if isinstance(bags.weights, jax.core.Tracer):
-        # Under `jax.grad`, only the weights may be tracers. Then the ids can still be checked.
+        # Under `jax.grad`, only the weights may be tracers, so the ids can be checked.
         visible = dataclasses.replace(bags, weights=None)
     ids: PyTree
     if _has_keys(table):

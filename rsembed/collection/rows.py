@@ -366,8 +366,8 @@ class KeyedRows(NumberedRows):
 class TrainRows(NumberedRows):
     """Rows computed from shared parameters, such as tensor-train cores.
 
-    Every step updates all parameters. Every device has all parameters. It computes their gradients
-    for its samples, and the sum over devices has the same bits on all.
+    Every step updates all parameters. Every device has all parameters. A device computes the
+    gradients for its samples, and the sum over devices has the same bits on all.
     """
 
     def update(

@@ -47,7 +47,7 @@ def for_serving(
 
     Args:
       collection: collection with the features to look up.
-      state: state to serve, on any mesh. Not inside `jit`.
+      state: state to serve, on any mesh, not traced by `jit`.
       dtype: "float32", "bfloat16", "float16", or "int8" with a scale for each row. None: the dtype
         of the tables.
       allow_nonfinite: whether rows may hold NaN or infinity, or become infinite because `dtype` is

@@ -76,9 +76,9 @@ def criteo(
 ) -> CriteoLog:
     """First rows of a click log in Criteo's format, as arrays.
 
-    The file can be Kaggle's `train.txt`, a day of the Terabyte log, or CSV or TSV with a header. It
-    may be compressed by gzip, or be in a zip or tar archive. `criteo_chunks` reads files that do
-    not fit in memory. `synthetic_clicks` has clicks without a file.
+    The file can be Kaggle's `train.txt`, a day of the Terabyte log, or CSV or TSV with a header.
+    The file may be compressed by gzip, or be in a zip or tar archive. `criteo_chunks` reads files
+    that do not fit in memory. `synthetic_clicks` has clicks without a file.
 
     Args:
       path: a file with a label, 13 numbers and 26 hexadecimal categories in each line, between tabs or commas.

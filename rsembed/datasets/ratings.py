@@ -42,7 +42,8 @@ class TasteLaw:
     Attributes:
       first_tastes, last_tastes: taste vector of every user on the first and on the last visit.
       first_days, last_days: times of these visits, in days from the beginning of the log.
-      item_vectors: vector of every item. Its product with a taste says how well the two fit.
+      item_vectors: vector of every item. The product of a vector and a taste says how well the two
+        fit.
       log_popularity: logarithm of every item's popularity.
       release_days: day on which each item came out, negative for items from before the log.
     """

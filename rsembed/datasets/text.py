@@ -192,8 +192,8 @@ def shakespeare(
       source: "corpus" is the real corpus, and an error if there is no file. "generated" are 72,000
         words of short sentences from a grammar, with speakers' names and full stops: a small model
         learns to write them. "pastiche" is a short play, written by hand, with many rare words.
-        Both are bundled. "auto" is the real corpus if there is a file, else the generated text, and
-        logs its choice to the logger "rsembed".
+        "generated" and "pastiche" are bundled. "auto" is the real corpus if there is a file, else
+        the generated text, and logs its choice to the logger "rsembed".
       path: a text file, or a folder with `tinyshakespeare.txt`. A file with another name is read
         without a checksum.
       download: whether the corpus (1.1 MB) may be downloaded into the cache folder. A server that
@@ -202,7 +202,7 @@ def shakespeare(
         all.
 
     Returns:
-      The text. Its `source` says which file was read.
+      The text. The attribute `source` says which file was read.
 
     Raises:
       ValueError: an argument is out of range, a file with the corpus' name has another checksum, or
@@ -271,8 +271,8 @@ def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
     """Word ids as in jax-tpu-embedding's tutorial: 0 for the most frequent and all unknown words.
 
     `shakespeare` has different ids for the most frequent word and unknown words. Use
-    `load_shakespeare` to compare with the tutorial. It reads the same text as `shakespeare()`. Each
-    of the `vocab_size` most frequent words has a different id.
+    `load_shakespeare` to compare with the tutorial. Both functions read the same text. Each of the
+    `vocab_size` most frequent words has a different id.
 
     Example:
       >>> load_shakespeare(2048).dtype

@@ -226,7 +226,7 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     """
     stripped = line.rstrip(b" ")
     num_spaces = stripped.count(b" ")
-    # Most lines have words that were not requested. Their numbers are not split.
+    # Most lines have words that were not requested. Numbers of such words are not split.
     word = stripped.partition(b" ")[0] if num_spaces == dim else stripped.rsplit(b" ", dim)[0]
     numbers = stripped[len(word) + 1 :]
     first = numbers.partition(b" ")[0]

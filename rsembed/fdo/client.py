@@ -112,11 +112,14 @@ class FDOClient(abc.ABC):
 
     @abc.abstractmethod
     def publish(self) -> None:
-        """Makes the statistics of this process visible to the others. All processes call it together."""
+        """Makes the statistics of this process visible to others.
+
+        All processes must call it together.
+        """
 
     @abc.abstractmethod
     def load(self) -> SparseDenseMatmulInputStats:
-        """The statistics that all processes have published. All processes call it together."""
+        """The statistics that all processes have published. All processes must call it together."""
 
 
 class FileFDOClient(FDOClient):
@@ -148,7 +151,8 @@ class FileFDOClient(FDOClient):
         self._history: History = {}
         self._unpublished: History = {}
         self._client = secrets.token_hex(4)
-        # Files with statistics that this client has in memory. Its next file replaces them.
+        # Files with statistics that this client has in memory. The next file of this client
+        # replaces these files.
         self._known: set[Path] = set()
 
     def record(self, data: SparseDenseMatmulInputStats) -> None:

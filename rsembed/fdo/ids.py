@@ -75,7 +75,7 @@ def zipf_exponent(
 def _rank_blocks(num_ranks: int) -> tuple[np.ndarray, np.ndarray]:
     """Ranks 1 to `num_ranks` in blocks: the middle of each block, and its number of ranks.
 
-    The first ranks are blocks by themselves. The others share blocks of equal relative width, less
+    The first ranks are blocks by themselves. Later ranks share blocks of equal relative width, less
     than 1 % even for 2^64 ranks, which changes a sum over a Zipf law by less than a millionth.
     """
     num_exact = min(num_ranks, NUM_EXACT_RANKS)
@@ -124,7 +124,7 @@ def _first_of_each_pair(groups: np.ndarray, ids: np.ndarray) -> np.ndarray:
 class IdCounter:
     """Counts the lookups of every distinct id of a stream, and the hits of LRU caches.
 
-    It keeps 24 bytes for each distinct id, however many batches come.
+    The counter needs 24 bytes for each distinct id, for any number of batches.
 
     Args:
       dtype: of the ids.

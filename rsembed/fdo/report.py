@@ -225,9 +225,9 @@ def describe(
 ) -> IdReport:
     """A report on the ids of batches, which prints as a table and draws itself.
 
-    It says how skewed the ids are, how many are missing or out of range, and what limits, shards and
-    caches would do. `IdFigures` defines each figure. No table is read, and nothing is compiled. Ids
-    out of range are counted, even if `prepare` would reject them.
+    The report says how skewed the ids are, how many are missing or out of range, and what limits,
+    shards and caches would do. `IdFigures` defines each figure. No table is read, and nothing is
+    compiled. Ids out of range are counted, even if `prepare` would reject them.
 
     Memory grows with the number of distinct ids (about 100 bytes each, at its peak), not with the
     number of batches. A progress bar is shown in a terminal and in a notebook.

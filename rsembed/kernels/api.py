@@ -52,7 +52,7 @@ IMPLEMENTATIONS: tuple[ModuleType, ...] = (native, sparsecore, gpu, reference)
 MEANINGS = vars(ids) | vars(keyed) | vars(reference)
 """Every function in plain JAX, by name.
 
-These functions define the results. They also run if an implementation lacks the function.
+Every function defines the result of a kernel, and runs if an implementation lacks the kernel.
 """
 
 OPT_IN = (sparsecore.NAME,)

@@ -33,8 +33,8 @@ Ref: TypeAlias = Any
 Index: TypeAlias = Any
 """Index into a `Ref`: the traced index of a loop iteration, or a slice of Pallas."""
 
-# Row number of padding. No table has this row. It sorts after every real row, so padding comes
-# last.
+# Row number of padding. No table has this row. `NO_ROW` sorts after every real row, so padding
+# comes last.
 NO_ROW = 2**31 - 1
 
 

@@ -231,8 +231,8 @@ def _sum_bags(
         is_row = (rows >= 0) & (rows < num_rows)
         gains = is_row.astype(jnp.float32)
         if others:
-            # Weights of entries without a row can be anything. They must not cause a read outside
-            # the table.
+            # Weights of entries without a row can be anything. Such weights must not cause a read
+            # outside the table.
             weights = triton.load(others[0].at[entry], mask=entry < stop, other=0.0)
             gains = jnp.where(is_row, weights, 0.0)
         # A row with gain 0 is not read, because it may hold NaN.
@@ -286,8 +286,8 @@ def _pieces(
 ) -> tuple[Float[Array, "pieces dim"], ...]:
     """Sums of the pieces of the sorted entries, or `()` if the batch is shorter than a piece.
 
-    A piece has `piece_entries` entries. It is summed only if all of them belong to one row. Other
-    pieces get zeros, and their entries are read one by one.
+    A piece has `piece_entries` entries. A piece is summed only if all its entries belong to one
+    row. Other pieces get zeros, and their entries are read one by one.
     """
     length = tiling.piece_entries
     num_pieces = group_of.shape[0] // length

@@ -356,7 +356,8 @@ def _probe_all(
 
     Args:
       probe: function that checks one slot for every key.
-      state: array that `probe` reads and changes. It must vary over the mesh axes of the keys.
+      state: array that `probe` reads and changes. The state must vary over the mesh axes of the
+        keys.
       keys: keys and padding.
       homes: slot where the search for each key starts.
       size: number of slots of a table, a power of two. The search continues at the first slot of a

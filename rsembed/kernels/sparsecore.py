@@ -1,6 +1,6 @@
 """Kernels for the SparseCores of TPUs in Pallas: calls as in `reference.py`, then their programs.
 
-These kernels run only if the user names them, in a computation for a TPU that has SparseCores.
+SparseCore kernels run only if the user names them, in a computation for a TPU that has SparseCores.
 Tables and slots are float32. Rows should have a multiple of 8 numbers (16 on TPU7x). Other rows are
 padded, which copies the whole table in every call. Tables should have the memory layout of
 `row_layout`. XLA copies a table that has another layout.
@@ -354,8 +354,8 @@ def pool_on_tiles(
       ids: row of every entry. The row must be valid even if the gain is 0.
       gains: factor of every entry. An entry with gain 0 adds nothing, even if its row holds NaN.
       bags: bag of every entry, ascending except for entries with gain 0.
-      bounds: one vector for every chunk of bags. Its first two lanes are the first chunk of entries
-        to read and the end of the range. Other lanes are zeros.
+      bounds: one vector for every chunk of bags. The first two lanes of a vector are the first
+        chunk of entries to read and the end of the range. Other lanes are zeros.
       num_bags: number of bags. Both `num_bags` and the number of entries are multiples of the chunk
         size.
     """
@@ -437,7 +437,8 @@ def step_rows(
       state: the table and the slots with rows of the same length, updated in place.
       numbers: slots of one number per row, gathered. Every lane of vector `k` has the value of row
         `ids[k]`.
-      ids: distinct rows, and `NO_ID` for padding. Their number is a multiple of the chunk size.
+      ids: distinct rows, and `NO_ID` for padding. The number of `ids` is a multiple of the chunk
+        size.
       gradients: gradient of each row in `ids`.
       hyper: hyperparameters, each repeated in all lanes of a vector.
       order: index in `[*state, *numbers]` of the table and of each slot, in the rule's order.

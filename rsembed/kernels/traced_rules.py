@@ -1,6 +1,6 @@
 """Row rules inside kernels: evaluates the jaxpr of a rule on pieces of a row in registers.
 
-A kernel has no arrays `[rows, dim]`. It holds a row as several pieces: blocks of consecutive
+A kernel has no arrays `[rows, dim]`. A kernel holds a row as several pieces: blocks of consecutive
 columns, all of one shape. The last piece is padded. A number that belongs to the whole row (a
 hyperparameter, a mean) is a piece that repeats the number.
 """

@@ -161,7 +161,8 @@ class EnsembleModeDefinition:
       step_start: last step at which an update copies the whole table. Later updates move the slow
         copy towards the table by `1 - step_ema_coef` of the difference.
       step_ema_coef: weight of the old slow copy in an update.
-      step_mode: NONE sets the slow copy to zero after each update. The other modes keep it.
+      step_mode: NONE sets the slow copy to zero after each update. The other modes keep the slow
+        copy.
     """
 
     step_ema: float = within("[1, inf)", default=10000)

@@ -433,7 +433,8 @@ class CowClipAdagrad(_CountingAdagrad):
     Args:
       epsilon: added to the root.
       weight_decay: strength of decay. `counter_weight_decay_mode` NONE ignores it.
-      regularization: settings of the clipping and the decay. The defaults are the paper's.
+      regularization: settings of the clipping and the decay. The defaults are those of the CowClip
+        paper.
 
     Raises: ValueError: the settings would clip every gradient to zero, or ask for ADAGRADW.
 

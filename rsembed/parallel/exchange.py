@@ -43,7 +43,7 @@ def trade(
       parcels: pytrees of arrays. Parcels may differ in capacity. Arrays of equal row shape and
         dtype share one `all_to_all`, and so do all lanes (arrays with one 32-bit word per entry),
         because each collective has a fixed cost.
-      axis_name: mesh axis, or several axes. Their sizes multiply to the number of devices.
+      axis_name: mesh axis, or several axes. The product of the axis sizes is the number of devices.
       entries: for each parcel, the indices `[devices, capacity]` of the entries to send. The
         arrays of the parcel are `[nnz, ...]`, and indices outside `[0, nnz)` are padding. None: the
         arrays are blocks `[devices, capacity, ...]` already.
@@ -251,8 +251,8 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
     """Sends the payload of every distinct entry to its owner, and returns the replies.
 
     Args:
-      questions: any number of questions. Their blocks share the collectives.
-      axis_name: mesh axis, or several axes. Their sizes multiply to the number of devices.
+      questions: any number of questions. The blocks of all questions share the collectives.
+      axis_name: mesh axis, or several axes. The product of the axis sizes is the number of devices.
     """
     with_one_round = []
     with_rounds = []
@@ -313,8 +313,8 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
         cursors.append(jnp.zeros(num_devices, jnp.int32))
     states = [question.state for question in questions]
     replies = [question.no_replies() for question in questions]
-    # A `shard_map` that checks varying axes needs equal ones before and after the loop. All arrays
-    # vary like `offsets` after the first round.
+    # A `shard_map` that checks varying axes needs equal varying axes before and after the loop. All
+    # arrays vary like `offsets` after the first round.
     leaves, tree = jax.tree.flatten((cursors, states, replies))
     *leaves, _ = vary_alike([*leaves, questions[0].wanted.offsets])
     cursors, states, replies = jax.tree.unflatten(tree, leaves)

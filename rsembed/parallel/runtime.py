@@ -61,12 +61,12 @@ def init(
     Call `init` before any array is made.
 
     Missing arguments are read from `RSEMBED_COORDINATOR_ADDRESS`, `RSEMBED_NUM_PROCESSES` and
-    `RSEMBED_PROCESS_ID` (or the same names with `JAX_`). Then `jax.distributed` detects them
-    (Slurm, Open MPI, Kubernetes, TPU pods). If there are no other processes, `init` does nothing. A
-    second call does nothing either.
+    `RSEMBED_PROCESS_ID` (or the same names with `JAX_`). If these are missing, `jax.distributed`
+    detects the processes (Slurm, Open MPI, Kubernetes, TPU pods). If there are no other processes,
+    `init` does nothing. A second call does nothing either.
 
     If a process dies, JAX aborts the others after `heartbeat_timeout_seconds` and names the
-    process. Otherwise the processes would wait in a collective without end. A process with an
+    process. Without the abort, processes would wait in a collective without end. A process with an
     uncaught exception exits at once. Processes without errors wait for each other at the end.
 
     Args:
@@ -79,8 +79,8 @@ def init(
       preemption: whether SIGTERM announces that the machine will be taken away, see `preempted`.
       heartbeat_timeout_seconds: silence after which a process counts as dead. Raise it if
         long compilations or slow storage block the machine.
-      initialization_timeout_seconds: time to wait for the other processes. Then JAX aborts this
-        process. A warning before that says which run the process waited for.
+      initialization_timeout_seconds: time to wait for the other processes. After this time, JAX
+        aborts this process. A warning before that says which run the process waited for.
       shutdown_timeout_seconds: time that a finished process waits for the others.
 
     Raises:

@@ -85,7 +85,7 @@ def plot_coverage(
     served = 100 * np.cumsum(hottest_first) / hottest_first.sum()
     ranks = _drawn_ranks(len(served))
     served = served[ranks - 1]
-    if num_rows > len(hottest_first):  # The other rows are never looked up.
+    if num_rows > len(hottest_first):  # Rows without a count are never looked up.
         ranks = np.append(ranks, num_rows)
         served = np.append(served, 100.0)
     style = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
@@ -193,7 +193,7 @@ def plot_shard_load(
 
     Args:
       loads: by name of the layout, the ids that each shard looks up, see `StackingPlan.shard_load`.
-        The same ids belong to all layouts. The legend says how many times the mean load the
+        All layouts have the loads of the same ids. The legend says how many times the mean load the
         busiest shard has.
       ax: the axes to draw on. None: a new figure.
       **bar_kwargs: options of all bars.

@@ -46,8 +46,8 @@ def group_embedding_lookup_sparse(
     """Pooled rows of many tables from one exchange.
 
     With several processes, plain tables must be equal in all of them. If `params` has an
-    `EmbeddingVariable`, every output has the samples of all processes. Otherwise the outputs have
-    the samples of this process.
+    `EmbeddingVariable`, every output has the samples of all processes. Without an
+    `EmbeddingVariable`, the outputs have the samples of this process.
 
     Args:
       params: one table per output, of any dim: `EmbeddingVariable`s, or plain tables `[rows, dim]`

@@ -141,7 +141,7 @@ class DistributedEmbedding(_Layer):
       max_feature_num: ignored. In SOK's layer, it is the largest number of keys per sample.
       use_hashtable: if True, keys are any integers and get rows in their first training step. If
         False, keys are row numbers below `max_vocabulary_size_per_gpu * devices`.
-      name: name of the table, for errors and dumps. The initial rows depend on it.
+      name: name of the table, for errors and dumps. The initial rows depend on the name.
       **options: `key_dtype`, `embedding_initializer`, `optimizer`, `context`, `rngs` and policies,
         see `embedding_variable`.
 
@@ -223,10 +223,10 @@ class DistributedEmbedding(_Layer):
 class All2AllDenseEmbedding(_Layer):
     """One row per key, without pooling, from a table that is sharded over all devices.
 
-    Use it like `DistributedEmbedding`. With `dynamic_input`, `keys` is a flat list of any length,
-    such as the result of `unique`, and the rows are in its order. With several processes, every
-    process passes the same number of keys (pad with -1). The result has one row per key, and zero
-    rows at the end if the device count does not divide the number of keys.
+    Use the layer like `DistributedEmbedding`. With `dynamic_input`, `keys` is a flat list of any
+    length, such as the result of `unique`, and the rows are in its order. With several processes,
+    every process passes the same number of keys (pad with -1). The result has one row per key, and
+    zero rows at the end if the device count does not divide the number of keys.
 
     Args:
       max_vocabulary_size_per_gpu: number of rows on each device.
@@ -235,7 +235,7 @@ class All2AllDenseEmbedding(_Layer):
       nnz_per_slot: number of keys in every slot.
       dynamic_input: if True, keys are `[num_keys]`. If False, `[batch, slot_num, nnz_per_slot]`.
       use_hashtable: see `DistributedEmbedding`.
-      name: name of the table, for errors and dumps. The initial rows depend on it.
+      name: name of the table, for errors and dumps. The initial rows depend on the name.
       **options: see `DistributedEmbedding`.
 
     Raises: ValueError: an argument is out of range or unknown.

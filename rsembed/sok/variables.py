@@ -148,7 +148,10 @@ class VariableTable:
 
     @functools.cached_property
     def collection(self) -> EmbeddingCollection:
-        """Collection with only this table. Its methods take the value of the variable as state."""
+        """Collection with only this table.
+
+        The collection's methods take the value of the variable as state.
+        """
         feature = FeatureSpec(name=self.spec.name, table_spec=self.spec)
         return EmbeddingCollection([feature], mesh=self.context.mesh)
 
@@ -379,7 +382,7 @@ def embedding_variable(
     """A table that is sharded over `n` devices: device `k % n` has the row of key `k`.
 
     Args:
-      name: name of the table, unique in a model. The initial rows depend on it.
+      name: name of the table, unique in a model. The initial rows depend on the name.
       embedding_dim: number of columns.
       rows_per_device: number of rows on each device.
       use_hashtable: if True, keys are any integers and get rows in their first training step. If

@@ -13,8 +13,8 @@ So the activations of a batch miss exactly one update, the update of the batch b
 two successive batches share are one step stale. All other rows are current. Sequential training
 with the same delay gives the same numbers.
 
-Cycles 0 and 1 have no gradients yet. Their update runs on a batch without ids, so no row and no
-optimizer state changes.
+Cycles 0 and 1 have no gradients yet. The update of these cycles runs on a batch without ids, so no
+row and no optimizer state changes.
 """
 
 from __future__ import annotations

@@ -113,7 +113,9 @@ class MeshTables:
         )
 
     def train(self, variables: PyTree, counter: Array, inputs: PreprocessedInput) -> Activations:
-        """Activations of a lookup. Its backward pass returns updated variables as their "gradients".
+        """Activations of a lookup.
+
+        The backward pass of this lookup returns updated variables as their "gradients".
 
         The "gradient" of the step counter is the counter of the next step. The counter is a float
         array, since autodiff computes gradients only for floats.

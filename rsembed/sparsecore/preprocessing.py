@@ -158,7 +158,8 @@ def preprocess_sparse_dense_matmul_input(
         `suggested_coo_buffer_size_per_device` sets a smaller size. Pass the same value to lookup
         and update.
       all_reduce_interface: the `AllReduce` with which processes agree on minibatches. None: a
-        collective of the devices. Then do not run this function concurrently with a training step.
+        collective of the devices. With this collective, do not run the function concurrently with a
+        training step.
 
     Returns:
       The buffers, and the counts of this batch for `rsembed.fdo`.

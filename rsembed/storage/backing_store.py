@@ -1,8 +1,9 @@
 """Rows on the host, and their exchange with a cache on the device.
 
-A cache decides which rows are on the device. Its decision for a batch is a `Moves` tuple. Then
-rows are exchanged in three steps: the device gathers the evicted rows, `BackingStore.exchange`
-writes them to the host and reads the inserted rows, and the device scatters these.
+A cache decides which rows are on the device. The decision of a cache for a batch is a `Moves`
+tuple. Then rows are exchanged in three steps: the device gathers the evicted rows,
+`BackingStore.exchange` writes them to the host and reads the inserted rows, and the device scatters
+these.
 
 `host_cached.py` and `set_associative.py` are such caches.
 """
@@ -96,8 +97,8 @@ class Moves(NamedTuple):
       evicted: ids of the rows that leave the device.
       evicted_places: rows of the device array that contain the evicted rows.
       inserted: ids of the rows that come to the device.
-      inserted_places: rows of the device array that get the inserted rows. These include the rows
-        of evicted ids.
+      inserted_places: rows of the device array that get the inserted rows. Inserted ids may get the
+        device rows of evicted ids.
     """
 
     evicted: Int[Array | np.ndarray, " evicted"]
@@ -133,10 +134,10 @@ class BackingStore:
         Args:
           arrays: arrays with equally many rows. The system allocates memory of `np.zeros` only when
             rows are first written.
-          first_values: function that computes the initial values of rows, for all arrays. It is
-            called when rows are read that were never written. The number of rows per call has few
-            different values, and a row may occur in several calls. None, the default: `arrays` has
-            the initial values.
+          first_values: function that computes the initial values of rows, for all arrays. The
+            function is called when rows are read that were never written. The number of rows per
+            call has few different values, and a row may occur in several calls. None, the default:
+            `arrays` has the initial values.
           device_dtype: dtype of the first array on the device. If it is narrower, a number that the
             device did not change keeps the unrounded value of the store. None, the default: the
             dtype of the first array.

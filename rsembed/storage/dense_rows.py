@@ -332,7 +332,7 @@ class DenseRows(Storage):
     def _groups_of_init(self) -> list[tuple[int, list[int]]]:
         """Rows of a block, and indices of the tables that one compiled loop fills by such blocks.
 
-        These tables have equal `form`.
+        Tables of one loop have equal `form`.
         """
         groups: dict[tuple[Hashable, int], list[int]] = {}
         forms: dict[Hashable, Hashable] = {}

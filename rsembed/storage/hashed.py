@@ -211,7 +211,10 @@ class Hashed(DynamicRows):
 
     @property
     def in_files(self) -> str:
-        """Description for files: rows by key. It does not contain the number of rows."""
+        """Description for files: rows by key.
+
+        The description does not contain the number of rows.
+        """
         return ROWS_BY_KEY
 
     def check(self, table: TableSpec) -> None:
@@ -266,8 +269,8 @@ class Hashed(DynamicRows):
 
         If every key has a row, the vectors are pooled from the table directly.
 
-        Otherwise one array of vectors is made, and no second array of that size. The operating
-        system provides memory above 64 MB page by page in every call, which is slow.
+        If some key has no row, one array of vectors is made, and no second array of that size. The
+        operating system provides memory above 64 MB page by page in every call, which is slow.
         """
         rows, num_absent = row_map.search(params.keys, keys)
         is_bound = hashed_rows.is_bound(params)
@@ -372,7 +375,8 @@ class Hashed(DynamicRows):
     ) -> Found:
         """See `Storage.find`. New keys get rows in the order of their first occurrence.
 
-        Several calls may belong to one step. No call evicts a row that an earlier call used.
+        Several calls of `find` may belong to one step. No call evicts a row that an earlier call
+        used.
         """
         number = cast(Array, step.number)
         rows, num_absent = row_map.search(params.keys, keys)

@@ -73,7 +73,7 @@ class DynamicTable(NamedTuple):
 
     Attributes:
       keys: `RowMap` from keys to rows. None if there is no hash table.
-      rows: vector of each row. Its optimizer state is in separate arrays, the slots.
+      rows: vector of each row. The optimizer state of a row is in separate arrays, the slots.
       waiting: `RowMap` that counts the keys that wait for admission. None if no keys wait.
       counters: numbers of keys that were inserted, evicted and so on.
       key: PRNG key of each table.

@@ -58,9 +58,9 @@ class SavedArray:
     Attributes:
       shape: shape of the array.
       dtype: dtype of the array.
-      read: function that reads the array and yields blocks `(index of the first row, rows)`. Its
-        argument is an array to fill, or None for new arrays. An array of shape `()` counts as one
-        row.
+      read: function that reads the array and yields blocks `(index of the first row, rows)`. The
+        argument of `read` is an array to fill, or None for new arrays. An array of shape `()`
+        counts as one row.
     """
 
     shape: tuple[int, ...]

@@ -205,9 +205,9 @@ class Storage(abc.ABC):
     def keys_after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
         """`keys` that depend on the gradients, so that a compiled step creates new rows last.
 
-        Otherwise XLA could create the rows in parallel with the lookup, and would copy the table
-        for that. XLA removes barriers before it decides about copies, so the keys depend on a
-        condition that never holds: one number equals both infinities.
+        Without this dependence, XLA could create the rows in parallel with the lookup, and would
+        copy the table for that. XLA removes barriers before it decides about copies, so the keys
+        depend on a condition that never holds: one number equals both infinities.
         """
         number = jnp.zeros((), jnp.float32)
         for gradient in gradients:
@@ -331,7 +331,8 @@ class Storage(abc.ABC):
         Args:
           params: parameters of one shard, from `find`.
           slots: slots of the same shard, from `find`.
-          gradients: gradients of the outputs of the call. Its ids are the rows from `find`.
+          gradients: gradients of the outputs of the call. The ids of the call are the rows from
+            `find`.
           table: spec of the table.
           step: the step.
         """

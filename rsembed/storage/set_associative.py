@@ -1,8 +1,8 @@
 """Set-associative device cache for a table that is on the host.
 
 The policy is exact LRU or LFU for whole batches of ids, in NumPy, without a loop over ids. An id
-hashes to one set and can be in any way of this set. Its slot is `set * num_ways + way`. The slot is
-the row of the device array that holds the id.
+hashes to one set and can be in any way of this set. The slot of the id is `set * num_ways + way`.
+The slot is the row of the device array that holds the id.
 
 After the slots, the device array (`CachedRows`) has a *scratch* area for rows without a slot. Rows
 are written back to the host when they are evicted or flushed, and scratch rows after every update.
@@ -135,8 +135,8 @@ class SetAssociativeCache:
       the missing id stays.
 
     Counts are exact. The counts include all ids since the start, resident or not, and the current
-    batch. They need 8 bytes of host memory per id of `num_ids`. The cache itself needs 24 bytes per
-    slot. While `admit` runs, it needs about 48 bytes for each slot of the sets with a miss.
+    batch. Counts need 8 bytes of host memory per id of `num_ids`. The cache itself needs 24 bytes
+    per slot. While `admit` runs, it needs about 48 bytes for each slot of the sets with a miss.
 
     Attributes:
       tags: id in each slot, -1 in empty slots. Read only.
@@ -446,8 +446,8 @@ class CachedRows:
             the batch needs it; inside `jit`, if a batch of the size of `moves` may need it.
           moves: moves of the batch, from `find`.
           leaving: function that gives the values of evicted rows, see `Leaving`.
-          keep: receives the new arrays before Ctrl-C can interrupt. Otherwise both old and new
-            arrays could be lost, because the old ones are donated.
+          keep: receives the new arrays before Ctrl-C can interrupt. Without `keep`, both old and
+            new arrays could be lost, because the old ones are donated.
           is_inside: True inside `jit`: the host is then reached through a callback.
         """
         num_inserted = moves.inserted.shape[0]

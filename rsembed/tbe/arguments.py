@@ -364,7 +364,7 @@ def _rule_of(
 ) -> OptimizerSpec | None:
     """Row rule of an optimizer; None for `EmbOptimType.NONE`.
 
-    It is the rule with a fused native kernel if that rule gives the same numbers.
+    The result is the rule with a fused native kernel if that rule gives the same numbers.
     """
     if isinstance(optimizer, OptimizerSpec):
         return dataclasses.replace(optimizer, learning_rate=rate)

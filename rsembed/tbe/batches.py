@@ -97,7 +97,9 @@ def _is_of(plan: TBEPlan, mode: BoundsCheckMode, batch: AnyBatch) -> bool:
 
 
 def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
-    """A checked batch, split by sample over the devices of a mesh. Not for use inside `jit`.
+    """A checked batch, split by sample over the devices of a mesh.
+
+    Do not call `split` inside `jit`.
 
     Each process passes its part of the global batch.
 
@@ -244,7 +246,7 @@ def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyAr
     Args:
       values: `values[0]` is for ids before the first bag, `values[1:]` are for the features.
       starts: result of `feature_starts`.
-      num_ids: number of ids. It must be static inside `jit`.
+      num_ids: number of ids. The number must be static inside `jit`.
     """
     if isinstance(starts, np.ndarray):
         return np.repeat(values, np.concatenate([starts[:1], np.diff(starts)]))
@@ -255,8 +257,8 @@ def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyAr
 def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
     """The batch with ids and offsets in range, and how many of them were changed.
 
-    The last offset becomes the number of ids. The others are clipped to `[0, number of ids]`, and
-    an offset below an earlier one is raised to the largest offset before it. An id outside its
+    The last offset becomes the number of ids. Other offsets are clipped to `[0, number of ids]`,
+    and an offset below an earlier one is raised to the largest offset before it. An id outside its
     table becomes 0, except -1, which means no id. Batches of numpy arrays and traced batches are
     accepted.
 

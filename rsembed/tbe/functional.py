@@ -234,8 +234,8 @@ def lookup(
 ) -> Float[Array, "*output"]:
     """Pooled rows, differentiable with respect to the weights of the ids.
 
-    The shape is `[bags, sum of dims]`, or `[nnz, longest dim]` without pooling. It is flat for
-    variable batch sizes.
+    The shape is `[bags, sum of dims]`, or `[nnz, longest dim]` without pooling. The output is flat
+    for variable batch sizes.
     """
     return _pooled(plan, state, batch, learning_rates(plan, state)).astype(output_dtype)
 
@@ -283,7 +283,8 @@ def row_gradients(
 def cut(gradients: RowGradients, bound: int) -> RowGradients:
     """The first `bound` rows of every group. On a mesh, all rows.
 
-    Raises: ValueError: more than `bound` rows have a gradient. Not checked inside `jit`.
+    Raises: ValueError: more than `bound` rows have a gradient. Inside `jit`, the number of rows is
+    not checked.
     """
     touched = gradients.num_touched()
     if not is_traced(touched):
@@ -470,8 +471,8 @@ def backward(
     """State after `update`, and the gradients of the ids' weights.
 
     The weight gradients are an array. For a prepared batch, they are a copy of the batch with
-    gradients in place of the weights. They are None if `wants_weight_gradients` is False or the
-    batch has no weights.
+    gradients in place of the weights. The weight gradients are None if `wants_weight_gradients` is
+    False or the batch has no weights.
     """
     gradient = _gradient(d_output, max_gradient)
     weights = list_of(batch).weights
@@ -483,8 +484,8 @@ def backward(
 
     output, pull_back = jax.vjp(weighted, weights)
     (d_weights,) = pull_back(gradient.reshape(output.shape))
-    # Adding this zero makes the update depend on `d_weights`. Otherwise XLA could schedule the
-    # update first, on a copy of the tables.
+    # Adding this zero makes the update depend on `d_weights`. Without the dependence, XLA could
+    # schedule the update first, on a copy of the tables.
     total = jnp.nan_to_num(jnp.sum(jnp.abs(d_weights)))
     stepped = update(plan, state, batch, gradient + jnp.minimum(total, 0.0), rates)
     if isinstance(batch, Call):

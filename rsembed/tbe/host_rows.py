@@ -111,9 +111,9 @@ class HostRows:
     def resumed(self, state: TBEState) -> TBEState:
         """Consistent state of device and host after an error or Ctrl-C stopped a change halfway.
 
-        The state's `resident_rows` say which rows the device has. These rows are complete, because
-        one program moves all arrays of a row. Rows that were evicted were written to the host
-        before. The list of prefetched batches is emptied.
+        The state's `resident_rows` say which rows the device has. Rows on the device are complete,
+        because one program moves all arrays of a row. Rows that were evicted were written to the
+        host before. The list of prefetched batches is emptied.
 
         Raises: RuntimeError: the state is older than the change, or belongs to another module.
         """
@@ -152,7 +152,8 @@ class HostRows:
           state: the module's state.
           batch: batch with row ids.
           keep: receives a state each time the rows of a group have moved.
-          admit: whether missing rows enter the cache. If not, they are copied to the scratch area.
+          admit: whether missing rows enter the cache. If False, missing rows are copied to the
+            scratch area.
 
         Returns: the state, and the batch with cache slots in place of the ids of cached tables.
         """
@@ -183,7 +184,7 @@ class HostRows:
     def bring_rows(
         self, state: TBEState, row_gradients: RowGradients, keep: Keep
     ) -> tuple[TBEState, RowGradients]:
-        """Copies the rows of row gradients to the device. Not for use inside `jit`.
+        """Copies the rows of row gradients to the device. Do not call `bring_rows` inside `jit`.
 
         Args:
           state: the module's state.
@@ -325,7 +326,7 @@ class HostRows:
     # Whole tables
 
     def flush(self, state: TBEState) -> None:
-        """Writes all cached rows to the host stores. They stay in the cache."""
+        """Writes all cached rows to the host stores. The rows stay in the cache."""
         for number, group in self.groups.items():
             group.flush(self._leaving(state, number))
 
@@ -334,7 +335,8 @@ class HostRows:
 
         Args:
           state: the module's state.
-          discard: whether a state of any generation is accepted. If not, its generation is checked.
+          discard: whether a state of any generation is accepted. If False, the generation of the
+            state is checked.
 
         Raises: RuntimeError: `discard` is False and the state has another generation, see `begin`.
         """

@@ -119,9 +119,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
       eps: added outside the square root. The default 1e-8 is FBGEMM's, while torch's Adagrad has
         1e-10.
       momentum: momentum of LARS_SGD.
-      weight_decay: strength of weight decay. It is decoupled for ADAM, LAMB and their partial
-        forms, and added to the gradient for LARS_SGD. For row-wise Adagrad, `weight_decay_mode`
-        decides.
+      weight_decay: strength of weight decay. Weight decay is decoupled for ADAM, LAMB and their
+        partial forms, and added to the gradient for LARS_SGD. For row-wise Adagrad,
+        `weight_decay_mode` decides.
       weight_decay_mode: kind of weight decay of row-wise Adagrad.
       eta: trust coefficient of LARS_SGD.
       beta1: decay of the first moment, for the ADAM and LAMB families.
@@ -291,7 +291,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
           offsets: see `__call__`.
           per_sample_weights: see `__call__`.
           feature_requires_grad: 1 or 0 per feature. 0 sets the gradients of the feature's
-            `per_sample_weights` to zero. Its rows are still trained.
+            `per_sample_weights` to zero. The rows of the feature are still trained.
           batch_size_per_feature_per_rank: see `__call__`.
           total_unique_indices: for OptimType.NONE, the maximum number of rows per group that
             `backward` returns. None: the number of indices.
@@ -379,7 +379,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         Args:
           indices: see `__call__`.
           offsets: see `__call__`.
-          forward_stream: ignored. It is an argument of FBGEMM.
+          forward_stream: ignored; an argument because FBGEMM has it.
           batch_size_per_feature_per_rank: see `__call__`.
 
         Raises: RuntimeError: inside `jit`, or 100 prefetched batches were not looked up yet.

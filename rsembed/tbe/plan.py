@@ -46,7 +46,7 @@ from rsembed.tbe.arguments import (
 class EmbeddingLocation(enum.IntEnum):
     """Memory that holds the rows of a table: device, host, or host with a cache on the device.
 
-    MTIA exists because FBGEMM has it. It is rejected, because JAX has no such backend.
+    MTIA exists because FBGEMM has it. MTIA is rejected, because JAX has no such backend.
     """
 
     DEVICE = 0
@@ -90,7 +90,7 @@ class TablePlan(NamedTuple):
       dim: number of columns.
       learning_rate: initial rate, or a callable without arguments or of the 0-based step.
       dtype: dtype of the stored rows.
-      near_dtype: dtype of the rows on the device. It may differ from `dtype` for rows on the host.
+      near_dtype: dtype of the rows on the device. For rows on the host, it may differ from `dtype`.
       rule: rule that steps looked-up rows. None: their gradients are returned and nothing is
         stepped.
       placement: `device`, `cached` (on the host, with a cache on the device) or `host` (each batch
@@ -171,7 +171,7 @@ class TablePlan(NamedTuple):
 
     def spec(self) -> TableSpec:
         """The table as a `TableSpec` of the core."""
-        # Initial values, rounding noise and combiner are not set here. They come from the state,
+        # Initial values, rounding noise and combiner are not set here. These come from the state,
         # from each `Step` and from `engine_of`.
         spec = TableSpec(
             name=self.name,
@@ -191,8 +191,8 @@ class GroupPlan(NamedTuple):
     """Tables of equal dim, optimizer and placement, which share one array.
 
     Args:
-      table: the first table of the group. The others differ from it only in name and size. Its name
-        is the name of the group, and of its stack in the engine.
+      table: the first table of the group. The other tables differ from it only in name and size.
+        The first table's name is the name of the group, and of its stack in the engine.
       tables: indices of all tables of the group.
       num_rows: rows of all tables.
     """
@@ -309,7 +309,7 @@ class TBEPlan:
 
     @functools.cached_property
     def contents(self) -> Fingerprint:
-        """Fingerprint of a state dict. It does not depend on placements and dtypes."""
+        """Fingerprint of a state dict. Placements and dtypes are not part of the fingerprint."""
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
     @functools.cached_property
@@ -341,7 +341,7 @@ class TBEPlan:
         Args:
           ids: ids of all features, feature after feature.
           offsets: 0, then the end of every bag.
-          weights: one per id, or None.
+          weights: one weight per id. None: ones.
           sizes: number of bags by feature and rank, for variable batch sizes. None if all features
             have equally many.
 
@@ -540,7 +540,8 @@ def make_plan(settings: Arguments) -> TBEPlan:
         f"optimizer {arguments.name_of(optimizers[0])} does not use them",
     )
     if len(set(optimizers)) == 1:
-        # Checked here with all arguments: `trained_by` leaves out unread ones before its check.
+        # The check needs all arguments. `trained_by` later checks only arguments that the optimizer
+        # reads.
         arguments.check_arguments(optimizers[0], settings)
     dtype = settings.weights_precision.dtype
     near_dtype = (settings.cache_precision or settings.weights_precision).dtype

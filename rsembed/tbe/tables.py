@@ -218,7 +218,7 @@ class TrainedTables(nnx.Module):
     def set_embedding_weights(
         self, table: int | str, weights: ArrayLike, *, allow_nonfinite: bool = False
     ) -> None:
-        """Overwrites the weights of one table. Its optimizer states do not change.
+        """Overwrites the weights of one table. The optimizer states of the table do not change.
 
         Args:
           table: index or name of the table.
@@ -372,8 +372,8 @@ class TrainedTables(nnx.Module):
         """Empties the cache.
 
         Args:
-          discard: whether the rows in the cache are dropped instead of written to the host. Their
-            training since the last write is then lost, as in FBGEMM. False by default.
+          discard: whether the rows in the cache are dropped instead of written to the host.
+            Training of such rows since the last write is lost, as in FBGEMM. False by default.
         """
         with self._alone():
             if self._host_rows is not None:

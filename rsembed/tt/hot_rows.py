@@ -65,7 +65,10 @@ class Directory(NamedTuple):
         return _slot_of(self, row_map.find(self.counted, keys_of_rows(ids)))
 
     def forget(self, first: int, last: int) -> Directory:
-        """Frees the cache slots of all ids in `[first, last)`. Their read counts stay."""
+        """Frees the cache slots of all ids in `[first, last)`.
+
+        The read counts of these ids stay.
+        """
         is_forgotten_slot = (self.ids >= first) & (self.ids < last)
         is_forgotten_id = is_forgotten_slot.at[self.places].get(mode="fill", fill_value=False)
         return self._replace(

@@ -320,7 +320,7 @@ def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
     """Entropy and factors, in ascending order, of the most even `d` factors of `n`.
 
     Among equals, the lexicographically largest factors win. If `n` has fewer than `d` prime
-    factors, the result is these primes and ones. Otherwise no factor is 1.
+    factors, the result is these primes and ones. With `d` prime factors or more, no factor is 1.
     """
     candidates = np.arange(1, math.isqrt(n) + 1)
     small = candidates[n % candidates == 0].tolist()

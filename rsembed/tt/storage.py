@@ -53,8 +53,8 @@ AllSlots = tuple[PyTree, ...]
 class TensorTrain(Storage):
     """Stores a table as tensor-train cores, in a small fraction of its bytes.
 
-    A row is computed when it is looked up. Its gradient goes to one slice of each core. The
-    optimizer of the table steps the cores and treats a slice like a row of a dense table. Every
+    A row is computed when it is looked up. The gradient of a row goes to one slice of each core.
+    The optimizer of the table steps the cores and treats a slice like a row of a dense table. Every
     step updates all slices, so an optimizer with momentum also moves slices that no id of the batch
     reads.
 
@@ -71,8 +71,9 @@ class TensorTrain(Storage):
         default: 16 per cached row.
       populate_every: number of steps between two choices of the cached rows, 100 by default. Each
         choice also halves the read counts.
-      tables: tables that share this storage. Only a collection sets it. Their cores have equal
-        slices and are concatenated along the first axis. Their row numbers are offset accordingly.
+      tables: tables that share this storage. Only a collection sets it. The cores of these tables
+        have equal slices and are concatenated along the first axis. Row numbers of the tables are
+        offset accordingly.
 
     Raises: ValueError: either both or neither of ranks and bytes are set, or the distribution is
     unknown.
