@@ -27,7 +27,8 @@ def find_notebook(name: str) -> Path:
       name: a path ending in `.ipynb`, the name of a tutorial, or its beginning (`01`) if no other
         tutorial begins with it.
 
-    Raises: ValueError: no tutorial, or more than one, begins with `name`. The message lists them.
+    Raises: ValueError: no tutorial, or more than one, begins with `name`. The message lists the
+    tutorials.
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)

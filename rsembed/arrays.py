@@ -98,7 +98,8 @@ def on_device(tree: PyTree) -> PyTree:
         return tree
     leaves, form = jax.tree.flatten(tree)
     positions = [k for k, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
-    with jax.transfer_guard_host_to_device("allow"):  # The caller asked for this transfer.
+    # The caller requested a transfer, so a transfer guard must permit it.
+    with jax.transfer_guard_host_to_device("allow"):
         copies = _returned([leaves[k] for k in positions])
     for k, copy in zip(positions, copies, strict=True):
         leaves[k] = copy

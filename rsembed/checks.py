@@ -88,7 +88,9 @@ def validated(function: Function) -> Function:
 
 
 def within(interval: str, *, default: object = dataclasses.MISSING) -> Any:
-    """A dataclass field for a number in `interval`, such as `(0, inf]`. `check_fields` checks it.
+    """A dataclass field for a number in `interval`, such as `(0, inf]`.
+
+    `check_fields` checks the number.
 
     NaN is in no interval.
     """

@@ -67,7 +67,7 @@ def check_same(actual: Fingerprint, expected: Fingerprint, *, what: str, way_out
 
     Args:
       actual: fingerprint of the state, input or file.
-      expected: fingerprint that it should have.
+      expected: fingerprint that the state, input or file should have.
       what: start of the message, such as `"the state does not belong to this collection"`.
       way_out: sentence at the end of the message that tells users what to do.
 

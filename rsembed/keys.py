@@ -167,7 +167,7 @@ def _keys_of(
     Args:
       values: strings, bytes or missing values.
       known: keys of values that were hashed before; new values are added.
-      missing: key of missing values. None: they are an error.
+      missing: key of missing values. None: missing values are an error.
       row: row of all values, for error messages. None, the default: the row follows from the
         position of the value.
       num_per_row: number of values in a row of the column, 1 by default.

@@ -29,7 +29,10 @@ class Tables(nnx.Variable):
 
 
 class Guard(nnx.Param):
-    """Parameter that no result depends on. Differentiating by it without the tables raises an error."""
+    """Parameter that no result depends on.
+
+    Differentiating by the guard without the tables raises an error.
+    """
 
 
 class Embeddings(nnx.Module):

@@ -58,7 +58,7 @@ def wrap(numbers: Array, kind: str) -> Array:
 
     Args:
       numbers: array with the dtype of the kind.
-      kind: a key of `DTYPES`. JAX's errors name it.
+      kind: a key of `DTYPES`. JAX's errors name the kind.
 
     Raises: TypeError: the numbers have another dtype.
     """

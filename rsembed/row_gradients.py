@@ -69,7 +69,8 @@ def _opaque(rows: object) -> Any:
     if rows.dtype.itemsize > 4 and not is_traced(rows):
         is_cut = np.asarray(rows) != np.asarray(numbers)
         if is_cut.any():
-            return rows  # `rows` has a number that does not fit 32 bits. `check_belong` rejects it.
+            # `rows` has a number that does not fit 32 bits. `check_belong` will reject `rows`.
+            return rows
     return _opaque_numbers(numbers)
 
 

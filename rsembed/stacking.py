@@ -2,7 +2,7 @@
 
 A plan is pure data: frozen, hashable by value (including limits) and printable. Only this module
 computes plans. The in-place functions of jax-tpu-embedding (`sparsecore.table_stacking`) attach
-them to specs. The planner makes two kinds of layout:
+plans to specs. The planner makes two kinds of layout:
 
 * for SparseCores: dims padded to multiples of 8, rows padded to multiples of `8 * num_shards`,
   interleaved over all shards and rotated;
@@ -201,7 +201,7 @@ class StackingPlan:
 
         The largest load divided by the mean is the skew: all shards wait for the busiest one. The
         skew is large if frequent ids of several tables are on one shard. Another `rotation`
-        separates them.
+        separates the frequent ids.
 
         Args:
           ids_by_feature: ids of some batches, as arrays or lists, by feature name. Missing features

@@ -123,7 +123,7 @@ class Recording:
     """Records the lookups of a loss in all layers that are trained.
 
     Args:
-      layers: names of these layers, by the `layer` argument of `look_up`.
+      layers: names of the trained layers, by the `layer` argument of `look_up`.
       taps: zeros to add to the activations of each lookup; empty while the shapes of the
         activations are unknown.
 
@@ -160,15 +160,17 @@ def look_up(
     batch: Batch,
     guard: Float[Array, ""],
 ) -> Activations:
-    """Activations of a layer that is not frozen. During a recording, taps are added to them.
+    """Activations of a layer that is not frozen.
+
+    During a recording, taps are added to the activations.
 
     Args:
       layer: key of the layer in `Recording.layers`.
       collection: the tables of the layer.
       state: state of the tables.
       batch: ids of every feature.
-      guard: parameter of the layer, which no result depends on. Differentiating by it without a
-        recording is an error.
+      guard: parameter of the layer, which no result depends on. Differentiating by the guard
+        without a recording is an error.
 
     Raises: RuntimeError: the activations are differentiated without a recording, so the tables
       would stay untrained; or a recorded loss calls the layer inside another JAX transformation, in

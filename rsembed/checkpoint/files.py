@@ -161,7 +161,7 @@ class Contents(NamedTuple):
 
         Args:
           tree: tree to save, see `save`.
-          owners: fingerprints of the states in `tree`. A load compares them.
+          owners: fingerprints of the states in `tree`. A load compares the fingerprints.
           step: number of updates done so far.
           metadata: values that JSON can hold, see `save`.
 
@@ -191,7 +191,7 @@ class Contents(NamedTuple):
     def in_memory(self) -> Contents:
         """The contents with copies of all arrays in the memory of process 0.
 
-        No later step changes these.
+        No later step changes the copies.
 
         All processes must call `in_memory`, because it gathers the arrays. Other processes get no
         arrays.
@@ -261,7 +261,7 @@ def write_folder(path: Path, contents: Contents) -> None:
 def from_first_process(number: int) -> int:
     """The number (or truth value) that process 0 passed, in every process.
 
-    All processes must call it.
+    All processes must call the function.
     """
     return int(multihost_utils.broadcast_one_to_all(np.asarray(number)))
 
@@ -391,7 +391,8 @@ def save_collection(
       collection: collection that the state belongs to.
       state: state with all parts from the same step.
       others: any pytree, such as dense parameters and their optimizer state.
-      metadata: values that JSON can hold. `manifest(path)["metadata"]["user"]` returns them.
+      metadata: values that JSON can hold. `manifest(path)["metadata"]["user"]` returns the
+        metadata.
 
     Raises:
       ValueError: the state does not belong to the collection.

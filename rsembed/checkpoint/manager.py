@@ -1,4 +1,4 @@
-"""Checkpoints of a long run: written during training, with damaged ones skipped by a restore.
+"""Checkpoints of a long run: written during training. A restore skips damaged checkpoints.
 
 ```
 save ──copy──▶ memory ──thread──▶ step_000000100/
@@ -312,7 +312,7 @@ class CheckpointManager:
         return path.exists()
 
     def _write(self, path: Path, contents: Contents) -> None:
-        """Writes a checkpoint and removes old ones. This method runs in the thread."""
+        """Writes a checkpoint and removes old checkpoints. This method runs in the thread."""
         if jax.process_index() != 0:
             return
         try:

@@ -179,7 +179,7 @@ def joined(path: Path | list[str]) -> str:
 def restored(arrays: Mapping[Path, Leaf], like: PyTree, where: object) -> PyTree:
     """Arrays of a file in the structure of `like`.
 
-    Rows of tables stay on disk, as `SavedArray`s. `with_states` reads them.
+    Rows of tables stay on disk, as `SavedArray`s. `with_states` reads the rows.
 
     Args:
       arrays: result of `files.opened`.

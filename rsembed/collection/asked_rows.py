@@ -1,4 +1,4 @@
-"""Lookups and steps of rows with owners: each device asks the owner of a row for it.
+"""Lookups and steps of rows with owners: each device requests a row from its owner.
 
 ```
 ids ──▶ keys ──[distinct, ask]──▶ storage.read ──▶ vectors ──pool──▶ activations
@@ -126,7 +126,8 @@ class AskedRows(Rows):
         def collect(state: PyTree, arrived: tuple[Request, Array]) -> tuple[PyTree, None]:
             count, all_rows, all_values = state
             rows, values, is_row = self._combined(*arrived)
-            # Each round delivers complete rows. Append them after the rows of earlier rounds.
+            # Each round delivers complete rows, which are appended after the rows of earlier
+            # rounds.
             position = count + jnp.arange(is_row.shape[0], dtype=jnp.int32)
             position = jnp.where(is_row, position, most_rows)
             all_rows, all_values = api.scatter_rows(

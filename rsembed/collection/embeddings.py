@@ -187,11 +187,12 @@ class EmbeddingCollection:
         """State after the rows of a batch were copied to the device, for tables on the host.
 
         Do not call `prefetch` inside `jit`. Call it before a compiled step, with the batch that the
-        step will read. A later prefetch of another batch may evict these rows. `state` is donated:
-        use only the returned state. Without tables on the host, `state` is returned unchanged.
+        step will read. A later prefetch of another batch may evict the batch's rows. `state` is
+        donated: use only the returned state. Without tables on the host, `state` is returned
+        unchanged.
 
         Raises: RuntimeError: the batch reads more rows than the device caches, `state` is older
-          than the rows on the host, or this is inside `jit`. `state` stays valid then.
+          than the rows on the host, or this is inside `jit`. After an error, `state` stays valid.
         """
         self.check_state(state, parts=["tables"])
         if not self._on_host:
@@ -236,7 +237,7 @@ class EmbeddingCollection:
     ) -> None:
         """Checks that a state belongs to this collection.
 
-        All methods with a state argument call it.
+        All methods with a state argument make this check.
 
         Args:
           state: the value to check.
@@ -246,7 +247,7 @@ class EmbeddingCollection:
         Raises: ValueError: tables, optimizers or the layout of rows differ (the message names the
           difference), or an array has another shape or dtype. TypeError: `state` is not an
           EmbeddingState.
-          RuntimeError: its arrays were donated, or this process was forked.
+          RuntimeError: the arrays of the state were donated, or this process was forked.
         """
         check_not_forked("the collection")
         check_type(state, EmbeddingState, "the state, which collection.init makes,")
@@ -281,8 +282,8 @@ class EmbeddingCollection:
         """Logical tables by name, as copies. On a mesh, every device gets a copy of each table.
 
         A keyed table is a dictionary of numpy arrays: `keys` in ascending order, their `values`,
-        one `slot_<name>` per slot, `last_step` and `count`. With `admission_count`, it also
-        contains `waiting_keys`, `waiting_last_step` and `waiting_count`.
+        one `slot_<name>` per slot, `last_step` and `count`. With `admission_count`, the dictionary
+        also contains `waiting_keys`, `waiting_last_step` and `waiting_count`.
         """
         self.check_state(state, parts=["tables"])
         tables: ByName = {}
@@ -316,8 +317,8 @@ class EmbeddingCollection:
     def slots(self, state: EmbeddingState) -> ByName:
         """Optimizer state of every logical table (copies), in the named tuple of its optimizer.
 
-        Keyed tables have it in the order of `tables(state)[name]["keys"]`. For other storages, see
-        their `optimizer_state`.
+        Slots of keyed tables are in the order of `tables(state)[name]["keys"]`. For other storages,
+        see their `optimizer_state`.
         """
         self.check_state(state)
         slots: ByName = {}
@@ -381,14 +382,14 @@ class EmbeddingCollection:
         Args:
           state: state to evict keys from.
           table: name of a keyed table.
-          keep: number of keys that stay, over all devices. The table's `eviction` policy ranks
-            them.
+          keep: number of keys that stay, over all devices. The table's `eviction` policy ranks the
+            keys.
           unused_for: evicts keys that were not used in training for more than this number of
             steps. Keys that wait for admission are forgotten after the same time.
           norm_below: evicts keys of rows with a smaller L2 norm.
 
         Returns: the new state, and the evicted keys with their rows and slots in the form of
-          `tables`, for a file or another store. `with_tables` restores them.
+          `tables`, for a file or another store. `with_tables` restores the keys.
 
         Raises: ValueError: all conditions are None, one is out of range, or the table is unknown or
           has no keys. RuntimeError: this is inside `jit`.
@@ -435,7 +436,7 @@ class EmbeddingCollection:
     def lookup(
         self, state: EmbeddingState, batch: Batch, *, return_statistics: bool = False
     ) -> PyTree:
-        """Activations of every feature, float32. On a mesh, they are split by sample.
+        """Activations of every feature, float32. On a mesh, activations are split by sample.
 
         Args:
           state: from `init`.

@@ -118,7 +118,10 @@ class HostStack(Stack):
         return values_by_table, slots_by_table
 
     def restored(self, tables: ByTable, slots: ByTable) -> State:
-        """Parameters and slots from the result of `saved`. Raises: ValueError: it does not fit."""
+        """Parameters and slots from the result of `saved`.
+
+        Raises: ValueError: the arrays do not fit.
+        """
         params, fresh_slots = self._fresh()
         rows_by_table = {}
         for table in self.tables:
@@ -181,7 +184,10 @@ class KeyedStack(HostStack):
         return tables, no_slots
 
     def restored(self, tables: ByTable, slots: ByTable) -> State:
-        """Parameters and slots from the result of `saved`. Raises: ValueError: it does not fit."""
+        """Parameters and slots from the result of `saved`.
+
+        Raises: ValueError: the arrays do not fit.
+        """
         del slots
         params, fresh_slots = self._fresh()
         rows_by_table = {}

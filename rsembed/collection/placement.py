@@ -311,7 +311,8 @@ class LogicalTables:
         ]
         for part, array in parts:
             if isinstance(array, SavedArray):
-                # An array of a checkpoint is still on disk. A state had it, so it needs no check.
+                # An array of a checkpoint is still on disk. The array comes from a state, so it
+                # needs no check.
                 continue
             where = f"table {table_name!r}: its {part}"
             check_finite(array, where, may_be_negative=part not in non_negative)

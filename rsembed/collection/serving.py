@@ -1,4 +1,4 @@
-"""Lookups for serving, in plain JAX: `jax.export` writes them into a file for any platform."""
+"""Lookups for serving, in plain JAX, which `jax.export` can write into a file for any platform."""
 
 from __future__ import annotations
 

@@ -38,11 +38,11 @@ WAY_OUT = "give one that makes finite numbers of the table's dtype"
 
 
 class EmbeddingState(NamedTuple):
-    """Everything that training changes. Donate it to your step.
+    """State of a collection: everything that training changes. Donate it to your step.
 
     Args:
       tables: by stack, one array `[rows, dim]`, or the parameters of the tables' storage. On a
-        mesh, rows are ordered shard after shard. `EmbeddingCollection.tables` returns them in
+        mesh, rows are ordered shard after shard. `EmbeddingCollection.tables` returns rows in
         logical order.
       slots: by stack, the optimizer state of the tables.
       step: number of updates so far.
@@ -154,7 +154,7 @@ class Stack:
         return counts_by_table
 
     def check_start(self, params: Params, slots: SlotTree) -> None:
-        """Checks an initial state. A storage may check it instead while rows are drawn.
+        """Checks an initial state. If rows are drawn later, the storage checks them then.
 
         Raises: ValueError: a custom initializer gave a number that is not finite.
         """

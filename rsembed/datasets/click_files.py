@@ -86,8 +86,8 @@ def criteo(
         (`int_0` and `cat_0` are read as well). In an archive, the log is `train.txt` or the only
         file.
       rows: number of rows to read from the beginning; None: all. A million rows take 0.3 GB.
-      missing: key of missing categories. The default -1 means no id, so they contribute nothing.
-        Any other number gives missing categories a row of the table.
+      missing: key of missing categories. The default -1 means no id, so missing categories
+        contribute nothing. Any other number gives missing categories a row of the table.
 
     Returns:
       The rows. The hexadecimal digits of a category are its key, which `rs.Hashed` tables take.

@@ -138,7 +138,8 @@ def synthetic_clicks(
       seed: fixes the true model and which ids are popular, whatever `num_samples` is.
       sample_seed: fixes the rows. To draw a test set, change only `sample_seed`.
       exponent: Zipf exponent of the ids, see `zipf_probabilities`.
-      embedding_dim: length of the true id vectors. Models with at least this dimension can fit them.
+      embedding_dim: length of the true id vectors. Models with at least this embedding dimension
+        can fit the true vectors.
 
     Raises: ValueError: a count is below 1 (`num_dense`: below 0), or see `zipf_probabilities`.
 

@@ -469,7 +469,7 @@ def _numbers(
     """User, film, stars and time in each line of a block, `[lines, 4]`.
 
     Args:
-      block: the lines. Empty ones are skipped.
+      block: the lines. Empty lines are skipped.
       form: format of the file.
       name: name of the file, for errors.
       columns: indices of the columns of user, film, stars and time.

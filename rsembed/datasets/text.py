@@ -73,7 +73,10 @@ class Published:
         return content, f"a file of your own, {file}"
 
     def _find(self, path: str | os.PathLike[str] | None, download: bool) -> Path:
-        """Path of the file: `path`, inside it, at `RSEMBED_DATA`, or in the cache."""
+        """Path of the published file.
+
+        The file is `path`, in the folder `path`, at `RSEMBED_DATA`, or in the cache.
+        """
         place = path if path is not None else os.environ.get("RSEMBED_DATA")
         if place:
             file = self._at(Path(place).expanduser())
@@ -188,7 +191,8 @@ def shakespeare(
     `download`.
 
     Args:
-      vocabulary_size: number of ids, id 0 included. A table needs this number of rows.
+      vocabulary_size: number of ids, id 0 included. A table for the words needs `vocabulary_size`
+        rows.
       source: "corpus" is the real corpus, and an error if there is no file. "generated" are 72,000
         words of short sentences from a grammar, with speakers' names and full stops: a small model
         learns to write them. "pastiche" is a short play, written by hand, with many rare words.

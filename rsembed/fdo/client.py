@@ -114,12 +114,15 @@ class FDOClient(abc.ABC):
     def publish(self) -> None:
         """Makes the statistics of this process visible to others.
 
-        All processes must call it together.
+        All processes must call it at the same time.
         """
 
     @abc.abstractmethod
     def load(self) -> SparseDenseMatmulInputStats:
-        """The statistics that all processes have published. All processes must call it together."""
+        """The statistics that all processes have published.
+
+        All processes must call it at the same time.
+        """
 
 
 class FileFDOClient(FDOClient):
@@ -349,7 +352,7 @@ def _array_of(name: str, data: bytes) -> np.ndarray:
 class CSVFileFDOClient(FileFDOClient):
     """Client that keeps statistics in CSV files in a shared folder.
 
-    Except for the file format, it equals `NPZFileFDOClient`. A line is
+    Except for the file format, `CSVFileFDOClient` equals `NPZFileFDOClient`. A line is
     `<stack>_<statistic>,<values separated by blanks>`, and each batch has a line for each
     statistic.
 

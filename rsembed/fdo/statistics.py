@@ -137,7 +137,10 @@ KINDS: dict[str, str] = {
     "required_buffer_size": "required_buffer_size_per_sc",
     "id_drop_counters": "id_drop_counters",
 }
-"""Attribute of each statistic by its name in files. Files store it as `<stack>_<name>`."""
+"""Attribute of each statistic by its name in files.
+
+In a file, a statistic is called `<stack>_<name>`.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,8 +149,8 @@ class LimitsPolicy:
     """Policy that turns observed maxima into new limits.
 
     Attributes:
-      headroom_fraction: room above the observed maximum (0.1 = 10%). Raise it if later batches
-        still exceed a limit.
+      headroom_fraction: room above the observed maximum (0.1 = 10%). Raise the fraction if later
+        batches still exceed a limit.
       monotone: whether a limit never decreases, nor goes below the limit that the specs declare.
       bucket: round limits up to multiples of 8 that grow by this factor, so that few different
         limits occur: at most 12 between 100 and 1000 with 1.25, 4 with 2.0. None: no rounding.
@@ -249,7 +252,8 @@ def _stack_limits(
         per_core = None if buffer is None else -(-buffer // num_cores)
         observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
         buffer = policy.limit(observed, per_core) * num_cores
-        # Full partitions need this many slots. A larger buffer would never be filled.
+        # `largest` is the number of slots of full partitions. A larger buffer would never be
+        # filled.
         largest = round_up(max_ids, SUBLANES) * num_cores * stack.num_shards
         if stack.num_shards and buffer > largest >= observed * num_cores:
             buffer = largest

@@ -307,7 +307,7 @@ def _pull_lookup(
 
 
 def _no_gradient(integers: Any) -> Any:
-    """Gradient of an integer array, as JAX expects it."""
+    """Gradient of an integer array, in the form that JAX expects."""
     return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
 
 

@@ -28,7 +28,10 @@ None: round to nearest. A fourth argument, `table`, has the table of each row if
 tables share one storage."""
 
 Ref: TypeAlias = Any
-"""Reference to memory of a device, as Pallas hands it to a kernel. Reading it gives an array."""
+"""Reference to memory of a device, as Pallas hands it to a kernel.
+
+Reading the reference gives an array.
+"""
 
 Index: TypeAlias = Any
 """Index into a `Ref`: the traced index of a loop iteration, or a slice of Pallas."""
@@ -310,7 +313,8 @@ class Step:
       rounding: function that rounds stepped rows to the table's dtype. None: round to nearest.
       number: index of the step, from 0, for storages that keep the step of a row's last use.
       resident_rows: if the table is a cache, the row in each cache slot, `NO_ROW` in empty slots.
-        The rows that are stepped are then cache slots. None: the table has all rows.
+        With `resident_rows`, the rows that are stepped are cache slots. None: the table has all
+        rows.
     """
 
     hyper: Hyperparameters

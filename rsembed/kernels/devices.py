@@ -141,7 +141,7 @@ def check_threads(mesh: Mesh) -> None:
 
 
 def granted_cores() -> int:
-    """Number of cores that this process may use. A container or `taskset` can limit it."""
+    """Number of cores that this process may use. A container or `taskset` can limit the number."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1

@@ -17,7 +17,10 @@ from rsembed.kernels.reference import by_bag, gather_rows
 from rsembed.places import Place
 
 ALIGNMENT = 8
-"""Partitions begin at multiples of this number. A block of row pointers has at least this size."""
+"""Partitions begin at multiples of this number.
+
+A block of row pointers has at least this number of entries.
+"""
 
 
 def rows_of_ids(
@@ -286,7 +289,7 @@ def round_places(
       queues: queues of one device.
       fit: 1 if on every device all entries for the owner fit in this round, else 0.
       cuts: for a `fit` of 0, the least entry that does not fit on some device, as the words of
-        `block_ends`. Only entries below it are sent.
+        `block_ends`. Only entries below the least one are sent.
 
     Returns: for each queue, the entries to send, with `NO_ROW` in unused slots; for each queue,
       the cursor after this round; and whether any queue has entries left.

@@ -53,7 +53,7 @@ _FUSED_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 _NUM_SLOTS = (0, 1, 1, 2)
 STEP_BLOCK = 512
 """Rows per block of a rule without a C++ kernel. A block's intermediate values fit in the cache."""
-_MAX_HYPERPARAMETERS = 4  # A rule with fewer hyperparameters passes zeros for the others.
+_MAX_HYPERPARAMETERS = 4  # A rule with fewer hyperparameters passes zeros after them.
 
 Attributes = dict[str, Any]
 """Static integers of a native call, and lists of integers, by name."""
@@ -203,7 +203,7 @@ def gather_rows(
     Args:
       arrays: arrays of any dtype. The first axis counts the rows.
       rows: row numbers.
-      missing: value of a row outside an int32 array. Other arrays read zeros there.
+      missing: value of a row outside an int32 array. For such rows, other arrays read zeros.
     """
     results = [Result((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
     return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays, missing=missing)

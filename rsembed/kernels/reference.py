@@ -193,7 +193,8 @@ def entry_gains(
     Args:
       entries: entries with their bags and combiner.
       num_rows: number of rows of the table.
-      pool: kernel that sums the weights of a bag in order. None: XLA sums them, in any order.
+      pool: kernel that sums the weights of a bag in order. None: XLA sums the weights, in any
+        order.
     """
     num_entries = entries.rows.shape[0]
     is_listed = (entries.rows >= 0) & (entries.rows < num_rows)
@@ -643,8 +644,9 @@ def round_with_noise(
 ) -> Float[Array, "*shape"]:
     """Each value rounded to one of its two neighbours in `dtype`, at random and unbiased.
 
-    Noise is added to the bits that `dtype` drops. If it carries, the value is rounded up, else
-    down. Infinities, NaN and values above the largest number of `dtype` are rounded to nearest.
+    Noise is added to the bits that `dtype` drops. If the addition carries, the value is rounded up,
+    else down. Infinities, NaN and values above the largest number of `dtype` are rounded to
+    nearest.
 
     Args:
       values: float32.

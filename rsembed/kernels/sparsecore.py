@@ -52,7 +52,7 @@ SUBLANES = 8
 MAX_CHUNK_ROWS = 64
 """Maximum number of rows in a chunk; a multiple of `SUBLANES`."""
 TILE_BYTES = 160 * 1024
-"""Maximum size of a tile's buffers. All chips have more memory than this."""
+"""Maximum size of a tile's buffers. Every chip has more memory per tile."""
 NO_ID = -1
 """Row id of padding. Copies skip rows with this id."""
 
@@ -73,8 +73,8 @@ def unavailable_because() -> str | None:
 def row_layout(sharding: Sharding) -> Any:
     """Memory layout of tables and slots `[rows, dim]` that tiles read without a copy of the table.
 
-    Pass it to `jax.jit` in `in_shardings` and `out_shardings`. On devices other than TPUs it is the
-    row-major layout.
+    Pass the layout to `jax.jit` in `in_shardings` and `out_shardings`. On devices other than TPUs,
+    the result is the row-major layout.
 
     Example:
       >>> import jax, jax.numpy as jnp

@@ -183,7 +183,7 @@ class OptimizerSpec(abc.ABC):
 
         Args:
           rows: rows of the table in float32, each at most once.
-          slots: slots of these rows.
+          slots: slots of `rows`.
           gradients: gradient of each row, summed over the samples that read it.
           hyper: result of `get_hyperparameters`.
         """

@@ -51,7 +51,7 @@ class LearningRateMode(enum.IntEnum):
 class GradSumDecay(enum.IntEnum):
     """Whether COUNTER decays the gradient sum.
 
-    CTR_DECAY is rejected: in FBGEMM it has no effect.
+    CTR_DECAY is rejected: in FBGEMM this value has no effect.
     """
 
     NO_DECAY = -1
@@ -87,7 +87,7 @@ class CounterBasedRegularizationDefinition:
       grad_sum_decay: NO_DECAY, the only supported value.
       tail_id_threshold: counter above which a row does not belong to the tail.
       max_counter_update_freq: number of steps between two updates of the largest counter. With 0 or
-        less, it is never updated.
+        less, the largest counter is never updated.
     """
 
     counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
@@ -272,8 +272,8 @@ def global_decay_factor(
     missed = jnp.maximum(t - prev_iter - 1, 0).astype(jnp.float32)
     rate = jnp.asarray(learning_rate, jnp.float32) * weight_decay
     # In float32, `1 - rate` is 1 if `rate` is below 6e-8, and its power would be 1 for any number
-    # of missed steps. The logarithm is exact for small rates. For rates of 1 or more, it does not
-    # exist.
+    # of missed steps. The logarithm is exact for small rates. For rates of 1 or more, the logarithm
+    # does not exist.
     by_logarithm = jnp.exp(missed * jnp.log1p(-jnp.minimum(rate, 0.5)))
     factor = jnp.where(rate < 0.5, by_logarithm, jnp.power(1.0 - rate, missed))
     is_decayed = (t >= config.start_iter) & (weight_decay > 0) & (prev_iter > 0)

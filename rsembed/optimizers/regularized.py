@@ -201,7 +201,8 @@ class DecayedAdagrad(CompactOptimizerSpec):
       epsilon: added to the root.
       weight_decay: strength of decay.
       weight_decay_mode: NONE, L2, DECOUPLE or DECOUPLE_GLOBAL.
-      max_norm: largest row norm. Longer rows are scaled down to it, in float32. 0 means no bound.
+      max_norm: largest row norm. Longer rows are scaled down to this norm, in float32. 0 means no
+        bound.
       global_weight_decay: settings of DECOUPLE_GLOBAL, None for the other modes.
       is_per_row: whether there is one accumulator per row. False: one per entry (plain Adagrad).
 
@@ -324,7 +325,7 @@ class CounterAdagrad(_CountingAdagrad):
 
     Args:
       epsilon: added to the root.
-      weight_decay: strength of decay. `counter_weight_decay_mode` NONE ignores it.
+      weight_decay: strength of decay. With `counter_weight_decay_mode` NONE, it has no effect.
       regularization: settings of the counters, the decay and the learning rates.
       max_counter: largest counter of all tables plus 1, or a callable that returns it. Some
         learning rates and a relative tail threshold depend on it. Table-batched modules update the
@@ -432,7 +433,7 @@ class CowClipAdagrad(_CountingAdagrad):
 
     Args:
       epsilon: added to the root.
-      weight_decay: strength of decay. `counter_weight_decay_mode` NONE ignores it.
+      weight_decay: strength of decay. With `counter_weight_decay_mode` NONE, it has no effect.
       regularization: settings of the clipping and the decay. The defaults are those of the CowClip
         paper.
 

@@ -81,7 +81,7 @@ def init(
         long compilations or slow storage block the machine.
       initialization_timeout_seconds: time to wait for the other processes. After this time, JAX
         aborts this process. A warning before that says which run the process waited for.
-      shutdown_timeout_seconds: time that a finished process waits for the others.
+      shutdown_timeout_seconds: time that a finished process waits for the other processes.
 
     Raises:
       ValueError: only some of address, number of processes and process index are known, a number is
@@ -216,7 +216,8 @@ def preempted(step: int) -> bool:
     step.
 
     Args:
-      step: index of the step. Every process calls this once per step, with increasing numbers.
+      step: index of the step. Every process calls `preempted` once per step, with increasing
+        numbers.
 
     Raises: RuntimeError: `init(preemption=True)` was not called.
     """
@@ -288,7 +289,7 @@ def launch(
 
     Output lines start with the index of their process. If a process fails, the others are killed,
     because they would wait for it, and standard error says which one failed, how, and what to do.
-    Ctrl-C and SIGTERM are passed to the processes. A second Ctrl-C kills them.
+    Ctrl-C and SIGTERM are passed to the processes. A second Ctrl-C kills the processes.
 
     Args:
       script: path of a Python file that calls `rsembed.parallel.init()`.

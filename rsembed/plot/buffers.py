@@ -173,7 +173,8 @@ def limit_costs(
 ) -> tuple[float, int]:
     """Fraction of the entries that a limit drops, and bytes of the input buffers of all cores.
 
-    The buffers are large enough for full partitions. A suggested buffer size may make them smaller.
+    The buffers are large enough for full partitions. A suggested buffer size may make the buffers
+    smaller.
 
     Args:
       entries: entries of each partition, as `partition_entries` returns them.

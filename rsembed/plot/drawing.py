@@ -41,7 +41,7 @@ def axes_or_new(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) 
 
 
 def with_defaults(options: dict[str, Any], **defaults: object) -> dict[str, Any]:
-    """Keyword arguments for an artist: the caller's `options`, and defaults for the others."""
+    """Keyword arguments for an artist: the caller's `options`, and defaults for missing options."""
     return defaults | options
 
 

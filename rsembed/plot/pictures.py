@@ -232,7 +232,7 @@ def plot_limits(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots what each batch needs, and the limit. Crosses mark batches that exceed it.
+    """Plots what each batch needs, and the limit. Crosses mark batches that exceed the limit.
 
     A batch that exceeds its limit loses ids, or raises an error.
 
@@ -383,7 +383,7 @@ def lookup_work(
 
     Args:
       num_ids: number of ids, duplicates included.
-      num_distinct_rows: number of distinct rows among them.
+      num_distinct_rows: number of distinct rows among the ids.
       num_bags: number of pooled outputs.
       dim: numbers in a row.
       value_bytes: bytes of a number in the table.
@@ -404,7 +404,7 @@ def roof(
 ) -> Any:
     """The most operations per second that a machine reaches at an arithmetic intensity.
 
-    Either memory or arithmetic limits it.
+    Either memory or arithmetic limits the speed.
 
     Args:
       intensity: operations per byte of memory, as a number or an array.

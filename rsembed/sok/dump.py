@@ -76,7 +76,8 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
     Args:
       path: a folder that does not exist yet.
       variables: `EmbeddingVariable`s, or a model that has some.
-      optimizer: ignored. SOK's function needs it, but here the tables have the optimizer state.
+      optimizer: ignored. SOK's function needs the optimizer, but here the tables have the optimizer
+        state.
 
     Raises:
       ValueError: `variables` contains no embedding variable, or two with the same name.
@@ -110,7 +111,7 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
     Args:
       path: folder of the dump.
       variables: as for `dump`. Keys that are not in the dump become new keys.
-      optimizer: ignored. SOK's function needs it.
+      optimizer: ignored. SOK's function needs the optimizer.
 
     Raises:
       ValueError: the dump has other tables, or a table has another dim or optimizer, a dtype that

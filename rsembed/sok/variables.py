@@ -211,9 +211,9 @@ class EmbeddingVariable(nnx.Variable):
           option: selects the keys to evict. If `option` and `keep` are None, the `evict_option` of
             the table is used.
           keep: number of keys on all devices that are not evicted. The policy `eviction` of the
-            table chooses them.
+            table chooses these keys.
 
-        Returns: the evicted rows in the form of `export_rows`. `assign_rows` restores them.
+        Returns: the evicted rows in the form of `export_rows`. `assign_rows` restores these rows.
 
         Raises:
           ValueError: `option` and the table's option are both None, or `keep` is negative.
@@ -427,7 +427,7 @@ def embedding_variable(
         hash_options.append("evict_option")
     when_full = policies.get("when_full", "error") if use_hashtable else None
     if when_full == "grow":
-        # The storage itself cannot grow. The variable replaces it by a larger one.
+        # The storage itself cannot grow. The variable replaces its storage by a larger one.
         policies["when_full"] = "error"
     key_dtype = dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")
     storage: Hashed | RowNumbers = Hashed(key_dtype=key_dtype, **policies)

@@ -36,7 +36,7 @@ def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
     `keras_rs.layers.DistributedEmbedding`, and call it before these libraries are imported. To run
     a script unchanged, use `python -m rsembed.sparsecore SCRIPT`.
 
-    Returns: a context that removes the modules at its end. Without `with`, they stay.
+    Returns: a context that removes the modules at its end. Without `with`, the modules stay.
 
     Raises: RuntimeError: jax-tpu-embedding itself was imported before.
 

@@ -246,7 +246,9 @@ def sparse_dense_matmul(
     use_activation_unstack_primitive: bool = False,
     axis_name: AxisName | None = None,
 ) -> PyTree:
-    """Activations of this device's samples. With several devices, call it inside `jax.shard_map`.
+    """Activations of this device's samples.
+
+    With several devices, call `sparse_dense_matmul` inside `jax.shard_map`.
 
     Args:
       preprocessed_inputs: this device's part of the batch.
@@ -257,7 +259,7 @@ def sparse_dense_matmul(
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
       enable_minibatching: the same value as for preprocessing.
       perform_unstacking: if False, the result is `{stack: activations}` in the layout of the stack.
-      use_activation_unstack_primitive: ignored; only the TPU library uses it.
+      use_activation_unstack_primitive: ignored; only the TPU library uses the option.
       axis_name: mesh axes that shard the tables, outermost first. None: the axes that together have
         `global_device_count` devices.
 
@@ -316,8 +318,8 @@ def sparse_dense_matmul_grad(
       embedding_variables: this device's part of the variables, by stack. A plain tuple of a table
         and its slots is accepted as well.
       feature_specs: placed specs.
-      global_device_count: number of devices that share the tables. None: it follows from the size
-        of the gradients.
+      global_device_count: number of devices that share the tables. None: the number follows from
+        the size of the gradients.
       sharding_strategy: "MOD", the only strategy.
       label: ignored; the TPU library uses it as the name of a program.
       step: index of the step, from 0, for optimizers and learning rates that depend on it. None:
@@ -325,7 +327,7 @@ def sparse_dense_matmul_grad(
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
       enable_minibatching: the same value as for preprocessing.
       perform_stacking: if False, gradients are expected in the layout of the stack.
-      use_gradient_stacking_primitive: ignored; only the TPU library uses it.
+      use_gradient_stacking_primitive: ignored; only the TPU library uses the option.
       embedding_var_limits: `{stack: (minimum or None, maximum or None)}` for every stack, to which
         updated rows are clipped. None: no clipping.
       axis_name: see `sparse_dense_matmul`.
@@ -386,7 +388,7 @@ def unstack_embedding_activations(
       feature_specs: placed specs.
       global_device_count: number of devices that share the tables.
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
-      use_activation_unstack_primitive: ignored; only the TPU library uses it.
+      use_activation_unstack_primitive: ignored; only the TPU library uses the option.
 
     Raises: ValueError: the activations of a stack are missing, or have another shape.
     """

@@ -118,7 +118,7 @@ def num_threads() -> int:
 
 
 def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
-    """Input buffers of all stacks. Without the C++ library, `partitioner` computes them.
+    """Input buffers of all stacks. Without the C++ library, `partitioner` computes the buffers.
 
     Raises:
       ValueError: an id is out of range, a weight is not finite, a limit is exceeded, a buffer is
@@ -205,7 +205,7 @@ class _StackTask:
             *(len(readers), num_cores, num_shards, layout.samples_per_core),
             *(layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition),
             *(size // num_cores, pointers),
-            *(None, None, None, None),  # `place_buffers` sets these.
+            *(None, None, None, None),  # `place_buffers` sets the addresses of the buffers.
             *(address, address + 8 * num_partitions, address + 16 * num_partitions),
             _GAIN_RULES[layout.spec.combiner],
         )

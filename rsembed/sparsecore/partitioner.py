@@ -273,7 +273,8 @@ def lay_out(
       layout: layout of the stack.
       batch_entries: entries in the partitions of the whole batch, for the statistics.
       entries: the same entries in the order of the buffers.
-      num_minibatches: number of minibatches. All cores of a device then share one buffer. None, the
+      num_minibatches: number of minibatches. With minibatches, all cores of a device share one
+        buffer. None, the
         default: each core has a part of the buffer, and there are no minibatches.
 
     Raises: ValueError: a limit is exceeded or the buffer is too small, and ids may not be dropped.
@@ -471,8 +472,8 @@ def partition_stacks_in_minibatches(
     Args:
       batch: the stacks and their ids.
       any_process: function `(question, flags) -> flags` that returns the elementwise "or" of the
-        flags of all processes. Question 0: is the batch too large? Question 1: at which nodes is it
-        split?
+        flags of all processes. Question 0: is the batch too large? Question 1: at which nodes is
+        the batch split?
     """
     layouts = batch.layouts
     merged = {name: batch.merged_entries(name) for name in layouts}

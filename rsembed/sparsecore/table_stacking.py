@@ -556,7 +556,7 @@ def unstack_and_unshard_stacked_tables(
     return result
 
 
-# Programs for jax-tpu-embedding call these two by their private names.
+# Programs for jax-tpu-embedding call `round_up` and `split_by_memory` by private names.
 _next_largest_multiple = round_up
 _split_groups_by_memory_limit = split_by_memory
 

@@ -276,7 +276,7 @@ def whole_table(values: TableRows, table: TableSpec) -> TableRows:
     return as_dtype(on_host(values), table.dtype, f"table {table.name!r}", "values")
 
 
-# `init` fills tables block by block. Besides the table, it needs memory for one block only.
+# `init` fills tables block by block. Besides the table, `init` needs memory for one block only.
 INIT_BLOCK_VALUES = 1 << 18
 
 

@@ -43,8 +43,8 @@ def kept(
     """Result of a program that donates its operands, after `keep` has received it.
 
     Without this function, Ctrl-C could raise KeyboardInterrupt after the program has run and before
-    its result is assigned. The donated arrays would then be lost. Ctrl-C is delayed until the
-    program is done, including its compilation.
+    its result is assigned. In that case, the donated arrays would be lost. Ctrl-C is delayed until
+    the program is done, including its compilation.
 
     Args:
       keep: function that stores the result.

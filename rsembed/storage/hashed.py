@@ -176,8 +176,8 @@ class Hashed(DynamicRows):
         often used ("lfu"). If several are equal, the smallest key is evicted, and negative keys
         come before positive keys. Keys of the current batch are never evicted.
       admission_count: a key gets a row in the first training batch after which it has occurred more
-        often than this. Before that, it reads zeros and is not trained. 0, the default, admits
-        every key at once.
+        often than this. Until it has a row, the key reads zeros and is not trained. 0, the default,
+        admits every key at once.
       admission_capacity: maximum number of keys on a device that wait for admission. None, the
         default: the number of rows on the device.
       admission_probability: probability that an occurrence in training gives a row to a key without
@@ -315,7 +315,8 @@ class Hashed(DynamicRows):
 
         Args:
           params: the table before the step.
-          strangers: new keys (keys without a row), which may repeat. All others are padding.
+          strangers: new keys (keys without a row), which may repeat. Keys with a row are replaced
+            by padding.
           occurrences: number of times that each key occurred in the batch.
           number: index of the step.
         """
@@ -341,7 +342,9 @@ class Hashed(DynamicRows):
         number: Array,
         arrival: Int[Array, " nnz"] | None,
     ) -> Bool[Array, " nnz"]:
-        """Mask of the new keys that will get a row in step `number`. `find` serves the first ones.
+        """Mask of the new keys that will get a row in step `number`.
+
+        If rows are scarce, the first new keys get rows.
 
         Args:
           params: the table before the step.
@@ -412,7 +415,8 @@ class Hashed(DynamicRows):
         Args:
           params: the table before the step.
           slots: slots of the table.
-          strangers: new keys (keys without a row), which may repeat. All others are padding.
+          strangers: new keys (keys without a row), which may repeat. Keys with a row are replaced
+            by padding.
           table: spec of the table.
           number: index of the step.
           occurrences: number of times that each key occurred in the batch.
@@ -452,7 +456,7 @@ class Hashed(DynamicRows):
     ) -> tuple[RowMap, Bool[Array, " nnz"], Int[Array, " tables"]]:
         """The list of waiting keys after step `number`.
 
-        Keys that got a row leave the list. All other new keys enter it.
+        Keys that got a row leave the list. All other new keys enter the list.
 
         Args:
           waiting: the list before the step.
@@ -537,7 +541,8 @@ class Hashed(DynamicRows):
                 )
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        if type(self) is not Hashed:  # A subclass may behave differently, so it is never shared.
+        # A subclass of `Hashed` may behave differently, so it is never shared.
+        if type(self) is not Hashed:
             return None
         return self, keyed_form(table.initializer, table.embedding_dim)
 

@@ -309,10 +309,10 @@ def import_rows(
     Args:
       params: rows of all shards.
       slots: slots of all shards.
-      exported: result of `DynamicRows.rows`, or part of it. Values and slots may be `SavedArray`s.
-        Only `keys` and `values` are required. Missing slots start at their initial values. A
-        missing `last_step` or `count` is 0. If the table admits every key at once, waiting keys are
-        dropped, with a warning.
+      exported: result of `DynamicRows.rows`, or some of its arrays. Values and slots may be
+        `SavedArray`s. Only `keys` and `values` are required. Missing slots start at their initial
+        values. A missing `last_step` or `count` is 0. If the table admits every key at once,
+        waiting keys are dropped, with a warning.
       table: spec of the table.
       num_shards: number of shards.
 
@@ -417,8 +417,8 @@ def _written(
             array[block_positions] = rows
             continue
         shard, row = np.divmod(block_positions, array.shape[0] // num_shards)
-        # Blocks are padded to few sizes, so that few programs are compiled. Shards of padding are
-        # out of range, which drops it.
+        # Blocks are padded to few sizes, so that few programs are compiled. Shard indices of
+        # padding are out of range, so padding is not written.
         num_rows = block_positions.size
         padding = (0, padded_size(max(num_rows, 1)) - num_rows)
         shard = np.pad(shard, padding, constant_values=num_shards).astype(np.int32)

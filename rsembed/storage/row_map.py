@@ -150,7 +150,7 @@ class RowMap(NamedTuple):
       last_step: last step that used the row. `FREE` if the row has no key.
       counts: number of occurrences of the row's key in training, at most `MAX_COUNT`.
       free: stack of free rows, one for each table. The first `num_free` entries of a stack are free
-        rows, and the last of these is assigned next. Entries after them are undefined.
+        rows, and the last of these is assigned next. Entries after the free rows are undefined.
       num_free: number of free rows of each table.
       signature: number computed from all pairs of key and row, for each table. Maps with equal
         pairs have equal signatures.

@@ -248,7 +248,10 @@ class SetAssociativeCache:
         return locations
 
     def resident(self) -> tuple[Int64[np.ndarray, " resident"], Int64[np.ndarray, " resident"]]:
-        """All resident ids and their slots, in the order of slots. A flush writes them back."""
+        """All resident ids and their slots, in the order of slots.
+
+        A flush writes all resident rows back to the host.
+        """
         slots = np.flatnonzero(self.tags >= 0)
         return self.tags[slots], slots
 
@@ -399,7 +402,7 @@ class CachedRows:
         """The device row of each row of a batch, and the moves for it.
 
         Rows without a slot get a device row in the scratch area, after the slots. A prefetch
-        assigns no row to them.
+        assigns no row of the scratch area.
 
         Args:
           rows: table row of each id of the batch, see `BatchPlaces`.

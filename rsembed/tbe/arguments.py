@@ -134,7 +134,7 @@ class TBEStatsReporterConfig:
 
     Args:
       interval: a report is made every `interval` steps.
-      report: receives the step and the figures. None: the logger `rsembed` gets them.
+      report: receives the step and the figures. None: the logger `rsembed` gets the figures.
     """
 
     interval: int = within("[1, inf)")

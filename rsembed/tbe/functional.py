@@ -1,7 +1,7 @@
 """Table-batched lookup and training as pure functions of a plan and a state.
 
-`TableBatchedEmbeddingBags` calls them. Every function can be traced, and states may be donated. Ids
-of cached tables are cache slots here, except in `row_gradients`.
+`TableBatchedEmbeddingBags` calls the functions of this file. Every function can be traced, and
+states may be donated. Ids of cached tables are cache slots here, except in `row_gradients`.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class TBEState(NamedTuple):
 
     Args:
       weights: rows of the group's tables, or the rows in its cache.
-      slots: optimizer state of these rows. ENSEMBLE_ROWWISE_ADAGRAD appends its slow copy of the
-        tables.
+      slots: optimizer state of the rows in `weights`. ENSEMBLE_ROWWISE_ADAGRAD appends its slow
+        copy of the tables.
       resident_rows: for each slot of the group's cache, the row of the group in it, or `NO_ROW` if
         it is empty. None if there is no cache.
       step: number of updates so far.

@@ -4,7 +4,7 @@ Row ids are translated to cache slots before the kernels get them, so the kernel
 bits as on a whole table.
 
 A row of a batch that gets no cache slot is copied to the scratch area, which follows the cache
-slots in the device arrays. An update writes it back to the host.
+slots in the device arrays. An update writes such a row back to the host.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ class HostRows:
         self.generation.advance(self.generation.number)
 
     def end(self) -> None:
-        """Ends a change. Call it after the module has stored its new state."""
+        """Ends a change. To be called after the module has stored its new state."""
         self.begun = None
         self._steps = False
 
@@ -263,7 +263,7 @@ class HostRows:
     def _take_prefetched(self, ids: np.ndarray) -> bool:
         """Whether the batch was prefetched.
 
-        Removes it from the list and unlocks its cache slots.
+        A prefetched batch is removed from the list, and its cache slots are unlocked.
         """
         for number, (prefetched, locked) in enumerate(self.prefetched):
             if np.array_equal(prefetched, ids):

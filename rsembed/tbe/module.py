@@ -85,7 +85,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         `device`, whatever their compute device. MANAGED_CACHING keeps rows and states on the host,
         with one device cache for each group of tables with equal dim and optimizer. Training gives
         the same bits as without the cache. On accelerators, MANAGED and HOST keep rows on the host,
-        and each batch copies its rows to the device and back. On CPUs, they mean DEVICE.
+        and each batch copies its rows to the device and back. On CPUs, MANAGED and HOST mean
+        DEVICE.
       feature_table_map: index of the table of every feature, in any order. By default one feature
         per table.
       cache_algorithm: eviction policy of caches, LRU by default.
@@ -261,8 +262,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
           per_sample_weights: factor of every looked-up row, `[ids]`. `jax.grad` can differentiate
             it. None: ones.
           feature_requires_grad: not used here, see `vjp`.
-          batch_size_per_feature_per_rank: `[feature][rank]` number of bags, if it differs between
-            features.
+          batch_size_per_feature_per_rank: `[feature][rank]` number of bags, if features have
+            different numbers.
           total_unique_indices: not used here, see `vjp`.
 
         Returns: `[B, sum of dims]`, with the features side by side. For PoolingMode.NONE
@@ -374,7 +375,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         forward_stream: object = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Copies rows of a later batch into the cache. Other batches may be looked up before it.
+        """Copies rows of a later batch into the cache.
+
+        Other batches may be looked up before the prefetched batch.
 
         Args:
           indices: see `__call__`.
@@ -409,8 +412,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         `bounds_check_warning` gets the number of ids and offsets that were corrected.
         """
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
-        # Inside a transformation, a module that is not an argument cannot be written to. The count
-        # is lost then.
+        # Inside a transformation, a module that is not an argument cannot be written to. In this
+        # case, the count is lost.
         with contextlib.suppress(TraceContextError):
             if mistake and not self._has_warned:
                 message = (
@@ -554,7 +557,7 @@ class TablesBackward:
     def row_gradients(self, d_output: ArrayLike) -> RowGradients:
         """The summed gradient of every looked-up row. Steps nothing.
 
-        Clip, accumulate and `apply` them later.
+        Clip or accumulate the result, and `apply` it later.
 
         Args:
           d_output: gradient of the output of `vjp`, with its shape.

@@ -90,7 +90,8 @@ class TablePlan(NamedTuple):
       dim: number of columns.
       learning_rate: initial rate, or a callable without arguments or of the 0-based step.
       dtype: dtype of the stored rows.
-      near_dtype: dtype of the rows on the device. For rows on the host, it may differ from `dtype`.
+      near_dtype: dtype of the rows on the device. For rows on the host, `near_dtype` may differ
+        from `dtype`.
       rule: rule that steps looked-up rows. None: their gradients are returned and nothing is
         stepped.
       placement: `device`, `cached` (on the host, with a cache on the device) or `host` (each batch
@@ -496,7 +497,7 @@ def make_plan(settings: Arguments) -> TBEPlan:
 
     Raises:
       ValueError: the declaration of a table or feature is impossible, or arguments contradict each
-        other. The message names them and says why.
+        other. The message names the table, feature or arguments, and says why.
       NotImplementedError: an optimizer or pooling mode does not work with the placement of a table,
         or an optimizer belongs to another package.
     """

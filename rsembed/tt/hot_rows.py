@@ -311,7 +311,7 @@ def _most_read(directory: Directory, capacity: int) -> Bool[Array, " counted"]:
     reads = jnp.minimum(directory.counted.counts, MAX_READS).astype(jnp.uint32)
     was_cached = (directory.places != NO_ROW).astype(jnp.uint32)
     worth = 2 * reads + was_cached
-    # `least` picks the smallest values, so it gets the complement.
+    # `least` chooses the smallest values, so its argument is the complement of the worth.
     return row_map.least(directory.counted, ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
 
 

@@ -71,9 +71,9 @@ class TensorTrain(Storage):
         default: 16 per cached row.
       populate_every: number of steps between two choices of the cached rows, 100 by default. Each
         choice also halves the read counts.
-      tables: tables that share this storage. Only a collection sets it. The cores of these tables
-        have equal slices and are concatenated along the first axis. Row numbers of the tables are
-        offset accordingly.
+      tables: tables that share this storage. Only a collection sets this field. The cores of these
+        tables have equal slices and are concatenated along the first axis. Row numbers of the
+        tables are offset accordingly.
 
     Raises: ValueError: either both or neither of ranks and bytes are set, or the distribution is
     unknown.
@@ -244,8 +244,8 @@ class TensorTrain(Storage):
         """Random cores with their initial slots, and an empty cache.
 
         Args:
-          keys: one random key per table that shares the storage.
-          table: any of these tables.
+          keys: one random key for each table that shares the storage.
+          table: spec of any table that shares the storage.
           weight_dist: distribution of all tables. None: the distribution of each table's storage.
         """
         tables = self.tables_of(table)
@@ -411,8 +411,8 @@ class TensorTrain(Storage):
           gradients: the lookup and the gradients of its outputs.
           table: the table.
           step: number and hyperparameters of the step.
-          d_cores: gradients of the cores, if the caller has them already. Default: `step` computes
-            them.
+          d_cores: gradients of the cores, if the caller has computed them already. Default: `step`
+            computes the gradients.
         """
         if d_cores is None:
             d_cores = self.gradients(params, gradients, table)

@@ -42,12 +42,13 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
       sharding_axis: mesh axis (or axes) that shards tables and batch. Tables and batch are
         replicated along the other axes of the mesh.
-      mesh: the mesh. None: a mesh with all devices on one axis. The attribute has that mesh then.
+      mesh: the mesh. None: a mesh with all devices on one axis. The attribute `mesh` has that mesh
+        afterwards.
       table_sharding_strategy: "MOD", the only strategy.
       enable_minibatching: whether batches that exceed a limit are split, instead of being an
         error. False by default.
       num_sc_per_device: cores per device. None (or -1): the number that the specs were placed for.
-        The attribute has that number then.
+        The attribute has that number afterwards.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -84,9 +85,9 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
-          step: index, from 0, of the step that follows this lookup. The counter continues from it.
-            None, the default: the value of the counter. The layer of jax-tpu-embedding always uses
-            step 0, and so the bias correction of Adam's first step.
+          step: index, from 0, of the step that follows this lookup. The counter continues from
+            `step`. None, the default: the value of the counter. The layer of jax-tpu-embedding
+            always uses step 0, and so the bias correction of Adam's first step.
         """
         tables = self._tables()
         # One entry of a partition spec may be several mesh axes.

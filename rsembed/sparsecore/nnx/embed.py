@@ -45,8 +45,8 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
     """Layer that looks up all features, and updates the tables in the backward pass.
 
     For this layer, `nnx.grad` returns the UPDATED tables, slots and step counter, after one
-    optimizer step. `PartitionedOptimizer` writes them into the model. A loss may call the layer
-    only once: with two calls, autodiff would add the two updated tables.
+    optimizer step. `PartitionedOptimizer` writes these values into the model. A loss may call the
+    layer only once: with two calls, autodiff would add the two updated tables.
 
     The variable `step` counts the steps; `step_number` reads it. The counter stays exact if all
     parameters are cast to a 16-bit dtype.
@@ -61,7 +61,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         error. False by default.
       table_sharding_strategy: "MOD", the only strategy.
       num_sc_per_device: cores per device. None: the number that the specs were placed for. The
-        attribute has that number then.
+        attribute has that number afterwards.
     """
 
     @validated
@@ -100,9 +100,9 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
-          step: index, from 0, of the step that follows this lookup. The counter continues from it.
-            None, the default: the value of the counter. Do not pass 0 in every call: Adam would
-            always use the bias correction of the first step.
+          step: index, from 0, of the step that follows this lookup. The counter continues from
+            `step`. None, the default: the value of the counter. Do not pass 0 in every call: Adam
+            would always use the bias correction of the first step.
         """
         counter = counter_at(self.step.get_value(), step)
         return self._tables().train(
