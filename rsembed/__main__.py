@@ -21,7 +21,7 @@ _FAILED_LINE = re.compile(r"^-+>\s*\d+(.*)$", re.MULTILINE)
 
 
 def find_notebook(name: str) -> Path:
-    """The path of a notebook.
+    """Path of the notebook that a user names.
 
     Args:
       name: a path ending in `.ipynb`, the name of a tutorial, or its beginning (`01`) if no other
@@ -279,7 +279,7 @@ def doctor() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs one command.
+    """Runs one command of the command line.
 
     Returns: the exit status: 0, 1 if a notebook failed, 2 if the arguments are wrong.
     """

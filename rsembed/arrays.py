@@ -30,7 +30,9 @@ def numpy_or_jax(tree: PyTree) -> Any:
 
 
 def foreign_to_numpy(value: object) -> Any:
-    """`value` as a numpy array if it has `__array__`, as a tensor has. Other values are unchanged.
+    """`value` as a numpy array if it has `__array__`, as a tensor has.
+
+    Other values are returned unchanged.
 
     JAX and numpy arrays are returned unchanged.
     """

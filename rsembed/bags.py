@@ -39,7 +39,7 @@ An id of -1 contributes nothing and is not an error.
 """
 
 
-@no_type_check  # JAX fills pytrees with placeholders.
+@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bags:
@@ -148,7 +148,9 @@ class Bags:
 
     @staticmethod
     def from_dense(ids: Ids, weights: Any = None) -> Bags:
-        """Bags from an array `[bags]` or `[bags, ids per bag]`. This works inside `jit` as well.
+        """Bags from an array `[bags]` or `[bags, ids per bag]`.
+
+        The method works inside `jit` as well.
 
         Args:
           ids: array of integers or `Keys`. -1 means no id.
@@ -375,7 +377,10 @@ def as_bags(value: object, *, feature: str) -> Bags:
 
 
 def _bags_of(value: Any) -> Bags:
-    """Bags from any accepted form of input, see `as_bags`. Errors do not name the feature."""
+    """Bags from any accepted form of input, see `as_bags`.
+
+    Error messages do not name the feature.
+    """
     if isinstance(value, Bags):
         _check_arrays(value)
         return value
@@ -462,7 +467,7 @@ def _check_arrays(bags: Bags) -> None:
 
 
 def narrow_ids(ids: Ids) -> Ids:
-    """Ids as int32. `Keys` are unchanged.
+    """Ids as int32. `Keys` are returned unchanged.
 
     An id that does not fit int32 becomes a number outside every table, never another valid id.
     """

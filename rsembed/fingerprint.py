@@ -36,7 +36,7 @@ class Fingerprint:
     """Facts about an array or a state, compared and hashed by value.
 
     Args:
-      text: the facts as a canonical JSON string. Use `Fingerprint.of` to make one.
+      text: the facts as a canonical JSON string. Use `Fingerprint.of` to make a fingerprint.
 
     Example:
       >>> Fingerprint.of({"tables": {"word": {"rows": 10}}, "shards": 4}).text

@@ -64,7 +64,7 @@ class Embeddings(nn.Module):
         return taps.look_up("/".join(self.path), self.collection, state, batch, guard)
 
 
-@no_type_check  # JAX fills pytrees with placeholders.
+@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
 class TrainState(struct.PyTreeNode):
     """State of a training run, like `flax.training.train_state.TrainState`, with tables.
 
@@ -93,7 +93,7 @@ class TrainState(struct.PyTreeNode):
     def create(
         cls, *, apply_fn: Callable[..., PyTree], variables: Mapping[str, PyTree], tx: Any
     ) -> TrainState:
-        """The state before the first step.
+        """The training state before the first step.
 
         Args:
           apply_fn: the `apply` method of the model.
@@ -132,7 +132,7 @@ class TrainState(struct.PyTreeNode):
         return self.apply_fn(variables, *args, **options)
 
     def apply_gradients(self, gradients: Any, **replacements: Any) -> TrainState:
-        """The state after one step.
+        """The training state after one step.
 
         Args:
           gradients: the `Gradients` of `value_and_grad`.

@@ -161,7 +161,7 @@ class Optimizer(nnx.Module):
         taps.check_steps_always(self.dense.opt_state, _OPTIMIZER)
 
     def update(self, model: Any, gradients: Any, **kwargs: Any) -> None:
-        """Makes one step in place.
+        """Makes one optimizer step of the model, in place.
 
         Args:
           model: the model.

@@ -113,7 +113,7 @@ class _Unsummed(NamedTuple):
     sums: list[Array]
 
 
-@no_type_check  # JAX fills pytrees with placeholders.
+@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class RowGradients:

@@ -95,7 +95,7 @@ def _refused(where: str, name: str, way_out: str) -> str:
     )
 
 
-@no_type_check  # JAX fills pytrees with placeholders.
+@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -115,7 +115,10 @@ class Call:
         return self.collection.row_gradients(opaque.unwrap_all(self.batch), self.activations)
 
     def step(self, state: EmbeddingState) -> EmbeddingState:
-        """The state after a step with only this call. `activations` must hold gradients."""
+        """The state after a step with the gradients of only this call.
+
+        `activations` must hold gradients.
+        """
         return self.collection.update(state, opaque.unwrap_all(self.batch), self.activations)
 
 
@@ -209,7 +212,7 @@ def _refuse(refusal: str, primals: object, tangents: object) -> PyTree:
     raise RuntimeError(refusal)
 
 
-@no_type_check  # JAX fills pytrees with placeholders.
+@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:

@@ -161,7 +161,7 @@ def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[Block])
 def copied(array: ArrayToSave) -> np.ndarray | None:
     """A copy of the array in the memory of process 0, None in other processes.
 
-    All processes must call this function.
+    All processes must call `copied`.
     """
     entry = _new_entry(0, array)
     copy = None

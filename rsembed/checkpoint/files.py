@@ -95,7 +95,10 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, PyTree]:
 
 
 def encoded(body: Body) -> bytes:
-    """Manifest and checksum as JSON bytes. A load encodes again, and compares the bytes."""
+    """Manifest and checksum as JSON bytes.
+
+    A load encodes the manifest again, and compares the bytes.
+    """
     checksum = zlib.crc32(json.dumps(body, sort_keys=True).encode())
     document = {"crc32": f"{checksum:08x}", "manifest": body}
     return json.dumps(document, sort_keys=True, indent=1).encode()
@@ -193,15 +196,15 @@ class Contents(NamedTuple):
 
         No later step changes the copies.
 
-        All processes must call `in_memory`, because it gathers the arrays. Other processes get no
-        arrays.
+        All processes must call `in_memory`, because it gathers the arrays. Processes other than 0
+        get no arrays.
         """
         copies = {path: (copied(array), prng) for path, (array, prng) in self.leaves.items()}
         return Contents(copies, self.body)
 
 
 def write(path: Path, contents: Contents) -> None:
-    """Writes a checkpoint. All processes must call this function.
+    """Writes a checkpoint. All processes must call `write`.
 
     Raises: FileExistsError, OSError: see `save`.
     """
@@ -228,7 +231,7 @@ def write_folder(path: Path, contents: Contents) -> None:
 
     Args:
       path: folder of the checkpoint.
-      contents: contents to write. All processes must call this function, unless the contents are
+      contents: contents to write. All processes must call `write_folder`, unless the contents are
         `in_memory`.
 
     Raises: FileExistsError, OSError: in process 0, see `save`.
@@ -327,7 +330,7 @@ def save(
 
     Raises:
       FileExistsError: `path` exists.
-      OSError: a write to the storage fails. No folder remains.
+      OSError: a write to the storage fails. After this error, no folder remains.
       TypeError: a leaf is not a plain array of numbers (but, for example, a masked or structured
         array), or JSON cannot hold `metadata`.
       ValueError: two leaves have the same path, or the tree lacks part of a state, such as rows on

@@ -138,7 +138,7 @@ class CheckpointManager:
         Raises:
           FileExistsError: there is an undamaged checkpoint of this step.
           OSError: the previous checkpoint could not be written. Nothing of the new checkpoint was
-            written. The next call may succeed.
+            written. The next call of `save` may succeed.
           RuntimeError: this manager is closed or read-only.
           TypeError, ValueError: see `save_collection` and `save`.
         """
@@ -299,7 +299,7 @@ class CheckpointManager:
             yield self._path(step)
 
     def _is_taken(self, path: Path) -> bool:
-        """True if `path` has a checkpoint that must stay. Removes a damaged one."""
+        """True if `path` has a checkpoint that must stay. A damaged checkpoint is removed."""
         if not path.exists():
             return False
         try:
@@ -312,7 +312,7 @@ class CheckpointManager:
         return path.exists()
 
     def _write(self, path: Path, contents: Contents) -> None:
-        """Writes a checkpoint and removes old checkpoints. This method runs in the thread."""
+        """Writes a checkpoint and removes old checkpoints. The writer thread runs this method."""
         if jax.process_index() != 0:
             return
         try:

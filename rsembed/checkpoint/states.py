@@ -127,7 +127,7 @@ def is_state(node: object) -> TypeGuard[EmbeddingState]:
 
 
 def logical(tree: PyTree) -> PyTree:
-    """`tree` with tables and slots by table name instead of each state. Nothing is copied."""
+    """`tree` with tables and slots by table name instead of each state. No array is copied."""
 
     def convert(node: object) -> Any:
         if is_state(node):

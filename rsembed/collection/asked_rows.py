@@ -248,7 +248,7 @@ class AskedRows(Rows):
 
 
 class AskedArrayRows(AskedRows):
-    """Sharded rows in one array."""
+    """Sharded rows of tables in one array: requests hold indices of the array."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
         """Row numbers of the batch's ids, in the array of the stack."""

@@ -101,7 +101,7 @@ class Devices:
         return NamedSharding(self.mesh, partition)
 
     def place(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
-        """The arrays of a tree with this partition. On one device, `tree` unchanged."""
+        """The arrays of a tree with this partition. On one device, `tree` is returned unchanged."""
         if self.mesh is None:
             return tree
         # Reshard inside `jit`: `device_put` rejects some arrays if the sharding spans several
@@ -111,7 +111,7 @@ class Devices:
     def place_from_host(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
         """The arrays of a tree with this partition, from numpy arrays equal in every process.
 
-        JAX arrays are not moved.
+        JAX arrays in the tree are not moved.
         """
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, tree)

@@ -59,7 +59,7 @@ class EmbeddingCollection:
       features: FeatureSpecs, nested in lists or dicts.
       mesh: devices that share the tables. None: one device.
       sharding_axis: axis or axes of the mesh over which samples and tables are split. None: all
-        axes. Devices along other axes hold copies.
+        axes. Devices along other axes hold copies of the tables.
       placement: placement of the tables, by table name or one for all. `row` gives neighbouring
         rows different owners, and is the default of most tables. `table` gives each table one
         owner, `column` gives every device some columns of all rows, and `replicated` gives every
@@ -207,7 +207,10 @@ class EmbeddingCollection:
         return host_rows.with_new_generation(self._on_host, fetched)
 
     def _fetched(self, state: EmbeddingState, wanted: ByName) -> EmbeddingState:
-        """State with every row that `wanted` reads on the device. Inside `jit`, nothing changes."""
+        """State with every row that `wanted` reads on the device.
+
+        Inside `jit`, `state` is returned unchanged.
+        """
         if not self._on_host or is_traced((state, wanted)):
             return state
         return host_rows.fetched(self._on_host, state, wanted, donates=False)
@@ -335,7 +338,9 @@ class EmbeddingCollection:
         slots: ByTable | None = None,
         allow_nonfinite: bool = False,
     ) -> EmbeddingState:
-        """State with some tables replaced, for example by pretrained vectors. Others do not change.
+        """State with some tables replaced, for example by pretrained vectors.
+
+        Tables that are not in `tables` do not change.
 
         A keyed table takes the dictionary that `tables` returns, and needs only `keys` and
         `values`. Slots that are left out get their initial values, rows of other keys do not
@@ -407,10 +412,10 @@ class EmbeddingCollection:
         Call `prepare` outside `jit`. Inside `jit`, ids are int32 and cannot be checked, only
         counted.
 
-        Arrays stay arrays. The bags of all ragged features that share a stack of tables become one
-        list of ids. Lists are padded to one of few sizes, so a stream of batches needs few compiled
-        programs. On one device, a feature without a combiner is not padded. The result is a pytree,
-        and a mapping by feature.
+        Features in arrays stay arrays. The bags of all ragged features that share a stack of tables
+        become one list of ids. Lists are padded to one of few sizes, so a stream of batches needs
+        few compiled programs. On one device, a feature without a combiner is not padded. The result
+        is a pytree, and a mapping by feature.
 
         On a mesh, each process passes the same number of samples and gets the global batch, split
         by sample. A list has one part per device, and all parts are padded to one length. A ragged
@@ -419,7 +424,7 @@ class EmbeddingCollection:
         Args:
           batch: for every feature `Bags`, an integer array `[batch]` or `[batch, ids]` (`-1` is
             padding), nested lists, a column of a data frame, or a pair `(ids, weights)`. Inside
-            `jit` on a mesh, arrays only.
+            `jit` on a mesh, only arrays are accepted.
 
         Raises: TypeError or ValueError: the batch is wrong. The message names feature, sample, id,
           table and the way out.

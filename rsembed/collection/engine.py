@@ -1,6 +1,7 @@
 """The engine of a collection: per-device init, lookup and update, as functions of global arrays.
 
-The collection checks its inputs and passes canonical batches to the engine. Stacks do the work.
+The collection checks its inputs and passes canonical batches to the engine. The methods of `Stack`
+and `Rows` do the work.
 """
 
 from __future__ import annotations

@@ -158,7 +158,7 @@ def _choose_rows(
     capacity: int | None,
     implementation: str | None,
 ) -> Rows:
-    """The `Rows` class for a storage in a placement. Only this function chooses it."""
+    """The `Rows` object for a storage in a placement. Only this function chooses the class."""
     arguments = devices, table, storage, implementation
     if placement in ("row", "table"):
         if isinstance(storage, DenseRows):

@@ -35,7 +35,7 @@ class Listed(NamedTuple):
     num_bags: int
 
 
-@no_type_check  # JAX fills pytrees with placeholders.
+@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PreparedBatch(Mapping[str, PyTree]):

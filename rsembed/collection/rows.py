@@ -153,7 +153,10 @@ class Rows(abc.ABC):
     # Helpers
 
     def _keys_here(self, keys: Keys) -> Keys:
-        """`keys`, with keys of other devices replaced by padding. By default, every key stays."""
+        """`keys`, with keys of other devices replaced by padding.
+
+        By default, no key is replaced.
+        """
         return keys
 
     def _rounded(self, step: Step) -> Step:
@@ -222,7 +225,7 @@ class ArrayRows(Rows):
         return self._summed(gradients, self.storage.num_ids(self.table))
 
     def squared_norm(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Float[Array, ""]:
-        """Sum of squares of the values of `row_gradients`. Only on a single device."""
+        """Sum of squares of the values of `row_gradients`. This works on a single device only."""
         gradients = batch.gradients(d_outputs)
         num_rows = self.storage.num_ids(self.table)
         norm: Array = api.dispatch(

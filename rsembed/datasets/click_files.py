@@ -131,7 +131,7 @@ def criteo_chunks(
 
     Args:
       path: file or archive, see `criteo`.
-      rows: rows of each chunk, such as a batch or some of them. The last chunk may have fewer.
+      rows: rows of each chunk, such as a batch or some of them. The last chunk may have fewer rows.
       missing: key of missing categories, see `criteo`.
 
     Raises: ValueError, FileNotFoundError: see `criteo`. The error for a bad line is raised when its
@@ -187,7 +187,7 @@ def _concatenated(parts: list[CriteoLog]) -> CriteoLog:
 
 
 class Columns(NamedTuple):
-    """Columns of a log.
+    """Columns of a click log, as indices of the fields of a line.
 
     Attributes:
       separator: the byte between fields.
@@ -300,7 +300,7 @@ def _columns_of(line: bytes) -> tuple[Columns, bool]:
 
 
 def _parsed(block: Block, columns: Columns, name: str, missing: int, origin: str) -> CriteoLog:
-    """The rows of a block.
+    """The rows in a block of lines, as a `CriteoLog`.
 
     Raises: ValueError: a line has another form; the message has its number.
     """

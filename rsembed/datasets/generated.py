@@ -32,7 +32,8 @@ def zipf_probabilities(
     """Probabilities of the bounded Zipf law: rank `r = 1, 2, …` has probability `r**-exponent / sum`.
 
     Args:
-      vocabulary_size: number of ranks. Because it is finite, every exponent from 0 (uniform) up is fine.
+      vocabulary_size: number of ranks. Because the number is finite, every exponent from 0
+        (uniform) up is allowed.
       exponent: 1.05 to 1.2 is usual for click logs and words. A larger exponent concentrates the
         lookups on fewer ids.
 

@@ -92,12 +92,12 @@ class RatingsLog:
       users, items: user and item of each rating, as indices from 0.
       ratings: stars, from 0.5 to 5. Some logs, such as generated ones, have whole stars only.
       timestamps: seconds since 1970.
-      user_ids, item_ids: id of each user and item in the log's files, in ascending order. There may
-        be gaps.
+      user_ids, item_ids: id of each user and item in the log's files, in ascending order. The ids
+        may have gaps.
       titles: title of every item.
-      genres: mask of the `genre_names` of each item. An item without a known genre has none.
+      genres: mask of the `genre_names` of each item. An item without a known genre has only False.
       source: a sentence about the origin.
-      law: law of a generated log. None if people gave the ratings.
+      law: law of a generated log. None if the ratings are real.
     """
 
     users: Int32[np.ndarray, " ratings"]

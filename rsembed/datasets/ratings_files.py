@@ -212,7 +212,8 @@ def movielens(
     * ml-100k: `u.data`, `u.item`
     * RecBole's files of any of these: `.inter`, `.item`
 
-    Encodings are recognised. Without a file, `generated_ratings` has a log of the same form.
+    The encodings of the files are recognised. Without a file, `generated_ratings` has a log of the
+    same form.
 
     Without `path`, a log is searched in the folder or archive that the environment variable `RSEMBED_DATA`
     names, then ml-1m in pooch's cache. A log is downloaded only with `download=True`.

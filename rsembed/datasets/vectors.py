@@ -249,7 +249,7 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
 
 
 def _vector(text: bytes) -> np.ndarray:
-    """The numbers of a line.
+    """The vector in a line, as float32 numbers.
 
     Raises: ValueError: a field is not a number, or float32 cannot hold it.
     """

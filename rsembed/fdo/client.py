@@ -427,7 +427,7 @@ class MemoryFDOClient(FDOClient):
         self._published = dict(self._recorded)
 
     def load(self) -> SparseDenseMatmulInputStats:
-        """The running maximum over all processes.
+        """The running maximum of all statistics, over all processes.
 
         Raises:
           LookupError: `publish` was not called yet.

@@ -418,7 +418,7 @@ class _Stream:
         self._max_unique = max(self._max_unique, int(distinct.max()))
 
     def figures(self) -> IdFigures:
-        """All figures of what was added."""
+        """All figures of the batches that were added."""
         self._counter.merge()
         ids = self._counter.ids
         counts = self._counter.counts

@@ -78,7 +78,7 @@ def by_default(implementation: str | None) -> Iterator[None]:
 
 
 def default_implementation() -> str | None:
-    """Name of the implementation set by `by_default`; None outside of it."""
+    """Name of the implementation set by `by_default`; None outside such a context."""
     return _default.get()
 
 
@@ -133,7 +133,7 @@ def _choices(
 
 
 def check_implementation(implementation: str | None) -> None:
-    """Checks that the named implementation can run here. None always passes.
+    """Checks that the named implementation can run here. None passes every check.
 
     Raises: ValueError: the name is unknown. NotImplementedError: the implementation cannot run
       here. The message says why.

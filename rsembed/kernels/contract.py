@@ -67,7 +67,7 @@ valid row count. A zero divisor gives zeros. `none` returns every entry by itsel
 """
 
 Layout = Literal["each", "columns", "blocks"]
-"""How a call lays out its outputs.
+"""Layout of the outputs of a call.
 
 `each`: one array a segment, `[bags, dim]`, or `[entries, dim]` with combiner `none`. `columns`: one
 array `[bags, sum of dims]` with the segments side by side, for segments with equal numbers of bags.
@@ -77,7 +77,7 @@ zeros.
 """
 
 
-@no_type_check  # JAX fills pytrees with placeholders.
+@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IdList:
@@ -176,7 +176,7 @@ class Place(NamedTuple):
     stride: int
 
 
-@no_type_check  # JAX fills pytrees with placeholders.
+@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -255,7 +255,7 @@ class Call:
         return [(sum(sizes),)], blocks
 
 
-@no_type_check  # JAX fills pytrees with placeholders.
+@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CallGradients:
@@ -288,7 +288,7 @@ class CallGradients:
     def num_entries(self) -> int:
         """Number of entries of the lists that the table's segments read.
 
-        At most this many rows can get a gradient.
+        At most `num_entries` rows can get a gradient.
         """
         return sum(self.call.lists[number].num_entries for number in self.lists_read())
 
@@ -301,7 +301,7 @@ class CallGradients:
         return sorted(numbers)
 
 
-@no_type_check  # JAX fills pytrees with placeholders.
+@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:

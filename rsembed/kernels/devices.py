@@ -36,7 +36,10 @@ TARGETS = {
 
 
 def has_devices() -> bool:
-    """Whether JAX has created its devices. Device settings have no effect after that."""
+    """Whether JAX has created its devices.
+
+    Device settings have no effect after the devices were created.
+    """
     return backends_are_initialized()
 
 
@@ -173,7 +176,7 @@ _HANDLERS = """
     rows_by_bag allocate distinct unique_keys find_keys insert_keys count_uses row_bits rows_of_ids
     count_ids compact take_rows pack_blocks unpack_blocks block_ends round_places entries_by_sample
     pair_products pull_pairs train_rows train_pull
-"""  # `rsembed/tt/cores.py` calls the last two.
+"""  # `rsembed/tt/cores.py` calls the last two handlers.
 
 
 def library_paths() -> tuple[Path, ...]:
@@ -238,7 +241,7 @@ def shared_library() -> ctypes.CDLL | str:
 
 
 def unavailable_because() -> str | None:
-    """Reason why the native kernels cannot run here. None if they can."""
+    """Reason why the native kernels cannot run here. None if they can run."""
     library = shared_library()
     if isinstance(library, str):
         return library

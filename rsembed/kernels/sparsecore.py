@@ -58,7 +58,7 @@ NO_ID = -1
 
 
 def unavailable_because() -> str | None:
-    """Reason why the SparseCore kernels cannot run here. None if they can."""
+    """Reason why the SparseCore kernels cannot run here. None if they can run."""
     device = target_device()
     platform = device.platform
     if platform != "tpu":

@@ -1,8 +1,8 @@
 """Row rules inside kernels: evaluates the jaxpr of a rule on pieces of a row in registers.
 
 A kernel has no arrays `[rows, dim]`. A kernel holds a row as several pieces: blocks of consecutive
-columns, all of one shape. The last piece is padded. A number that belongs to the whole row (a
-hyperparameter, a mean) is a piece that repeats the number.
+columns, all of one shape. The last piece of a row is padded. A number that belongs to the whole row
+(a hyperparameter, a mean) is a piece that repeats the number.
 """
 
 from __future__ import annotations

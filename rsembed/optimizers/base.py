@@ -209,7 +209,8 @@ class CompactOptimizerSpec(OptimizerSpec):
 
     Args:
       learning_rate: a number, a callable without arguments, or a callable of the 0-based step.
-      slot_dtypes: dtype of each slot. None: the default dtype. Empty: all defaults.
+      slot_dtypes: dtype of each slot. None: the default dtype. With an empty tuple, all slots have
+        their default dtype.
 
     Raises: ValueError: `slot_dtypes` has the wrong length, or a dtype does not fit its slot
       (float32 slots can be bfloat16 or float16, int32 slots cannot change).

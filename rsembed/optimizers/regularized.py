@@ -204,7 +204,8 @@ class DecayedAdagrad(CompactOptimizerSpec):
       max_norm: largest row norm. Longer rows are scaled down to this norm, in float32. 0 means no
         bound.
       global_weight_decay: settings of DECOUPLE_GLOBAL, None for the other modes.
-      is_per_row: whether there is one accumulator per row. False: one per entry (plain Adagrad).
+      is_per_row: whether there is one accumulator per row. False: one accumulator per entry (plain
+        Adagrad).
 
     Raises: ValueError: another optimizer implements the mode, or `global_weight_decay` does not fit
       the mode.
@@ -325,11 +326,12 @@ class CounterAdagrad(_CountingAdagrad):
 
     Args:
       epsilon: added to the root.
-      weight_decay: strength of decay. With `counter_weight_decay_mode` NONE, it has no effect.
+      weight_decay: strength of decay. With `counter_weight_decay_mode` NONE, weight decay has no
+        effect.
       regularization: settings of the counters, the decay and the learning rates.
       max_counter: largest counter of all tables plus 1, or a callable that returns it. Some
-        learning rates and a relative tail threshold depend on it. Table-batched modules update the
-        number.
+        learning rates and a relative tail threshold depend on it. Table-batched modules keep the
+        number up to date.
 
     Raises: ValueError: the settings in `regularization` do not fit together.
     """
@@ -410,7 +412,10 @@ class CounterAdagrad(_CountingAdagrad):
         counter: Array,
         max_counter: Array,
     ) -> Array:
-        """Learning rate of rows above the tail threshold. `plain_rate` is row-wise Adagrad's."""
+        """Learning rate of rows above the tail threshold.
+
+        `plain_rate` is the learning rate of plain row-wise Adagrad.
+        """
         bound = self.regularization.adjustment_ub
         match self.regularization.learning_rate_mode:
             case LearningRateMode.TAIL_ID_LR_INCREASE:
@@ -433,7 +438,8 @@ class CowClipAdagrad(_CountingAdagrad):
 
     Args:
       epsilon: added to the root.
-      weight_decay: strength of decay. With `counter_weight_decay_mode` NONE, it has no effect.
+      weight_decay: strength of decay. With `counter_weight_decay_mode` NONE, weight decay has no
+        effect.
       regularization: settings of the clipping and the decay. The defaults are those of the CowClip
         paper.
 

@@ -74,9 +74,10 @@ class Adagrad(OptimizerSpec):
     does not change.
 
     Args:
-      initial_accumulator_value: start of the accumulator. The default 0.1 is jax-tpu-embedding's.
-        This is large compared with the squared gradients of a mean loss over a large batch.
-        `RowWiseAdagrad` starts at 0: set both to one value when you compare the two optimizers.
+      initial_accumulator_value: start of the accumulator. The default 0.1 is the default of
+        jax-tpu-embedding. This is large compared with the squared gradients of a mean loss over a
+        large batch. `RowWiseAdagrad` starts at 0: set both to one value when you compare the two
+        optimizers.
 
     Source: Duchi, Hazan, Singer (2011).
     """

@@ -243,7 +243,7 @@ def _is_local(batch: PyTree) -> bool:
 
 
 def _problem(records: dict[int, Record]) -> str | None:
-    """Description of the first difference between processes. None if all agree."""
+    """Description of the first difference between processes. None if all processes agree."""
     for process, record in records.items():
         if "ended" in record:
             return str(record["ended"])

@@ -386,7 +386,9 @@ def _wait(
     ended: Sequence[int],
     received: Sequence[int],
 ) -> int:
-    """Exit status of the run. Waits until all processes end, or one fails and the others had time.
+    """Exit status of the run, after all processes ended, or after one failed.
+
+    After a failure, the other processes have `GRACE_SECONDS` to end.
 
     Args:
       children: all processes.

@@ -231,7 +231,7 @@ def plot_stack_bytes(
 
     Args:
       sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
-        The first stack is on top.
+        The bar of the first stack is on top.
       ax: the axes to draw on. None: a new figure.
       **bar_kwargs: options of all bars.
     """

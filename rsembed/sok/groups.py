@@ -225,7 +225,10 @@ def _pool(
     values: Array,
     batch: PyTree,
 ) -> Float[Array, "batch dim"]:
-    """Pooled rows of a plain table. Each device has a copy of the table and pools its samples."""
+    """Pooled rows of a table that is a plain array.
+
+    Each device has a copy of the table and pools its samples.
+    """
 
     def on_device(values: Array, batch: PyTree) -> Array:
         bags = as_bags(batch, feature="samples of this device")

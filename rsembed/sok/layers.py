@@ -125,11 +125,12 @@ class _Layer(nnx.Module):
 class DistributedEmbedding(_Layer):
     """Pooled rows of `slot_num` features that share one table, sharded over all devices.
 
-    `layer(keys)` looks up. A key without a row reads zeros. `out, backward = layer.vjp(keys)` is
-    the lookup of a training step. New keys read the initial values of their rows.
-    `backward(d_out)` adds rows for them and steps every row that was read. `backward` can be called
-    once. Lookups and `backward` work eagerly and under `nnx.jit`. `nnx.jit` copies the table unless
-    it is donated (`donate_argnums`). The result does not depend on the number of devices.
+    `layer(keys)` looks up rows and trains nothing. A key without a row reads zeros.
+    `out, backward = layer.vjp(keys)` is the lookup of a training step. New keys read the initial
+    values of their rows. `backward(d_out)` adds rows for them and steps every row that was read.
+    `backward` can be called once. Lookups and `backward` work eagerly and under `nnx.jit`.
+    `nnx.jit` copies the table unless it is donated (`donate_argnums`). The result does not depend
+    on the number of devices.
 
     Args:
       combiner: "sum", "mean" or "sqrtn" over the keys of a slot, in any case.
@@ -216,7 +217,10 @@ class DistributedEmbedding(_Layer):
         keys: KeysOfBags,
         weights: WeightsOfKeys = None,
     ) -> tuple[Float[Array, "batch slot_num dim"], StepOnce]:
-        """Pooled rows of a training step, and `backward(d_out)`. `__call__` has the arguments."""
+        """Pooled rows of a training step, and `backward(d_out)`.
+
+        See `__call__` for the arguments.
+        """
         return self._look_up(self._read, (keys, weights), True, -1, self.slot_num)
 
 
@@ -233,7 +237,8 @@ class All2AllDenseEmbedding(_Layer):
       embedding_vec_size: number of columns of the table.
       slot_num: number of features per sample. All features read the same rows for the same key.
       nnz_per_slot: number of keys in every slot.
-      dynamic_input: if True, keys are `[num_keys]`. If False, `[batch, slot_num, nnz_per_slot]`.
+      dynamic_input: if True, keys are `[num_keys]`. If False, keys are
+        `[batch, slot_num, nnz_per_slot]`.
       use_hashtable: see `DistributedEmbedding`.
       name: name of the table, for errors and dumps. The initial rows depend on the name.
       **options: see `DistributedEmbedding`.
@@ -289,7 +294,7 @@ class All2AllDenseEmbedding(_Layer):
         return output
 
     def vjp(self, keys: KeysOfBags) -> tuple[Float[Array, "..."], StepOnce]:
-        """Rows of a training step, and `backward(d_out)`. `__call__` has the arguments."""
+        """Rows of a training step, and `backward(d_out)`. See `__call__` for the arguments."""
         return self._rows(keys, True)
 
     def _rows(self, keys: KeysOfBags, training: bool) -> tuple[Array, StepOnce]:

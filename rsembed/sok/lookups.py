@@ -117,7 +117,7 @@ def _growing(storage: Hashed) -> GrowingKeys:
 
 
 class _Program(NamedTuple):
-    """Engine of some variables.
+    """The core's `Engine` for some embedding variables.
 
     Attributes:
       engine: the engine.
@@ -208,7 +208,7 @@ def _step(
 class StepOnce:
     """Function that trains the tables of a lookup with the gradients of its outputs.
 
-    The function works once.
+    The function can be called once.
 
     Args:
       variables: distinct variables of the lookup.
@@ -337,8 +337,8 @@ def look_up_variables(
       variables: table of each feature. Features may share a table.
       batch: keys `[bags, width]` of each feature, or pairs `(keys, weights)`, sharded by bag.
       combiners: combiner of each feature. "none" gives `[bags * width, dim]`.
-      training: if True, new keys read the initial values of their rows. If False, zeros. Keys that
-        find no free row read zeros in both cases.
+      training: if True, new keys read the initial values of their rows. If False, new keys read
+        zeros. Keys that find no free row read zeros in both cases.
 
     Raises: RuntimeError: a table with `when_full="error"` has no room for the new keys. Inside
       `jit`, there is no error, and `counts` has the number of failed keys.
@@ -386,7 +386,7 @@ def _num_missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices
 
 
 def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
-    """Error for new keys without room.
+    """Error for new keys that got no row.
 
     The message suggests only settings that the table does not use.
     """

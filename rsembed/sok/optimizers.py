@@ -1,4 +1,7 @@
-"""TensorFlow's two variants of Adam, by TensorFlow's names. Other optimizers work as well."""
+"""TensorFlow's two variants of Adam, by TensorFlow's names.
+
+Other optimizers of the core work as well.
+"""
 
 from rsembed import optimizers
 

@@ -174,7 +174,10 @@ class VariableTable:
         return _first_of_kind.setdefault(key, self)
 
     def init(self, key: PRNGKeyArray) -> EmbeddingState:
-        """Initial state: no rows in a hash table, else all rows. Rows depend on `key`."""
+        """Initial state: no rows in a hash table, else all rows.
+
+        The initial rows depend on `key`.
+        """
         state = self.collection.init(key)
         return state._replace(key=self.context.devices.place(key, PartitionSpec()))
 

@@ -103,8 +103,8 @@ train state, aux for the update)`."""
 ScBwdStageFun = Callable[..., tuple[Variables, Aux]]
 """Update stage: `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux) -> (new variables, aux)`.
 
-A function with a parameter named `step` also gets the index, from 0, of the batch with these
-gradients. The index is negative in the first two cycles, which have no such batch.
+A function with a parameter named `step` also gets the index, from 0, of the batch that the
+gradients belong to. The index is negative in the first two cycles, which have no such batch.
 """
 
 
@@ -219,7 +219,9 @@ def step(
     *,
     fake_tc_step: bool | Array,
 ) -> tuple[Output, Aux, TrainState, Variables, PipelineState]:
-    """Runs one cycle. Put it into one `jit`, and donate train state, variables and pipeline state.
+    """Runs one cycle.
+
+    Put `step` into one `jit`, and donate train state, variables and pipeline state.
 
     Args:
       pipeline_input: batch `i`; in the last two cycles, zeros in the shapes of a batch.

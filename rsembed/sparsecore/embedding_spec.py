@@ -73,7 +73,7 @@ CUSTOM_CODE = 7
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerRecord:
-    """An optimizer by its code.
+    """Description of an optimizer, with its code in jax-tpu-embedding.
 
     If the learning rate is a function, `learning_rate` is None and `learning_rate_tag` is its name.
     """
@@ -270,7 +270,7 @@ def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
 
 
 def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
-    """The optimizer class of a code.
+    """The optimizer class with a given code of jax-tpu-embedding.
 
     Raises: ValueError: no class has the code, or the code means a custom rule.
     """

@@ -70,7 +70,7 @@ class MeshTables:
     enable_minibatching: bool = False
 
     def init(self, key: PRNGKeyArray) -> dict[str, EmbeddingVariables]:
-        """Initial tables and slots."""
+        """Initial tables and slots of all stacks."""
         tables = list(tables_of(self.feature_specs).values())
         return initialize(key, tables, self.devices, num_cores=self.num_sc_per_device)
 

@@ -98,7 +98,7 @@ def _partition_function() -> Any:
 
 
 def unavailable_because() -> str | None:
-    """Reason why the C++ partitioner cannot run here. None if it can."""
+    """Reason why the C++ partitioner cannot run here. None if it can run."""
     function = _partition_function()
     return function if isinstance(function, str) else None
 
@@ -159,7 +159,7 @@ class _Block:
 
     With pages of normal size, the page faults of new memory take as long as sorting the ids. NumPy
     requests huge pages for large arrays, but gets only the pages that fit whole into an array. So a
-    large block is rounded up to whole huge pages. The excess is never written.
+    large block is rounded up to whole huge pages. The additional bytes are never written.
     """
 
     def __init__(self, num_bytes: int) -> None:

@@ -148,7 +148,7 @@ class Storage(abc.ABC):
     def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
         """Number of rows of `table` in each part of `params`, if tables are concatenated there.
 
-        None: `params` has no such parts.
+        None: `params` is not concatenated from tables.
         """
         del table
         return None
@@ -298,7 +298,9 @@ class Storage(abc.ABC):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        """Parameters, slots and the row of each key, for the step that follows. New keys get rows.
+        """Parameters, slots and the row of each key, for the step that follows.
+
+        New keys get rows first.
 
         Args:
           params: parameters of one shard.

@@ -140,7 +140,7 @@ class SetAssociativeCache:
 
     Attributes:
       tags: id in each slot, -1 in empty slots. Read only.
-      counts: number of uses of each id. None with LRU. Read only.
+      counts: number of uses of each id. None if the algorithm is LRU. Read only.
 
     Source: FBGEMM, `lru_cache_populate` and `lfu_cache_populate`. Under LFU, the protection of the
     current batch is our addition.
@@ -162,7 +162,7 @@ class SetAssociativeCache:
         algorithm: Literal["lru", "lfu"] = "lru",
         num_ids: NonNegativeInt,
     ) -> None:
-        """An empty cache.
+        """Creates an empty cache.
 
         Args:
           num_sets: number of sets.
@@ -264,7 +264,7 @@ class SetAssociativeCache:
 
         Raises:
           TypeError: `slots` is not a flat array of integers.
-          ValueError: a slot does not exist or is not locked. No slot changes.
+          ValueError: a slot does not exist or is not locked. After this error, no slot is unlocked.
         """
         slots = np.unique(slots[slots != -1])
         if slots.size and not 0 <= slots[0] <= slots[-1] < self.tags.size:
@@ -406,7 +406,8 @@ class CachedRows:
 
         Args:
           rows: table row of each id of the batch, see `BatchPlaces`.
-          admit: True admits missing rows to the cache. False only searches.
+          admit: whether missing rows are admitted to the cache. With False, the cache is only
+            searched.
           lock: True keeps the slots until they are unlocked, see `SetAssociativeCache.admit`.
           is_prefetch: True for a batch that is looked up later.
           num_moves: size of the arrays of `moves`, padding included. None, the default: the next

@@ -36,7 +36,9 @@ Value = TypeVar("Value")
 
 
 class TBEState(NamedTuple):
-    """Everything that training changes. The tuples have one entry per group of the plan.
+    """State of a table-batched module: everything that training changes.
+
+    The tuples have one entry per group of the plan.
 
     Args:
       weights: rows of the group's tables, or the rows in its cache.
@@ -281,7 +283,7 @@ def row_gradients(
 
 
 def cut(gradients: RowGradients, bound: int) -> RowGradients:
-    """The first `bound` rows of every group. On a mesh, all rows.
+    """The first `bound` rows with gradients in every group. On a mesh, all rows are returned.
 
     Raises: ValueError: more than `bound` rows have a gradient. Inside `jit`, the number of rows is
     not checked.

@@ -144,7 +144,7 @@ class HostRows:
     def bring(
         self, state: TBEState, batch: Call, keep: Keep, *, admit: bool = True
     ) -> tuple[TBEState, Call]:
-        """Copies the batch's rows to the device. Works inside `jit`.
+        """Copies the batch's rows to the device. The method works inside `jit`, too.
 
         Outside `jit`, call `end` afterwards.
 
@@ -331,7 +331,7 @@ class HostRows:
             group.flush(self._leaving(state, number))
 
     def forget(self, state: TBEState, *, discard: bool) -> TBEState:
-        """State with an empty cache. Writes nothing to the host.
+        """State with an empty cache. Nothing is written to the host.
 
         Args:
           state: the module's state.
@@ -518,7 +518,7 @@ def _backing_of(group: GroupPlan) -> BackingStore:
 def first_state(
     plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, device: jax.Device | None
 ) -> TBEState:
-    """The state before any training.
+    """The state of a module before any training.
 
     Args:
       plan: the tables.

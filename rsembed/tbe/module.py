@@ -251,7 +251,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
     ) -> Float[Array, "*output"]:
-        """Pooled rows of all features. Changes no weights, states or step.
+        """Pooled rows of all features. A call changes no weights, states or step.
 
         Args:
           indices: ids of all features, feature after feature, or the result of `prepare`. -1 means
@@ -497,7 +497,7 @@ class TablesBackward:
         Args:
           d_output: gradient of the output of `vjp`, with its shape.
           per_sample_weights_grad: whether the gradient of `per_sample_weights` is computed, True by
-            default. False saves time.
+            default. False makes the call faster.
 
         Returns: the gradient of `per_sample_weights` in their form; None if there are no weights.
           For a batch prepared on a mesh `{feature: [ids]}`. For OptimType.NONE, nothing is stepped

@@ -265,7 +265,10 @@ class TBEPlan:
 
     @property
     def combiner(self) -> Combiner:
-        """Combiner of the kernels. FBGEMM's mean divides by the number of ids, weighted or not."""
+        """The combiner to pass to kernels.
+
+        FBGEMM's mean divides by the number of ids, weighted or not.
+        """
         if self.pooling == "mean":
             return "mean_by_count"
         return cast(Combiner, self.pooling)
@@ -344,7 +347,7 @@ class TBEPlan:
           offsets: 0, then the end of every bag.
           weights: one weight per id. None: ones.
           sizes: number of bags by feature and rank, for variable batch sizes. None if all features
-            have equally many.
+            have equally many bags.
 
         Raises: ValueError: the number of offsets does not fit.
         """
@@ -487,7 +490,10 @@ def device_of(device: jax.Device | str | int | None) -> jax.Device | None:
 
 
 def warn_of_no_effect(arguments: Sequence[str], reason: str) -> None:
-    """Warns once that `arguments` change nothing, and says why. No warning if there are none."""
+    """Warns once that `arguments` change nothing, and says why.
+
+    If `arguments` is empty, no warning is given.
+    """
     if arguments:
         warnings.warn(f"{', '.join(arguments)}: no effect, {reason}.", stacklevel=5)
 
@@ -541,8 +547,8 @@ def make_plan(settings: Arguments) -> TBEPlan:
         f"optimizer {arguments.name_of(optimizers[0])} does not use them",
     )
     if len(set(optimizers)) == 1:
-        # The check needs all arguments. `trained_by` later checks only arguments that the optimizer
-        # reads.
+        # The check here needs all arguments. `trained_by` later checks only arguments that the
+        # optimizer reads.
         arguments.check_arguments(optimizers[0], settings)
     dtype = settings.weights_precision.dtype
     near_dtype = (settings.cache_precision or settings.weights_precision).dtype

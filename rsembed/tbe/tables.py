@@ -151,7 +151,8 @@ class TrainedTables(nnx.Module):
             try:
                 yield
             except BaseException:
-                with contextlib.suppress(RuntimeError):  # The next call reports the lost state.
+                # The next call of the module reports the lost state.
+                with contextlib.suppress(RuntimeError):
                     self._resume()
                 raise
 
@@ -472,7 +473,10 @@ class TrainedTables(nnx.Module):
         return self.host_rows.groups[group].backing.arrays  # type: ignore[union-attr]
 
     def _read_table(self, number: int) -> list[Array | np.ndarray]:
-        """Weights and states of one table, with the shapes of a state dict. Call `flush` before."""
+        """Weights and states of one table, with the shapes of a state dict.
+
+        Call `flush` before, so that the host has the trained rows.
+        """
         state, table = self.whole_state, self.plan.tables[number]
         group, first_row = self.plan.places[number]
         arrays: list[Array | np.ndarray] = []

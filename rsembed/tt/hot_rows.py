@@ -267,7 +267,7 @@ def populate(
     cores, rows, directory = params
     capacity = directory.ids.shape[0]
 
-    # Rows that stay keep their cache slots. All other slots are free.
+    # Rows that stay keep their cache slots. All other cache slots are free.
     was_cached = directory.places != NO_ROW
     is_cached = _most_read(directory, capacity)
     slot_of_id = jnp.where(is_cached, directory.places, NO_ROW)

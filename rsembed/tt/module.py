@@ -451,7 +451,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
                 cache.directory.set_value(counted)
 
     def reset_cache(self) -> None:
-        """Empties the cache and the read counts. What cached rows have learned is lost.
+        """Empties the cache and the read counts. The training of cached rows is lost.
 
         To keep the trained values, read `full_weight` before.
         """

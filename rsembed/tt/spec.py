@@ -184,7 +184,10 @@ class TTSpec:
 
     @property
     def max_ranks(self) -> tuple[int, ...]:
-        """Inner ranks that represent any table of this shape exactly. Larger ranks are wasted."""
+        """Inner ranks that represent any table of this shape exactly.
+
+        Larger ranks do not represent more tables.
+        """
         sizes = [p * q for p, q in zip(self.tt_p_shapes, self.tt_q_shapes, strict=True)]
         ranks = []
         for t in range(1, len(sizes)):
