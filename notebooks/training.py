@@ -7,6 +7,7 @@ second call with the same --run goes on where the first one stopped. docs/traini
 """
 
 import argparse
+import zlib
 
 import jax
 import jax.numpy as jnp
@@ -123,14 +124,17 @@ def fit(log, folder, epochs, seed, model_class=TwoTowers):
     model = model_class(num_films, num_steps, nnx.Rngs(seed))
     optimizer = rs.nnx.Optimizer(model, optax.adam(schedule(0.003, num_steps)))
     collection = model.embeddings.collection
+    # A run goes on only with equal values of these. Add what you change between runs.
+    setting = {"seed": seed, "log of ratings": zlib.crc32(np.stack([log.users, log.items]))}
     losses, recalls = [], []
     # Training stops PATIENCE epochs after the best one, so that one is still among the saved.
     with rs.checkpoint.CheckpointManager(folder, collection, max_to_keep=PATIENCE + 1) as saved:
         if saved.paths():
             restore(saved, model, optimizer)
             metadata = saved.metadata(int(model.embeddings.state.step))
-            if metadata["seed"] != seed:
-                raise SystemExit(f"{folder} has --seed {metadata['seed']}: take another --run")
+            for name, value in setting.items():
+                if metadata.get(name) != value:
+                    raise SystemExit(f"{folder} has a run with another {name}: take another --run")
             losses, recalls = metadata["curves"]
             print(f"{folder} goes on after epoch {len(recalls)}")
         write = tensorboard(folder, len(recalls) * num_steps)
@@ -145,8 +149,7 @@ def fit(log, folder, epochs, seed, model_class=TwoTowers):
             recalls.append(recall(log, scores, validation, seen=train))
             rest = nnx.state((model, optimizer), nnx.Not(rs.nnx.Tables))
             curves = [losses, recalls]
-            metadata = {"seed": seed, "curves": curves}
-            saved.save(model.embeddings.state, others=rest, metadata=metadata)
+            saved.save(model.embeddings.state, others=rest, metadata=setting | {"curves": curves})
             np.savetxt(f"{folder}/log.csv", np.transpose(curves), header="loss, validation recall")
             write("loss", losses[-1], len(recalls) * num_steps)
             write("validation recall", recalls[-1], len(recalls) * num_steps)
