@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -94,33 +95,31 @@ class IdFigures:
         """Lookups of the busiest shard divided by the mean over shards; 1 is even."""
         return _ratio(float(self.shard_loads.max()), float(self.shard_loads.mean()))
 
-    def _data_columns(self) -> dict[str, str]:
-        """What the ids are like: cells of a printed row, by the name of the column."""
-        return {
-            "table": self.table,
-            "samples": f"{self.num_samples:,}",
-            "ids/sample": f"{self.mean_ids_per_sample:.2f}",
-            "99 %": f"{self.ids_per_sample_99th_percentile:,}",
-            "longest": f"{self.max_ids_per_sample:,}",
-            "lookups": f"{self.num_lookups:,}",
-            "distinct": f"{self.num_distinct_ids:,}",
-            "missing": f"{self.num_missing:,}",
-            "out of range": f"{self.num_out_of_range:,}",
-        }
 
-    def _needs_columns(self) -> dict[str, str]:
-        """What the ids need: cells of a printed row, by the name of the column."""
-        columns = {
-            "hottest 1 %": f"{self.hottest_share:.1%}",
-            "Zipf": f"{self.zipf_exponent:.2f}",
-            "ids/distinct": f"{self.ids_per_distinct_id:.2f}",
-            f"busiest of {self.shard_loads.size}": f"{self.busiest_shard_load:.2f}",
-            "max ids": f"{self.max_ids_per_partition:,}",
-            "max unique": f"{self.max_unique_ids_per_partition:,}",
-        }
-        for percent, rate in self.hit_rates.items():
-            columns[f"LRU {percent} %"] = f"{rate:.1%}"
-        return columns
+DATA_COLUMNS = {
+    "table": "{0.table}",
+    "samples": "{0.num_samples:,}",
+    "ids/sample": "{0.mean_ids_per_sample:.2f}",
+    "99 %": "{0.ids_per_sample_99th_percentile:,}",
+    "longest": "{0.max_ids_per_sample:,}",
+    "lookups": "{0.num_lookups:,}",
+    "distinct": "{0.num_distinct_ids:,}",
+    "missing": "{0.num_missing:,}",
+    "out of range": "{0.num_out_of_range:,}",
+}
+"""What the ids are like: formats of `IdFigures`, by the name of the printed column."""
+NEEDS_COLUMNS = {
+    "hottest 1 %": "{0.hottest_share:.1%}",
+    "Zipf": "{0.zipf_exponent:.2f}",
+    "ids/distinct": "{0.ids_per_distinct_id:.2f}",
+    "busiest of {0.shard_loads.size}": "{0.busiest_shard_load:.2f}",
+    "max ids": "{0.max_ids_per_partition:,}",
+    "max unique": "{0.max_unique_ids_per_partition:,}",
+    "LRU 1 %": "{0.hit_rates[1]:.1%}",
+    "LRU 10 %": "{0.hit_rates[10]:.1%}",
+    "LRU 30 %": "{0.hit_rates[30]:.1%}",
+}
+"""What the ids need: formats of `IdFigures`, by the format of the name of the printed column."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -152,9 +151,9 @@ class IdReport:
         for name, figures in self.tables.items():
             if figures not in self.features.values():  # several features read the table
                 rows[f"(table) {name}"] = figures
-        data = {name: figures._data_columns() for name, figures in rows.items()}
-        needs = {name: figures._needs_columns() for name, figures in rows.items()}
-        return "\n\n".join([title, _text_table(data), _text_table(needs)])
+        return "\n\n".join(
+            [title, _text_table(rows, DATA_COLUMNS), _text_table(rows, NEEDS_COLUMNS)]
+        )
 
     def plot(self) -> np.ndarray:
         """Draws a new figure of four panels, with functions of `rs.plot`.
@@ -195,24 +194,24 @@ class IdReport:
         return np.asarray(axes)
 
 
-def _text_table(rows: Mapping[str, Mapping[str, str]]) -> str:
+def _text_table(rows: Mapping[str, IdFigures], columns: Mapping[str, str]) -> str:
     """A text table: a line with the names of the columns, and a line for each row.
 
     Args:
-      rows: cells of each row, by the name of the row and the name of the column.
+      rows: figures of each row, by its name.
+      columns: format of the cells of each column, by the format of its name.
     """
-    columns = {"feature": list(rows)}
-    for cells in rows.values():
-        for name, cell in cells.items():
-            columns.setdefault(name, []).append(cell)
-    padded = []
-    for name, texts in columns.items():
-        width = max(map(len, [name, *texts]))
-        if name == "feature":
-            padded.append([text.ljust(width) for text in [name, *texts]])
-        else:
-            padded.append([text.rjust(width) for text in [name, *texts]])
-    return "\n".join("  ".join(line).rstrip() for line in zip(*padded, strict=True))
+    names = ["feature", *rows]
+    width = max(map(len, names))
+    lines = [name.ljust(width) for name in names]
+    for heading, cell in columns.items():
+        texts = [heading.format(*rows.values())]  # by the first: all have the same headings
+        for figures in rows.values():
+            texts.append(cell.format(figures))
+        width = max(map(len, texts))
+        for number, text in enumerate(texts):
+            lines[number] += "  " + text.rjust(width)
+    return "\n".join(lines)
 
 
 @validated
@@ -256,12 +255,18 @@ def describe(
     if num_shards is None:
         mesh = collection.devices.mesh
         num_shards = SHARDS_OF_ONE_DEVICE if mesh is None else collection.devices.num_devices
-    features, tables = _streams(collection, num_shards)
-    streams = {*features.values(), *tables.values()}
+    readers: dict[str, list[str]] = {}
+    streams: dict[tuple[str, ...], _Stream] = {}
+    for name, feature in collection.features.items():
+        readers.setdefault(feature.table_spec.name, []).append(name)
+        streams[(name,)] = _Stream(feature.table_spec, num_shards)
+    for table, names in readers.items():
+        # A table that one feature reads has the stream of this feature.
+        streams.setdefault(tuple(names), _Stream(collection.table_specs[table], num_shards))
     num_batches = 0
     is_complete = True
     for batch in progress(batches, description="counting ids"):
-        if any(stream.num_distinct_ids > max_distinct_ids for stream in streams):
+        if any(stream.counter.ids.size > max_distinct_ids for stream in streams.values()):
             _log.warning(
                 "describe: stopped after %d batches: a table has more than max_distinct_ids=%d distinct ids; raise it "
                 "if there is memory.",
@@ -273,53 +278,43 @@ def describe(
         check_names(collection.features, batch, "batch")
         lookups = {}
         for name, feature in collection.features.items():
-            lookups[name] = _lookups(feature, batch[name])
-        for stream in streams:
-            stream.add(lookups)
+            lookups[name] = _lookups(feature, batch[name], num_shards)
+        for group, stream in streams.items():
+            stream.add([lookups[name] for name in group])
         num_batches += 1
     if not num_batches:
         raise ValueError(
             "describe: there is no batch to describe; a generator can be read only once."
         )
-    figures = {stream: stream.figures() for stream in streams}
+    figures = {group: stream.figures() for group, stream in streams.items()}
     return IdReport(
-        features={name: figures[stream] for name, stream in features.items()},
-        tables={name: figures[stream] for name, stream in tables.items()},
+        features={name: figures[(name,)] for name in collection.features},
+        tables={table: figures[tuple(names)] for table, names in readers.items()},
         num_batches=num_batches,
         num_shards=num_shards,
         is_complete=is_complete,
     )
 
 
-def _streams(
-    collection: EmbeddingCollection, num_shards: int
-) -> tuple[dict[str, _Stream], dict[str, _Stream]]:
-    """Streams of the features and of the tables, by name. A table with one feature has its stream."""
-    features = {}
-    readers: dict[str, list[str]] = {}
-    for name, feature in collection.features.items():
-        features[name] = _Stream(feature.table_spec, [name], num_shards)
-        readers.setdefault(feature.table_spec.name, []).append(name)
-    tables = {}
-    for name, feature_names in readers.items():
-        if len(feature_names) == 1:
-            tables[name] = features[feature_names[0]]
-        else:
-            tables[name] = _Stream(collection.table_specs[name], feature_names, num_shards)
-    return features, tables
-
-
 class _Lookups(NamedTuple):
-    """Ids of one feature in one batch that read a row, with the sample of each."""
+    """Ids of one feature in one batch that read a row, and counts of the others.
+
+    Attributes:
+      ids: ids of all samples, one sample after the other.
+      lengths: number of ids of each sample.
+      cores: the core that each sample belongs to.
+      num_missing: entries of -1.
+      num_out_of_range: ids that no row has.
+    """
 
     ids: np.ndarray
-    samples: np.ndarray
-    num_samples: int
+    lengths: np.ndarray
+    cores: np.ndarray
     num_missing: int
     num_out_of_range: int
 
 
-def _lookups(feature: FeatureSpec, value: Any) -> _Lookups:
+def _lookups(feature: FeatureSpec, value: Any, num_shards: int) -> _Lookups:
     """Lookups of a feature's part of a batch, and counts of its other ids."""
     bags = as_bags(value, feature=feature.name)
     if is_unknown(bags):
@@ -330,18 +325,16 @@ def _lookups(feature: FeatureSpec, value: Any) -> _Lookups:
     bags = jax.tree.map(np.asarray, bags)
     check_bags(bags, feature=feature.name)
     ids, is_missing, is_outside = _numbers(bags, feature)
+    is_lookup = ~(is_missing | is_outside)
     offsets = bags.offsets.astype(np.int64)
     samples = np.repeat(np.arange(bags.num_bags), np.diff(offsets))
     used = slice(0, int(offsets[-1]))  # entries after the last offset are padding
-    is_missing = is_missing[used]
-    is_outside = is_outside[used] & ~is_missing
-    is_lookup = ~is_missing & ~is_outside
     return _Lookups(
-        ids=ids[used][is_lookup],
-        samples=samples[is_lookup],
-        num_samples=bags.num_bags,
-        num_missing=int(is_missing.sum()),
-        num_out_of_range=int(is_outside.sum()),
+        ids=ids[used][is_lookup[used]],
+        lengths=np.bincount(samples[is_lookup[used]], minlength=bags.num_bags),
+        cores=np.arange(bags.num_bags) * num_shards // max(bags.num_bags, 1),
+        num_missing=int(is_missing[used].sum()),
+        num_out_of_range=int((is_outside & ~is_missing)[used].sum()),
     )
 
 
@@ -356,7 +349,7 @@ def _numbers(bags: Bags, feature: FeatureSpec) -> tuple[np.ndarray, np.ndarray, 
         return numbers, ~keys.is_key, is_beyond(keys, key_dtype)
     check_ids_dtype(bags, feature=feature.name)
     is_outside = (bags.ids < 0) | (bags.ids >= feature.table_spec.vocabulary_size)
-    numbers = np.where(is_outside, 0, bags.ids).astype(np.int64)
+    numbers = np.where(is_outside, 0, bags.ids).astype(np.uint64)
     return numbers, bags.ids == PAD_ID, is_outside
 
 
@@ -370,91 +363,72 @@ def _key_dtype(table: TableSpec) -> str | None:
 class _Stream:
     """Running counts of the lookups of one feature, or of all features of one table."""
 
-    def __init__(self, table: TableSpec, features: Sequence[str], num_shards: int):
-        self._table = table
-        self._features = features
-        self._num_shards = num_shards
+    def __init__(self, table: TableSpec, num_shards: int):
         cache_rows = []
         for percent in CACHE_PERCENTS:
             cache_rows.append(math.ceil(table.vocabulary_size * percent / 100))
-        self._takes_keys = _key_dtype(table) is not None
-        self._counter = IdCounter(np.uint64 if self._takes_keys else np.int64, cache_rows)
-        self._samples_by_length: np.ndarray = np.zeros(1, np.int64)
+        self.counter = IdCounter(cache_rows)
+        self._table = table
+        self._num_shards = num_shards
+        self._samples_by_length = Counter({0: 0})
         self._num_missing = 0
         self._num_out_of_range = 0
         self._max_ids = 0
         self._max_unique = 0
 
-    @property
-    def num_distinct_ids(self) -> int:
-        """Distinct ids up to the last merge."""
-        return int(self._counter.ids.size)
-
-    def add(self, lookups: Mapping[str, _Lookups]) -> None:
-        """Counts one batch, from the lookups of each feature."""
-        parts = [lookups[name] for name in self._features]
-        samples = []
-        cores = []
-        lengths = []
-        first_sample = 0
+    def add(self, parts: Sequence[_Lookups]) -> None:
+        """Counts one batch, from the lookups of each feature that reads the table."""
+        ids = np.concatenate([part.ids for part in parts])
+        lengths = np.concatenate([part.lengths for part in parts])
+        cores = np.concatenate([part.cores for part in parts])
+        self.counter.add(ids)
+        self._samples_by_length.update(lengths.tolist())
         for part in parts:
-            samples.append(part.samples + first_sample)
-            cores.append(part.samples * self._num_shards // max(part.num_samples, 1))
-            lengths.append(np.bincount(part.samples, minlength=part.num_samples))
-            first_sample += part.num_samples
             self._num_missing += part.num_missing
             self._num_out_of_range += part.num_out_of_range
-        ids = np.concatenate([part.ids for part in parts])
-        samples_by_length = np.bincount(
-            np.concatenate(lengths), minlength=self._samples_by_length.size
-        )
-        samples_by_length[: self._samples_by_length.size] += self._samples_by_length
-        self._samples_by_length = samples_by_length
-        self._counter.add(ids)
-        entries, distinct = partition_counts(
-            ids, np.concatenate(samples), np.concatenate(cores), self._num_shards
-        )
+        samples = np.repeat(np.arange(lengths.size), lengths)
+        entries, distinct = partition_counts(ids, samples, cores[samples], self._num_shards)
         self._max_ids = max(self._max_ids, int(entries.max()))
         self._max_unique = max(self._max_unique, int(distinct.max()))
 
     def figures(self) -> IdFigures:
         """All figures of the batches that were added."""
-        self._counter.merge()
-        ids = self._counter.ids
-        counts = self._counter.counts
+        self.counter.merge()
+        ids = self.counter.ids
+        counts = self.counter.counts
         hottest_first = np.sort(counts)[::-1]
         num_lookups = int(counts.sum())
-        num_samples = int(self._samples_by_length.sum())
-        covered = np.cumsum(self._samples_by_length)
+        lengths, num_samples = np.array(sorted(self._samples_by_length.items())).T
+        covered = np.cumsum(num_samples)
+        # In integers, since 0.99 is not a binary fraction.
+        percentile = np.searchsorted(100 * covered, 99 * covered[-1])
         num_rows = self._table.vocabulary_size
-        if self._takes_keys:
+        if _key_dtype(self._table) is not None:
             num_rows = ids.size
         exponent = math.nan
         if num_lookups and num_rows > 1:
             exponent = zipf_exponent(hottest_first, num_rows=num_rows)
-        shards = (ids % np.asarray(self._num_shards, ids.dtype)).astype(np.int64)
-        loads = np.zeros(self._num_shards, np.int64)
-        np.add.at(loads, shards, counts)
+        shards = (ids % np.uint64(self._num_shards)).astype(np.int64)
+        loads = np.bincount(shards, weights=counts, minlength=self._num_shards)
         num_hottest = math.ceil(self._table.vocabulary_size / 100)
         return IdFigures(
             table=self._table.name,
             num_rows=self._table.vocabulary_size,
-            num_samples=num_samples,
+            num_samples=int(covered[-1]),
             num_lookups=num_lookups,
-            mean_ids_per_sample=_ratio(num_lookups, num_samples),
-            # In integers, since 0.99 is not a binary fraction.
-            ids_per_sample_99th_percentile=int(np.searchsorted(100 * covered, 99 * num_samples)),
-            max_ids_per_sample=int(np.flatnonzero(self._samples_by_length).max(initial=0)),
+            mean_ids_per_sample=_ratio(num_lookups, int(covered[-1])),
+            ids_per_sample_99th_percentile=int(lengths[percentile]),
+            max_ids_per_sample=int(lengths[-1]),
             num_missing=self._num_missing,
             num_out_of_range=self._num_out_of_range,
             num_distinct_ids=int(ids.size),
             hottest_share=_ratio(int(hottest_first[:num_hottest].sum()), num_lookups),
             zipf_exponent=exponent,
-            ids_per_distinct_id=_ratio(num_lookups, self._counter.num_distinct_by_batch),
-            shard_loads=loads,
+            ids_per_distinct_id=_ratio(num_lookups, self.counter.num_distinct_by_batch),
+            shard_loads=loads.astype(np.int64),
             max_ids_per_partition=EXACT.limit(self._max_ids, None),
             max_unique_ids_per_partition=EXACT.limit(self._max_unique, None),
-            hit_rates=dict(zip(CACHE_PERCENTS, self._counter.hit_rates(), strict=True)),
+            hit_rates=dict(zip(CACHE_PERCENTS, self.counter.hit_rates(), strict=True)),
             counts=hottest_first,
         )
 

@@ -219,12 +219,22 @@ def test_shards_are_the_owners_of_the_rows():
     assert report.tables["user"].shard_loads.tolist() == np.bincount(owners, minlength=6).tolist()
 
 
-def test_a_fit_over_blocks_of_ranks_is_that_over_all_ranks(monkeypatch):
+@pytest.mark.parametrize("num_rows", [3_000, 60_000, 3_000_000])
+def test_the_mean_log_rank_of_the_fitted_law_is_that_of_the_counts(num_rows):
     counts = np.floor(1e6 / np.arange(1.0, 3001.0) ** 1.1)
-    by_blocks = zipf_exponent(counts, num_rows=60_000)
-    assert by_blocks == zipf_exponent(np.append(counts, np.zeros(57_000)))
-    monkeypatch.setattr(ids, "NUM_EXACT_RANKS", 60_000)
-    assert by_blocks == pytest.approx(zipf_exponent(counts, num_rows=60_000), rel=1e-6)
+    exponent = zipf_exponent(counts, num_rows=num_rows)
+    if num_rows <= 60_000:
+        assert exponent == zipf_exponent(np.append(np.zeros(num_rows - 3_000), counts))
+    logs = np.log(np.arange(1, num_rows + 1))
+    law = np.exp(-exponent * logs)
+    mean_log = counts @ logs[: counts.size] / counts.sum()
+    assert law @ logs / law.sum() == pytest.approx(mean_log, rel=1e-6)
+
+
+def test_a_law_is_fitted_to_more_rows_than_64_bits_count():
+    counts = np.array([5, 3, 1])
+    exponents = [zipf_exponent(counts, num_rows=num_rows) for num_rows in (2**62, 2**64, 2**66)]
+    assert exponents[0] > 1 and exponents == pytest.approx([exponents[0]] * 3, rel=0.01)
 
 
 def test_a_stream_with_too_many_ids_stops_early_and_says_so(caplog, monkeypatch):
