@@ -333,7 +333,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             rates = learning_rates(self.plan, state)
             if host is not None:
                 state, row_gradients = host.bring_rows(state, row_gradients, keep)
-                self.state.set_value(state)  # The generation is new even if the step fails.
+                self.state.set_value(state)  # the host's generation is new, even if the step fails
                 host.begin(state, steps=True)
             state = kept(keep, _apply, self.plan, state, row_gradients, rates)
             if host is not None:
