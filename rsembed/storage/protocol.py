@@ -164,7 +164,7 @@ class Storage(abc.ABC):
         return [(params, slots)]
 
     def stack(self, parts: Sequence[State], like: Params, num_shards: int) -> State:
-        """`params` and slots of all shards, from those of each table; inverse of `unstack`.
+        """Arrays of all shards, from the `params` and slots of each table; inverse of `unstack`.
 
         `like` is the `params` that `unstack` got.
         """

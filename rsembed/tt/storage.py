@@ -205,7 +205,7 @@ class TensorTrain(Storage):
     def stack(
         self, parts: Sequence[tuple[Params, AllSlots]], like: Params, num_shards: int
     ) -> State:
-        """Parameters and slots of all tables, from those of each table (inverse of `unstack`)."""
+        """All tables in shared arrays, from the arrays of each table (inverse of `unstack`)."""
         del like, num_shards
         return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
 
