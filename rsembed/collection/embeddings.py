@@ -390,7 +390,7 @@ class EmbeddingCollection:
           keep: number of keys that stay, over all devices. The table's `eviction` policy ranks the
             keys.
           unused_for: evicts keys that were not used in training for more than this number of
-            steps. Keys that wait for admission are forgotten after the same time.
+            steps. Keys that wait for admission are forgotten after as many steps.
           norm_below: evicts keys of rows with a smaller L2 norm.
 
         Returns: the new state, and the evicted keys with their rows and slots in the form of

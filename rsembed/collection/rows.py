@@ -388,7 +388,8 @@ class TrainRows(NumberedRows):
         self, params: Params, slots: SlotTree, rows: Array, values: Array, step: Step
     ) -> State:
         """See `Rows`."""
-        # Every device has all gradients. Each takes a part, and `_step_all` sums the parts.
+        # Every device has all gradients. Each device takes a part of the gradients, and `_step_all`
+        # sums the parts.
         device_of_row = jnp.arange(rows.shape[0]) % self.devices.num_devices
         rows_here = jnp.where(device_of_row == self.devices.index(), rows, NO_ROW)
         return self._step_all(params, slots, CallGradients.of_rows(rows_here, values), step)

@@ -45,7 +45,8 @@ class Published:
         """Content of the published file, or of a file at `path`, and a sentence about its origin.
 
         Args:
-          path: a file or folder. Without it, `RSEMBED_DATA` may name one, else pooch's cache may have the file.
+          path: a file or folder. Without `path`, `RSEMBED_DATA` may name a file or folder, or
+            pooch's cache may have the file.
           download: whether the file may be downloaded into the cache. If the server does not answer
             within seconds, the file counts as missing.
 

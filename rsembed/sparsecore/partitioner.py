@@ -570,7 +570,7 @@ def _nodes_to_split(layout: StackLayout, entries: Entries, buckets: np.ndarray) 
 def _by_minibatch(
     layout: StackLayout, entries: Entries, buckets: np.ndarray, minibatches: np.ndarray
 ) -> Entries:
-    """The entries ordered by (core, minibatch, shard, bucket, row, sample)."""
+    """The entries, sorted by (core, minibatch, shard, bucket, row, sample)."""
     num_minibatches = int(minibatches[-1]) + 1
     core, shard = np.divmod(entries.partition, layout.num_shards)
     partition = (core * num_minibatches + minibatches[buckets]) * layout.num_shards + shard

@@ -4,16 +4,16 @@ A storage works with the rows of one device and does not know about other device
 `collection/rows.py` passes ids to it and gets vectors back, on one device or a mesh.
 `TableSpec(storage=...)` chooses the storage. Without `storage`, rows are in an array.
 
-    protocol.py         what every storage must be able to do, and which tables share one
-    dense_rows.py       rows in an array, and the layouts that say where each row is
-    hashed.py           rows for 64-bit keys, made when a key appears; or for all keys below a bound
-    hashed_rows.py      what a device keeps of such a table, first values of rows, and steps
+    protocol.py         the interface of all storages, and groups of tables that share one storage
+    dense_rows.py       rows in an array, and the layouts that give the position of each row
+    hashed.py           rows for 64-bit keys, which get a row when they are first trained
+    hashed_rows.py      arrays of keyed tables on one device: initial values, rounding, growth
     backing_store.py    rows on the host, and their exchange with a cache on the device
-    host_cached.py      a cache of such rows that compiled programs search
-    set_associative.py  a set-associative cache of such rows, decided on the host
-    logical_rows.py     rows out of a keyed table and into one, by key
-    donation.py         results of programs that donate arrays, safe from Ctrl-C
-    row_map.py          which key has which row: open addressing, rows given and taken back, counts
+    host_cached.py      a cache of such rows, searched by compiled programs
+    set_associative.py  a set-associative cache of such rows, controlled on the host
+    logical_rows.py     reads and writes the rows of keyed tables by key
+    donation.py         calls of programs that donate arrays, safe from Ctrl-C
+    row_map.py          map from keys to rows: open addressing, free rows, last uses and counts
 """
 
 from rsembed.storage.hashed import ROWS_BY_KEY as ROWS_BY_KEY

@@ -199,9 +199,9 @@ class SetAssociativeCache:
         Args:
           ids: ids of the batch, which may repeat. Ids outside `[0, num_ids)` get location -1 and
             change nothing.
-          lock: True keeps every slot that this batch uses until `unlock(admission.locations)`. Use
-            `lock=True` for batches that are prefetched while earlier batches are in use. False is
-            the default.
+          lock: whether every slot that the batch uses is kept until `unlock(admission.locations)`.
+            Use `lock=True` for batches that are prefetched while earlier batches are in use. False
+            is the default.
 
         Raises: TypeError: `ids` is not a flat array of integers.
         """
@@ -408,7 +408,8 @@ class CachedRows:
           rows: table row of each id of the batch, see `BatchPlaces`.
           admit: whether missing rows are admitted to the cache. With False, the cache is only
             searched.
-          lock: True keeps the slots until they are unlocked, see `SetAssociativeCache.admit`.
+          lock: whether the slots are locked until they are unlocked, see
+            `SetAssociativeCache.admit`.
           is_prefetch: True for a batch that is looked up later.
           num_moves: size of the arrays of `moves`, padding included. None, the default: the next
             power of two.

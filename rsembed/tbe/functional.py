@@ -420,7 +420,7 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
 
 
 _STORE = 2**32 - 2
-"""Folded into the PRNG key of host write-backs, so that their noise differs from a step's."""
+"""Number folded into the PRNG key of host write-backs: their noise differs from a step's."""
 
 
 def _noise(

@@ -460,7 +460,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return near
 
     def _pooled(self, batch: AnyBatch) -> Array:
-        """Output of a lookup. `batch` is a result of `_brought`."""
+        """Output of a lookup of `batch`, which is a result of `_brought`."""
         # The compiled function takes numpy arrays, because converting them before is slower.
         return _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
 

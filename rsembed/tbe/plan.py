@@ -192,8 +192,9 @@ class GroupPlan(NamedTuple):
     """Tables of equal dim, optimizer and placement, which share one array.
 
     Args:
-      table: the first table of the group. The other tables differ from it only in name and size.
-        The first table's name is the name of the group, and of its stack in the engine.
+      table: the first table of the group. Other tables of the group differ from the first only in
+        name and size. The first table's name is the name of the group, and of its stack in the
+        engine.
       tables: indices of all tables of the group.
       num_rows: rows of all tables.
     """
