@@ -1,4 +1,4 @@
-"""Helpers for arrays on the host and on devices: are they traced, masked or donated, and copies."""
+"""Helpers for arrays on the host and on devices: checks for traced, masked and donated, and copies."""
 
 from __future__ import annotations
 

@@ -185,7 +185,9 @@ class Bags:
     def from_coo(
         sample_ids: Any, embedding_ids: Any, gains: Any = None, *, num_samples: int
     ) -> Bags:
-        """Bags from coordinate lists in any order. Ids of one sample keep their order.
+        """Bags from lists of coordinates (sample, id), in any order.
+
+        Ids of one sample keep their order.
 
         Args:
           sample_ids: sample of each id, `[nnz]`.

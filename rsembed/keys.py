@@ -194,7 +194,7 @@ def _keys_of(
 
 
 def _key_of(value: object, missing: int | None) -> int:
-    """Key of one value.
+    """64-bit key of one string or bytes value.
 
     Raises: TypeError, ValueError: the value has no key. The message continues the words "row 3
     has".

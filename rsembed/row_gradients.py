@@ -330,7 +330,7 @@ def check_belong(
 
 
 def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
-    """Whether rows and values of these shapes belong together; both may be stacked by `lax.scan`."""
+    """Whether arrays of rows and values of these shapes fit each other, stacked by `lax.scan` or not."""
     if len(values) < 2 or rows[: len(values) - 1] != values[:-1]:
         return False
     if len(rows) < len(values):

@@ -82,7 +82,8 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     """A table of `EmbeddingCollection.tables` in the form that a served lookup reads."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
-        order = np.argsort(values["keys"].astype(np.uint64))  # The search compares unsigned keys.
+        # The binary search needs unsigned order.
+        order = np.argsort(values["keys"].astype(np.uint64))
         lanes = split_keys(values["keys"][order])
         keys = {"high": jnp.asarray(lanes.high), "low": jnp.asarray(lanes.low)}
         values = values["values"][order]

@@ -68,10 +68,10 @@ def word_vectors(
       source: path of a UTF-8 text file, which gzip may have compressed, or an iterable of lines.
       words: words to find, one for each row of the result. A word may be listed twice.
       dim: numbers in each line. A header with another number is an error.
-      bad_lines: "raise" stops at the first bad line. "skip" leaves bad lines out and counts bad
-        lines. A line is bad with too few or too many numbers, with a word that is not UTF-8, and
-        with a number that float32 cannot hold. The last line of a file is bad without an end of
-        line: it may have been cut inside a number.
+      bad_lines: "raise" stops at the first bad line. "skip" leaves bad lines out, and counts them
+        in `num_bad_lines`. A line is bad with too few or too many numbers, with a word that is not
+        UTF-8, and with a number that float32 cannot hold. The last line of a file is bad without an
+        end of line: it may have been cut inside a number.
 
     Returns:
       The vectors, and which words have one: `np.where(found.is_found[:, None], found.values, initial)` keeps initial

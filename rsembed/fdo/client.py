@@ -282,8 +282,8 @@ class NPZFileFDOClient(FileFDOClient):
     """Client that keeps statistics in npz files in a shared folder, with a row for each batch.
 
     With several processes, `publish` and `load` wait for all of them. So every process must call
-    both, in the same order. Use a folder for one run only. Any number of processes may read the
-    folder, and each gets the maximum of all files.
+    `publish` and `load`, in the same order. Use a folder for one run only. Any number of processes
+    may read the folder, and each gets the maximum of all files.
 
     Args:
       base_dir: folder of the files, which all processes must see.

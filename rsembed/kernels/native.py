@@ -203,7 +203,7 @@ def gather_rows(
     Args:
       arrays: arrays of any dtype. The first axis counts the rows.
       rows: row numbers.
-      missing: value of a row outside an int32 array. For such rows, other arrays read zeros.
+      missing: value of a row outside an int32 array. A row outside another array reads zeros.
     """
     results = [Result((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
     return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays, missing=missing)

@@ -63,7 +63,7 @@ def init(
     Missing arguments are read from `RSEMBED_COORDINATOR_ADDRESS`, `RSEMBED_NUM_PROCESSES` and
     `RSEMBED_PROCESS_ID` (or the same names with `JAX_`). If these are missing, `jax.distributed`
     detects the processes (Slurm, Open MPI, Kubernetes, TPU pods). If there are no other processes,
-    `init` does nothing. A second call does nothing either.
+    `init` does nothing. A second call of `init` does nothing either.
 
     If a process dies, JAX aborts the others after `heartbeat_timeout_seconds` and names the
     process. Without the abort, processes would wait in a collective without end. A process with an

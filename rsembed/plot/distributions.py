@@ -277,7 +277,7 @@ def plot_stack_treemap(
     total = sum(used + padding for used, padding in sizes.values())
     total_padding = sum(padding for _, padding in sizes.values())
     # Whether a rectangle is square depends on the size of the axes, which the layout engine decides
-    # when it draws. Labels and legend must be drawn before that.
+    # when it draws. Labels and legend must be on the axes before the layout engine runs.
     finish(ax, "area", "one rectangle per stack", xticks=[], yticks=[])
     figure = ax.figure.canvas.figure
     figure.draw_without_rendering()

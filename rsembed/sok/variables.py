@@ -410,7 +410,7 @@ def embedding_variable(
     Raises:
       ValueError: an argument is out of range.
       TypeError: an argument is unknown.
-      RuntimeError: `Init` was not called.
+      RuntimeError: `sok.Init` was not called before.
     """
     where = f"table {name!r}"
     if context is None:

@@ -120,7 +120,8 @@ class DynamicRows(Storage):
             values = {"keys": np.arange(len(values)), "values": values}
         if "last_step" in values:
             return values
-        # Imported rows count as used now. With step 0 they would be the first to be evicted.
+        # Imported rows count as used now. With step 0, imported rows would be the first to be
+        # evicted.
         last_step = np.full(np.shape(values.get("keys", ())), int(on_host(step)))
         return {**values, "last_step": last_step}
 

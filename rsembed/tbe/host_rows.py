@@ -104,7 +104,7 @@ class HostRows:
         self.generation.advance(self.generation.number)
 
     def end(self) -> None:
-        """Ends a change. To be called after the module has stored its new state."""
+        """Ends a change that `begin` began. The module must have stored its new state before."""
         self.begun = None
         self._steps = False
 

@@ -579,7 +579,7 @@ class TablesBackward:
         return gradients
 
     def _gradient(self, d_output: ArrayLike) -> Array:
-        """The output's gradient as a JAX array, checked.
+        """The gradient of the output as a JAX array, after checks.
 
         Raises:
           TypeError: `d_output` is not an array of floats.

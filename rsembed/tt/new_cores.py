@@ -237,8 +237,8 @@ def round_cores(
     parts = []
     for core in _in_tensorly_layout(spec, arrays):
         parts.append(core.astype(np.float64))
-    # Make the rows of every core after the first orthonormal. Errors in the first core are then
-    # errors of the table.
+    # Make the rows of every core after the first orthonormal. With orthonormal rows, an error in
+    # the first core equals the error of the table.
     for t in range(spec.num_cores - 1, 0, -1):
         rank, p, q, next_rank = parts[t].shape
         basis, factor = np.linalg.qr(parts[t].reshape(rank, -1).T)

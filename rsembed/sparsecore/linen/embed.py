@@ -48,7 +48,7 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       enable_minibatching: whether batches that exceed a limit are split, instead of being an
         error. False by default.
       num_sc_per_device: cores per device. None (or -1): the number that the specs were placed for.
-        The attribute has that number afterwards.
+        The attribute `num_sc_per_device` has that number afterwards.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]

@@ -61,7 +61,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         error. False by default.
       table_sharding_strategy: "MOD", the only strategy.
       num_sc_per_device: cores per device. None: the number that the specs were placed for. The
-        attribute has that number afterwards.
+        attribute `num_sc_per_device` has that number afterwards.
     """
 
     @validated
