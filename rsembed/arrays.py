@@ -1,4 +1,4 @@
-"""Helpers for arrays on the host and on devices: checks for traced, masked and donated, and copies."""
+"""Helpers for arrays on the host and on devices: checks of traced, masked and donated ones."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ def check_belong(
 
 
 def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
-    """Whether arrays of rows and values of these shapes fit each other, stacked by `lax.scan` or not."""
+    """Whether arrays of rows and values with these shapes fit, stacked by `lax.scan` or not."""
     if len(values) < 2 or rows[: len(values) - 1] != values[:-1]:
         return False
     if len(rows) < len(values):
