@@ -221,8 +221,8 @@ def check_type(value: object, hint: object, name: str) -> None:
     NumPy and JAX scalars as numbers, integers as floats, and lists of numbers as arrays.
 
     Args:
-      value: the value.
-      hint: the annotation.
+      value: value to check.
+      hint: annotation that the value must match.
       name: name of the value in the error message.
 
     Raises:

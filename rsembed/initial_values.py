@@ -195,7 +195,7 @@ class _RowEvaluator:
     """Evaluates a traced computation for some rows of its arrays. Arrays without a row axis are computed in full.
 
     Args:
-      rows: the requested rows.
+      rows: row numbers to evaluate.
       num_rows: length of the row axis, the leading axis of an array of all rows.
       lanes: 32-bit numbers to fold into the key of each requested row, in this order. None: the row
         index.

@@ -164,7 +164,7 @@ class Optimizer(nnx.Module):
         """Makes one optimizer step of the model, in place.
 
         Args:
-          model: the model.
+          model: model with the layers to step.
           gradients: the `Gradients` of `value_and_grad`.
           kwargs: further arguments of optax's `update`.
 

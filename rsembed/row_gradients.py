@@ -97,7 +97,7 @@ class Summands(NamedTuple):
 
     Args:
       engine: the engine of the collection. The engine can step the summands without their sums.
-      batch: the prepared batch.
+      batch: prepared batch that was looked up.
       d_outputs: gradients of the pooled outputs.
     """
 
@@ -383,7 +383,7 @@ def clip_by_global_norm(
 
     Args:
       row_gradients: gradients with equal rows summed (as `pullback` returns them).
-      max_norm: maximum norm.
+      max_norm: maximum global norm of the result.
       other_norm: norm of the dense gradients (`optax.tree.norm`), to clip both by their common
         norm. 0 by default.
 

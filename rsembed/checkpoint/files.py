@@ -295,7 +295,7 @@ class Checkpoint(NamedTuple):
     """A loaded checkpoint.
 
     Attributes:
-      tree: the arrays.
+      tree: the arrays, in the structure of `like` or in nested dictionaries.
       step: number of updates, which was passed to `save`.
       metadata: values that were passed to `save`.
     """

@@ -122,7 +122,7 @@ class Engine:
 
         Args:
           tables: tables of the state.
-          batch: the global batch.
+          batch: prepared global batch, or a `Call` on one device.
           numbers: by stack, index of the step that will follow. None if no step follows.
         """
         if self._has_all_rows:

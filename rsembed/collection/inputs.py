@@ -385,7 +385,7 @@ def _canonical(feature: FeatureSpec, bags: Bags, value: PyTree) -> PyTree:
 
     Args:
       feature: spec of the feature.
-      bags: its checked bags.
+      bags: checked bags of the feature.
       value: the user's value, which is returned if it is already a suitable JAX array.
     """
     if bags.dense_shape is not None:

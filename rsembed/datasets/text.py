@@ -302,7 +302,7 @@ def word_id_batches(
     batch larger than the text repeats windows. All steps and tables share one read-only array.
 
     Args:
-      word_ids: the text.
+      word_ids: the text as word ids.
       num_steps: length of each list.
       batch_size: windows per step.
       seq_len: context words per window.

@@ -108,7 +108,7 @@ def _choices(
     """Implementations to try for a call, in order of preference.
 
     Args:
-      implementations: all implementations.
+      implementations: all implementations, in order of preference.
       implementation: name of the only one to try; None: all that are not opt-in, and all that are
         opted in.
       opted_in: value of `RSEMBED_KERNELS`.

@@ -309,7 +309,7 @@ class Step:
 
     Args:
       hyper: result of `rule.get_hyperparameters`.
-      rule: the optimizer.
+      rule: optimizer that steps the rows.
       rounding: function that rounds stepped rows to the table's dtype. None: round to nearest.
       number: index of the step, from 0, for storages that keep the step of a row's last use.
       resident_rows: if the table is a cache, the row in each cache slot, `NO_ROW` in empty slots.

@@ -202,7 +202,7 @@ def gather_rows(
 
     Args:
       arrays: arrays of any dtype. The first axis counts the rows.
-      rows: row numbers.
+      rows: row numbers to read.
       missing: value of a row outside an int32 array. A row outside another array reads zeros.
     """
     results = [Result((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]

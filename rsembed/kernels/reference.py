@@ -549,7 +549,7 @@ def apply_rows(
     Args:
       table: table to step.
       slots: optimizer state of the table.
-      rows: distinct rows.
+      rows: distinct rows to step.
       gradients: gradient of each row in `rows`.
       step: rule, hyperparameters and rounding.
       gather: implementation of `gather_rows`.
@@ -627,7 +627,7 @@ def round_stochastically(
     the batch.
 
     Args:
-      values: stepped rows.
+      values: float32 rows after a step.
       dtype: dtype of the table. float32 needs no rounding.
       rows: index of each row in the table.
       key: random key; with `table`, one key per table.

@@ -54,7 +54,7 @@ def trace_rule(
     """The rule traced for one row: a jaxpr of row, slots, gradient and hyperparameters.
 
     Args:
-      rule: the optimizer.
+      rule: optimizer to trace.
       table: rows of any float dtype. The rule computes in float32.
       slots: optimizer state, float32 `[rows, dim]` or `[rows, 1]`.
       num_hyperparameters: how many hyperparameters the rule has.

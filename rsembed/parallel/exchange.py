@@ -98,7 +98,7 @@ class _Group(NamedTuple):
 
     Attributes:
       numbers: positions of the arrays among all leaves.
-      arrays: the arrays.
+      arrays: arrays to exchange.
       picks: the entries to send from each array; None for arrays that are blocks already.
       blocks: shape and dtype of the blocks of each array.
     """

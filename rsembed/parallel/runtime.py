@@ -391,7 +391,7 @@ def _wait(
     After a failure, the other processes have `GRACE_SECONDS` to end.
 
     Args:
-      children: all processes.
+      children: all processes that `launch` started.
       ended: indices of the processes that have ended, in this order; another thread appends to it.
       received: signals that this process received; the signal handler appends to it.
     """

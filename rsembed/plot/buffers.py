@@ -178,7 +178,7 @@ def limit_costs(
 
     Args:
       entries: entries of each partition, as `partition_entries` returns them.
-      max_ids_per_partition: the limit.
+      max_ids_per_partition: limit to compute the costs of.
     """
     dropped = np.maximum(entries - max_ids_per_partition, 0).sum() / entries.sum()
     _, num_cores, num_shards = entries.shape

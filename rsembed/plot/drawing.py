@@ -113,7 +113,7 @@ def label_points(
     the call, because the positions are computed for them.
 
     Args:
-      ax: the axes to draw on.
+      ax: axes to draw on.
       points: x and y of each point.
       labels: a string for each point.
       colours: a colour for each label. None: black.
@@ -191,7 +191,7 @@ def finish(
     """Sets the labels and the legend of the axes, and returns the axes.
 
     Args:
-      ax: the axes.
+      ax: axes to label.
       xlabel: label of the x axis, with its unit.
       ylabel: label of the y axis, with its unit.
       counts_on_x: whether the ticks of the x axis are whole numbers.

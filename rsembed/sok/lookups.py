@@ -120,7 +120,7 @@ class _Program(NamedTuple):
     """The core's `Engine` for some embedding variables.
 
     Attributes:
-      engine: the engine.
+      engine: engine with one stack per variable.
       variables: index of each variable, by the name of its stack in the engine.
       features: index of each feature, by its name in the engine.
     """
@@ -142,7 +142,7 @@ def _programs(
     equal tables are put together, so that their programs are equal and compiled once.
 
     Args:
-      variables: distinct variables.
+      variables: distinct embedding variables of all features.
       features: variable and combiner of each feature.
       grow: for each variable, whether it grows between this lookup and its step.
     """

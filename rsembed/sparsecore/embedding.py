@@ -218,7 +218,7 @@ def update_preprocessing_parameters(
     again if they changed.
 
     Args:
-      feature_specs: placed specs. Stacks without statistics keep their limits.
+      feature_specs: placed specs of all features. Stacks without statistics keep their limits.
       updated_params: statistics of one or more batches, as loaded by a client of `rsembed.fdo`.
       num_sc_per_device: cores per device.
       policy: how limits are computed from maxima. See `rsembed.fdo.limits_from_statistics`.
@@ -253,7 +253,7 @@ def sparse_dense_matmul(
     Args:
       preprocessed_inputs: this device's part of the batch.
       embedding_variables: this device's part of the variables, by stack.
-      feature_specs: placed specs.
+      feature_specs: placed specs of all features.
       global_device_count: number of devices that share the tables.
       sharding_strategy: "MOD", the only strategy.
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
@@ -317,7 +317,7 @@ def sparse_dense_matmul_grad(
       preprocessed_inputs: the input of `sparse_dense_matmul`.
       embedding_variables: this device's part of the variables, by stack. A plain tuple of a table
         and its slots is accepted as well.
-      feature_specs: placed specs.
+      feature_specs: placed specs of all features.
       global_device_count: number of devices that share the tables. None: the number follows from
         the size of the gradients.
       sharding_strategy: "MOD", the only strategy.
@@ -385,7 +385,7 @@ def unstack_embedding_activations(
 
     Args:
       activations: activations of every stack on this device.
-      feature_specs: placed specs.
+      feature_specs: placed specs of all features.
       global_device_count: number of devices that share the tables.
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
       use_activation_unstack_primitive: ignored; only the TPU library uses the option.

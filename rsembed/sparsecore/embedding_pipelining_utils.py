@@ -132,7 +132,7 @@ def get_initial_state(
     Args:
       pipeline_input: any batch; only its shapes are used.
       tc_train_state: state of the dense part.
-      embedding_variables: the tables.
+      embedding_variables: tables and slots of all stacks, by stack name.
       sc_fwd_function: the lookup.
       tc_function: the dense step.
       dense_input_sharding: sharding of dense inputs. None: the compiler chooses.
@@ -226,11 +226,11 @@ def step(
     Args:
       pipeline_input: batch `i`; in the last two cycles, zeros in the shapes of a batch.
       tc_train_state: state of the dense part.
-      embedding_variables: the tables.
+      embedding_variables: tables and slots of all stacks, by stack name.
       pipeline_state: state from the previous cycle, or from `get_initial_state`.
-      sc_fwd_function: the lookup stage.
-      tc_function: the dense stage.
-      sc_bwd_function: the update stage.
+      sc_fwd_function: lookup stage, a `ScFwdStageFun`.
+      tc_function: dense stage, a `TcStageFun`.
+      sc_bwd_function: update stage, a `ScBwdStageFun`.
       fake_tc_step: whether the dense stage is skipped: `not is_output_valid(i, n)`. A Python bool
         compiles two programs; a traced bool compiles one program with a branch.
 
@@ -287,8 +287,8 @@ def get_default_sc_fwd_function(
     """The lookup of all features over a mesh, without aux.
 
     Args:
-      feature_specs: placed specs.
-      global_mesh: the devices.
+      feature_specs: placed specs of all features.
+      global_mesh: mesh of the devices that share the tables.
       sharding_axis: mesh axis (or axes) that shards tables and batch. None: all axes.
       enable_minibatching: whether batches are preprocessed with minibatching.
     """

@@ -215,7 +215,7 @@ def create_proto_from_feature_specs(
     """Description of placed specs, which can be stored as JSON.
 
     Args:
-      feature_specs: placed specs.
+      feature_specs: placed specs of all features.
       global_device_count: number of devices that the specs were placed for.
       num_sparsecore_per_device: cores per device. None: the number that the specs were placed for.
 

@@ -287,7 +287,7 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
     """Cores per device that the tables were placed for.
 
     Args:
-      tables: placed tables.
+      tables: specs of placed tables.
       num_devices: number of devices that share the tables.
       num_sc_per_device: expected number of cores per device. None: any number.
 
@@ -317,7 +317,7 @@ def stack_layouts(
     """Checked layouts of the stacks of `feature_specs`, by stack name, in the order of the leaves.
 
     Args:
-      feature_specs: placed specs.
+      feature_specs: placed specs of all features.
       num_devices: number of devices that share the tables.
       num_cores: cores per device. None: the number that the tables were placed for.
 
@@ -355,7 +355,7 @@ def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dic
     """Layouts, without features, of the stacks that the tables form, by stack name.
 
     Args:
-      tables: placed tables.
+      tables: specs of placed tables.
       must_be_whole: whether every table of a stack must be among `tables`, True by default.
 
     Raises: ValueError: a table is not placed, or tables of a stack are missing.

@@ -58,7 +58,7 @@ class MeshTables:
     """The tables of a tree of features, and the devices that share them.
 
     Attributes:
-      feature_specs: placed specs.
+      feature_specs: placed specs of all features.
       devices: devices that share the tables, without the other axes of their mesh.
       num_sc_per_device: cores per device. None: the number used when the tables were placed.
       enable_minibatching: whether batches are preprocessed with minibatching.
@@ -180,7 +180,7 @@ class MeshLayer:
     """Base of the layers of both Flax APIs: prepares batches for a lookup over a mesh.
 
     Attributes:
-      feature_specs: placed specs.
+      feature_specs: placed specs of all features.
       sharding_axis: mesh axis (or axes) that shards tables and batch.
       mesh: the mesh, which may have further axes.
       num_sc_per_device: cores per device.

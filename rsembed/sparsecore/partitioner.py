@@ -63,7 +63,7 @@ class HostFeature:
     """The ids of one feature in this process.
 
     Attributes:
-      spec: the feature.
+      spec: spec of the feature.
       bags: NumPy arrays with one bag for every sample of this process. Ids are rows of the logical
         table. Ids and weights are unchecked. See `check_values`.
     """
@@ -269,7 +269,7 @@ def lay_out(
     """Input buffers of one stack. Entries above a limit are an error, or they are dropped and counted.
 
     Args:
-      batch: the batch.
+      batch: ids, layouts and statistics of the batch.
       layout: layout of the stack.
       batch_entries: entries in the partitions of the whole batch, for the statistics.
       entries: the same entries in the order of the buffers.

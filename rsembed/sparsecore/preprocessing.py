@@ -65,7 +65,7 @@ class PreprocessedInput:
     """A preprocessed batch, ready for the devices.
 
     Attributes:
-      sparse_dense_matmul_input: the partitioned ids.
+      sparse_dense_matmul_input: partitioned ids of all stacks.
       num_minibatches: one number per local device; 1 without minibatching.
       limits: for every stack, its name and the maximum number of ids and of distinct ids in a
         partition. The limits are static, so a jitted step is traced again when they change. Empty
@@ -216,7 +216,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
       indices: tree of `[n, 2]` coordinates (sample, position).
       values: tree of `[n]` ids.
       dense_shapes: tree of `[2]` shapes. The first number is the local batch size.
-      feature_specs: placed specs.
+      feature_specs: placed specs of all features.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
       options: keyword options of `preprocess_sparse_dense_matmul_input`.
@@ -322,7 +322,7 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     """Shapes and dtypes of the result of `preprocess_sparse_dense_matmul_input`, to compile a step early.
 
     Args:
-      feature_specs: placed specs.
+      feature_specs: placed specs of all features.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
       num_sc_per_device: cores per device. None: the number that the specs were placed for.

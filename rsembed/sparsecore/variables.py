@@ -119,7 +119,7 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
     be wrong.
 
     Args:
-      layout: the stack.
+      layout: layout of the stack.
       limits: lower and upper limit of updated entries; None for no limit.
 
     Raises:

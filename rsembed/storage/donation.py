@@ -48,7 +48,7 @@ def kept(
 
     Args:
       keep: function that stores the result.
-      program: the compiled program.
+      program: compiled program that donates its operands.
       *operands: arguments of the program.
     """
     with _CtrlCLater():

@@ -135,7 +135,7 @@ class NewKeys(NamedTuple):
     """Distinct keys of a batch that have no row yet. Padding may follow the keys.
 
     Attributes:
-      keys: the distinct keys.
+      keys: distinct new keys of the batch.
       entry_of: index in `keys` of each key of the batch. `NO_ROW` for keys with a row.
       first_of: position in the batch of the first occurrence of each of `keys`.
       occurrences: number of occurrences of each of `keys` so far.

@@ -292,7 +292,7 @@ def forget_older(
     """The shard after removing old keys of one table from the list of waiting keys.
 
     Args:
-      params: the shard.
+      params: parameters of the shard.
       step: index of the current step.
       steps_to_live: keys are removed that did not occur for more steps than this.
       number: index of the table.
@@ -316,7 +316,7 @@ def grow(
     All programs that use the shard are compiled again, because its shape changes.
 
     Args:
-      params: the shard.
+      params: parameters of the shard.
       slots: slots of the shard.
       table: spec of the table.
       capacity: new number of rows.

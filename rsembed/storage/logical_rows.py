@@ -526,7 +526,7 @@ def _with_rows_for(
     Args:
       table: spec of the table.
       maps: maps of all shards, of the keys with rows or of the waiting keys.
-      keys: distinct keys.
+      keys: distinct keys to add.
       exported: imported arrays, with the steps and counts of the keys.
       prefix: prefix of the names of steps and counts: "" for keys with rows, "waiting_" for waiting
         keys.

@@ -336,7 +336,7 @@ class Storage(abc.ABC):
           gradients: gradients of the outputs of the call. The ids of the call are the rows from
             `find`.
           table: spec of the table.
-          step: the step.
+          step: rule, hyperparameters and number of the step.
         """
 
     def step_distinct(

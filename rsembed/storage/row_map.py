@@ -245,7 +245,7 @@ def assign(
     """The map after new keys got rows, in the order of the keys, and these rows.
 
     Args:
-      row_map: the map.
+      row_map: map before the call.
       keys: distinct keys that are not in the map. Padding gets no row.
       step: index of the current step, at least 0. Rows that this step used are not evicted.
       occurrences: number of occurrences of each key so far.
@@ -319,7 +319,7 @@ def find_or_assign(
     """The map after an import of keys, and the row of each key.
 
     Args:
-      row_map: the map.
+      row_map: map before the call.
       keys: distinct keys. Keys that are not in the map get free rows.
       steps: last step that used each key.
       counts: number of occurrences of each key.
@@ -342,7 +342,7 @@ def touch(
     """The map with new last steps and counts for distinct rows.
 
     Args:
-      row_map: the map.
+      row_map: map before the call.
       rows: distinct rows. `NO_ROW` is skipped.
       step: last step that used the rows, for all rows or one for each.
       occurrences: number of occurrences of each row's key so far, which replaces its count.
@@ -512,7 +512,7 @@ def least(
     than `num_wanted`, all of them are chosen.
 
     Args:
-      row_map: the map.
+      row_map: map before the call.
       worth: worth of each row, at least 0 for candidates.
       is_candidate: mask of the rows to choose from.
       num_wanted: number of rows to choose in each table.

@@ -375,7 +375,7 @@ class CachedRows:
     """Rows on the host with a set-associative cache on the device.
 
     Attributes:
-      cache: cache policy.
+      cache: cache policy, which decides which rows are on the device.
       backing: store of all rows.
       scratch_rows: rows of the last batch that are in the scratch area.
     """

@@ -67,7 +67,7 @@ def member(kind: type[Member], value: Member | str | int, argument: str) -> Memb
     """A member of an enum, from the member, its value or its name in any case.
 
     Args:
-      kind: the enum.
+      kind: class of the enum.
       value: the member, its value or its name.
       argument: name of the argument, for the error.
 

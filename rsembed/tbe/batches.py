@@ -48,7 +48,7 @@ def read(
     prepared batch can be read inside `jit`.
 
     Args:
-      plan: the tables and features.
+      plan: plan of the module's tables and features.
       mode: treatment of ids and offsets that are out of range.
       indices: ids of all features, or a prepared batch.
       offsets: ends of all bags; None with a prepared batch.
@@ -288,7 +288,7 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
     The message names feature, table, bag and position.
 
     Args:
-      plan: the tables and features.
+      plan: plan of the module's tables and features.
       batch: the batch, not traced.
       may_begin_later: whether the first offset may be above 0. Ids before the first offset are in
         no bag.

@@ -121,7 +121,7 @@ def init_state(
     """A state with zero weights, which are FBGEMM's initial weights.
 
     Args:
-      plan: the tables.
+      plan: plan of the module's tables.
       key: PRNG key of stochastic rounding and of uniform initial weights.
       num_places: number of cache slots of each cached group. Other groups have arrays of all rows.
     """
@@ -318,7 +318,7 @@ def update(
     """One optimizer step of every row that the batch reads, with its summed gradient.
 
     Args:
-      plan: the tables.
+      plan: plan of the module's tables.
       state: result of `begin_step`.
       batch: the batch that was looked up.
       d_output: gradient of the output of `lookup`.
@@ -354,7 +354,7 @@ def _stepped(
     """State after one step of all groups.
 
     Args:
-      plan: the tables.
+      plan: plan of the module's tables.
       state: state before the step.
       rates: learning rate of every group.
       function: `update` or `apply` of the engine.
@@ -429,7 +429,7 @@ def _noise(
     """Stochastic rounding of a group's rows to `dtype`; None: round to nearest.
 
     Args:
-      plan: the tables.
+      plan: plan of the module's tables.
       number: index of the group.
       state: state with the PRNG key and the step of the noise.
       dtype: dtype of the rounded rows.

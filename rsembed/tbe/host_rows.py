@@ -55,7 +55,7 @@ class HostRows:
     stored its new state. If an error or Ctrl-C stops a change in between, `resumed` repairs it.
 
     Args:
-      plan: the tables.
+      plan: plan of the module's tables.
       caching: arguments that set cache sizes and statistics.
 
     Attributes:
@@ -221,7 +221,7 @@ class HostRows:
 
         Args:
           state: the module's state.
-          batch: the later batch.
+          batch: batch that will be looked up later.
           keep: see `bring`.
 
         Raises: RuntimeError: `MAX_PREFETCHES` prefetched batches were not looked up yet.
@@ -521,7 +521,7 @@ def first_state(
     """The state of a module before any training.
 
     Args:
-      plan: the tables.
+      plan: plan of the module's tables.
       key: PRNG key of stochastic rounding and of uniform initial weights.
       host_rows: host side of the cached tables, which sets the cache sizes. None if no table is
         cached.

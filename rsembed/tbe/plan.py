@@ -211,7 +211,7 @@ class TBEPlan:
     A plan is hashable, so modules with equal plans share compiled programs.
 
     Args:
-      tables: logical tables.
+      tables: plans of the logical tables, in the order of `embedding_specs`.
       features: index of the table of every feature.
       pooling: `sum`, `mean` or `none`.
       feature_names: names for messages.

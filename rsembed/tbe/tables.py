@@ -92,7 +92,7 @@ class TrainedTables(nnx.Module):
     The constructor of the subclass sets the attributes.
 
     Attributes:
-      plan: the tables.
+      plan: plan of the module's tables.
       state: everything that training changes, except rows that are only on the host.
       arguments: arguments of the constructor.
     """
@@ -192,8 +192,8 @@ class TrainedTables(nnx.Module):
         Equal keys and tables give equal bits, on device, on host and on a mesh.
 
         Args:
-          min_val: lower bound.
-          max_val: upper bound.
+          min_val: lower bound of the weights.
+          max_val: upper bound of the weights.
           key: PRNG key. None: the module's key.
 
         Raises: ValueError: a bound is not finite, or `min_val` is above `max_val`.

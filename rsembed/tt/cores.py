@@ -61,7 +61,7 @@ def rows(
     lookup and one tile of `TILE_BYTES`.
 
     Args:
-      spec: the table.
+      spec: size, factors and ranks of the table.
       cores: cores of the table, float32 or bfloat16. Sums are computed in float32.
       ids: row numbers. A table of 2^31 rows or more needs NumPy int64 ids, outside `jit`.
       implementation: see `cores.pooled_rows`.
@@ -111,8 +111,8 @@ def bag(
     """Weighted sum or mean of the rows of every bag, in float32; zeros for an empty bag.
 
     Args:
-      spec: the table.
-      cores: its cores.
+      spec: size, factors and ranks of the table.
+      cores: cores of the table.
       bags: ids and optional weights. Ids outside the table (including -1) contribute nothing and do
         not count for the mean.
       mode: "sum", or "mean", which divides by the number of ids rather than by the sum of weights.

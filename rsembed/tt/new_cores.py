@@ -45,7 +45,7 @@ def init_cores(
 
     Args:
       key: random key; equal keys give equal cores.
-      spec: the table.
+      spec: size, factors and ranks of the table.
       weight_dist: one of
         "normal" (default): independent, normally distributed entries of the cores;
         "uniform": independent, uniformly distributed entries of the cores, with mean zero;
@@ -219,7 +219,7 @@ def round_cores(
     Errors are measured on the padded table, which has `prod(tt_p_shapes)` rows.
 
     Args:
-      spec: the table.
+      spec: size, factors and ranks of the table.
       cores: cores of the table.
       ranks: upper bounds on the inner ranks, one per boundary between cores. Default: the present
         ranks.
@@ -237,8 +237,8 @@ def round_cores(
     parts = []
     for core in _in_tensorly_layout(spec, arrays):
         parts.append(core.astype(np.float64))
-    # Make the rows of every core after the first orthonormal. With orthonormal rows, an error in
-    # the first core equals the error of the table.
+    # Make the rows of every core after the first orthonormal. An error in the first core then has
+    # the norm of the error in the table.
     for t in range(spec.num_cores - 1, 0, -1):
         rank, p, q, next_rank = parts[t].shape
         basis, factor = np.linalg.qr(parts[t].reshape(rank, -1).T)

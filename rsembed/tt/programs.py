@@ -91,7 +91,7 @@ def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
     """The core's optimizer for a name of FBTT. Every step passes its learning rate separately.
 
     Args:
-      optimizer: the name.
+      optimizer: FBTT's name of the optimizer.
       eps: added to the denominator of both Adagrads. Adam always uses 1e-8.
 
     Raises: NotImplementedError: the module does not offer the optimizer.
@@ -119,7 +119,7 @@ def storage_of(
     """Storage of a group of tables with equal column factors and ranks.
 
     Args:
-      specs: the tables.
+      specs: size, factors and ranks of every table.
       cache_sizes: `cache_size` and `hashtbl_size` of FBTT; None for a module without a cache.
       common_fields: fields of the `TableSpec` that all tables share, such as dtype and optimizer.
     """
@@ -266,7 +266,7 @@ def read_bags(
     """Checked bags of all tables: `batch` bags of table 0, then `batch` bags of table 1, and so on.
 
     Args:
-      specs: the tables.
+      specs: size, factors and ranks of every table.
       indices: with `offsets`, flat ids. Without `offsets`, a dense array
         `[tables * batch, ids per bag]` with -1 for no id, `Bags`, or a list of lists.
       offsets: start of each bag, optionally followed by the end of the last bag.

@@ -120,7 +120,7 @@ class TTSpec:
 
         Args:
           rows: number of rows of the table.
-          dim: embedding dimension.
+          dim: embedding dimension of the table.
           bytes: upper bound on the bytes of the cores, without optimizer state.
           num_cores: number of cores, 2 by default. Two cores train best and cost least while the
             ranks stay above about 8; more cores fit a smaller budget.

@@ -409,7 +409,7 @@ class TensorTrain(Storage):
           params: cores; with a cache, the cached rows as well.
           slots: optimizer state of `params`.
           gradients: the lookup and the gradients of its outputs.
-          table: the table.
+          table: spec of the table.
           step: number and hyperparameters of the step.
           d_cores: gradients of the cores, if the caller has computed them already. Default: `step`
             computes the gradients.
@@ -466,12 +466,12 @@ class TensorTrain(Storage):
         """Parameters with new cores and an empty cache; slots are unchanged.
 
         Args:
-          params: present parameters.
-          slots: present slots.
+          params: parameters before the replacement.
+          slots: slots before the replacement.
           rows: a tuple of cores; a dictionary of cores by their numbers, as checkpoints have them;
             or a dense table, which is decomposed by `from_dense`.
-          table: the table.
-          num_shards: unused.
+          table: spec of the table.
+          num_shards: not used, because every device has all cores.
 
         Raises: ValueError: the shapes of the cores or of the dense table do not match the table.
         """
@@ -558,7 +558,7 @@ def _cache_call(
 
     Args:
       directory: the directory of the cache.
-      call: the lookup.
+      call: kernel call of the lookup.
       rows: row index of every entry, from `entries_of`.
       bags: output of every entry; entries with `NO_ROW` are not searched in the cache.
       gains: factor of every entry. The call uses them as weights, because the gains of a mean
