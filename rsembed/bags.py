@@ -509,7 +509,8 @@ def check_values(
       table: name of the feature's table, for errors.
       vocabulary_size: rows of the table.
       allow_out_of_range: whether ids outside the table are allowed, False by default.
-      way_to_drop: hint at the option that drops such ids. None if the caller has no such option.
+      way_to_drop: hint at the option that drops ids outside the table. None if the caller has no
+        such option.
 
     Raises: ValueError: an id is outside the table, offsets decrease, or a weight is not finite. The
       message names the feature, the bag, the value, the table and the way out.

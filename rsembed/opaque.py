@@ -2,9 +2,9 @@
 
 Programs add, scale and average pytrees leaf by leaf. The sum of two row numbers is the row number
 of another row, so `jax.tree.map(jnp.add, ...)` of plain row numbers is wrong without an error. JAX
-has arrays that reject arithmetic: its random keys. `wrap` returns such an array. The result can be
-moved, indexed, concatenated, compared, carried through loops and split over a mesh. `jnp.add` of it
-is a `TypeError`, inside `jit` as well.
+has arrays that reject arithmetic: its random keys. `wrap` returns an array of random keys that
+holds the numbers. The result can be moved, indexed, concatenated, compared, carried through loops
+and split over a mesh. `jnp.add` of it is a `TypeError`, inside `jit` as well.
 """
 
 from __future__ import annotations

@@ -146,7 +146,7 @@ class TableSpec:
       max_ids_per_partition: maximum number of entries that one core sends to one shard, 256 by
         default. The limit is part of SparseCore layouts. Raise it if preprocessing reports it, or
         let feedback-directed optimisation (`rsembed.fdo`) set it.
-      max_unique_ids_per_partition: the same limit for distinct ids.
+      max_unique_ids_per_partition: maximum number of distinct ids that one core sends to one shard.
       suggested_coo_buffer_size_per_device: size of a device's input buffer, in entries. None, the
         default: the size for the worst case.
       quantization_config: rounds rows at lookup; None, the default: no rounding.

@@ -55,7 +55,7 @@ class CheckpointManager:
     """Saves, keeps and restores the checkpoints of one run, in a folder that only this run writes.
 
     `save` copies the arrays and returns. A thread writes the copies while training continues. With
-    several processes, all make the same calls: process 0 collects the copies, and its thread
+    several processes, all processes make equal calls: process 0 collects the copies, and its thread
     writes. The end of the `with` block, like `close`, waits for the last write.
 
     Args:

@@ -148,7 +148,7 @@ class RatingsLog:
         order = np.argsort(self.users, kind="stable")
         items = self.items[order]
         users = self.users[order]
-        # Earlier ratings of the same user.
+        # `num_before` is the number of earlier ratings by the user of each rating.
         num_before = np.arange(len(users)) - np.searchsorted(users, users)
         sorted_histories = np.full((len(users), length), -1, np.int32)
         for back in range(1, min(length, len(users) - 1) + 1):

@@ -238,7 +238,8 @@ def describe(
       num_shards: number of shards for the figures of shards and partitions. None: the number of
         devices on the collection's mesh, or 8 without a mesh.
       max_distinct_ids: bound on the memory, which tables of 64-bit keys need. Counting stops with a
-        warning once a table has more distinct ids, and the report covers the batches before.
+        warning once a table has more distinct ids. The report then covers the batches that were
+        counted.
 
     Raises:
       TypeError: `batches` is a single batch, or a batch has a form that `prepare` does not take.

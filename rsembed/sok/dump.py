@@ -158,7 +158,7 @@ def _loaded_copy(
         rows[array_name] = array if is_matrix else array.whole()
     empty_state = variable.table.init(variable.get_value().key)
     copy = EmbeddingVariable(empty_state, table=variable.table)
-    assign_rows(copy, rows, allow_nonfinite=True)  # The dump may have had such rows.
+    assign_rows(copy, rows, allow_nonfinite=True)  # The dump may have rows that are not finite.
     state = copy.get_value()
     device_step = jax.device_put(jnp.asarray(step, jnp.int32), state.step.sharding)
     copy.set_value(state._replace(step=device_step))

@@ -22,7 +22,7 @@ from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner
 
 Batch = tuple[KeysOfBags, WeightsOfKeys]
-"""Keys and weights as a layer is called with them."""
+"""Arguments of a layer: keys and weights."""
 
 
 class _Layer(nnx.Module):
@@ -103,7 +103,7 @@ class _Layer(nnx.Module):
         if bags.dense_shape is not None:  # The shape is known even inside `jit`.
             lengths = np.full(bags.num_bags, math.prod(bags.dense_shape[1:]))
         elif inputs.is_unknown(bags):
-            return {self.name: bags}  # The core rejects such keys.
+            return {self.name: bags}  # The core rejects traced ragged bags.
         else:
             lengths = np.diff(np.asarray(bags.offsets))
         if self.combiner == "none":

@@ -316,8 +316,8 @@ class CounterFilter:
 class GlobalStepEvict:
     """Evicts keys that were not used for more than `steps_to_live` steps.
 
-    Keys that wait for admission are removed in the same way. `steps_to_live` None: no key is
-    evicted.
+    Keys that wait for admission are removed after the same number of steps. `steps_to_live` None:
+    no key is evicted.
 
     Source: DeepRec, `tf.GlobalStepEvict`.
     """

@@ -257,7 +257,7 @@ def sparse_dense_matmul(
       global_device_count: number of devices that share the tables.
       sharding_strategy: "MOD", the only strategy.
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
-      enable_minibatching: the same value as for preprocessing.
+      enable_minibatching: value that was passed to preprocessing.
       perform_unstacking: if False, the result is `{stack: activations}` in the layout of the stack.
       use_activation_unstack_primitive: ignored; only the TPU library uses the option.
       axis_name: mesh axes that shard the tables, outermost first. None: the axes that together have
@@ -325,7 +325,7 @@ def sparse_dense_matmul_grad(
       step: index of the step, from 0, for optimizers and learning rates that depend on it. None:
         step 0 in every call.
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
-      enable_minibatching: the same value as for preprocessing.
+      enable_minibatching: value that was passed to preprocessing.
       perform_stacking: if False, gradients are expected in the layout of the stack.
       use_gradient_stacking_primitive: ignored; only the TPU library uses the option.
       embedding_var_limits: `{stack: (minimum or None, maximum or None)}` for every stack, to which

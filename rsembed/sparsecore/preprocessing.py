@@ -326,8 +326,8 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
-      has_leading_dimension: the same value as for preprocessing.
-      enable_minibatching: the same value as for preprocessing.
+      has_leading_dimension: value that is passed to preprocessing.
+      enable_minibatching: value that is passed to preprocessing.
 
     Returns:
       A tree of `jax.ShapeDtypeStruct` with the structure of the real input, including limits.

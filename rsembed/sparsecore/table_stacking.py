@@ -91,7 +91,8 @@ def auto_stack_tables(
       stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` for stacks of
         several tables. The returned limit replaces the limits of the tables. By default the limit
         is 256, and the logger "rsembed" names tables that declare another limit.
-      stack_to_max_unique_ids_per_partition: the same for distinct ids.
+      stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` for distinct
+        ids.
       use_short_stack_names: whether names over 50 characters are cut and get a hash, True by
         default.
       activation_mem_bytes_limit: a group of tables is split if its activations need more bytes per
@@ -153,7 +154,8 @@ def stack_tables(
         Default: the shards of one device.
       stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` for several tables;
         256 by default, see `auto_stack_tables`.
-      stack_to_max_unique_ids_per_partition: the same for distinct ids.
+      stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` for distinct
+        ids.
       stack_name: name of the stack. Default: the joined table names.
       fail_on_excess_padding: whether a table that is narrower than the widest one is an error,
         False by default.

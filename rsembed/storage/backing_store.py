@@ -5,7 +5,7 @@ tuple. Then rows are exchanged in three steps: the device gathers the evicted ro
 `BackingStore.exchange` writes them to the host and reads the inserted rows, and the device scatters
 these.
 
-`host_cached.py` and `set_associative.py` are such caches.
+`host_cached.py` and `set_associative.py` have caches of this kind.
 """
 
 from __future__ import annotations

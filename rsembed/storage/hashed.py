@@ -569,8 +569,8 @@ class GrowingKeys(Hashed):
 class HashedTables(Hashed):
     """Storage shared by several keyed tables that differ only in name and size.
 
-    A model with a hundred such tables compiles the program of one. Each table is padded to the size
-    of the largest.
+    A model with a hundred keyed tables compiles one program for all. Each table is padded to the
+    size of the largest.
 
     Args:
       tables: specs of the tables, in their order in every leaf.

@@ -52,8 +52,8 @@ class Storage(abc.ABC):
     storage does not depend on the mesh, on bags or on other tables. Ids arrive as `Keys`, which may
     repeat. A storage is frozen and hashable, because it is part of a spec.
 
-    Two arguments are the same in all functions. `table` is the spec of the table. `step` is the
-    current optimizer step: its number, rule and hyperparameters.
+    Two arguments have the same meaning in all methods. `table` is the spec of the table. `step` is
+    the current optimizer step: its number, rule and hyperparameters.
     """
 
     placements: ClassVar[tuple[str, ...]] = ("replicated",)

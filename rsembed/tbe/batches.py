@@ -156,7 +156,10 @@ def _call_of(
     weights: ArrayLike | None,
     sizes: Sequence[Sequence[int]] | None,
 ) -> Call:
-    """One batch from the arguments of a call. Checks types and shapes, but no ids or offsets."""
+    """One batch from the arguments of a call.
+
+    Types and shapes are checked, but not the values of ids and offsets.
+    """
     if offsets is None:
         raise TypeError("offsets is missing; pass indices and offsets.")
     ids = _integers(indices, "indices")

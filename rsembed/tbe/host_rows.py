@@ -572,8 +572,8 @@ def report(
 ) -> None:
     """Reports counts and bytes of a training step, with the names of FBGEMM's statistics.
 
-    Nothing is reported if `interval` does not divide the step number. Warns inside `jit`, because
-    steps cannot be reported there.
+    Nothing is reported if `interval` does not divide the step number. Inside `jit`, a warning is
+    given, because steps cannot be reported.
     """
     if is_traced(batch):
         warnings.warn(

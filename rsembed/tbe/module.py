@@ -407,7 +407,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             kept(self.state.set_value, _begin_step, self.plan, self.whole_state)
 
     def _read(self, *arguments: Any) -> AnyBatch:
-        """The checked batch of a call. Warns once of ids and offsets out of range.
+        """The checked batch of a call. A warning names ids and offsets out of range, once.
 
         `bounds_check_warning` gets the number of ids and offsets that were corrected.
         """

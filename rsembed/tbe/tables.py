@@ -168,7 +168,7 @@ class TrainedTables(nnx.Module):
         self.state.set_value(self.whole_state._replace(learning_rates=everywhere(self.plan, rates)))
 
     def get_learning_rate(self) -> float | list[float]:
-        """Learning rate of the next step: one number if all tables have the same, else a list."""
+        """Learning rate of the next step: one number if all tables have equal rates, else a list."""
         rates = np.asarray(learning_rates(self.plan, self.whole_state))
         by_table = [float(rates[group]) for group, _ in self.plan.places]
         return by_table[0] if len(set(by_table)) == 1 else by_table

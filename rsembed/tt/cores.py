@@ -199,7 +199,7 @@ def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[Digits, Any]:
     Args:
       specs: tables with concatenated cores, all with the same number of cores. The slice indices of
         a table are offset by the slices of the tables before it.
-      ids: row indices, offset by the rows of the tables before.
+      ids: row indices, offset by the rows of the tables before their table.
 
     Raises: TypeError: ids are not integers.
     """

@@ -129,7 +129,7 @@ def num_counts_of(cache_rows: int, counted_ids: int) -> int:
     Args:
       cache_rows: size of the cache, in rows.
       counted_ids: the requested number. 0: 16 per cached row, rounded up to a power of two. A
-        number below six per cached row means the same, with a warning.
+        number below six per cached row is replaced by this default, with a warning.
 
     Raises: ValueError: fewer counted ids than cached rows are requested.
     """

@@ -61,7 +61,7 @@ class TTSpec:
         for name in ("tt_p_shapes", "tt_q_shapes", "tt_ranks"):
             object.__setattr__(self, name, tuple(np.asarray(getattr(self, name)).tolist()))
         object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
-        check_fields(self)  # The check before does not see numbers in arrays.
+        check_fields(self)  # A second check, because the first does not see numbers in arrays.
         d = len(self.tt_p_shapes)
         if d < 2 or len(self.tt_q_shapes) != d or len(self.tt_ranks) != d - 1:
             raise ValueError(
