@@ -1,11 +1,11 @@
-"""Measures what models reach on real data beside their peers, and writes docs/results.md.
+"""Measures the quality of models and of their peers on real data, and writes docs/results.md.
 
     python benchmarks/results.py --ratings ml-latest-small --text shakespeare [--seeds 3]
 
-`--ratings` are folders or archives of MovieLens, several if you like; `--text` is a folder with the
-published Shakespeare file; `--clicks` may be a click log in Criteo's format. Nothing is fetched. The
-records of each job go into `--json`, and a job that is there already is not done again, so the
-command may be stopped and called again. The page is made from the records alone. Settings are
+`--ratings` are folders or archives of MovieLens, several if you like. `--text` is a folder with the
+published Shakespeare file. `--clicks` may be a click log in Criteo's format. Nothing is downloaded.
+The records of each job go into `--json`. A job with records in this file is not repeated, so the
+command can be stopped and called again. The page is made from the records alone. Settings are
 chosen on the last rows of the training split, never on rows that are reported.
 """
 
@@ -282,17 +282,22 @@ HEADS = {"recall": "recall@10", "NDCG": "NDCG@10", "loss": "log-loss", "AUC": "A
 
 INTRO = """# Results
 
-What models that rsembed trains reach on real data, beside their peers. One command measures it and writes this page:
+This page compares models that rsembed trains with other models, on real and on generated data. One
+command measures all models and writes this page:
 
 ```bash
 python benchmarks/results.py --ratings ml-latest-small --text shakespeare
 ```
 
-Data come from you. `--ratings` takes folders or archives of MovieLens as GroupLens publishes them,
-several if you like: `--ratings ml-latest-small ml-100k` adds the rows of ml-100k. `--text` is a
-folder with `tinyshakespeare.txt`, and `--clicks` a log in Criteo's format. Numbers are means, with
-the least and the largest of several seeds in brackets. No setting was chosen on a row that is
-reported. The numbers are in `benchmarks/results.json`.
+You provide the data:
+
+* `--ratings` is one or several folders or archives of MovieLens, as GroupLens publishes them.
+  `--ratings ml-latest-small ml-100k` adds the rows of ml-100k.
+* `--text` is a folder with `tinyshakespeare.txt`.
+* `--clicks` is a log in Criteo's format.
+
+Numbers are means over several seeds. The least and the largest number are in brackets. No setting
+was chosen on rows that the page reports. The numbers are in `benchmarks/results.json`.
 
 ## Where we are worse than a peer
 
@@ -300,13 +305,18 @@ reported. The numbers are in `benchmarks/results.json`.
 
 BYTES = """## Bytes: trains, int8 and hashing
 
-A factorization machine tells films that a user rated from others, or clicks from samples without
-one. Its tables are made small: they have fewer rows, which ids share by remainder (hashed), are
-tensor trains, or are served as 8-bit numbers after the training (int8). The script is
-`benchmarks/smaller.py`. Other samples chose learning rates and the number of passes.
+A factorization machine distinguishes films that a user rated from other films, or samples with a
+click from samples without one. There are three ways to make its tables small:
 
-Arrays overfit a log as small as ml-latest-small: smaller tables are better there than arrays. That
-says nothing about large logs.
+* hashed: the tables have fewer rows, which ids share by remainder
+* train: the tables are tensor trains
+* int8: the tables are trained as arrays, and served as 8-bit numbers
+
+The script is `benchmarks/smaller.py`. Samples that are not reported chose the learning rates and
+the number of passes.
+
+Arrays overfit a small log such as ml-latest-small, so smaller tables are better there. That says
+nothing about large logs.
 """
 
 
@@ -367,16 +377,17 @@ def films_section(name: str, part: Record) -> tuple[str, list[str]]:
     error = np.sqrt(0.1 * 0.9 / sizes["users"])
     text = f"""## Films: {name}
 
-{sizes["ratings"]:,} ratings of {sizes["films"]:,} films by {sizes["users"]:,} users. The last film
-of each user is hidden and ranked among all films that the user had not rated. With so many users,
-a recall of 0.1 has a standard error of {error:.3f}. The two towers are `notebooks/training.py`;
-self-attention replaces its user tower by a block of attention over the last 20 films.
+The log has {sizes["ratings"]:,} ratings of {sizes["films"]:,} films by {sizes["users"]:,} users. The
+last film of each user is hidden and ranked among all films that the user had not rated. With this
+number of users, a recall of 0.1 has a standard error of {error:.3f}. "Two towers" is the model of
+`notebooks/training.py`. "Self-attention" replaces its user tower by a block of attention over the
+last 20 films.
 
 {contestants(records, ("recall", "NDCG"))}
 
 {part["machine"]}. The last film but one of each user chose the epoch of each model and the settings of
-item-kNN (neighbours) and ALS (weight, decay): {settings_of(records)}.
-We know no published figure for this log with this protocol.
+item-kNN (neighbours) and ALS (weight, decay). The chosen settings are {settings_of(records)}.
+We know no published number for this log with this protocol.
 """
     return text, [f"{name}: {sentence}" for sentence in worse]
 
@@ -397,15 +408,15 @@ def text_section(part: Record) -> tuple[str, list[str]]:
         records.append({"who": who, "loss": loss})
     text = f"""## Letters: tiny Shakespeare
 
-"Hashed contexts" is the model of the notebook 01 with {TEXT_STEPS:,} steps. It is trained on the
-first nine tenths of the text. Losses are nats a letter on the last tenth.
+"Hashed contexts" is the model of notebook 01, trained for {TEXT_STEPS:,} steps on the first nine
+tenths of the text. Losses are nats per letter on the last tenth.
 
 {contestants(records, ("loss",)).replace("log-loss", "nats a letter")}
 
-{part["machine"]}. The best counter mixes contexts of all lengths up to one (Witten and Bell), which
-the last tenth of the training text chose. The published losses are those of the README of
+{part["machine"]}. The best counter mixes contexts of all lengths up to a maximum (Witten and Bell).
+The last tenth of the training text chose this maximum. The published losses come from the README of
 [nanoGPT](https://github.com/karpathy/nanoGPT), which splits the text in the same way. The second
-one is an estimate from 20 batches.
+published loss is an estimate from 20 batches.
 """
     worse = standing(records, ("hashed contexts",), "loss")
     return text, [f"letters: {sentence}".replace("log-loss", "a loss of") for sentence in worse]
@@ -434,10 +445,11 @@ def bytes_section(name: str, records: Sequence[Record], machine: str) -> tuple[s
     sentences = []
     if worse:
         sentence = (
-            f"a hundred times fewer bytes cost more than 0.005 of AUC ({array_auc:.3f} for arrays)"
+            "tables with a hundredth of the bytes lose more than 0.005 of AUC "
+            f"({array_auc:.3f} for arrays)"
         )
         sentences.append(f"{name}: {sentence}: {', '.join(worse)}")
-    verdict = "A hundred times smaller at the same AUC, within 0.005: " + (
+    verdict = "Tables with a hundredth of the bytes and the same AUC, within 0.005: " + (
         ", ".join(equal) or "none"
     )
     text = f"""### {name}
@@ -458,7 +470,8 @@ def clicks_section(part: Record) -> tuple[str, list[str]]:
         worse += standing(peers_and_ours, ("DLRM",), what)
     text = f"""## Clicks: {part["source"]}
 
-Log-loss and AUC of held-out rows. Other rows chose the learning rate of logistic regression and both epochs.
+The table shows log-loss and AUC of held-out rows. Other rows chose the learning rate of logistic
+regression, and the epochs of both models.
 
 {contestants(records, ("loss", "AUC"))}
 
