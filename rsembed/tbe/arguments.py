@@ -83,7 +83,7 @@ def member(kind: type[Member], value: Member | str | int, argument: str) -> Memb
 
 
 def name_of(optimizer: TableOptimizer) -> str:
-    """Name of an optimizer: FBGEMM's name, or the class name of a rule of the core."""
+    """Name of an optimizer: FBGEMM's name, or the name of its class in `rsembed.optimizers`."""
     if isinstance(optimizer, EmbOptimType):
         return optimizer.name
     return type(optimizer).__name__
@@ -130,7 +130,7 @@ class MultiPassPrefetchConfig:
 @dataclasses.dataclass(frozen=True)
 @validated
 class TBEStatsReporterConfig:
-    """Reports numbers and bytes of training steps.
+    """Settings of periodic reports about training: cache counts and bytes of tables and caches.
 
     Args:
       interval: a report is made every `interval` steps.
@@ -196,16 +196,17 @@ class Arguments(types.SimpleNamespace):
 class OfferedOptimizer(NamedTuple):
     """Entry of the optimizer table.
 
-    EXACT_ROWWISE_ADAGRAD has several entries, because some weight decay modes need another rule.
+    EXACT_ROWWISE_ADAGRAD has several entries, because some weight decay modes need a different
+    rule.
 
     Args:
-      rule: rule of the core. Each of its fields is set from the argument of that name. None: row
-        gradients are returned and nothing is stepped.
+      rule: the `OptimizerSpec` class that implements the optimizer. Each of its fields is set from
+        the argument of that name. None: row gradients are returned and nothing is stepped.
       states: names of the optimizer's states in torch, separated by spaces.
       arguments: names of the constructor's arguments that the optimizer reads.
       fixed: fields of `rule` that no argument sets.
-      fused: rule with a native kernel. The fused rule gives the same numbers as `rule` if the
-        fields that it lacks have their defaults. None if there is no native kernel.
+      fused: rule with a native kernel. The fused rule computes the same values as `rule` if the
+        fields that it lacks have their defaults. None: the optimizer has no native kernel.
     """
 
     rule: type[OptimizerSpec] | None
@@ -276,7 +277,7 @@ _FIELDS = {
     "counter_based_regularization": "regularization",
     "cowclip_regularization": "regularization",
 }
-"""Field of a rule for each argument that has another name in the rule."""
+"""Field of a rule for each argument whose field has a different name."""
 
 
 def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:
@@ -284,7 +285,7 @@ def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> Offer
 
     An optimizer that has weight decay modes does not read `weight_decay` in mode NONE.
 
-    Raises: NotImplementedError: the optimizer belongs to another package.
+    Raises: NotImplementedError: the optimizer comes from another package, such as optax.
     """
     if isinstance(optimizer, OptimizerSpec):
         if optimizer.slot_type is tuple:
@@ -306,7 +307,7 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
     """FBGEMM's names of an optimizer's states: `momentum1`, `momentum2` and so on.
 
     Args:
-      optimizer: the optimizer. States of a core rule keep the names in `torch_names`.
+      optimizer: the optimizer. States of an `OptimizerSpec` keep the names in `torch_names`.
       torch_names: names of the states in torch. Counters (`prev_iter`, `row_counter`) keep their
         torch names.
     """
@@ -326,7 +327,7 @@ def unread_arguments(optimizer: TableOptimizer, arguments: Arguments) -> frozens
 
 
 def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
-    """Raises: ValueError: arguments contradict each other. The message says what to change."""
+    """Raises: ValueError: arguments contradict each other."""
     mode = arguments.weight_decay_mode
     offered = offered_optimizer(optimizer, mode)
     if mode in _RECORDS and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
@@ -364,7 +365,7 @@ def _rule_of(
 ) -> OptimizerSpec | None:
     """Row rule of an optimizer; None for `EmbOptimType.NONE`.
 
-    The result is the rule with a fused native kernel if that rule gives the same numbers.
+    The result is the rule with a fused native kernel, if that rule computes the same values.
     """
     if isinstance(optimizer, OptimizerSpec):
         return dataclasses.replace(optimizer, learning_rate=rate)

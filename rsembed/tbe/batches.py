@@ -59,10 +59,10 @@ def read(
       The batch, with numpy arrays unless it is traced or prepared.
       The number of ids and offsets out of range in modes WARNING and FATAL, 0 in the other modes.
       The number is None for a prepared batch, which needs no count. In mode WARNING outside `jit`,
-      a message about the first one, else None.
+      a message about the first id or offset out of range, else None.
 
-    Raises: TypeError, ValueError: the batch does not fit the plan, or, in mode FATAL, an id or
-      offset is out of range or a weight is not finite.
+    Raises: TypeError, ValueError: arrays of the batch have a wrong dtype or shape for the plan, or,
+    in mode FATAL, an id or offset is out of range or a weight is not finite.
     """
     weights = per_sample_weights
     sizes = batch_size_per_feature_per_rank

@@ -45,7 +45,7 @@ class TBEState(NamedTuple):
       slots: optimizer state of the rows in `weights`. ENSEMBLE_ROWWISE_ADAGRAD appends its slow
         copy of the tables.
       resident_rows: for each slot of the group's cache, the row of the group in it, or `NO_ROW` if
-        it is empty. None if there is no cache.
+        it is empty. None for a group without a cache.
       step: number of updates so far.
       passed_step: index, from 1, of the last step for which the passes over whole tables were run.
       learning_rates: one per group.
@@ -96,7 +96,7 @@ def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
 
 
 def by_name(plan: TBEPlan, of_groups: Iterable[Value]) -> dict[str, Value]:
-    """Values of the groups by name, in the form of the engine's arguments."""
+    """Dictionary from group names to the values of the groups, for the engine's methods."""
     return dict(zip(engine_of(plan).stacks, of_groups, strict=True))
 
 
@@ -163,7 +163,7 @@ def check_state(plan: TBEPlan, state: TBEState) -> None:
     """Checks that a state can be used with a plan.
 
     Raises:
-      ValueError: the state belongs to another plan.
+      ValueError: the state belongs to a different plan.
       RuntimeError: the state's arrays were donated to a step, or this process was forked.
     """
     check_not_forked("the module")
@@ -303,7 +303,7 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
 
 
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
-    """Sorted pairs of group name and number of rows, in the form of `RowGradients.num_rows`."""
+    """Sorted pairs of group name and number of rows, for `RowGradients.num_rows`."""
     stacks = engine_of(plan).stacks
     return tuple(sorted((name, stack.layout.num_rows) for name, stack in stacks.items()))
 
@@ -409,7 +409,7 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
             of_group = global_decay_factor(
                 prev_iter, state.step + 1, rates[number], weight_decay, group.table.global_decay
             )
-            # Ids of other groups read `prev_iter` 0, which gives the factor 1.
+            # Ids of other groups read `prev_iter` 0, so their factor is 1.
             factors = of_group if factors is None else factors * of_group
     if factors is None:
         return batch

@@ -60,11 +60,11 @@ class HostRows:
 
     Attributes:
       counts: sums over all batches.
-      calls_with_a_miss: number of batches with at least one unique miss.
+      calls_with_a_miss: number of batches with at least one miss.
       misses_by_feature: sum of the unique misses of each feature. Zeros unless
         `record_tablewise_cache_miss` is set.
       lock: held by the one thread that works with the rows outside `jit`.
-      begun: generation of the state before the unfinished change; None if there is no such change.
+      begun: generation of the state before the unfinished change; None if every change is finished.
 
     Raises: ValueError: the device memory does not hold one set per cache.
     """
@@ -95,7 +95,7 @@ class HostRows:
           state: the module's state.
           steps: whether the change is a training step, which follows `bring`.
 
-        Raises: RuntimeError: `state` has another generation than the host store.
+        Raises: RuntimeError: `state` and the host store have different generations.
         """
         self.generation.check(state.generation)
         # `begun` is set first, so that `resumed` works after an interrupt between these lines.
@@ -111,11 +111,11 @@ class HostRows:
     def resumed(self, state: TBEState) -> TBEState:
         """Consistent state of device and host after an error or Ctrl-C stopped a change halfway.
 
-        The state's `resident_rows` say which rows the device has. Rows on the device are complete,
-        because one program moves all arrays of a row. Rows that were evicted were written to the
-        host before. The list of prefetched batches is emptied.
+        The state's `resident_rows` record which rows are on the device. Rows on the device are
+        complete, because one program moves all arrays of a row. Rows that were evicted were written
+        to the host before. The list of prefetched batches is emptied.
 
-        Raises: RuntimeError: the state is older than the change, or belongs to another module.
+        Raises: RuntimeError: the state is older than the change, or belongs to a different module.
         """
         if int(np.asarray(state.generation)) != self.begun:
             self.generation.check(state.generation)
@@ -144,9 +144,9 @@ class HostRows:
     def bring(
         self, state: TBEState, batch: Call, keep: Keep, *, admit: bool = True
     ) -> tuple[TBEState, Call]:
-        """Copies the batch's rows to the device. The method works inside `jit`, too.
+        """Copies the batch's rows to the device.
 
-        Outside `jit`, call `end` afterwards.
+        `bring` also works inside `jit`. Outside `jit`, call `end` after the step.
 
         Args:
           state: the module's state.
@@ -338,7 +338,8 @@ class HostRows:
           discard: whether a state of any generation is accepted. If False, the generation of the
             state is checked.
 
-        Raises: RuntimeError: `discard` is False and the state has another generation, see `begin`.
+        Raises: RuntimeError: `discard` is False, and state and host store have different
+        generations, see `begin`.
         """
         jax.effects_barrier()
         if discard:
@@ -365,7 +366,7 @@ class HostRows:
         ids: AnyArray,
         offsets: AnyArray,
     ) -> tuple[np.ndarray, dict[int, Moves]]:
-        """Ids with cache slots in place of rows for cached tables, and the moves of every group."""
+        """Ids with cache slots for cached tables, and the row moves of every cached group."""
         if capacity is not None:
             self.generation.advance(generation)
         ids = np.asarray(ids)

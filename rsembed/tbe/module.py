@@ -54,7 +54,7 @@ _backward = jax.jit(
 _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 WeightGradients: TypeAlias = Array | dict[str, Array | np.ndarray] | None
-"""Gradients of `per_sample_weights`, in the form of these: an array, or arrays by feature."""
+"""Gradients of `per_sample_weights`: an array, or arrays by feature for a prepared batch."""
 _EVALUATES = "the module is in evaluation mode, which never trains; call train() first."
 
 
@@ -83,10 +83,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
     Args:
       embedding_specs: `(rows, dim, location, compute device)` of every table. All tables are on
         `device`, whatever their compute device. MANAGED_CACHING keeps rows and states on the host,
-        with one device cache for each group of tables with equal dim and optimizer. Training gives
-        the same bits as without the cache. On accelerators, MANAGED and HOST keep rows on the host,
-        and each batch copies its rows to the device and back. On CPUs, MANAGED and HOST mean
-        DEVICE.
+        with one device cache for each group of tables with equal dim and optimizer. Training
+        computes the same bits as without the cache. On accelerators, MANAGED and HOST keep rows on
+        the host, and each batch copies its rows to the device and back. On CPUs, MANAGED and HOST
+        mean DEVICE.
       feature_table_map: index of the table of every feature, in any order. By default one feature
         per table.
       cache_algorithm: eviction policy of caches, LRU by default.
@@ -94,8 +94,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
       cache_sets: number of sets of 32 rows in each cache. 0, the default: `cache_load_factor`
         decides.
       cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. The argument
-        has no effect, and a warning says so, if the device does not report its memory (CPUs do not)
-        or if `cache_sets` is given.
+        has no effect, and there is a warning, if the device does not report its memory (CPUs do
+        not) or if `cache_sets` is given.
       cache_precision: dtype of cached rows. None, the default: `weights_precision`. With any
         other dtype, training does not equal that of uncached tables. A narrower dtype rounds rows
         to nearest when they enter the cache, and rounds stepped rows like the rows of a table of
@@ -104,9 +104,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
       weights_precision: FP32, FP16 or BF16.
       output_dtype: FP32, FP16 or BF16. Sums are computed in float32.
       enforce_hbm: whether MANAGED_CACHING means DEVICE.
-      optimizer: optimizer of all tables, or a list with one per table; see `EmbOptimType`. A rule
-        of the core such as `rsembed.optimizers.FTRL(...)` works as well. The settings and the
-        learning rate are then those of the rule.
+      optimizer: optimizer of all tables, or a list with one per table; see `EmbOptimType`. Or an
+        optimizer of rsembed, such as `rsembed.optimizers.FTRL(...)`, which then determines all
+        settings and the learning rate.
       record_cache_metrics: enables `get_cache_miss_counter` and `get_table_wise_cache_miss`.
       gather_uvm_cache_stats: enables `get_uvm_cache_stats` and `reset_uvm_cache_stats`.
       stochastic_rounding: whether stepped FP16 and BF16 rows are rounded stochastically, True by
@@ -117,8 +117,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
       max_norm: maximum norm of updated rows, for row-wise Adagrad. 0, the default: no bound.
       learning_rate: a number, a callable without arguments or a callable of the 0-based step. One
         for all tables, or a list with one per table.
-      eps: added outside the square root. The default 1e-8 is FBGEMM's, while torch's Adagrad has
-        1e-10.
+      eps: number added to the square root, outside of it. The default 1e-8 is FBGEMM's, while
+        torch's Adagrad has 1e-10.
       momentum: momentum of LARS_SGD.
       weight_decay: strength of weight decay. Weight decay is decoupled for ADAM, LAMB and their
         partial forms, and added to the gradient for LARS_SGD. For row-wise Adagrad,
@@ -140,7 +140,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
       use_experimental_tbe: no effect.
       prefetch_pipeline: whether rows of prefetched batches stay in the cache until their lookup.
         Needs LRU.
-      stats_reporter_config: reports numbers and bytes every few steps outside `jit`. None: no
+      stats_reporter_config: settings of periodic reports about training, outside `jit`. None: no
         reports.
       table_names: names for messages and state dicts, `table_0`, `table_1` and so on by default.
       optimizer_state_dtypes: FP32, FP16 or BF16 by state name, for `momentum1` and `momentum2` of
@@ -320,7 +320,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
           row_gradients: result of `backward.row_gradients`, perhaps clipped or summed.
 
         Raises: ValueError: the gradients belong to a module with other tables, or rows and values
-          do not fit each other.
+        differ in length.
         """
         num_rows = functional.row_counts(self.plan)
         axes = {group.table.name: (1, group.table.dim) for group in self.plan.groups}
@@ -427,7 +427,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return batch
 
     def _brought(self, batch: AnyBatch, *, admit: bool = True) -> AnyBatch:
-        """The batch in the form that the tables read, after its rows were copied to the device.
+        """Copies the batch's rows to the device, and returns the batch that the tables read.
 
         On a mesh, the batch is split by sample. Ids of cached tables are replaced by cache slots.
 
@@ -499,7 +499,7 @@ class TablesBackward:
           per_sample_weights_grad: whether the gradient of `per_sample_weights` is computed, True by
             default. False makes the call faster.
 
-        Returns: the gradient of `per_sample_weights` in their form; None if there are no weights.
+        Returns: the gradient of `per_sample_weights`, in the same structure; None without weights.
           For a batch prepared on a mesh `{feature: [ids]}`. For OptimType.NONE, nothing is stepped
           and the `RowGradients` are returned.
 

@@ -100,7 +100,8 @@ class TablePlan(NamedTuple):
         on one device.
       rounds_stochastically: whether stepped rows of a dtype other than float32 are rounded
         stochastically.
-      whole_table_mode: pass over all rows before the lookup of a training step. None: no pass.
+      whole_table_mode: settings of a pass over the whole table that runs before the lookup of each
+        training step. None: no pass.
       copy_dtypes: dtypes of the copies of the table that this pass keeps. The copies follow the
         slots of the rule.
       torch_state_names: names of the optimizer states in torch's optimizers.
@@ -150,9 +151,9 @@ class TablePlan(NamedTuple):
         return self.global_decay is not None
 
     def contents(self) -> dict[str, object]:
-        """Facts that must be equal when a state dict is loaded.
+        """Metadata of the table that must be equal when a state dict is loaded.
 
-        Hyperparameters are not among these facts, so they may differ.
+        Hyperparameters are not part of the metadata, so they may differ.
         """
         optimizer = arguments.name_of(self.optimizer)
         if isinstance(self.optimizer, OptimizerSpec):
@@ -171,12 +172,12 @@ class TablePlan(NamedTuple):
         return tuple(slots)
 
     def spec(self) -> TableSpec:
-        """The table as a `TableSpec` of the core."""
+        """The `TableSpec` of the table, for rsembed's `Engine`."""
         # Initial values, rounding noise and combiner are not set here. These come from the state,
         # from each `Step` and from `engine_of`.
         spec = TableSpec(
             name=self.name,
-            # The core has no empty tables, so an empty table gets one row, which no id reads.
+            # A `TableSpec` needs at least one row, so an empty table gets one, which no id reads.
             vocabulary_size=max(self.num_rows, 1),
             embedding_dim=self.dim,
             dtype=self.dtype,
@@ -323,7 +324,7 @@ class TBEPlan:
         return dict.fromkeys(self.feature_names, LIST)
 
     def _row_facts(self) -> dict[str, dict[str, object]]:
-        """For every table by name, the facts that give row numbers their meaning."""
+        """For every table by name, the metadata that determines which row each row number means."""
         of_tables: dict[str, dict[str, object]] = {}
         for table, (group, first_row) in zip(self.tables, self.places, strict=True):
             facts: dict[str, object] = {"group": group, "first_row": first_row}
@@ -350,7 +351,7 @@ class TBEPlan:
           sizes: number of bags by feature and rank, for variable batch sizes. None if all features
             have equally many bags.
 
-        Raises: ValueError: the number of offsets does not fit.
+        Raises: ValueError: the number of offsets is not the number of bags plus 1.
         """
         layout = "columns" if sizes is None else "blocks"
         segments = _segments(self, offsets.shape[0], sizes)
@@ -368,7 +369,7 @@ class TBEPlan:
 def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Segment, ...]:
     """Segments of a batch: one per feature, or one per rank and feature with `sizes`.
 
-    Raises: ValueError: the number of offsets does not fit.
+    Raises: ValueError: the number of offsets is not the number of bags plus 1.
     """
     num_features = len(plan.features)
     by_rank = sizes
@@ -404,7 +405,7 @@ def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[
 
 @functools.lru_cache(maxsize=64)
 def engine_of(plan: TBEPlan) -> Engine:
-    """The core's engine for the plan's tables.
+    """The `Engine` with the compiled programs for the plan's tables.
 
     Each group is a stack, in the order of the groups.
     """
@@ -456,7 +457,7 @@ def with_list(batch: Batch, **changes: Any) -> Batch:
 def per_table(value: Any, num_tables: int, what: str) -> list[Any]:
     """One value per table, from a sequence or from one value for all.
 
-    Raises: ValueError: the sequence has another length.
+    Raises: ValueError: `value` is a sequence, and its length is not `num_tables`.
     """
     values = [value] * num_tables
     if np.ndim(value):
@@ -491,7 +492,7 @@ def device_of(device: jax.Device | str | int | None) -> jax.Device | None:
 
 
 def warn_of_no_effect(arguments: Sequence[str], reason: str) -> None:
-    """Warns once that `arguments` change nothing, and says why.
+    """Warns once that `arguments` change nothing, with the reason.
 
     If `arguments` is empty, no warning is given.
     """
@@ -504,9 +505,9 @@ def make_plan(settings: Arguments) -> TBEPlan:
 
     Raises:
       ValueError: the declaration of a table or feature is impossible, or arguments contradict each
-        other. The message names the table, feature or arguments, and says why.
+        other.
       NotImplementedError: an optimizer or pooling mode does not work with the placement of a table,
-        or an optimizer belongs to another package.
+        or an optimizer comes from another package, such as optax.
     """
     specs: Sequence[EmbeddingSpec] = settings.embedding_specs
     names = tuple(settings.table_names or (f"table_{table}" for table in range(len(specs))))

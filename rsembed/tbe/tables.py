@@ -119,8 +119,8 @@ class TrainedTables(nnx.Module):
         Outside `jit`, use this property and not `_host_rows`: it waits for compiled programs and
         repairs a change that stopped halfway.
 
-        Raises: RuntimeError: the module's state is older than the host store, or belongs to another
-          module.
+        Raises: RuntimeError: the module's state is older than the host store, or belongs to a
+        different module.
         """
         if self._host_rows is not None:
             check_not_forked("the module")
@@ -189,7 +189,7 @@ class TrainedTables(nnx.Module):
     ) -> None:
         """Draws all weights from the uniform distribution between two bounds.
 
-        Equal keys and tables give equal bits, on device, on host and on a mesh.
+        For equal keys and tables the bits are equal, on device, on host and on a mesh.
 
         Args:
           min_val: lower bound of the weights.
@@ -226,8 +226,8 @@ class TrainedTables(nnx.Module):
           weights: `[rows, dim]`, a numpy array, JAX array or torch tensor.
           allow_nonfinite: whether NaN and infinity are accepted, False by default.
 
-        Raises: ValueError: the table does not exist or has another shape, or a weight is not
-          finite.
+        Raises: ValueError: the table does not exist, `weights` has the wrong shape, or a weight is
+        not finite.
         """
         names = [plan.name for plan in self.plan.tables]
         number = names.index(table) if table in names else table
@@ -276,7 +276,7 @@ class TrainedTables(nnx.Module):
         """Everything that training changes, as numpy arrays.
 
         Names are `TABLE.weight`, `TABLE.sum` and so on for each table, then `step`, `learning_rate`
-        and other numbers. `contents` is a fingerprint that `load_state_dict` checks.
+        and the module's other counters. `contents` is a fingerprint that `load_state_dict` checks.
         """
         plan = self.plan
         saved: dict[str, np.ndarray] = {}
@@ -310,7 +310,7 @@ class TrainedTables(nnx.Module):
             default.
 
         Raises:
-          ValueError: an entry is missing, unknown, out of range, not finite or has another shape,
+          ValueError: an entry is missing, unknown, out of range, not finite or of the wrong shape,
             or `contents` has other optimizers.
           TypeError: the argument is not a mapping, or an entry is not an array of numbers.
 
@@ -402,7 +402,8 @@ class TrainedTables(nnx.Module):
     def get_cache_miss_counter(self) -> tuple[int, int]:
         """Number of batches with a miss, and number of unique misses.
 
-        Raises: RuntimeError: `record_cache_metrics` does not count them, or no table is cached.
+        Raises: RuntimeError: `record_cache_metrics` does not enable this counter, or no table is
+        cached.
         """
         rows = self._counting("record_cache_miss_counter")
         return rows.calls_with_a_miss, rows.counts.unique_misses
@@ -410,7 +411,8 @@ class TrainedTables(nnx.Module):
     def get_table_wise_cache_miss(self) -> np.ndarray:
         """Unique misses of every feature.
 
-        Raises: RuntimeError: `record_cache_metrics` does not count them, or no table is cached.
+        Raises: RuntimeError: `record_cache_metrics` does not enable this counter, or no table is
+        cached.
         """
         return self._counting("record_tablewise_cache_miss").misses_by_feature.copy()
 
@@ -494,7 +496,7 @@ class TrainedTables(nnx.Module):
     def _numbers_of(self, saved: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """The entries of a state dict that belong to no table, by field of the state.
 
-        Raises: ValueError, TypeError: an entry has another shape or type, or is out of range.
+        Raises: ValueError, TypeError: an entry has the wrong shape or type, or is out of range.
         """
         tables = self.plan.tables
         numbers: dict[str, Array] = {}
