@@ -163,7 +163,10 @@ def traced_initializer(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
 
 
 def _has_constants(trace: ClosedJaxpr) -> bool:
-    """Whether the trace contains constant arrays, which printing it does not show."""
+    """Whether the trace contains constant arrays.
+
+    `str(trace)` does not show their values, so equal strings do not mean equal initializers.
+    """
     if trace.consts:
         return True
     for equation in trace.jaxpr.eqns:

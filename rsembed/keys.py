@@ -48,7 +48,7 @@ class Keys(NamedTuple):
 
     @staticmethod
     def of_lanes(lanes: Sequence[Lane], is_key: Lane) -> Keys:
-        """Keys from their `lanes`."""
+        """Keys from the arrays that `lanes` returns, and the mask of keys."""
         *table, high, low = lanes
         return Keys(high, low, is_key, *table)
 
@@ -238,7 +238,7 @@ def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
     Args:
       ids: an array with rows along its first axis.
       offsets: starts of bags in flat ids. With `offsets`, the message counts bags instead of rows.
-        None if there are no bags.
+        None for ids without bags.
     """
     if not isinstance(ids, np.ndarray):
         return f"ids must be integers, got {ids.dtype}; convert them."

@@ -1,10 +1,10 @@
 """Arrays of row numbers, ids and keys that reject arithmetic.
 
 Programs add, scale and average pytrees leaf by leaf. The sum of two row numbers is the row number
-of another row, so `jax.tree.map(jnp.add, ...)` of plain row numbers is wrong without an error. JAX
-has arrays that reject arithmetic: its random keys. `wrap` returns an array of random keys that
-holds the numbers. The result can be moved, indexed, concatenated, compared, carried through loops
-and split over a mesh. `jnp.add` of it is a `TypeError`, inside `jit` as well.
+of another row, so `jax.tree.map(jnp.add, ...)` of plain row numbers returns wrong rows without an
+error. JAX has arrays that reject arithmetic: its random keys. `wrap` returns an array of random
+keys that holds the numbers. The result can be moved, indexed, concatenated, compared, carried
+through loops and split over a mesh. `jnp.add` of it is a `TypeError`, also inside `jit`.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def wrap(numbers: Array, kind: str) -> Array:
       numbers: array with the dtype of the kind.
       kind: a key of `DTYPES`. JAX's errors name the kind.
 
-    Raises: TypeError: the numbers have another dtype.
+    Raises: TypeError: the numbers have a different dtype.
     """
     if numbers.dtype != DTYPES[kind]:
         wanted = jnp.dtype(DTYPES[kind])

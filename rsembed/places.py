@@ -1,4 +1,4 @@
-"""One formula for the row of each id. Layouts differ in its parameters, a `Place` per table.
+"""Computes the row of each id. All layouts use one formula, with a `Place` of parameters per table.
 
 ```
 table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ──ids, tables_and_ids──▶  table, id
@@ -8,9 +8,9 @@ table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ─�
 * Interleaved: neighbouring ids are in different shards, which spreads frequent ids (`spread` =
   number of shards).
 * Rotated: interleaved, and each table of a stack starts some shards after the table before it,
-  which spreads the first ids as well.
+  which also spreads the first ids.
 
-Ids, shards and rows are numbers, NumPy arrays or JAX arrays, traced or not.
+The functions accept and return numbers, NumPy arrays or JAX arrays, which may be traced.
 """
 
 from __future__ import annotations
@@ -65,9 +65,10 @@ class Place(NamedTuple):
     def all_rows(
         self, count: int, *, spread: int, rows_per_shard: int
     ) -> slice | Int[np.ndarray, " vocab"]:
-        """Index of all `count` rows of a table in the array of `rows`.
+        """Index of all rows of a table, in the order of the ids, in the array of the stack.
 
-        The index is a slice if the rows are contiguous.
+        `count` is the number of rows of the table. The array of the stack is `[num_shards *
+        rows_per_shard, dim]`. The index is a slice if the rows are contiguous.
         """
         if spread > 1:
             return self.rows(np.arange(count), spread=spread, rows_per_shard=rows_per_shard)

@@ -56,9 +56,9 @@ jax.tree_util.register_pytree_with_keys(ReadRows, _children_of_rows, _rows_of_ch
 
 
 def _opaque(rows: object) -> Any:
-    """The opaque array of the row numbers of a stack.
+    """Row numbers of a stack as an array that rejects arithmetic.
 
-    `NO_ROW` becomes 0, so `jnp.zeros_like` of row gradients gives gradients without rows. A value
+    `NO_ROW` becomes 0, so `jnp.zeros_like` of row gradients returns gradients without rows. A value
     that is not an array of such numbers is returned unchanged, and later checks reject it.
     """
     if not isinstance(rows, (jax.Array, np.ndarray)) or not jnp.issubdtype(rows.dtype, jnp.integer):
@@ -69,7 +69,7 @@ def _opaque(rows: object) -> Any:
     if rows.dtype.itemsize > 4 and not is_traced(rows):
         is_cut = np.asarray(rows) != np.asarray(numbers)
         if is_cut.any():
-            # `rows` has a number that does not fit 32 bits. `check_belong` will reject `rows`.
+            # `rows` has a number that is too large for 32 bits. `check_belong` will reject `rows`.
             return rows
     return _opaque_numbers(numbers)
 
@@ -120,11 +120,11 @@ class RowGradients:
     """Gradients of distinct rows, for each stack.
 
     `first + second` is `combine`, and `2 * gradients` is `scale`. Row numbers are kept in arrays
-    that reject arithmetic. So `jax.tree.map(jnp.add, first, second)` is a TypeError and does not
-    give gradients of wrong rows.
+    that reject arithmetic. For this reason `jax.tree.map(jnp.add, first, second)` is a TypeError
+    and does not return gradients of wrong rows.
 
-    Inside `jit`, gradients of a collection have their `summands` as well. The summands are not in
-    the pytree, so copies of the gradients and results of compiled programs do not have them.
+    Inside `jit`, gradients of a collection also have their `summands`. The summands are not in the
+    pytree, so copies of the gradients and results of compiled programs do not have them.
 
     Args:
       rows: distinct row numbers in ascending order, with `NO_ROW` as padding at the end. On a mesh,
@@ -144,7 +144,7 @@ class RowGradients:
     num_rows: NumRows
     shardings: Shardings = None
     layout: Fingerprint | None = None
-    # The property `rows` reads and sets `opaque_rows`.
+    # Read and written by the property `rows`, which is attached below the class.
     opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)
     # `summed_from` sets this field, and `summands` reads it.
     unsummed: _Unsummed | None = dataclasses.field(
@@ -382,7 +382,8 @@ def clip_by_global_norm(
     """Row gradients scaled down so that their global norm is at most `max_norm`.
 
     Args:
-      row_gradients: gradients with equal rows summed (as `pullback` returns them).
+      row_gradients: gradients of distinct rows, as returned by the function from `lookup_vjp`. Sum
+        gradients that `lax.scan` stacked with `combine` first.
       max_norm: maximum global norm of the result.
       other_norm: norm of the dense gradients (`optax.tree.norm`), to clip both by their common
         norm. 0 by default.
@@ -404,7 +405,7 @@ def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
     """The sum of several row gradients. Gradients of equal rows are added.
 
     Use `combine` to accumulate gradients over micro-batches. `lax.scan` over micro-batches stacks
-    its results along a leading axis. Such stacked gradients are accepted as well.
+    its results along a leading axis. Such stacked gradients are also accepted.
 
     Raises: ValueError: the gradients belong to different collections.
     """

@@ -325,8 +325,8 @@ def plan_stacking(
       features: FeatureSpecs, nested in lists or dicts.
       num_shards: devices times cores per device, 1 by default.
       groups: table names of every stack. None, the default: tables of equal (padded) dim, dtype,
-        optimizer, rounding and quantization form a stack; with `pad`, their combiners must be equal
-        as well.
+        optimizer, rounding and quantization form a stack; with `pad`, their combiners must also be
+        equal.
       pad: whether dims are padded to multiples of 8 and rows to multiples of `8 * num_shards`, as
         SparseCores require. True by default. False allows only one shard.
       rotation: each table of a stack is rotated by this number of shards against the table before
@@ -401,7 +401,7 @@ def stack_name_of(
     Args:
       table_names: names of the tables of the stack.
       is_taken: whether another stack has the joined name, as for tables `user` and `item` beside a
-        table `user_item`. If it is taken, a short name gets a hash as well.
+        table `user_item`. If it is taken, a short name also gets a hash.
       use_short_stack_names: whether names over 50 characters are cut, True by default.
     """
     full = "_".join(table_names)
@@ -611,7 +611,10 @@ def _total_buffer_size(tables: Sequence[TableSpec]) -> int | None:
 
 
 def _num_stored_values(tables: Sequence[TableSpec]) -> tuple[int, int] | None:
-    """Value of `StackPlan.num_stored_values` for these tables."""
+    """Number of values in the tables and in their slots. None if no table has a `storage`.
+
+    Every table is padded to the largest.
+    """
     num_tables = 0
     most_table_values = 0
     most_slot_values = 0

@@ -24,7 +24,7 @@ class Devices:
       mesh: the devices. Inside a `shard_map`, the mesh may be abstract, because JAX has no other
         mesh there.
       axes: axes of the mesh over which samples and tables are split. Devices along the other axes
-        hold copies and compute equal results.
+        hold copies and repeat the same computation.
     """
 
     mesh: Mesh | AbstractMesh | None = None

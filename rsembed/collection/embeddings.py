@@ -77,7 +77,8 @@ class EmbeddingCollection:
         outside `jit`. With `ignore`, and always inside `jit`, such ids contribute nothing, and
         `lookup(..., return_statistics=True)` counts them.
 
-    Raises: ValueError: an option is unknown, or tables or shapes of features do not fit the mesh.
+    Raises: ValueError: an option is unknown, or the mesh does not divide the tables or the batch of
+    a feature.
 
     Example:
       >>> import jax, numpy as np, rsembed as rs
@@ -346,8 +347,8 @@ class EmbeddingCollection:
         `values`. Slots that are left out get their initial values, rows of other keys do not
         change, and rows without `last_step` count as used now.
 
-        Whole tables can move to another storage, as an array of all rows. A keyed table takes the
-        row numbers as keys, and a tensor train takes the cores closest to the array.
+        To move a table to another storage, pass an array of all its rows. A keyed table uses the
+        row numbers as keys, and a tensor train computes the cores closest to the array.
 
         Args:
           state: from `init`. The step of `state` is kept, and optimizers that count steps, such as
@@ -356,13 +357,15 @@ class EmbeddingCollection:
           tables: new values by table name.
           slots: new optimizer state by table name, with equal shapes and dtypes. Each is a result
             of `slots`, or an entry of `load(path).tree["slots"]`. Slots of a keyed table are in the
-            order of its `keys` in `tables`, or else of the keys in the state. None: the slots of
-            the state.
+            order of its `keys` in `tables`, or else of the keys in the state. None: slots do not
+            change, except that a keyed table takes the slots of the keys in `tables` from there, or
+            else starts them at their initial values.
           allow_nonfinite: accept NaN, infinity and negative sums of squares. By default such
             numbers are an error, because one NaN spreads to everything that reads its row. Inside
             `jit`, numbers are not checked.
 
-        Raises: ValueError: a table is unknown, or values or slots do not fit it or are not finite.
+        Raises: ValueError: a table is unknown, or its values or slots have the wrong shape or dtype
+        or are not finite.
           NotImplementedError: the storage of a table takes no rows. RuntimeError: this is inside
           `jit`, and a table has keys or is on the host.
         """

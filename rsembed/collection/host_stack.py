@@ -74,7 +74,7 @@ class HostStack(Stack):
         rows: TableRows,
         new_slots: SlotTree,
     ) -> ByName:
-        """Rows and slots of a table in the form that `replaced` takes.
+        """Rows and slots of a table, as an argument of `replaced`.
 
         Args:
           params: parameters of the state.
@@ -84,7 +84,7 @@ class HostStack(Stack):
           new_slots: slots of the new rows, or of the state's rows if `rows` is None. Slots of a
             keyed table are in the order of the keys.
 
-        Raises: ValueError, TypeError: slots do not fit the table.
+        Raises: ValueError, TypeError: slots have the wrong names, shapes or dtypes for the table.
         """
         whole = self._replaced_rows(params, slots, table, rows)
         template = self.slot_shapes(params, slots, table, len(whole.get("values", ())))
@@ -108,7 +108,7 @@ class HostStack(Stack):
     # Files
 
     def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
-        """Rows and slots of every table by name, in the form of files."""
+        """Rows and slots of every table by name, as files store them."""
         values_by_table = {}
         slots_by_table = {}
         for table_name, rows in self._by_table(self.storage.rows, params, slots).items():
@@ -120,7 +120,7 @@ class HostStack(Stack):
     def restored(self, tables: ByTable, slots: ByTable) -> State:
         """Parameters and slots from the result of `saved`.
 
-        Raises: ValueError: the arrays do not fit.
+        Raises: ValueError: the names or shapes of the arrays differ from those of the table.
         """
         params, fresh_slots = self._fresh()
         rows_by_table = {}
@@ -186,7 +186,7 @@ class KeyedStack(HostStack):
     def restored(self, tables: ByTable, slots: ByTable) -> State:
         """Parameters and slots from the result of `saved`.
 
-        Raises: ValueError: the arrays do not fit.
+        Raises: ValueError: the names or shapes of the arrays differ from those of the table.
         """
         del slots
         params, fresh_slots = self._fresh()

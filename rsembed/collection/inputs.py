@@ -290,7 +290,8 @@ def _everything(
             return None
         if offsets.ndim != 1 or not offsets.size or offsets[0] != 0 or offsets[-1] != ids.size:
             return None
-    # The difference between the offsets of two features is not a length.
+    # `diff` also subtracts the last offset of a feature from the first offset of the next feature.
+    # These differences are not lengths, so they are deleted.
     steps = np.diff(np.concatenate([value.offsets for value in values]))
     ends = np.cumsum([value.offsets.size for value in values])[:-1] - 1
     lengths = np.delete(steps, ends)

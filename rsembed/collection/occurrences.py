@@ -1,4 +1,4 @@
-"""Ids of a batch in the forms that rows take: row numbers of an array, or keys, with their bags."""
+"""Ids of a batch as row numbers of an array, or as keys, with their bags."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Occurrences(NamedTuple):
     dims: tuple[int, ...] = ()
 
     def gradients(self, d_outputs: Sequence[Array]) -> CallGradients:
-        """Gradients of the call's outputs in the form that kernels take.
+        """Gradients of the call's outputs, for the kernels.
 
         For a single table, `d_outputs` may have only some of the columns.
         """
@@ -176,9 +176,10 @@ def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
 
 
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
-    """Keys of the rows of `RowGradients` (ids or 32-bit lanes), and their numbers of occurrences.
+    """Keys of the rows in `RowGradients`, and the number of occurrences of each key.
 
-    Ids count once each, because `RowGradients` do not hold their occurrences.
+    `rows` has ids or 32-bit lanes. Ids count once each, because `RowGradients` do not hold their
+    occurrences.
     """
     if rows.ndim == 1:
         keys = keys_of_rows(rows)

@@ -115,7 +115,7 @@ class Rows(abc.ABC):
     ) -> Asked[tuple[Array, Array]]:
         """Distinct ids of the global batch on this device (or 32-bit lanes of keys), and gradients.
 
-        Ids and gradients are in the form of `RowGradients`.
+        Ids and gradients have the layout of `RowGradients`.
         """
 
     @abc.abstractmethod
@@ -137,7 +137,7 @@ class Rows(abc.ABC):
     ) -> State:
         """Parameters and slots after a step with the gradients of distinct ids or keys.
 
-        `rows` and `values` are in the form that `row_gradients` returns.
+        `rows` and `values` are results of `row_gradients`.
         """
         keys, occurrences = keys_of_gradients(rows)
         keys = self.storage.keys_after(self._keys_here(keys), [values])
@@ -195,7 +195,7 @@ class Rows(abc.ABC):
         return [self.devices.gather(d_output) for d_output in d_outputs]
 
     def _gradients_of_all(self, batch: Occurrences, d_outputs: Sequence[Array]) -> CallGradients:
-        """Gradients of the global batch in the form that kernels take."""
+        """Gradients of the global batch, for the kernels."""
         return batch.of_all(self.devices).gradients(self._of_all(d_outputs))
 
 
@@ -259,7 +259,10 @@ class ColumnRows(ArrayRows):
 
     @property
     def gradient_partitions(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """Partitions of `RowGradients`: every device has all rows, and values of its columns."""
+        """Partition specs of the rows and the values of `RowGradients`.
+
+        Every device has all row numbers, and the values of its columns.
+        """
         return PartitionSpec(), self.partition
 
     @property
@@ -388,8 +391,8 @@ class TrainRows(NumberedRows):
         self, params: Params, slots: SlotTree, rows: Array, values: Array, step: Step
     ) -> State:
         """See `Rows`."""
-        # Every device has all gradients. Each device takes a part of the gradients, and `_step_all`
-        # sums the parts.
+        # Every device has the gradients of all rows. Each device keeps a part of them, and
+        # `_step_all` adds the parts.
         device_of_row = jnp.arange(rows.shape[0]) % self.devices.num_devices
         rows_here = jnp.where(device_of_row == self.devices.index(), rows, NO_ROW)
         return self._step_all(params, slots, CallGradients.of_rows(rows_here, values), step)

@@ -85,20 +85,20 @@ class Stack:
         return self.rows.occurrences(batch, self.layout)
 
     def values(self, params: Params, slots: SlotTree) -> ByName:
-        """Rows of every table by name, in the form of `EmbeddingCollection.tables`."""
+        """Rows of every table by name, see `EmbeddingCollection.tables`."""
         del slots
         rows_by_table = self._by_table(self.storage.rows, params, ())
         return {name: rows["values"] for name, rows in rows_by_table.items()}
 
     def each_table(self, params: Params, slots: SlotTree) -> Iterator[tuple[str, PyTree]]:
-        """Name and rows of each table, one at a time, as in `values`.
+        """Name and rows of each table, one at a time; see `values`.
 
-        The rows may be the arrays of the state, so do not donate these while the rows are in use.
+        The rows may be arrays of the state, so do not donate the state while the rows are in use.
         """
         yield from self.values(params, slots).items()
 
     def slots(self, params: Params, slots: SlotTree) -> ByName:
-        """Optimizer state of every table by name, in the form of `EmbeddingCollection.slots`."""
+        """Optimizer state of every table by name, see `EmbeddingCollection.slots`."""
         return self._by_table(self.storage.optimizer_state, params, slots)
 
     def _by_table(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:

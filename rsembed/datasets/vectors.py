@@ -221,7 +221,7 @@ def _announced(line: bytes, dim: int, name: str) -> int | None:
 
 
 def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
-    """The word of a line, and its numbers.
+    """The word at the start of a line, and the rest of the line, which holds the numbers.
 
     Raises: ValueError: the line is bad. The message says why.
     """

@@ -1,4 +1,4 @@
-"""Numbers about the ids of batches: popularity, partitions, and hit rates of caches."""
+"""Statistics of the ids of batches: popularity, partitions and cache hit rates."""
 
 from __future__ import annotations
 

@@ -149,7 +149,7 @@ class IdReport:
             title += "; stopped early, at max_distinct_ids"
         rows = dict(self.features)
         for name, figures in self.tables.items():
-            if figures not in self.features.values():  # several features read the table
+            if figures not in self.features.values():  # several features share the table
                 rows[f"(table) {name}"] = figures
         return "\n\n".join(
             [title, _text_table(rows, DATA_COLUMNS), _text_table(rows, NEEDS_COLUMNS)]

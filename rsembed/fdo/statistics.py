@@ -205,13 +205,13 @@ def limits_from_statistics(
 
     Args:
       stacks: the stacks with their present limits.
-      statistics: statistics of one or many batches, such as a client loads. A limit without
-        statistics does not change.
+      statistics: statistics of one or more batches, as returned by the `load` method of an FDO
+        client. A limit without statistics does not change.
       num_sc_per_device: cores per device.
       policy: how counts become limits. None: `LimitsPolicy()`, which adds headroom, never lowers a
         limit and rounds up to few sizes.
 
-    Warns: the statistics or the number of cores do not fit the layout of a stack.
+    Warns: the statistics or the number of cores belong to a different layout of a stack.
 
     Example:
       >>> from rsembed.optimizers import SGD

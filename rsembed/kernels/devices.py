@@ -1,7 +1,7 @@
 """Target device of a computation, threads of CPU devices, and the library of native kernels.
 
-This is the only file that imports private modules of JAX. Two facts that rsembed needs have no
-public name in JAX.
+This is the only file that imports private modules of JAX. rsembed needs two pieces of information
+that have no public name in JAX.
 """
 
 from __future__ import annotations
@@ -270,13 +270,13 @@ def _warn_of_no_library(reason: str) -> None:
 
 
 def instruction_set() -> str | None:
-    """Instruction set in use: `baseline`, `avx2` or `avx512`; None if there is no library."""
+    """Instruction set in use: `baseline`, `avx2` or `avx512`; None without the native library."""
     library = shared_library()
     return None if isinstance(library, str) else library.rsembed_instruction_set().decode()
 
 
 def num_cores() -> int | None:
-    """Maximum number of threads of a native call: granted cores; None if there is no library."""
+    """Maximum number of threads of a native call: granted cores; None without the native library."""
     library = shared_library()
     return None if isinstance(library, str) else library.rsembed_num_cores()
 
@@ -317,8 +317,8 @@ def call_handler(
     )
     varying = vary_alike(operands)
     returned = call(*varying, **numbers)
-    # JAX does not infer the varying mesh axes of a foreign call's results. Casting them together
-    # with an operand gives them the axes of the operands.
+    # JAX does not infer the varying mesh axes of a foreign call's results. Casting the results
+    # together with an operand gives the results the axes of the operands.
     return tuple(vary_alike([*returned, *varying[:1]])[: len(returned)])
 
 

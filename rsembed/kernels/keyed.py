@@ -2,7 +2,7 @@
 
 The hash table uses open addressing with linear probing. A slot is empty, deleted, claimed, or
 holds a key and its row. All keys of a call probe at the same time. If several keys reach the same
-free slot, the first key of the call gets it, so equal calls give equal tables. Few keys need many
+free slot, the first key of the call gets it, so equal calls return equal tables. Few keys need many
 probes. The loop narrows to the keys that still search, so the work is proportional to the total
 number of probes and not to the largest number.
 
@@ -75,7 +75,8 @@ def distinct(
     Args:
       owners: owner of every occurrence. An occurrence with an owner outside `[0, num_owners)` is
         padding.
-      lanes: words that identify an entry of an owner, most significant first.
+      lanes: arrays of 32-bit words, most significant first. Occurrences with the same owner and
+        words are one entry.
       num_owners: number of owners.
 
     Returns: the lanes of every distinct entry (zeros after the last one); the entry of every

@@ -56,7 +56,7 @@ STEP_BLOCK = 512
 _MAX_HYPERPARAMETERS = 4  # A rule with fewer hyperparameters passes zeros after them.
 
 Attributes = dict[str, Any]
-"""Static integers of a native call, and lists of integers, by name."""
+"""Static arguments of a native call by name: integers and lists of integers."""
 
 
 def lookup(tables: Sequence[Float[Array, "_ _"]], call: Call) -> Outputs:
@@ -504,7 +504,7 @@ def _check_tables(*tables: Array) -> None:
 
 
 def _integers(*shapes: tuple[int, ...]) -> list[Result]:
-    """Descriptions of int32 results."""
+    """One int32 `Result` for each shape."""
     return [Result(shape, jnp.int32) for shape in shapes]
 
 

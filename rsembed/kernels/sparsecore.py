@@ -227,7 +227,7 @@ def _pooled(shape: tuple[int, ...], table: Array, entries: Entries) -> Float[Arr
 def _pallas() -> Any:
     """Pallas and its modules for TPUs and SparseCores.
 
-    The import is late, because it takes seconds.
+    Imported here because the import takes seconds.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu
@@ -251,7 +251,7 @@ def chunk_rows(dim: int, num_buffers: int) -> int:
       dim: length of a row, with padding.
       num_buffers: number of chunks that a tile holds at the same time.
 
-    Raises: NotImplementedError: chunks of 8 rows do not fit.
+    Raises: NotImplementedError: a chunk of 8 rows is too large for the memory of a tile.
     """
     rows = MAX_CHUNK_ROWS
     while rows > SUBLANES and num_buffers * rows * dim * 4 > TILE_BYTES:

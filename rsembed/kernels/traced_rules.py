@@ -188,7 +188,10 @@ def _apply_to_pieces(function: Callable[..., Array], inputs: Sequence[Row | Arra
 
 
 def _elementwise(eqn: Any, swaps: Mapping[str, Callable[[Array], Array]]) -> Callable[..., Array]:
-    """Function that computes the equation's primitive."""
+    """Function that applies an equation's primitive to one piece of the data.
+
+    The function comes from `swaps` if the primitive is listed there.
+    """
     name = eqn.primitive.name
     if name in swaps:
         return swaps[name]

@@ -90,7 +90,7 @@ class OptimizerSpec(abc.ABC):
         learning_rate_arity(self.learning_rate)
 
     def __repr__(self) -> str:
-        """Class name with empty parentheses. `str(optimizer)` lists the hyperparameters as well."""
+        """Class name with empty parentheses. `str(optimizer)` also lists the hyperparameters."""
         return f"{type(self).__name__}()"
 
     def __str__(self) -> str:
@@ -194,7 +194,7 @@ class OptimizerSpec(abc.ABC):
 
 
 SlotKind = tuple[bool, str]
-"""Whether a slot has one value per row (True) or one per column (False), and its dtype."""
+"""`(is_per_row, dtype)` of a slot: `[rows, 1]` if `is_per_row`, else shaped like the table."""
 FULL: SlotKind = (False, "float32")
 PER_ROW: SlotKind = (True, "float32")
 ITERATION: SlotKind = (True, "int32")
@@ -212,8 +212,8 @@ class CompactOptimizerSpec(OptimizerSpec):
       slot_dtypes: dtype of each slot. None: the default dtype. With an empty tuple, all slots have
         their default dtype.
 
-    Raises: ValueError: `slot_dtypes` has the wrong length, or a dtype does not fit its slot
-      (float32 slots can be bfloat16 or float16, int32 slots cannot change).
+    Raises: ValueError: `slot_dtypes` has the wrong length, or a slot cannot have its dtype (float32
+    slots can be bfloat16 or float16, int32 slots cannot change).
     """
 
     slot_dtypes: tuple[str | None, ...] = dataclasses.field(default=(), kw_only=True)
@@ -399,7 +399,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
 
     Counts (bias correction, schedules inside the transformation) count the steps of one row. Norms
     (trust ratios, clipping) are norms of one row. Counts and norms change only when the row is
-    looked up. If every step touches every row, elementwise transformations give the numbers of
+    looked up. If every step touches every row, elementwise transformations compute the values of
     dense optax. To clip the gradient of the whole batch, use `rsembed.clip_by_global_norm`.
 
     Three kinds of transformation are rejected, with an error that names them. Some transformations

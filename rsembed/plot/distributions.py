@@ -39,7 +39,7 @@ def plot_id_frequency(
     Ids that never occur are left out. Call the function again with the same `ax` for more curves.
 
     Args:
-      counts: occurrences of each id, such as `np.bincount` gives.
+      counts: occurrences of each id, for example from `np.bincount`.
       ax: the axes to draw on. None: a new figure.
       **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
     """
@@ -66,7 +66,7 @@ def plot_coverage(
     Call the function again with the same `ax` for more curves.
 
     Args:
-      counts: lookups of each row, including rows without a lookup. Probabilities work as well.
+      counts: lookups of each row, including rows without a lookup. Probabilities are also accepted.
       num_rows: rows of the table, if `counts` leaves out rows without a lookup. None: the length of
         `counts`.
       ax: the axes to draw on. None: a new figure.
@@ -193,10 +193,10 @@ def plot_shard_load(
 
     Args:
       loads: by name of the layout, the ids that each shard looks up, see `StackingPlan.shard_load`.
-        All layouts have the loads of the same ids. The legend says how many times the mean load the
-        busiest shard has.
+        All layouts have the loads of the same ids. The legend shows, for each layout, the load of
+        the busiest shard divided by the mean load.
       ax: the axes to draw on. None: a new figure.
-      **bar_kwargs: options of all bars.
+      **bar_kwargs: options of `Axes.bar`, for all bars.
 
     Raises: ValueError: a layout has no load, or the layouts have different numbers of shards.
     """
@@ -233,7 +233,7 @@ def plot_stack_bytes(
       sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
         The bar of the first stack is on top.
       ax: the axes to draw on. None: a new figure.
-      **bar_kwargs: options of all bars.
+      **bar_kwargs: options of `Axes.barh`, for all bars.
     """
     ax = axes_or_new(ax)
     names = list(sizes)

@@ -100,7 +100,7 @@ def principal_plane(
 
     The sign of an axis is chosen so that its largest coordinate by absolute value is positive.
 
-    Raises: ValueError: there are fewer than two points or columns.
+    Raises: ValueError: there are fewer than two points or columns, or a number is not finite.
     """
     if min(np.shape(vectors)) < 2 or not np.isfinite(vectors).all():
         raise ValueError(
@@ -411,7 +411,8 @@ def roof(
       bytes_per_second: bandwidth of the memory.
       flops_per_second: operations per second without any access to memory.
 
-    Source: Williams, Waterman, Patterson (2009).
+    Source: Williams, Waterman and Patterson (2009), "Roofline: An insightful visual performance
+    model".
     """
     return np.minimum(np.asarray(intensity, np.float64) * bytes_per_second, flops_per_second)
 

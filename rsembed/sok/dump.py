@@ -27,11 +27,11 @@ from rsembed.storage.logical_rows import array_names, places_by_key, room_needed
 def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
     """Host copies of all keys of a table in ascending order, with their rows and optimizer state.
 
-    Equal tables give equal arrays, for any number of devices.
+    Equal tables are saved as equal arrays, for any number of devices.
 
-    Returns: `keys`, `values` and one `slot_<name>` per optimizer slot. A hash table also gives
-      `last_step` and `count`, and with admission by count `waiting_keys`, `waiting_last_step` and
-      `waiting_count`.
+    Returns: `keys`, `values` and one `slot_<name>` per optimizer slot. A hash table also saves
+    `last_step` and `count`, and with admission by count `waiting_keys`, `waiting_last_step` and
+    `waiting_count`.
     """
     tables = variable.table.collection.tables(state_of(variable))
     rows: dict[str, np.ndarray] = tables[variable.table.spec.name]
@@ -111,7 +111,8 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
     Args:
       path: folder of the dump.
       variables: as for `dump`. Keys that are not in the dump become new keys.
-      optimizer: ignored. SOK's function needs the optimizer.
+      optimizer: ignored; accepted because the function of the Sparse Operation Kit has this
+        argument.
 
     Raises:
       ValueError: the dump has other tables, or a table has another dim or optimizer, a dtype that
@@ -168,7 +169,7 @@ def _loaded_copy(
 def _dumped_facts(folder: Path, manifest: Facts) -> dict[str, Facts]:
     """Facts of each table in a dump.
 
-    Raises: CorruptCheckpointError: a fact is missing or invalid.
+    Raises: CorruptCheckpointError: an entry of the metadata is missing or invalid.
     """
     facts_of = manifest["metadata"].get("sok_tables", {})
     names = {"use_hashtable", "embedding_dim", "optimizer", "rule", "step"}

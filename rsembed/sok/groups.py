@@ -58,7 +58,7 @@ def group_embedding_lookup_sparse(
       sp_weights: weights for each table, with None for a table without weights.
       name: name of the group, for errors.
       training: if True, a new key of an embedding variable reads the initial values of its row. If
-        False, a new key reads zeros.
+        False, a key without a row reads zeros.
 
     Returns: `[batch, dim]` for each table.
 
@@ -184,8 +184,8 @@ def _features_of(
 ) -> tuple[dict[str, FeatureSpec], dict[str, EmbeddingVariable], dict[str, Array]]:
     """Feature specs, embedding variables and plain tables of a group, by name.
 
-    The names are positions in `params`, as strings. A feature spec tells the core how to read the
-    ids.
+    The names are positions in `params`, as strings. A `FeatureSpec` determines how rsembed reads
+    the ids.
 
     Raises:
       TypeError: an entry of `params` is not a table.

@@ -103,7 +103,7 @@ class _Layer(nnx.Module):
         if bags.dense_shape is not None:  # The shape is known even inside `jit`.
             lengths = np.full(bags.num_bags, math.prod(bags.dense_shape[1:]))
         elif inputs.is_unknown(bags):
-            return {self.name: bags}  # The core rejects traced ragged bags.
+            return {self.name: bags}  # `as_bags` rejects traced ragged bags.
         else:
             lengths = np.diff(np.asarray(bags.offsets))
         if self.combiner == "none":
@@ -294,7 +294,10 @@ class All2AllDenseEmbedding(_Layer):
         return output
 
     def vjp(self, keys: KeysOfBags) -> tuple[Float[Array, "..."], StepOnce]:
-        """Rows of a training step, and `backward(d_out)`. See `__call__` for the arguments."""
+        """Rows for a training step, and a function `backward(d_out)` that makes the step.
+
+        See `__call__` for the arguments.
+        """
         return self._rows(keys, True)
 
     def _rows(self, keys: KeysOfBags, training: bool) -> tuple[Array, StepOnce]:

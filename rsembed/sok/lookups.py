@@ -1,6 +1,7 @@
 """Lookups of several embedding variables in one exchange, and the optimizer step that may follow.
 
-The core's `Engine` has the compiled programs. An engine is built for the tables of some variables.
+`rsembed.collection.engine.Engine` has the compiled programs. An engine is built for the tables of
+some variables.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str) -> Bags:
     Args:
       keys: integer array or `Keys` of shape `[..., keys per bag]` with padding -1, or any input of
         `as_bags`.
-      weights: one float per key, in the same form as `keys`. None: ones.
+      weights: one float per key, in the same structure as `keys`. None: ones.
       feature: name of the feature, for errors.
 
     Raises: TypeError, ValueError: keys or weights are invalid. The message names the feature.
@@ -81,7 +82,7 @@ EngineTable = tuple[VariableTable, tuple[Combiner, ...], bool]
 
 @functools.lru_cache(maxsize=256)
 def engine_of(tables: tuple[EngineTable, ...]) -> Engine:
-    """The core's engine for some tables on the same devices.
+    """The `Engine` with the compiled programs for some tables on the same devices.
 
     Stacks are named by the position of their table, and features by the positions of table and
     combiner, such as "0.1". Tables with equal sizes and rules therefore share compiled programs.
@@ -117,7 +118,7 @@ def _growing(storage: Hashed) -> GrowingKeys:
 
 
 class _Program(NamedTuple):
-    """The core's `Engine` for some embedding variables.
+    """The `Engine` with the compiled programs for some embedding variables.
 
     Attributes:
       engine: engine with one stack per variable.
@@ -231,8 +232,8 @@ class StepOnce:
     def __call__(self, *d_outputs: ArrayLike) -> None:
         """Makes one optimizer step of every row that the lookup read. New keys get rows first.
 
-        A large group is stepped in several programs. After an error, each table is either stepped
-        or unchanged, as the `step` of its state says.
+        The lookup of many tables is stepped by several programs. After an error, each table is
+        either stepped or unchanged, as the `step` of its state shows.
 
         Args:
           *d_outputs: gradient of the loss over the global batch, for each output.
@@ -265,7 +266,10 @@ class StepOnce:
                 raise _full(self.variables[number], num_failed)
 
     def _checked_gradients(self, d_outputs: Sequence[ArrayLike]) -> list[Array]:
-        """Float32 gradients `[rows, dim]` with zeros for the padding rows."""
+        """Gradients of the outputs, checked, as float32 `[rows of the output, dim]`.
+
+        Padding rows have zeros.
+        """
         if len(d_outputs) != len(self.shapes):
             problem = f"{len(d_outputs)} gradients came"
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {problem}.")
@@ -284,7 +288,7 @@ class StepOnce:
         return gradients
 
     def _run(self, program: _Program, gradients: list[Array]) -> None:
-        """Steps the variables of one program."""
+        """Makes the optimizer step of the tables of one program."""
         batch = {name: self.batch[number] for name, number in program.features.items()}
         d_batch = {name: gradients[number] for name, number in program.features.items()}
         arrays = _arrays_of(self.variables, program)
@@ -336,7 +340,7 @@ def look_up_variables(
     Args:
       variables: table of each feature. Features may share a table.
       batch: keys `[bags, width]` of each feature, or pairs `(keys, weights)`, sharded by bag.
-      combiners: combiner of each feature. "none" gives `[bags * width, dim]`.
+      combiners: combiner of each feature. With "none", the shape is `[bags * width, dim]`.
       training: if True, new keys read the initial values of their rows. If False, new keys read
         zeros. Keys that find no free row read zeros in both cases.
 

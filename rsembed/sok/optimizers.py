@@ -1,6 +1,6 @@
 """TensorFlow's two variants of Adam, by TensorFlow's names.
 
-Other optimizers of the core work as well.
+All optimizers of `rsembed.optimizers` are accepted.
 """
 
 from rsembed import optimizers

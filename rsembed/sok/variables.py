@@ -51,7 +51,7 @@ class Context:
 
     @functools.cached_property
     def devices(self) -> Devices:
-        """The devices in the form that the core uses."""
+        """The devices as a `Devices` object."""
         return Devices.of(self.mesh, None)
 
     def check_batch(self, num_samples: int, name: str) -> None:
@@ -188,8 +188,8 @@ class EmbeddingVariable(nnx.Variable):
     The row optimizer of the table trains it, not optax.
 
     `embedding_variable` and the layers make such variables. The attribute `table` is a
-    `VariableTable`. The value of the variable is an `EmbeddingState`, and `table.collection` has
-    the core's methods for this state.
+    `VariableTable`. The value of the variable is an `EmbeddingState`, and `table.collection`, an
+    `EmbeddingCollection`, has the methods for this state.
     """
 
     @property
@@ -216,7 +216,7 @@ class EmbeddingVariable(nnx.Variable):
           keep: number of keys on all devices that are not evicted. The policy `eviction` of the
             table chooses these keys.
 
-        Returns: the evicted rows in the form of `export_rows`. `assign_rows` restores these rows.
+        Returns: the evicted rows, as `export_rows` returns them. `assign_rows` restores these rows.
 
         Raises:
           ValueError: `option` and the table's option are both None, or `keep` is negative.
@@ -245,7 +245,7 @@ def state_of(variable: EmbeddingVariable) -> EmbeddingState:
     """State of a variable, after a check that it belongs to the variable's table.
 
     Raises:
-      ValueError: the state belongs to another table.
+      ValueError: the state belongs to a different table.
       RuntimeError: a step donated the arrays of the state.
     """
     state = variable.get_value()
@@ -325,7 +325,7 @@ class GlobalStepEvict:
     steps_to_live: NonNegativeInt | None = None
 
     def reasons(self) -> dict[str, float]:
-        """Arguments for `EmbeddingCollection.evict`."""
+        """The `unused_for` argument for `EmbeddingCollection.evict`; empty if no key is evicted."""
         if self.steps_to_live is None:
             return {}
         return {"unused_for": self.steps_to_live}
@@ -344,7 +344,7 @@ class L2WeightEvict:
     l2_weight_threshold: float = -1.0
 
     def reasons(self) -> dict[str, float]:
-        """Arguments for `EmbeddingCollection.evict`."""
+        """The `norm_below` argument for `EmbeddingCollection.evict`; empty if no key is evicted."""
         if self.l2_weight_threshold < 0:
             return {}
         return {"norm_below": math.sqrt(2 * self.l2_weight_threshold)}
@@ -399,7 +399,8 @@ def embedding_variable(
       optimizer: optimizer of the rows that a batch looked up. None: Adagrad. `sok.optimizers` has
         TensorFlow's variants of Adam.
       context: devices that share the table. None: the devices of `Init`.
-      rngs: random streams; `params` gives the key of the initial rows. None: `nnx.Rngs(0)`.
+      rngs: random streams; the stream `params` has the key of the initial rows. None:
+        `nnx.Rngs(0)`.
       dtype: dtype of the rows: float32, bfloat16 or float16.
       ev_option: eviction and admission with DeepRec's options.
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and
@@ -466,7 +467,10 @@ NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
     "zeros": jax.nn.initializers.zeros,
     "ones": jax.nn.initializers.ones,
 }
-"""Initializers with Keras' names and scales. `random_uniform` and `RandomUniform` work as well."""
+"""Initializers with Keras' names and scales.
+
+`random_uniform` and `RandomUniform` are also accepted.
+"""
 
 
 def _named_initializer(

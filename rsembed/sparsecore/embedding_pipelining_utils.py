@@ -9,9 +9,9 @@ lookup    activations of batch i, from the updated tables
 dense     forward and backward pass of batch i - 1, with the activations of the previous cycle
 ```
 
-So the activations of a batch miss exactly one update, the update of the batch before it. Rows that
-two successive batches share are one step stale. All other rows are current. Sequential training
-with the same delay gives the same numbers.
+The activations of a batch then miss exactly one update, the update of the batch before it. Rows
+that two successive batches share are one step stale. All other rows are current. Sequential
+training with the same delay computes the same values.
 
 Cycles 0 and 1 have no gradients yet. The update of these cycles runs on a batch without ids, so no
 row and no optimizer state changes.
@@ -81,9 +81,10 @@ class PipelineState(NamedTuple):
         compiler chooses.
       last_step_inputs: the batch that the previous cycle looked up.
       step_before_last_step_inputs: batch `i - 2`, with the gradients of its activations.
-      placeholder_output: zeros in the form of the dense stage's output, for cycles without a dense stage.
-      placeholder_tc_aux: zeros in the form of the auxiliary output that the dense stage passes to
-        the update.
+      placeholder_output: zeros with the structure and shapes of the dense stage's output, for
+        cycles without a dense stage.
+      placeholder_tc_aux: zeros with the structure and shapes of the auxiliary output that the dense
+        stage passes to the update.
     """
 
     pipeline_step: PyTree
@@ -284,7 +285,7 @@ def get_default_sc_fwd_function(
     sharding_axis: str | tuple[str, ...] | None = None,
     enable_minibatching: bool = False,
 ) -> ScFwdStageFun:
-    """The lookup of all features over a mesh, without aux.
+    """Lookup stage for all features on a mesh. Its auxiliary output is None.
 
     Args:
       feature_specs: placed specs of all features.
@@ -312,9 +313,10 @@ def get_default_sc_bwd_function(
     sharding_axis: str | tuple[str, ...] | None = None,
     enable_minibatching: bool = False,
 ) -> ScBwdStageFun:
-    """The update of all tables over a mesh, without aux, for the arguments of `get_default_sc_fwd_function`.
+    """Update stage for all tables on a mesh. Its auxiliary output is None.
 
-    The update needs the index of the step, which `step` of this module passes.
+    Pass the same arguments as to `get_default_sc_fwd_function`. The update needs the index of the
+    step, which `step` of this module passes.
     """
     devices = Devices.of(global_mesh, sharding_axis)
     tables = MeshTables(

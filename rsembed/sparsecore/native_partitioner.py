@@ -158,8 +158,9 @@ class _Block:
     """One block of memory for the buffers of all stacks.
 
     With pages of normal size, the page faults of new memory take as long as sorting the ids. NumPy
-    requests huge pages for large arrays, but gets only the pages that fit whole into an array. So a
-    large block is rounded up to whole huge pages. The additional bytes are never written.
+    requests huge pages for large arrays, but only the parts of an array that fill a whole huge page
+    get one. For this reason a large block starts at the boundary of a huge page, and its size is
+    rounded up to whole huge pages. The additional bytes are never written.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -176,7 +177,7 @@ class _Block:
 
 
 class _StackTask:
-    """Arguments of the library for one stack.
+    """Arguments of one stack for the native library.
 
     The object keeps the arrays alive that the library reads and writes.
     """

@@ -585,7 +585,9 @@ def compute_table_to_setting_in_stack(
     num_shards: PositiveInt,
     rotation: int,
 ) -> dict[str, TableSettingInStack]:
-    """Setting of each table in a stack by table name, with tables concatenated in the order of `table_names`.
+    """Setting of each table in a stack, by table name.
+
+    The tables are stacked in the order of `table_names`.
 
     Raises: ValueError: the padded size of a table is missing.
     """
@@ -602,7 +604,7 @@ def compute_table_to_setting_in_stack(
 def _entry(entries: Mapping[str, PyTree], name: str, what: str) -> PyTree:
     """`entries[name]`. Raises: ValueError: `name` is missing.
 
-    `what` describes the entries in the message.
+    `what` describes the entries in the error message.
     """
     if name not in entries:
         raise ValueError(f"{what} have no {name!r}, only {sorted(entries)}.")

@@ -138,9 +138,9 @@ class BackingStore:
             function is called when rows are read that were never written. The number of rows per
             call has few different values, and a row may occur in several calls. None, the default:
             `arrays` has the initial values.
-          device_dtype: dtype of the first array on the device. If it is narrower, a number that the
-            device did not change keeps the unrounded value of the store. None, the default: the
-            dtype of the first array.
+          device_dtype: dtype that the first array has on the device. If it is narrower, a number
+            that the device did not change keeps the unrounded value of the store. None, the
+            default: the dtype of the first array.
         """
         self.arrays = tuple(arrays)
         self._first_values = first_values
@@ -182,7 +182,9 @@ class BackingStore:
     def exchange(
         self, evicted: ArrayLike, values: Sequence[ArrayLike], inserted: ArrayLike
     ) -> list[np.ndarray]:
-        """Rows to insert, in the dtypes of the device. Evicted rows are written to the store first.
+        """Writes the evicted rows to the store, then reads the inserted rows.
+
+        The returned rows have the dtypes of the device.
 
         Args:
           evicted: ids of the evicted rows, and padding, see `Moves`.

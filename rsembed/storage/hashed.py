@@ -139,8 +139,7 @@ class NewKeys(NamedTuple):
       entry_of: index in `keys` of each key of the batch. `NO_ROW` for keys with a row.
       first_of: position in the batch of the first occurrence of each of `keys`.
       occurrences: number of occurrences of each of `keys` so far.
-      waiting_rows: row of each of `keys` in the list of waiting keys. None if there is no such
-        list.
+      waiting_rows: row of each of `keys` in the list of waiting keys. None without a list.
       is_admitted: mask of the keys that may get a row.
     """
 
@@ -161,12 +160,12 @@ class Hashed(DynamicRows):
     devices have equally many rows.
 
     A row starts from the table's `initializer`, called as `(key, (1, embedding_dim))`. The PRNG key
-    depends on the model, the table and the id. So the initial value does not depend on the batch or
-    on the number of devices.
+    depends on the model, the table and the id. The initial value therefore does not depend on the
+    batch or on the number of devices.
 
     `lookup` reads zeros for keys without a row, and a mean counts them. `lookup_vjp` reads the
-    initial values of such keys, and the step that follows gives them rows. A new key reads zeros in
-    both if no row is left for it.
+    initial values of such keys, and the step that follows assigns rows to them. A new key reads
+    zeros in both if no row is left for it.
 
     Args:
       when_full: what happens to a new key if all rows of its device are in use. "error", the
@@ -181,9 +180,9 @@ class Hashed(DynamicRows):
         admits every key at once.
       admission_capacity: maximum number of keys on a device that wait for admission. None, the
         default: the number of rows on the device.
-      admission_probability: probability that an occurrence in training gives a row to a key without
-        one, 1 by default. Keys that are not admitted need no memory. Draws depend only on the
-        model's key, the name of the table, the step and the id.
+      admission_probability: probability that an occurrence in training assigns a row to a key
+        without one, 1 by default. Keys that are not admitted need no memory. Draws depend only on
+        the model's key, the name of the table, the step and the id.
       key_dtype: int32, int64 (the default), uint32 or uint64. Keys that do not fit are rejected.
         Signed keys may be negative, except -1, which means no id.
 
@@ -214,7 +213,8 @@ class Hashed(DynamicRows):
     def in_files(self) -> str:
         """Description for files: rows by key.
 
-        The description does not contain the number of rows.
+        The number of rows is not part of the description, so a file can be loaded into a table of
+        another size.
         """
         return ROWS_BY_KEY
 
@@ -457,7 +457,8 @@ class Hashed(DynamicRows):
     ) -> tuple[RowMap, Bool[Array, " nnz"], Int[Array, " tables"]]:
         """The list of waiting keys after step `number`.
 
-        Keys that got a row leave the list. All other new keys enter the list.
+        Keys that got a row leave the list. The other new keys are added, if they are not in the
+        list yet and it has room.
 
         Args:
           waiting: the list before the step.

@@ -36,8 +36,7 @@ Found: TypeAlias = tuple[Params, SlotTree, Int[Array, " nnz"]]
 Vectors: TypeAlias = tuple[Float[Array, "nnz dim"], Int[Array, ""]]
 """Vector of each key, and the number of distinct keys without a row."""
 TableRows: TypeAlias = PyTree
-"""Rows of one table in the form in which a user passes or reads them: an array, a dictionary of
-arrays, or the storage's parameters."""
+"""Rows of one table for users: an array, a dictionary of arrays, or the storage's parameters."""
 ByTable: TypeAlias = Mapping[str, PyTree]
 """One array or pytree for each table, by the table's name."""
 Pool: TypeAlias = Callable[[Array, Int[Array, " nnz"]], PyTree]
@@ -102,7 +101,7 @@ class Storage(abc.ABC):
           table: the table that loads the file.
           saved: `in_files` of the storage that wrote the file.
 
-        Returns: the prefixes, or None if arrays of another size do not fit `table`.
+        Returns: the prefixes, or None if arrays of a different size cannot be loaded into `table`.
         """
         del table, saved
         return None
@@ -379,7 +378,7 @@ class Storage(abc.ABC):
         """All rows of a table as `values`, and each of its slots as `slot_<name>`, in id order.
 
         A keyed table is in ascending order of its keys. The dictionary then also has `keys` and
-        other facts about the keys, such as `last_step`.
+        other arrays about the keys, such as `last_step`.
 
         Raises: NotImplementedError: the storage has no rows that can be exported.
         """
@@ -406,7 +405,7 @@ class Storage(abc.ABC):
           table: spec of the table.
           step: number of steps that the state has made.
 
-        Raises: ValueError: the rows do not fit the table.
+        Raises: ValueError: the rows have the wrong shape, dtype or names for the table.
         """
         del table, step
         return values
@@ -438,7 +437,7 @@ class Storage(abc.ABC):
         num_shards: int,
         new_slots: ByTable,
     ) -> State:
-        """`params` and slots after rows and slots of some tables of `tables_of` are replaced.
+        """Replaces rows or slots of some tables, and returns the new `params` and slots.
 
         Args:
           params: parameters of all shards.
@@ -446,8 +445,8 @@ class Storage(abc.ABC):
           rows: new rows by table name, as in `with_rows`.
           table: spec of any table of the storage.
           num_shards: number of shards.
-          new_slots: new slots by table name, in the form of `optimizer_state`. The mapping is empty
-            if `rows_on_host`, because `rows` then contain the slots.
+          new_slots: new slots by table name, each as `optimizer_state` returns them. The mapping is
+            empty if `rows_on_host`, because `rows` then contain the slots.
         """
         parts = self.unstack(params, slots, table, num_shards)
         for number, member in enumerate(self.tables_of(table)):
@@ -498,14 +497,14 @@ def of_near_sizes(
     """Groups of tables of similar size. Each table is padded to the largest of its group.
 
     Groups of neighbouring sizes are merged, cheapest first, as long as the padding of all tables
-    stays within `MOST_EMPTY`. This gives the smallest possible number of groups, or one or two
-    more.
+    stays within `MOST_EMPTY`. The number of groups is the smallest possible, or one or two more.
 
     Args:
       tables: tables that may share one storage.
-      most_rows: maximum number of rows of a group, padding included. A single table may have more.
+      most_rows: maximum number of rows of a group, padding included. A single table may have more
+        rows than that.
       num_waiting: number of keys that may wait for admission in each table, 0 by default. A group
-        has room for at most `most_rows` waiting keys as well.
+        also has room for at most `most_rows` waiting keys.
     """
     size = operator.attrgetter("vocabulary_size")
     groups = []

@@ -58,7 +58,9 @@ class HashTable(NamedTuple):
         )
 
     def insert(self, keys: Keys, rows: Int[Array, " nnz"]) -> HashTable:
-        """The hash tables after distinct, absent keys are added. Padding is skipped.
+        """Adds `keys`, which must be distinct and absent, and returns the new hash tables.
+
+        Padding is skipped.
 
         The caller must not add more keys than `max_keys` of `empty`. A key is left out if it would
         leave less than a quarter of the slots empty.
@@ -66,7 +68,9 @@ class HashTable(NamedTuple):
         return HashTable(*api.insert_keys(*self, keys, rows))
 
     def remove(self, keys: Keys) -> HashTable:
-        """The hash tables after distinct keys are removed. Absent keys and padding are skipped.
+        """Removes `keys`, which must be distinct, and returns the new hash tables.
+
+        Absent keys and padding are skipped.
 
         A table is rebuilt when more than a quarter of its slots are deleted.
         """
@@ -99,7 +103,7 @@ class HashTable(NamedTuple):
         return kept.with_keys_of(self, is_moved)
 
     def with_keys_of(self, other: HashTable, marks: Bool[Array, " slots"]) -> HashTable:
-        """The hash tables after the keys in marked slots of `other` are added."""
+        """Adds the keys in marked slots of `other`, and returns the new hash tables."""
         num_slots = other.rows.shape[0]
         num_tables = other.num_keys.shape[0]
         slots_per_table = num_slots // num_tables
@@ -608,10 +612,9 @@ def entries(
       keys: keys and padding, in any order.
       occurrences: number of occurrences in each entry.
 
-    Returns: a tuple of four arrays. 1. Index of each key in the distinct keys. `NO_ROW` for
-      padding. 2. The distinct keys, with padding after the last one. 3. Position of the first
-      occurrence of each distinct key. `NO_ROW` for padding. 4. Sum of the occurrences of each
-      distinct key.
+    Returns: a tuple of four: the index of each key in the distinct keys (`NO_ROW` for padding); the
+    distinct `Keys`, with padding after the last one; the position of the first occurrence of each
+    distinct key (`NO_ROW` for padding); and the sum of the occurrences of each distinct key.
     """
     entry_of, first_of, counts = api.unique_keys(keys, occurrences)
     lanes = api.gather_rows(keys.lanes, first_of)
@@ -619,7 +622,7 @@ def entries(
 
 
 def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
-    """Distinct keys in the format of `RowGradients`: columns `(high, low, occurrences)`.
+    """Distinct keys as the row numbers of `RowGradients`: columns `(high, low, occurrences)`.
 
     If there are several tables, the index of the table is the fourth column. Padding has
     `occurrences` 0.

@@ -106,7 +106,7 @@ class Admission(NamedTuple):
       inserted_slots: slot of each admitted id.
       evicted_ids: id that had each of `inserted_slots` before. -1 if the slot was empty.
       missed_ids: distinct ids that were not resident before the batch, in ascending order.
-      counts: counters of this call.
+      counts: cache counts of this batch.
     """
 
     locations: Int64[np.ndarray, " ids"]
@@ -126,8 +126,8 @@ class SetAssociativeCache:
 
     Call `admit` once per batch. The call marks the resident ids as used and admits missing ids. In
     each set, the best missing ids get the worst slots one by one. Slots that the batch uses, and
-    locked slots, are never taken. So no id of the batch is evicted. An id that gets no slot is a
-    conflict miss, and its row is read from the backing store.
+    locked slots, are never taken. No id of the batch is therefore evicted. An id that gets no slot
+    is a conflict miss, and its row is read from the backing store.
 
     * lru: missing ids in ascending order get the slots in order of (time of last use, slot number).
     * lfu: missing ids in order of (descending count, id) get the slots in order of (count of the
@@ -279,7 +279,10 @@ class SetAssociativeCache:
         self._locks[slots] -= 1
 
     def reset(self) -> None:
-        """Removes all ids, times and counts. Raises: ValueError: slots are locked."""
+        """Empties the cache: removes all ids, last-use times and LFU counts.
+
+        Raises: ValueError: slots are locked.
+        """
         if num_locked := np.count_nonzero(self._locks):
             raise ValueError(
                 f"cannot reset a cache with {num_locked} locked slots; finish and unlock their batches."
@@ -450,7 +453,7 @@ class CachedRows:
           arrays: device arrays before the moves, which are donated. The scratch area is enlarged if
             the batch needs it; inside `jit`, if a batch of the size of `moves` may need it.
           moves: moves of the batch, from `find`.
-          leaving: function that gives the values of evicted rows, see `Leaving`.
+          leaving: function that returns the values of evicted rows, see `Leaving`.
           keep: receives the new arrays before Ctrl-C can interrupt. Without `keep`, both old and
             new arrays could be lost, because the old ones are donated.
           is_inside: True inside `jit`: the host is then reached through a callback.
@@ -482,7 +485,7 @@ class CachedRows:
 
         Args:
           num_rows: number of rows of the device arrays.
-          leaving: function that gives the values of device rows, see `Leaving`.
+          leaving: function that returns the values of device rows, see `Leaving`.
           is_inside: True inside `jit`: the whole area is then read.
         """
         size = padded_size(len(self.scratch_rows))

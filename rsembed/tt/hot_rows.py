@@ -47,7 +47,7 @@ class Directory(NamedTuple):
 
     Attributes:
       counted: ids with a read count. When the map is full, all counts are halved, and ids with a
-        count of zero are removed. So old reads lose weight, the faster the more ids are read.
+        count of zero are removed. The more ids are read, the faster old reads lose weight.
       places: cache slot of each counted id; `NO_ROW` if the id is not cached.
       ids: id in each cache slot; `NO_ROW` for a free slot.
       residual: see `CacheReport`.

@@ -97,7 +97,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         `TTEmbeddingBag` with `sparse=True`, as in FBTT, and False otherwise. A cache needs
         `sparse=True`: an external optimizer would store its state by cache slot, and the row in a
         slot can change.
-      cache_size: number of cached rows of each group. 0, the default: a thousandth of the rows.
+      cache_size: number of cached rows of each group. 0, the default: a thousandth of the group's
+        rows, but at least 32 (or all rows, if there are fewer).
       hashtbl_size: maximum number of ids with a read count. 0, the default, or a number below six
         per cached row: 16 per cached row.
       rngs: random streams; `params` draws the cores. Default: `nnx.Rngs(0)`, because calls written
@@ -239,7 +240,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return states
 
     def _state(self, g: int) -> State:
-        """Parameters and slots of group `g`, in the form of its storage.
+        """Parameters and slots of group `g`, as its storage expects them.
 
         Raises: RuntimeError: a step has donated arrays of the module.
         """
@@ -259,7 +260,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return state
 
     def _put(self, g: int, params: PyTree, slots: PyTree) -> None:
-        """Sets the variables of group `g` to parameters and slots in the form of its storage."""
+        """Sets the variables of group `g` from parameters and slots of its storage."""
         for variable, core in zip(self.core_groups[g], cores_of(params), strict=True):
             nnx.Variable.set_value(variable, core)
         self.slots[g].set_value(self.storages[g].core_slots(slots))
@@ -377,9 +378,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     @property
     def cache_weight(self) -> Any:
-        """Cached rows `[cache_size, dim]`, or a list if there are several groups.
+        """Cached rows `[cached rows, dim]`, or a list if there are several groups.
 
-        None if there is no cache.
+        None without a cache.
         """
         if not self.caches:
             return None
@@ -402,7 +403,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return rows
 
     def update_cache(self, indices: PyTree, offsets: object = None) -> None:
-        """Counts reads without a lookup. Lookups are counted as well, except after `eval()`.
+        """Counts reads without a lookup. Lookups are also counted, except after `eval()`.
 
         Args:
           indices: ids as for a lookup. With one table, flat ids need no offsets.
@@ -505,8 +506,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """Pooled rows as from `__call__`, and a function `backward(d_output)`.
 
         With `sparse=True`, `backward` can be called once. The call steps the cores and returns the
-        gradient of the weights in `TTGradients`, or None if there are no weights. With
-        `sparse=False`, `backward` changes nothing and returns all gradients.
+        gradient of the weights in `TTGradients`, or None without weights. With `sparse=False`,
+        `backward` changes nothing and returns all gradients.
         """
         bags = self._read(indices, offsets, per_sample_weights)
         is_used = False

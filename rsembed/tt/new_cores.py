@@ -40,11 +40,11 @@ def init_cores(
 ) -> Cores:
     """Random cores of a new table.
 
-    All distributions except "naive-uniform" give the entries of the table the standard deviation of
-    the uniform distribution on `±1/sqrt(num_embeddings)`.
+    With all distributions except "naive-uniform", the entries of the table have the standard
+    deviation of the uniform distribution on `±1/sqrt(num_embeddings)`.
 
     Args:
-      key: random key; equal keys give equal cores.
+      key: random key; equal keys mean equal cores.
       spec: size, factors and ranks of the table.
       weight_dist: one of
         "normal" (default): independent, normally distributed entries of the cores;
@@ -60,13 +60,15 @@ def init_cores(
     Source: Yin et al. (2021), "TT-Rec", section on initialisation.
     """
     dtype_among(CORE_DTYPES, dtype, "init_cores: dtype")
-    # An entry of the table is a sum of `prod(tt_ranks)` products of one entry per core.
+    # Each entry of the table is a sum of `prod(tt_ranks)` products. Each product has one factor
+    # from every core.
     table_std = 1 / math.sqrt(3 * spec.num_embeddings)
     std = (table_std**2 / math.prod(spec.tt_ranks)) ** (1 / (2 * spec.num_cores))
     if weight_dist in ("normal", "approx-normal"):
         cores = _split(spec, std * jax.random.normal(key, (spec.num_params,)))
         if weight_dist == "approx-normal":
-            # A normal matrix between vectors of fixed length gives a normally distributed entry.
+            # The product of a normal matrix with vectors of fixed length on both sides is normally
+            # distributed.
             cores[0] = _with_rms(cores[0], std, axis=3)
             if spec.num_cores > 2:
                 cores[-1] = _with_rms(cores[-1], std, axis=1)

@@ -88,7 +88,7 @@ class OptimType(enum.Enum):
 
 
 def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
-    """The core's optimizer for a name of FBTT. Every step passes its learning rate separately.
+    """The optimizer of rsembed for a name of FBTT. Every step passes its learning rate separately.
 
     Args:
       optimizer: FBTT's name of the optimizer.
@@ -270,7 +270,7 @@ def read_bags(
       indices: with `offsets`, flat ids. Without `offsets`, a dense array
         `[tables * batch, ids per bag]` with -1 for no id, `Bags`, or a list of lists.
       offsets: start of each bag, optionally followed by the end of the last bag.
-      weights: one weight per id, in the form of `indices`; None if there are no weights.
+      weights: one weight per id, in the same structure as `indices`; None: ones.
       name: name of the module in error messages.
       last: whether `offsets` include the end of the last bag. None, the default of the modules: the
         number of offsets decides if there are several tables. For one table, the last offset is

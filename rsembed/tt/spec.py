@@ -256,7 +256,7 @@ def specs_of_tables(num_tables: int, **arguments: Any) -> list[TTSpec]:
     for name, value in arguments.items():
         is_per_table = isinstance(value, Sequence) and not isinstance(value, str)
         if is_per_table and name.startswith("tt_"):
-            # Ranks and factors of one table are a sequence as well.
+            # Ranks and factors of a single table are also a sequence.
             is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
         if is_per_table and len(value) != num_tables:
             raise ValueError(
@@ -372,12 +372,12 @@ def _entropy(factors: tuple[float, ...]) -> float:
 
 
 def _cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[int]:
-    """Row factors that give the cores the fewest parameters, `sum(p * slice_size)`.
+    """Row factors with the fewest parameters of the cores, `sum(p * slice_size)`.
 
     The sum is smallest when all its terms are equal,
-    `p_t = (num_embeddings * prod(a))^(1/d) / a_t`, where `a_t` is the slice size of core `t`. So
-    the core with the largest slices gets the fewest slices. The search tries integers around that
-    point, core after core, the core with the largest slices first.
+    `p_t = (num_embeddings * prod(a))^(1/d) / a_t`, where `a_t` is the slice size of core `t`. The
+    core with the largest slices therefore gets the fewest slices. The search tries integers around
+    that point, core after core, the core with the largest slices first.
     """
     order = sorted(range(len(slice_sizes)), key=lambda t: -slice_sizes[t])
     _, factor_of_core = _cheapest_factors(num_embeddings, order, slice_sizes)

@@ -43,7 +43,7 @@ from rsembed.tt.spec import TTSpec
 
 _FIRST_FACTOR = re.compile(r"(?<=tt_p_shapes=\()\d+")
 Params = Cores | CachedTrain
-"""Cores; with a cache, the cached rows and their directory as well."""
+"""Cores, and with a cache also the cached rows and their directory."""
 AllSlots = tuple[PyTree, ...]
 """Slots of each core. With a cache a pair: the slots of the cores, and the slots of the cached rows."""
 
@@ -155,8 +155,8 @@ class TensorTrain(Storage):
     def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
         """Paths of the first core and its slots, if only the first row factor differs from `saved`.
 
-        The first row factor belongs to the most significant digit of an id. So slices that are
-        appended to the first core add rows at the end of the table.
+        The first row factor belongs to the most significant digit of an id. Slices that are
+        appended to the first core therefore add rows at the end of the table.
         """
         current = repr(self.resolved(table))
         if _FIRST_FACTOR.sub("", saved) != _FIRST_FACTOR.sub("", current):
@@ -177,7 +177,10 @@ class TensorTrain(Storage):
         return None if self.cache_rows else self.spec_of(table).slice_shapes
 
     def sharing(self, tables: Sequence[TableSpec]) -> TensorTrain:
-        """One storage with the same options for several tables with slices of equal shapes."""
+        """A copy of this storage that `tables` share.
+
+        The cores of these tables have slices of equal shapes.
+        """
         return dataclasses.replace(self, tables=tuple(tables))
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
@@ -210,7 +213,8 @@ class TensorTrain(Storage):
         return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
 
     def check(self, table: TableSpec) -> None:
-        """Raises: ValueError: the factors do not fit the table, or its dtype or rounding is unsupported."""
+        """Raises: ValueError: the products of the factors are not the table's sizes, or its dtype or
+        rounding is unsupported."""
         if table.dtype == "float16" or table.stochastic_rounding:
             raise ValueError(
                 f"table {table.name!r}: TensorTrain keeps float32 or bfloat16 cores, rounded to "
@@ -406,7 +410,7 @@ class TensorTrain(Storage):
         Other cached rows and their slots keep their bits.
 
         Args:
-          params: cores; with a cache, the cached rows as well.
+          params: cores, and with a cache also the cached rows.
           slots: optimizer state of `params`.
           gradients: the lookup and the gradients of its outputs.
           table: spec of the table.

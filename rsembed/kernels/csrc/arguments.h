@@ -248,7 +248,7 @@ class Reader {
   std::string complaint_;
 };
 
-// Sorting can only fail for lack of memory.
+// Runs `body`. If memory runs out, returns an error instead of throwing std::bad_alloc.
 template <typename Body>
 ffi::Error WithMemory(const Body& body) {
   try {

@@ -21,7 +21,7 @@
 
 namespace rsembed {
 
-// Whether subnormals are flushed to zero is a per-thread setting. Results must not depend on the thread of a block.
+// Whether subnormals are flushed to zero is a per-thread setting. Results must not depend on which thread runs a block.
 class FloatingPointMode {
  public:
 #if defined(__x86_64__)

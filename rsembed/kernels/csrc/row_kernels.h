@@ -12,8 +12,9 @@ enum ElementType { kFloat32, kBFloat16, kFloat16, kNumElementTypes };
 enum Rule { kSGD, kAdagrad, kRowWiseAdagrad, kAdam, kNumRules };
 enum Combiner { kSum, kMean, kSqrtN, kMeanByCount };
 
-// Entries of one feature. Entries offsets[b] .. offsets[b + 1] form output b. Without offsets every output has `width`
-// entries. Rows and offsets are not trusted: they can hold any number.
+// Entries (ids with weights) of one feature, and the bags that they are pooled into. Entries offsets[b] .. offsets[b +
+// 1] form output b. Without offsets every output has `width` entries. Rows and offsets are not trusted: they can hold
+// any number.
 struct Segment {
   const int32_t* rows;
   int64_t first_id;        // index of the first entry in `offsets`

@@ -173,7 +173,8 @@ class SortedSegments {
     }
   };
 
-  // Walks entries and offsets together. Each entry is written at most once, even if offsets are invalid.
+  // Writes the items of entries [entry, last_entry) of a segment, and returns the end of the items. Each entry is
+  // written at most once, even if offsets are invalid.
   Item* Emit(const Segment& segment, int64_t entry, int64_t last_entry, Item* items) const {
     if (segment.offsets == nullptr) {
       for (int64_t output = entry / std::max<int64_t>(segment.width, 1); entry < last_entry; ++output) {

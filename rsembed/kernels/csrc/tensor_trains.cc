@@ -174,7 +174,7 @@ void ForEachSharedSlice(const Train& train, const Units& units, int64_t begin, i
 }
 
 // Adds vectors of `size` numbers to rows of `out`, in the order of the entries of each row. `emit(first, last, items)`
-// writes the row and index of each entry that has a row. `term(entry)` gives its vector and gain.
+// writes the row and index of each entry that has a row. `term(entry)` returns the vector and the gain of an entry.
 template <typename Emit, typename Term>
 void AddToRows(Workers& workers, int64_t num_entries, int64_t num_rows, int64_t size, float* out, const Emit& emit,
                const Term& term) {
@@ -210,7 +210,7 @@ ffi::Error Rows(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::
     if (units.size() == 0) return;
     const int64_t tile = std::clamp<int64_t>(kTileFloats / train.dim, 1, units.size());
     const Scratch<float> made(tile * train.dim);
-    const Scratch<uint32_t> unit_of(units.lookups.size());  // unit of each lookup of a tile
+    const Scratch<uint32_t> unit_of(units.lookups.size());  // for each lookup of a tile, the index of its unit
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
       workers.ForEachRange(end - begin, 4 * kUnitsPerTask, [&](int64_t from, int64_t to) {

@@ -42,13 +42,12 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
       sharding_axis: mesh axis (or axes) that shards tables and batch. Tables and batch are
         replicated along the other axes of the mesh.
-      mesh: the mesh. None: a mesh with all devices on one axis. The attribute `mesh` has that mesh
-        afterwards.
+      mesh: the mesh. None: a mesh with all devices on one axis, which `mesh` then holds.
       table_sharding_strategy: "MOD", the only strategy.
       enable_minibatching: whether batches that exceed a limit are split, instead of being an
         error. False by default.
       num_sc_per_device: cores per device. None (or -1): the number that the specs were placed for.
-        The attribute `num_sc_per_device` has that number afterwards.
+        The attribute then holds that number.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]

@@ -56,12 +56,12 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
       sharding_axis: mesh axis (or axes) that shards tables and batch. Tables and batch are
         replicated along the other axes of the mesh.
       mesh: the mesh. None: a mesh with all devices on one axis.
-      rngs: random streams; `params` gives the key of the initial tables.
+      rngs: random streams; the stream `params` has the key of the initial tables.
       enable_minibatching: whether batches that exceed a limit are split, instead of being an
         error. False by default.
       table_sharding_strategy: "MOD", the only strategy.
       num_sc_per_device: cores per device. None: the number that the specs were placed for. The
-        attribute `num_sc_per_device` has that number afterwards.
+        attribute `num_sc_per_device` then holds that number.
     """
 
     @validated
@@ -136,7 +136,7 @@ def embedding_lookup(
 
 
 def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
-    """Backward pass of a lookup: the "gradients" of layer, inputs and step, in the form of `nnx.custom_vjp`.
+    """Backward pass of a lookup, for `nnx.custom_vjp`: the "gradients" of layer, inputs and step.
 
     Args:
       res: layer, inputs and step of the lookup.
