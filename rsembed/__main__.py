@@ -53,7 +53,7 @@ def with_settings(source: str, settings: dict[str, str]) -> str:
     Args:
       source: the cell's code.
       settings: new values as Python literals, by name. If the cell assigns a string to the name,
-        plain text is accepted as well.
+        plain text is also accepted.
 
     Raises:
       ValueError: the cell does not assign a name (the message lists the names that it assigns), or
@@ -133,7 +133,7 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
             kernel_name="python3",
             kernel_spec_manager=KernelSpecManager(
                 kernel_dirs=[]
-            ),  # Notebook kernels installed in folders may belong to another Python.
+            ),  # Notebook kernels installed in folders may belong to a different Python.
             connection_file=f"{folder}/connection.json",
             # The kernel communicates through files that only this user can open, not through ports.
             transport="ipc",

@@ -65,8 +65,8 @@ def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
 
     Args:
       tree: arrays that are to be used.
-      what: beginning of the message, which says what is lost.
-      way_out: end of the message, which says how to continue.
+      what: beginning of the message, which names the lost arrays.
+      way_out: end of the message: what the user can do.
 
     Raises: RuntimeError: an array was deleted, because it was donated to a step.
     """

@@ -150,7 +150,7 @@ class Bags:
     def from_dense(ids: Ids, weights: Any = None) -> Bags:
         """Bags from an array `[bags]` or `[bags, ids per bag]`.
 
-        The method works inside `jit` as well.
+        The method also works inside `jit`.
 
         Args:
           ids: array of integers or `Keys`. -1 means no id.
@@ -158,7 +158,7 @@ class Bags:
 
         Raises:
           TypeError: ids are not an array.
-          ValueError: ids do not have one or two axes, or weights have another shape.
+          ValueError: ids do not have one or two axes, or weights have the wrong shape.
         """
         if not isinstance(ids, (Keys, jax.Array, np.ndarray)):
             raise TypeError(
@@ -234,7 +234,7 @@ class Bags:
           dense_shape: number of samples and width.
           weights: one weight per id. None: ones.
 
-        Raises: ValueError: an argument has another shape, or a sample is outside `dense_shape`.
+        Raises: ValueError: an argument has the wrong shape, or a sample is outside `dense_shape`.
         """
         check_type(indices, Int[np.ndarray, "nnz two"], "indices [nnz, 2]")
         check_type(dense_shape, Int[np.ndarray, "two"], "dense_shape (samples, positions)")
@@ -440,7 +440,7 @@ def _check_arrays(bags: Bags) -> None:
 
     Raises:
       TypeError: a field is not an array, or has a wrong dtype.
-      ValueError: ids have several axes, or `dense_shape` does not fit.
+      ValueError: ids have several axes, or `dense_shape` does not match the number of bags.
     """
     for name, array in (("ids", bags.ids), ("offsets", bags.offsets)):
         is_array = isinstance(array, (jax.Array, np.ndarray))

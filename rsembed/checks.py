@@ -226,7 +226,7 @@ def check_type(value: object, hint: object, name: str) -> None:
       name: name of the value in the error message.
 
     Raises:
-      TypeError: the value is of another type.
+      TypeError: the value has the wrong type.
       ValueError: an array has the wrong number of axes, or a number or string is not an allowed
         value.
     """
@@ -457,7 +457,7 @@ def _is_record(hint: object) -> bool:
 def _dtypes_of(hint: object) -> tuple[Any, ...]:
     """Kinds of dtypes that an array annotation accepts; () for other annotations.
 
-    Annotations of floats accept integers as well.
+    Annotations of floats also accept integers.
     """
     if not isinstance(hint, type) or not issubclass(hint, AbstractArray):
         return ()

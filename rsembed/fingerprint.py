@@ -1,7 +1,7 @@
 """Fingerprints of the tables and the layout that a state, an input or a file belongs to.
 
 An array does not record what its rows mean: on two and on four devices, one table can have equal
-array shapes but different row orders. A `Fingerprint` holds the facts that define the meaning
+array shapes but different row orders. A `Fingerprint` holds the metadata that define the meaning
 (tables, sizes, optimizers, shards, owners) as plain JSON values. A fingerprint is a static part of
 a pytree, so `jit` and `tree.map` keep it, and raise an error if two different ones are mixed. Files
 contain fingerprints. `check_same` compares two and names their differences.
@@ -24,7 +24,7 @@ import optax
 
 MAX_DIFFERENCES_SHOWN = 6
 ELSEWHERE = "elsewhere"
-"""Name of the fact that a part of a state is stored outside it.
+"""Name of the entry which records that a part of a state is stored outside it.
 
 The value tells users what to save instead.
 """
@@ -36,7 +36,7 @@ class Fingerprint:
     """Facts about an array or a state, compared and hashed by value.
 
     Args:
-      text: the facts as a canonical JSON string. Use `Fingerprint.of` to make a fingerprint.
+      text: the metadata as a canonical JSON string. Use `Fingerprint.of` to make a fingerprint.
 
     Example:
       >>> Fingerprint.of({"tables": {"word": {"rows": 10}}, "shards": 4}).text
@@ -52,7 +52,7 @@ class Fingerprint:
 
     @property
     def facts(self) -> dict[str, Any]:
-        """The facts as a dictionary of JSON values."""
+        """The metadata as a dictionary of JSON values."""
         return json.loads(self.text)
 
     def __hash__(self) -> int:
@@ -71,7 +71,7 @@ def check_same(actual: Fingerprint, expected: Fingerprint, *, what: str, way_out
       what: start of the message, such as `"the state does not belong to this collection"`.
       way_out: sentence at the end of the message that tells users what to do.
 
-    Raises: ValueError: the fingerprints differ. The message names the facts that differ.
+    Raises: ValueError: the fingerprints differ. The message lists the differences.
     """
     if actual == expected:
         return
@@ -148,7 +148,7 @@ def _call(name: str, arguments: Mapping[str, str]) -> str:
 
 
 def _differences(actual: object, expected: object, path: str) -> Iterator[str]:
-    """One line for every fact that differs between two fingerprints."""
+    """One line for every entry that differs between two fingerprints."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         for key in sorted(actual.keys() | expected.keys()):
             where = f"{path}/{key}" if path else key
@@ -163,6 +163,6 @@ def _differences(actual: object, expected: object, path: str) -> Iterator[str]:
 
 
 def _shortened(fact: object) -> str:
-    """A fact as JSON with at most 120 characters."""
+    """A value of the metadata as JSON with at most 120 characters."""
     text = json.dumps(fact)
     return text if len(text) <= 120 else f"{text[:117]}..."

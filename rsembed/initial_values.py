@@ -3,8 +3,8 @@
 An initializer for a whole table, `initializer(key, (vocabulary, dim))`, is evaluated for any subset
 of rows without building the table. The initializer is traced at the full logical shape, so that
 scales computed from the shape are right. The trace is then evaluated for the requested rows, with
-random bits that depend on the row. So stacking, sharding and the number of devices never change a
-table, and building one needs no second copy of it.
+random bits that depend on the row. Stacking, sharding and the number of devices therefore never
+change a table, and building a table needs no second copy of it.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ def form(table: TableSpec) -> Hashable:
     """Key that is equal for tables that can share one compiled program of `initial_rows`.
 
     If the initializer computes every row independently, and no value depends on the number of rows,
-    the key is the trace of the initializer and the row length. So separate but equal functions, as
-    in `[normal(0.01) for _ in tables]`, share a program. Else the key is the initializer function
-    and the shape.
+    the key is the trace of the initializer and the row length. Separate but equal functions, as in
+    `[normal(0.01) for _ in tables]`, therefore share a program. Else the key is the initializer
+    function and the shape.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace = traced_initializer(table, shape)
@@ -133,7 +133,7 @@ def keyed_rows(
 
 
 def keyed_form(initializer: CallableTableInitializer, dim: int) -> Hashable:
-    """Key that is equal for initializers that give equal rows in `keyed_rows`."""
+    """Key that is equal for initializers with equal rows in `keyed_rows`."""
     trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
     return (initializer if _has_constants(trace) else str(trace)), dim
 

@@ -66,7 +66,7 @@ class Keys(NamedTuple):
         return len(self.shape)
 
     def reshape(self, *shape: int) -> Keys:
-        """The keys in another shape."""
+        """The keys, reshaped."""
         reshaped: Keys = jax.tree.map(lambda lane: lane.reshape(*shape), self)
         return reshaped
 
@@ -101,7 +101,7 @@ def hash_keys(
       TypeError: a value is neither a string nor bytes (integers are keys already). The message
         names its row.
       ValueError: a value is missing, or a string is not Unicode. The message names its row. Or
-        `missing` does not fit 64 bits.
+        `missing` is too large for 64 bits.
 
     Source: BLAKE2b with a digest of 8 bytes (RFC 7693), read as a signed little-endian number; -1
     becomes -2.
@@ -378,7 +378,7 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         (key,) = join_keys(keys.high[index][None], keys.low[index][None])
         key = int(key)
         shown = str(key)
-        # The key may come from a signed number, so the message shows that number as well. -1 is
+        # The key may come from a signed number, so the message also shows that number. -1 is
         # padding.
         if 2**63 <= key < 2**64 - 1:
             shown = f"{key} (of signed numbers: {key - 2**64})"

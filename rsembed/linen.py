@@ -140,7 +140,7 @@ class TrainState(struct.PyTreeNode):
 
         Raises:
           TypeError: the gradients come from `jax.grad`, which computes none for tables.
-          ValueError: the gradients are of another model.
+          ValueError: the gradients belong to a different model.
         """
         taps.check_steps_always(self.opt_state, _TRAIN_STATE)
         stepped = taps.stepped(gradients, self.embeddings)

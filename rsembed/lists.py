@@ -68,9 +68,9 @@ def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"
     `marshal` reads every object once, in C. Numpy takes three passes to find types, values and
     lengths. In version 2 of the marshal format, a list is the letter "[" and its length, and an
     integer of 32 bits is "i" and its value: five bytes each. No other type has one of these letters
-    (bool has "T" and "F"). So the result is correct if only these two letters occur, and if a list
-    begins exactly at the byte at which a row must begin. If a later Python changes the format, the
-    function returns None, and the caller reads the lists in another way.
+    (bool has "T" and "F"). The result is therefore correct if only these two letters occur, and if
+    a list begins exactly at the byte at which a row must begin. If a later Python changes the
+    format, the function returns None, and the caller reads the lists in another way.
     """
     first_row = next(iter(rows), None)
     if type(rows) is not list or type(first_row) is not list:
@@ -159,7 +159,8 @@ def ids_of_integers(values: Any, complaint: str) -> FlatIds:
       values: at least one integer.
       complaint: beginning of the error message.
 
-    Raises: TypeError: an integer does not fit 64 bits, or none of int64 and uint64 holds all.
+    Raises: TypeError: an integer is too large for 64 bits, or neither int64 nor uint64 can hold all
+    integers.
     """
     numbers = [int(value) for value in values]
     largest = max(numbers, key=abs)

@@ -43,7 +43,7 @@ class Embeddings(nnx.Module):
 
     Args:
       collection: the tables, in any storage, on one device or a mesh.
-      rngs: random streams; `params` gives the key of the initial tables.
+      rngs: random streams; the stream `params` has the key of the initial tables.
       frozen: whether tables are only read, False by default. The attribute can be set at any time:
         `layer.frozen = True`, or for all layers
         `model.set_attributes(rs.nnx.Embeddings, frozen=True)`.
@@ -82,7 +82,7 @@ class Embeddings(nnx.Module):
     def set_state(self, state: EmbeddingState) -> None:
         """Replaces the state of the layer, for example by one from a checkpoint.
 
-        Raises: ValueError: the state belongs to another collection.
+        Raises: ValueError: the state belongs to a different collection.
         """
         self.collection.check_state(state)
         self.tables.set_value(state)
@@ -170,7 +170,7 @@ class Optimizer(nnx.Module):
 
         Raises:
           TypeError: the gradients come from `nnx.grad`, which computes none for tables.
-          ValueError: the gradients are of another model.
+          ValueError: the gradients belong to a different model.
         """
         taps.check_steps_always(self.dense.opt_state, _OPTIMIZER)
         layers = _trained_layers(model)

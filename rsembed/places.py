@@ -78,7 +78,7 @@ class Place(NamedTuple):
     def ids(self, shard: Numbers, row: Numbers, *, spread: int) -> Numbers:
         """Id in a row of a shard, the inverse of `rows`.
 
-        Rows of other tables give -1 or an id outside the table.
+        For rows of other tables the result is -1 or an id outside the table.
         """
         phase = shard - self.owner
         ids = row * spread + (phase - self.rotation) % spread - self.first

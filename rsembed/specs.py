@@ -285,8 +285,8 @@ class FeatureSpec:
         layouts, `dim` may also be `embedding_dim` rounded up to a multiple of 8; the additional
         columns are zero. None, the default: the shape follows from the input.
       combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature only. None, the default: the
-        combiner of the table. So one feature can pool a table that another reads as a sequence.
-        SparseCore layouts require the combiner of the table.
+        combiner of the table. For example, one feature can pool a table that another feature reads
+        as a sequence. SparseCore layouts require the combiner of the table.
     """
 
     name: str

@@ -9,7 +9,7 @@
 A scalar is stored as an array of one row.
 
 Zarr reads a missing chunk as zeros and does not notice that two chunks were swapped. Therefore the
-manifest has the checksums as well, and `open_array` compares all files with it before it reads one.
+manifest also has the checksums, and `open_array` compares all files with it before it reads one.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
 
     Many chunks are written at once, because most of the time goes into waiting for the disk. All
     processes must call `write_arrays`. Even if a write to the disk fails, all processes gather all
-    rows, so that no process waits for another.
+    rows. Otherwise a process would wait forever for a process that stopped.
 
     Args:
       path: folder to create, None for processes that do not write.

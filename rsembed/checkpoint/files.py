@@ -6,10 +6,10 @@ checkpoint/
   its own 0000/ ...       one zarr array each: the rows in order, in chunks of about 4 MiB
 ```
 
-A save writes to a hidden folder, syncs it to the disk and renames it. So a checkpoint is complete
-or absent, and no save replaces one. A load verifies every byte. The error for a mismatch names the
-file or array. Files do not depend on stacking, mesh or number of processes: a state of embedding
-tables, anywhere in the tree, is written by table name with rows in id order (`states`).
+A save writes to a hidden folder, syncs it to the disk and renames it. A checkpoint is therefore
+complete or absent, and no save replaces one. A load verifies every byte. The error for a mismatch
+names the file or array. Files do not depend on stacking, mesh or number of processes: a state of
+embedding tables, anywhere in the tree, is written by table name with rows in id order (`states`).
 
 TensorStore reads and writes the arrays, and other zarr readers can open them. This module adds
 states by table name, all arrays of a checkpoint or none, and the detection of missing or swapped
@@ -450,14 +450,14 @@ def load_collection(
         slots, step and key are kept. Values are rounded to nearest for a narrower dtype. "shrink"
         also allows fewer rows and leaves out the last rows. Keyed tables load all their keys in
         each case, if there is room. A tensor train can be resized if only its first row factor
-        differs: pass the old `tt_p_shapes` with another first number.
+        differs: pass the old `tt_p_shapes` with a different first number.
 
     Returns: the `EmbeddingState`, or with `others` the pair of the state and the others.
 
     Raises:
       CorruptCheckpointError, FileNotFoundError: see `load`.
-      ValueError: the tables differ, or a table has another storage, optimizer, size or dtype than
-        `resize` allows, or numbers are too large for a narrower dtype.
+      ValueError: the tables differ, or a table has a different storage, optimizer, size or dtype
+        than `resize` allows, or numbers are too large for a narrower dtype.
     """
     path = Path(path)
     body = manifest(path)
@@ -562,7 +562,7 @@ def check_apart(path: Path, collection: EmbeddingCollection, arrays: Mapping[str
 def check_owners(path: Path, saved: Facts, expected: Facts) -> None:
     """Compares fingerprints in a file with the fingerprints of the tree or collection to load.
 
-    Raises: ValueError: fingerprints differ. The message names the facts that differ.
+    Raises: ValueError: fingerprints differ. The message lists the differences.
     """
     check_same(
         Fingerprint.of(saved),

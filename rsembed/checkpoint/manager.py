@@ -129,7 +129,7 @@ class CheckpointManager:
         If a damaged checkpoint of this step exists, it is replaced and a warning is logged.
 
         Args:
-          tree: a state of the collection, or any tree if there is no collection.
+          tree: a state of the collection, or any tree for a manager without a collection.
           step: step of a tree. Leave `step` out for a state, which contains its step.
           others: any pytree to save with a state, such as dense parameters.
           metadata: values that JSON can hold, such as the position of the input
@@ -226,9 +226,9 @@ class CheckpointManager:
           others: template for trees that were saved with a state, see `load_collection`.
           step: step to restore. None: the newest undamaged checkpoint, with a warning for each
             damaged one that is skipped.
-          resize: lets tables of a collection have another size or dtype, see `load_collection`.
+          resize: lets tables of a collection have a different size or dtype, see `load_collection`.
 
-        Returns: the result of `load_collection`, or of `load` if there is no collection.
+        Returns: the result of `load_collection`, or of `load` without a collection.
 
         Raises:
           FileNotFoundError: there is no checkpoint.

@@ -46,9 +46,9 @@ def accepted_facts(
     """Facts of the saved tables, with each size and dtype replaced if a load can change it.
 
     Args:
-      saved: facts of the tables in the file, by name.
+      saved: metadata of the tables in the file, by name.
       tables: specs of the collection, by name.
-      expected: facts of the tables of the collection.
+      expected: metadata of the tables of the collection.
       shrinks: whether a table may lose rows at its end.
 
     Raises: ValueError: a table is smaller than in the file, and `shrinks` is False. The message
@@ -98,7 +98,7 @@ def resized(
     Args:
       arrays: result of `files.opened`.
       tables: specs of the collection, by name.
-      saved: facts of the tables in the file, after a check by `accepted_facts`.
+      saved: metadata of the tables in the file, after a check by `accepted_facts`.
       key: key of the saved state.
     """
     result = dict(arrays)

@@ -1,8 +1,8 @@
 """Converts an `EmbeddingState` to tables in id order, the form of files, and back.
 
-The `layout` of a state says to which table and id each row of its arrays belongs. A save reads the
-tables in id order, block by block. A load writes the rows in the layout of the wanted state.
-Therefore a file does not depend on a mesh or on stacking.
+The `layout` of a state records the table and id of each row of its arrays. A save reads the tables
+in id order, block by block. A load writes the rows in the layout of the wanted state. Therefore a
+file does not depend on a mesh or on stacking.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Path = tuple[str, ...]
 Leaf = Any
 """Leaf of a tree: an array, a number, a PRNG key, `PickedRows` or a `SavedArray`."""
 Tables = dict[str, Any]
-"""Arrays or facts by table name."""
+"""Arrays or metadata by table name."""
 Facts = Mapping[str, Any]
 """Part of a fingerprint: JSON values by name."""
 Index = tuple[slice, ...]
@@ -141,7 +141,7 @@ def with_states(like: PyTree, tree: PyTree) -> PyTree:
     """Inverse of `logical`: packs the tables of `tree` into states with the layouts of `like`.
 
     Args:
-      like: tree with states, which give the layout.
+      like: tree with states, which have the layout.
       tree: result of `restored` for `logical(like)`.
     """
 
@@ -207,7 +207,7 @@ def restored(arrays: Mapping[Path, Leaf], like: PyTree, where: object) -> PyTree
 
 
 def _mismatch(array: Leaf, template: Leaf) -> str | None:
-    """Why an array of a file does not fit its template, as a message; None if it fits."""
+    """Message why an array of a file cannot be loaded into its template; None if it can."""
     is_for_numpy = isinstance(template, (bool, int, float, np.ndarray, np.generic, PickedRows))
     if not hasattr(template, "shape"):
         template = np.asarray(template)
@@ -321,7 +321,7 @@ def stacks_of(state: EmbeddingState) -> dict[str, Any]:
 
 
 def tables_of(state: EmbeddingState) -> Tables:
-    """Facts of each table in the layout of a state, except facts that depend on the placement."""
+    """Metadata of each table in a state's layout, without values that depend on the placement."""
     tables = {}
     for name, table in _tables_in(state).items():
         facts = dict(table)

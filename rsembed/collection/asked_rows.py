@@ -44,7 +44,7 @@ class Combined(NamedTuple):
     """Distinct rows that an owner received in a round, with the sum of the gradients of each.
 
     Attributes:
-      rows: row numbers, or 32-bit lanes of keys, in the form of `RowGradients`.
+      rows: row numbers, or 32-bit lanes of keys, as in `RowGradients.rows`.
       values: gradient of each row.
       is_row: False for padding.
     """
@@ -217,7 +217,7 @@ class AskedRows(Rows):
         return self.storage.find(params, slots, keys, occurrences, self.table, step)
 
     def _no_rows(self, wanted: Wanted) -> Array:
-        """Padding in the form of `RowGradients.rows`, one entry for each row that can arrive."""
+        """Padding entries for `RowGradients.rows`, one for each row that can arrive."""
         most_rows = wanted.entry_of.shape[0] * self.num_shards
         rows_of_shard = -(-self.storage.num_ids(self.table) // self.num_shards)
         return jnp.full(min(most_rows, rows_of_shard), NO_ROW, jnp.int32)

@@ -60,10 +60,10 @@ class EmbeddingCollection:
       mesh: devices that share the tables. None: one device.
       sharding_axis: axis or axes of the mesh over which samples and tables are split. None: all
         axes. Devices along other axes hold copies of the tables.
-      placement: placement of the tables, by table name or one for all. `row` gives neighbouring
-        rows different owners, and is the default of most tables. `table` gives each table one
-        owner, `column` gives every device some columns of all rows, and `replicated` gives every
-        device a copy.
+      placement: placement of the tables, by table name or one for all. With `row`, the default of
+        most tables, neighbouring rows have different owners. With `table`, each table has one
+        owner. With `column`, every device has some columns of all rows. With `replicated`, every
+        device has a copy.
       exchange_capacity: largest number of distinct rows that a device requests from one owner in
         one exchange round, with `row` and `table`. A small capacity saves memory, a large one
         saves rounds. None: a capacity that fits skewed ids in one round. The result is the
@@ -168,8 +168,9 @@ class EmbeddingCollection:
         The values of a table depend only on `key`, the table's name and its initializer. Other
         tables and the number of devices do not influence them.
 
-        Raises: TypeError: `key` is not a PRNG key. ValueError: a custom initializer gives a number
-          that is not finite. Inside `jit`, numbers are not checked. A keyed table draws its rows
+        Raises: TypeError: `key` is not a PRNG key. ValueError: a custom initializer returns a
+        number that is not finite. Inside `jit`, numbers are not checked. A keyed table draws its
+        rows
           later, so `init` checks only one row.
         """
         check_type(key, PRNGKeyArray, "init: key")
@@ -188,7 +189,7 @@ class EmbeddingCollection:
         """State after the rows of a batch were copied to the device, for tables on the host.
 
         Do not call `prefetch` inside `jit`. Call it before a compiled step, with the batch that the
-        step will read. A later prefetch of another batch may evict the batch's rows. `state` is
+        step will read. A later prefetch of a different batch may evict the batch's rows. `state` is
         donated: use only the returned state. Without tables on the host, `state` is returned
         unchanged.
 
@@ -249,7 +250,7 @@ class EmbeddingCollection:
             serving may leave them out.
 
         Raises: ValueError: tables, optimizers or the layout of rows differ (the message names the
-          difference), or an array has another shape or dtype. TypeError: `state` is not an
+        difference), or an array has the wrong shape or dtype. TypeError: `state` is not an
           EmbeddingState.
           RuntimeError: the arrays of the state were donated, or this process was forked.
         """
@@ -296,7 +297,7 @@ class EmbeddingCollection:
         return tables
 
     def each_table(self, state: EmbeddingState) -> Iterator[tuple[str, PyTree]]:
-        """Name and rows of each table, one at a time, in the form of `tables`.
+        """Name and rows of each table, one at a time; the rows are as in `tables`.
 
         `each_table` needs less memory than `tables`. The rows may be the arrays of the state, so do
         not donate the state while the rows are in use.
@@ -396,8 +397,8 @@ class EmbeddingCollection:
             steps. Keys that wait for admission are forgotten after as many steps.
           norm_below: evicts keys of rows with a smaller L2 norm.
 
-        Returns: the new state, and the evicted keys with their rows and slots in the form of
-          `tables`, for a file or another store. `with_tables` restores the keys.
+        Returns: the new state, and the evicted keys with their rows and slots in the format of
+        `tables`, for a file or another store. `with_tables` restores the keys.
 
         Raises: ValueError: all conditions are None, one is out of range, or the table is unknown or
           has no keys. RuntimeError: this is inside `jit`.
@@ -449,7 +450,7 @@ class EmbeddingCollection:
         Args:
           state: from `init`.
           batch: see `prepare`.
-          return_statistics: whether to return `LookupStatistics` as well.
+          return_statistics: whether to also return `LookupStatistics`.
 
         Returns: `{feature: [batch, dim]}`. A feature with combiner `none` has one vector per id, in
           the shape of its ids.
@@ -501,7 +502,7 @@ class EmbeddingCollection:
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
         """State after one optimizer step of every row in `row_gradients`.
 
-        Raises: ValueError: the gradients belong to another collection.
+        Raises: ValueError: the gradients belong to a different collection.
         """
         axes = {}
         for name, stack in self._stacks.items():

@@ -378,7 +378,7 @@ def is_unknown(values: PyTree) -> bool:
 
 
 def _canonical(feature: FeatureSpec, bags: Bags, value: PyTree) -> PyTree:
-    """Checked bags of a feature in the form that compiled programs take: an array, or `Bags`.
+    """Checked bags of a feature for compiled programs: an array, or `Bags`.
 
     `Bags` are padded to a power of two of ids, so that few programs handle all batches. Bags do not
     change if they are padded already or traced, or if the feature has no combiner: it has one
@@ -500,7 +500,7 @@ def d_outputs(
       batch: batch of the lookup.
       d_activations: gradients of the activations by feature.
 
-    Raises: ValueError: the shape of a gradient does not fit the activations. TypeError: a gradient
+    Raises: ValueError: a gradient and its activations differ in shape. TypeError: a gradient
       is not an array of floats.
     """
     batch = PreparedBatch.of(batch)

@@ -299,8 +299,8 @@ class LogicalTables:
     def _host_last(self, names: Iterable[str]) -> list[str]:
         """Names of stacks in the order of writing: stacks on the host come last.
 
-        Writing to rows on the host invalidates the old state. So these rows are written last, when
-        no error can follow.
+        Writing to rows on the host invalidates the old state. These rows are therefore written
+        last, when no error can follow.
         """
         return sorted(names, key=self.on_host.__contains__)
 

@@ -39,7 +39,7 @@ class Listed(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PreparedBatch(Mapping[str, PyTree]):
-    """A batch in the form that compiled programs take, as a mapping from features to their ids.
+    """A batch for compiled programs, as a mapping from features to their ids.
 
     The batch is a pytree: it can be an argument of `jit` and can be donated, and batches of equal
     sizes can be stacked for `lax.scan`. The ids of all ragged features that share a stack of tables

@@ -53,16 +53,16 @@ def for_serving(
       allow_nonfinite: whether rows may hold NaN or infinity, or become infinite because `dtype` is
         too narrow. By default they are an error: with "int8", one NaN would make its whole row NaN.
 
-    Returns: `lookup(tables, batch)`, which gives the activations of `collection.lookup`, and the
-      tables, a copy of each. Tensor trains and rows on the host are written out as arrays. Ids
+    Returns: `lookup(tables, batch)`, which returns the activations of `collection.lookup`, and a
+    copy of each table. Tensor trains and rows on the host are written out as arrays. Ids
       outside their table contribute nothing.
 
-    Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. So ids
-    of a dense table must fit into int32, and 64-bit keys must be passed as
+    Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. For
+    this reason ids of a dense table must fit into int32, and 64-bit keys must be passed as
     `rsembed.keys.split_keys(keys)`. An array of int32 is rejected if a table has 64-bit keys.
 
-    Raises: TypeError or ValueError: `dtype` is unknown, the state belongs to another collection, or
-      a number is not finite.
+    Raises: TypeError or ValueError: `dtype` is unknown, the state belongs to a different
+    collection, or a number is not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp, rsembed as rs
@@ -79,7 +79,7 @@ def for_serving(
 
 
 def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool) -> ServedTable:
-    """A table of `EmbeddingCollection.tables` in the form that a served lookup reads."""
+    """Converts a table of `EmbeddingCollection.tables` for a served lookup."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
         # The binary search needs unsigned order.
@@ -115,12 +115,12 @@ def _int8(rows: Array) -> tuple[Array, Array]:
 def lookup(
     features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable], batch: Batch
 ) -> Activations:
-    """Activations of every feature, in the form of `EmbeddingCollection.lookup`.
+    """Activations of every feature, as `EmbeddingCollection.lookup` returns them.
 
     Ids out of range contribute nothing.
 
-    Raises: TypeError, ValueError: the batch lacks a feature, or the tables belong to another
-      collection.
+    Raises: TypeError, ValueError: the batch lacks a feature, or the tables belong to a different
+    collection.
     """
     check_names(features, batch, "batch")
     _check_tables(features, tables)
@@ -160,7 +160,7 @@ def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, Serv
 
 
 def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: PyTree) -> Array:
-    """Activations of one feature, in the form of `EmbeddingCollection.lookup`."""
+    """Activations of one feature, as `EmbeddingCollection.lookup` returns them."""
     bags = as_bags(ids, feature=feature.name)
     combiner = feature.pooling
     table = tables[feature.table_spec.name]

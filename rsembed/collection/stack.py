@@ -48,8 +48,9 @@ class EmbeddingState(NamedTuple):
       step: number of updates so far.
       key: PRNG key of stochastic rounding, otherwise unused.
       layout: fingerprint of the table, row and optimizer that each array row belongs to
-        (`RowLayout.facts` by stack). Checkpoints use the fingerprint, and a collection rejects a
-        state with a different layout. None, as in a state made by hand: nothing is compared.
+        (from `RowLayout.facts`, by stack). Checkpoints use the fingerprint, and a collection
+        rejects a state with a different layout. None, as in a state made by hand: nothing is
+        compared.
     """
 
     tables: ByName

@@ -1,6 +1,6 @@
 """Data sets: text, Zipf ids, click logs and film ratings, from files or generated from a known law.
 
-Generated data need neither files nor network, and equal seeds give equal data. All arrays are numpy
+Generated data need neither files nor network, and are equal for equal seeds. All arrays are numpy
 arrays. Each loader has an argument for a tiny size: `max_words`, `num_ids`, `num_samples`,
 `max_users`, `rows`.
 """

@@ -54,7 +54,7 @@ class CriteoLog:
       sparse: 64-bit key of each row's category, by column, -1 for missing categories.
         `collection.prepare(log.sparse)` accepts the keys if the features are named like the
         columns.
-      dense_names: columns of numbers, "I1" to "I13" unless a header says otherwise.
+      dense_names: columns of numbers, "I1" to "I13" unless the header has other names.
       first_line: index, from 1, of the line with the first row.
       source: a sentence about the origin.
     """
@@ -83,17 +83,16 @@ def criteo(
     Args:
       path: a file with a label, 13 numbers and 26 hexadecimal categories in each line, between tabs or commas.
         Other numbers or orders of columns need a header with `label`, `I1`, `I2`, ... and `C1`, `C2`, ...
-        (`int_0` and `cat_0` are read as well). In an archive, the log is `train.txt` or the only
-        file.
+        (`int_0` and `cat_0` are also read). In an archive, the log is `train.txt` or the only file.
       rows: number of rows to read from the beginning; None: all. A million rows take 0.3 GB.
       missing: key of missing categories. The default -1 means no id, so missing categories
-        contribute nothing. Any other number gives missing categories a row of the table.
+        contribute nothing. Any other number is the row of the table that missing categories read.
 
     Returns:
       The rows. The hexadecimal digits of a category are its key, which `rs.Hashed` tables take.
 
     Raises:
-      ValueError: a line has another form (the message has its number), or the file is damaged or has no rows.
+      ValueError: a line is malformed, or the file is damaged or has no rows.
       FileNotFoundError: `path` is not a file.
 
     Source: Criteo's data for Kaggle's Display Advertising Challenge (2014), and its Terabyte click logs.
@@ -268,7 +267,7 @@ def _log_in_archive(files: list[SourceFile]) -> SourceFile:
 def _columns_of(line: bytes) -> tuple[Columns, bool]:
     """Columns of a log, from its first line, and whether this line is a header.
 
-    Raises: ValueError: a header names a column twice, or one of another kind.
+    Raises: ValueError: a header names a column twice, or a column of the wrong kind.
     """
     separator = b"\t" if b"\t" in line else b","
     fields = line.rstrip(b"\r\n").decode("latin-1").split(separator.decode())
@@ -302,7 +301,7 @@ def _columns_of(line: bytes) -> tuple[Columns, bool]:
 def _parsed(block: Block, columns: Columns, name: str, missing: int, origin: str) -> CriteoLog:
     """The rows in a block of lines, as a `CriteoLog`.
 
-    Raises: ValueError: a line has another form; the message has its number.
+    Raises: ValueError: a line is malformed.
     """
     _check_num_fields(block, columns, name)
     fields = block.text.replace(b"\n", columns.separator).split(columns.separator)
@@ -330,7 +329,7 @@ def _parsed(block: Block, columns: Columns, name: str, missing: int, origin: str
 
 
 def _check_num_fields(block: Block, columns: Columns, name: str) -> None:
-    """Raises: ValueError: a line has another number of fields than `columns`."""
+    """Raises: ValueError: a line has a different number of fields than `columns`."""
     characters = np.frombuffer(block.text, np.uint8)
     is_line_end = characters == ord("\n")
     ends = np.flatnonzero(is_line_end)

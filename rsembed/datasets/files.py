@@ -46,7 +46,7 @@ class SourceFile:
 
     Attributes:
       name: path inside the folder or archive, which errors show.
-      num_bytes: size after unpacking; None if the file does not say it.
+      num_bytes: size after unpacking; None if the file does not contain it.
       opener: function that returns the open file.
     """
 

@@ -79,7 +79,7 @@ def zipf_ids(
 
 
 def _generator(purpose: str, *seeds: int) -> np.random.Generator:
-    """A separate random generator for each purpose: more draws for one change no draws for another."""
+    """A random generator for one purpose: more draws for it do not change the draws for others."""
     return np.random.Generator(np.random.PCG64([zlib.crc32(purpose.encode()), *seeds]))
 
 

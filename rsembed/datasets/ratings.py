@@ -169,13 +169,15 @@ def generated_ratings(
     exponent: float = 0.8,
     seed: NonNegativeInt,
 ) -> RatingsLog:
-    """Ratings log in the form of MovieLens, drawn from a known law. So the best possible ranking is known.
+    """Ratings log with the columns of MovieLens, drawn from a known law.
+
+    The best possible ranking is therefore known.
 
     Films have Zipf popularity, one to three genres, and a vector similar to the vectors of their
     genres. Users like films with a vector similar to their taste, and tastes turn with time. A user
     comes a few times, rates many films at once, and rates none twice. Some films come out while the
-    log runs, and are in demand for some weeks. So a model of the user, the latest ratings, the
-    genres and the time can do better than popularity alone.
+    log runs, and are in demand for some weeks. A model of the user, the latest ratings, the genres
+    and the time can therefore do better than popularity alone.
 
     Args:
       num_users: number of users. A hundred make a test quick.

@@ -71,7 +71,7 @@ class Form:
     Attributes:
       ratings_name, films_name: endings of the names of the two files.
       separator: string between the numbers of a rating.
-      columns: header names of user, film, stars and time, in this order; empty if there is no
+      columns: header names of user, film, stars and time, in this order; empty for a file without a
         header.
       films: function from the content of the file of films to its films.
     """
@@ -172,7 +172,7 @@ def _films_of_recbole(text: str) -> Iterator[Film]:
 
 
 def _lines(text: str) -> list[str]:
-    # `splitlines` would take a byte of an "Å" in another encoding for the end of a line.
+    # In some encodings a byte of the letter "Å" is a line end for `splitlines`.
     return text.replace("\r\n", "\n").split("\n")
 
 
@@ -219,8 +219,8 @@ def movielens(
     names, then ml-1m in pooch's cache. A log is downloaded only with `download=True`.
 
     MovieLens may be used for research, with acknowledgement and without a claim that GroupLens endorses it.
-    Commercial use needs the permission of GroupLens, and some sizes must not be redistributed. So
-    MovieLens is not part of this library.
+    Commercial use needs the permission of GroupLens, and some sizes must not be redistributed. For
+    this reason MovieLens is not part of this library.
 
     Args:
       path: a folder with the files, a zip or tar archive of them, or the file of ratings. A folder is searched
@@ -233,9 +233,8 @@ def movielens(
       The log. Equal times stay in the order of the file. Reading takes about 120 bytes of memory a rating.
 
     Raises:
-      ValueError: a line has another form (the message has its number), a rated film is not in the file of
-        films, an archive is damaged, `ml-1m.zip` differs from GroupLens' file, or a folder has
-        several logs.
+      ValueError: a line is malformed, a rated film is not in the file of films, an archive is
+        damaged, `ml-1m.zip` differs from GroupLens' file, or a folder has several logs.
       FileNotFoundError: there is no log.
 
     Source: Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
@@ -397,7 +396,7 @@ def _opened_log(log_path: Path) -> Iterator[tuple[Form, SourceFile, SourceFile]]
 def _read_films(form: Form, file: SourceFile) -> tuple[np.ndarray, tuple[str, ...], list[set[str]]]:
     """Ids of the films in ascending order, and the title and the genres of each.
 
-    Raises: ValueError: a line has another form, or repeats a film.
+    Raises: ValueError: a line is malformed, or repeats a film.
     """
     films: dict[int, Film] = {}
     try:
@@ -429,7 +428,7 @@ def _read_ratings(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
     """Ids of users, ids of films, stars and times of all ratings, in the order of the file.
 
-    Raises: ValueError: a line has another form.
+    Raises: ValueError: a line is malformed.
     """
     parts: list[tuple[np.ndarray, ...]] = []
     columns = [0, 1, 2, 3]
@@ -476,7 +475,7 @@ def _numbers(
       columns: indices of the columns of user, film, stars and time.
       num_columns: columns of the file.
 
-    Raises: ValueError: a line has another form; the message has its number.
+    Raises: ValueError: a line is malformed.
     """
     text = block.text
     if block.first_line == 1:

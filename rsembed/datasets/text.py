@@ -52,7 +52,7 @@ class Published:
 
         Raises:
           FileNotFoundError: `path` has no such file, or none was found.
-          ValueError: a file with this `name` has another checksum.
+          ValueError: a file with this `name` has a different checksum.
         """
         return self.check(self._find(path, download))
 
@@ -199,19 +199,19 @@ def shakespeare(
         learns to write them. "pastiche" is a short play, written by hand, with many rare words.
         "generated" and "pastiche" are bundled. "auto" is the real corpus if there is a file, else
         the generated text, and logs its choice to the logger "rsembed".
-      path: a text file, or a folder with `tinyshakespeare.txt`. A file with another name is read
-        without a checksum.
+      path: a text file, or a folder with `tinyshakespeare.txt`. A file with a different name is
+        read without a checksum.
       download: whether the corpus (1.1 MB) may be downloaded into the cache folder. A server that
         does not answer within seconds counts as a missing file.
       max_words: number of words to keep from the beginning. A few hundred make a test quick. None:
         all.
 
     Returns:
-      The text. The attribute `source` says which file was read.
+      The text. The attribute `source` is the name of the file that was read.
 
     Raises:
-      ValueError: an argument is out of range, a file with the corpus' name has another checksum, or
-        a text is empty or not UTF-8.
+      ValueError: an argument is out of range, a file with the corpus' name has a different
+        checksum, or a text is empty or not UTF-8.
       FileNotFoundError: `path` has no text file, or `source="corpus"` and there is no file.
 
     Source:

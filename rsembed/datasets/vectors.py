@@ -38,7 +38,7 @@ class WordVectors:
       num_vectors: number of vectors in the file, including words that were not requested.
       num_duplicates: further vectors of a requested word. The first vector of a word counts.
       num_bad_lines: lines that were skipped, 0 unless `bad_lines="skip"`.
-      num_announced: number of vectors in the file's header, None if there is no header.
+      num_announced: number of vectors in the file's header, None for a file without a header.
     """
 
     values: Float32[np.ndarray, "words dim"]
@@ -67,7 +67,7 @@ def word_vectors(
     Args:
       source: path of a UTF-8 text file, which gzip may have compressed, or an iterable of lines.
       words: words to find, one for each row of the result. A word may be listed twice.
-      dim: numbers in each line. A header with another number is an error.
+      dim: numbers in each line. A header with a different number is an error.
       bad_lines: "raise" stops at the first bad line. "skip" leaves bad lines out, and counts them
         in `num_bad_lines`. A line is bad with too few or too many numbers, with a word that is not
         UTF-8, and with a number that float32 cannot hold. The last line of a file is bad without an
@@ -79,8 +79,8 @@ def word_vectors(
 
     Raises:
       TypeError: a line is neither a string nor bytes, or a word is not a string.
-      ValueError: a line is bad (the message has its number). Or the header has another `dim` or,
-        with `bad_lines="raise"`, another number of vectors; or a compressed file is damaged.
+      ValueError: a line is bad. Or the header has a different `dim` or, with `bad_lines="raise"`, a
+        different number of vectors; or a compressed file is damaged.
 
     Example:
       >>> found = word_vectors(["2 3", "the 0.5 1 2", "New York 1 1 1"], ["New York", "cat"], dim=3)
@@ -207,7 +207,7 @@ def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
 def _announced(line: bytes, dim: int, name: str) -> int | None:
     """Number of vectors that a header announces, or None if the line is not a header.
 
-    Raises: ValueError: the header has another number of dimensions.
+    Raises: ValueError: the header has a different number of dimensions.
     """
     pieces = line.split()
     if len(pieces) != 2 or not all(piece.isdigit() and len(piece) < MAX_DIGITS for piece in pieces):
@@ -223,7 +223,7 @@ def _announced(line: bytes, dim: int, name: str) -> int | None:
 def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     """The word at the start of a line, and the rest of the line, which holds the numbers.
 
-    Raises: ValueError: the line is bad. The message says why.
+    Raises: ValueError: the line is bad, with the reason.
     """
     stripped = line.rstrip(b" ")
     num_spaces = stripped.count(b" ")

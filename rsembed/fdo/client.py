@@ -50,8 +50,8 @@ def append_history(history: History, later: History) -> History:
     """One history of all batches, with later batches as rows after earlier ones.
 
     Raises:
-      ValueError: a statistic has another length than before, because the layout changed or because
-        processes have different layouts.
+      ValueError: a statistic has a different length than before, because the layout changed or
+        because processes have different layouts.
     """
     result = dict(history)
     for key, rows in later.items():
@@ -144,7 +144,10 @@ class FileFDOClient(FDOClient):
     @staticmethod
     @abc.abstractmethod
     def _decode(content: bytes) -> History:
-        """The history in the content of a file. Raises: ValueError: the content has another format."""
+        """The history in the content of a file.
+
+        Raises: ValueError: the content has the wrong format.
+        """
 
     @validated
     def __init__(self, base_dir: str | os.PathLike[str], retain_history: bool = True):
@@ -203,7 +206,8 @@ class FileFDOClient(FDOClient):
 
         Raises:
           FileNotFoundError: no process has published yet.
-          ValueError: a file is damaged, has another format or layout, or holds an unknown statistic.
+          ValueError: a file is damaged, has the wrong format or layout, or holds an unknown
+            statistic.
         """
         files, histories = self._read()
         _wait_for_all_processes("rsembed.fdo.load")
@@ -233,7 +237,10 @@ class FileFDOClient(FDOClient):
                 ) from None
 
     def _checked(self, name: str, content: bytes, crc: str) -> History:
-        """The history in a file. Raises: ValueError: the file is damaged, or has another format."""
+        """The history in a file.
+
+        Raises: ValueError: the file is damaged, or has the wrong format.
+        """
         actual = f"{zlib.crc32(content):08x}"
         if crc and crc != actual:
             raise ValueError(
@@ -281,9 +288,9 @@ class FileFDOClient(FDOClient):
 class NPZFileFDOClient(FileFDOClient):
     """Client that keeps statistics in npz files in a shared folder, with a row for each batch.
 
-    With several processes, `publish` and `load` wait for all of them. So every process must call
-    `publish` and `load`, in the same order. Use a folder for one run only. Any number of processes
-    may read the folder, and each gets the maximum of all files.
+    With several processes, `publish` and `load` wait for all of them. For this reason every process
+    must call `publish` and `load`, in the same order. Use a folder for one run only. Any number of
+    processes may read the folder, and each gets the maximum of all files.
 
     Args:
       base_dir: folder of the files, which all processes must see.

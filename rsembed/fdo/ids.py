@@ -38,7 +38,7 @@ def zipf_exponent(
     of little data (a few lookups per row) is somewhat too large.
 
     Args:
-      counts: lookups of each row, in any order; rows without a lookup count as well.
+      counts: lookups of each row, in any order; rows without a lookup also count.
       num_rows: rows of the table, if `counts` leaves out rows without a lookup. None: the length of
         `counts`.
 

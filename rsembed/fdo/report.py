@@ -65,9 +65,9 @@ class IdFigures:
         nothing.
       hit_rates: by size in percent of the table's rows, the hit rate (0 to 1) of an LRU cache.
         The cache starts empty. Before a batch is looked up, each of its distinct ids hits if
-        the cache has its row, else the row is fetched. So this is the share of the rows of all
-        batches that need not be fetched. Rows of one batch are equally recent: if only a part of
-        them fits into the cache, that part counts.
+        the cache has its row, else the row is fetched. The rate is therefore the share of the rows
+        of all batches that need not be fetched. Rows of one batch are equally recent: if only a
+        part of them fits into the cache, that part counts.
       counts: lookups of each distinct id, the most frequent first.
     """
 
@@ -224,8 +224,8 @@ def describe(
 ) -> IdReport:
     """A report on the ids of batches, which prints as a table and draws itself.
 
-    The report says how skewed the ids are, how many are missing or out of range, and what limits,
-    shards and caches would do. `IdFigures` defines each figure. No table is read, and nothing is
+    The report shows how skewed the ids are, how many are missing or out of range, and the effect of
+    limits, shards and caches. `IdFigures` defines each figure. No table is read, and nothing is
     compiled. Ids out of range are counted, even if `prepare` would reject them.
 
     Memory grows with the number of distinct ids (about 100 bytes each, at its peak), not with the

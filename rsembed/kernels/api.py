@@ -3,10 +3,10 @@
 Every call runs on the first implementation that can handle it.
 
 An implementation is a module with functions that have the names in `MEANINGS`. If it lacks a
-function, the one in `MEANINGS` runs instead. `unavailable_because()` of the module says why it
-cannot run on this machine. A function raises `NotImplementedError(reason)` if it cannot handle a
-call. Implementations for an accelerator handle only computations for that accelerator (see
-`devices.target_device`).
+function, the one in `MEANINGS` runs instead. `unavailable_because()` of the module returns the
+reason why it cannot run on this machine. A function raises `NotImplementedError(reason)` if it
+cannot handle a call. Implementations for an accelerator handle only computations for that
+accelerator (see `devices.target_device`).
 """
 
 from __future__ import annotations
@@ -307,7 +307,7 @@ def _pull_lookup(
 
 
 def _no_gradient(integers: Any) -> Any:
-    """Gradient of an integer array, in the form that JAX expects."""
+    """Gradient of an integer array: zeros of the dtype that JAX expects."""
     return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
 
 
@@ -323,9 +323,9 @@ def apply_rows(
     *,
     implementation: str | None = None,
 ) -> tuple[Table, Slots]:
-    """Table and slots after one optimizer step of distinct `rows`, in place if they are donated.
+    """Makes one optimizer step of distinct `rows`, and returns the new table and slots.
 
-    Rows outside the table are padding.
+    Rows outside the table are padding. The arrays are updated in place if they are donated.
     """
     if step.rule.moves_all_rows:
         # A rule that moves all rows is one elementwise pass over whole arrays. XLA is as fast as

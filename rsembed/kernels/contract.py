@@ -30,7 +30,7 @@ tables share one storage."""
 Ref: TypeAlias = Any
 """Reference to memory of a device, as Pallas hands it to a kernel.
 
-Reading the reference gives an array.
+Reading the reference returns an array.
 """
 
 Index: TypeAlias = Any
@@ -63,7 +63,7 @@ Combiner = Literal["sum", "mean", "sqrtn", "none", "mean_by_count"]
 
 `sum` adds `weight * row`. `mean` divides by the sum of weights, `sqrtn` by the root of the sum of
 squared weights, `mean_by_count` by the number of entries, weighted or not. Only entries with a
-valid row count. A zero divisor gives zeros. `none` returns every entry by itself.
+valid row count. For a zero divisor the result is zero. `none` returns every entry by itself.
 """
 
 Layout = Literal["each", "columns", "blocks"]

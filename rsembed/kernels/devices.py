@@ -220,7 +220,7 @@ def shared_library() -> ctypes.CDLL | str:
         library.rsembed_num_cores.restype = ctypes.c_int64
         library.rsembed_keep_freed_memory.argtypes = (ctypes.c_size_t,)
     except (OSError, AttributeError) as error:
-        # The library cannot be loaded here, or has another version.
+        # The library cannot be loaded here, or has a different version.
         return f"{path} cannot be used: {error}"
     try:
         for name in _HANDLERS.split():

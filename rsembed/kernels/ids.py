@@ -104,7 +104,7 @@ class Partitions(NamedTuple):
       embedding_ids: row of every entry in its shard.
       sample_ids: sample of every entry in its core.
       gains: factor of every row in its sample.
-      num_minibatches: number of blocks of a core in use; None if there are no minibatches.
+      num_minibatches: number of blocks of a core in use; None without minibatches.
       num_cores: number of cores of the device.
       num_shards: number of shards of the stack.
       rows_per_shard: number of rows of the stack in each shard.
@@ -174,7 +174,7 @@ def _partition_of_position(
         num_used = stack.num_cores * stack.num_minibatches * stack.num_shards
         is_used = jnp.arange(ends.size, dtype=jnp.int32)[None, :] < num_used
         starts = jnp.where(is_used, starts, part_size)
-    # The number of partitions that start at or before a position gives its partition. If empty
+    # The number of partitions that start at or before a position determines its partition. If empty
     # partitions start at the same position, this is the last of them.
     part = jnp.arange(num_parts, dtype=jnp.int32)[:, None]
     num_starts = jnp.zeros((num_parts, part_size), jnp.int32).at[part, starts].add(1, mode="drop")

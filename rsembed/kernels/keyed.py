@@ -327,7 +327,7 @@ def count_uses(
 def varying_zero(*arrays: Array) -> Int[Array, ""]:
     """Zero that varies over the same mesh axes as the arrays.
 
-    Adding this zero to the first carry of a loop in `shard_map` gives the carry the axes that it
+    With this zero added, the first carry of a loop in `shard_map` has the varying axes that it
     needs.
     """
     total = jnp.int32(0)

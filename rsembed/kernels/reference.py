@@ -521,7 +521,7 @@ def scatter_rows(
     values: Sequence[Array],
 ) -> tuple[Array, ...]:
     """Arrays with distinct `rows` overwritten by `values`. Rows outside an array are skipped."""
-    # `unique_indices` promises that indices are distinct, so padding gets distinct indices as well.
+    # `unique_indices` promises that indices are distinct, so padding also gets distinct indices.
     num_rows = arrays[0].shape[0]
     padding = num_rows + jnp.arange(rows.shape[0], dtype=rows.dtype)
     indices = jnp.where((rows >= 0) & (rows < num_rows), rows, padding)

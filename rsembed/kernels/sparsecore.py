@@ -3,7 +3,7 @@
 SparseCore kernels run only if the user names them, in a computation for a TPU that has SparseCores.
 Tables and slots are float32. Rows should have a multiple of 8 numbers (16 on TPU7x). Other rows are
 padded, which copies the whole table in every call. Tables should have the memory layout of
-`row_layout`. XLA copies a table that has another layout.
+`row_layout`. XLA copies a table that has a different layout.
 
 A SparseCore has 16 tiles. A tile moves rows between its memory and the device's memory by indirect
 copies, one row per id, and computes on vectors of 8 or 16 lanes. Work is divided into chunks. The

@@ -60,8 +60,8 @@ def trace_rule(
       num_hyperparameters: how many hyperparameters the rule has.
       elementwise: elementwise primitives that the kernel can compute.
 
-    Raises: NotImplementedError: a slot has another shape or dtype, or the rule uses a primitive
-      that the kernel cannot compute. The message names the primitive.
+    Raises: NotImplementedError: a slot has the wrong shape or dtype, or the rule uses a primitive
+    that the kernel cannot compute. The message names the primitive.
     """
     num_rows, dim = table.shape
     for number, slot in enumerate(slots):

@@ -296,7 +296,9 @@ def as_float32(value: object) -> Array:
 
 
 def learning_rate_arity(learning_rate: object) -> int:
-    """Number of arguments to call a learning rate with: 1 (the step) or 0. A number gives 0.
+    """Number of arguments to call a learning rate with: 1 (the step) or 0.
+
+    For a learning rate that is a number, the result is 0.
 
     Raises: ValueError: the callable needs two arguments or more, or a keyword argument.
     """
@@ -404,9 +406,9 @@ class OptaxOptimizerSpec(OptimizerSpec):
 
     Three kinds of transformation are rejected, with an error that names them. Some transformations
     need the loss or the function (`lbfgs`, `polyak_sgd`, line searches, `optax.contrib.momo`,
-    `sophia`, `reduce_on_plateau`). Some transformations have a random key, which would give all
-    rows the same noise (`noisy_sgd`, `add_noise`, `optax.contrib.dpsgd`). `lookahead` keeps two
-    copies of its parameters.
+    `sophia`, `reduce_on_plateau`). Some transformations have a random key, with which all rows
+    would get the same noise (`noisy_sgd`, `add_noise`, `optax.contrib.dpsgd`). `lookahead` keeps
+    two copies of its parameters.
 
     Args:
       transformation: result of an optax function such as `optax.adam`.

@@ -207,8 +207,8 @@ class DecayedAdagrad(CompactOptimizerSpec):
       is_per_row: whether there is one accumulator per row. False: one accumulator per entry (plain
         Adagrad).
 
-    Raises: ValueError: another optimizer implements the mode, or `global_weight_decay` does not fit
-      the mode.
+    Raises: ValueError: a different optimizer implements the mode, or the mode does not allow
+    `global_weight_decay`.
     """
 
     epsilon: float = within("(0, inf)", default=1e-8)
@@ -333,7 +333,7 @@ class CounterAdagrad(_CountingAdagrad):
         learning rates and a relative tail threshold depend on it. Table-batched modules keep the
         number up to date.
 
-    Raises: ValueError: the settings in `regularization` do not fit together.
+    Raises: ValueError: settings in `regularization` contradict each other.
     """
 
     regularization: CounterBasedRegularizationDefinition = CounterBasedRegularizationDefinition()

@@ -169,8 +169,7 @@ class RowWiseAdagrad(OptimizerSpec):
 class _BiasCorrectedAdam(OptimizerSpec):
     """Adam with bias correction by the global step, folded into the learning rate.
 
-    With `corrects_epsilon`, epsilon is scaled as well, which gives exactly the formula of Kingma
-    and Ba.
+    With `corrects_epsilon`, epsilon is also scaled, which is exactly the formula of Kingma and Ba.
     """
 
     beta_1: float = within("[0, 1)", default=0.9)
@@ -287,7 +286,7 @@ class AdagradMomentum(OptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class FTRL(OptimizerSpec):
-    """Follow the regularised leader (FTRL-proximal): an L1 term gives sparse weights.
+    """Follow the regularised leader (FTRL-proximal): an L1 term makes the weights sparse.
 
     Raises: ValueError: the learning rate is 0, and the linear term is divided by it (unless
       `multiply_linear_by_learning_rate`).

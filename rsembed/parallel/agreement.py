@@ -89,10 +89,10 @@ class Agreement:
         self._widths: dict[str, int] | None = None
 
     def bring(self, name: str, shape: str, *, width: int = 0) -> None:
-        """Adds a fact that the end of the block compares.
+        """Adds a value that is compared over all processes at the end of the block.
 
         Args:
-          name: name of the fact, equal in all processes.
+          name: name of the value, equal in all processes.
           shape: string with everything that must be equal in all processes.
           width: a size that may differ between processes.
         """

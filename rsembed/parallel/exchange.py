@@ -196,7 +196,8 @@ class Question(NamedTuple):
     def no_replies(self) -> PyTree:
         """Zeros with the shapes and dtypes of the replies, one per entry."""
 
-        # `reply` gives the shapes, because tracing `answer` for them took a third of all tracing.
+        # The shapes come from `reply`, because tracing `answer` for them took a third of all
+        # tracing.
         def zeros(reply: jax.ShapeDtypeStruct) -> Array:
             return jnp.zeros((self.num_occurrences, *reply.shape), reply.dtype)
 

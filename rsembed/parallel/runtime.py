@@ -80,14 +80,14 @@ def init(
       heartbeat_timeout_seconds: silence after which a process counts as dead. Raise it if
         long compilations or slow storage block the machine.
       initialization_timeout_seconds: time to wait for the other processes. After this time, JAX
-        aborts this process. A warning before that says which run the process waited for.
+        aborts this process. Before that, a warning names the run that the process waited for.
       shutdown_timeout_seconds: time that a finished process waits for the other processes.
 
     Raises:
       ValueError: only some of address, number of processes and process index are known, a number is
         out of range, or a timeout is below 1.
-      RuntimeError: JAX was used before, the cluster could not be read, or a second call asks for
-        another run.
+      RuntimeError: JAX was used before, the cluster could not be read, or a second call has the
+        arguments of a different run.
     """
     global _watches_preemption
     timeouts = {
@@ -147,7 +147,7 @@ def _connect(
     local_device_ids: Sequence[int] | None,
     timeouts: dict[str, Any],
 ) -> bool:
-    """Connects to the other processes of the run. Returns False if there are no other processes."""
+    """Connects to the other processes of the run. Returns False in a run with one process."""
     is_requested = not (address is None and num_processes is None and process_id is None)
     who = "init: this process"
     if is_requested:

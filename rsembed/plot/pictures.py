@@ -243,7 +243,7 @@ def plot_limits(
       ax: the axes to draw on. None: a new figure.
       **line_kwargs: options of the curve of `observed`.
 
-    Raises: ValueError: `observed` is empty, or `limits` has another length than `observed`.
+    Raises: ValueError: `observed` is empty, or `limits` has a different length than `observed`.
     """
     ax = axes_or_new(ax)
     needed = np.asarray(observed)

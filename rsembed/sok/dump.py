@@ -115,8 +115,8 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
         argument.
 
     Raises:
-      ValueError: the dump has other tables, or a table has another dim or optimizer, a dtype that
-        cannot hold the dumped values, or too few rows for the dumped keys.
+      ValueError: the dump has other tables, or a table has a different dim or optimizer, a dtype
+        that cannot hold the dumped values, or too few rows for the dumped keys.
       CorruptCheckpointError: the files are damaged.
     """
     del optimizer

@@ -96,8 +96,8 @@ def Init(
     Call `Init` once, before the first layer. A second call affects only layers that are made later.
 
     Args:
-      global_batch_size: number of samples per step on all devices. A batch of another size is an
-        error. None: any size.
+      global_batch_size: number of samples per step on all devices. A batch of a different size is
+        an error. None: any size.
       mesh: mesh of the devices that share tables. None: all devices.
       **distributed: options of `parallel.init`.
 
@@ -506,8 +506,8 @@ def split_embedding_variable_from_others(
     Args:
       variables: a list or tuple, such as `jax.tree.leaves(nnx.state(model), is_leaf=...)`.
 
-    Raises: ValueError: `variables` is another container.
-    Source: Sparse Operation Kit, `sok.split_embedding_variable_from_others`.
+    Raises: ValueError: `variables` is neither a list nor a tuple. Source: Sparse Operation Kit,
+    `sok.split_embedding_variable_from_others`.
     """
     if type(variables) not in (list, tuple):
         raise ValueError(

@@ -93,7 +93,7 @@ from rsembed.stacking import get_default_limits as get_default_limits
 
 
 class EmbeddingVariablesInitializer(NamedTuple):
-    """Initializers `(key, shape) -> array` of a table and its slots, in the form of `EmbeddingVariables`."""
+    """Initializers `(key, shape) -> array` of a table and its slots, as `EmbeddingVariables`."""
 
     table: CallableTableInitializer
     slot: tuple[CallableTableInitializer, ...]
@@ -173,13 +173,13 @@ def init_embedding_variables(
         `PartitionSpec(axis, None, None)`, arrays get a leading axis of devices, as `jax.pmap`
         needs.
       num_sparsecore_per_device: cores per device. None, the default: the number that the tables
-        were placed for. Use the same number everywhere: variables do not store it, and with another
-        number the specs read wrong rows of an array of the same shape.
+        were placed for. Use the same number everywhere: variables do not store it, and with a
+        different number the specs read wrong rows of an array of the same shape.
       bypass_mesh_check: ignored. Rows follow the mesh in any order of its devices.
 
     Raises:
-      ValueError: the sharding does not split rows over devices, or the tables were placed for
-        another number of shards.
+      ValueError: the sharding does not split rows over devices, or the tables were placed for a
+        different number of shards.
     """
     del bypass_mesh_check
     axis, *others = (*global_sharding.spec, None)
@@ -316,7 +316,7 @@ def sparse_dense_matmul_grad(
         `{stack: gradients}` in the layout of the stack.
       preprocessed_inputs: the input of `sparse_dense_matmul`.
       embedding_variables: this device's part of the variables, by stack. A plain tuple of a table
-        and its slots is accepted as well.
+        and its slots is also accepted.
       feature_specs: placed specs of all features.
       global_device_count: number of devices that share the tables. None: the number follows from
         the size of the gradients.
@@ -335,8 +335,8 @@ def sparse_dense_matmul_grad(
     Returns: `{stack: variables}`, each in the structure of its entry in `embedding_variables`.
 
     Raises:
-      ValueError: limits do not name every stack, shapes do not fit, a step is needed and missing,
-        or input, variables and specs do not belong together.
+      ValueError: limits do not name every stack, shapes of input and specs differ, a step is needed
+        and missing, or input, variables and specs do not belong together.
     """
     del label, use_gradient_stacking_primitive
     sharding_strategy_to_enum(sharding_strategy)
@@ -390,7 +390,7 @@ def unstack_embedding_activations(
       num_sc_per_device: cores per device. None: the number that the specs were placed for.
       use_activation_unstack_primitive: ignored; only the TPU library uses the option.
 
-    Raises: ValueError: the activations of a stack are missing, or have another shape.
+    Raises: ValueError: the activations of a stack are missing, or have the wrong shape.
     """
     del use_activation_unstack_primitive  # Only TPUs use this option.
     layouts = stack_layouts(
@@ -425,7 +425,7 @@ def stack_embedding_gradients(
     Columns of the stack beyond a feature's columns are zero.
 
     Raises:
-      ValueError: the tree differs from `feature_specs`, or a gradient has another number of
+      ValueError: the tree differs from `feature_specs`, or a gradient has a different number of
         samples.
     """
     del use_gradient_stacking_primitive  # Only TPUs use this option.

@@ -219,7 +219,7 @@ def create_proto_from_feature_specs(
       global_device_count: number of devices that the specs were placed for.
       num_sparsecore_per_device: cores per device. None: the number that the specs were placed for.
 
-    Raises: ValueError: the specs are not placed, or were placed for another number of shards.
+    Raises: ValueError: the specs are not placed, or were placed for a different number of shards.
     """
     layouts = stack_layouts(
         feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device
@@ -349,7 +349,7 @@ def get_row_ids_in_stacked_table(
 ) -> list[int]:
     """Rows of the flat stacked array that hold `ids` of one table.
 
-    Raises: ValueError: an id is outside the table, or the table belongs to another stack.
+    Raises: ValueError: an id is outside the table, or the table belongs to a different stack.
     """
     if table_spec not in stack_table_spec.table_specs:
         names = [table.table_name for table in stack_table_spec.table_specs]

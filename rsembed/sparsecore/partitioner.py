@@ -243,7 +243,7 @@ class HostBatch(NamedTuple):
 
 
 def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
-    """Input buffers of one stack. The statistics of the batch are filled in, too.
+    """Input buffers of one stack. The statistics of the batch are also filled in.
 
     Raises:
       ValueError: a limit is exceeded, the buffer is too small, or there are too many samples.

@@ -71,7 +71,7 @@ class PreprocessedInput:
         partition. The limits are static, so a jitted step is traced again when they change. Empty
         if the limits are unknown; buffers then count as completely full.
       layout: fingerprint of the row and sample layout, and of `enable_minibatching`. The
-        fingerprint is static as well.
+        fingerprint is also static.
     """
 
     sparse_dense_matmul_input: SparseDenseMatmulInput

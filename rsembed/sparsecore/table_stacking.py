@@ -246,8 +246,8 @@ def prepare_feature_specs_for_training(
 
     Raises:
       ValueError: a name is used twice, a feature declares no batch, a table has the combiner
-        "none", tables were placed for another number of shards, a placed table has new features, or
-        a batch does not split into equal parts.
+        "none", tables were placed for a different number of shards, a placed table has new
+        features, or a batch does not split into equal parts.
     """
     tables = tables_of(feature_specs).values()
     placed = [table for table in tables if table.stacked_table_spec is not None]
@@ -342,8 +342,8 @@ def stack_and_shard_tables(
         such numbers are an error.
 
     Raises:
-      ValueError: the tables were placed for another number of shards, tables of a stack are
-        missing, an array has another number of rows than its table, or a number is not finite.
+      ValueError: the tables were placed for a different number of shards, tables of a stack are
+        missing, an array has a different number of rows than its table, or a number is not finite.
     """
     specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
     if not isinstance(tables, Mapping) or not {table.name for table in specs} & set(tables):
@@ -455,8 +455,8 @@ def unshard_and_unstack_tables(
         them, by stack.
       num_shards: devices times cores.
 
-    Raises: ValueError: the tables were placed for another number of shards, or an array has another
-    number of rows.
+    Raises: ValueError: the tables were placed for a different number of shards, or an array has a
+    different number of rows.
     """
     result: dict[str, PyTree] = {}
     specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]

@@ -2,8 +2,8 @@
 
 Variables are plain arrays. Only their shapes and slots are compared with the specs. With another
 number of cores, another rotation or another order of tables, rows move although the shapes stay
-equal. So convert variables for other specs with the functions of `table_stacking`, which work table
-by table.
+equal. Convert variables for other specs with the functions of `table_stacking`, which work table by
+table.
 """
 
 from __future__ import annotations
@@ -128,8 +128,8 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
     optimizer = layout.spec.optimizer
     num_columns = None
     dims = {table.name: table.embedding_dim for table in layout.tables}
-    # Limits without zero between them would change the padding. So clipping skips the padding as
-    # well, if possible.
+    # Limits without zero between them would change the padding. Clipping therefore also skips the
+    # padding, if possible.
     if optimizer.is_row_wise or (limits != (None, None) and len(set(dims.values())) == 1):
         if len(set(dims.values())) > 1:
             raise ValueError(
@@ -206,8 +206,8 @@ def initialize(
       num_cores: cores per device. None: the number that the tables were placed for.
 
     Raises:
-      ValueError: a table was placed for another number of shards, or tables of a stack are missing.
-        Outside `jit`: a user's initializer returns a number that is not finite.
+      ValueError: a table was placed for a different number of shards, or tables of a stack are
+        missing. Outside `jit`: a user's initializer returns a number that is not finite.
     """
     num_shards = devices.num_devices * resolve_cores(num_cores, devices.num_devices)
     tables = [with_place(table, num_shards) for table in tables]

@@ -54,8 +54,8 @@ class Generation:
     """Version counter shared by a host store and the state on the device.
 
     The counter starts at a random number, and the state contains a copy. A state that is older than
-    the store, or that belongs to another store, is rejected, because its cache has other rows than
-    the host assumes.
+    the store, or that belongs to a different store, is rejected, because its cache has other rows
+    than the host assumes.
 
     Example:
       >>> generation = Generation("the state is of another time; start again.")
@@ -64,14 +64,14 @@ class Generation:
       >>> generation.check(state)
       Traceback (most recent call last):
         ...
-      RuntimeError: the state is of another time; start again. (It has another generation than the host.)
+      RuntimeError: the state is of another time; start again. (It has a different generation than the host.)
     """
 
     def __init__(self, refusal: str):
         """A version counter that starts at a random number.
 
         Args:
-          refusal: error message for a state of another generation, with the way out.
+          refusal: error message for a state of a different generation, with the way out.
         """
         self.number = secrets.randbits(31)
         self.lock = Lock()
@@ -80,7 +80,7 @@ class Generation:
     def check(self, numbers: ArrayLike | None) -> None:
         """Raises: RuntimeError: one of `numbers` is not the current generation."""
         if (np.asarray(numbers) != self.number).any():
-            raise RuntimeError(f"{self._refusal} (It has another generation than the host.)")
+            raise RuntimeError(f"{self._refusal} (It has a different generation than the host.)")
 
     def advance(self, numbers: ArrayLike | None) -> None:
         """Starts a change of the store and the state. Raises: RuntimeError: see `check`."""

@@ -128,7 +128,7 @@ class RowLayout:
         return self.shards_per_device * self.rows_per_shard
 
     def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, object]:
-        """Facts that give the arrays of a state their meaning, for `EmbeddingState.layout`."""
+        """Metadata that define what a state's arrays mean, for `EmbeddingState.layout`."""
         facts_of_tables: dict[str, dict[str, object]] = {}
         for placed, place in zip(self.stack.tables, self.places, strict=True):
             table = tables[placed.name]
@@ -146,8 +146,8 @@ class RowLayout:
                 "in_files": None if storage is None else storage.in_files,
             }
             if storage is not None and len(self.stack.tables) > 1:
-                # Tables that share a storage are concatenated, so the facts of each have its number
-                # of rows.
+                # Tables that share a storage are concatenated, so the metadata of each table have
+                # its number of rows.
                 sizes = storage.part_sizes(table)
                 if sizes is not None:
                     facts["part_sizes"] = list(sizes)
@@ -258,8 +258,8 @@ def numbers_of_rows(
 def whole_table(values: TableRows, table: TableSpec) -> TableRows:
     """Array of all rows of a table, in the dtype of the table. Inside `jit`, `values` unchanged.
 
-    Raises: ValueError: `values` is a mapping, has another shape, or has numbers that are too large
-      for the dtype.
+    Raises: ValueError: `values` is a mapping, has the wrong shape, or has numbers that are too
+    large for the dtype.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     if isinstance(values, Mapping):
@@ -504,8 +504,8 @@ class DenseRows(Storage):
     ) -> dict[str, Array]:
         """Copies of a table's rows and slots.
 
-        Without the copy, an index with all rows gives the array itself, and a step that donates the
-        array would delete the result.
+        Without the copy, an index with all rows returns the array itself, and a step that donates
+        the array would delete the result.
         """
         copies = self._copies((params, *slots), table)
         return dict(zip(array_names(table, slots), copies, strict=True))
@@ -537,7 +537,7 @@ class DenseRows(Storage):
         num_shards: int,
         new_slots: ByTable,
     ) -> State:
-        """See `Storage.with_tables`. `with_tables` of this storage works inside `jit`, too."""
+        """See `Storage.with_tables`. `with_tables` of this storage also works inside `jit`."""
         for member in self.tables:
             name = member.name
             index = self.layout.all_rows(name, member.vocabulary_size)

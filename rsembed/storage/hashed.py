@@ -213,8 +213,8 @@ class Hashed(DynamicRows):
     def in_files(self) -> str:
         """Description for files: rows by key.
 
-        The number of rows is not part of the description, so a file can be loaded into a table of
-        another size.
+        The number of rows is not part of the description, so a file can be loaded into a table of a
+        different size.
         """
         return ROWS_BY_KEY
 

@@ -28,8 +28,8 @@ from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import RowMap
 
 MAX_CAPACITY = 2**29
-# New rows are initialised in blocks of one size. So the work is proportional to their number, and
-# a row's initial bits do not depend on which other rows are created with it.
+# New rows are initialised in blocks of one size. The work is then proportional to the number of new
+# keys, and a row's initial bits do not depend on which other rows are created with it.
 INITIAL_BLOCK = 1024
 
 
@@ -54,7 +54,7 @@ class Counters(NamedTuple):
     forgotten: UInt32[Array, "tables 2"] | None = None
 
     def add(self, **numbers: Array) -> Counters:
-        """Counters after `numbers` are added: one number per table, each below 2**32."""
+        """Adds `numbers` and returns the new counters: one number per table, each below 2**32."""
         sums = {}
         for name, number in numbers.items():
             lanes = getattr(self, name)
@@ -72,7 +72,7 @@ class DynamicTable(NamedTuple):
     `stack` convert from and to single tables.
 
     Attributes:
-      keys: `RowMap` from keys to rows. None if there is no hash table.
+      keys: `RowMap` from keys to rows. None without a hash table.
       rows: vector of each row. The optimizer state of a row is in separate arrays, the slots.
       waiting: `RowMap` that counts the keys that wait for admission. None if no keys wait.
       counters: numbers of keys that were inserted, evicted and so on.
@@ -232,7 +232,7 @@ def with_initial_values(
     *,
     slots: bool = True,
 ) -> tuple[Array, ...]:
-    """The arrays after the initial values and slots of new keys are written to their rows.
+    """Writes the initial values and slots of new keys to their rows, and returns the new arrays.
 
     Args:
       arrays: array of the vectors, and of the slots if `slots`.

@@ -241,7 +241,7 @@ class HostTable(HostCached):
     def checked_rows(self, values: TableRows, table: TableSpec, step: Int[Array, ""]) -> TableRows:
         """`values` as an array of all rows in the table's dtype.
 
-        Raises: ValueError: `values` do not fit.
+        Raises: ValueError: `values` have the wrong names or shapes.
         """
         return whole_table(values, table)
 
@@ -257,7 +257,7 @@ class HostTable(HostCached):
 
         `rows` is an array of values, or a dictionary as the method `rows` returns it.
 
-        Raises: ValueError: names or shapes of the rows do not fit the table.
+        Raises: ValueError: names or shapes of the rows differ from those of the table.
         """
         names = array_names(table, slots)
         if not isinstance(rows, Mapping):
@@ -287,8 +287,8 @@ def _cached_rows(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array
             "call collection.prefetch(state, batch) before the compiled step, with the batch that it reads."
         )
 
-    # Under `vmap`, a branch runs for every sample, and a host callback cannot. So one branch checks
-    # all samples.
+    # Under `vmap`, a branch runs for every sample, and a host callback cannot. One branch therefore
+    # checks all samples.
     @jax.custom_batching.custom_vmap
     def checked(rows: Array, num_missing: Array) -> Array:
         jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)

@@ -86,7 +86,7 @@ class SavedArray:
 
 
 def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.ndarray:
-    """Imported values in another dtype.
+    """Imported values, converted to a different dtype.
 
     Args:
       values: numbers from a user or a file.
@@ -123,7 +123,7 @@ def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
 
     Raises:
       TypeError: a slot is not an array of numbers.
-      ValueError: slots are missing or unknown, or a slot has another shape or dtype. The message
+      ValueError: slots are missing or unknown, or a slot has the wrong shape or dtype. The message
         names the table and the slot.
     """
     where = f"table {table.name!r}"
@@ -166,7 +166,7 @@ def _by_path(tree: PyTree) -> dict[str, PyTree]:
 def places_by_key(
     params: DynamicTable, table: TableSpec, num_shards: int
 ) -> tuple[Positions, dict[str, np.ndarray]]:
-    """Row indices of all keys, and all facts about the keys, in ascending order of the keys.
+    """Row indices of all keys, and all arrays about the keys, in ascending order of the keys.
 
     Args:
       params: rows of all shards.
@@ -177,7 +177,7 @@ def places_by_key(
       `key_dtype`. A hash table adds `last_step` and `count`. With waiting keys, the dictionary also
       has `waiting_keys`, `waiting_last_step` and `waiting_count`.
 
-    Raises: ValueError: a key does not fit `key_dtype`.
+    Raises: ValueError: a key is outside the range of `key_dtype`.
     """
     if params.keys is None:
         keys = np.arange(params.rows.shape[0])
@@ -301,7 +301,7 @@ def import_rows(
     table: TableSpec,
     num_shards: int,
 ) -> State:
-    """Parameters and slots after the rows of `exported` are written, outside `jit`.
+    """Writes the rows of `exported` outside `jit`, and returns the new parameters and slots.
 
     Keys that the table already has are overwritten. New keys get free rows. Rows and slots keep
     their devices. The arrays of keys are returned as NumPy arrays.
@@ -316,8 +316,8 @@ def import_rows(
       table: spec of the table.
       num_shards: number of shards.
 
-    Raises: ValueError: arrays do not fit the table or each other, a key occurs twice or does not
-      fit `key_dtype`, or there are too few free rows.
+    Raises: ValueError: arrays have the wrong shape or different lengths, a key occurs twice or is
+    too large for `key_dtype`, or there are too few free rows.
     """
     names = array_names(table, slots)
     _check_names(table, exported, names)
@@ -356,10 +356,10 @@ def _check_names(table: TableSpec, exported: Export, names: Sequence[str]) -> No
 def with_keys(
     params: DynamicTable, exported: Export, table: TableSpec, num_shards: int
 ) -> tuple[DynamicTable, Positions]:
-    """Parameters after the keys of `exported` are added, and the row index of each key.
+    """Adds the keys of `exported`. Returns the new parameters and the row index of each key.
 
-    Steps and counts of the keys are added as well. The vectors are not written yet. For the
-    arguments, see `import_rows`.
+    Steps and counts of the keys are also added. The vectors are not written yet. For the arguments,
+    see `import_rows`.
 
     Raises: ValueError: see `import_rows`.
     """
@@ -504,7 +504,7 @@ def _fixed_positions(table: TableSpec, keys: Keys, num_rows: int, num_shards: in
 
 
 def _without(maps: RowMap, removed: Keys, num_shards: int) -> RowMap:
-    """The maps of all shards after the keys in `removed` are removed."""
+    """Removes the keys in `removed`, and returns the new maps of all shards."""
     present = join_keys(on_host(maps.high), on_host(maps.low))
     is_removed = np.isin(present, join_keys(removed.high, removed.low))
     is_removed &= on_host(maps.last_step) != row_map.FREE
@@ -521,7 +521,7 @@ def _without(maps: RowMap, removed: Keys, num_shards: int) -> RowMap:
 def _with_rows_for(
     table: TableSpec, maps: RowMap, keys: Keys, exported: Export, prefix: str, num_shards: int
 ) -> tuple[RowMap, Positions]:
-    """The maps of all shards after these keys are added, and the row index of each key.
+    """Adds keys. Returns the new maps of all shards, and the row index of each key.
 
     Args:
       table: spec of the table.

@@ -23,7 +23,7 @@ from rsembed.specs import TableSpec
 ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nnz"] | None]
 """Facts about the step that follows a lookup: `(occurrences, step number, arrival)`.
 
-`occurrences` counts each key in the batch. `find` gives rows to new keys in ascending order of
+`occurrences` counts each key in the batch. New keys get rows in `find` in ascending order of
 `arrival`; None: in the order of the keys."""
 Params: TypeAlias = PyTree
 """Parameters of a storage: one array, or a pytree of arrays."""
@@ -93,7 +93,7 @@ class Storage(abc.ABC):
         return repr(self)
 
     def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
-        """Path prefixes of the arrays that may have another length in a file than in `table`.
+        """Path prefixes of the arrays that may have a different length in a file than in `table`.
 
         Only the leading axis of these arrays may differ.
 
@@ -398,7 +398,7 @@ class Storage(abc.ABC):
         return table.optimizer.pack_slots(tuple(slots_of_rows))
 
     def checked_rows(self, values: TableRows, table: TableSpec, step: Int[Array, ""]) -> TableRows:
-        """Rows that a user passes for a table, in the form that `with_rows` accepts.
+        """Checks rows that a user passes for a table, and converts them for `with_rows`.
 
         Args:
           values: rows from the user.
@@ -413,7 +413,7 @@ class Storage(abc.ABC):
     def with_rows(
         self, params: Params, slots: SlotTree, rows: TableRows, table: TableSpec, num_shards: int
     ) -> State:
-        """`params` and slots after `rows` are written to a table.
+        """Writes `rows` to a table, and returns the new `params` and slots.
 
         Args:
           params: parameters of all shards.

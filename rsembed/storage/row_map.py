@@ -28,7 +28,7 @@ Eviction = Literal["lru", "lfu"]
 FREE = -1
 REBUILD_BLOCK = 16_384
 SIGN_BIT = 1 << 31
-ROW_FACTOR = 0x9E3779B9  # The factor is odd, so different rows of a key give different numbers.
+ROW_FACTOR = 0x9E3779B9  # The factor is odd, so different rows of a key have different numbers.
 
 
 class HashTable(NamedTuple):
@@ -647,7 +647,7 @@ def unnamed(lanes: UInt32[Array, "nnz lanes"]) -> tuple[Keys, Int[Array, " nnz"]
 def combine(
     keys: Keys, occurrences: Int[Array, " nnz"], values: Float[Array, "nnz dim"]
 ) -> tuple[UInt32[Array, "nnz lanes"], Float[Array, "nnz dim"]]:
-    """Distinct keys in the format of `named`, and the sum of the values of each.
+    """Distinct keys, as `named` returns them, and the sum of the values of each.
 
     The keys are in the order of their first occurrence, with zeros after the last one.
     """

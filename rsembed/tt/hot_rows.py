@@ -324,8 +324,8 @@ def written_back(
 ) -> tuple[Cores, Float[Array, ""]]:
     """Cores with `targets` written into the rows of `ids`, as closely as the first core allows.
 
-    A table is linear in its first core. So this is one least-squares problem over all rows: the
-    rows of `ids` move to their targets, and all other rows stay unchanged.
+    A table is linear in its first core. This is therefore one least-squares problem over all rows:
+    the rows of `ids` move to their targets, and all other rows stay unchanged.
 
     Returns: the cores, and the larger of the old `residual` and the error of this step.
     """

@@ -296,8 +296,8 @@ def _truncated(matrix: np.ndarray, rank: int, max_error: float) -> tuple[np.ndar
     Args:
       matrix: the matrix to factor.
       rank: upper bound on the number of columns of the first factor.
-      max_error: as few columns are kept as give an error below `max_error` in the Frobenius norm.
-        With 0, no column is left out.
+      max_error: bound of the error in the Frobenius norm. As few columns as possible are kept. With
+        0, no column is left out.
     """
     basis, values, rest = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
     num_small = int(np.searchsorted(np.sqrt(np.cumsum(values[::-1] ** 2)), max_error))

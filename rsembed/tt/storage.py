@@ -213,8 +213,11 @@ class TensorTrain(Storage):
         return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
 
     def check(self, table: TableSpec) -> None:
-        """Raises: ValueError: the products of the factors are not the table's sizes, or its dtype or
-        rounding is unsupported."""
+        """Checks that a tensor train with these factors can store the table.
+
+        Raises: ValueError: the products of the factors are not the table's sizes, or its dtype or
+        rounding is unsupported.
+        """
         if table.dtype == "float16" or table.stochastic_rounding:
             raise ValueError(
                 f"table {table.name!r}: TensorTrain keeps float32 or bfloat16 cores, rounded to "

@@ -44,7 +44,7 @@ RSEMBED_PREFETCHING void prefetch(const void* from, int64_t bytes) {
 }
 
 // --- sums of rows ---------------------------------------------------------------------------------------------------
-// Sums of rows. A Source gives the addends: row(i) is the address of addend i or null to skip it, gain(i) is its
+// Sums of rows. A Source provides the addends: row(i) is the address of addend i or null to skip it, gain(i) is its
 // factor, and prefetch(i) prefetches an addend some distance after i. Sums run in the order of i, column by column, so
 // neither threads nor blocks change a bit.
 
