@@ -207,7 +207,7 @@ def shakespeare(
         all.
 
     Returns:
-      The text. The attribute `source` is the name of the file that was read.
+      The text. The attribute `source` describes where the text comes from.
 
     Raises:
       ValueError: an argument is out of range, a file with the corpus' name has a different

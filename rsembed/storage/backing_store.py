@@ -64,7 +64,7 @@ class Generation:
       >>> generation.check(state)
       Traceback (most recent call last):
         ...
-      RuntimeError: the state is of another time; start again. (It has a different generation than the host.)
+      RuntimeError: the state is of another time; start again. (It has another generation than the host.)
     """
 
     def __init__(self, refusal: str):
@@ -80,7 +80,7 @@ class Generation:
     def check(self, numbers: ArrayLike | None) -> None:
         """Raises: RuntimeError: one of `numbers` is not the current generation."""
         if (np.asarray(numbers) != self.number).any():
-            raise RuntimeError(f"{self._refusal} (It has a different generation than the host.)")
+            raise RuntimeError(f"{self._refusal} (It has another generation than the host.)")
 
     def advance(self, numbers: ArrayLike | None) -> None:
         """Starts a change of the store and the state. Raises: RuntimeError: see `check`."""
