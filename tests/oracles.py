@@ -177,6 +177,14 @@ def dense_gradients(row_gradients) -> dict:
     return found
 
 
+def hash_of_key(key: int) -> int:
+    """Murmur's finaliser of 64 bits as 32, in Python integers that never overflow."""
+    h = (key & 0xFFFFFFFF) ^ ((key >> 32) * 0x9E3779B1 & 0xFFFFFFFF)
+    h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+    return h ^ (h >> 16)
+
+
 # One step of one row, in place. Arguments: the row, its slots, its gradient, then what the rule is made of.
 
 
@@ -196,7 +204,7 @@ def rowwise_adagrad_step(row, slots, gradient, *, learning_rate, epsilon):
     row -= learning_rate * gradient / (slots[0][0] ** 0.5 + epsilon)
 
 
-def adam_step(row, slots, gradient, *, learning_rate, beta_1, beta_2, epsilon, step):
+def adam_step(row, slots, gradient, *, learning_rate, step, beta_1=0.9, beta_2=0.999, epsilon=1e-8):
     for k, g in enumerate(gradient):
         slots[0][k] = beta_1 * slots[0][k] + (1 - beta_1) * g
         slots[1][k] = beta_2 * slots[1][k] + (1 - beta_2) * g**2
