@@ -10,11 +10,11 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from tests.sparsecore.small_world import ragged
+from tests.world import mesh_of
 
 CASES = json.loads((Path(__file__).parent.parent / "data" / "sparsecore_cases.json").read_text())
 
@@ -138,7 +138,7 @@ def on_devices(function, num_devices):
     """`function` of device-local arrays as a function of global ones; one device needs no mesh."""
     if num_devices == 1:
         return jax.jit(function)
-    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
+    mesh = mesh_of(num_devices)
     return jax.jit(
         jax.shard_map(function, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
     )

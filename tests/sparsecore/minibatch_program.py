@@ -8,6 +8,7 @@ from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec
 from tests.sparsecore import small_world
+from tests.world import mesh_of
 
 ROWS, DIM, BATCH, IDS = 64, 8, 32, 6
 TIGHT = {"max_ids_per_partition": 24, "max_unique_ids_per_partition": 6}
@@ -32,7 +33,7 @@ def make_ids():
 
 def run_step(devices, limits=None, **options):
     """Minibatches, activations and the updated table, on the first devices of all processes."""
-    mesh = small_world.mesh_of(devices)
+    mesh = mesh_of(devices)
     specs = specs_for(devices, **(limits or {}))
     share = BATCH // jax.process_count()
     ids = make_ids()[jax.process_index() * share :][:share]

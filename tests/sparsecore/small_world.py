@@ -3,11 +3,12 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from tests.oracles import stepped_table
+from tests.world import mesh_of
 
 DIM = 5
 TABLES = {"first": 20, "second": 50}
@@ -55,10 +56,6 @@ def ragged(rows, dtype=np.int32):
     result = np.empty(len(rows), object)
     result[:] = [np.asarray(row, dtype) for row in rows]
     return result
-
-
-def mesh_of(devices, axis="x"):
-    return Mesh(np.asarray(jax.devices()[:devices]), (axis,))
 
 
 def init(specs, devices=1, cores=None, key=None):

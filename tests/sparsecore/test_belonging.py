@@ -21,7 +21,8 @@ from rsembed.sparsecore import (
 from rsembed.sparsecore.linen import embed as linen_embed
 from rsembed.sparsecore.nnx import embed as nnx_embed
 from tests.sparsecore import small_world
-from tests.sparsecore.small_world import init, mesh_of
+from tests.sparsecore.small_world import init
+from tests.world import assert_same, mesh_of
 
 ROWS, DIM, BATCH = 64, 8, 32
 IDS = np.arange(BATCH * 2).reshape(BATCH, 2) % ROWS
@@ -229,7 +230,7 @@ def test_variables_are_pairs_of_the_structure_that_they_were_given_in():
     for given in ({"t": embedding.EmbeddingVariables(table, slot)}, {"t": (table,)}):
         updated = step(specs, inputs, given)
         assert jax.tree.structure(updated) == jax.tree.structure(given)
-        jax.tree.map(assert_array_equal, jax.tree.leaves(updated), jax.tree.leaves(wanted))
+        assert_same(jax.tree.leaves(updated), jax.tree.leaves(wanted))
     initializers = embedding_spec.AdagradOptimizerSpec().slot_variables_initializers()
     assert isinstance(initializers, embedding_spec.AdagradSlotVariables)
     paths = [

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
@@ -32,6 +32,7 @@ from tests.sparsecore.case_specs import (
     variables_of,
 )
 from tests.sparsecore.tutorial_program import final_loss, make_batch
+from tests.world import assert_same, mesh_of
 
 LAYOUT_CASES = [
     "stack_auto_two_tables",
@@ -286,7 +287,7 @@ def test_gradients_are_stacked_as_published():
     stacked = embedding.stack_embedding_gradients(gradients, specs, inputs["spec"]["cores"])
     assert_matches(stacked["t"], expected["t"], tolerance)
     back = embedding.unstack_embedding_activations(stacked, specs, 1, inputs["spec"]["cores"])
-    jax.tree.map(assert_array_equal, back, gradients)
+    assert_same(back, gradients)
 
 
 @pytest.mark.parametrize("name", RULE_CASES)
@@ -372,7 +373,7 @@ def test_tables_are_stacked_and_sharded_and_back():
     assert_matches(stacked[:, :, 0], expected["first_column_per_shard"], tolerance)
     assert_matches(stacked[0, 0], expected["row0_of_shard0"], tolerance)
     back = table_stacking.unshard_and_unstack_tables(table_specs, {"ta_tb": stacked}, 4)
-    jax.tree.map(assert_array_equal, back, tables)
+    assert_same(back, tables)
 
 
 def test_initial_variables_have_the_published_shapes():
@@ -391,7 +392,7 @@ def test_initial_variables_have_the_published_shapes():
         for name, vocab, dim, optimizer in inputs["tables"]
     ]
     stack_as_told(specs, inputs["stack"], inputs["devices"], inputs["sc_per_device"])
-    sharding = NamedSharding(Mesh(np.asarray(jax.devices()[:1]), ("x",)), P("x", None))
+    sharding = NamedSharding(mesh_of(1), P("x", None))
     table_specs = embedding.get_table_specs(specs)
     variables = embedding.init_embedding_variables(
         jax.random.key(0), table_specs, sharding, inputs["sc_per_device"]

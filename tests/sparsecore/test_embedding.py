@@ -6,16 +6,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
-from rsembed import from_optax
 from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup, table_stacking
 from tests.sparsecore import small_world
 from tests.sparsecore.case_specs import on_devices, variables_of
+from tests.world import assert_same, mesh_of
 
 
 def drawn(devices, cores, *, highest=None, **fields):
@@ -75,8 +74,7 @@ def test_garbage_in_gaps_and_tails_is_never_used():
         )
 
     run = on_devices(run, 2)
-    jax.tree.map(
-        assert_array_equal,
+    assert_same(
         run(dirty, variables, gradients),
         run(processed, variables, gradients),
     )
@@ -93,11 +91,11 @@ def test_a_shard_map_may_check_what_varies_over_the_mesh():
         )
 
     expected = on_devices(step, 4)(processed, variables, gradients)
-    mesh = Mesh(np.asarray(jax.devices()[:4]), ("x",))
+    mesh = mesh_of(4)
     checked = jax.jit(
         jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True)
     )
-    jax.tree.map(assert_array_equal, checked(processed, variables, gradients), expected)
+    assert_same(checked(processed, variables, gradients), expected)
 
 
 def test_row_limits_leave_padding_and_untouched_rows_alone():
@@ -115,7 +113,7 @@ def test_row_limits_leave_padding_and_untouched_rows_alone():
     assert jax.tree.map(jnp.shape, updated) == jax.tree.map(jnp.shape, variables)
 
 
-# Rules of whole rows: slots have one shape wherever they come from, and padding never counts.
+# Rules of whole rows, for which padding never counts.
 
 
 def normed_momentum(gradient, row, momentum, lr):
@@ -128,35 +126,10 @@ def normed_momentum_in_numpy(row, slots, gradient):
     row -= 0.5 * slots[0]
 
 
-RULES = {
-    "custom": embedding_spec.CustomOptimizerSpec(0.5, normed_momentum, (0.25,)),
-    "row-wise": embedding_spec.RowWiseAdagradOptimizerSpec(0.5),
-    "optax": from_optax(optax.sgd(0.5, momentum=0.9)),
-    "entries": embedding_spec.AdamOptimizerSpec(0.5),
-}
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_new_and_stacked_variables_have_equal_shapes(name):
-    """The dim, 5, is no multiple of 8."""
-    specs = small_world.placed_specs(1, 4, optimizer=RULES[name])
-    variables = small_world.init(specs)
-    logical = small_world.logical_variables(variables, specs)
-    table_specs = embedding.get_table_specs(specs)
-
-    @jax.jit
-    def flat_stacks(logical):
-        stacked = table_stacking.stack_and_shard_tables(table_specs, logical, 4, 0.0)
-        return jax.tree.map(lambda array: array.reshape(-1, array.shape[-1]), stacked)
-
-    flat = flat_stacks(logical)
-    assert jax.tree.map(jnp.shape, flat) == jax.tree.map(jnp.shape, variables)
-    jax.tree.map(assert_array_equal, small_world.logical_variables(flat, specs), logical)
-
-
 @pytest.mark.parametrize("is_from_logical", [True, False])
 def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
-    specs = small_world.placed_specs(1, 4, optimizer=RULES["custom"])
+    rule = embedding_spec.CustomOptimizerSpec(0.5, normed_momentum, (0.25,))
+    specs = small_world.placed_specs(1, 4, optimizer=rule)
     tables, slots = small_world.draw_tables(), small_world.full_slots(0.25)
     variables = variables_of(specs, tables)
     if is_from_logical:
@@ -208,7 +181,7 @@ def rounded_specs(devices, cores, *names, rotation=None):
 
 def stepped(specs, devices, *, number=0):
     """Logical tables of ones after one step of every row with the same small gradient."""
-    mesh = small_world.mesh_of(devices)
+    mesh = mesh_of(devices)
     tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(mesh, "x"))
     inputs = small_world.prepare(tables, {name: np.arange(BATCH)[:, None] % ROWS for name in specs})
     gradients = {name: jnp.full((BATCH, DIM), 2.0**-10) for name in specs}
@@ -237,8 +210,7 @@ def test_every_row_of_every_table_and_every_step_has_noise_of_its_own():
 def test_rounded_tables_are_bit_equal_alone_or_stacked_on_any_number_of_devices_and_cores():
     wanted = stepped(rounded_specs(1, 4, "t", "u"), 1)
     for devices, cores in ((1, 4), (4, 1), (2, 4)):
-        jax.tree.map(
-            assert_array_equal,
+        assert_same(
             stepped(rounded_specs(devices, cores, "t", "u", rotation=1), devices),
             wanted,
         )
@@ -261,4 +233,4 @@ def test_the_devices_may_span_several_mesh_axes_or_one_of_several():
         run = jax.jit(
             jax.shard_map(look_up, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
         )
-        jax.tree.map(np.testing.assert_array_equal, run(processed, variables), expected)
+        assert_same(run(processed, variables), expected)

@@ -19,10 +19,15 @@ from rsembed.sparsecore.nnx import embed as nnx_embed
 from tests import oracles
 from tests.sparsecore import small_world
 from tests.sparsecore.small_world import squared_error
+from tests.world import assert_same
 
 ADAM = embedding_spec.AdamOptimizerSpec(0.1)
 CORES = 1
-NUM_STEPS = 3
+STEPS = (None, None, 7, None, 0)
+"""The step that each call is given; None leaves it to the layer's counter."""
+STEPS_TAKEN = (0, 1, 7, 8, 0)
+COUNTERS = (1, 2, 8, 9, 1)
+"""The layer's counter after each call."""
 
 
 def mesh():
@@ -52,8 +57,8 @@ def initial_params(model, inputs):
 
 
 @functools.cache
-def linen_run(steps=(None,) * NUM_STEPS):
-    """In minibatches, as the batch exceeds its limits."""
+def linen_run():
+    """Parameters before and after each call; in minibatches, as the batch exceeds its limits."""
     specs = small_world.placed_specs(
         2, CORES, is_stacked=False, optimizer=ADAM, max_unique_ids_per_partition=8
     )
@@ -61,64 +66,65 @@ def linen_run(steps=(None,) * NUM_STEPS):
     inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
     assert int(inputs.num_minibatches[0]) > 1
     found = [initial_params(layer, inputs)]
-    for step in steps:
+    for step in STEPS:
         found.append(gradient_step(layer, found[-1], inputs, step))
     return layer, specs, inputs, found
 
 
 @functools.cache
-def nnx_run(steps=(None,) * NUM_STEPS):
+def nnx_run():
+    """Specs, tables before and after each call, and the counter after each."""
     specs = small_world.placed_specs(2, CORES, optimizer=ADAM)
     layer = nnx_layer(specs)
     inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
-    before = small_world.logical_tables(nnx.state(layer), specs)
+    tables = [small_world.logical_tables(nnx.state(layer), specs)]
+    counters = []
 
     @nnx.jit(static_argnames="step")
     def train(layer, inputs, step):
         grads = nnx.grad(lambda layer: squared_error(layer(inputs, step)))(layer)
         nnx.update(layer, nnx.state(grads, nnx_embed.is_embedding_variables))
 
-    for step in steps:
+    for step in STEPS:
         train(layer, inputs, step)
-    return layer, specs, before, small_world.logical_tables(nnx.state(layer), specs)
+        tables.append(small_world.logical_tables(nnx.state(layer), specs))
+        counters.append(float(nnx_embed.step_number(layer.step.get_value())))
+    return specs, tables, counters
 
 
-def dense_adam(tables, steps):
-    """Adam on the squared error of the same batch, over and over."""
+def dense_adam(tables):
+    """Tables after each step of Adam on the squared error of the same batch."""
     ids, _ = small_world.draw_batch()
     slots = small_world.full_slots(0.0, 0.0)
-    for step in steps:
+    stepped = []
+    for step in STEPS_TAKEN:
         gradients = small_world.dense_activations(tables, ids)
         tables, slots = small_world.dense_step(
-            tables, slots, ids, gradients, oracles.adam_step,
-            learning_rate=0.1, beta_1=0.9, beta_2=0.999, epsilon=1e-8, step=step,
-        )  # fmt: skip
-    return tables
+            tables,
+            slots,
+            ids,
+            gradients,
+            oracles.adam_step,
+            learning_rate=0.1,
+            step=step,
+        )
+        stepped.append(tables)
+    return stepped
 
 
-RUNS = {
-    "counted": ((None,) * NUM_STEPS, range(NUM_STEPS), NUM_STEPS),
-    "in the first step for ever": ((0,) * NUM_STEPS, [0] * NUM_STEPS, 1),
-    "the counter goes on from a given step": ((None, 7, None), (0, 7, 8), 9),
-}
-"""Steps that calls are given, those that the optimizer is in, and the counter at the end."""
+def test_linen_autodiff_trains_as_dense_loops_counted_or_in_given_steps():
+    _, specs, _, (params, *updated) = linen_run()
+    expected = dense_adam(small_world.logical_tables(params, specs))
+    for after, tables, counter in zip(updated, expected, COUNTERS, strict=True):
+        small_world.assert_close(small_world.logical_tables(after, specs), tables)
+        assert float(linen_embed.step_number(after[linen_embed.STEP_PARAM_NAME])) == counter
 
 
-@pytest.mark.parametrize("case", RUNS)
-def test_linen_autodiff_trains_as_dense_loops(case):
-    given, steps, end = RUNS[case]
-    _, specs, _, found = linen_run(given)
-    before, after = (small_world.logical_tables(params, specs) for params in (found[0], found[-1]))
-    small_world.assert_close(after, dense_adam(before, steps))
-    assert float(linen_embed.step_number(found[-1][linen_embed.STEP_PARAM_NAME])) == end
-
-
-@pytest.mark.parametrize("case", RUNS)
-def test_nnx_autodiff_trains_as_dense_loops(case):
-    given, steps, end = RUNS[case]
-    layer, _, before, after = nnx_run(given)
-    small_world.assert_close(after, dense_adam(before, steps))
-    assert float(nnx_embed.step_number(layer.step.get_value())) == end
+def test_nnx_autodiff_trains_as_dense_loops_counted_or_in_given_steps():
+    _, (before, *updated), counters = nnx_run()
+    for after, tables in zip(updated, dense_adam(before), strict=True):
+        small_world.assert_close(after, tables)
+    assert tuple(counters) == COUNTERS
 
 
 def test_linen_apply_gradient_equals_autodiff():
@@ -130,13 +136,13 @@ def test_linen_apply_gradient_equals_autodiff():
     explicit = apply(params, activations, inputs)
     updated = meta.unbox(updated)
     assert jax.tree.structure(explicit) == jax.tree.structure(updated)
-    jax.tree.map(np.testing.assert_array_equal, explicit, updated)
+    assert_same(explicit, updated)
     with pytest.raises(ValueError, match="the layer has no parameters here"):
         layer.apply({"params": {}}, activations, inputs, method="apply_gradient")
 
 
 def test_nnx_apply_gradient_equals_autodiff():
-    _, specs, _, expected = nnx_run(steps=(None,))
+    specs, (_, expected, *_), _ = nnx_run()
     layer = nnx_layer(small_world.placed_specs(2, CORES, optimizer=ADAM))
     ids, gradients = small_world.draw_batch()
     inputs, statistics = layer.prepare_batch(ids)

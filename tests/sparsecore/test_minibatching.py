@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal, assert_equal
 
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.partitioner import bucket_of
@@ -30,11 +31,9 @@ def test_the_step_is_bit_by_bit_that_of_the_whole_batch(devices):
     )
     assert len(set(minibatches.tolist())) == 1 and minibatches[0] > 1
     for got, wanted in zip(split, whole, strict=True):
-        np.testing.assert_array_equal(got, wanted)
+        assert_array_equal(got, wanted)
     for field in ("max_ids_per_partition", "max_unique_ids_per_partition", "id_drop_counters"):
-        np.testing.assert_array_equal(
-            getattr(seen_split, field)["words"], getattr(seen, field)["words"]
-        )
+        assert_array_equal(getattr(seen_split, field)["words"], getattr(seen, field)["words"])
     assert (
         seen_split.required_buffer_size_per_sc["words"] >= seen.required_buffer_size_per_sc["words"]
     ).all()
@@ -154,7 +153,7 @@ def test_shapes_are_known_in_advance(has_leading_dimension, enable_minibatching)
     shapes = embedding.eval_preprocess_sparse_dense_matmul_input_shape(
         specs, 2, 4, num_sc_per_device=2, **options
     )
-    jax.tree.map(lambda shape, array: np.testing.assert_equal((shape.shape, shape.dtype), (array.shape, array.dtype)),
+    jax.tree.map(lambda shape, array: assert_equal((shape.shape, shape.dtype), (array.shape, array.dtype)),
                  shapes, processed)  # fmt: skip
     size = embedding.compute_coo_buffer_size_per_device(specs, 4, 2, enable_minibatching)["words"]
     assert processed.lhs_gains["words"].size == 2 * size == 2 * 512

@@ -15,6 +15,7 @@ from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup
 from rsembed.sparsecore import embedding_pipelining_utils as pipelining
 from tests import oracles
 from tests.sparsecore import small_world
+from tests.world import mesh_of
 
 NUM_BATCHES = 4
 CORES = 1
@@ -115,9 +116,14 @@ def sequential_run(tables, delay):
 
     def apply(number, ids, gradients):
         return small_world.dense_step(
-            tables, slots, ids, gradients, oracles.adam_step,
-            learning_rate=0.1, beta_1=0.9, beta_2=0.999, epsilon=1e-8, step=number,
-        )  # fmt: skip
+            tables,
+            slots,
+            ids,
+            gradients,
+            oracles.adam_step,
+            learning_rate=0.1,
+            step=number,
+        )
 
     for number in range(NUM_BATCHES):
         if len(waiting) > delay:
@@ -180,7 +186,7 @@ def one_table(rows, rule):
     specs = small_world.place(
         small_world.feature_specs({"t": rows}, {"f": ("t", 8)}, optimizer=rule)
     )
-    one = small_world.mesh_of(1)
+    one = mesh_of(1)
     tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(one, "x"))
 
     def dense(activations, dense_inputs, train_state, aux):

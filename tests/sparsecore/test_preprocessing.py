@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from tests.sparsecore import small_world
+from tests.world import assert_same
 
 
 @pytest.mark.parametrize("convert", [
@@ -26,7 +27,7 @@ def test_every_form_of_the_same_ids_gives_the_same_buffers(convert):
         small_world.preprocess(specs, {name: make(own) for name, own in rows.items()})[0]
         for make in (convert, np.asarray)
     )
-    jax.tree.map(np.testing.assert_array_equal, found, wanted)
+    assert_same(found, wanted)
 
 
 def test_processes_together_fill_what_one_process_fills():
@@ -39,7 +40,7 @@ def test_processes_together_fill_what_one_process_fills():
         parts.append(small_world.preprocess(specs, local, devices=4, local=2)[0])
     whole, _ = small_world.preprocess(specs, batch, devices=4)
     together = jax.tree.map(lambda *arrays: np.concatenate(arrays), *parts)
-    jax.tree.map(np.testing.assert_array_equal, together, whole)
+    assert_same(together, whole)
 
 
 def test_leading_dimension_counts_local_devices():

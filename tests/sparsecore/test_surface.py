@@ -19,7 +19,7 @@ from rsembed.sparsecore.linen import embed as linen_embed
 from rsembed.sparsecore.mesh_lookup import next_step, step_counter, step_number
 from rsembed.sparsecore.nnx import embed as nnx_embed
 from tests.sparsecore import small_world
-from tests.sparsecore.small_world import mesh_of
+from tests.world import assert_same, mesh_of
 
 DIM, BATCH, CORES, RATE = 4, 8, 2, 0.5
 ROWS = {"t0": 20, "t1": 21}
@@ -159,7 +159,7 @@ def test_tables_are_stacked_by_a_record_and_come_back(dim, mesh):
     back = table_stacking.unstack_and_unshard_stacked_tables(
         {"t1_t0": stacked["t1_t0"].reshape(4, 16, 8)}, record
     )
-    jax.tree.map(assert_array_equal, back, tables)
+    assert_same(back, tables)
     assert (
         table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True).keys()
         == tables.keys()
@@ -186,7 +186,7 @@ def test_a_table_or_stack_that_is_refused_costs_none_of_the_others():
         )
     assert not stacked[first].is_deleted()
     back = table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True)
-    jax.tree.map(assert_array_equal, back, tables)
+    assert_same(back, tables)
 
 
 def test_the_format_of_a_table_is_its_sharding():
@@ -257,12 +257,12 @@ def test_activations_and_gradients_may_be_taken_apart_and_stacked_by_hand():
     by_hand = embedding.unstack_embedding_activations(
         look_up(perform_unstacking=False), features, 1, CORES
     )
-    jax.tree.map(assert_array_equal, by_hand, look_up())
+    assert_same(by_hand, look_up())
     gradients = {name: jnp.ones((BATCH, DIM)) for name in IDS}
     stacked = embedding.stack_embedding_gradients(gradients, features, CORES, 1)
     step = embedding.tpu_sparse_dense_matmul_grad
     found = step(stacked, batch, variables, features, perform_stacking=False, **one)
-    jax.tree.map(assert_array_equal, found, step(gradients, batch, variables, features, **one))
+    assert_same(found, step(gradients, batch, variables, features, **one))
 
 
 # Layers
@@ -341,8 +341,8 @@ def test_the_backward_pass_of_nnx_is_what_autodiff_calls():
 
     updated, *others = backward(layer, state, gradients)
     assert others == [None, None]
-    jax.tree.map(assert_array_equal, nnx.to_pure_dict(updated), nnx.to_pure_dict(by_autodiff))
+    assert_same(nnx.to_pure_dict(updated), nnx.to_pure_dict(by_autodiff))
     assert float(step_number(layer.step.get_value())) == 0
     # As published programs do.
     alone, *_ = backward(layer, {"embedding_table": state["embedding_table"]}, gradients)
-    jax.tree.map(assert_array_equal, alone, {"embedding_table": updated["embedding_table"]})
+    assert_same(alone, {"embedding_table": updated["embedding_table"]})
