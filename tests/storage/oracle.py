@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import rsembed as rs
+from tests.oracles import divisor_of
 
 StepRow = Callable[..., None]
 
@@ -117,10 +118,7 @@ def entries_of(read: Read, combiner: str, counts: Callable[[int], bool]) -> list
                 own.append(
                     (int(read.ids[b, j]), b * width + j if combiner == "none" else b, weight)
                 )
-        divisor = {
-            "mean": sum(w for *_, w in own),
-            "sqrtn": sum(w * w for *_, w in own) ** 0.5,
-        }.get(combiner, 1.0)
+        divisor = divisor_of(combiner, [weight for *_, weight in own])
         found += [
             Entry(key, output, weight / divisor if divisor else 0.0) for key, output, weight in own
         ]

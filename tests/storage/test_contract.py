@@ -17,7 +17,6 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed.initial_values import table_key
@@ -26,6 +25,7 @@ from rsembed.specs import Combiner
 from rsembed.tt import TensorTrain
 from tests.optimizers import test_contract as rules
 from tests.storage.oracle import DenseTable, KeyedTable, Read, SideBySide, Steps, TrainTable
+from tests.world import mesh_of
 
 ROWS, SAMPLES, WIDTH, NUM_DEVICES, NUM_STEPS = 10, 8, 3, 4, 4
 # Ids of the storages with keys; below, groups of four, one for each device. Keys of a group differ in their upper half.
@@ -178,9 +178,9 @@ def spec_of(cell):
     if isinstance(storage, TensorTrain):
         storage = dataclasses.replace(storage, tt_p_shapes=(3, 4), tt_q_shapes=(dim // 4, 4))
     return rs.TableSpec(
-        name=cell.table,
-        vocabulary_size=contract.keyed.get("capacity", 16) if contract.takes_keys else ROWS,
-        embedding_dim=dim,
+        cell.table,
+        contract.keyed.get("capacity", 16) if contract.takes_keys else ROWS,
+        dim,
         initializer=from_key,
         optimizer=steps.rules[0] if len(steps.rules) == 1 else SideBySide(rules=steps.rules),
         combiner=cell.combiner,
@@ -195,10 +195,6 @@ def from_key(key, shape):
     return (scattered >> 8).astype(jnp.float32) / 2**24 - 0.5
 
 
-def mesh_of(num_devices):
-    return Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
-
-
 def collection_of(way, own):
     placed = WAYS[way]
     on_mesh = {}
@@ -210,7 +206,7 @@ def collection_of(way, own):
     features = []
     for cell in own:
         table = spec_of(cell)
-        features += [rs.FeatureSpec(name=name, table_spec=table) for name in cell.features]
+        features += [rs.FeatureSpec(name, table) for name in cell.features]
     return rs.EmbeddingCollection(
         features, exchange_capacity=placed.capacity, bounds_check="ignore", **on_mesh
     )
@@ -244,12 +240,19 @@ def batch_of(own, number):
     return batch
 
 
+def keys_by_number(key):
+    """The random key of each key of the storages, folded out of one key by both halves of the number."""
+    lanes = split_keys(KEYS)
+
+    def fold(high, low):
+        return jax.random.fold_in(jax.random.fold_in(key, high), low)
+
+    return jax.vmap(fold)(lanes.high, lanes.low)
+
+
 def initial_vectors(cell):
     """What keys start from, by the documented formula."""
-    own, lanes = table_key(jax.random.key(0), cell.table), split_keys(KEYS)
-    keys = jax.vmap(lambda high, low: jax.random.fold_in(jax.random.fold_in(own, high), low))(
-        lanes.high, lanes.low
-    )
+    keys = keys_by_number(table_key(jax.random.key(0), cell.table))
     dim = spec_of(cell).embedding_dim
     return dict(
         zip(
@@ -262,15 +265,10 @@ def initial_vectors(cell):
 
 def draws(cell):
     """What a key draws in a step, by the documented formula."""
-    lanes = split_keys(KEYS)
+    of_draws = jax.random.fold_in(table_key(jax.random.key(0), cell.table), 0x61646D74)
 
     def draw(number):
-        own = jax.random.fold_in(
-            jax.random.fold_in(table_key(jax.random.key(0), cell.table), 0x61646D74), number
-        )
-        keys = jax.vmap(lambda high, low: jax.random.fold_in(jax.random.fold_in(own, high), low))(
-            lanes.high, lanes.low
-        )
+        keys = keys_by_number(jax.random.fold_in(of_draws, number))
         return jax.vmap(lambda key: jax.random.bits(key, (1,), jnp.uint32)[0])(keys)
 
     found = np.float64(jax.vmap(draw)(jnp.arange(NUM_STEPS))) / 2**32

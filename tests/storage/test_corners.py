@@ -9,20 +9,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from jax.sharding import Mesh
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import sok
 from rsembed.kernels import native
 from rsembed.keys import split_keys
 from rsembed.tt import TensorTrain
+from tests.world import assert_same, mesh_of
 
 DIM, LR = 4, 0.5
 ONE, OTHER, THIRD = 2**40 + 1, 2**40 + 2**33 + 1, 2**62 + 3
-
-
-def mesh_of(num_devices):
-    return Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
 
 
 SGD = rs.optimizers.SGD(LR)
@@ -32,11 +29,10 @@ def keyed(
     mesh=None, *, rows=8, optimizer=SGD, dtype="float32", beside=(), capacity=None, **storage
 ):
     """One table of keys read by one feature, and other features."""
-    table = rs.TableSpec(
-        name="t", vocabulary_size=rows, embedding_dim=DIM, optimizer=optimizer, dtype=dtype,
+    table = rs.TableSpec("t", rows, DIM, optimizer=optimizer, dtype=dtype,
         storage=rs.Hashed(**storage), stochastic_rounding=dtype != "float32",
     )  # fmt: skip
-    features = [rs.FeatureSpec(name="f", table_spec=table), *beside]
+    features = [rs.FeatureSpec("f", table), *beside]
     return rs.EmbeddingCollection(features, mesh=mesh, exchange_capacity=capacity)
 
 
@@ -46,10 +42,8 @@ def on_mesh():
     others = {"d": None, "w": TensorTrain((2,), (2, 4), (2, 2))}
     beside = [
         rs.FeatureSpec(
-            name=name,
-            table_spec=rs.TableSpec(
-                name=name, vocabulary_size=8, embedding_dim=DIM, optimizer=SGD, storage=storage
-            ),
+            name,
+            rs.TableSpec(name, 8, DIM, optimizer=SGD, storage=storage),
         )
         for name, storage in others.items()
     ]
@@ -84,8 +78,8 @@ def test_a_batch_without_ids_changes_nothing_but_the_step(samples):
     assert all(not np.asarray(values).any() for values in activations.values())
     assert int(row_gradients.num_touched()["t"]) == int(row_gradients.num_touched()["d"]) == 0
     after = update(state, collection.prepare(batch), ones_for(batch))
-    jax.tree.map(np.testing.assert_array_equal, after.tables["d"], state.tables["d"])
-    jax.tree.map(np.testing.assert_array_equal, after.tables["w"], state.tables["w"])
+    assert_same(after.tables["d"], state.tables["d"])
+    assert_same(after.tables["w"], state.tables["w"])
     assert collection.tables(after)["t"]["keys"].size == 0 and int(after.step) == 1
 
 
@@ -117,7 +111,7 @@ def test_gradients_of_micro_batches_on_a_mesh_combine_by_key():
     table = collection.tables(applied)["t"]
     assert dict(zip(table["keys"].tolist(), table["count"].tolist(), strict=True)) == counts
     for key, vector in zip(table["keys"].tolist(), table["values"], strict=True):
-        np.testing.assert_allclose(vector, initial[key] - LR * sums[key], rtol=1e-5, atol=1e-5)
+        assert_allclose(vector, initial[key] - LR * sums[key], rtol=1e-5, atol=1e-5)
 
 
 def test_a_full_table_raises_outside_jit_and_counts_inside():
@@ -151,9 +145,7 @@ def test_keys_without_rows_are_read_ahead_where_numbers_are_64_bits_wide():
         activations, pullback = collection.lookup_vjp(state, batch)
         state = collection.apply(state, pullback(jax.tree.map(jnp.ones_like, activations)))
         values = np.asarray(collection.tables(state)["t"]["values"])
-    np.testing.assert_allclose(
-        values.sum(axis=0), np.asarray(activations["f"])[0] - 2 * LR, rtol=1e-5
-    )
+    assert_allclose(values.sum(axis=0), np.asarray(activations["f"])[0] - 2 * LR, rtol=1e-5)
 
 
 def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
@@ -181,8 +173,8 @@ def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
     one, other, third = table["values"] + LR * 2 * np.array([[4], [1], [1]])
     moved = LR * 2
     read = [one + other, third + one - moved, 2 * (one - 2 * moved)]
-    np.testing.assert_allclose(np.stack(d_weights).reshape(3, DIM), read, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(losses, 2 * np.sum(read, axis=1), rtol=1e-5, atol=1e-5)
+    assert_allclose(np.stack(d_weights).reshape(3, DIM), read, rtol=1e-5, atol=1e-6)
+    assert_allclose(losses, 2 * np.sum(read, axis=1), rtol=1e-5, atol=1e-5)
     assert jax.tree.leaves(state.tables)[0].is_deleted()
 
 
@@ -199,9 +191,9 @@ def test_tables_of_several_storages_widths_and_numbers_of_rounds_share_an_exchan
     }
     tables = [
         rs.TableSpec(
-            name=name,
-            vocabulary_size=32,
-            embedding_dim=2 * DIM if name in ("few", "evicting") else DIM,
+            name,
+            32,
+            2 * DIM if name in ("few", "evicting") else DIM,
             optimizer=rules.get(name, rules["rows"]),
             initializer=jax.nn.initializers.ones,
             storage=storages.get(name),
@@ -218,7 +210,7 @@ def test_tables_of_several_storages_widths_and_numbers_of_rounds_share_an_exchan
     ]
     trained = []
     for options in ({}, {"mesh": mesh_of(4), "exchange_capacity": 2}):
-        features = [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
+        features = [rs.FeatureSpec(table.name, table) for table in tables]
         collection = rs.EmbeddingCollection(features, **options)
         state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
         for batch in batches:
@@ -229,7 +221,7 @@ def test_tables_of_several_storages_widths_and_numbers_of_rounds_share_an_exchan
             state = update(collection.prefetch(state, prepared), prepared, d_activations)
         trained.append(collection.tables(state))
     for one, many in zip(*map(jax.tree.leaves, trained), strict=True):
-        np.testing.assert_allclose(many, one, rtol=1e-6)
+        assert_allclose(many, one, rtol=1e-6)
 
 
 def test_stochastic_rounding_draws_by_key_so_one_device_and_four_store_equal_bits():
@@ -267,15 +259,15 @@ def test_new_rows_are_read_as_they_are_stored_whatever_company_they_come_in(mesh
         ]
     assert np.asarray(found[0]).any(axis=1).all()
     for rows in found:
-        np.testing.assert_array_equal(rows, found[0])
+        assert_array_equal(rows, found[0])
 
 
 @pytest.mark.parametrize(
     "storage", [rs.Hashed(), rs.HostCached(cache_rows=4), TensorTrain((2,))], ids=repr
 )
 def test_a_table_is_found_by_its_name_although_the_state_cuts_long_ones(storage):
-    table = rs.TableSpec(name="a" * 70, vocabulary_size=8, embedding_dim=DIM, storage=storage)
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    table = rs.TableSpec("a" * 70, 8, DIM, storage=storage)
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table))
     state = collection.init(jax.random.key(0))
     assert list(collection.tables(state)) == list(collection.slots(state)) == [table.name]
     assert list(collection.counts(state)) == [table.name] * (not isinstance(storage, TensorTrain))
@@ -284,7 +276,7 @@ def test_a_table_is_found_by_its_name_although_the_state_cuts_long_ones(storage)
     values = np.ones((8, DIM), np.float32)
     rows = {"keys": np.arange(8), "values": values} if storage.takes_keys else values
     found = collection.tables(collection.with_tables(state, {table.name: rows}))[table.name]
-    np.testing.assert_array_equal(found["values"] if storage.takes_keys else found, values)
+    assert_array_equal(found["values"] if storage.takes_keys else found, values)
 
 
 def test_pickled_collections_know_keys_of_64_bits():
@@ -304,8 +296,8 @@ def test_keys_without_a_row_are_counted():
 
 def on_host(cache_rows, eviction="lru"):
     storage = rs.HostCached(cache_rows=cache_rows, eviction=eviction)
-    table = rs.TableSpec(name="t", vocabulary_size=100, embedding_dim=DIM, storage=storage)
-    return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+    table = rs.TableSpec("t", 100, DIM, storage=storage)
+    return rs.EmbeddingCollection(rs.FeatureSpec("f", table))
 
 
 @pytest.mark.parametrize(("eviction", "fetched"), [("lru", 4), ("lfu", 3)])
@@ -328,7 +320,7 @@ def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
     # Outside of jit it fetches by itself, and the state stays good.
     expected = collection.lookup(state, batch)
     near = collection.prefetch(state, batch)
-    np.testing.assert_array_equal(jax.jit(collection.lookup)(near, batch)["f"], expected["f"])
+    assert_array_equal(jax.jit(collection.lookup)(near, batch)["f"], expected["f"])
 
 
 @pytest.mark.parametrize("way", ["vmap", "jit of vmap", "vmap of jit", "vmap of vmap"])
@@ -349,7 +341,7 @@ def test_vmap_reads_rows_on_the_host_and_stops_where_one_is_missing(way):
     }
     found, rows = ways[way](ids), table[ids]
     expected = rows if way == "vmap of vmap" else rows.sum(axis=2)
-    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert_allclose(found, expected, rtol=1e-6)
     with pytest.raises(
         Exception, match=r"1 ids of the batch have no row of table 't' on the device"
     ):
@@ -378,17 +370,15 @@ def on_host_beside(other, *, rows=100):
     how = {"optimizer": rs.optimizers.SGD(LR), "initializer": jax.nn.initializers.zeros}
     tables = [
         rs.TableSpec(
-            name="a",
-            vocabulary_size=100,
-            embedding_dim=DIM,
+            "a",
+            100,
+            DIM,
             storage=rs.HostCached(cache_rows=4),
             **how,
         ),
-        rs.TableSpec(name="b", vocabulary_size=rows, embedding_dim=2 * DIM, storage=other, **how),
+        rs.TableSpec("b", rows, 2 * DIM, storage=other, **how),
     ]
-    return rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
-    )
+    return rs.EmbeddingCollection([rs.FeatureSpec(table.name, table) for table in tables])
 
 
 NO_PLACE = (
@@ -428,17 +418,15 @@ def test_an_error_in_another_table_costs_no_rows_on_the_host(way, other, rows, e
     state = trained(state, {"a": np.array([8, 1, 9]), "b": np.array([1])})
     expected = np.zeros((100, DIM))
     expected[[2, 3, 4, 8, 9]], expected[1] = -LR, -2 * LR
-    np.testing.assert_array_equal(collection.tables(state)["a"], expected)
+    assert_array_equal(collection.tables(state)["a"], expected)
 
 
 @pytest.mark.parametrize(
     ("storage", "mesh"), [(rs.Hashed(), None), (rs.Hashed(when_full="evict"), 2)]
 )
 def test_a_compiled_step_holds_one_copy_of_a_hashed_table(storage, mesh):
-    table = rs.TableSpec(name="t", vocabulary_size=40_000, embedding_dim=32, storage=storage)
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh and mesh_of(mesh)
-    )
+    table = rs.TableSpec("t", 40_000, 32, storage=storage)
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh and mesh_of(mesh))
     batch = collection.prepare({"f": np.arange(64)})
 
     def step(state, batch):
@@ -516,4 +504,4 @@ def test_keys_of_64_bits_enter_jit_as_they_are_where_jax_has_them():
         found = np.asarray(jax.jit(collection.lookup)(state, {"f": WIDE[0]})["f"])
         rows = collection.tables(state)["t"]
     assert rows["keys"].tolist() == [7, 2**40 + 7]
-    np.testing.assert_array_equal(found, rows["values"][::-1])
+    assert_array_equal(found, rows["values"][::-1])

@@ -10,8 +10,8 @@ import pytest
 
 import rsembed as rs
 from rsembed.tt import TensorTrain
-from tests.storage.test_contract import STORAGES as CONTRACTS
 from tests.storage.test_contract import WAYS
+from tests.world import made_mesh
 
 STORAGES = {
     "dense": None,
@@ -21,10 +21,18 @@ STORAGES = {
 }
 DTYPES = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # one rounding, and the sums before it
 ROWS, DIM, LEARNING_RATE = 16, 4, 0.5
-CELLS = [  # one dtype a way; trains of float16 are refused by name
-    (storage, way, "bfloat16" if storage == "train" else (*DTYPES,)[number % 2])
-    for storage in STORAGES
-    for number, way in enumerate(CONTRACTS[storage].ways)
+CELLS = [
+    ("dense", "one device", "bfloat16"),
+    ("dense", "row", "float16"),
+    ("dense", "table", "bfloat16"),
+    ("dense", "column", "float16"),
+    ("dense", "replicated", "bfloat16"),
+    ("hashed", "one device", "float16"),
+    ("hashed", "row", "bfloat16"),
+    ("host-cached", "one device", "bfloat16"),
+    ("host-cached", "row", "float16"),
+    ("train", "one device", "bfloat16"),  # trains of float16 are refused by name
+    ("train", "replicated", "bfloat16"),
 ]
 
 
@@ -47,15 +55,12 @@ def rows_of(collection, state):
 )
 def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(storage, way, dtype):
     placed = WAYS[way]
-    table = rs.TableSpec(
-        name="t", vocabulary_size=ROWS, embedding_dim=DIM, dtype=dtype, storage=STORAGES[storage],
+    table = rs.TableSpec("t", ROWS, DIM, dtype=dtype, storage=STORAGES[storage],
         initializer=jax.nn.initializers.uniform(1.0), optimizer=rs.optimizers.SGD(LEARNING_RATE),
     )  # fmt: skip
     collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name="f", table_spec=table)],
-        mesh=None
-        if placed.placement is None
-        else jax.make_mesh((4,), ("x",), devices=jax.devices()[:4]),
+        rs.FeatureSpec("f", table),
+        mesh=None if placed.placement is None else made_mesh(4),
         placement=placed.placement,
         exchange_capacity=placed.capacity,
     )

@@ -13,17 +13,15 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.keyed import DELETED
 from rsembed.keys import join_keys, split_keys
 from rsembed.storage.row_map import HashTable
+from tests.oracles import hash_of_key
 
 MAX_KEYS, NUM_SLOTS = 8, 16
 CALL = 6  # keys per call
 
 
 def home(key):
-    """Murmur's finaliser in Python integers, an implementation of its own."""
-    h = (key & 0xFFFFFFFF) ^ ((key >> 32) * 0x9E3779B1 & 0xFFFFFFFF)
-    h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
-    h = (h ^ (h >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
-    return (h ^ (h >> 16)) % NUM_SLOTS
+    """The slot at which the search for a key begins."""
+    return hash_of_key(key) % NUM_SLOTS
 
 
 def keys_with_home(slot, count, high):

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import rsembed as rs
 from rsembed.kernels import api
@@ -43,7 +44,7 @@ def test_rows_hold_their_first_values_until_they_are_written():
         for got, array in zip(backing.exchange(evicted, values, inserted), wanted, strict=True):
             for k, row in enumerate(inserted):
                 expected = np.zeros_like(array[0]) if row == NO_ROW else array[row]
-                np.testing.assert_array_equal(got[k], expected)
+                assert_array_equal(got[k], expected)
     assert all(size & (size - 1) == 0 for size in sizes - {NUM_ROWS})
 
 
@@ -88,9 +89,9 @@ def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits)
         assert all(own is arrays for own in kept)
         places = placed.places[is_row]
         assert (placed.places[~is_row] < 0).all() and places.max() < arrays[0].shape[0]
-        np.testing.assert_array_equal(arrays[0][places], table[rows[is_row]])
-        np.testing.assert_array_equal(arrays[1][places], sums[rows[is_row]])
-        np.testing.assert_array_equal(arrays[2][places], rows[is_row])
+        assert_array_equal(arrays[0][places], table[rows[is_row]])
+        assert_array_equal(arrays[1][places], sums[rows[is_row]])
+        assert_array_equal(arrays[2][places], rows[is_row])
         # A step, on the device and in the plain arrays; rows behind the cache go storage at once.
         table[rows[is_row]], sums[rows[is_row]] = step, -step
         arrays = (arrays[0].at[places].set(step), arrays[1].at[places].set(-step), arrays[2])
@@ -100,14 +101,14 @@ def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits)
         cached.store_scratch(scratch)
     cached.flush(lambda places: api.gather_rows(arrays[:-1], places))
     for found, wanted in zip(backing.read(np.arange(NUM_ROWS)), (table, sums), strict=True):
-        np.testing.assert_array_equal(found, wanted)
+        assert_array_equal(found, wanted)
 
 
 def test_a_lookup_that_a_step_of_another_thread_overtakes_is_refused(monkeypatch):
     spec = rs.TableSpec(
         "t", 64, 2, optimizer=rs.optimizers.SGD(1.0), storage=rs.HostCached(cache_rows=8)
     )
-    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", spec)])
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", spec))
     state = collection.init(jax.random.key(0))
     batches = [{"f": np.arange(first, first + 8)} for first in (0, 8, 16)]
     (way,) = collection._on_host.values()
@@ -125,7 +126,7 @@ def test_a_lookup_that_a_step_of_another_thread_overtakes_is_refused(monkeypatch
             trained = collection.update(trained, batch, {"f": jnp.ones((8, 2))})
 
     expected = collection.lookup(state, batches[0])["f"]
-    np.testing.assert_array_equal(collection.lookup(state, batches[0])["f"], expected)
+    assert_array_equal(collection.lookup(state, batches[0])["f"], expected)
     monkeypatch.setattr(way, "_gather", overtaken)
     with pytest.raises(RuntimeError, match="exchanged since for another state"):
         collection.lookup(state, batches[0])

@@ -8,11 +8,11 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import checkpoint
 from rsembed.storage import protocol
+from tests.world import assert_same, mesh_of
 
 DIM, ROWS, NAMES, NUM_STEPS = 4, 8, ("here", "mine", "yours"), 6
 KEY = jax.random.key(3)
@@ -37,14 +37,9 @@ def split_initializer(key, shape, dtype="float32"):
 
 def table(name, *, rows=ROWS, dtype="float32", rule=ADAM, initializer=None, **policy):
     initializer = jax.nn.initializers.normal(0.3) if initializer is None else initializer
-    return rs.TableSpec(
-        name=name, vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, initializer=initializer, dtype=dtype,
+    return rs.TableSpec(name, rows, DIM, optimizer=rule, initializer=initializer, dtype=dtype,
         stochastic_rounding=dtype == "bfloat16", storage=rs.Hashed(**policy),
     )  # fmt: skip
-
-
-def mesh_of(num_devices):
-    return None if num_devices == 1 else Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
 
 
 def collection_of(names, num_devices=1, placement=None, **given):
@@ -53,11 +48,12 @@ def collection_of(names, num_devices=1, placement=None, **given):
     for name in names:
         own = table(name, **given | {"rows": given.get("rows", dict.fromkeys(NAMES, ROWS))[name]})
         features += [
-            rs.FeatureSpec(name=f"{name}_bag", table_spec=own),
-            rs.FeatureSpec(name=name, table_spec=own),
+            rs.FeatureSpec(f"{name}_bag", own),
+            rs.FeatureSpec(name, own),
         ]
+    mesh = None if num_devices == 1 else mesh_of(num_devices)
     placements = None if placement is None else dict.fromkeys(names, placement)
-    return rs.EmbeddingCollection(features, mesh=mesh_of(num_devices), placement=placements)
+    return rs.EmbeddingCollection(features, mesh=mesh, placement=placements)
 
 
 def batches(names):
@@ -104,11 +100,6 @@ def of_tables(collection, state, name):
     return collection.tables(state)[name], collection.counts(state)[name]
 
 
-def assert_equal(one, other):
-    assert jax.tree.structure(one) == jax.tree.structure(other)
-    jax.tree.map(np.testing.assert_array_equal, one, other)
-
-
 def assert_each_is_as_if_alone(num_devices=1, placement=None, way="apply", **given):
     together, alone = (
         collection_of(names, num_devices, placement, **given) for names in (NAMES, NAMES[1:2])
@@ -117,8 +108,8 @@ def assert_each_is_as_if_alone(num_devices=1, placement=None, way="apply", **giv
     many, state = trained(together, NAMES, way)
     one, own_state = trained(alone, NAMES[1:2], way)
     for found, expected in zip(many, one, strict=True):
-        assert_equal({name: found[name] for name in expected}, expected)
-    assert_equal(of_tables(together, state, "mine"), of_tables(alone, own_state, "mine"))
+        assert_same({name: found[name] for name in expected}, expected)
+    assert_same(of_tables(together, state, "mine"), of_tables(alone, own_state, "mine"))
     return together, state
 
 
@@ -193,7 +184,7 @@ def test_files_know_tables_by_name_whatever_storage_they_share(
             names, loaded_on, **GIVEN | ({"rows": UNLIKE_ROWS} if is_unlike else {})
         )
         loaded = checkpoint.load_collection(tmp_path / "saved", other)
-        assert_equal(other.tables(loaded), collection.tables(state))
+        assert_same(other.tables(loaded), collection.tables(state))
         # New keys start from the key of their table, whoever drew it.
         ids, gradients = batches(NAMES)[0]
         ids = jax.tree.map(lambda leaf: leaf + 5 if leaf.dtype == np.int64 else leaf, ids)
@@ -203,7 +194,7 @@ def test_files_know_tables_by_name_whatever_storage_they_share(
         ]
         found, wanted = other.tables(after[0]), collection.tables(after[1])
         if saved_on == loaded_on:  # otherwise keys have other company when rows are taken away
-            assert_equal(found, wanted)
+            assert_same(found, wanted)
         assert all(
             found[name]["waiting_keys"].size == wanted[name]["waiting_keys"].size for name in NAMES
         )
@@ -213,17 +204,15 @@ def test_a_file_of_tables_together_is_one_of_tables_apart(tmp_path):
     collection, state = some_state()
     checkpoint.save_collection(tmp_path / "saved", collection, state)
     features = collection_of(["here", "yours"], **GIVEN).features.values()
-    larger = rs.FeatureSpec(
-        name="mine", table_spec=table("mine", **GIVEN | {"rows": 40, "eviction": "lru"})
-    )
+    larger = rs.FeatureSpec("mine", table("mine", **GIVEN | {"rows": 40, "eviction": "lru"}))
     apart_from = rs.EmbeddingCollection([*features, larger])
     assert apart_from.init(KEY).tables.keys() == {"here_yours", "mine"}
     loaded = checkpoint.load_collection(tmp_path / "saved", apart_from)
     found, expected = apart_from.tables(loaded), collection.tables(state)
-    assert_equal(found, expected)
+    assert_same(found, expected)
     checkpoint.save_collection(tmp_path / "again", apart_from, loaded)
     back = collection.tables(checkpoint.load_collection(tmp_path / "again", collection))
-    assert_equal(
+    assert_same(
         {name: back[name] for name in ("here", "yours")},
         {name: found[name] for name in ("here", "yours")},
     )
@@ -239,7 +228,7 @@ def test_rows_of_one_table_are_written_and_evicted_alone(num_devices, is_unlike,
         collection.with_tables(fresh, {"mine": rows, "yours": before["yours"]})
     )
     np.testing.assert_array_equal(written["mine"]["values"], rows["values"])
-    assert_equal(written["yours"], before["yours"])
+    assert_same(written["yours"], before["yours"])
     assert not written["here"]["keys"].size
     with jax.numpy_dtype_promotion("standard"):
         copy = jax.tree.map(lambda leaf: leaf.copy(), state)
@@ -247,13 +236,13 @@ def test_rows_of_one_table_are_written_and_evicted_alone(num_devices, is_unlike,
     after = collection.tables(left)
     assert after["mine"]["keys"].size == 2 and gone["keys"].size == before["mine"]["keys"].size - 2
     assert not np.intersect1d(after["mine"]["keys"], gone["keys"]).size
-    assert_equal(
+    assert_same(
         {name: after[name] for name in ("here", "yours")},
         {name: before[name] for name in ("here", "yours")},
     )
     order = [name for name in before["mine"] if not name.startswith("waiting")]
     whole = collection.tables(collection.with_tables(left, {"mine": gone}))["mine"]
-    assert_equal(
+    assert_same(
         {name: whole[name] for name in order}, {name: before["mine"][name] for name in order}
     )
 
@@ -291,7 +280,7 @@ def test_keys_of_numbers_as_they_once_were_start_the_same_tables():
         )
         for key in (jax.random.PRNGKey(3), jax.random.key(3))
     ]
-    assert_equal(*found)
+    assert_same(*found)
 
 
 UNLIKE = {
@@ -307,9 +296,7 @@ UNLIKE = {
 @pytest.mark.parametrize("difference", [*UNLIKE])
 def test_tables_that_differ_in_more_than_their_names_stay_alone(difference):
     tables = [table("here"), table("mine", **UNLIKE[difference]), table("yours")]
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables]
-    )
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in tables])
     assert collection.init(KEY).tables.keys() == {"here_yours", "mine"}
 
 
@@ -319,7 +306,5 @@ class Theirs(rs.Hashed):
 
 def test_tables_of_a_class_that_nobody_knows_stay_alone():
     same = {"vocabulary_size": ROWS, "embedding_dim": DIM, "optimizer": ADAM, "storage": Theirs()}
-    features = [
-        rs.FeatureSpec(name=name, table_spec=rs.TableSpec(name=name, **same)) for name in NAMES
-    ]
+    features = [rs.FeatureSpec(name, rs.TableSpec(name=name, **same)) for name in NAMES]
     assert rs.EmbeddingCollection(features).init(KEY).tables.keys() == set(NAMES)

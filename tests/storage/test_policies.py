@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint
-from tests.storage.test_corners import DIM, keyed, mesh_of
+from tests.storage.test_corners import DIM, keyed
+from tests.world import mesh_of
 
 # Small numbers come last, so that rows in the order of arrival are not in that of the keys.
 KEYS = 2**40 * np.arange(12)[::-1]
@@ -29,9 +31,7 @@ def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(evict
         if number >= 4:
             other = step(other, batch, gradients)
             for name, found in collection.tables(other)["t"].items():
-                np.testing.assert_array_equal(
-                    found, collection.tables(state)["t"][name], err_msg=name
-                )
+                assert_array_equal(found, collection.tables(state)["t"][name], err_msg=name)
     assert collection.counts(other)["t"]["evicted"].sum() >= 2
 
 
@@ -79,8 +79,7 @@ def test_a_table_that_was_full_on_a_mesh_is_told_how_many_rows_it_needs(tmp_path
     assert by_key(other.tables(loaded)["t"]) == by_key(collection.tables(state)["t"])
 
 
-@pytest.mark.parametrize("when_full", ["zero", "evict"])
-@pytest.mark.parametrize("num_devices", [1, 4])
+@pytest.mark.parametrize(("num_devices", "when_full"), [(1, "evict"), (4, "zero"), (4, "evict")])
 def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_devices, when_full):
     mesh = mesh_of(num_devices)
     collection = keyed(rows=2 * num_devices, mesh=mesh, when_full=when_full)
@@ -100,14 +99,11 @@ def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_d
     updated = collection.update(state, batch, gradients)
     applied = collection.apply(state, collection.lookup_vjp(state, batch)[1](gradients))
     for after in (updated, applied):
-        np.testing.assert_array_equal(collection.tables(after)["t"]["keys"], np.sort(wanted))
-    np.testing.assert_array_equal(
-        *(collection.tables(after)["t"]["values"] for after in (updated, applied))
-    )
+        assert_array_equal(collection.tables(after)["t"]["keys"], np.sort(wanted))
+    assert_array_equal(*(collection.tables(after)["t"]["values"] for after in (updated, applied)))
 
 
-@pytest.mark.parametrize("when_full", ["zero", "evict"])
-@pytest.mark.parametrize("capacity", [1, 2, None])
+@pytest.mark.parametrize(("capacity", "when_full"), [(1, "zero"), (2, "evict"), (None, "zero")])
 def test_any_number_of_rounds_admits_what_a_dictionary_does(capacity, when_full):
     """Where there is a row, and a place to wait, for every key."""
     mesh = mesh_of(2)
@@ -187,25 +183,25 @@ def test_of_equally_due_keys_the_least_signed_number_goes():
         assert len(collection.tables(after)["t"]["keys"]) == 2
 
 
-@pytest.mark.parametrize("when_full", ["zero", "evict", "error"])
-@pytest.mark.parametrize(("num_devices", "num_tables"), [(1, 2), (2, 1), (4, 2)])
+@pytest.mark.parametrize(
+    ("num_devices", "num_tables", "when_full"),
+    [(1, 2, "zero"), (2, 1, "evict"), (4, 2, "evict"), (4, 2, "error")],
+)
 def test_keys_that_will_find_no_row_read_zeros_in_training_as_in_serving(
     num_devices, when_full, num_tables
 ):
     """What training reads is what it steps: a key's row after the step is what was read, less its gradient."""
     tables = [
         rs.TableSpec(
-            name=f"t{number}",
-            vocabulary_size=4 * num_devices,
-            embedding_dim=DIM,
+            f"t{number}",
+            4 * num_devices,
+            DIM,
             optimizer=rs.optimizers.SGD(0.25),
             storage=rs.Hashed(when_full=when_full),
         )
         for number in range(num_tables)
     ]
-    features = [
-        rs.FeatureSpec(name=f"f{number}", table_spec=table) for number, table in enumerate(tables)
-    ]
+    features = [rs.FeatureSpec(f"f{number}", table) for number, table in enumerate(tables)]
     collection = rs.EmbeddingCollection(features, mesh=mesh_of(num_devices))
     generator, state = np.random.default_rng(num_devices), collection.init(jax.random.key(1))
     look_up = jax.jit(lambda state, batch: collection.lookup_vjp(state, batch)[0])
@@ -230,9 +226,7 @@ def test_keys_that_will_find_no_row_read_zeros_in_training_as_in_serving(
                 if key == -1:
                     continue
                 if key in before:
-                    np.testing.assert_array_equal(
-                        read[feature.name][place], served[feature.name][place]
-                    )
+                    assert_array_equal(read[feature.name][place], served[feature.name][place])
                 if key not in values:
                     num_without += 1
                     assert (
@@ -241,6 +235,6 @@ def test_keys_that_will_find_no_row_read_zeros_in_training_as_in_serving(
                     )
                 else:
                     stepped = read[feature.name][place] - 0.25 * np.sum(own == key)
-                    np.testing.assert_allclose(values[key], stepped, rtol=1e-6)
+                    assert_allclose(values[key], stepped, rtol=1e-6)
                     assert read[feature.name][place].any()
     assert num_without > 8

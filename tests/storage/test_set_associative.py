@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.testing import assert_array_equal
 
 from rsembed.storage import Admission, CacheCounts, SetAssociativeCache
 from rsembed.storage.set_associative import set_of
@@ -211,8 +212,8 @@ def test_large_batches_are_found_where_they_were_put():
     cache = SetAssociativeCache(300, num_ways=32, num_ids=20_000)
     locations = cache.admit(ids).locations
     there = locations >= 0
-    np.testing.assert_array_equal(cache.tags[locations[there]], ids[there])
-    np.testing.assert_array_equal(cache.find(ids), locations)
+    assert_array_equal(cache.tags[locations[there]], ids[there])
+    assert_array_equal(cache.find(ids), locations)
     assert there.sum() == (cache.tags >= 0).sum() > 8192
 
 
@@ -244,5 +245,5 @@ def test_a_refused_unlock_or_reset_changes_nothing():
         cache.unlock(np.arange(4))
     with pytest.raises(ValueError, match="cannot reset a cache with 1 locked slots"):
         cache.reset()
-    np.testing.assert_array_equal(cache.find(np.array([1])), slot)
+    assert_array_equal(cache.find(np.array([1])), slot)
     cache.unlock(slot)

@@ -12,11 +12,12 @@ from rsembed.storage import hashed, protocol
 KEYS = rs.Hashed()
 
 
-def tables_of(sizes):
-    alike = {"embedding_dim": 8, "storage": KEYS}
-    return [
-        rs.TableSpec(name=f"t{k}", vocabulary_size=size, **alike) for k, size in enumerate(sizes)
-    ]
+def tables_of(sizes, storage=KEYS):
+    return [rs.TableSpec(f"t{k}", size, 8, storage=storage) for k, size in enumerate(sizes)]
+
+
+def collection_of(tables):
+    return rs.EmbeddingCollection([rs.FeatureSpec(table.name, table) for table in tables])
 
 
 def sizes_of(groups):
@@ -74,29 +75,20 @@ def test_no_group_takes_more_rows_than_one_may_have(most_rows):
 
 def test_storages_hold_as_many_rows_as_arrays_can_number(monkeypatch):
     monkeypatch.setattr(hashed, "MAX_CAPACITY", 250)
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables_of([100] * 5)]
-    )
+    collection = collection_of(tables_of([100] * 5))
     assert [len(stack.tables) for stack in collection.plan.stacks] == [2, 2, 1]
     collection.init(jax.random.key(0))
 
 
 def test_storages_have_as_many_waiting_places_as_arrays_can_number():
     waits = rs.Hashed(admission_count=1, admission_capacity=2**28)
-    tables = [
-        rs.TableSpec(name=f"t{k}", vocabulary_size=100, embedding_dim=8, storage=waits)
-        for k in range(5)
-    ]
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables]
-    )
+    collection = collection_of(tables_of([100] * 5, waits))
     assert [len(stack.tables) for stack in collection.plan.stacks] == [2, 2, 1]  # 2**29 is the most
 
 
 def test_a_hundred_tables_of_all_sizes_need_a_dozen_storages():
     sizes = (10 ** np.random.default_rng(0).uniform(3, 6, 100)).astype(int).tolist()
-    features = [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables_of(sizes)]
-    collection = rs.EmbeddingCollection(features)
+    collection = collection_of(tables_of(sizes))
     assert len(collection.plan.stacks) <= 16
     values = sum(stack.num_stored_values[0] for stack in collection.plan.stacks)
     assert 8 * sum(sizes) <= values <= 8 * sum(sizes) * (1 + protocol.MOST_EMPTY)
