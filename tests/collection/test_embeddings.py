@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed.kernels import native
 from rsembed.tt import TensorTrain
 from tests.oracles import dense_gradients
+from tests.world import assert_same, made_mesh
 
 VOCABULARY, DIM = 11, 3
 
@@ -25,9 +27,7 @@ def table_spec(name="t", **changes):
 
 
 def collection_of(*tables, **options):
-    return rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=f"f_{t.name}", table_spec=t) for t in tables], **options
-    )
+    return rs.EmbeddingCollection([rs.FeatureSpec(f"f_{t.name}", t) for t in tables], **options)
 
 
 def gain_matrix(rows, weights, combiner, vocabulary=VOCABULARY):
@@ -82,7 +82,7 @@ def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_w
         jax.tree.leaves(steps(written_down, state, d_activations)),
         strict=True,
     ):
-        np.testing.assert_allclose(one, two, rtol=1e-6, atol=1e-7)
+        assert_allclose(one, two, rtol=1e-6, atol=1e-7)
     program = jax.jit(
         lambda s, d: collection.apply(
             s, rs.clip_by_global_norm(collection.lookup_vjp(s, batch)[1](d), 2.0)
@@ -110,11 +110,11 @@ def test_value_and_grad_returns_loss_aux_dense_and_row_gradients():
     gains = gain_matrix(ROWS, None, "sum")
     table = np.asarray(collection.tables(state)["t"])
     errors = gains @ table @ np.ones(DIM) - np.arange(4.0)
-    np.testing.assert_allclose(aux, errors, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(loss, (errors**2).sum(), rtol=1e-5)
-    np.testing.assert_allclose(dense, 2 * (gains @ table).T @ errors, rtol=1e-5)
+    assert_allclose(aux, errors, rtol=1e-5, atol=1e-6)
+    assert_allclose(loss, (errors**2).sum(), rtol=1e-5)
+    assert_allclose(dense, 2 * (gains @ table).T @ errors, rtol=1e-5)
     expected = gains.T @ (2 * errors[:, None] * np.ones((1, DIM)))
-    np.testing.assert_allclose(dense_gradients(row_gradients)["t"], expected, rtol=1e-5, atol=1e-6)
+    assert_allclose(dense_gradients(row_gradients)["t"], expected, rtol=1e-5, atol=1e-6)
 
 
 def test_ordinary_autodiff_through_lookup_gives_dense_gradients_of_tables_and_weights():
@@ -133,14 +133,14 @@ def test_ordinary_autodiff_through_lookup_gives_dense_gradients_of_tables_and_we
     d_tables, d_weights = jax.jit(jax.grad(total, argnums=(0, 1)))(state.tables, weights)
     gains = gain_matrix(ROWS, WEIGHTS, "mean")
     cosine = np.cos(gains @ np.asarray(state.tables["t"]))
-    np.testing.assert_allclose(d_tables["t"], gains.T @ cosine, rtol=1e-5, atol=1e-6)
+    assert_allclose(d_tables["t"], gains.T @ cosine, rtol=1e-5, atol=1e-6)
     for place in (0, 2, 5):
         nudge = np.where(np.arange(len(weights)) == place, np.float32(1e-2), np.float32(0))
         slope = (
             float(total(state.tables, weights + nudge) - total(state.tables, weights - nudge))
             / 2e-2
         )
-        np.testing.assert_allclose(np.asarray(d_weights)[place], slope, rtol=2e-2, atol=1e-4)
+        assert_allclose(np.asarray(d_weights)[place], slope, rtol=2e-2, atol=1e-4)
 
 
 def test_initial_values_depend_on_key_and_table_not_on_company():
@@ -148,7 +148,7 @@ def test_initial_values_depend_on_key_and_table_not_on_company():
     together = collection_of(table_spec("t"), table_spec("u"), table_spec("v", embedding_dim=5))
     key = jax.random.key(7)
     one, many = alone.tables(alone.init(key))["u"], together.tables(together.init(key))
-    np.testing.assert_array_equal(one, many["u"])
+    assert_array_equal(one, many["u"])
     assert not np.array_equal(many["t"], many["u"])
     assert not np.array_equal(one, alone.tables(alone.init(jax.random.key(8)))["u"])
 
@@ -161,8 +161,8 @@ def test_init_in_blocks_fills_every_row_once(monkeypatch):
     # 8 blocks, the last one overlapping.
     monkeypatch.setattr("rsembed.storage.dense_rows.INIT_BLOCK_VALUES", 7 * DIM)
     blocks = collection_of(spec).init(jax.random.key(0))
-    np.testing.assert_array_equal(blocks.tables["t"], expected.tables["t"])
-    np.testing.assert_array_equal(blocks.slots["t"][0], np.full((50, DIM), 0.3, np.float32))
+    assert_array_equal(blocks.tables["t"], expected.tables["t"])
+    assert_array_equal(blocks.slots["t"][0], np.full((50, DIM), 0.3, np.float32))
 
 
 def test_stochastic_rounding_keeps_the_mean_where_nearest_rounding_stands_still():
@@ -185,7 +185,7 @@ def test_stochastic_rounding_keeps_the_mean_where_nearest_rounding_stands_still(
     again = collection.init(jax.random.key(0))
     for _ in range(8):
         again = update(again)
-    np.testing.assert_array_equal(again.tables["t"], state.tables["t"])
+    assert_array_equal(again.tables["t"], state.tables["t"])
 
 
 def test_quantized_lookup_rounds_rows_before_they_are_summed():
@@ -195,7 +195,7 @@ def test_quantized_lookup_rounds_rows_before_they_are_summed():
     table = np.asarray(collection.tables(state)["t"], np.float64)
     rounded = np.floor((np.clip(table, -1, 1) + 1) / 0.5 + 0.5) * 0.5 - 1
     expected = gain_matrix(ROWS, None, "sum") @ rounded
-    np.testing.assert_allclose(collection.lookup(state, {"f_t": ROWS})["f_t"], expected, atol=1e-6)
+    assert_allclose(collection.lookup(state, {"f_t": ROWS})["f_t"], expected, atol=1e-6)
 
 
 def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():
@@ -206,7 +206,7 @@ def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():
         state, {"f_t": ids, "f_u": ids[:, :1]}
     )
     table = np.asarray(collection.tables(state)["t"])
-    np.testing.assert_array_equal(activations["f_t"], table[[1, 3, 2]])
+    assert_array_equal(activations["f_t"], table[[1, 3, 2]])
     assert int(statistics.num_ids["f_t"]) == 3
     assert int(statistics.num_out_of_range["f_t"]) == 2
     for dtype in (np.uint8, np.int16, np.uint32, np.int64, np.uint64):
@@ -219,15 +219,13 @@ def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():
     batch = lenient.prepare({"f_t": ids, "f_u": np.asarray([[2**40], [0], [1]])})
     lookup = jax.jit(functools.partial(lenient.lookup, return_statistics=True))
     activations, statistics = lookup(lenient.init(jax.random.key(0)), batch)
-    np.testing.assert_array_equal(activations["f_t"], table[[1, 3, 2]])
+    assert_array_equal(activations["f_t"], table[[1, 3, 2]])
     assert int(statistics.num_out_of_range["f_u"]) == 1
 
 
 def test_output_dim_below_the_table_dim_returns_and_trains_leading_columns():
     table = table_spec()
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name="f", table_spec=table, output_shape=(2, 2))]
-    )
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table, output_shape=(2, 2)))
     state = collection.init(jax.random.key(0))
     batch = collection.prepare({"f": [[1], [2]]})
 
@@ -237,8 +235,8 @@ def test_output_dim_below_the_table_dim_returns_and_trains_leading_columns():
         return activations["f"], dense_gradients(pullback({"f": gradient}))["t"]
 
     activations, dense = map(np.asarray, both(state, np.ones((2, 2), np.float32)))
-    np.testing.assert_array_equal(activations, np.asarray(state.tables["t"])[[1, 2], :2])
-    np.testing.assert_array_equal(dense[1], [1, 1, 0])
+    assert_array_equal(activations, np.asarray(state.tables["t"])[[1, 2], :2])
+    assert_array_equal(dense[1], [1, 1, 0])
 
 
 @pytest.mark.parametrize("num_devices", [None, 2])
@@ -255,8 +253,8 @@ def test_a_prepared_batch_stays_though_its_memory_is_written_again(num_devices):
         np.ones(64, np.float32),
         np.arange(65, dtype=np.int32),
     )
-    spec = rs.TableSpec(name="t", vocabulary_size=64, embedding_dim=DIM)
-    features = [rs.FeatureSpec(name=name, table_spec=spec) for name in ("array", "pair", "bags")]
+    spec = rs.TableSpec("t", 64, DIM)
+    features = [rs.FeatureSpec(name, spec) for name in ("array", "pair", "bags")]
     given = [*map(aligned, (ids, ids, weights, ids, offsets, weights))]
     bags = rs.Bags(given[3], given[4], given[5])
     batch = {
@@ -264,12 +262,12 @@ def test_a_prepared_batch_stays_though_its_memory_is_written_again(num_devices):
         "pair": (given[1][:, None], given[2][:, None]),
         "bags": bags,
     }
-    mesh = None if num_devices is None else jax.make_mesh((num_devices,), ("x",))
+    mesh = made_mesh(num_devices)
     prepared = jax.block_until_ready(rs.EmbeddingCollection(features, mesh=mesh).prepare(batch))
     before = jax.tree.map(np.array, prepared)
     for array in given:
         array[...] = 0
-    jax.tree.map(np.testing.assert_array_equal, prepared, before)
+    assert_same(prepared, before)
 
 
 def test_what_was_prepared_is_not_copied_when_it_is_prepared_again():
@@ -299,7 +297,7 @@ def test_arrays_of_one_batch_become_int32_in_their_shapes_and_stay_where_they_ar
     assert list(prepared) == list(collection.features)
     for own, (name, found) in zip(ids, prepared.items(), strict=True):
         assert isinstance(found, jax.Array) and found.dtype == np.int32 and found.shape == own.shape
-        np.testing.assert_array_equal(found, own)
+        assert_array_equal(found, own)
         assert found is batch[name] or dtype is not jnp.int32
     with pytest.raises(
         ValueError, match=r"'f_b': id 3 in sample 1 is outside table 'b' with vocabulary_size=3"
@@ -315,7 +313,7 @@ def test_ids_beyond_int32_are_those_of_no_row_where_they_are_let_pass():
     )
     ids = np.asarray([[2, 2**32 + 1], [-(2**32), 0]])
     found, expected = collection.lookup(state, {"f_t": ids}), np.asarray(table(state)["t"])[[2, 0]]
-    np.testing.assert_allclose(found["f_t"], expected, rtol=1e-6)
+    assert_allclose(found["f_t"], expected, rtol=1e-6)
 
 
 def test_the_loop_that_fills_tables_has_no_loop_inside():
@@ -337,18 +335,22 @@ def test_ids_after_the_last_offset_are_neither_read_nor_trained_without_a_combin
     prepared = collection.prepare({"f_t": rs.Bags(ids, np.asarray([0, 2, 4], np.int32))})["f_t"]
     shortened = dataclasses.replace(prepared, offsets=jnp.asarray([1, 2, 3], jnp.int32))
     read = jax.jit(collection.lookup)(state, {"f_t": shortened})["f_t"]
-    np.testing.assert_allclose(read, np.stack([0 * before[0], before[2], before[3], 0 * before[0]]))
+    assert_allclose(read, np.stack([0 * before[0], before[2], before[3], 0 * before[0]]))
     state = jax.jit(collection.update)(state, {"f_t": shortened}, {"f_t": jnp.ones((4, DIM))})
     after = np.asarray(collection.lookup(state, everything)["f_t"]).reshape(VOCABULARY, DIM)
     is_trained = np.isin(np.arange(VOCABULARY), [2, 3])
-    np.testing.assert_allclose(before - after, np.repeat(is_trained[:, None], DIM, 1), atol=1e-6)
+    assert_allclose(before - after, np.repeat(is_trained[:, None], DIM, 1), atol=1e-6)
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize(
-    "storage",
-    [None, rs.Hashed(), rs.HostCached(cache_rows=64), TensorTrain(tt_ranks=(2, 2))],
-    ids=["dense", "hashed", "host-cached", "train"],
+    ("storage", "num_devices"),
+    [
+        (None, 1),
+        (None, 4),
+        (rs.Hashed(), 4),
+        (rs.HostCached(cache_rows=64), 4),
+        (TensorTrain(tt_ranks=(2, 2)), 1),
+    ],
 )
 def test_the_reference_implementation_calls_no_native_kernel(storage, num_devices):
     mesh = None if num_devices == 1 else jax.make_mesh((num_devices,), ("x",))
@@ -369,8 +371,7 @@ def test_the_reference_implementation_calls_no_native_kernel(storage, num_device
         assert "rsembed_" in jax.jit(lambda s: fastest.lookup(s, batch)).lower(state).as_text()
 
 
-@pytest.mark.parametrize("num_devices", [1, 4])
-@pytest.mark.parametrize("storage", [None, rs.Hashed()], ids=["dense", "hashed"])
+@pytest.mark.parametrize(("storage", "num_devices"), [(rs.Hashed(), 1), (None, 4)])
 def test_features_of_one_table_pool_it_each_in_their_own_way(storage, num_devices):
     mesh = None if num_devices == 1 else jax.make_mesh((num_devices,), ("x",))
     table = table_spec(combiner="mean", storage=storage, optimizer=rs.optimizers.SGD(1.0))
@@ -390,15 +391,13 @@ def test_features_of_one_table_pool_it_each_in_their_own_way(storage, num_device
     factors = {"pooled": 1 / 2, "sum": 1.0, "sqrtn": 1 / np.sqrt(2)}
     activations = collection.lookup(state, batch)
     for name, factor in factors.items():
-        np.testing.assert_allclose(
-            activations[name], factor * rows.sum(axis=1), rtol=1e-5, atol=1e-6
-        )
+        assert_allclose(activations[name], factor * rows.sum(axis=1), rtol=1e-5, atol=1e-6)
     serve, served = rs.for_serving(collection, state)
     for name, activation in serve(served, batch).items():
-        np.testing.assert_allclose(activation, activations[name], rtol=1e-5, atol=1e-6)
+        assert_allclose(activation, activations[name], rtol=1e-5, atol=1e-6)
     ones = jax.tree.map(jnp.ones_like, zeros)
     stepped = collection.lookup(collection.update(state, batch, ones), batch)["none"]
-    np.testing.assert_allclose(rows - np.asarray(stepped), sum(factors.values()) + 1, rtol=1e-4)
+    assert_allclose(rows - np.asarray(stepped), sum(factors.values()) + 1, rtol=1e-4)
 
 
 @pytest.mark.skipif(
@@ -432,4 +431,4 @@ def test_one_kernel_call_looks_up_all_arrays_of_a_device_with_the_bits_of_a_call
             alone.init(jax.random.key(0)), {name: batch[name] for name in names}
         )
         for name in names:
-            np.testing.assert_array_equal(found[name], expected[name])
+            assert_array_equal(found[name], expected[name])

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint
 from rsembed.tt import TensorTrain
 from rsembed.tt.cores import rows as rows_of_cores
+from tests.world import assert_same, made_mesh
 
 
 @pytest.mark.parametrize(
@@ -18,22 +20,18 @@ from rsembed.tt.cores import rows as rows_of_cores
 )
 def test_tables_and_slots_outlive_the_state_they_came_from(num_devices, placement):
     rule = rs.optimizers.Adagrad(0.1)
-    dense = rs.TableSpec(name="a", vocabulary_size=16, embedding_dim=8, optimizer=rule)
+    dense = rs.TableSpec("a", 16, 8, optimizer=rule)
     train = dataclasses.replace(dense, name="b", storage=TensorTrain((2, 2)))
     placements = {"a": placement, "b": "replicated"} if num_devices else None
-    mesh = (
-        None
-        if num_devices is None
-        else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
-    )
-    features = [rs.FeatureSpec(name=own.name, table_spec=own) for own in (dense, train)]
+    mesh = made_mesh(num_devices)
+    features = [rs.FeatureSpec(own.name, own) for own in (dense, train)]
     collection = rs.EmbeddingCollection(features, mesh=mesh, placement=placements)
     state = collection.init(jax.random.key(0))
     found = collection.tables(state), collection.slots(state)
     before = jax.tree.map(np.array, found)
     for leaf in jax.tree.leaves((state.tables, state.slots)):
         leaf.delete()
-    jax.tree.map(np.testing.assert_array_equal, found, before)
+    assert_same(found, before)
 
 
 STORAGES = {"dense": None, "hashed": rs.Hashed(), "host cached": rs.HostCached(cache_rows=8)}
@@ -43,8 +41,8 @@ STORAGES = {"dense": None, "hashed": rs.Hashed(), "host cached": rs.HostCached(c
 @pytest.mark.parametrize("target", STORAGES)
 def test_a_whole_table_moves_to_any_storage(source, target):
     def collection_of(storage):
-        table = rs.TableSpec(name="t", vocabulary_size=16, embedding_dim=4, storage=storage)
-        return rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+        table = rs.TableSpec("t", 16, 4, storage=storage)
+        return rs.EmbeddingCollection(rs.FeatureSpec("f", table))
 
     collections = collection_of(STORAGES[source]), collection_of(STORAGES[target])
     values = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
@@ -53,7 +51,7 @@ def test_a_whole_table_moves_to_any_storage(source, target):
         collections[1].init(jax.random.key(1)), collections[0].tables(first)
     )
     found = collections[1].tables(second)["t"]
-    np.testing.assert_array_equal(found["values"] if target == "hashed" else found, values)
+    assert_array_equal(found["values"] if target == "hashed" else found, values)
 
 
 def in_npz(path, arrays):
@@ -70,11 +68,9 @@ def in_safetensors(path, arrays):
 @pytest.mark.parametrize("through", [in_npz, in_safetensors])
 def test_tables_go_through_files_of_other_programs(tmp_path, through):
     rule = rs.optimizers.Adagrad(0.1)
-    word = rs.TableSpec(name="word", vocabulary_size=6, embedding_dim=4, optimizer=rule)
+    word = rs.TableSpec("word", 6, 4, optimizer=rule)
     user = dataclasses.replace(word, name="user", storage=rs.Hashed())
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=own.name, table_spec=own) for own in (word, user)]
-    )
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in (word, user)])
     ids = {"word": np.array([[1], [5]]), "user": np.array([[2**40], [7]])}
     state = collection.init(jax.random.key(0))
     state = collection.update(state, ids, collection.lookup(state, ids))
@@ -85,14 +81,14 @@ def test_tables_go_through_files_of_other_programs(tmp_path, through):
         "user": through(tmp_path / "user", expected["user"]),
     }
     loaded = collection.with_tables(collection.init(jax.random.key(1)), tables)
-    jax.tree.map(np.testing.assert_array_equal, collection.tables(loaded), expected)
+    assert_same(collection.tables(loaded), expected)
 
 
 def test_a_whole_table_or_cores_go_into_a_tensor_train(tmp_path):
     storage = TensorTrain((8, 30), (4, 5, 3), (2, 2, 2))
-    table = rs.TableSpec(name="item", vocabulary_size=57, embedding_dim=8, storage=storage)
+    table = rs.TableSpec("item", 57, 8, storage=storage)
     collection, rng = (
-        rs.EmbeddingCollection([rs.FeatureSpec(name="item", table_spec=table)]),
+        rs.EmbeddingCollection(rs.FeatureSpec("item", table)),
         np.random.default_rng(0),
     )
     state = collection.init(jax.random.key(0))
@@ -102,14 +98,12 @@ def test_a_whole_table_or_cores_go_into_a_tensor_train(tmp_path):
     loaded = collection.with_tables(state, {"item": tuple(cores)})
     ids = np.arange(57)[:, None]
     expected = rows_of_cores(storage.spec_of(table), tuple(map(jnp.asarray, cores)), jnp.arange(57))
-    np.testing.assert_allclose(
-        collection.lookup(loaded, {"item": ids})["item"], expected, rtol=1e-5
-    )
+    assert_allclose(collection.lookup(loaded, {"item": ids})["item"], expected, rtol=1e-5)
     checkpoint.save_collection(tmp_path / "saved", collection, loaded)
     from_file = collection.with_tables(
         state, {"item": checkpoint.load(tmp_path / "saved").tree["tables"]["item"]}
     )
-    jax.tree.map(np.testing.assert_array_equal, from_file.tables, loaded.tables)
+    assert_same(from_file.tables, loaded.tables)
     # Of these ranks the last is larger than any table needs, and the first can hold this one.
     again = collection.with_tables(state, {"item": expected})
-    np.testing.assert_allclose(collection.lookup(again, {"item": ids})["item"], expected, atol=1e-4)
+    assert_allclose(collection.lookup(again, {"item": ids})["item"], expected, atol=1e-4)

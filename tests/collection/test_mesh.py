@@ -5,9 +5,10 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AxisType
 
 import rsembed as rs
+from tests.world import assert_same, mesh_of
 
 BATCH, DIM, LR = 8, 8, 0.1
 SGD, ADAGRAD, ADAM = rs.optimizers.SGD, rs.optimizers.Adagrad, rs.optimizers.Adam
@@ -28,12 +29,6 @@ SETTINGS = {
 }
 
 
-def mesh_of(*shape):
-    return Mesh(
-        np.asarray(jax.devices()[: int(np.prod(shape))]).reshape(shape), ("x", "y")[: len(shape)]
-    )
-
-
 def trained(optimizers, **options):
     """What two steps of four features give; `t` is read by two, one of them weighted, `w` may have sequence output."""
     sequence = "sqrtn" if optimizers[1] is ROW_WISE else "none"
@@ -44,18 +39,16 @@ def trained(optimizers, **options):
     }
     tables = {
         name: rs.TableSpec(
-            name=name,
-            vocabulary_size=rows,
-            embedding_dim=DIM,
+            name,
+            rows,
+            DIM,
             optimizer=optimizer(LR),
             combiner=combiner,
         )
         for name, (rows, optimizer, combiner) in made_of.items()
     }
     reads = {"a": ("t", 3), "b": ("t", 2), "c": ("v", 1), "d": ("w", 2)}
-    features = [
-        rs.FeatureSpec(name=name, table_spec=tables[table]) for name, (table, _) in reads.items()
-    ]
+    features = [rs.FeatureSpec(name, tables[table]) for name, (table, _) in reads.items()]
     collection, draw, found = (
         rs.EmbeddingCollection(features, **options),
         np.random.default_rng(0),
@@ -99,10 +92,8 @@ def test_training_on_a_mesh_gives_the_numbers_of_one_device(name):
 
 @pytest.mark.parametrize("storage", [None, rs.Hashed()], ids=["dense", "hashed"])
 def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage):
-    table = rs.TableSpec(
-        name="t", vocabulary_size=21, embedding_dim=DIM, optimizer=ADAGRAD(LR), storage=storage
-    )
-    features = [rs.FeatureSpec(name="f", table_spec=table)]
+    table = rs.TableSpec("t", 21, DIM, optimizer=ADAGRAD(LR), storage=storage)
+    features = [rs.FeatureSpec("f", table)]
     batch = {"f": np.random.default_rng(0).integers(0, 21, (BATCH, 3), np.int32)}
     found = []
     for mesh in (None, mesh_of(1)):
@@ -116,14 +107,14 @@ def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage)
         outputs, statistics = lookup(state, collection.prepare(batch))
         assert int(statistics.num_rounds["t"]) == 0
         found.append((outputs, collection.tables(state)))
-    jax.tree.map(np.testing.assert_array_equal, *found)
+    assert_same(*found)
 
 
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_a_mesh_may_be_set_but_for_one_of_explicit_axes_which_is_refused(axis_type):
     mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(axis_type,))
-    table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=2, optimizer=SGD(LR))
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)], mesh=mesh)
+    table = rs.TableSpec("t", 9, 2, optimizer=SGD(LR))
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh)
     expected = collection.lookup(collection.init(jax.random.key(0)), {"f": [[1], [2], [3], [4]]})[
         "f"
     ]

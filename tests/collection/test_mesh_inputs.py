@@ -4,18 +4,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
+from tests.world import mesh_of
 
 
 def collection_of(num_devices=2, combiner="sum", vocabulary_size=9, features=None, **options):
-    table = rs.TableSpec(
-        name="t", vocabulary_size=vocabulary_size, embedding_dim=4, combiner=combiner,
+    table = rs.TableSpec("t", vocabulary_size, 4, combiner=combiner,
         initializer=jax.nn.initializers.ones, optimizer=options.pop("optimizer", rs.optimizers.SGD(0.1)),
     )  # fmt: skip
-    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
-    return rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table), mesh=mesh, **options)
+    mesh = mesh_of(num_devices)
+    return rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh, **options)
 
 
 def test_lists_and_bags_become_a_list_with_a_part_for_each_device():
@@ -23,10 +23,8 @@ def test_lists_and_bags_become_a_list_with_a_part_for_each_device():
     rows = [[3, 1, 2], [], [4], [5, 0]]
     batch = collection.prepare({"f": rows})
     (listed,) = batch.lists.values()
-    np.testing.assert_array_equal(
-        listed.ids, [3, 1, 2, -1, -1, -1, -1, -1, 4, 5, 0, -1, -1, -1, -1, -1]
-    )
-    np.testing.assert_array_equal(listed.offsets, [0, 3, 3, 0, 1, 3])
+    assert_array_equal(listed.ids, [3, 1, 2, -1, -1, -1, -1, -1, 4, 5, 0, -1, -1, -1, -1, -1])
+    assert_array_equal(listed.offsets, [0, 3, 3, 0, 1, 3])
     assert listed.ids.dtype == listed.offsets.dtype == jnp.int32
     assert [shard.data.shape for shard in listed.ids.addressable_shards] == [(8,), (8,)]
     assert batch["f"].to_lists() == rows
@@ -37,17 +35,17 @@ def test_lists_and_bags_become_a_list_with_a_part_for_each_device():
 
     weights = [[1.0, 2.0, 3.0], [], [4.0], [5.0, 6.0]]
     weighted = collection.prepare({"f": rs.Bags.from_lists(rows, weights)})
-    np.testing.assert_array_equal(weighted["f"].weights, [1, 2, 3, 4, 5, 6])
+    assert_array_equal(weighted["f"].weights, [1, 2, 3, 4, 5, 6])
     assert weighted["f"].to_lists() == rows
     dense = np.asarray([[1], [2]])
-    np.testing.assert_array_equal(collection.prepare({"f": dense})["f"], dense)
+    assert_array_equal(collection.prepare({"f": dense})["f"], dense)
     assert collection.prepare({"f": np.asarray([1, 2])})["f"].shape == (2,)
 
 
 def test_a_feature_without_a_combiner_is_padded_to_its_longest_bag():
     rows = [[3, 1, 2], [], [4], [5, 0]]
     ids = collection_of(combiner="none").prepare({"f": rows})["f"]
-    np.testing.assert_array_equal(ids, [[3, 1, 2, -1], [-1] * 4, [4, -1, -1, -1], [5, 0, -1, -1]])
+    assert_array_equal(ids, [[3, 1, 2, -1], [-1] * 4, [4, -1, -1, -1], [5, 0, -1, -1]])
     assert [shard.data.shape for shard in ids.addressable_shards] == [(2, 4), (2, 4)]
 
     def width(lengths):
@@ -60,13 +58,15 @@ def test_a_feature_without_a_combiner_is_padded_to_its_longest_bag():
     assert width([0] * 16) == 1
 
 
-@pytest.mark.parametrize("placement", ["row", "table", "column", "replicated"])
 @pytest.mark.parametrize(
-    "storage", [None, rs.Hashed(), rs.HostCached(cache_rows=64)], ids=["dense", "keys", "host"]
+    ("placement", "storage"),
+    [
+        *((placement, None) for placement in ("row", "table", "column", "replicated")),
+        ("row", rs.Hashed()),
+        ("row", rs.HostCached(cache_rows=64)),
+    ],
 )
 def test_ragged_features_have_the_numbers_of_one_device(placement, storage):
-    if storage is not None and placement != "row":
-        pytest.skip("keys and rows on the host have an owner each")
     tables = {}
     for name, combiner in (("a", "mean"), ("b", "sum"), ("c", "sqrtn")):
         tables[name] = rs.TableSpec(
@@ -75,7 +75,7 @@ def test_ragged_features_have_the_numbers_of_one_device(placement, storage):
     features = [rs.FeatureSpec(name, table) for name, table in tables.items()]
     features.append(rs.FeatureSpec("again", tables["b"]))
     features.append(rs.FeatureSpec("array", tables["c"]))
-    mesh = Mesh(np.asarray(jax.devices()[:4]), ("x",))
+    mesh = mesh_of(4)
     collections = (
         rs.EmbeddingCollection(features),
         rs.EmbeddingCollection(features, mesh=mesh, placement=placement),
@@ -102,12 +102,12 @@ def test_ragged_features_have_the_numbers_of_one_device(placement, storage):
             state = jax.jit(collection.update)(state, prepared, gradients)
         results.append((found, collection.tables(state), collection.slots(state)))
     for many, one in zip(*map(jax.tree.leaves, reversed(results)), strict=True):
-        np.testing.assert_allclose(many, one, rtol=1e-4, atol=2e-5)
+        assert_allclose(many, one, rtol=1e-4, atol=2e-5)
 
 
 def test_one_long_bag_pads_no_other_bag_and_few_programs_serve_a_stream():
     table = rs.TableSpec("t", 1000, 4)
-    mesh = Mesh(np.asarray(jax.devices()[:4]), ("x",))
+    mesh = mesh_of(4)
     collection = rs.EmbeddingCollection(
         [rs.FeatureSpec(f"f{k}", table) for k in range(8)], mesh=mesh
     )
@@ -137,7 +137,7 @@ def test_a_prepared_batch_of_another_mesh_is_prepared_again():
     prepared = collection_of(4).prepare({"f": rows})
     collection = collection_of(2)
     found = collection.lookup(collection.init(jax.random.key(0)), prepared)["f"]
-    np.testing.assert_array_equal(found[:, 0], [3, 0, 1, 2])
+    assert_array_equal(found[:, 0], [3, 0, 1, 2])
     with pytest.raises(
         ValueError, match="cannot be split inside jit; bring the batch into canonical form"
     ):
@@ -152,7 +152,7 @@ def test_batches_of_a_mesh_stack_for_a_scan():
     _, found = jax.jit(
         lambda b: jax.lax.scan(lambda _, own: (None, collection.lookup(state, own)), None, b)
     )(stacked)
-    np.testing.assert_array_equal(found["f"][..., 0], [[1, 2], [3, 0]])
+    assert_array_equal(found["f"][..., 0], [[1, 2], [3, 0]])
     with pytest.raises(ValueError, match="feature 'f': several batches are stacked here"):
         stacked["f"]
 
@@ -163,4 +163,4 @@ def test_ids_out_of_range_are_counted_over_all_devices():
     batch = {"f": np.asarray([[1, 9], [-1, 3], [-7, 2], [8, 8]])}
     activations, statistics = collection.lookup(state, batch, return_statistics=True)
     assert (int(statistics.num_ids["f"]), int(statistics.num_out_of_range["f"])) == (5, 2)
-    np.testing.assert_array_equal(activations["f"][:, 0], [1, 1, 1, 2])
+    assert_array_equal(activations["f"][:, 0], [1, 1, 1, 2])

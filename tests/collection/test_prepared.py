@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 
@@ -77,7 +78,7 @@ def test_joined_features_have_the_numbers_of_single_ones(storage):
             own = single.with_tables(own, {t: tables[t] for t in single.table_specs})
             own = single.prefetch(own, {name: batch[name]})
             expected, counts = single.lookup(own, {name: batch[name]}, return_statistics=True)
-            np.testing.assert_array_equal(activations[name], expected[name])
+            assert_array_equal(activations[name], expected[name])
             assert statistics.num_ids[name] == counts.num_ids[name]
             assert statistics.num_out_of_range[name] == counts.num_out_of_range[name] == 0
         d_activations = gradients_like(activations, seed)
@@ -92,12 +93,11 @@ def test_joined_features_have_the_numbers_of_single_ones(storage):
             jax.tree.leaves(collection.tables(applied)),
             strict=True,
         ):
-            np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
+            assert_allclose(one, other, rtol=2e-6, atol=1e-6)
         state = fused
 
 
-@pytest.mark.parametrize("form", ["lists", "bags", "jagged"])
-@pytest.mark.parametrize("bad", ["a", "b", "c"])
+@pytest.mark.parametrize(("form", "bad"), [("lists", "a"), ("bags", "b"), ("jagged", "c")])
 def test_each_ragged_feature_is_held_against_its_table(form, bad):
     tables = {
         name: rs.TableSpec(name, SIZES[name], DIM * (1 + (name == "c")), combiner="sum")
@@ -138,7 +138,7 @@ def test_a_prepared_batch_reads_as_a_mapping_and_travels_as_a_pytree():
     assert list(prepared) == list(collection.features) and len(prepared) == 7
     assert prepared["b"].to_lists() == batch["b"]
     assert prepared["c_again"].to_lists() == batch["c_again"][0]
-    np.testing.assert_array_equal(prepared["dense"], batch["dense"])
+    assert_array_equal(prepared["dense"], batch["dense"])
     lists = {name: own.ids.shape for name, own in prepared.lists.items()}
     assert len(lists) == 2  # one for each stack
     assert "ragged features" in repr(prepared) and "room for" in repr(prepared)
@@ -153,7 +153,7 @@ def test_a_prepared_batch_reads_as_a_mapping_and_travels_as_a_pytree():
     )
     expected = collection.lookup(state, batch)
     for name, own in expected.items():
-        np.testing.assert_array_equal(activations[name][1], own)
+        assert_array_equal(activations[name][1], own)
 
 
 def test_a_batch_of_another_collection_is_checked_again():
@@ -215,7 +215,7 @@ def test_a_jagged_pair_of_all_features_is_a_batch(weighted):
             expected = np.zeros(DIM)
             if length:
                 expected = gains @ table_values[name][values[part]] / gains.sum()
-            np.testing.assert_allclose(found[name][sample], expected, rtol=1e-5, atol=1e-6)
+            assert_allclose(found[name][sample], expected, rtol=1e-5, atol=1e-6)
             first += length
     wrong = rs.Jagged(
         np.where(np.arange(values.size) == 5, 70, values), lengths, features=["c", "a", "b"]

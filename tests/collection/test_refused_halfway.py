@@ -6,21 +6,19 @@ import pytest
 
 import rsembed as rs
 from rsembed import checkpoint
+from tests.world import assert_same
 
 ROWS, DIM = 40, 4
 
 
 def collection_of(storages, *, rows=ROWS, mesh=None, **options):
     tables = [
-        rs.TableSpec(
-            name=name, vocabulary_size=rows.get(name, ROWS) if isinstance(rows, dict) else rows, embedding_dim=DIM,
+        rs.TableSpec(name, rows.get(name, ROWS) if isinstance(rows, dict) else rows, DIM,
             optimizer=rs.optimizers.Adagrad(0.1), storage=storage, **options,
         )
         for name, storage in storages.items()
     ]  # fmt: skip
-    return rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=own.name, table_spec=own) for own in tables], mesh=mesh
-    )
+    return rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in tables], mesh=mesh)
 
 
 def trained(collection, seed=0):
@@ -31,10 +29,6 @@ def trained(collection, seed=0):
             state, batch, {name: np.ones((4, DIM), np.float32) for name in batch}
         )
     return state
-
-
-def assert_same(found, expected):
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 HOST = {"a": rs.HostCached(cache_rows=16), "b": rs.HostCached(cache_rows=16), "h": rs.Hashed()}

@@ -5,22 +5,23 @@ import numpy as np
 import pytest
 
 import rsembed as rs
+from tests.world import made_mesh
 
 ROWS, BATCH, IDS, NUM_DEVICES = 3_000, 512, 6, 4
 STORAGES = {"array": None, "hashed": rs.Hashed(), "host": rs.HostCached(cache_rows=ROWS)}
 
 
 def trained(storage, rule, capacity):
-    mesh = jax.make_mesh((NUM_DEVICES,), ("x",), devices=jax.devices()[:NUM_DEVICES])
+    mesh = made_mesh(NUM_DEVICES)
     table = rs.TableSpec(
-        name="t",
-        vocabulary_size=ROWS,
-        embedding_dim=8,
+        "t",
+        ROWS,
+        8,
         optimizer=rule,
         combiner="mean",
         storage=storage,
     )
-    features = [rs.FeatureSpec(name=name, table_spec=table) for name in "fg"]
+    features = [rs.FeatureSpec(name, table) for name in "fg"]
     collection = rs.EmbeddingCollection(features, mesh=mesh, exchange_capacity=capacity)
     state, draw, seen = collection.init(jax.random.key(0)), np.random.default_rng(1), []
     for step in range(3):

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed.kernels.contract import IdList
@@ -28,16 +29,20 @@ IDS = {
 }
 
 
+def first_samples(count):
+    return {name: ids[:count] for name, ids in IDS.items()}
+
+
 @pytest.fixture(scope="module")
 def trained():
     """A collection with every storage and combiner, and its state after a step."""
     features = [
         rs.FeatureSpec(
-            name=name,
-            table_spec=rs.TableSpec(
-                name=name,
-                vocabulary_size=ROWS,
-                embedding_dim=4,
+            name,
+            rs.TableSpec(
+                name,
+                ROWS,
+                4,
                 combiner=combiner,
                 storage=STORAGES.get(name),
                 optimizer=rs.optimizers.SGD(0.1),
@@ -61,7 +66,7 @@ def test_activations_are_those_of_the_collection_up_to_what_the_dtype_can_hold(t
         largest = largest if dtype != "int8" else 127 * np.asarray(tables[name]["scales"]).max()
         error = {None: 1e-7, "float16": 2**-11, "bfloat16": 2**-8, "int8": 0.51 / 127}[dtype]
         times = {"sum": 3, "sqrtn": 3**0.5}.get(name, 1)
-        np.testing.assert_allclose(found[name], expected, atol=2 * times * error * largest)
+        assert_allclose(found[name], expected, atol=2 * times * error * largest)
 
 
 def test_ragged_bags_with_weights_and_ids_outside_pool_as_numpy_does(trained):
@@ -71,7 +76,7 @@ def test_ragged_bags_with_weights_and_ids_outside_pool_as_numpy_does(trained):
     found = lookup(tables, dict.fromkeys(COMBINERS, rs.Bags(ids, offsets, weights)))
     for name in ("sum", "mean", "sqrtn"):
         expected = pooled_lookup(tables[name]["rows"], IdList(ids, offsets, weights), name)
-        np.testing.assert_allclose(found[name], expected, atol=1e-6)
+        assert_allclose(found[name], expected, atol=1e-6)
 
 
 def test_keys_of_64_bits_are_found_by_both_lanes_and_unknown_ones_read_zeros(trained):
@@ -84,14 +89,14 @@ def test_keys_of_64_bits_are_found_by_both_lanes_and_unknown_ones_read_zeros(tra
         jax.jit(lookup)(tables, collection.prepare(IDS | {"keys": keys})),
         lookup(tables, IDS | {"keys": keys}),
     ):
-        np.testing.assert_array_equal(found["keys"], np.concatenate([values, np.zeros((1, 4))]))
+        assert_array_equal(found["keys"], np.concatenate([values, np.zeros((1, 4))]))
     by_halves = jax.jit(lambda *lanes: lookup(tables, IDS | {"keys": Keys(*lanes)})["keys"])
     shapes = [jax.ShapeDtypeStruct(keys.shape, dtype) for dtype in ("uint32", "uint32", "bool")]
     halves = keys.astype(np.uint64) >> 32, keys.astype(np.uint64) & 0xFFFFFFFF
     found = export.export(by_halves)(*shapes).call(
         *(half.astype(np.uint32) for half in halves), np.arange(4) != 1
     )
-    np.testing.assert_array_equal(found, np.stack([values[0], np.zeros(4), values[2], np.zeros(4)]))
+    assert_array_equal(found, np.stack([values[0], np.zeros(4), values[2], np.zeros(4)]))
 
 
 READER = """
@@ -101,8 +106,9 @@ import jax, numpy as np
 from jax import export
 folder = sys.argv[1]
 served = export.deserialize(open(folder + "/lookup.bin", "rb").read())
-ids = dict(np.load(folder + "/ids.npz"))
-np.savez(folder + "/found.npz", **served.call(ids))
+for count in (1, 6):
+    ids = dict(np.load(f"{folder}/ids_{count}.npz"))
+    np.savez(f"{folder}/found_{count}.npz", **served.call(ids))
 """
 
 
@@ -127,28 +133,25 @@ def test_a_process_without_the_library_reads_an_exported_lookup_for_any_batch_an
     exported = export.export(jax.jit(of_lanes), platforms=("cpu", "cuda", "tpu"))(shapes)
     assert "rsembed" not in exported.mlir_module()
     (tmp_path / "lookup.bin").write_bytes(exported.serialize())
-    for count in (1, 6):
-        ids = {name: own[:count] for name, own in IDS.items()}
-        lanes = dict(zip(LANES, split_keys(ids["keys"])[:3], strict=True))
-        np.savez(
-            tmp_path / "ids.npz",
-            **{name: own for name, own in ids.items() if name != "keys"},
-            **lanes,
-        )
-        subprocess.run([sys.executable, "-c", READER, str(tmp_path)], check=True)
-        for name, values in np.load(tmp_path / "found.npz").items():
-            np.testing.assert_allclose(values, lookup(tables, ids)[name], atol=1e-7)
+    batches = {count: first_samples(count) for count in (1, 6)}
+    for count, batch in batches.items():
+        arrays = dict(zip(LANES, split_keys(batch["keys"])[:3], strict=True)) | batch
+        del arrays["keys"]
+        np.savez(tmp_path / f"ids_{count}.npz", **arrays)
+    subprocess.run([sys.executable, "-c", READER, str(tmp_path)], check=True)
+    for count, batch in batches.items():
+        expected = lookup(tables, batch)
+        for name, values in np.load(tmp_path / f"found_{count}.npz").items():
+            assert_allclose(values, expected[name], atol=1e-7)
 
 
 @pytest.mark.parametrize("combiner", ["sum", "none"])
 def test_activations_have_the_columns_and_shape_that_a_feature_declares(combiner):
-    table = rs.TableSpec(name="t", vocabulary_size=ROWS, embedding_dim=4, combiner=combiner)
+    table = rs.TableSpec("t", ROWS, 4, combiner=combiner)
     shape = (2, 3) if combiner == "sum" else (2, 3, 3)
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name="f", table_spec=table, output_shape=shape)]
-    )
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table, output_shape=shape))
     state, batch = collection.init(jax.random.key(0)), {"f": np.array([[1, 2, -1], [3, -1, 4]])}
     lookup, tables = rs.for_serving(collection, state)
     expected = collection.lookup(state, batch)["f"]
-    np.testing.assert_allclose(lookup(tables, batch)["f"], expected, rtol=1e-6)
+    assert_allclose(lookup(tables, batch)["f"], expected, rtol=1e-6)
     assert expected.shape == shape

@@ -7,6 +7,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 
@@ -104,7 +105,7 @@ def table(name="t", combiner="sum", **fields):
 
 def trained(spec, ids, values, scale=1.0):
     """The pooled rows of a batch, and the table after a step along their sum."""
-    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", spec)])
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", spec))
     state = collection.with_tables(collection.init(jax.random.key(0)), {spec.name: values})
     batch = collection.prepare({"f": ids})
     _, (_, gradients) = rs.value_and_grad(lambda _, out: scale * out["f"].sum(), collection)(
@@ -159,9 +160,9 @@ def test_a_padding_index_that_becomes_minus_one_counts_nowhere_and_is_not_traine
     ids = np.array([[1, PADDING, 2], [PADDING, PADDING, PADDING], [4, 4, PADDING]])
     outputs, rows = trained(table(combiner=mode), np.where(ids == PADDING, -1, ids), values)
     wanted, gradients = pooled(values, [[1, 2], [], [4, 4]], mode)
-    np.testing.assert_allclose(outputs, wanted, atol=1e-6)
-    np.testing.assert_allclose(rows, values - gradients, atol=1e-6)
-    np.testing.assert_array_equal(rows[PADDING], values[PADDING])
+    assert_allclose(outputs, wanted, atol=1e-6)
+    assert_allclose(rows, values - gradients, atol=1e-6)
+    assert_array_equal(rows[PADDING], values[PADDING])
     if mode == "mean":
         kept, _ = trained(table(combiner=mode), ids, values)
         assert not np.allclose(kept[0], wanted[0])  # left as it is, it counts
@@ -175,13 +176,13 @@ def compare_with_torch(ids, values, outputs, **options):
     except ImportError:
         return
     module = torch.nn.EmbeddingBag(ROWS, DIM, _weight=torch.tensor(values), **options)
-    np.testing.assert_allclose(module(torch.tensor(ids)).detach().numpy(), outputs, atol=1e-6)
+    assert_allclose(module(torch.tensor(ids)).detach().numpy(), outputs, atol=1e-6)
 
 
 def test_a_padded_id_of_a_table_without_a_combiner_has_a_vector_of_zeros(values):
     ids = np.array([1, PADDING, 2])
     outputs, _ = trained(table(combiner="none"), np.where(ids == PADDING, -1, ids), values)
-    np.testing.assert_array_equal(outputs, [values[1], np.zeros(DIM), values[2]])
+    assert_array_equal(outputs, [values[1], np.zeros(DIM), values[2]])
 
 
 def test_offsets_have_the_last_one_and_weights_are_those_of_samples(values):
@@ -190,18 +191,18 @@ def test_offsets_have_the_last_one_and_weights_are_those_of_samples(values):
     bags = rs.Bags(ids, np.append(offsets, np.int32(len(ids))), weights)
     outputs, rows = trained(table(), bags, values)
     wanted, gradients = pooled(values, [[1, 2, 2], [5]], "sum", [weights[:3], weights[3:]])
-    np.testing.assert_allclose(outputs, wanted, atol=1e-6)
-    np.testing.assert_allclose(rows, values - gradients, atol=1e-6)
+    assert_allclose(outputs, wanted, atol=1e-6)
+    assert_allclose(rows, values - gradients, atol=1e-6)
 
 
 def test_a_frozen_table_and_a_range_of_initial_values(values):
     frozen = rs.TableSpec("t", ROWS, DIM, combiner="sum", optimizer=rs.optimizers.SGD(0.0))
     _, rows = trained(frozen, np.array([[1, 2]]), values)
-    np.testing.assert_array_equal(rows, values)
+    assert_array_equal(rows, values)
     drawn = table(
         initializer=lambda key, shape: jax.random.uniform(key, shape, minval=-0.25, maxval=0.75)
     )
-    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", drawn)])
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", drawn))
     rows = np.asarray(collection.tables(collection.init(jax.random.key(0)))["t"])
     assert -0.25 <= rows.min() < 0 and 0.5 < rows.max() <= 0.75
 
@@ -222,4 +223,4 @@ def test_a_keyed_jagged_tensor_becomes_a_batch_by_the_recipe_of_the_page(values)
         "b": ([[3], [4], [5, 6, 7]], [[4], [5], [6, 7, 8]]),
     }
     for name, (bags, own) in wanted.items():
-        np.testing.assert_allclose(out[name], pooled(values, bags, "sum", own)[0], rtol=1e-5)
+        assert_allclose(out[name], pooled(values, bags, "sum", own)[0], rtol=1e-5)
