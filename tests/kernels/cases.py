@@ -78,7 +78,7 @@ ORACLE_STEPS = {
     "rowwise_adagrad": (oracles.rowwise_adagrad_step, {"learning_rate": 0.3, "epsilon": 1e-8}),
     "adam": (
         oracles.adam_step,
-        {"learning_rate": 0.3, "beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-8, "step": STEP},
+        {"learning_rate": 0.3, "step": STEP},
     ),
 }
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 from rsembed.kernels import api, native, reference, sparsecore
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment, Step
@@ -139,9 +140,7 @@ def test_update_agrees_with_loops(rule_name, name, module, run):
         untouched = np.asarray(sorted(set(range(NUM_ROWS)) - set(by_row)), np.int32)
         assert new_table.dtype == table.dtype and untouched.size
         assert_close(new_table, want_table, dtype)
-        np.testing.assert_array_equal(
-            np.asarray(new_table)[untouched], np.asarray(table)[untouched]
-        )
+        assert_array_equal(np.asarray(new_table)[untouched], np.asarray(table)[untouched])
         for slot, want, old in zip(new_slots, want_slots, slots, strict=True):
             assert slot.dtype == old.dtype and slot.shape == old.shape
             assert_close(slot, want)
@@ -255,7 +254,7 @@ def test_no_ids_and_empty_tables_give_zeros(name, module, run):
         return module.lookup((table,), call), module.row_gradients(0, gradients)
 
     (output,), (rows, gradients) = run(both, table, jnp.ones((1, 6)))
-    np.testing.assert_array_equal(output, np.zeros((1, 6)))
+    assert_array_equal(output, np.zeros((1, 6)))
     assert rows.shape == (0,) and gradients.shape == (0, 3)
 
 
@@ -325,7 +324,7 @@ def test_ids_of_64_bits_are_not_wrapped_into_the_table(name, module, run):
         )
     assert {array.dtype for array in (output, stepped, *slots)} == {jnp.dtype("float32")}
     assert np.any(output, axis=1).tolist() == [True, False, False, False]
-    np.testing.assert_array_equal(np.flatnonzero(np.any(stepped != table, axis=1)), [2])
+    assert_array_equal(np.flatnonzero(np.any(stepped != table, axis=1)), [2])
 
 
 def test_tiles_look_up_by_the_one_kernel_that_is_simulated():

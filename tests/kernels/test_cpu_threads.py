@@ -10,15 +10,15 @@ from rsembed.kernels import devices
 from rsembed.parallel import make_mesh
 from rsembed.parallel.runtime import _environment_of
 from rsembed.sparsecore.mesh_lookup import table_mesh
-from tests.kernels.cases import run_python
+from tests.kernels.cases import needs_native, run_python
 
 # Programs are in flight while others are dispatched; each has a collective that waits for all devices.
 STEPS_IN_FLIGHT = """
-import jax, jax.numpy as jnp
+import os, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
 from rsembed.parallel import make_mesh
 
-jax.config.update("jax_num_cpu_devices", 4)
+print(os.environ.get("NPROC"))
 mesh = make_mesh()
 
 def exchange(x):
@@ -44,16 +44,30 @@ def run(program, **environment):
     return run_python("-c", program, environment=PLAIN | environment)
 
 
-def test_many_steps_in_flight_over_more_devices_than_cores_end():
-    done = run(STEPS_IN_FLIGHT, XLA_FLAGS="--xla_cpu_collective_call_terminate_timeout_seconds=8")
-    assert done.stdout.strip() == "True", done.stderr[-2000:]
+def test_an_import_asks_for_threads_so_that_many_steps_in_flight_over_more_devices_than_cores_end(
+    monkeypatch,
+):
+    monkeypatch.delenv("NPROC")
+    flags = (
+        "--xla_force_host_platform_device_count=4 "
+        "--xla_cpu_collective_call_terminate_timeout_seconds=8"
+    )
+    done = run(STEPS_IN_FLIGHT, XLA_FLAGS=flags)
+    num_threads = devices.thread_settings(4).get("NPROC")
+    assert done.stdout.splitlines() == [str(num_threads), "True"], done.stderr[-2000:]
 
 
-def test_import_asks_for_threads_until_jax_has_made_its_devices():
-    show = "import os, jax; {}import rsembed; print(os.environ.get('NPROC'))"
-    early = run(show.format(""), XLA_FLAGS="--xla_force_host_platform_device_count=4000")
-    assert early.stdout.strip() == ("16000" if devices._SHARED_POOL else "None")
-    assert run(show.format("jax.devices(); ")).stdout.strip() == "None"
+LATE = """
+import os, jax
+jax.devices()
+from rsembed.kernels import native
+print(os.environ.get("NPROC"), native.instruction_set())
+"""
+
+
+@needs_native
+def test_a_late_import_asks_for_no_threads_and_takes_the_instructions_that_it_is_told():
+    assert run(LATE, RSEMBED_ISA="baseline").stdout.split() == ["None", "baseline"]
 
 
 def test_threads_suffice_for_devices_that_are_asked_for_later(shared_pool, monkeypatch):

@@ -30,6 +30,7 @@ from tests.kernels.cases import (
     run_python,
     step_by_loops,
 )
+from tests.world import assert_same
 
 HAS_GPU = jax.default_backend() == "gpu"
 
@@ -88,7 +89,7 @@ def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
     table, d_outputs, rule = draw_table(12), draw_gradients(call, [12]), RULES[name]
     step, slots = jax.jit(step_of(call, rule)), rule.init_slots(table)
     stepped, again = step(table, slots, d_outputs), step(table, slots, d_outputs)
-    jax.tree.map(assert_array_equal, stepped, again)  # on a card, too
+    assert_same(stepped, again)  # on a card, too
     (gradients,) = oracles.row_gradients(call, [NUM_ROWS], [12], d_outputs)
     want_table, want_slots = step_by_loops(name, table, slots, gradients)
     for one, other in zip(jax.tree.leaves(stepped), [want_table, *want_slots], strict=True):
@@ -113,7 +114,7 @@ def test_collections_train_alike_with_and_without_the_kernels(storage, monkeypat
     outputs = []
     for implementation in ("gpu", "reference"):
         collection = rs.EmbeddingCollection(
-            [rs.FeatureSpec("f", spec)], implementation=implementation
+            rs.FeatureSpec("f", spec), implementation=implementation
         )
         state, batch = (
             collection.init(jax.random.key(0)),
@@ -163,7 +164,7 @@ def test_bits_repeat(combiner):
         (step(table, rule.init_slots(table), d_outputs), norm(d_outputs)) for _ in range(8)
     ]
     for other in others:
-        jax.tree.map(assert_array_equal, other, first)
+        assert_same(other, first)
 
 
 @needs_gpu

@@ -16,6 +16,8 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.kernels.keyed import DELETED, EMPTY, MAX_COUNT
 from rsembed.keys import Keys, join_keys, split_keys
 from tests.kernels.cases import IMPLEMENTATIONS, needs_native
+from tests.oracles import hash_of_key
+from tests.world import assert_same
 
 LARGE = 20_000  # several tasks and digits
 NUM_TABLES, CAPACITY = 3, 8  # of keys in the same arrays
@@ -35,14 +37,8 @@ def of(implementation, name):
 
 
 def mixed(keys):
-    """The hash of uint64 keys, in Python integers that never overflow."""
-    found = []
-    for key in keys.tolist():
-        h = (key & 0xFFFFFFFF) ^ ((key >> 32) * 0x9E3779B1 & 0xFFFFFFFF)
-        h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
-        h = (h ^ (h >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
-        found.append(h ^ (h >> 16))
-    return np.asarray(found, np.uint32)
+    """The hash of uint64 keys."""
+    return np.asarray([hash_of_key(key) for key in keys.tolist()], np.uint32)
 
 
 @functools.cache
@@ -226,7 +222,7 @@ def test_keys_lie_in_the_slots_that_the_definition_gives_them(seed, kind):
         rows = jnp.arange(len(numbers), dtype=jnp.int32) + 100 * number
         keys = as_call(numbers, is_key)
         found = native.insert_keys(*table, keys, rows)
-        jax.tree.map(assert_array_equal, found, defined["insert_keys"](*table, keys, rows))
+        assert_same(found, defined["insert_keys"](*table, keys, rows))
         room = 48 - int(table[2][0]) - int(table[3][0])
         new = [
             (int(k), 100 * number + i)
@@ -242,7 +238,7 @@ def test_keys_lie_in_the_slots_that_the_definition_gives_them(seed, kind):
             for i, k in enumerate(np.resize(pool, 97).tolist())
         ]
         assert places[1].tolist() == wanted
-        jax.tree.map(assert_array_equal, places, defined["find_keys"](found[0], found[1], asked))
+        assert_same(places, defined["find_keys"](found[0], found[1], asked))
         gone = generator.permutation(list(expected))[:8]
         table = without_rows(found, gone.astype(np.uint64))
         expected = {k: row for k, row in expected.items() if k not in set(gone.tolist())}
@@ -259,7 +255,7 @@ def test_a_large_call_fills_the_slots_that_the_definition_fills():
     found, wanted = (
         insert(*table, keys, rows) for insert in (native.insert_keys, defined["insert_keys"])
     )
-    jax.tree.map(assert_array_equal, found, wanted)
+    assert_same(found, wanted)
 
 
 @needs_native

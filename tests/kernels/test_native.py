@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import rsembed.optimizers as ro
 from rsembed.kernels import devices, native, reference
@@ -21,13 +22,11 @@ from tests.kernels.cases import (
     assert_close,
     draw_gradients,
     draw_table,
+    needs_native,
     run_python,
 )
 
-_reason = native.unavailable_because()
-if _reason is not None and os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
-    raise RuntimeError(f"RSEMBED_REQUIRE_NATIVE=1, but {_reason}")
-pytestmark = pytest.mark.skipif(_reason is not None, reason=f"needs the native kernels: {_reason}")
+pytestmark = needs_native
 
 
 @pytest.mark.skipif(
@@ -69,9 +68,7 @@ def test_float16_subnormals_keep_their_value(bits):
     (output,) = native.lookup(
         (table,), Call.of([IdList.single(jax.device_put(np.int32([1])))], ["sum"])
     )
-    np.testing.assert_array_equal(
-        np.asarray(output)[0], np.full(9, np.float32(bits.view(np.float16)))
-    )
+    assert_array_equal(np.asarray(output)[0], np.full(9, np.float32(bits.view(np.float16))))
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -89,7 +86,7 @@ def test_rounding_to_the_table_is_to_nearest_even(dtype):
     )
     with np.errstate(over="ignore"):
         nearest = values.astype(table.dtype)
-    np.testing.assert_array_equal(np.asarray(new, np.float32), nearest.astype(np.float32))
+    assert_array_equal(np.asarray(new, np.float32), nearest.astype(np.float32))
 
 
 @pytest.mark.parametrize(
@@ -103,7 +100,7 @@ def test_malformed_offsets_touch_nothing_outside(offsets):
     assert output.shape == (2, 8) and set(np.unique(output)) <= {0.0, 1.0}
     gradients = CallGradients(call, (d_output,), (8,))
     new, _ = native.update(table, (), gradients, step_at(RULES["sgd"], 0))
-    np.testing.assert_array_equal(np.asarray(new)[6:], np.asarray(table)[6:])
+    assert_array_equal(np.asarray(new)[6:], np.asarray(table)[6:])
 
 
 def test_a_library_for_another_jaxlib_is_passed_over(monkeypatch):
@@ -203,7 +200,7 @@ def keyed(keys):
     return (unique, native.distinct(owners, (keys.high, keys.low), 5)), (table, uses, bits)
 
 found["distinct"], found["keys"] = map(digest, keyed(keys))
-print(json.dumps(found))
+print(json.dumps([found, native.num_cores()]))
 """
 
 
@@ -212,27 +209,19 @@ def run_child(program, **environment):
     child = run_python(
         "-c", program, environment={**os.environ, "JAX_PLATFORMS": "cpu", **environment}
     )
-    assert child.returncode == 0, child.stderr
+    assert (child.returncode, child.stderr) == (0, "")
     return json.loads(child.stdout)
-
-
-def test_results_do_not_depend_on_the_number_of_threads():
-    assert run_child(_HASHES, NPROC="7") == run_child(_HASHES, NPROC="1")
 
 
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="this system does not grant single cores"
 )
-def test_a_process_that_is_granted_one_core_works_with_one_thread_and_the_instructions_that_it_is_told():
+def test_results_of_several_threads_are_those_of_a_process_that_is_granted_one_core():
     # Asked for more threads, as rsembed does for pretended devices, XLA makes them, and they would share that core.
-    program = f"""
-import json, os
-os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})
-from rsembed.kernels import native
-print(json.dumps([native.num_cores(), native.instruction_set()]))
-"""
-    assert run_child(program, NPROC="16", RSEMBED_ISA="baseline") == [1, "baseline"]
-    assert native.num_cores() == len(os.sched_getaffinity(0))
+    on_one_core = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
+    several_threads, num_cores = run_child(_HASHES, NPROC="7")
+    assert num_cores == native.num_cores() == len(os.sched_getaffinity(0))
+    assert run_child(on_one_core + _HASHES, NPROC="16") == [several_threads, 1]
 
 
 def test_an_environment_that_asks_for_what_there_is_not_is_told(monkeypatch):
