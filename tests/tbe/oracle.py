@@ -1,10 +1,8 @@
 """A table-batched module in numpy float64, written as loops over bags and ids; and how modules are made for tests."""
 
-import functools
-
 import jax
 import numpy as np
-from jax.sharding import Mesh
+from numpy.testing import assert_allclose
 
 from rsembed import tbe as rt
 from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS, rowwise_adagrad
@@ -15,12 +13,6 @@ IDS, OFFSETS = (
     np.array([0, 3, 3, 4, 7]),
 )
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of a few numbers against float64
-
-
-@functools.cache
-def mesh_of(*sizes):
-    names = ("x", "y")[: len(sizes)]
-    return Mesh(np.asarray(jax.devices()[: int(np.prod(sizes))]).reshape(sizes), names)
 
 
 def variant(name):
@@ -52,7 +44,7 @@ def assert_same_bits(module, other, *, rtol=0, atol=0):
     for one, two in zip(
         *(jax.tree.leaves(tables_of(each)) for each in (module, other)), strict=True
     ):
-        np.testing.assert_allclose(one, two, rtol=rtol, atol=atol)
+        assert_allclose(one, two, rtol=rtol, atol=atol)
 
 
 def gradient_like(output, seed=0):
@@ -170,12 +162,10 @@ class Oracle:
     def assert_agrees(self, module, *, rtol, atol):
         weights, states = tables_of(module)
         for found, wanted in zip(weights, self.tables, strict=True):
-            np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=rtol, atol=atol)
+            assert_allclose(found.astype(np.float64), wanted, rtol=rtol, atol=atol)
         for found, wanted in zip(states, self.states, strict=True):
             for mine, (name, yours) in zip(found, wanted.items(), strict=True):
-                np.testing.assert_allclose(
-                    mine.astype(np.float64), yours, rtol=rtol, atol=atol, err_msg=name
-                )
+                assert_allclose(mine.astype(np.float64), yours, rtol=rtol, atol=atol, err_msg=name)
 
 
 def by_rank(rows, sizes):

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_array_equal
 
 from rsembed import checkpoint
 from rsembed import tbe as rt
-from tests.tbe.oracle import IDS, OFFSETS, make, mesh_of, tables_of, train
+from tests.tbe.oracle import IDS, OFFSETS, make, tables_of, train
+from tests.world import assert_same, mesh_of
 
 Optim, CACHED = rt.OptimType, rt.EmbeddingLocation.MANAGED_CACHING
 DEVICE, SPECS = rt.EmbeddingLocation.DEVICE, ((10, 4), (20, 4))
@@ -32,7 +34,7 @@ def test_row_gradients_reach_the_rows_of_their_group_also_from_a_module_with_ano
     for table, weights in enumerate(tables_of(module)[0]):
         wanted = np.zeros((10, dims[table]))
         wanted[table] = -1.0
-        np.testing.assert_array_equal(weights, wanted)
+        assert_array_equal(weights, wanted)
 
 
 OTHERS = {
@@ -80,7 +82,7 @@ def test_the_nnx_state_of_a_module_with_equal_tables_is_taken():
     source, module = (make(SPECS, optimizer=Optim.ADAM, uniform=u) for u in ((0, 1), (1, 2)))
     train(source, IDS, OFFSETS)
     nnx.update(module, jax.tree.map(jnp.copy, nnx.state(source)))
-    np.testing.assert_array_equal(module(IDS, OFFSETS), source(IDS, OFFSETS))
+    assert_array_equal(module(IDS, OFFSETS), source(IDS, OFFSETS))
 
 
 def test_the_state_dict_of_another_optimizer_is_refused_by_name_although_names_and_shapes_agree():
@@ -92,7 +94,7 @@ def test_the_state_dict_of_another_optimizer_is_refused_by_name_although_names_a
     ):
         lamb.load_state_dict(saved)
     lamb.load_state_dict({name: value for name, value in saved.items() if name != "contents"})
-    np.testing.assert_array_equal(tables_of(lamb)[0][0], tables_of(adam)[0][0])
+    assert_array_equal(tables_of(lamb)[0][0], tables_of(adam)[0][0])
 
 
 def test_a_checkpoint_of_an_nnx_state_without_its_rows_on_the_host_is_refused(tmp_path):
@@ -106,7 +108,7 @@ def test_a_checkpoint_of_an_nnx_state_without_its_rows_on_the_host_is_refused(tm
     checkpoint.save(tmp_path / "cached", cached.state_dict())
     module = make(SPECS, location=CACHED, uniform=(2.0, 3.0))
     module.load_state_dict(checkpoint.load(tmp_path / "cached").tree)
-    jax.tree.map(np.testing.assert_array_equal, tables_of(module)[0], tables_of(cached)[0])
+    assert_same(tables_of(module)[0], tables_of(cached)[0])
 
 
 # What a refused call leaves behind, and a copy that trains
@@ -159,4 +161,4 @@ def test_a_state_dict_with_one_wrong_number_changes_nothing(num_devices):
     for name, value, error in WRONG_NUMBERS:
         with pytest.raises((TypeError, ValueError), match=error):
             module.load_state_dict({**saved, name: np.asarray(value)})
-        jax.tree.map(np.testing.assert_array_equal, module.state_dict(), before)
+        assert_same(module.state_dict(), before)

@@ -8,6 +8,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_array_equal
 
 from rsembed import tbe as rt
 from tests.tbe.oracle import assert_same_bits, make, train
@@ -66,7 +67,7 @@ def test_ids_and_offsets_are_repaired_as_by_a_loop_counted_or_refused(ids, offse
             module(ids, offsets, **SIZES),
             compiled(module, ids.astype(np.int32), offsets.astype(np.int32)),
         ):
-            np.testing.assert_array_equal(found, wanted)
+            assert_array_equal(found, wanted)
             assert int(module.bounds_check_warning.get_value()) == (
                 count if mode == Mode.WARNING else 0
             )
@@ -74,9 +75,9 @@ def test_ids_and_offsets_are_repaired_as_by_a_loop_counted_or_refused(ids, offse
         with pytest.raises(ValueError, match=r"offsets begin|outside table|never fall|last offset"):
             two_features(Mode.FATAL)(ids, offsets, **SIZES)
     else:
-        np.testing.assert_array_equal(two_features(Mode.FATAL)(ids, offsets, **SIZES), wanted)
-    np.testing.assert_array_equal(ids, before[0])
-    np.testing.assert_array_equal(offsets, before[1])
+        assert_array_equal(two_features(Mode.FATAL)(ids, offsets, **SIZES), wanted)
+    assert_array_equal(ids, before[0])
+    assert_array_equal(offsets, before[1])
 
 
 def test_a_correction_is_told_once_and_trained_on():
@@ -96,7 +97,7 @@ def test_without_checks_an_id_outside_its_table_contributes_nothing_not_even_a_h
     before = [np.array(w) for w in module.split_embedding_weights()]
     ids = np.array([1, 4, 2**32 + 1, -7, 3, 6, 2**40], np.int64)
     output, _ = train(module, ids, np.array([0, 4, 7]))
-    np.testing.assert_array_equal(output[0], [*before[0][1], *before[1][3]])
+    assert_array_equal(output[0], [*before[0][1], *before[1][3]])
     after = module.split_embedding_weights()
     for table, row in ((0, 1), (1, 3)):
         moved = (np.asarray(after[table]) != before[table]).any(axis=1)
@@ -108,7 +109,7 @@ def test_inside_jit_fatal_drops_ids_and_counts_them():
     before = [np.array(w) for w in module.split_embedding_weights()]
     ids, offsets = np.array([1, 4, -1, 3, 6], np.int32), np.array([0, 3, 5], np.int32)
     found = nnx.jit(lambda module, ids, offsets: module(ids, offsets))(module, ids, offsets)
-    np.testing.assert_array_equal(found[0], [*before[0][1], *before[1][3]])
+    assert_array_equal(found[0], [*before[0][1], *before[1][3]])
     assert int(module.bounds_check_warning.get_value()) == 2
 
 
@@ -118,7 +119,7 @@ def test_inside_jit_the_largest_unsigned_id_is_outside_its_table_as_it_is_outsid
     ids, offsets = np.asarray([2**32 - 1, 3], np.uint32), np.asarray([0, 1, 2])
     with pytest.warns(UserWarning, match="4294967295"):
         expected = eager(ids, offsets)
-    np.testing.assert_array_equal(
+    assert_array_equal(
         nnx.jit(lambda module, *batch: module(*batch))(compiled, ids, offsets), expected
     )
     assert int(compiled.bounds_check_warning) == int(eager.bounds_check_warning) == 1

@@ -13,6 +13,7 @@ from rsembed.tbe.host_rows import MAX_PREFETCHES
 from tests.storage.test_set_associative import DumbCache
 from tests.tbe.oracle import assert_same_bits, gradient_like, make, tables_of, train
 from tests.tbe.row_formulas import LR, VARIANTS
+from tests.world import assert_same
 
 CACHED, LFU = rt.EmbeddingLocation.MANAGED_CACHING, rt.CacheAlgorithm.LFU
 SPECS, FEATURES = ((90, 4), (60, 4), (50, 6)), [2, 0, 1, 0]
@@ -163,9 +164,11 @@ def test_only_some_tables_may_be_cached():
 
 # Prefetching
 
+PIPELINED = {"specs": ((300, 2),), "features": [0], "cache_sets": 1, "prefetch_pipeline": True}
+
 
 def test_a_hundred_batches_may_wait():
-    plain, cached = pair(specs=((300, 2),), features=[0], cache_sets=1, prefetch_pipeline=True)
+    plain, cached = pair(**PIPELINED)
     batches = [(np.array([k, k + 1, 2 * k]), np.array([0, 3])) for k in range(MAX_PREFETCHES)]
     assert len(batches) == 100
     for batch in batches:
@@ -177,7 +180,7 @@ def test_a_hundred_batches_may_wait():
 
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_compiled_steps_use_up_prefetched_batches(is_prepared):
-    _, cached = pair(specs=((300, 2),), features=[0], cache_sets=1, prefetch_pipeline=True)
+    _, cached = pair(**PIPELINED)
     compiled = nnx.jit(lambda module, *batch: module.vjp(*batch)[1](jnp.ones((1, 2))))
     for k in range(MAX_PREFETCHES + 2):
         batch = np.array([k, k + 1, k + 2], np.int32), np.array([0, 3], np.int32)
@@ -189,7 +192,7 @@ def test_compiled_steps_use_up_prefetched_batches(is_prepared):
 
 
 def test_a_lookup_that_never_trains_gives_its_places_back():
-    _, cached = pair(specs=((300, 2),), features=[0], cache_sets=1, prefetch_pipeline=True)
+    _, cached = pair(**PIPELINED)
     for k in range(3):
         batch = np.arange(16 * k, 16 * k + 16), np.array([0, 16])
         cached.prefetch(*batch)
@@ -212,7 +215,7 @@ def test_a_reset_loses_what_is_in_the_cache_if_asked():
     single = np.array([7]), np.repeat([0, 1], [2, 11])
     step(cached, single)
     cached.reset_cache_states(discard=True)
-    jax.tree.map(np.testing.assert_array_equal, tables_of(cached)[0], before[0])
+    assert_same(tables_of(cached)[0], before[0])
 
 
 def test_statistics_equal_a_hand_count():

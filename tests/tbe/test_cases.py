@@ -8,6 +8,7 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import tbe as rt
 
@@ -64,7 +65,7 @@ def batch_of(inputs: dict[str, Any]) -> list[Any]:
 
 
 def assert_close(found: Any, expected: Any, tolerance: dict[str, float]) -> None:
-    np.testing.assert_allclose(np.asarray(found, np.float64), expected, **tolerance)
+    assert_allclose(np.asarray(found, np.float64), expected, **tolerance)
 
 
 def assert_tables(module: Any, expected: dict[str, Any], tolerance: dict[str, float]) -> None:
@@ -165,8 +166,8 @@ def test_bounds_checks(case):
         found = module(ids, offsets)
     assert_close(found, expected["output"], tolerance)
     assert int(module.bounds_check_warning.get_value()) == expected["bounds_check_warning"]
-    np.testing.assert_array_equal(ids, before[0])
-    np.testing.assert_array_equal(offsets, before[1])
+    assert_array_equal(ids, before[0])
+    assert_array_equal(offsets, before[1])
 
 
 @pytest.mark.parametrize("case", cases("split_optimizer_states"))

@@ -10,6 +10,7 @@ import warnings
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from rsembed import tbe as rt
 
@@ -105,21 +106,21 @@ def compare_training(
             peer_batch[2].requires_grad_(True)
         output, backward = module.vjp(*batch)
         peer_output = peer(*peer_batch)
-        np.testing.assert_allclose(output, peer_output.detach().numpy(), **tolerance)
+        assert_allclose(output, peer_output.detach().numpy(), **tolerance)
         gradient = rng.normal(size=output.shape).astype(np.float32)
         d_weights = backward(jnp.asarray(gradient))
         peer_output.backward(torch.from_numpy(gradient))
         if weighted:
-            np.testing.assert_allclose(d_weights, peer_batch[2].grad.numpy(), **tolerance)
+            assert_allclose(d_weights, peer_batch[2].grad.numpy(), **tolerance)
     for table, peer_table in zip(
         module.split_embedding_weights(), peer.split_embedding_weights(), strict=True
     ):
-        np.testing.assert_allclose(np.float32(table), peer_table.float().numpy(), **tolerance)
+        assert_allclose(np.float32(table), peer_table.float().numpy(), **tolerance)
     for states, peer_states in zip(
         module.split_optimizer_states(), peer.split_optimizer_states(), strict=False
     ):
         for state, peer_state in zip(states, peer_states, strict=True):
-            np.testing.assert_allclose(state, peer_state.numpy().reshape(state.shape), **tolerance)
+            assert_allclose(state, peer_state.numpy().reshape(state.shape), **tolerance)
 
 
 def test_lookups_with_another_batch_size_for_every_feature_and_rank():
@@ -135,7 +136,7 @@ def test_lookups_with_another_batch_size_for_every_feature_and_rank():
         ids, offsets, batch_size_per_feature_per_rank=tuple(map(tuple, sizes))
     )
     assert found.ndim == 1
-    np.testing.assert_allclose(found, peer.detach().numpy(), **TOLERANCE)
+    assert_allclose(found, peer.detach().numpy(), **TOLERANCE)
 
 
 # Which the CPU build ignores.

@@ -9,16 +9,18 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import clip_by_global_norm, combine
 from rsembed import tbe as rt
 from rsembed.tbe import functional
-from tests.tbe.oracle import assert_same_bits, gradient_like, make, mesh_of, train, variant
+from tests.tbe.oracle import assert_same_bits, gradient_like, make, train, variant
+from tests.world import mesh_of
 
 Optim = rt.OptimType
 SPECS = ((50, 4), (30, 4), (40, 8))
 FEATURES = (0, 1, 2, 0)
-BAGS, DIMS = 8, [SPECS[t][1] for t in FEATURES]
+BAGS = 8
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
@@ -44,9 +46,6 @@ def rules(*names, **arguments):
 ENSEMBLE = rt.EnsembleModeDefinition(step_ema=1, step_swap=2, step_start=0, step_ema_coef=0.6)
 SHARED = {
     "row": rules("EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB", placement="row"),
-    "row mean": rules(
-        "EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB", placement="row", pooling_mode="MEAN"
-    ),
     "table": rules(
         "EXACT_SGD", "PARTIAL_ROWWISE_ADAM", "EXACT_ADAGRAD", placement="table", pooling_mode="MEAN"
     ),
@@ -91,12 +90,12 @@ def test_a_mesh_looks_up_and_trains_as_one_device_does(name):
         (expected, backward), (found, backward_many) = (
             m.vjp(ids, offsets, weights) for m in (one, many)
         )
-        np.testing.assert_allclose(found, expected, **CLOSE)
+        assert_allclose(found, expected, **CLOSE)
         gradient = gradient_like(expected, seed)
         d_weights, d_weights_many = backward(gradient), backward_many(gradient)
         assert (d_weights is None) == (d_weights_many is None) == (weights is None)
         if weights is not None:
-            np.testing.assert_allclose(d_weights_many, d_weights, rtol=2e-4, atol=2e-5)
+            assert_allclose(d_weights_many, d_weights, rtol=2e-4, atol=2e-5)
     assert_same_bits(one, many, **CLOSE)
     assert int(many.step) == 3
 
@@ -161,18 +160,14 @@ def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_a
     for module in (one, many):
         module.set_learning_rate(0.0)  # nothing moves
     expected = np.asarray(one.vjp(ids, offsets, weights, mask)[1](gradient))
-    np.testing.assert_allclose(
-        many.vjp(ids, offsets, weights, mask)[1](gradient), expected, **CLOSE
-    )
+    assert_allclose(many.vjp(ids, offsets, weights, mask)[1](gradient), expected, **CLOSE)
 
     batch, names = many.prepare(ids, offsets, weights), many.feature_names
     by_feature = many.vjp(batch, None, None, mask)[1](gradient)
     assert {name: own.shape for name, own in by_feature.items()} == {
         name: batch[name].ids.shape for name in names
     }
-    np.testing.assert_allclose(
-        np.concatenate([by_feature[name] for name in names]), expected, **CLOSE
-    )
+    assert_allclose(np.concatenate([by_feature[name] for name in names]), expected, **CLOSE)
 
     autodiff = jax.grad(lambda batch: jnp.vdot(many(batch), gradient), allow_int=True)(batch)
     lists = {}
@@ -180,9 +175,7 @@ def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_a
         lists[stack] = dataclasses.replace(bags, weights=autodiff.lists[stack].weights)
     d_weights = dataclasses.replace(batch, lists=lists)
     for name, is_asked in zip(names, mask, strict=True):
-        np.testing.assert_allclose(
-            np.asarray(d_weights[name].weights) * is_asked, by_feature[name], **CLOSE
-        )
+        assert_allclose(np.asarray(d_weights[name].weights) * is_asked, by_feature[name], **CLOSE)
 
 
 # Compiled steps
@@ -207,7 +200,7 @@ def test_one_compiled_step_serves_batches_of_many_lengths_and_updates_tables_whe
         expected, backward = one.vjp(ids, offsets, weights)
         backward(2 * expected)
         kept = many.state.get_value().weights
-        np.testing.assert_allclose(
+        assert_allclose(
             step(many, many.prepare(ids, offsets, weights)), (expected**2).sum(), rtol=1e-5
         )
         assert all(old.is_deleted() for old in kept)
@@ -263,8 +256,9 @@ def test_prepared_batches_belong_to_where_they_were_prepared():
         functional.lookup(many.plan, many.state.get_value(), one.prepare(*batch))
 
 
-@pytest.mark.parametrize("weighted", [False, True])
-@pytest.mark.parametrize("mode", ["WARNING", "IGNORE", "NONE"])
+@pytest.mark.parametrize(
+    ("mode", "weighted"), [("WARNING", True), ("IGNORE", False), ("NONE", True)]
+)
 def test_ids_outside_their_tables_are_corrected_and_counted_as_on_one_device(mode, weighted):
     ids, offsets = np.array([0, 1, -1, 3, 29, 2, 29, 0, 40, 40, 39, 3]), np.arange(13)
     weights = np.arange(1, 13, dtype=np.float32) if weighted else None
@@ -274,6 +268,6 @@ def test_ids_outside_their_tables_are_corrected_and_counted_as_on_one_device(mod
         warnings.simplefilter("ignore")
         expected = one(ids, offsets, weights)
         found = compiled(many, many.prepare(ids, offsets, weights))
-    np.testing.assert_array_equal(found, expected)
+    assert_array_equal(found, expected)
     count = int(many.bounds_check_warning.get_value())
     assert count == int(one.bounds_check_warning.get_value()) == {"WARNING": 2}.get(mode, 0)

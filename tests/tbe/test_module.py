@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
 from rsembed import tbe as rt
@@ -23,6 +24,7 @@ from tests.tbe.oracle import (
     variant,
 )
 from tests.tbe.row_formulas import MAX_COUNTER, VARIANTS
+from tests.world import assert_same
 
 Optim, Pooling = rt.OptimType, rt.PoolingMode
 ROWWISE = Optim.EXACT_ROWWISE_ADAGRAD
@@ -33,26 +35,29 @@ SPECS = ((5, 4), (6, 3))
 # Gradients of weights, masks, clipping
 
 
-@pytest.mark.parametrize("pooling", [Pooling.SUM, Pooling.MEAN])
 @pytest.mark.parametrize(
-    "location", [rt.EmbeddingLocation.DEVICE, rt.EmbeddingLocation.MANAGED_CACHING]
+    ("pooling", "location"),
+    [
+        (Pooling.SUM, rt.EmbeddingLocation.DEVICE),
+        (Pooling.MEAN, rt.EmbeddingLocation.MANAGED_CACHING),
+    ],
 )
 def test_the_gradient_of_weights_is_that_of_autodiff_also_for_weighted_means(pooling, location):
     module = make(SPECS, pooling_mode=pooling, location=location)
     d_output, before = gradient_like(module(IDS, OFFSETS)), tables_of(module)
     autodiff = nnx.grad(lambda weights, module: jnp.vdot(module(IDS, OFFSETS, weights), d_output))
     found = [run(jnp.asarray(WEIGHTS), module) for run in (autodiff, nnx.jit(autodiff))]
-    jax.tree.map(np.testing.assert_array_equal, tables_of(module), before)
+    assert_same(tables_of(module), before)
     _, returned = train(module, IDS, OFFSETS, WEIGHTS, d_output)  # which loops confirm elsewhere
     for gradient in found:
-        np.testing.assert_allclose(gradient, returned, **CLOSE)
+        assert_allclose(gradient, returned, **CLOSE)
 
 
 def test_masked_features_have_no_gradient_of_weights_but_are_trained_also_behind_a_late_first_bag():
     module, unmasked, offsets = make(SPECS), make(SPECS), np.array([2, 3, 3, 4, 7])
     _, found = train(module, IDS, offsets, WEIGHTS, feature_requires_grad=np.array([1, 0]))
     _, everything = train(unmasked, IDS, offsets, WEIGHTS)
-    np.testing.assert_array_equal(found, np.where(np.arange(7) < 3, everything, 0.0))
+    assert_array_equal(found, np.where(np.arange(7) < 3, everything, 0.0))
     assert np.flatnonzero(everything).tolist() == [2, 3, 4, 5, 6]
     assert_same_bits(module, unmasked)
 
@@ -79,16 +84,11 @@ def test_every_table_may_have_its_own_optimizer_and_rate():
         train(together, np.tile(ids, 3), np.arange(10), d_output=d_output)
         for t, module in enumerate(alone):
             train(module, ids, np.arange(4), d_output=d_output[:, 4 * t : 4 * t + 4])
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        tables_of(together)[0],
-        [tables_of(module)[0][0] for module in alone],
-    )
-    jax.tree.map(
-        np.testing.assert_array_equal,
-        tables_of(together)[1],
-        [tables_of(module)[1][0] for module in alone],
-    )
+    for number, module in enumerate(alone):
+        (weights,), (states,) = tables_of(module)
+        together_weights, together_states = tables_of(together)
+        assert_same(together_weights[number], weights)
+        assert_same(together_states[number], states)
 
 
 def test_a_refused_gradient_leaves_the_backward_usable():
@@ -110,7 +110,7 @@ def test_evaluation_mode_never_trains():
     for forbidden in (lambda: module.vjp(IDS, OFFSETS), lambda: backward(gradient_like(output))):
         with pytest.raises(RuntimeError, match="evaluation mode"):
             forbidden()
-    np.testing.assert_array_equal(module(IDS, OFFSETS), output)
+    assert_array_equal(module(IDS, OFFSETS), output)
 
 
 def test_what_was_read_earlier_stays_as_it_was():
@@ -118,7 +118,7 @@ def test_what_was_read_earlier_stays_as_it_was():
     step, read, before = module.step, module.split_embedding_weights(), tables_of(module)[0]
     train(module, IDS, OFFSETS)
     assert int(step) == 0 and int(module.step) == 1
-    np.testing.assert_array_equal(read[0], before[0])
+    assert_array_equal(read[0], before[0])
 
 
 def test_rates_follow_set_learning_rate_and_schedules():
@@ -129,12 +129,12 @@ def test_rates_follow_set_learning_rate_and_schedules():
     before = tables_of(module)[0]
     train(module, np.array([1, 1]), np.array([0, 1, 2]))
     for k, (old, new) in enumerate(zip(before, tables_of(module)[0], strict=True)):
-        np.testing.assert_allclose(old[1] - new[1], k + 1.0, rtol=1e-6)
+        assert_allclose(old[1] - new[1], k + 1.0, rtol=1e-6)
     scheduled = make(((5, 4),), learning_rate=lambda step: 1.0 / (1.0 + step.astype(jnp.float32)))
     for k in range(3):
         old = np.array(scheduled.split_embedding_weights()[0])
         train(scheduled, np.array([1]), np.array([0, 1]))
-        np.testing.assert_allclose(
+        assert_allclose(
             old[1] - np.asarray(scheduled.split_embedding_weights()[0])[1], 1 / (1 + k), rtol=1e-5
         )
 
@@ -155,7 +155,7 @@ def test_a_compiled_step_has_the_bits_of_an_eager_one(rule):
     for k in range(3):
         d_output, ids = gradient_like(np.zeros((2, 6)), k), (IDS + k) % 5
         wanted, _ = train(eager, ids, OFFSETS, d_output=d_output)
-        np.testing.assert_array_equal(
+        assert_array_equal(
             step(compiled, ids.astype(np.int32), OFFSETS.astype(np.int32), d_output), wanted
         )
     assert_same_bits(eager, compiled)
@@ -180,7 +180,7 @@ def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
     module.state.set_value(state)
     for ids, output in zip(all_ids, outputs, strict=True):
         wanted, backward = other.vjp(ids, OFFSETS)
-        np.testing.assert_array_equal(output, wanted)
+        assert_array_equal(output, wanted)
         backward(wanted)
     assert_same_bits(module, other)
 
@@ -188,8 +188,10 @@ def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
 @pytest.mark.skipif(
     native.unavailable_because() is not None, reason="XLA may copy; native calls alias"
 )
-@pytest.mark.parametrize("is_weighted", [False, True])
-@pytest.mark.parametrize("optimizer", ["EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB"])
+@pytest.mark.parametrize(
+    ("optimizer", "is_weighted"),
+    [("EXACT_ROWWISE_ADAGRAD", True), ("ADAM", False), ("LAMB", True)],
+)
 def test_a_compiled_step_makes_no_copy_of_a_table(optimizer, is_weighted):
     num_rows, dim, num_bags, num_ids = 20_000, 32, 64, 256
     specs = [(num_rows, dim, rt.EmbeddingLocation.HOST, rt.ComputeDevice.CPU)] * 2
@@ -226,7 +228,7 @@ def test_without_an_optimizer_there_are_no_states_and_gradients_cannot_be_applie
         module.split_optimizer_states()
     with pytest.raises(ValueError, match="no optimizer"):
         module.apply(backward(np.ones_like(output)))
-    np.testing.assert_array_equal(module(np.array([4, 1, 4]), np.array([0, 1, 3])), output)
+    assert_array_equal(module(np.array([4, 1, 4]), np.array([0, 1, 3])), output)
 
 
 # Row rules, beyond the numbers that `test_random_configurations.py` compares with their formulas
@@ -257,7 +259,7 @@ def test_steps_and_the_gaps_of_rows_are_exact_beyond_the_integers_of_float32(rul
     assert states["prev_iter"][1:3].tolist() == [2**25 + 1, 2**25 + 2]
     oracle = Oracle(module, (0,), "sum", formula, arguments)
     output, _ = train(module, np.array([1]), np.array([0, 1]))
-    np.testing.assert_allclose(output[0], oracle.read(0, 1), rtol=1e-6)
+    assert_allclose(output[0], oracle.read(0, 1), rtol=1e-6)
     oracle.backward([1], [0, 1], None, [1], np.ones((1, 4)))
     oracle.assert_agrees(module, rtol=1e-6, atol=1e-6)
 
@@ -271,12 +273,10 @@ def test_a_rule_of_the_core_is_taken_with_its_settings():
     rows = before[1:2]
     hyper = rule.get_hyperparameters(jnp.zeros((), jnp.int32))
     wanted, slots = rule.step_rows(rows, rule.init_slots(rows), jnp.ones((1, 2)), hyper)
-    np.testing.assert_allclose(module.split_embedding_weights()[0][1:2], wanted, rtol=1e-6)
+    assert_allclose(module.split_embedding_weights()[0][1:2], wanted, rtol=1e-6)
     state = module.get_optimizer_state()[0]
     assert list(state) == ["accumulator", "linear"]
-    np.testing.assert_allclose(state["accumulator"][1], slots[0][0], rtol=1e-6)
+    assert_allclose(state["accumulator"][1], slots[0][0], rtol=1e-6)
     other = make(((4, 2), (5, 2)), optimizer=[rule, "EXACT_SGD"])
     other.load_state_dict(module.state_dict())
-    np.testing.assert_array_equal(
-        other.split_embedding_weights()[0], module.split_embedding_weights()[0]
-    )
+    assert_array_equal(other.split_embedding_weights()[0], module.split_embedding_weights()[0])

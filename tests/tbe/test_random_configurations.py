@@ -7,6 +7,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import tbe as rt
 from tests.tbe.oracle import Oracle, by_rank, make, side_by_side
@@ -99,9 +100,8 @@ CONFIGURATIONS = {
     "mean_of_weighted_odd_dims": C(
         ((4, 3), (9, 1), (2, 13)), (2, 0, 1, 0), "rowwise_l2", "mean", True
     ),
-    "single_rows": C(((5, 5), (8, 5)), (1, 0), "adagrad", "none", num_ids=9),
     "single_rows_of_mixed_dims": C(
-        ((5, 4), (8, 6)), (1, 0, 1), "rowwise", "none", num_ids=9, clamp=0.5
+        ((5, 4), (8, 6)), (1, 0, 1), "adagrad", "none", num_ids=9, clamp=0.5
     ),
     "variable_batch": C(
         ((6, 4), (5, 8)), (0, 1), "adamw", is_weighted=True, batch=((1, 2, 0), (2, 0, 1))
@@ -129,17 +129,12 @@ CONFIGURATIONS = {
     "bfloat16": C(
         ((5, 4),), (0,), "rowwise_decouple", "mean", weights_precision=BF16, output_dtype=BF16
     ),
-    "float16_cached": C(
-        ((40, 4),), (0,), "adagrad", weights_precision=FP16, is_cached=True, num_ids=38
-    ),
     "lamb": C(((5, 4), (5, 3)), (0, 1), "lamb", "mean", True),
     "lars": C(((5, 4),), (0, 0), "lars", id_dtype=np.int64),
     "partial_adam": C(((5, 4), (5, 3)), (1, 0), "partial_adam", is_weighted=True, clamp=0.75),
     "partial_lamb": C(((5, 4),), (0, 0, 0), "partial_lamb", "mean"),
-    "adam_cached": C(((50, 4), (5, 3)), (0, 1, 0), "adam", num_ids=40, is_cached=True),
     "counter": C(((5, 4), (6, 4)), (0, 1), "counter_l2", "mean", True),
     "cowclip": C(((5, 4), (6, 3)), (1, 0), "cowclip"),
-    "decoupled_cached": C(((45, 4),), (0,), "rowwise_decouple", "mean", num_ids=36, is_cached=True),
     "max_norm": C(((5, 4),), (0, 0), "rowwise_max_norm", is_weighted=True),
     "narrow_and_wide": C(((6, 1), (6, 2050)), (0, 1), "adamw"),
 }
@@ -213,14 +208,14 @@ def test_training_agrees_with_loops_over_bags_and_ids(name, data):
         given = {"batch_size_per_feature_per_rank": sizes}
         looked_up = module(ids, offsets, weights, **given)
         output, backward = module.vjp(ids, offsets, weights, **given)
-        np.testing.assert_array_equal(looked_up, output)
+        assert_array_equal(looked_up, output)
         wanted = shaped(oracle.pooled(ids, offsets, weights, c.bags_per_feature))
         assert output.shape == wanted.shape and output.dtype == module.output_dtype
-        np.testing.assert_allclose(np.asarray(output, np.float64), wanted, **close)
+        assert_allclose(np.asarray(output, np.float64), wanted, **close)
         found = backward(shaped(d_bags).astype(np.float32))
         wanted = oracle.backward(ids, offsets, weights, c.bags_per_feature, d_bags)
         if weights is None:
             assert found is None
         else:
-            np.testing.assert_allclose(found, wanted, **close)
+            assert_allclose(found, wanted, **close)
         oracle.assert_agrees(module, rtol=tolerance, atol=4 * tolerance)

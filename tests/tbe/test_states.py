@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import tbe as rt
 from tests.tbe.oracle import (
@@ -12,12 +13,12 @@ from tests.tbe.oracle import (
     Oracle,
     assert_same_bits,
     make,
-    mesh_of,
     tables_of,
     train,
     variant,
 )
 from tests.tbe.row_formulas import LR, rowwise_adagrad
+from tests.world import assert_same, mesh_of
 
 Optim, Location, Type = rt.OptimType, rt.EmbeddingLocation, rt.SparseType
 FP32, FP16, BF16 = Type.FP32, Type.FP16, Type.BF16
@@ -72,7 +73,7 @@ def test_a_state_dict_continues_in_another_module(name):
     for mine, yours in zip(
         *(jax.tree.leaves(tables_of(each)) for each in (other, module)), strict=True
     ):
-        np.testing.assert_allclose(mine, yours.astype(mine.dtype), **close)
+        assert_allclose(mine, yours.astype(mine.dtype), **close)
     assert int(module.step) == int(other.step)
 
 
@@ -85,8 +86,8 @@ def test_initial_values_are_uniform_and_independent_of_grouping_caching_and_prec
     first, second = plain.split_embedding_weights()
     for values in (first, second):
         assert -2 <= np.min(values) < -1.9 and 2.9 < np.max(values) <= 3
-        np.testing.assert_allclose(np.mean(values), 0.5, atol=4 * 5 / np.sqrt(12 * values.size))
-        np.testing.assert_allclose(np.var(values), 25 / 12, rtol=0.1)
+        assert_allclose(np.mean(values), 0.5, atol=4 * 5 / np.sqrt(12 * values.size))
+        assert_allclose(np.var(values), 25 / 12, rtol=0.1)
         assert len(np.unique(values)) > 0.99 * values.size
     assert not np.array_equal(first[:2000], second)
     others = [
@@ -95,9 +96,9 @@ def test_initial_values_are_uniform_and_independent_of_grouping_caching_and_prec
         make(specs, uniform=(-2, 3), learning_rate=[0.1, 0.2], feature_table_map=[1, 0]),
     ]
     for other in others:
-        jax.tree.map(np.testing.assert_array_equal, tables_of(other)[0], [first, second])
+        assert_same(tables_of(other)[0], [first, second])
     (half, _) = make(specs, uniform=(-2, 3), weights_precision=Type.FP16).split_embedding_weights()
-    np.testing.assert_array_equal(half, np.asarray(first).astype(np.float16))
+    assert_array_equal(half, np.asarray(first).astype(np.float16))
 
 
 @pytest.mark.parametrize(("precision", "spacing"), [(Type.FP16, 2.0**-10), (Type.BF16, 2.0**-7)])
@@ -115,10 +116,10 @@ def test_stochastic_rounding_has_bits_that_follow_from_key_and_table(precision, 
 
     values = stepped(1)
     assert set(np.unique(values)) == {1.0, 1.0 + spacing}
-    np.testing.assert_array_equal(values, stepped(1))
+    assert_array_equal(values, stepped(1))
     for others in (stepped(2), values[::-1]):
         assert np.mean(values == others) < 0.95  # some are rounded up in one of both
-    np.testing.assert_array_equal(stepped(1, stochastic_rounding=False), np.ones((2, 4096, 4)))
+    assert_array_equal(stepped(1, stochastic_rounding=False), np.ones((2, 4096, 4)))
 
 
 # Rounding, also where the cache has another precision
@@ -153,7 +154,7 @@ def test_steps_smaller_than_the_rounding_are_not_lost_where_the_cache_has_anothe
         # Each step rounds once: a random walk of at most 40 times `spacing`, of which a share moves.
         deviation = np.sqrt(40 * spacing * rate / own.size) + 1e-9
         assert 5 * deviation < 40 * rate / 4  # lost steps would leave 1
-        np.testing.assert_allclose(own.mean(), 1 - 40 * rate, atol=5 * deviation)
+        assert_allclose(own.mean(), 1 - 40 * rate, atol=5 * deviation)
 
 
 @pytest.mark.parametrize(("weights", "cache"), [(FP32, FP16), (FP32, BF16), (FP16, BF16)])
@@ -168,17 +169,17 @@ def test_a_lookup_through_a_narrower_cache_changes_no_bit_of_the_table(weights, 
     narrow = {FP16: jnp.float16, BF16: jnp.bfloat16}[cache]
     for first in (0, 30, 60):  # rows leave for others, and all come home in the end
         found = module(np.arange(first, first + 30), np.arange(31))
-        np.testing.assert_array_equal(
+        assert_array_equal(
             found, np.asarray(before)[first : first + 30].astype(narrow).astype(np.float32)
         )
-    np.testing.assert_array_equal(module.split_embedding_weights()[0], before)
+    assert_array_equal(module.split_embedding_weights()[0], before)
 
 
 def test_without_stochastic_rounding_a_cache_of_another_precision_rounds_to_nearest():
     values = stepped(
         1e-5, num_steps=5, weights_precision=FP16, cache_precision=FP32, stochastic_rounding=False
     )
-    np.testing.assert_array_equal(values[52:], 1.0)
+    assert_array_equal(values[52:], 1.0)
 
 
 # Decay of rows that nobody reads, and passes over whole tables
@@ -196,7 +197,7 @@ def test_the_decay_that_a_lookup_saw_is_that_of_its_gradient():
         train(module, np.array([row]), ONE_BAG)
     output, backward = module.vjp(np.array([1]), ONE_BAG, np.ones(1, np.float32))
     module.set_learning_rate(0.9)
-    np.testing.assert_allclose(backward(np.ones((1, 4), np.float32)), output.sum(axis=1), rtol=1e-6)
+    assert_allclose(backward(np.ones((1, 4), np.float32)), output.sum(axis=1), rtol=1e-6)
 
 
 MODES = {
@@ -251,7 +252,7 @@ def test_no_step_misses_its_pass_however_many_lookups_wait_for_their_backward(mo
     expected = after_steps(
         weights, mode, [{row: own[0]} for row, own in zip(rows, gradients, strict=True)]
     )
-    np.testing.assert_allclose(module.split_embedding_weights()[0], expected, **CLOSE)
+    assert_allclose(module.split_embedding_weights()[0], expected, **CLOSE)
     assert int(module.step) == len(rows)
 
 
@@ -269,7 +270,7 @@ def test_passes_over_whole_tables_are_run_before_the_lookup_of_their_step_and_on
             oracle.tables[0] = slow.copy() if t % 4 == 0 else oracle.tables[0]
         slow = slow * (t % 2)  # begins anew
         output, _ = train(module, ids, offsets)
-        np.testing.assert_allclose(output[0], oracle.pooled(ids, offsets, None, [1])[0], **CLOSE)
+        assert_allclose(output[0], oracle.pooled(ids, offsets, None, [1])[0], **CLOSE)
         oracle.states[0]["momentum2"] = slow
         oracle.backward(ids, offsets, None, [1], [np.ones(4)])
         oracle.assert_agrees(module, **CLOSE)
