@@ -15,6 +15,7 @@ import rsembed as rs
 from rsembed import checkpoint
 from rsembed.tt import TensorTrain, TTSpec, full_weight
 from tests.parallel.hlo import collective_bytes
+from tests.world import assert_same, made_mesh
 
 ROWS, DIM = 60, 6
 STORAGE = TensorTrain((3, 4), (3, 4, 5), (1, 2, 3))
@@ -121,11 +122,7 @@ def resident_bytes(what):
 )
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_a_whole_table_is_made_of_its_cores_in_place(num_devices):
-    mesh = (
-        None
-        if num_devices is None
-        else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
-    )
+    mesh = made_mesh(num_devices)
     table = rs.TableSpec("t", 500_000, 64, storage=TensorTrain((4,)))
     placement = None if mesh is None else "replicated"
     collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh, placement=placement)
@@ -155,13 +152,13 @@ def test_cores_of_a_state_dictionary_are_read_in_their_order():
         2,
         storage=TensorTrain([2] * 11, [2] * 12, [2, *[1] * 11]),
     )
-    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)])
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table))
     state = collection.init(jax.random.key(0))
     cores = {f"weight.{k}": core for k, core in enumerate(state.tables["t"])}
     loaded = collection.with_tables(
         collection.init(jax.random.key(1)), {"t": dict(sorted(cores.items()))}
     )
-    jax.tree.map(assert_array_equal, loaded.tables["t"], state.tables["t"])
+    assert_same(loaded.tables["t"], state.tables["t"])
 
 
 def test_stacked_layouts_refuse_trains():
@@ -189,11 +186,7 @@ def like_tables(num_tables=3):
 def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(
     num_devices, tmp_path
 ):
-    mesh = (
-        None
-        if num_devices is None
-        else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
-    )
+    mesh = made_mesh(num_devices)
     features = [rs.FeatureSpec(f"f{k}", table) for k, table in enumerate(like_tables())]
     collection = rs.EmbeddingCollection(features, mesh=mesh)
     assert [stack.name for stack in collection.plan.stacks] == ["t0_t1_t2"]
@@ -253,7 +246,7 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
             rtol=1e-5,
         )
         # All that was read is stored.
-        jax.tree.map(assert_array_equal, state.tables["t"].cores, cores)
+        assert_same(state.tables["t"].cores, cores)
         counts = collection.counts(state)["t"]
         expected = {
             "cached_ids": 4,

@@ -6,6 +6,9 @@ from pathlib import Path
 import numpy as np
 from flax import nnx
 
+from rsembed.kernels.contract import IdList
+from tests.oracles import pooled_lookup
+
 CASES = json.loads((Path(__file__).parents[1] / "data" / "tt_cases.json").read_text())["cases"]
 
 
@@ -75,15 +78,8 @@ def expanded(spec, cores) -> np.ndarray:
 
 def pooled(table, ids, offsets, weights=None, mode="sum") -> np.ndarray:
     """Bags over a dense table; ids outside it are skipped and not counted."""
-    table, output = np.asarray(table, np.float64), np.zeros((len(offsets) - 1, np.shape(table)[1]))
-    for bag in range(len(offsets) - 1):
-        entries = [k for k in range(offsets[bag], offsets[bag + 1]) if 0 <= ids[k] < len(table)]
-        for k in entries:
-            gain = (1.0 if weights is None else float(weights[k])) / (
-                len(entries) if mode == "mean" else 1
-            )
-            output[bag] += gain * table[ids[k]]
-    return output
+    bags = IdList(np.asarray(ids), np.asarray(offsets), weights)
+    return pooled_lookup(table, bags, "mean_by_count" if mode == "mean" else "sum")
 
 
 def core_gradients(spec, cores, ids, bag_of, gains, d_output):
