@@ -8,10 +8,10 @@ import threading
 import jax
 import numpy as np
 import pytest
-from jax.sharding import Mesh
 
 from rsembed.parallel import agreement
 from rsembed.parallel.agreement import Agreement
+from tests.world import mesh_of
 
 OWN = np.arange(3)
 own_process = threading.local()
@@ -65,7 +65,7 @@ def service(monkeypatch):
     return service
 
 
-MESH = Mesh(np.asarray(jax.devices()[:1]), ("x",))
+MESH = mesh_of(1)
 
 
 def run(work, processes=(1, 2, 4)):

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from rsembed.kernels.contract import NO_ROW
 from rsembed.parallel.exchange import trade
+from tests.world import assert_same
 
 CAPACITIES = 3, 5
 
@@ -80,7 +81,7 @@ def test_blocks_arrive_where_they_belong_and_come_back(seed, case):
             )
             wanted = wanted_block(own, places[source])
             sent = jax.tree.map(lambda x, k=source: x[:, k], arrived[number])
-            jax.tree.map(np.testing.assert_array_equal, sent, wanted)
+            assert_same(sent, wanted)
             jax.tree.map(
                 lambda x, y, k=source: np.testing.assert_array_equal(x[k], y), back[number], wanted
             )

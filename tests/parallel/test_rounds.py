@@ -8,12 +8,12 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
 from rsembed.kernels.contract import NO_ROW
 from rsembed.parallel.exchange import Question, ask, distinct, together
+from tests.world import mesh_of
 
 NUM_IDS = 24
 ROWS = 11
@@ -21,7 +21,7 @@ INTEGER, FLOAT = (jax.ShapeDtypeStruct((), dtype) for dtype in (jnp.int32, jnp.f
 
 
 def mapped(body, num_devices=2):
-    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("x",))
+    mesh = mesh_of(num_devices)
     return jax.shard_map(body, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
 
 

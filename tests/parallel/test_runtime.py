@@ -225,8 +225,8 @@ try:
 except ValueError as error:
     print(str(error).replace("\\n", " "))
 warnings.simplefilter("ignore")  # of JAX, which says the same
-table = rs.TableSpec(name="t", vocabulary_size=9, embedding_dim=4)
-collection = rs.EmbeddingCollection([rs.FeatureSpec(name="f", table_spec=table)])
+table = rs.TableSpec("t", 9, 4)
+collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table))
 state = collection.init(jax.random.key(0))
 batched = tbe.SplitTableBatchedEmbeddingBagsCodegen([(9, 4, tbe.EmbeddingLocation.HOST, tbe.ComputeDevice.CPU)])
 trains = tt.TTEmbeddingBag(1000, 16, tt_ranks=[4])

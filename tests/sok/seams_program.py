@@ -221,7 +221,7 @@ def main():
 
     # A collection reads batches with the same checks
     table = rs.TableSpec("t", 9, 2, initializer=jax.nn.initializers.ones)
-    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)], mesh=context.mesh)
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=context.mesh)
     state = collection.init(jax.random.key(0))
     refused(
         f"feature 'f': {both}",

@@ -11,6 +11,7 @@ from rsembed import sok
 from rsembed.optimizers import SGD, Adagrad
 from rsembed.sok import lookups
 from tests.sok.training import context
+from tests.world import assert_same
 
 
 @pytest.fixture(autouse=True)
@@ -115,8 +116,8 @@ def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_a
         assert sum(f"Compiling jit({program})" in message for message in caplog.messages) == 3
     (alone,), (rows_alone,) = trained([10])
     assert_array_equal(together[10], alone)
-    jax.tree.map(assert_array_equal, (rows[10], together), (rows_alone, in_pairs))
-    jax.tree.map(assert_array_equal, rows, rows_of_pairs)
+    assert_same((rows[10], together), (rows_alone, in_pairs))
+    assert_same(rows, rows_of_pairs)
 
 
 def test_columns_of_a_scope_are_one_lookup():

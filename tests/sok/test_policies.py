@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import sok
 from tests.sok.training import context
@@ -37,7 +38,7 @@ def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
     sok.assign_rows(table, rows)
     gone = table.evict()
     assert (gone["keys"] - 2**40).tolist() == [1, 3] and gone["last_step"].tolist() == [0, 3]
-    np.testing.assert_array_equal(gone["values"], values[[1, 3]])
+    assert_array_equal(gone["values"], values[[1, 3]])
     sok.assign_rows(table, gone)
     table.set_value(table.get_value()._replace(step=jnp.asarray(5, jnp.int32)))
     assert (table.evict(sok.GlobalStepEvict(2))["keys"] - 2**40).tolist() == [0, 1]
@@ -60,7 +61,7 @@ def test_rows_start_as_the_names_of_keras_say(name, low, high, deviation):
     table = variable(initializer=name, rows_per_device=2048, use_hashtable=False)
     values = sok.export_rows(table)["values"]
     assert low <= values.min() <= values.max() <= high
-    np.testing.assert_allclose(values.std(), deviation, rtol=0.05)
+    assert_allclose(values.std(), deviation, rtol=0.05)
 
 
 def test_row_numbers_beyond_the_table_count_in_means_as_keys_without_a_row_do():
@@ -70,4 +71,4 @@ def test_row_numbers_beyond_the_table_count_in_means_as_keys_without_a_row_do():
     look_up = nnx.jit(
         lambda table, keys: sok.group_embedding_lookup_vjp([table], [keys], ["mean"])[0][0]
     )
-    np.testing.assert_allclose(look_up(table, keys)[:, 0], [2, 4 / 3, 0], rtol=1e-6)
+    assert_allclose(look_up(table, keys)[:, 0], [2, 4 / 3, 0], rtol=1e-6)

@@ -42,7 +42,7 @@ def train(devices):
     }
     normal, adagrad = jax.nn.initializers.normal(), rs.optimizers.Adagrad(0.1)
     table = rs.TableSpec("t", 30, DIM, initializer=normal, optimizer=adagrad)
-    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)], mesh=devices.mesh)
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=devices.mesh)
     state, losses = collection.init(jax.random.key(0)), []
     lookup, update = jax.jit(collection.lookup), jax.jit(collection.update)
 
