@@ -24,7 +24,7 @@ def collection_of(mesh=None):
         ),
         optimizer=rs.optimizers.Adagrad(0.1),
     )
-    return rs.EmbeddingCollection([rs.FeatureSpec("f", table)], mesh=mesh)
+    return rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh)
 
 
 def keyed_collection(mesh=None):

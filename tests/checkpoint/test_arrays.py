@@ -8,9 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tensorstore
+from numpy.testing import assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint
+from tests.world import made_mesh
 
 DTYPES = [
     *(
@@ -67,7 +69,7 @@ def test_a_reader_of_zarr_that_knows_nothing_of_us_finds_a_table_in_the_order_of
     tmp_path, monkeypatch
 ):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 100)
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    mesh = made_mesh(4)
     feature = rs.FeatureSpec("f", table_of(50, 4))
     collection = rs.EmbeddingCollection([feature], mesh=mesh, placement="row")
     state = collection.init(jax.random.key(0))
@@ -80,8 +82,8 @@ def test_a_reader_of_zarr_that_knows_nothing_of_us_finds_a_table_in_the_order_of
     store = {"driver": "file", "path": str(tmp_path / "a" / folder)}
     zarr = tensorstore.open({"driver": "zarr3", "kvstore": store}).result()
     expected = np.asarray(collection.tables(state)["item"])
-    np.testing.assert_array_equal(zarr.read().result(), expected)
-    np.testing.assert_array_equal(zarr[6:9, 1].read().result(), expected[6:9, 1])
+    assert_array_equal(zarr.read().result(), expected)
+    assert_array_equal(zarr[6:9, 1].read().result(), expected[6:9, 1])
     assert zarr.codec.to_json()["codecs"][-1] == {"name": "crc32c"}
 
 
@@ -89,13 +91,9 @@ def test_a_reader_of_zarr_that_knows_nothing_of_us_finds_a_table_in_the_order_of
 def test_neither_save_nor_load_needs_memory_for_a_whole_table(tmp_path, monkeypatch, num_devices):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 1 << 16)
     monkeypatch.setattr(checkpoint.arrays, "_BYTES_IN_FLIGHT", 1 << 18)
-    mesh = (
-        None
-        if num_devices is None
-        else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
-    )
+    mesh = made_mesh(num_devices)
     table = table_of(60_000, 32)
-    collection = rs.EmbeddingCollection([rs.FeatureSpec("f", table)], mesh=mesh)
+    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh)
     table_bytes, peaks = 60_000 * 32 * 4, []
     state = collection.init(jax.random.key(0))
     for call in (
@@ -108,9 +106,7 @@ def test_neither_save_nor_load_needs_memory_for_a_whole_table(tmp_path, monkeypa
             peaks.append(tracemalloc.get_traced_memory()[1])
         finally:
             tracemalloc.stop()
-    np.testing.assert_array_equal(
-        collection.tables(found)["item"], collection.tables(state)["item"]
-    )
+    assert_array_equal(collection.tables(found)["item"], collection.tables(state)["item"])
     # Onto a mesh, rows are put together for the devices of this process, here all of them.
     limits = (table_bytes / 4, table_bytes / 4 if num_devices is None else 1.3 * table_bytes)
     assert all(peak < limit for peak, limit in zip(peaks, limits, strict=True)), (

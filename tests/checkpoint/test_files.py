@@ -12,8 +12,10 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from numpy.testing import assert_array_equal
 
 from rsembed import checkpoint
+from tests.world import mesh_of
 
 
 def make_tree():
@@ -40,7 +42,7 @@ def assert_equal_trees(found, expected):
             assert a.dtype == b.dtype
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         assert np.asarray(a).dtype == np.asarray(b).dtype
-        np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+        assert_array_equal(np.asarray(a), np.asarray(b))
 
 
 @pytest.mark.parametrize("chunk_bytes", [1, 100, 1 << 22])
@@ -80,11 +82,11 @@ def test_sharded_arrays_come_back_on_another_mesh(tmp_path, monkeypatch):
         name: jax.device_put(values, NamedSharding(grid, spec)) for name, spec in layouts.items()
     }
     checkpoint.save(tmp_path / "a", tree)
-    line = NamedSharding(Mesh(np.asarray(jax.devices()[:3]), ("x",)), P("x"))
+    line = NamedSharding(mesh_of(3), P("x"))
     like = {name: jax.ShapeDtypeStruct(values.shape, values.dtype, sharding=line) for name in tree}
     for array in checkpoint.load(tmp_path / "a", like).tree.values():
         assert array.sharding == line
-        np.testing.assert_array_equal(np.asarray(array), values)
+        assert_array_equal(np.asarray(array), values)
 
 
 def flip(file, bit):
@@ -160,7 +162,7 @@ def test_a_killed_save_leaves_the_checkpoints_before_it(tmp_path):
         checkpoint.load(torn)
     last = tmp_path / f"step_{int(torn.name.split('_')[1].split('.')[0]) - 1}"
     found = checkpoint.load(last)
-    np.testing.assert_array_equal(found.tree["x"], np.full(4_000_000, found.step, np.float32))
+    assert_array_equal(found.tree["x"], np.full(4_000_000, found.step, np.float32))
 
 
 def test_no_checkpoint_is_replaced_and_what_is_refused_leaves_nothing(tmp_path):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from numpy.testing import assert_array_equal
 
 import rsembed as rs
 from rsembed import checkpoint
@@ -28,7 +29,7 @@ def test_numbers_keep_their_value_whatever_their_byte_order(tmp_path, dtype):
     for like in (None, {"x": values}, {"x": values.astype(values.dtype.newbyteorder("="))}):
         found = checkpoint.load(tmp_path / "a", like).tree["x"]
         assert found.dtype.isnative
-        np.testing.assert_array_equal(found, values)
+        assert_array_equal(found, values)
 
 
 def test_wide_integers_are_not_narrowed_without_a_word(tmp_path):
@@ -159,7 +160,7 @@ def test_forged_fields_of_a_manifest_are_refused_by_file_before_anything_is_allo
                 (tmp_path / "a" / "manifest.json").write_bytes(intact)
                 number += 1
     assert number > 80
-    np.testing.assert_array_equal(checkpoint.load(tmp_path / "a").tree["x"], tree["x"])
+    assert_array_equal(checkpoint.load(tmp_path / "a").tree["x"], tree["x"])
 
 
 @pytest.mark.parametrize(
@@ -281,4 +282,4 @@ def test_a_save_that_fails_leaves_nothing_and_frees_what_it_took(tmp_path, too_l
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert raised.value.errno == errno.EFBIG and list(tmp_path.iterdir()) == []
     checkpoint.save(tmp_path / "a", tree)
-    np.testing.assert_array_equal(checkpoint.load(tmp_path / "a").tree["y"], tree["y"])
+    assert_array_equal(checkpoint.load(tmp_path / "a").tree["y"], tree["y"])

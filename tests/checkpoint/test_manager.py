@@ -11,6 +11,7 @@ import pytest
 
 import rsembed as rs
 from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError, files, manager
+from tests.world import assert_same, made_mesh
 
 
 def make_collection(mesh=None):
@@ -22,7 +23,7 @@ def make_collection(mesh=None):
 
 
 def two_devices():
-    return jax.make_mesh((2,), ("x",), devices=jax.devices()[:2])
+    return made_mesh(2)
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +49,7 @@ def run():
 def assert_same_rows(found, of_found, expected, of_expected):
     for read in ("tables", "slots"):
         both = getattr(of_found, read)(found), getattr(of_expected, read)(expected)
-        jax.tree.map(np.testing.assert_array_equal, *both)
+        assert_same(*both)
     assert int(found.step) == int(expected.step)
 
 
@@ -126,14 +127,18 @@ def lose_the_manifest(path):
     (path / "manifest.json").unlink()
 
 
+def save_three_and_harm_the_last(folder, harm):
+    with CheckpointManager(folder) as checkpoints:
+        for step in (10, 20, 30):
+            checkpoints.save(x(step), step=step)
+    harm(checkpoints.paths()[-1])
+
+
 @pytest.mark.parametrize("harm", [damage, lose_the_manifest])
 def test_a_run_that_goes_back_behind_a_damaged_checkpoint_saves_that_step_again(
     tmp_path, caplog, harm
 ):
-    with CheckpointManager(tmp_path) as checkpoints:
-        for step in (10, 20, 30):
-            checkpoints.save(x(step), step=step)
-    harm(checkpoints.paths()[-1])
+    save_three_and_harm_the_last(tmp_path, harm)
     with CheckpointManager(tmp_path) as checkpoints:
         with pytest.warns(UserWarning, match="passed over"):
             assert checkpoints.restore(x(0)).step == 20
@@ -147,10 +152,7 @@ def test_a_run_that_goes_back_behind_a_damaged_checkpoint_saves_that_step_again(
 
 @pytest.mark.parametrize("harm", [damage, lose_the_manifest])
 def test_a_damaged_checkpoint_goes_before_a_good_one(tmp_path, harm):
-    with CheckpointManager(tmp_path) as checkpoints:
-        for step in (10, 20, 30):
-            checkpoints.save(x(step), step=step)
-    harm(checkpoints.paths()[-1])
+    save_three_and_harm_the_last(tmp_path, harm)
     with CheckpointManager(tmp_path, max_to_keep=3) as checkpoints:
         with pytest.warns(UserWarning, match="step_000000030 is passed over"):
             assert checkpoints.restore(x(0)).step == 20

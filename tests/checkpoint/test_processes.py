@@ -8,6 +8,7 @@ import numpy as np
 from rsembed import checkpoint
 from tests import launching
 from tests.checkpoint.process_program import collection_of, keyed_collection, keys_of, step
+from tests.world import assert_same
 
 PROGRAM = Path(__file__).with_name("process_program.py")
 
@@ -44,4 +45,4 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
     assert output.count(f"keys {keys} [2 2 2 2]") == 2, output
     alone = keyed_collection()
     found = alone.tables(checkpoint.load_collection(f"{tmp_path / 'shared'}-keys", alone))
-    jax.tree.map(np.testing.assert_array_equal, found, expected)
+    assert_same(found, expected)

@@ -14,6 +14,7 @@ import rsembed as rs
 from rsembed import checkpoint
 from rsembed.fingerprint import Fingerprint
 from rsembed.tt import TensorTrain
+from tests.world import assert_same, made_mesh
 
 ROWS = {"item": 10, "user": 8, "word": 5}
 DIM = 4
@@ -40,11 +41,7 @@ def collection_of(num_devices=None, placement=None, *, rows=ROWS, alone=(), **op
         table_of(name, vocabulary_size=count, **own.get(name, {}), **options)
         for name, count in rows.items()
     ]
-    mesh = (
-        None
-        if num_devices is None
-        else jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
-    )
+    mesh = made_mesh(num_devices)
     return collection_with(tables, placement=placement, mesh=mesh)
 
 
@@ -151,8 +148,7 @@ def test_training_goes_on_alike_on_another_stacking(saved, names, alone):
     keys = (jax.random.key_data(own.key).tolist() for own in (state, fresh.init(jax.random.key(0))))
     assert state.step == 2 and next(keys) == next(keys)
     state = trained(collection, state, (2, 3))
-    jax.tree.map(
-        assert_array_equal,
+    assert_same(
         (collection.tables(state), collection.slots(state)),
         tuple(expected),
     )
@@ -288,8 +284,7 @@ def test_a_state_made_by_hand_is_compared_by_its_shapes_and_one_without_slots_is
     state, batch = collection.init(jax.random.key(0)), batch_of(0)
     by_hand = rs.EmbeddingState(state.tables, state.slots, state.step, state.key)
     for other in (by_hand, state._replace(slots={})):
-        jax.tree.map(
-            assert_array_equal,
+        assert_same(
             collection.lookup(other, batch),
             collection.lookup(state, batch),
         )
@@ -345,14 +340,14 @@ def test_trains_rounded_tables_and_states_of_optax_go_to_another_mesh_and_stacki
         table_of("user", dtype="bfloat16", stochastic_rounding=True),
         table_of("item", optimizer=rs.from_optax(optax.adam(0.1))),
     ]
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4])
+    mesh = made_mesh(4)
     source, target = collection_with(tables, mesh=mesh), collection_with(tables[::-1])
     state = trained(source, source.init(jax.random.key(0, impl="rbg")), (0, 2))
     checkpoint.save_collection(tmp_path / "a", source, state)
     restored = checkpoint.load_collection(tmp_path / "a", target)
     assert jax.random.key_data(restored.key).tolist() == jax.random.key_data(state.key).tolist()
     for found, wanted in ((target.tables, source.tables), (target.slots, source.slots)):
-        jax.tree.map(assert_array_equal, found(restored), wanted(state))
+        assert_same(found(restored), wanted(state))
 
 
 def test_a_train_with_kept_rows_becomes_a_dense_table_as_the_refusal_to_load_it_says(tmp_path):
