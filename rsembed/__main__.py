@@ -117,7 +117,7 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
     Args:
       notebook: an `nbformat` notebook. Cell outputs are written into the notebook, including those
         of cells that ran before a failure.
-      beside: folder of the notebook. Cells can import its modules.
+      beside: folder of the notebook. Cells can import modules from this folder.
       after_cell: called after each code cell with `cell=` and `cell_index=`, its index from 0.
 
     Returns: None, or a description of the failure in one line.

@@ -381,7 +381,7 @@ def as_bags(value: object, *, feature: str) -> Bags:
 def _bags_of(value: Any) -> Bags:
     """Bags from any accepted form of input, see `as_bags`.
 
-    Error messages do not name the feature.
+    Error messages do not name the feature. The caller adds its name.
     """
     if isinstance(value, Bags):
         _check_arrays(value)
@@ -509,8 +509,8 @@ def check_values(
       table: name of the feature's table, for errors.
       vocabulary_size: rows of the table.
       allow_out_of_range: whether ids outside the table are allowed, False by default.
-      way_to_drop: hint at the option that drops ids outside the table. None if the caller has no
-        such option.
+      way_to_drop: hint at the option that drops ids outside the table. None if the caller cannot
+        drop ids.
 
     Raises: ValueError: an id is outside the table, offsets decrease, or a weight is not finite. The
       message names the feature, the bag, the value, the table and the way out.

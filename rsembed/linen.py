@@ -76,7 +76,7 @@ class TrainState(struct.PyTreeNode):
         after a `prefetch`, or by the tables of a checkpoint.
       variables: other variable collections, such as `batch_stats`.
       tx: optax transformation of `params`. Clipping, schedules, weight decay and other changes of
-        gradients in it have no effect on tables.
+        gradients by `tx` have no effect on tables.
       opt_state: state of `tx`.
     """
 

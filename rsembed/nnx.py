@@ -24,7 +24,7 @@ _OPTIMIZER = "rs.nnx.Optimizer"
 class Tables(nnx.Variable):
     """Variable of an `EmbeddingState`.
 
-    Such a variable is not an `nnx.Param`: `nnx.grad` and optax do not see it.
+    The class is not an `nnx.Param`, so `nnx.grad` and optax do not see the variable.
     """
 
 
@@ -147,7 +147,7 @@ class Optimizer(nnx.Module):
     Args:
       model: a model with `Embeddings` layers.
       tx: optax transformation for the dense parameters. Clipping, schedules, weight decay and other
-        changes of gradients in it have no effect on tables.
+        changes of gradients by `tx` have no effect on tables.
       wrt: filter of the dense parameters, the same as for `value_and_grad`.
 
     Raises: TypeError, ValueError: `tx` can skip steps, like `optax.MultiSteps` and

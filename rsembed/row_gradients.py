@@ -59,7 +59,7 @@ def _opaque(rows: object) -> Any:
     """Row numbers of a stack as an array that rejects arithmetic.
 
     `NO_ROW` becomes 0, so `jnp.zeros_like` of row gradients returns gradients without rows. A value
-    that is not an array of such numbers is returned unchanged, and later checks reject it.
+    that is not an array of row numbers is returned unchanged, and later checks reject it.
     """
     if not isinstance(rows, (jax.Array, np.ndarray)) or not jnp.issubdtype(rows.dtype, jnp.integer):
         return rows
@@ -405,7 +405,7 @@ def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
     """The sum of several row gradients. Gradients of equal rows are added.
 
     Use `combine` to accumulate gradients over micro-batches. `lax.scan` over micro-batches stacks
-    its results along a leading axis. Such stacked gradients are also accepted.
+    its results along a leading axis. `combine` also accepts and sums these stacked gradients.
 
     Raises: ValueError: the gradients belong to different collections.
     """

@@ -277,8 +277,8 @@ class FeatureSpec:
 
     Args:
       name: name of the feature, unique in a model.
-      table_spec: the table. Several features can share one.
-      input_shape: `(samples, ids per sample)` of the GLOBAL batch. The second number may be None
+      table_spec: the table. Several features can share one table.
+      input_shape: `(samples, ids per sample)` of the GLOBAL batch. The number of ids may be None,
         for samples of any length. None, the default: any batch.
       output_shape: shape `(..., dim)` of the global activations, with `prod(output_shape[:-1])`
         samples. A `dim` below the table's `embedding_dim` returns the first columns. In padded

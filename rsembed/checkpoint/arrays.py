@@ -63,8 +63,8 @@ class Chunk(NamedTuple):
 def as_saved(leaf: Leaf, name: str) -> tuple[ArrayToSave, str | None]:
     """The array of numbers to write for a leaf, and the PRNG implementation if the leaf holds keys.
 
-    The second result is None for ordinary arrays. For arrays of row numbers, ids or key lanes that
-    reject arithmetic (see `rsembed.opaque`), the second result is their kind.
+    Instead of the PRNG implementation, the second item is None for ordinary arrays, and the kind
+    for arrays of row numbers, ids or key lanes that reject arithmetic (see `rsembed.opaque`).
 
     Raises: TypeError: the leaf is not a plain array of numbers. RuntimeError: the leaf is traced.
     """

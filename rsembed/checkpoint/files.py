@@ -262,9 +262,9 @@ def write_folder(path: Path, contents: Contents) -> None:
 
 
 def from_first_process(number: int) -> int:
-    """The number (or truth value) that process 0 passed, in every process.
+    """Returns, in every process, the number (or truth value) that process 0 passed.
 
-    All processes must call the function.
+    All processes must call `from_first_process`.
     """
     return int(multihost_utils.broadcast_one_to_all(np.asarray(number)))
 
@@ -387,7 +387,8 @@ def save_collection(
 
     The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`. Rows are in id
     order on any mesh, even for tables on the host. A keyed table has `tables/<table>/keys`,
-    `.../values` and one array per further value of a key. A tensor train has its cores.
+    `tables/<table>/values` and further arrays with one value per key, such as `last_step`. A
+    tensor-train table is saved as its cores.
 
     Args:
       path: see `save`.

@@ -109,7 +109,8 @@ class CheckpointManager:
             if jax.process_index() == 0 and not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(_only_writer(self.folder))
-                # An earlier process of this run was killed while it wrote these files.
+                # Partial files remain if an earlier process of this run was killed while it wrote a
+                # checkpoint.
                 for partial in self.folder.glob(".step_*.partial"):
                     shutil.rmtree(partial, ignore_errors=True)
 

@@ -266,7 +266,9 @@ def in_memory(array: Leaf) -> Leaf:
 
 
 def belongings(tree: PyTree) -> dict[str, Any]:
-    """Facts of all fingerprints in a tree, by path. States of embedding tables have fingerprints.
+    """Metadata of all fingerprints in a tree, by path.
+
+    States of embedding tables have fingerprints.
 
     Raises: TypeError: keys of a dictionary in the tree cannot be sorted.
     """
@@ -292,7 +294,7 @@ def belongings(tree: PyTree) -> dict[str, Any]:
 
 
 def _state_facts(state: EmbeddingState) -> Tables:
-    """Facts of the tables of a state, and which of them a file of the state does not hold."""
+    """Metadata of the tables of a state, and the tables that a file of the state does not hold."""
     facts = tables_of(state)
     not_in_state = []
     for name, table in _tables_in(state).items():

@@ -58,7 +58,7 @@ class Combined(NamedTuple):
 class AskedRows(Rows):
     """Sharded rows: each device requests every distinct row once from its owner, and pools locally.
 
-    Gradients travel to the owner the same way. A request holds row numbers.
+    Gradients are sent to the owner in the same kind of exchange. A request holds row numbers.
 
     Args:
       capacity: largest number of rows that a device requests from one owner in a round. None:
@@ -242,7 +242,8 @@ class AskedRows(Rows):
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]
         if self.table.optimizer.moves_all_rows:
-            # This optimizer steps all rows in every round, so one round must hold all entries.
+            # An optimizer with `moves_all_rows` steps all rows in every exchange round, so one
+            # round must hold all entries.
             return num_entries
         return min(self.capacity or default_capacity(num_entries, self.num_shards), num_entries)
 

@@ -166,7 +166,7 @@ class EmbeddingCollection:
         """New state with initial tables and optimizer state.
 
         The values of a table depend only on `key`, the table's name and its initializer. Other
-        tables and the number of devices do not influence them.
+        tables and the number of devices do not influence these values.
 
         Raises: TypeError: `key` is not a PRNG key. ValueError: a custom initializer returns a
         number that is not finite. Inside `jit`, numbers are not checked. A keyed table draws its

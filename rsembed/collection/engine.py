@@ -59,10 +59,11 @@ class Engine:
       features: features by name.
       stacks: stacks by name.
       devices: devices of the mesh.
-      implementation: "reference" runs plain JAX everywhere, including storages and exchanges. Other
-        names have no effect here: they apply to pooling and steps, and each stack has them.
+      implementation: "reference" runs plain JAX everywhere, including storages and exchanges. Names
+        of other implementations are ignored here, because each stack passes them to its kernels for
+        pooling and steps.
       side_by_side: True if a lookup returns one array `[batch, sum of dims]` with the columns of
-        all features in order, and `d_outputs` is such an array.
+        all features in order, and `d_outputs` is an array of this shape.
 
     Attributes:
       init: function `(key) -> (tables, slots)` of all stacks.
@@ -354,7 +355,8 @@ def to_activation(
 
     Args:
       feature: spec of the feature.
-      dense_shape: shape of an array of ids, used with combiner `none`. None for ragged bags.
+      dense_shape: shape of an array of ids, used with combiner `none`. None if the ids are ragged
+        bags.
       output: pooled rows. Columns from `feature.output_dim` on are cut off.
     """
     if feature.output_dim < output.shape[1]:

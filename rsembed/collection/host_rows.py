@@ -105,7 +105,8 @@ class Prefetch:
         num_moved = (moves.inserted != NO_ROW).reshape(by_shard).sum(axis=1).max()
         if not num_moved:
             return params, slots
-        # Padded sizes need few compiled programs. The padding after `size` is not copied.
+        # The number of rows is padded to one of few sizes, so that few programs are compiled.
+        # Padding after `size` is not copied.
         size = padded_size(int(num_moved))
         moves = Moves(*[lane.reshape(by_shard)[:, :size].reshape(-1) for lane in moves])
         place = self.stack.devices.place_from_host

@@ -239,7 +239,7 @@ class KeyedStack(HostStack):
         nothing: PyTree = ()
         unused_for = reasons["unused_for"]
         if unused_for is None:
-            unused_for = 2**31 - 1  # No key has been unused for so many steps.
+            unused_for = 2**31 - 1  # No key can be unused for that many steps.
         remaining = self._without(
             params._replace(rows=nothing), leaves, step, np.int32(unused_for), np.int32(number)
         )

@@ -158,7 +158,7 @@ def _on_mesh(batch: PreparedBatch, devices: Devices) -> PreparedBatch:
 
     def placed(leaf: PyTree) -> jax.Array:
         if is_unknown(leaf):
-            # The array is global already, or traced.
+            # A global or traced array needs no conversion.
             return leaf
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
@@ -307,8 +307,8 @@ def _of_arrays(
     """Canonical form of a batch of integer arrays, made in one call; None for the slow path.
 
     The result is None for other data, keyed tables, declared batch sizes and ids out of range. The
-    path through `Bags` then checks the features one by one and names the wrong one. That path takes
-    ten times as long for 26 features of one sample.
+    slow path through `Bags` then checks the features one by one and names the wrong one. For 26
+    features of one sample, the slow path takes ten times as long.
     """
     values: ByName = {}
     are_on_device = True

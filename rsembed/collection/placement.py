@@ -47,8 +47,8 @@ def placement_of_tables(
     Args:
       tables: specs of the tables by name.
       devices: devices that share the tables.
-      placement: placement by table name, or one for all tables. One for all has no effect on tables
-        with a storage that does not support it. None: the default of every table.
+      placement: placement by table name, or one for all tables. A placement for all tables has no
+        effect on tables with a storage that does not support it. None: the default of every table.
 
     Raises:
       ValueError: a placement or table is unknown, the storage of a named table does not support its

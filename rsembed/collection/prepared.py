@@ -83,9 +83,10 @@ class PreparedBatch(Mapping[str, PyTree]):
         return self.lists[name].offsets.shape[-1] // (num_bags + 1)
 
     def in_list(self, feature: str) -> PyTree:
-        """The feature's array, or its `Bags` within a list of one part.
+        """The feature's array, or `Bags` that select the feature from the list that holds its ids.
 
-        Such `Bags` have the ids of the whole list, and the offsets of the feature.
+        The `Bags` have the ids of the whole list, which has one part, and the offsets of the
+        feature.
         """
         place = self.place(feature)
         if place is None:

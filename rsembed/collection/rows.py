@@ -55,7 +55,8 @@ class Rows(abc.ABC):
 
     Args:
       devices: devices of the mesh.
-      table: spec of the table. For a stack, the first table: all have the same dim, dtype and rule.
+      table: spec of the table. For a stack, spec of its first table, because all tables of a stack
+        have the same dim, dtype and rule.
       storage: storage of the rows.
       implementation: kernel implementation that pools rows. None: the fastest one.
     """
@@ -105,8 +106,8 @@ class Rows(abc.ABC):
         Args:
           params: parameters of the storage on this device.
           batch: ids of this device's samples.
-          number: index of the step that will follow. Keys that get a row in that step read the
-            initial values of that row. None if no step follows: keys without a row read zeros.
+          number: index of the step that will follow. New keys that get a row in this step read the
+            initial values of the row. None if no step follows: keys without a row read zeros.
         """
 
     @abc.abstractmethod
@@ -225,7 +226,10 @@ class ArrayRows(Rows):
         return self._summed(gradients, self.storage.num_ids(self.table))
 
     def squared_norm(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Float[Array, ""]:
-        """Sum of squares of the values of `row_gradients`. This works on a single device only."""
+        """Sum of squares of the values of `row_gradients`.
+
+        The function works on a single device only.
+        """
         gradients = batch.gradients(d_outputs)
         num_rows = self.storage.num_ids(self.table)
         norm: Array = api.dispatch(
@@ -352,7 +356,7 @@ class KeyedRows(NumberedRows):
     def _call_of_rows(self, call: Call, rows: Int[Array, " nnz"]) -> Call:
         """`call` with the row of each key, and with the gains of the lookup.
 
-        Keys without a row count in a mean, as they do in the lookup.
+        In a mean, keys without a row are counted by the divisor, as in the lookup.
         """
         call_of_rows = call.with_ids(rows)
         lists = list(call_of_rows.lists)

@@ -103,7 +103,7 @@ class Stack:
         return self._by_table(self.storage.optimizer_state, params, slots)
 
     def _by_table(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
-        """Results of `read`, a function of the storage that reads one table, by table name."""
+        """Calls `read`, a function of the storage, for every table. Returns the results by name."""
         params, slots = self.devices.place((params, slots), PartitionSpec())
         return self._read_tables(read, params, slots)
 

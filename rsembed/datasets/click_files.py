@@ -192,8 +192,8 @@ class Columns(NamedTuple):
       separator: the byte between fields.
       num_columns: fields of each line.
       label: column of the label.
-      numbers: column of each number, by name.
-      categories: column of each category, by name.
+      numbers: index of the column of each numeric feature, by its name.
+      categories: index of the column of each categorical feature, by its name.
     """
 
     separator: bytes

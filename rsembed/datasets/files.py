@@ -23,7 +23,7 @@ BLOCK_BYTES = 1 << 20
 MOST_LINE_BYTES = 1 << 20
 """Most bytes of a line.
 
-Without such a limit, a file without line ends would be read as one line.
+Without a limit, a file without line ends would be read as one line.
 """
 MOST_RATIO = 16
 """Most bytes of a member for each byte of its archive. Logs of ratings and clicks pack 3 to 6 times."""
@@ -200,8 +200,8 @@ class Block(NamedTuple):
     Attributes:
       first_line: index of the first line, from 1.
       text: the lines, each with its end.
-      has_end: False if the file ends without an end of line. `text` ends with an end of line even
-        then.
+      has_end: False if the file ends without an end of line. An end of line is then added to
+        `text`.
     """
 
     first_line: int

@@ -64,7 +64,8 @@ class TasteLaw:
 
         The result is `-inf` before an item came out.
 
-        No ranking of the items that a user has not rated yet is better than the ranking by these numbers.
+        No ranking of the items that a user has not rated yet is better than the ranking by the
+        returned numbers.
 
         Args:
           users: user of each choice, as an index.

@@ -216,7 +216,8 @@ def shakespeare(
 
     Source:
       Ranking as in the Shakespeare example of jax-tpu-embedding, except that its most frequent word shares
-      id 0 with the unknown words. Here every id is one higher and 0 means unknown alone.
+      id 0 with the unknown words. In rsembed every id is one higher, and id 0 only means an unknown
+      word.
 
     Example:
       >>> text = shakespeare(64, source="pastiche", max_words=2000)

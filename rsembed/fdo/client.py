@@ -130,8 +130,8 @@ class FileFDOClient(FDOClient):
 
     A file is called `fdo_stats_<process>_<time in ns>_<client>_<CRC>.<extension>`. The CRC-32 is
     computed from the content, so a file that was cut off or changed does not match its name. File
-    names of jax-tpu-embedding contain neither client nor CRC, and such files are loaded without
-    this check. `NPZFileFDOClient` documents the arguments.
+    names of jax-tpu-embedding contain neither client nor CRC, and files with these names are loaded
+    without the check. `NPZFileFDOClient` documents the arguments.
     """
 
     _extension: ClassVar[str]
@@ -157,7 +157,7 @@ class FileFDOClient(FDOClient):
         self._history: History = {}
         self._unpublished: History = {}
         self._client = secrets.token_hex(4)
-        # Files with statistics that this client has in memory. The next file of this client
+        # Files with statistics that this client has in memory. The next file that the client writes
         # replaces these files.
         self._known: set[Path] = set()
 

@@ -57,8 +57,9 @@ def zipf_exponent(
         raise ValueError("zipf_exponent: needs counts of two rows at least.")
     logs_of_counts = np.log(np.arange(1, popular_first.size + 1))
     mean_log = float(popular_first @ logs_of_counts / popular_first.sum())
-    # The first hundreds of ranks are blocks by themselves. The others share blocks of less than 1 %
-    # relative width, even for 2^64 ranks. This changes the exponent by less than a millionth.
+    # Ranks are grouped into blocks to save time. Each of the first hundreds of ranks is a block by
+    # itself. Later blocks have less than 1 % relative width, even for 2^64 ranks. The blocks change
+    # the exponent by less than a millionth.
     starts = np.unique(np.floor(np.geomspace(1.0, num_ranks + 1.0, NUM_RANK_BLOCKS)))
     ranks_per_block = np.diff(starts)
     logs = np.log(starts[:-1] + (ranks_per_block - 1) / 2)
@@ -127,8 +128,8 @@ class IdCounter:
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_pending = 0
         self._num_batches = 0
-        # Rows by the batch that used them last. Batches before `_first_batch` are left out: no cache
-        # is so large that a row would still be there.
+        # Rows by the batch that used them last. Batches before `_first_batch` are left out: even
+        # the largest cache has no row of these batches any more.
         self._rows_by_last_batch: np.ndarray = np.zeros(0, np.int64)
         self._first_batch = 0
 
@@ -184,7 +185,8 @@ class IdCounter:
         again = last_batch[last_batch >= self._first_batch] - self._first_batch
         reused = np.bincount(again, minlength=rows_by_batch.size)
         for number, cache_rows in enumerate(self._cache_rows):
-            # Rows of one batch are equally recent. If only a part of them fits, that part counts.
+            # Rows of one batch are equally recent. If only a part of them fits into the cache, that
+            # part counts as hits.
             share = np.clip((cache_rows - used_later) / np.maximum(rows_by_batch, 1), 0.0, 1.0)
             self._hits[number] += reused @ share
         self._rows_by_last_batch = np.append(rows_by_batch - reused, last_batch.size)

@@ -26,7 +26,7 @@ from rsembed.specs import FeatureSpec, TableSpec
 CACHE_PERCENTS = (1, 10, 30)
 SHARDS_OF_ONE_DEVICE = 8
 MOST_CURVES = 7
-"""Curves in one panel. There are seven colours."""
+"""Maximum number of curves in one panel of a plot. There are seven colours."""
 _log = logging.getLogger("rsembed")
 
 
@@ -55,8 +55,9 @@ class IdFigures:
       zipf_exponent: exponent of the Zipf law that fits the lookups of all rows, see
         `zipf_exponent`. For tables of keys, the rows are the keys that were seen. NaN without
         lookups, or if there is only one row.
-      ids_per_distinct_id: lookups divided by the sum of the distinct ids of each batch. A lookup
-        that merges the duplicates of a batch reads this many times fewer rows.
+      ids_per_distinct_id: lookups divided by the sum of the distinct ids of each batch. If a lookup
+        merges the duplicates of a batch, `ids_per_distinct_id` is the factor by which it reads
+        fewer rows.
       shard_loads: lookups of each shard. Id `i` belongs to shard `i % num_shards`.
       max_ids_per_partition: the smallest limit that would have dropped nothing. Each batch is cut
         by sample into `num_shards` nearly equal parts, one for each core. A partition holds what

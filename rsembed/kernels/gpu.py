@@ -3,7 +3,7 @@
 Equal inputs give equal bits, because no kernel adds atomically. One program of `lookup` sums
 several bags side by side. One program of `update` sums the gradients of several distinct rows and
 steps these rows in place. With Zipf-distributed ids, a tenth of the entries of a batch can read one
-row. The entries of such a row are first summed in pieces of `piece_entries` entries, so that no
+row. The entries of a frequent row are first summed in pieces of `piece_entries` entries, so that no
 program runs much longer than the others.
 
 A direct call in a computation for another device runs in Pallas' interpreter. The interpreter is
@@ -204,10 +204,10 @@ def _sum_bags(
       columns: columns of the rows to pool.
       combiner: combiner of the bags.
       num_bags: number of bags. An index in `bags` that is not below it is padding.
-      stride: distance between the bounds of consecutive bags. 1 for offsets, which give the end of
-        one bag and the start of the next; 2 for pairs of start and end.
-      has_pieces: whether the last of `refs` holds the sums from `_pieces`. Entries that these sums
-        contain are not read.
+      stride: distance between the bounds of consecutive bags. 1 for offsets, where the end of a bag
+        is the start of the next bag; 2 for pairs of start and end.
+      has_pieces: whether the last of `refs` holds the sums from `_pieces`. Entries that are
+        contained in a sum are not read again.
     """
     from jax.experimental.pallas import triton
 
@@ -232,8 +232,8 @@ def _sum_bags(
         is_row = (rows >= 0) & (rows < num_rows)
         gains = is_row.astype(jnp.float32)
         if others:
-            # Weights of entries without a row can be anything. Such weights must not cause a read
-            # outside the table.
+            # Entries without a row can have any weight, and must not cause a read outside the
+            # table.
             weights = triton.load(others[0].at[entry], mask=entry < stop, other=0.0)
             gains = jnp.where(is_row, weights, 0.0)
         # A row with gain 0 is not read, because it may hold NaN.

@@ -175,7 +175,7 @@ def _partition_of_position(
         is_used = jnp.arange(ends.size, dtype=jnp.int32)[None, :] < num_used
         starts = jnp.where(is_used, starts, part_size)
     # The number of partitions that start at or before a position determines its partition. If empty
-    # partitions start at the same position, this is the last of them.
+    # partitions start at the same position, the number selects the last of them.
     part = jnp.arange(num_parts, dtype=jnp.int32)[:, None]
     num_starts = jnp.zeros((num_parts, part_size), jnp.int32).at[part, starts].add(1, mode="drop")
     partition = jnp.cumsum(num_starts, axis=1) - 1
@@ -289,7 +289,7 @@ def round_places(
       queues: queues of one device.
       fit: 1 if on every device all entries for the owner fit in this round, else 0.
       cuts: for a `fit` of 0, the least entry that does not fit on some device, as the words of
-        `block_ends`. Only entries below the least one are sent.
+        `block_ends`. Only entries below this entry are sent.
 
     Returns: for each queue, the entries to send, with `NO_ROW` in unused slots; for each queue,
       the cursor after this round; and whether any queue has entries left.

@@ -212,8 +212,8 @@ def ranks(
     if table is None:
         return jnp.cumsum(marks, dtype=jnp.int32) - 1, jnp.sum(marks, dtype=jnp.int32)[None]
     owners = jnp.where(marks, table, num_tables)
-    # With its position as the only lane, every entry is distinct, and a table's entries stay in
-    # order.
+    # Every entry has its position as the only lane, so all entries are distinct, and a table's
+    # entries stay in order.
     positions = jnp.arange(marks.shape[0], dtype=jnp.int32)
     _, entry_of, _, offsets, _ = tell_apart(owners, [positions], num_owners=num_tables)
     return entry_of - offsets.at[table].get(mode="clip"), offsets[1:] - offsets[:-1]
@@ -353,7 +353,7 @@ Probe = Callable[[Array, Lanes, Array, Array, Array], tuple[Array, Array, Array]
 def _probe_all(
     probe: Probe, state: Array, keys: Keys, homes: Int[Array, " nnz"], size: int
 ) -> tuple[Array, Int[Array, " nnz"]]:
-    """Moves every key from slot to slot until `probe` is done with it.
+    """Moves every key from slot to slot until `probe` marks the key as finished.
 
     Args:
       probe: function that checks one slot for every key.

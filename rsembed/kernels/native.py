@@ -108,11 +108,11 @@ def apply_rows(
     gradients: Float[Array, "capacity dim"],
     step: Step,
 ) -> tuple[Table, Slots]:
-    """Table and slots after one optimizer step of distinct `rows`.
+    """Makes one optimizer step of distinct `rows`, and returns the new table and slots.
 
-    Rows outside the table are padding. XLA compiles a rule that has no C++ kernel. Such a rule
-    steps `STEP_BLOCK` rows at a time and skips the blocks of padding at the end. The last bits of
-    a row depend on the shape of the compiled program: a sum or root over a batch of three rows can
+    Rows outside the table are padding. XLA compiles a rule that has no C++ kernel. A compiled rule
+    steps `STEP_BLOCK` rows at a time and skips the blocks of padding at the end. The last bits of a
+    row depend on the shape of the compiled program: a sum or root over a batch of three rows can
     round differently from one over four. With blocks of one size, the bits of a row do not depend
     on the other rows.
     """
@@ -203,7 +203,8 @@ def gather_rows(
     Args:
       arrays: arrays of any dtype. The first axis counts the rows.
       rows: row numbers to read.
-      missing: value of a row outside an int32 array. A row outside another array reads zeros.
+      missing: value of a row outside an int32 array. In arrays of other dtypes, a row outside the
+        array reads zeros.
     """
     results = [Result((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
     return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays, missing=missing)
@@ -511,7 +512,7 @@ def _integers(*shapes: tuple[int, ...]) -> list[Result]:
 def _gradient_operands(gradients: CallGradients, num_rows: int) -> tuple[list[Array], Attributes]:
     """Operands and attributes of the segments that read the gradients' table.
 
-    Segments of other tables are left out, and so are lists and outputs that only such segments use.
+    Segments of other tables are left out, with the lists and outputs that only these segments use.
     """
     call = gradients.call
     shapes, output_places = call.outputs(gradients.dims)
@@ -615,7 +616,7 @@ def _step_in_place(
     inputs: Sequence[Array],
     attributes: Attributes,
 ) -> tuple[Array, Slots]:
-    """Table and slots after the handler `target` has stepped them in place."""
+    """Calls the handler `target`, which steps table and slots in place, and returns them."""
     results = (table, *slots)
     operands = (table, step.hyper_vector(_MAX_HYPERPARAMETERS), *slots, *inputs)
     # The hyperparameters are operand 1, so the slots are operands 2, 3, ... and results 1, 2, ...

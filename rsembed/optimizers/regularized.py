@@ -126,9 +126,9 @@ class AdamW(_DecayingAdam):
       epsilon: added to the root.
       weight_decay: decay per update of the row, multiplied by the learning rate.
       has_row_wise_second_moment: keep one second moment per row, of `mean(g²)`, instead of one per
-        column. This saves nearly half of the optimizer state.
+        column. A moment per row saves nearly half of the optimizer state.
       has_row_wise_bias_correction: let `t` count the updates of the row instead of all steps.
-        This adds a third slot with one value per row.
+        The count of updates is a third slot with one value per row.
 
     Source: Kingma, Ba (2015), Loshchilov, Hutter (2019), FBGEMM `ADAM` and `PARTIAL_ROWWISE_ADAM`.
     """
@@ -330,8 +330,8 @@ class CounterAdagrad(_CountingAdagrad):
         effect.
       regularization: settings of the counters, the decay and the learning rates.
       max_counter: largest counter of all tables plus 1, or a callable that returns it. Some
-        learning rates and a relative tail threshold depend on it. Table-batched modules keep the
-        number up to date.
+        learning rates and a relative tail threshold depend on `max_counter`. Table-batched modules
+        keep the number up to date.
 
     Raises: ValueError: settings in `regularization` contradict each other.
     """

@@ -51,8 +51,8 @@ class SGD(OptimizerSpec):
     """Stochastic gradient descent: `w -= lr * g`.
 
     The gradient of a row is summed over the samples that read it. If the loss is a mean over the
-    batch, each term is divided by the batch size, but only a few samples read one row. Such models
-    need learning rates far above one.
+    batch, each term is divided by the batch size, but only a few samples read one row. With a mean
+    loss, learning rates far above one are therefore needed.
     """
 
     rule_name = "sgd"
@@ -75,9 +75,9 @@ class Adagrad(OptimizerSpec):
 
     Args:
       initial_accumulator_value: start of the accumulator. The default 0.1 is the default of
-        jax-tpu-embedding. This is large compared with the squared gradients of a mean loss over a
-        large batch. `RowWiseAdagrad` starts at 0: set both to one value when you compare the two
-        optimizers.
+        jax-tpu-embedding. The default is large compared with the squared gradients of a mean loss
+        over a large batch. `RowWiseAdagrad` starts at 0: set both to one value when you compare the
+        two optimizers.
 
     Source: Duchi, Hazan, Singer (2011).
     """

@@ -175,9 +175,9 @@ class Question(NamedTuple):
         leading axis, or None. If nothing but padding arrives, the state must not change.
       state: state that `answer` may change, for example the owner's part of a table.
       capacity: largest number of entries that a round sends to one owner, from 1. A small
-        capacity saves memory, a large one saves rounds. With the number of occurrences, there is
-        one round. The result does not depend on the capacity if `answer` does not depend on the
-        order of entries.
+        capacity saves memory, a large one saves rounds. If `capacity` is the number of occurrences,
+        one round is enough. The result does not depend on the capacity if `answer` does not depend
+        on the order of entries.
       reply: pytree of `jax.ShapeDtypeStruct` for the reply to one entry. None: no replies.
     """
 

@@ -167,7 +167,7 @@ def _loaded_copy(
 
 
 def _dumped_facts(folder: Path, manifest: Facts) -> dict[str, Facts]:
-    """Facts of each table in a dump.
+    """Metadata of each table in a dump.
 
     Raises: CorruptCheckpointError: an entry of the metadata is missing or invalid.
     """

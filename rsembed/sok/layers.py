@@ -127,8 +127,8 @@ class DistributedEmbedding(_Layer):
 
     `layer(keys)` looks up rows and trains nothing. A key without a row reads zeros.
     `out, backward = layer.vjp(keys)` is the lookup of a training step. New keys read the initial
-    values of their rows. `backward(d_out)` adds rows for them and steps every row that was read.
-    `backward` can be called once. Lookups and `backward` work eagerly and under `nnx.jit`.
+    values of their rows. `backward(d_out)` stores the rows of new keys and steps every row that was
+    read. `backward` can be called once. Lookups and `backward` work eagerly and under `nnx.jit`.
     `nnx.jit` copies the table unless it is donated (`donate_argnums`). The result does not depend
     on the number of devices.
 
@@ -198,8 +198,8 @@ class DistributedEmbedding(_Layer):
 
         Args:
           keys: integers or `Keys` of shape `[batch, slot_num, keys]` or `[batch * slot_num, keys]`,
-            with padding -1 for signed dtypes. Or `Bags` or lists with one bag per sample and slot.
-            With several processes, each process passes its part of the batch.
+            with padding -1 for signed dtypes. `Bags`, or lists with one bag per sample and slot,
+            are also accepted. With several processes, each process passes its part of the batch.
           weights: one weight per key. None: ones.
           training: if True, new keys read the initial values of their rows. If False, new keys read
             zeros.
@@ -217,7 +217,7 @@ class DistributedEmbedding(_Layer):
         keys: KeysOfBags,
         weights: WeightsOfKeys = None,
     ) -> tuple[Float[Array, "batch slot_num dim"], StepOnce]:
-        """Pooled rows of a training step, and `backward(d_out)`.
+        """Pooled rows for a training step, and a function `backward(d_out)` that makes the step.
 
         See `__call__` for the arguments.
         """

@@ -159,7 +159,7 @@ class VariableTable:
     def kind(self) -> VariableTable:
         """The first table that equals this table except for the name.
 
-        Such tables share compiled programs.
+        Tables of equal kind share compiled programs.
         """
         spec = self.spec
         key = (
@@ -208,7 +208,7 @@ class EmbeddingVariable(nnx.Variable):
         *,
         keep: NonNegativeInt | None = None,
     ) -> dict[str, np.ndarray]:
-        """Evicts keys and returns their rows. This is only possible outside `jit`.
+        """Evicts keys and returns their rows. Call `evict` only outside `jit`.
 
         Args:
           option: selects the keys to evict. If `option` and `keep` are None, the `evict_option` of
@@ -392,10 +392,10 @@ def embedding_variable(
         False, keys are row numbers below `rows_per_device * n`.
       key_dtype: int32, int64, uint32 or uint64.
       initializer: a function `(key, shape) -> array`, which is called for single rows. A number or
-        one of these names also works: "uniform" (from -0.05 to 0.05), "normal" (standard deviation
-        0.05), "truncated_normal", "zeros" and "ones". Keras class names such as `RandomUniform` are
-        accepted. The initial row of a key depends only on `rngs`, the name of the table and the
-        key.
+        one of these names is also accepted: "uniform" (from -0.05 to 0.05), "normal" (standard
+        deviation 0.05), "truncated_normal", "zeros" and "ones". Keras class names such as
+        `RandomUniform` are accepted. The initial row of a key depends only on `rngs`, the name of
+        the table and the key.
       optimizer: optimizer of the rows that a batch looked up. None: Adagrad. `sok.optimizers` has
         TensorFlow's variants of Adam.
       context: devices that share the table. None: the devices of `Init`.

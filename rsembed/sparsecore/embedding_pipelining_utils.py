@@ -10,8 +10,8 @@ dense     forward and backward pass of batch i - 1, with the activations of the 
 ```
 
 The activations of a batch then miss exactly one update, the update of the batch before it. Rows
-that two successive batches share are one step stale. All other rows are current. Sequential
-training with the same delay computes the same values.
+that two successive batches share are one step stale. Rows that only one of the two batches reads
+are up to date. Sequential training with the same delay computes the same values.
 
 Cycles 0 and 1 have no gradients yet. The update of these cycles runs on a batch without ids, so no
 row and no optimizer state changes.
@@ -105,7 +105,7 @@ ScBwdStageFun = Callable[..., tuple[Variables, Aux]]
 """Update stage: `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux) -> (new variables, aux)`.
 
 A function with a parameter named `step` also gets the index, from 0, of the batch that the
-gradients belong to. The index is negative in the first two cycles, which have no such batch.
+gradients belong to. The index is negative in the first two cycles, which have no gradients.
 """
 
 

@@ -1,8 +1,9 @@
 """The NumPy partitioner: sorts the ids of a batch into the input buffers of every core.
 
 The buffer of a device has one part per core. A part holds the entries for shard 0, then the entries
-for shard 1, and so on. Every such partition starts at a multiple of 8; a row pointer marks its end.
-Entries are ordered by row and sample. Entries of one sample with equal rows are merged.
+for shard 1, and so on. The entries for one shard are a partition. Every partition starts at a
+multiple of 8, and a row pointer marks its end. Entries are ordered by row and sample. Entries of
+one sample with equal rows are merged.
 
 A batch that exceeds a limit is split into several minibatches. A hash assigns every row to one of
 64 buckets. Neighbouring buckets form a minibatch as long as every partition of every core stays
@@ -176,7 +177,7 @@ class HostBatch(NamedTuple):
       readers: features that read each stack, by stack name, in the order of their samples.
       local_device_count: number of devices of this process.
       allow_id_dropping: whether entries that exceed a limit or the buffer are dropped and counted.
-        If False, such entries are an error.
+        If False, entries that exceed a limit or the buffer are an error.
       statistics: statistics of the batch, filled during partitioning.
     """
 
@@ -517,8 +518,8 @@ def split_nodes(
 ) -> Bool[np.ndarray, "*parts nodes"]:
     """Split points of every partition: nodes of a binary tree over the buckets, from the leaves to the root.
 
-    A node is set if its two halves together exceed the limit. Such a node is split, so for its
-    parent it counts only as much as its fuller half.
+    A node is set if its two halves together exceed the limit. A node that is set is split, so for
+    its parent it counts only as much as its fuller half.
 
     Example:
       >>> split_nodes(np.asarray([2, 5, 1, 6, 3, 4, 2, 0]), 7).astype(int).tolist()

@@ -140,8 +140,8 @@ def preprocess_sparse_dense_matmul_input(
       features: ids, in a tree like `feature_specs`. A leaf is a 2-D integer array
         `[local samples, ids per sample]`, a 1-D object array of 1-D arrays, a list of lists, or
         `rsembed.Bags`, which include their weights.
-      features_weights: weights in the same tree and shapes. None for the tree or for one leaf:
-        ones.
+      features_weights: weights in the same tree and shapes. Weights are 1 where the tree or a leaf
+        is None.
       feature_specs: placed specs; their shapes describe the global batch.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
@@ -150,7 +150,7 @@ def preprocess_sparse_dense_matmul_input(
       has_leading_dimension: whether every array gets a leading axis of local devices, False by
         default.
       allow_id_dropping: whether ids that exceed a limit or the buffer are dropped and counted. By
-        default such ids are an error.
+        default, ids that exceed a limit or the buffer are an error.
       batch_number: index of the batch, equal in all processes. Minibatching uses the index to match
         the calls of all processes.
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches, False by
@@ -215,7 +215,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     Args:
       indices: tree of `[n, 2]` coordinates (sample, position).
       values: tree of `[n]` ids.
-      dense_shapes: tree of `[2]` shapes. The first number is the local batch size.
+      dense_shapes: tree of `[2]` shapes. The first number of a shape is the local batch size.
       feature_specs: placed specs of all features.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.

@@ -82,7 +82,7 @@ def auto_stack_tables(
 
     Args:
       features: specs of all features; their tables are changed. A list or tuple may contain the
-        same spec twice, as in programs for jax-tpu-embedding. Such a spec is placed once, and a
+        same spec twice, as in programs for jax-tpu-embedding. A repeated spec is placed once, and a
         batch contains its ids once.
       global_device_count: number of devices of all processes.
       num_sc_per_device: cores per device. Default: `utils.num_sparsecores_per_device()`.
@@ -335,7 +335,8 @@ def stack_and_shard_tables(
     Args:
       table_specs: all tables of one or more stacks. An unplaced table gets a stack for itself.
       tables: arrays `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name or in a
-        tree like `table_specs`. Each may also be a tree of arrays, such as a table and its slots.
+        tree like `table_specs`. In place of an array, a tree of arrays is accepted, such as a table
+        and its slots.
       num_shards: devices times cores.
       pad_value: value of padding rows and columns, NaN by default.
       allow_nonfinite: whether NaN, infinity and negative sums of squares are accepted. By default

@@ -139,7 +139,8 @@ class NewKeys(NamedTuple):
       entry_of: index in `keys` of each key of the batch. `NO_ROW` for keys with a row.
       first_of: position in the batch of the first occurrence of each of `keys`.
       occurrences: number of occurrences of each of `keys` so far.
-      waiting_rows: row of each of `keys` in the list of waiting keys. None without a list.
+      waiting_rows: row of each of `keys` in the list of waiting keys. None if the table has no list
+        of waiting keys.
       is_admitted: mask of the keys that may get a row.
     """
 
@@ -164,8 +165,8 @@ class Hashed(DynamicRows):
     batch or on the number of devices.
 
     `lookup` reads zeros for keys without a row, and a mean counts them. `lookup_vjp` reads the
-    initial values of such keys, and the step that follows assigns rows to them. A new key reads
-    zeros in both if no row is left for it.
+    initial values of such keys, and the step that follows assigns rows to them. If no row is left
+    for a new key, it reads zeros in `lookup` and in `lookup_vjp`.
 
     Args:
       when_full: what happens to a new key if all rows of its device are in use. "error", the
@@ -173,7 +174,7 @@ class Hashed(DynamicRows):
         `collection.counts` counts the key as `failed`. "zero": like "error", but no step raises an
         error. "evict": the key gets the row of another key.
       eviction: key that "evict" removes: the least recently used ("lru", the default) or the least
-        often used ("lfu"). If several are equal, the smallest key is evicted, and negative keys
+        often used ("lfu"). Among keys with equal use, the smallest is evicted, and negative keys
         come before positive keys. Keys of the current batch are never evicted.
       admission_count: a key gets a row in the first training batch after which it has occurred more
         often than this. Until it has a row, the key reads zeros and is not trained. 0, the default,
@@ -305,7 +306,7 @@ class Hashed(DynamicRows):
                 num_unknown = jnp.sum(new.is_admitted, dtype=jnp.int32)
             return pool(vectors, jnp.where(keys.is_key, index, NO_ROW)), num_unknown
 
-        # Late in training, most batches have no new keys and skip the work for them.
+        # Late in training, most batches have no new keys and skip the initial values of new keys.
         has_all = (num_absent == 0) & is_bound
         return jax.lax.cond(has_all, from_rows, from_vectors)
 
@@ -379,8 +380,8 @@ class Hashed(DynamicRows):
     ) -> Found:
         """See `Storage.find`. New keys get rows in the order of their first occurrence.
 
-        Several calls of `find` may belong to one step. No call evicts a row that an earlier call
-        used.
+        Several calls of `find` may belong to one step. No call evicts a row that an earlier call of
+        the step used.
         """
         number = cast(Array, step.number)
         rows, num_absent = row_map.search(params.keys, keys)
@@ -615,11 +616,11 @@ def is_drawn(
 ) -> Bool[Array, " nnz"]:
     """Mask of the keys that are admitted in step `number`.
 
-    Each occurrence of a key admits it with `probability`. A key draws one 32-bit number per step,
-    from its table's PRNG key folded with `DRAWS`, the step and the two 32-bit lanes of the key. A
-    key is not admitted if its draw, in units of 2**-32, is below
-    `(1 - probability) ** occurrences`. This power is a product of float32 numbers only, which all
-    compilers round alike.
+    Each occurrence of a key admits the key with `probability`. A key draws one 32-bit number per
+    step, from its table's PRNG key folded with `DRAWS`, the step and the two 32-bit lanes of the
+    key. A key is not admitted if its draw, in units of 2**-32, is below `(1 - probability) **
+    occurrences`. The power is computed only by products of float32 numbers, which all compilers
+    round alike.
 
     Args:
       key: PRNG key of the table, or one for each of several tables.

@@ -79,7 +79,7 @@ class DynamicTable(NamedTuple):
       key: PRNG key of each table.
       generation: version counter of the rows on the device and the host, which starts at a random
         number. None if the table has no rows on the host.
-      bond: signature of `keys`, byte by byte as floats. None if the state needs no such check. It
+      bond: signature of `keys`, byte by byte as floats. None if the state needs no bond. A bond
         detects averages of states: a program that averages all floats of two states, rows included,
         and takes the keys of one, gets a bond that differs from the signature of its keys.
     """
@@ -167,7 +167,7 @@ def with_keys(params: DynamicTable, keys: RowMap) -> DynamicTable:
 
 
 def is_bound(params: DynamicTable) -> PyTree:
-    """True if the rows belong to the keys. False after averaging states with different keys."""
+    """True if the rows belong to the keys. False if states with different keys were averaged."""
     if params.bond is None:
         return np.bool_(True)
     return (abs(params.bond - bond_of(params.keys)) < MOST_ROUNDING).all()

@@ -42,8 +42,7 @@ from rsembed.storage.row_map import Eviction
 class HostCached(DynamicRows):
     """Storage for tables on the host, with a device cache of recently used rows and their slots.
 
-    Results are the same as with a table on the device, except for the noise of
-    `stochastic_rounding`.
+    The results equal those of a table on the device, except for the noise of `stochastic_rounding`.
 
     `collection.prefetch` copies the rows of a batch to the device. Call `prefetch` before a
     compiled step, which cannot read from the host and raises an error if a row is missing. Outside

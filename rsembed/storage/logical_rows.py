@@ -358,8 +358,8 @@ def with_keys(
 ) -> tuple[DynamicTable, Positions]:
     """Adds the keys of `exported`. Returns the new parameters and the row index of each key.
 
-    Steps and counts of the keys are also added. The vectors are not written yet. For the arguments,
-    see `import_rows`.
+    Steps and counts of the keys are also added. `with_keys` does not write the vectors of the keys.
+    For the arguments, see `import_rows`.
 
     Raises: ValueError: see `import_rows`.
     """
@@ -521,7 +521,7 @@ def _without(maps: RowMap, removed: Keys, num_shards: int) -> RowMap:
 def _with_rows_for(
     table: TableSpec, maps: RowMap, keys: Keys, exported: Export, prefix: str, num_shards: int
 ) -> tuple[RowMap, Positions]:
-    """Adds keys. Returns the new maps of all shards, and the row index of each key.
+    """Adds `keys` to the maps. Returns the new maps of all shards, and the row index of each key.
 
     Args:
       table: spec of the table.

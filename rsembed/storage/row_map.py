@@ -32,7 +32,7 @@ ROW_FACTOR = 0x9E3779B9  # The factor is odd, so different rows of a key have di
 
 
 class HashTable(NamedTuple):
-    """Hash tables of equal size, concatenated. The number of slots of each is a power of two.
+    """Hash tables of equal size, concatenated. Each has a power of two of slots.
 
     Attributes:
       keys: high and low 32 bits (lanes) of the key in every slot.
@@ -156,8 +156,8 @@ class RowMap(NamedTuple):
       free: stack of free rows, one for each table. The first `num_free` entries of a stack are free
         rows, and the last of these is assigned next. Entries after the free rows are undefined.
       num_free: number of free rows of each table.
-      signature: number computed from all pairs of key and row, for each table. Maps with equal
-        pairs have equal signatures.
+      signature: number computed from all pairs of key and row, for each table. Maps with the same
+        keys in the same rows have equal signatures.
     """
 
     hashed: HashTable
@@ -259,7 +259,7 @@ def assign(
         worth, because the smallest key is then evicted. False is the default.
 
     Returns: the map, the row of each key, the number of evicted keys of each table, and the number
-      of keys of each table that got no row. The row of such a key is `NO_ROW`.
+      of keys of each table that got no row. A key that got no row has row `NO_ROW`.
     """
     num_free_before = row_map.num_free
     if evict is not None:
@@ -541,9 +541,9 @@ def _first(
 ) -> Bool[Array, " rows"]:
     """Mask of the first `num_wanted` candidates in lexicographic order of `lanes`.
 
-    In each lane, the value of the last wanted candidate is found bit by bit. This takes a few
-    passes over the lane and a fraction of the time of a sort. Bits that all candidates share need
-    no pass. The search stops as soon as the wanted candidates are separated from the others.
+    In each lane, the value of the last wanted candidate is found bit by bit. The search takes a few
+    passes over the lane, which is a fraction of the time of a sort. Bits that all candidates share
+    need no pass. The search stops as soon as the wanted candidates are separated from the others.
     """
     chosen = jnp.zeros_like(is_candidate)
     for lane in lanes:

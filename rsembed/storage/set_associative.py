@@ -42,12 +42,12 @@ class CacheCounts(NamedTuple):
       calls: number of batches.
       requested_ids: number of ids, with duplicates and with ids that are not cacheable.
       unique_ids: sum over batches of the number of distinct ids. All ids that are not cacheable
-        count as one.
+        count as one distinct id.
       unique_misses: sum over batches of the number of distinct cacheable ids that were not resident
         before the batch.
-      unique_conflict_misses: number of these misses that got no slot.
-      conflict_misses: number of lookups of ids without a slot, with duplicates. The rows of such
-        ids are read from the backing store.
+      unique_conflict_misses: number of unique misses that got no slot.
+      conflict_misses: number of lookups of ids without a slot, with duplicates. The rows of ids
+        without a slot are read from the backing store.
       unique_hits: sum over batches of the number of distinct cacheable ids that were resident
         before the batch.
     """

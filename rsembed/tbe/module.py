@@ -73,9 +73,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     An eager training step donates the module's arrays, so copies that share them (`nnx.clone`,
     `nnx.split`) cannot be used afterwards. With cached tables, `nnx.state` has the rows in the
-    cache only. Such a state can be used only with the module that produced it, until the next
-    change of that module. To copy a module or to go back to an earlier state, use `state_dict` and
-    `load_state_dict`.
+    cache only. A state of a module with cached tables can be used only with this module, and only
+    until the module changes. To copy a module or to go back to an earlier state, use `state_dict`
+    and `load_state_dict`.
 
     Arguments that are enum members can also be given by name or value ("exact_sgd", 0). The
     environment variable `FBGEMM_TBE_BOUNDS_CHECK_MODE` overrides `bounds_check_mode`.
@@ -259,8 +259,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
           offsets: bag `b` of feature `f` holds
             `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`, for a batch of `B` bags per
             feature.
-          per_sample_weights: factor of every looked-up row, `[ids]`. `jax.grad` can differentiate
-            it. None: ones.
+          per_sample_weights: factor of every looked-up row, `[ids]`. The result can be
+            differentiated by the weights with `jax.grad`. None: ones.
           feature_requires_grad: not used here, see `vjp`.
           batch_size_per_feature_per_rank: `[feature][rank]` number of bags, if features have
             different numbers.

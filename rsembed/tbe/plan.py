@@ -173,8 +173,8 @@ class TablePlan(NamedTuple):
 
     def spec(self) -> TableSpec:
         """The `TableSpec` of the table, for rsembed's `Engine`."""
-        # Initial values, rounding noise and combiner are not set here. These come from the state,
-        # from each `Step` and from `engine_of`.
+        # Initial values, rounding noise and combiner are not set here. Initial values come from the
+        # state, noise from each `Step`, and the combiner from `engine_of`.
         spec = TableSpec(
             name=self.name,
             # A `TableSpec` needs at least one row, so an empty table gets one, which no id reads.

@@ -82,7 +82,7 @@ def _put_rows(array: Array, values: Array, rows: Array) -> Array:
 class TBEVariable(nnx.Variable):
     """Tables, optimizer states and counters of a module.
 
-    The backward pass of the module trains them, not optax.
+    The backward pass of the module trains the tables. Do not pass them to optax.
     """
 
 
@@ -374,7 +374,7 @@ class TrainedTables(nnx.Module):
 
         Args:
           discard: whether the rows in the cache are dropped instead of written to the host.
-            Training of such rows since the last write is lost, as in FBGEMM. False by default.
+            Training of dropped rows since the last write is lost, as in FBGEMM. False by default.
         """
         with self._alone():
             if self._host_rows is not None:

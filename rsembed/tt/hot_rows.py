@@ -1,12 +1,12 @@
 """Cache of the most read rows of a tensor train, stored uncompressed and trained row by row.
 
 A lookup of a cached row reads the stored vector instead of multiplying slices, and the gradient of
-that row goes to the stored vector. Only `populate` changes which rows are cached. The choice
-follows the counts of recent reads. A row that stays in the cache keeps its cache slot and its bits.
-A row that enters the cache is initialised from the cores. Rows that are evicted are *written back*:
-the first core takes the step that brings the whole table closest to its previous contents, and the
-remaining error is reported as `residual`. All functions are pure and work inside `jit`, except
-functions with "on the host" in the docstring.
+that row goes to the stored vector. Only `populate` changes which rows are cached. `populate`
+chooses rows by their counts of recent reads. A row that stays in the cache keeps its cache slot and
+its bits. A row that enters the cache is initialised from the cores. Rows that are evicted are
+*written back*: the first core takes the step that brings the whole table closest to its previous
+contents, and the remaining error is reported as `residual`. All functions are pure and work inside
+`jit`, except functions with "on the host" in the docstring.
 """
 
 from __future__ import annotations

@@ -308,8 +308,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def set_cores(self, cores: AnyCores, table: int = 0) -> None:
         """Replaces the cores of a table, for example by the result of `from_dense`.
 
-        This resets the optimizer state of the cores and removes the rows of the table from the
-        cache. Read counts are kept. The step counter is reset only if the module has no other
+        `set_cores` resets the optimizer state of the cores and removes the rows of the table from
+        the cache. Read counts are kept. The step counter is reset only if the module has no other
         table.
 
         Args:

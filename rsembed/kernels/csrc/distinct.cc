@@ -1,7 +1,8 @@
 // Distinct entries: XLA FFI handlers that find them by owner and lanes, or by key.
 //
 // All work is on integers, so a result depends neither on the number of threads nor on the instruction set.
-// rsembed/kernels/native.py is the only caller. It checks values; the handlers check what memory safety needs.
+// rsembed/kernels/native.py is the only caller. native.py checks values. The handlers check only what is needed for
+// memory safety.
 
 #include <algorithm>
 #include <cstdint>

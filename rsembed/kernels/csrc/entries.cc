@@ -1,7 +1,7 @@
 // The entries in the buffers of preprocessed SparseCore batches, by sample: an XLA FFI handler.
 //
-// It computes `entries_by_sample` of rsembed/kernels/ids.py, which describes the buffers. Cores share no samples, so
-// they are counted and written in parallel.
+// The handler computes `entries_by_sample` of rsembed/kernels/ids.py, which describes the buffers. Cores share no
+// samples, so they are counted and written in parallel.
 
 #include <algorithm>
 #include <cstdint>

@@ -2,7 +2,8 @@
 //
 // A handler takes a variable number of buffers, so one call handles any number of features: arrays of lists of ids,
 // gradients of outputs, and tables. The attributes `lists` and `segments` describe them, see Reader in arguments.h.
-// rsembed/kernels/native.py is the only caller. It checks values; the handlers check what memory safety needs.
+// rsembed/kernels/native.py is the only caller. native.py checks values. The handlers check only what is needed for
+// memory safety.
 
 #include <sys/mman.h>
 #if defined(__linux__)
@@ -227,7 +228,7 @@ ffi::Error RowGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, GradientR
   return CombineSegments(pool, reader, segments, NumEntries(lists), num_rows, rows, gradients);
 }
 
-// Sum of the squares of all row gradients, without writing them. It does not depend on the number of threads.
+// Sum of the squares of all row gradients, without writing them. The result does not depend on the number of threads.
 ffi::Error SquaredNorm(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::F32>> out,
                        Numbers forms, Numbers numbers, int64_t num_outputs, int64_t num_rows, int64_t dim) {
   Reader reader(args);

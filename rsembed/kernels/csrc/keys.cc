@@ -1,8 +1,8 @@
 // Hash tables from keys to rows: XLA FFI handlers.
 //
 // All work is on integers, so a result depends neither on the number of threads nor on the instruction set.
-// rsembed/kernels/native.py is the only caller. It checks values; the handlers check what memory safety needs.
-// rsembed/kernels/keyed.py defines the hash table.
+// rsembed/kernels/native.py is the only caller. native.py checks values. The handlers check only what is needed for
+// memory safety. rsembed/kernels/keyed.py defines the hash table.
 
 #include <algorithm>
 #include <atomic>

@@ -21,7 +21,7 @@ namespace {
 
 #include "vectors.h"
 
-// Number of vectors with sums in registers at one time. They share each load of the other factor.
+// Number of vectors with sums in registers at one time. All of them are multiplied with each loaded vector.
 constexpr int kTogether = 4;
 
 inline int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }

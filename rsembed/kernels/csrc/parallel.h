@@ -36,7 +36,8 @@ class FloatingPointMode {
 };
 
 // Number of cores granted to this process, read once. A container, a batch system or taskset can grant fewer cores
-// than the machine has. Then threads that spin while they wait would take time from threads that work.
+// than the machine has. With more threads than granted cores, waiting threads that spin would take time from threads
+// that work.
 inline int64_t NumCores() {
   static const int64_t num_cores = [] {
 #if defined(__linux__)
@@ -99,8 +100,8 @@ class Workers {
 #endif
   }
 
-  // Shared by the caller and its helpers. A helper can start after the caller has returned. Then no block is left,
-  // and it reads only this struct.
+  // Shared by the caller and its helpers. A helper can start after the caller has returned. In that case no block is
+  // left, and the helper reads only this struct.
   struct Job {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> num_done{0};

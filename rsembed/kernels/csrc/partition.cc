@@ -80,8 +80,8 @@ class Job {
 }  // namespace
 }  // namespace rsembed
 
-// Fills the buffers and counts of all stacks. The result does not depend on the number of threads. A partition above
-// a limit is written only if ids may be dropped. The counts show the caller that this happened.
+// Fills the buffers and counts of all stacks. The result does not depend on the number of threads. A partition above a
+// limit is written only if ids may be dropped. The caller sees from the counts that a limit was exceeded.
 extern "C" __attribute__((visibility("default"))) int32_t rsembed_partition(rsembed::PartitionStack* stacks,
                                                                             int64_t num_stacks, int32_t drops_ids,
                                                                             int64_t num_threads) {

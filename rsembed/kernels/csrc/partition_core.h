@@ -2,7 +2,8 @@
 //
 // The input is in the order of samples. Each entry is packed into one number (shard, row, sample). A stable radix sort
 // by (shard, row) then gives the final order, and equal numbers are entries to merge. Tables of a stack have disjoint
-// rows, so each table is sorted separately. That keeps keys short and the sort in cache.
+// rows, so each table is sorted separately. With separate tables, sort keys are short, and the data of a sort fit in
+// the cache.
 #pragma once
 
 #include <algorithm>
@@ -197,7 +198,7 @@ class CorePartitioner {
   }
 
   // One pass of the stable sort. Frequent ids increment the same counter repeatedly, and a processor stalls when it
-  // reads a counter that it is still writing. Therefore several streams take turns. Each has a part of the items and
+  // reads a counter that it is still writing. Therefore several streams take turns, each with a part of the items and
   // separate counters.
   static void SortByDigit(const ItemType* from, ItemType* to, int64_t size, int shift, int digit_bits,
                           uint32_t* counts) {
@@ -249,7 +250,7 @@ class CorePartitioner {
     }
   }
 
-  // Writes the items of a feature. One comparison finds a bad id. It is reported at the end.
+  // Writes the items of a feature. One comparison finds a bad id, and the error is reported after all items.
   template <typename Id>
   bool Emit(const Group& group, const PartitionFeature& feature, ItemType* items, int64_t* emitted) {
     const Id* const ids = static_cast<const Id*>(feature.ids);
@@ -359,7 +360,8 @@ class CorePartitioner {
     *num_unique += 1 + static_cast<int64_t>(unique);
   }
 
-  // Writes the merged entries of one shard at `pos` and returns the position after them. All must fit.
+  // Writes the merged entries of one shard at `pos` and returns the position after them. The buffer must have room for
+  // all of them.
   int64_t WriteRun(const Group& group, const ItemType* first, const ItemType* last, int64_t pos) const {
     if (first == last) return pos;
     const bool counts = !ItemType::kHasGain && scales_ == nullptr && last - first < kMostOnes;
@@ -413,7 +415,7 @@ class CorePartitioner {
   }
 
   // Writes the first `max_ids` merged entries of a partition's first `max_unique` rows, until the buffer is full.
-  // Returns their number.
+  // Returns the number of entries written.
   int64_t WriteWithinLimits(int64_t shard, int64_t pos) const {
     int64_t rank = 0, row_rank = 0, num_kept = 0;
     for (size_t g = 0; g < groups_.size(); ++g) {

@@ -437,7 +437,7 @@ inline void step_rows_together(T* const rows[], float* const slots[], const floa
   });
 }
 
-// Steps distinct rows one by one or a few at a time. `finish` steps the remaining ones.
+// Steps distinct rows one by one or a few at a time. `finish` steps the rows that are left at the end.
 template <typename T, Rule kRule>
 class Stepper {
  public:

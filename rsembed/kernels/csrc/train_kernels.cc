@@ -153,7 +153,8 @@ float dot(const float* a, const float* b, int64_t count) {
 }
 
 // Products of a block. Consecutive lookups with the same slices of all cores up to the grouped core share these
-// products. The first of them is their head. Products after the grouped core belong to single lookups.
+// products. The first of the lookups that share products is called their head. Products after the grouped core belong
+// to single lookups.
 struct Block {
   const Train& train;
   const uint32_t* lookups;
@@ -190,7 +191,7 @@ struct Block {
     for (int64_t earlier = 0; earlier < t; ++earlier) at += kLookupsPerBlock * train.product[earlier];
     return at;
   }
-  // The product up to the first core is a slice. It is copied only if products must be contiguous.
+  // The product up to the first core is a slice. The slice is copied only if products must be contiguous.
   const float* product(int64_t t, int64_t k) const {
     return t == 0 ? slice(0, k) : products(t) + k * train.product[t];
   }

@@ -1,4 +1,5 @@
-// Vectors as wide as the instruction set. They use the compilers' `vector_size`, so one source serves all three sets.
+// Vectors as wide as the instruction set. The vector types use the compilers' `vector_size`, so one source serves all
+// three instruction sets.
 //
 // Files that are compiled once per instruction set include this inside the namespace of their set, so every definition
 // exists once per set. For that reason the file has no include guard and includes nothing.
@@ -94,8 +95,8 @@ inline void store(T* to, Floats x) {
   memcpy(to, &raw, sizeof(raw));
 }
 
-// Columns after the last full vector, fewer than kLanes. Missing lanes read as zero and are not written. Short rows
-// have only such columns, so these are not moved one by one.
+// Columns after the last full vector, fewer than kLanes. Missing lanes read as zero and are not written. A short row
+// has no full vector at all, so its columns are not moved one by one.
 #if defined(__AVX512F__)
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 

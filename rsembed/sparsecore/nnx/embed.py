@@ -26,7 +26,7 @@ from rsembed.specs import FeatureSpec, tables_of
 class EmbeddingVariablesParam(nnx.Param):
     """Variable of tables with their slots, or of a step counter.
 
-    Such a variable must not be passed to optax.
+    Do not pass variables of this class to optax.
     """
 
 
