@@ -81,8 +81,8 @@ def device_copy(array: ArrayLike, dtype: DTypeLike) -> Array:
     """The array on the device, as from `jnp.asarray`. A numpy array is copied first.
 
     Data loaders often write the next batch into the same memory. JAX may use the memory of a numpy
-    array without a copy if it gets the array with a dtype. Without a dtype it copies, but with a
-    program that is compiled for every shape.
+    array without a copy if it gets the array with a dtype. Without a dtype, JAX copies the array,
+    but it compiles a copying program for every shape.
     """
     if isinstance(array, np.ndarray):
         array = np.array(array, dtype)

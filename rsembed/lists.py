@@ -70,7 +70,7 @@ def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"
     integer of 32 bits is "i" and its value: five bytes each. No other type has one of these letters
     (bool has "T" and "F"). The result is therefore correct if only these two letters occur, and if
     a list begins exactly at the byte at which a row must begin. If a later Python changes the
-    format, the function returns None, and the caller reads the lists in another way.
+    format, the function returns None, and the caller converts the lists by slower code.
     """
     first_row = next(iter(rows), None)
     if type(rows) is not list or type(first_row) is not list:

@@ -31,7 +31,7 @@ class Tables(nnx.Variable):
 class Guard(nnx.Param):
     """Parameter that no result depends on.
 
-    Differentiating by the guard without the tables raises an error.
+    Differentiating a loss by the guard but not by the tables raises an error.
     """
 
 

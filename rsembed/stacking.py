@@ -450,7 +450,7 @@ def group_tables(
     split_groups = split_by_memory(groups.values(), num_rows, MAX_ROWS)
     if activation_mem_bytes_limit is None:
         return split_groups
-    activation_bytes = dict.fromkeys(tables, 0)  # float32, per shard
+    activation_bytes = dict.fromkeys(tables, 0)  # bytes of float32 activations on each shard
     for feature in features_of(features):
         samples = (feature.num_samples or 0) // num_shards
         dim = round_up(feature.table_spec.embedding_dim, SUBLANES)

@@ -111,7 +111,7 @@ def _check_entry(file: Path, number: int, entry: Entry) -> None:
             f"{rows_per_chunk} rows has {num_expected} chunks",
         )
 
-    prng = entry.get("prng", 0)  # A missing field is neither None nor a string.
+    prng = entry.get("prng", 0)  # The default 0 is invalid, so a missing field is an error.
     check("prng", prng is None or isinstance(prng, str), "null or the name of a generator")
 
 

@@ -138,7 +138,8 @@ class Devices:
         """
         if self.mesh is None:
             return function
-        # Kernels do not declare over which mesh axes their results vary, so that check is off.
+        # `check_vma` is off, because kernels do not declare over which mesh axes their results
+        # vary.
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )

@@ -146,8 +146,8 @@ def fetched(
 ) -> EmbeddingState:
     """State with every row that `wanted` reads in the device caches.
 
-    Rows move only after all stacks have reserved cache slots. If a cache is too small, nothing has
-    changed.
+    Rows move only after all stacks have reserved cache slots. If a cache is too small, an error is
+    raised before anything changes.
 
     Args:
       prefetches: the `Prefetch` of each stack on the host, by stack name.

@@ -156,7 +156,7 @@ class Rows(abc.ABC):
     def _keys_here(self, keys: Keys) -> Keys:
         """`keys`, with keys of other devices replaced by padding.
 
-        By default, no key is replaced.
+        The base class replaces no key.
         """
         return keys
 

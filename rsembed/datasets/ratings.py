@@ -21,12 +21,15 @@ FEWEST_RATINGS = 20
 NUM_VISITS = 4
 TASTE_DIM = 4
 TASTE_STRENGTH = 6.0
-"""Share of taste in the log-odds.
+"""Factor of the match between taste and item in the log-odds.
 
 With 0, the most popular films would be the best possible recommendation for everyone.
 """
 TASTE_NOISE = 0.6
-"""Length of the random part of an item's or user's vector. The part from the genres has length 1."""
+"""Length of the random part of an item's or user's vector.
+
+The part that the genres determine has length 1.
+"""
 DRIFT_RADIANS = 0.8
 """Angle between the taste of a user at the first visit and at the last."""
 NEW_SHARE = 0.3
@@ -258,7 +261,7 @@ def _law(
         )
 
     item_noise = TASTE_NOISE * _unit(generator.standard_normal((num_items, TASTE_DIM)))
-    # Most films are older than the log.
+    # Most films came out before the log begins; the others come out while it runs.
     is_new = generator.permutation(num_items) < NEW_SHARE * num_items
     starts = generator.uniform(0.0, 0.7 * SPAN_DAYS, num_users)
     law = TasteLaw(
@@ -294,7 +297,7 @@ def _visits(
     moments = np.concatenate([np.zeros((num_users, 1)), inner, np.ones((num_users, 1))], axis=1)
     visits = law.first_days[:, None] + moments * (law.last_days - law.first_days)[:, None]
     rated = []
-    # Parts of the users bound the memory.
+    # Users are handled in parts to bound the memory.
     for user_part in np.array_split(np.arange(num_users), 1 + num_users // 256):
         is_rated = np.zeros((len(user_part), num_items), bool)
         for visit in range(NUM_VISITS):

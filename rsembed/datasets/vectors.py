@@ -36,7 +36,7 @@ class WordVectors:
       values: vector of each word, zeros for words without a vector in the file.
       is_found: whether the file has a vector for the word.
       num_vectors: number of vectors in the file, including words that were not requested.
-      num_duplicates: further vectors of a requested word. The first vector of a word counts.
+      num_duplicates: further vectors of a requested word. The first vector of a word is used.
       num_bad_lines: lines that were skipped, 0 unless `bad_lines="skip"`.
       num_announced: number of vectors in the file's header, None for a file without a header.
     """
@@ -155,7 +155,7 @@ def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
 
 
 def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Lines as bytes, without their ends. Each line counts as complete."""
+    """Lines as bytes, without their ends. True: a line of an iterable is always complete."""
     for number, line in enumerate(lines, start=1):
         if isinstance(line, str):
             line = line.encode("utf-8", "surrogatepass")

@@ -63,7 +63,7 @@ def zipf_exponent(
     starts = np.unique(np.floor(np.geomspace(1.0, num_ranks + 1.0, NUM_RANK_BLOCKS)))
     ranks_per_block = np.diff(starts)
     logs = np.log(starts[:-1] + (ranks_per_block - 1) / 2)
-    low = 0.0  # sorted counts are never flatter than equal ones
+    low = 0.0  # counts in descending order have an exponent of at least 0
     high = 30.0
     for _ in range(60):
         middle = (low + high) / 2

@@ -34,8 +34,8 @@ _log = logging.getLogger("rsembed")
 class IdFigures:
     """Figures of the ids of one feature, or of all features that read one table.
 
-    A *lookup* is an id that reads a row: it is neither missing nor out of range. Duplicates count.
-    For a table that several features read, the samples of all of them count.
+    A *lookup* is an id that reads a row: it is neither missing nor out of range. Duplicates are
+    counted. For a table that several features read, the samples of all these features are counted.
 
     Attributes:
       table: name of the table.
@@ -181,7 +181,7 @@ class IdReport:
         for name in drawn:
             figures = self.tables[name]
             counts = figures.counts
-            num_rows = max(figures.num_rows, len(counts))  # more keys than rows may come
+            num_rows = max(figures.num_rows, len(counts))  # there can be more keys than rows
             plot.plot_id_frequency(counts, ax=axes[0, 0], label=name)
             plot.plot_coverage(counts, num_rows=num_rows, ax=axes[0, 1], label=name)
             misses[name] = {percent: 1 - rate for percent, rate in figures.hit_rates.items()}
@@ -206,7 +206,7 @@ def _text_table(rows: Mapping[str, IdFigures], columns: Mapping[str, str]) -> st
     width = max(map(len, names))
     lines = [name.ljust(width) for name in names]
     for heading, cell in columns.items():
-        texts = [heading.format(*rows.values())]  # by the first: all have the same headings
+        texts = [heading.format(*rows.values())]  # takes figures of the first row
         for figures in rows.values():
             texts.append(cell.format(figures))
         width = max(map(len, texts))
@@ -239,8 +239,8 @@ def describe(
       num_shards: number of shards for the figures of shards and partitions. None: the number of
         devices on the collection's mesh, or 8 without a mesh.
       max_distinct_ids: bound on the memory, which tables of 64-bit keys need. Counting stops with a
-        warning once a table has more distinct ids. The report then covers the batches that were
-        counted.
+        warning once a table has more distinct ids than this. The report then covers the batches
+        that were counted.
 
     Raises:
       TypeError: `batches` is a single batch, or a batch has a form that `prepare` does not take.

@@ -252,8 +252,8 @@ def _stack_limits(
         per_core = None if buffer is None else -(-buffer // num_cores)
         observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
         buffer = policy.limit(observed, per_core) * num_cores
-        # `largest` is the number of slots of full partitions. A larger buffer would never be
-        # filled.
+        # `largest` is the number of slots of full partitions. A buffer with more slots would never
+        # be filled.
         largest = round_up(max_ids, SUBLANES) * num_cores * stack.num_shards
         if stack.num_shards and buffer > largest >= observed * num_cores:
             buffer = largest

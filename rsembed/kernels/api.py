@@ -109,8 +109,8 @@ def _choices(
 
     Args:
       implementations: all implementations, in order of preference.
-      implementation: name of the only one to try; None: all that are not opt-in, and all that are
-        opted in.
+      implementation: name of the only implementation to try. None: all implementations, except
+        opt-in implementations that `opted_in` does not name.
       opted_in: value of `RSEMBED_KERNELS`.
 
     Raises: ValueError: a name is unknown.
@@ -176,8 +176,8 @@ def dispatch(
             try:
                 if module is not gpu or kernel is meaning or target_device().platform != "gpu":
                     return kernel(*args, **kwargs)
-                # On a machine with a GPU, the arrays may still be on the CPU. Only the compilation
-                # of the program shows for which of the two devices it is.
+                # On a machine with a GPU, the arrays may still be on the CPU. Whether a program
+                # runs on the CPU or on the GPU is only known when it is compiled.
                 serve = partial(kernel, *args, **kwargs)
                 default = partial(meaning, *args, **kwargs)
                 return jax.lax.platform_dependent(cuda=serve, default=default)

@@ -168,7 +168,8 @@ INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 KEPT_BYTES = 256 << 20
 """Bytes of freed memory that the process keeps for later results."""
-# If the user sets one of these variables, the allocator's settings do not change.
+# If the user sets one of these environment variables, rsembed does not change the allocator's
+# settings.
 _ALLOCATOR_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 _HANDLERS = """

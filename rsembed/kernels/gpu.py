@@ -53,8 +53,8 @@ class Tiling(NamedTuple):
     All are powers of two, as Triton requires.
 
     Args:
-      num_bags: minimum number of bags that one program of a lookup sums. With short rows, a program
-        sums more bags.
+      num_bags: minimum number of bags that one program of a lookup sums. If rows are short, a
+        program sums more bags than this.
       num_numbers: minimum count of numbers that a program reads at once. A program of a step holds
         this many numbers of rows, or one row if the row is longer.
       num_ahead: number of rows of every bag that a program requests before it adds the first one.

@@ -2,9 +2,9 @@
 
 The hash table uses open addressing with linear probing. A slot is empty, deleted, claimed, or
 holds a key and its row. All keys of a call probe at the same time. If several keys reach the same
-free slot, the first key of the call gets it, so equal calls return equal tables. Few keys need many
-probes. The loop narrows to the keys that still search, so the work is proportional to the total
-number of probes and not to the largest number.
+free slot, the first key of the call gets it, so equal calls return equal tables. Only a few keys
+need many probes. The loop continues with the keys that still search, so the work is proportional to
+the sum of the probes of all keys.
 
 Several tables of one size can be concatenated in the same arrays. `Keys.table` is the table of
 each key, and a key only probes the slots of its table.

@@ -45,7 +45,7 @@ from rsembed.places import Place as TablePlace
 
 NAME = "native"
 _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-# csrc/row_kernels.h and csrc/ffi.cc define the same codes.
+# The codes below must equal those in csrc/row_kernels.h and csrc/ffi.cc.
 _COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "mean_by_count": 3, "none": -1}
 _HAS_OFFSETS = 1
 _HAS_WEIGHTS = 2

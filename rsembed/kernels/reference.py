@@ -165,8 +165,8 @@ def by_bag(
     if ids.num_bags and ids.offsets is None and (numbers[:-1] == numbers[0]).all():
         return jnp.asarray(numbers[0], dtype)
     bag = bag_of_entries(ids)
-    # An entry outside all bags has bag -1 or `num_bags`. Both values index the last number,
-    # `other`.
+    # An entry outside all bags has bag -1 or `num_bags`. Both values are indices of the last entry
+    # of `numbers`, which is `other`.
     return jnp.asarray(numbers, dtype)[bag]
 
 

@@ -118,7 +118,8 @@ def evaluate(
     Args:
       closed: result of `trace_rule`.
       arguments: one for each input: a row, or a piece that repeats a number.
-      dim: length of the row. The pieces together can be longer; the rest is padding.
+      dim: length of the row. The pieces together can be longer than the row; the end of the last
+        piece is then padding.
       swaps: functions to use instead of primitives that the kernel's compiler lacks, by name. None:
         no primitive is replaced.
     """

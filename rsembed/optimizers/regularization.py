@@ -80,7 +80,8 @@ class CounterBasedRegularizationDefinition:
       counter_halflife: number of steps in which a row's counter halves. If negative, counters do
         not decay, and ADAGRADW uses a different learning rate for -1 and for -2. If 0, every
         counter is 1.
-      adjustment_iter: last step without adjustments. With 0 or less, every step is adjusted.
+      adjustment_iter: last step without adjustments. With 0 or less, adjustments begin at the first
+        step.
       adjustment_ub: bound of the adjustment. `learning_rate_mode` uses it as an exponent or a
         factor, ADAGRADW with half-life -2 as the largest learning rate.
       learning_rate_mode: adjustment for rows above the tail threshold.
@@ -262,7 +263,7 @@ def global_decay_factor(
       prev_iter: step of each row's last update, 0 if it had none (the factor is then 1).
       t: current step, 1 for the first. Before `config.start_iter` the factor is 1.
       learning_rate: current learning rate, used for all missed steps.
-      weight_decay: strength of decay. 0 gives the factor 1.
+      weight_decay: strength of decay. With 0, the factor is 1.
       config: first step with decay, and smallest factor.
 
     Source: FBGEMM, DECOUPLE_GLOBAL.
@@ -272,8 +273,8 @@ def global_decay_factor(
     missed = jnp.maximum(t - prev_iter - 1, 0).astype(jnp.float32)
     rate = jnp.asarray(learning_rate, jnp.float32) * weight_decay
     # In float32, `1 - rate` is 1 if `rate` is below 6e-8, and its power would be 1 for any number
-    # of missed steps. The logarithm is exact for small rates. For rates of 1 or more, the logarithm
-    # does not exist.
+    # of missed steps. `log1p(-rate)` is exact for small rates, but does not exist for rates of 1 or
+    # more.
     by_logarithm = jnp.exp(missed * jnp.log1p(-jnp.minimum(rate, 0.5)))
     factor = jnp.where(rate < 0.5, by_logarithm, jnp.power(1.0 - rate, missed))
     is_decayed = (t >= config.start_iter) & (weight_decay > 0) & (prev_iter > 0)

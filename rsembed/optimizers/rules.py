@@ -243,8 +243,7 @@ class LazyAdam(_BiasCorrectedAdam):
     """
 
     rule_name = "tf_lazy_adam"
-    # `get_hyperparameters` makes the only difference to Adam, so the same native kernel computes
-    # both.
+    # Only `get_hyperparameters` differs from Adam, so Adam's native kernel computes this rule.
     fused_as = "adam"
 
 

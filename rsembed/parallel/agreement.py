@@ -147,7 +147,8 @@ class Agreement:
         if this == first:
             verdict = self._compare(client, prefix, record)
             if number:
-                # All processes are in this round, so they have read the verdict of the last one.
+                # All processes are in the current round, so they have read the verdict of the round
+                # before it.
                 client.key_value_delete(f"{group}/{number - 1}")
             return verdict
         client.key_value_set(f"{prefix}/{this}", json.dumps(record))
@@ -171,7 +172,8 @@ class Agreement:
         verdict = {"problem": problem, "widths": widths}
         client.key_value_set(f"{prefix}/verdict", json.dumps(verdict))
         if problem is not None:
-            # This process hosts the service, so it waits until the others have read the verdict.
+            # The comparing process can be the host of the key-value service, so it waits until the
+            # other processes have read the verdict.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 for process in others:
                     if "ended" not in records[process]:

@@ -163,8 +163,8 @@ def _connect(
     timer.start()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES", ""))
     if local_device_ids is None and visible and "," not in visible:
-        # With Slurm's --gpus-per-task=1, each task sees one GPU, with index 0. JAX would take the
-        # index of the task.
+        # With Slurm's --gpus-per-task=1, each task sees one GPU, with index 0. JAX would use the
+        # index of the task as the index of the GPU.
         local_device_ids = [0]
     try:
         jax.distributed.initialize(address, num_processes, process_id, local_device_ids, **timeouts)

@@ -196,7 +196,7 @@ def plot_limit_choice(
 ) -> Axes:
     """Plots the share of entries that each limit would drop against the bytes of its buffers.
 
-    A dot marks one limit.
+    A dot marks the limit `max_ids_per_partition`.
 
     Args:
       entries: entries of each partition, as `partition_entries` returns them.

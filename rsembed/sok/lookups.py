@@ -255,7 +255,7 @@ class StepOnce:
             for number in range(len(self.variables)):
                 if self._may_fail_after_growth(number):
                     num_failed_before[number] = self._num_failed(number)
-        never_grow = [False] * len(self.variables)  # The tables have been enlarged already.
+        never_grow = [False] * len(self.variables)  # The tables were enlarged above.
         for program in _programs(self.variables, self.features, grow=never_grow):
             # A program donates the old arrays, so the new ones are stored before the next program,
             # which may fail.
@@ -398,7 +398,7 @@ def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
     storage = cast(Hashed, table.spec.storage)
     rooms = f"the devices use {variable.counts()['rows'].tolist()} rows"
     if table.when_full == "grow":
-        # There are enough rows, so the list of keys that wait for admission is full.
+        # A growing table always has rows, so the list of keys that wait for admission is full.
         num_waiting = storage.admission_capacity or table.rows_per_device
         rooms += f" and have room for {num_waiting} keys that wait for one"
         way_out = (

@@ -338,7 +338,8 @@ class L2WeightEvict:
 
     A negative threshold evicts no key.
 
-    Source: the code of DeepRec's `tf.L2WeightEvict`. The documentation of DeepRec says norm.
+    Source: the code of DeepRec's `tf.L2WeightEvict`. DeepRec's documentation compares the norm
+    instead.
     """
 
     l2_weight_threshold: float = -1.0

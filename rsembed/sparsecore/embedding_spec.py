@@ -63,8 +63,8 @@ _CODES: dict[type[OptimizerSpec], int] = {
     FTRLOptimizerSpec: 4,
     F2AOptimizerSpec: 5,
     AdagradMomentumOptimizerSpec: 6,
-    # Code 7 is "custom", the last code of jax-tpu-embedding. LaProp with code 7 would be loaded as
-    # SGD.
+    # Code 7 is "custom", the last code of jax-tpu-embedding. If LaProp had code 7, readers would
+    # load it as SGD.
     LaPropOptimizerSpec: 8,
     RowWiseAdagradOptimizerSpec: 9,
 }

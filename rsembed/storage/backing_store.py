@@ -28,7 +28,7 @@ FIRST_VALUES_BLOCK = 4096
 
 
 class Lock:
-    """Reentrant lock for an object that may be copied or pickled. The copy gets a new lock.
+    """Reentrant lock for an object that may be copied or pickled. A copy has a new lock.
 
     Example:
       >>> lock = Lock()

@@ -141,7 +141,7 @@ class RowLayout:
                 "vocabulary_size": table.vocabulary_size,
                 "embedding_dim": table.embedding_dim,
                 "dtype": table.dtype,
-                "optimizer": table.optimizer.identity,  # Learning rates may change.
+                "optimizer": table.optimizer.identity,  # without learning rates
                 "storage": None if storage is None else repr(storage),
                 "in_files": None if storage is None else storage.in_files,
             }

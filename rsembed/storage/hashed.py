@@ -428,7 +428,8 @@ class Hashed(DynamicRows):
             params.keys, new.keys.only(new.is_admitted), number, new.occurrences
         )
 
-        # Only events that can happen are counted, because each counter adds a loop to the program.
+        # Counters of events that cannot happen are left out, because each counter adds a loop to
+        # the program.
         events = {"inserted": params.keys.num_free - known.num_free}
         if self.makes_room:
             events["inserted"] = events["inserted"] + num_evicted

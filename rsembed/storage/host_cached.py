@@ -100,7 +100,7 @@ class HostCached(DynamicRows):
         del shard  # All shards are empty at the start.
         num_rows = -(-self.cache_rows // num_shards)
         empty, slots = hashed_rows.empty(table, [num_rows], table_key(key, table.name))
-        # No bond: the generation already detects states that do not match the store.
+        # A `bond` is not needed: the generation already detects states that do not match the store.
         return empty._replace(generation=jnp.zeros(1, jnp.uint32), bond=None), slots
 
     def read(
@@ -119,7 +119,7 @@ class HostCached(DynamicRows):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        del occurrences, step  # `make_room` has counted the uses.
+        del occurrences, step  # `make_room` has already counted the occurrences.
         return params, slots, _cached_rows(params, keys, table.name)
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:

@@ -238,11 +238,11 @@ def rows_to_leave(
 
 
 def check_reasons(where: str, **reasons: float | None) -> None:
-    """Checks the reasons for an eviction, such as `keep=100`.
+    """Checks the conditions of an eviction, such as `keep=100`.
 
     Args:
       where: start of the error message.
-      reasons: all reasons by name. None for a reason that does not apply.
+      reasons: conditions for the eviction, by name. None for a condition that does not apply.
 
     Raises: TypeError or ValueError: all reasons are None, or one has a wrong type or value.
     """

@@ -119,7 +119,8 @@ class Storage(abc.ABC):
 
         None: `table` shares its storage with no other table.
 
-        The caller compares only tables of equal dim, dtype and rule.
+        The key need not contain dim, dtype and rule, because only tables that agree in these are
+        compared.
         """
         del table
         return None
@@ -204,7 +205,7 @@ class Storage(abc.ABC):
     def keys_after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
         """`keys` that depend on the gradients, so that a compiled step creates new rows last.
 
-        Without this dependence, XLA could create the rows in parallel with the lookup, and would
+        Without the dependence, XLA could create the rows in parallel with the lookup, and would
         copy the table for that. XLA removes barriers before it decides about copies, so the keys
         depend on a condition that never holds: one number equals both infinities.
         """

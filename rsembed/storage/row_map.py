@@ -390,7 +390,7 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     keys = Keys(high, low, is_row, table)
     rows_in_table = _rows_in_table(row_map, rows, table)
 
-    # The first released row of a table becomes the end of its stack of free rows.
+    # The first released row of a table becomes the top of its stack of free rows.
     rank, num_released = ranks(is_row, table, row_map.num_tables, api.distinct)
     num_free = row_map.num_free + num_released
     stack_size = num_free

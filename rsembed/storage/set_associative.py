@@ -69,8 +69,8 @@ IDS_PER_SEARCH = 4096
 MAX_LFU_SETS = 2**24 - 1
 """Limit of the number of sets for LFU.
 
-FBGEMM packs the set number with a 40-bit count. With the same limit, a configuration works in both
-libraries."""
+FBGEMM packs the set number with a 40-bit count. With the limit of FBGEMM, a configuration works in
+both libraries."""
 
 
 def set_of(ids: Int[np.ndarray, " ids"], num_sets: int) -> Int64[np.ndarray, " ids"]:

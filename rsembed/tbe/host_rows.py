@@ -4,7 +4,7 @@ Row ids are translated to cache slots before the kernels get them, so the kernel
 bits as on a whole table.
 
 A row of a batch that gets no cache slot is copied to the scratch area, which follows the cache
-slots in the device arrays. An update writes such a row back to the host.
+slots in the device arrays. An update writes rows in the scratch area back to the host.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ class HostRows:
         """
         jax.effects_barrier()
         if discard:
-            self.end()  # An earlier change may not have ended.
+            self.end()  # An interrupt may have left an earlier change unfinished.
             self.generation.advance(self.generation.number)
         else:
             self.begin(state)
@@ -553,7 +553,7 @@ _OF_CACHES = (
 
 
 def warn_of_arguments(plan: TBEPlan, arguments: Arguments) -> None:
-    """Warns of arguments that have no effect."""
+    """Warns of cache arguments that have no effect for the tables of a plan."""
     if not plan.has_cache:
         warn_of_no_effect(arguments.changed(_OF_CACHES), "as no table is behind a cache")
     elif arguments.cache_sets or _memory_of_device() is None:

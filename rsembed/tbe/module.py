@@ -412,8 +412,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         `bounds_check_warning` gets the number of ids and offsets that were corrected.
         """
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
-        # Inside a transformation, a module that is not an argument cannot be written to. In this
-        # case, the count is lost.
+        # Inside a transformation, a module that is not an argument cannot be written to. The count
+        # is then lost.
         with contextlib.suppress(TraceContextError):
             if mistake and not self._has_warned:
                 message = (

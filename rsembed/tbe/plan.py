@@ -549,7 +549,7 @@ def make_plan(settings: Arguments) -> TBEPlan:
         f"optimizer {arguments.name_of(optimizers[0])} does not use them",
     )
     if len(set(optimizers)) == 1:
-        # The check here needs all arguments. `trained_by` later checks only arguments that the
+        # All arguments are checked here, because `trained_by` checks only arguments that the
         # optimizer reads.
         arguments.check_arguments(optimizers[0], settings)
     dtype = settings.weights_precision.dtype

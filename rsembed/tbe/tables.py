@@ -151,7 +151,7 @@ class TrainedTables(nnx.Module):
             try:
                 yield
             except BaseException:
-                # The next call of the module reports the lost state.
+                # If `_resume` fails, the next call of the module reports the lost state.
                 with contextlib.suppress(RuntimeError):
                     self._resume()
                 raise

@@ -67,7 +67,7 @@ class Directory(NamedTuple):
     def forget(self, first: int, last: int) -> Directory:
         """Frees the cache slots of all ids in `[first, last)`.
 
-        The read counts of these ids stay.
+        The read counts of the ids are kept.
         """
         is_forgotten_slot = (self.ids >= first) & (self.ids < last)
         is_forgotten_id = is_forgotten_slot.at[self.places].get(mode="fill", fill_value=False)

@@ -61,7 +61,7 @@ class TTSpec:
         for name in ("tt_p_shapes", "tt_q_shapes", "tt_ranks"):
             object.__setattr__(self, name, tuple(np.asarray(getattr(self, name)).tolist()))
         object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
-        check_fields(self)  # A second check, because the first does not see numbers in arrays.
+        check_fields(self)  # Checks again, because the check before does not look into arrays.
         d = len(self.tt_p_shapes)
         if d < 2 or len(self.tt_q_shapes) != d or len(self.tt_ranks) != d - 1:
             raise ValueError(
@@ -87,7 +87,8 @@ class TTSpec:
     ) -> TTSpec:
         """A spec with the factors that `suggested_tt_shapes` finds for all factors that are None.
 
-        The number of rows may be rounded up to get even factors; the embedding dimension never is.
+        The number of rows may be rounded up to get factors of similar size. The embedding dimension
+        is never rounded.
 
         Raises: ValueError: the product of the column factors differs from `embedding_dim`.
         """

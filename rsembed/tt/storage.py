@@ -568,8 +568,8 @@ def _cache_call(
       call: kernel call of the lookup.
       rows: row index of every entry, from `entries_of`.
       bags: output of every entry; entries with `NO_ROW` are not searched in the cache.
-      gains: factor of every entry. The call uses them as weights, because the gains of a mean
-        depend on all entries of a bag, including entries that are not cached.
+      gains: factor of every entry. The kernel call uses the gains as weights, because the gains of
+        a mean depend on all entries of a bag, including entries that are not cached.
     """
     cache_slots = directory.find(jnp.where(bags == NO_ROW, NO_ROW, rows))
     lists = []

@@ -16,7 +16,7 @@ namespace ffi = xla::ffi;
 
 constexpr int32_t kNoRow = 2147483647;  // NO_ROW of rsembed/kernels/contract.py
 
-// Sizes and indices in a call are not trusted. These functions add and multiply them without overflow.
+// Sizes and indices in a call are not trusted. The functions below add and multiply sizes and indices without overflow.
 
 // Product of two sizes, or INT64_MAX on overflow, which no buffer has.
 inline int64_t Times(int64_t a, int64_t b) {
@@ -200,7 +200,7 @@ class Reader {
       num_outputs += s.num_outputs;
       segments.push_back(s);
     }
-    // Shared entries would exceed the caller's buffers, and threads would write the same numbers.
+    // Entries in two segments would exceed the caller's buffers, and two threads would write the same outputs.
     if (ShareEntries(segments)) Fail("offsets must not fall, nor segments share bags");
     if (std::max(num_entries, num_outputs) > kNoRow) Fail("too many entries for one call");
     return segments;

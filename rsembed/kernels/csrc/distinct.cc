@@ -145,7 +145,7 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
     });
     for (int64_t task = 0; task < num_tasks; ++task) first_entry[task + 1] += first_entry[task];
     const int64_t num_entries = first_entry[num_tasks];
-    std::vector<int32_t> num_carried(num_tasks, 0);  // per task: leading items of the last entry before it
+    std::vector<int32_t> num_carried(num_tasks, 0);  // per task: first items of an earlier task's entry
     workers.ForEachRange(num_items, kEntriesPerTask, [&](int64_t first, int64_t last) {
       int64_t entry = first_entry[first / kEntriesPerTask] - 1;
       int32_t* num_occurrences = &num_carried[first / kEntriesPerTask];

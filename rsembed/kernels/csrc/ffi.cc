@@ -55,7 +55,8 @@ constexpr int64_t kStreamedBytes = 8 << 20;  // a larger output does not fit in 
 
 constexpr uintptr_t kHugePageBytes = 2 << 20;
 
-// Requests huge pages inside [data, data + bytes). Pages in use are collapsed only if `now`.
+// Requests huge pages inside [data, data + bytes). Pages that are already in use are replaced by huge pages only if
+// `now`.
 bool AdviseHugePages(void* data, size_t bytes, bool now) {
 #if defined(MADV_HUGEPAGE)
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
@@ -118,9 +119,10 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
     num_written[output] += Times(segments[k].num_outputs, tables[segments[k].table].dim);
   }
   for (size_t k = 0; k < outputs.size(); ++k) {
-    // New memory of this size has no pages yet. Huge pages are faulted in sooner.
+    // New memory of this size has no pages yet, and page faults take less time with huge pages.
     if (outputs[k].size * 4 >= kStreamedBytes) AdviseHugePages(outputs[k].data, outputs[k].size * 4, false);
-    // No segment writes the outputs of entries outside all bags, or the columns after a shorter row.
+    // Zeros are needed for outputs of entries outside all bags, and for columns after a shorter row: no segment writes
+    // them.
     if (num_written[k] < outputs[k].size) std::fill(outputs[k].data, outputs[k].data + outputs[k].size, 0.0f);
   }
   PoolSegments(pool, tables, segments);
@@ -313,7 +315,7 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
 // Copies rows between arrays of any dtype and lists with one row of the array per entry of `rows`.
 // Gather: `args` has the arrays and `rets` the lists. A row outside its array reads as zeros, or as `missing` if the
 // array is int32. Scatter: `args` has the arrays, then the lists. Rows are distinct, `rets` aliases the arrays, and a
-// row outside is skipped.
+// row outside its array is skipped.
 template <bool kScatter>
 ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
                     ffi::RemainingRets rets, int64_t missing) {

@@ -232,8 +232,8 @@ ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_fr
 }
 
 // Puts the blocks of several arrays side by side: for each device, the block of the first array, then of the second,
-// and so on. Without `gathers`, the arrays are blocks. With it, each array follows the list of rows to gather into its
-// blocks. A row outside the array is padding: kNoRow in int32 arrays, zeros in others.
+// and so on. Without `gathers`, the arrays are blocks. With `gathers`, each array follows the list of rows to gather
+// into its blocks. A row outside the array is padding: kNoRow in int32 arrays, zeros in others.
 ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> packed, bool gathers) {
   const auto sizes = packed->dimensions();
   if (sizes.size() < 2 || !AreSizes({sizes[0], sizes[1]})) {

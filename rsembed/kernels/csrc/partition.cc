@@ -50,7 +50,7 @@ class Job {
     try {
       for (int64_t k = 0; k < num_helpers; ++k) helpers.emplace_back([this] { Work(); });
     } catch (const std::system_error&) {
-      // The system has no more threads. The existing ones do the work.
+      // If the system starts no more threads, the existing threads do the work.
     }
     Work();
     for (std::thread& helper : helpers) helper.join();

@@ -104,8 +104,8 @@ inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t 
 
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
-// Rare rows are in no cache. A long prefetch distance overlaps enough of their loads. The rows fit half a first-level
-// cache.
+// Number of rows to prefetch ahead. Rare rows are in no cache, and a long prefetch distance overlaps enough of their
+// loads. The prefetched rows fill at most half of a first-level cache.
 inline int64_t rows_ahead(int64_t row_bytes, int64_t bytes, int64_t least, int64_t most) {
   return row_bytes == 0 ? 0 : clamp(bytes / row_bytes, least, most);
 }

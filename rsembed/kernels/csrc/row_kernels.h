@@ -1,7 +1,7 @@
 // Floating-point loops over embedding rows, compiled once per instruction set and selected at run time.
 //
-// Only plain structs are allowed here. Each copy of row_kernels.cc would emit an inline function or a template. The
-// linker would keep one of them, perhaps the AVX-512 one on a machine without AVX-512.
+// Only plain structs are allowed in this header. An inline function or a template would be compiled into each copy of
+// row_kernels.cc. The linker would keep one of them, perhaps the AVX-512 one on a machine without AVX-512.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
 // Lookups in tensor trains and their gradients: XLA FFI handlers.
 //
 // Lookups are sorted by the slice of the grouped core, then by all other slices, so that equal rows are adjacent and
-// computed once. Tiles of rows bound the memory. Within a tile, threads first compute rows (or gradients of slices).
-// Then each thread sums its outputs in the order of the lookups, so the order of additions is fixed.
-// rsembed/tt/cores.py is the only caller.
+// computed once. Rows are computed tile by tile to bound the memory. Within a tile, threads first compute rows (or
+// gradients of slices). After that, each thread sums its outputs in the order of the lookups, so the order of additions
+// is fixed. rsembed/tt/cores.py is the only caller.
 
 #include <algorithm>
 #include <cstdint>

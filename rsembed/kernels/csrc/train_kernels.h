@@ -39,7 +39,7 @@ inline int64_t ScratchSize(const Train& train) {
 
 struct TrainKernels {
   const char* name;
-  // Rows `[count, dim]` of `count` lookups. No two of them may use the same slices of all cores.
+  // Rows `[count, dim]` of `count` lookups. No two of these lookups may use the same slices of all cores.
   void (*rows)(const Train&, const uint32_t* lookups, int64_t count, float* scratch, float* made);
   // From the gradients of the rows, adds to the gradient of the shared slice and writes the gradients of the other
   // slices, `[count, size]` for every core. For cores before the grouped one it writes only at heads, which include the
