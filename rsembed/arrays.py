@@ -48,7 +48,10 @@ def foreign_to_numpy(value: object) -> Any:
 
 
 def check_unmasked(value: object, name: str) -> None:
-    """Raises: TypeError: `value` or one of its rows is a masked array. The mask would be lost."""
+    """Checks for masked arrays, because a conversion would lose their masks.
+
+    Raises: TypeError: `value` or one of its rows is a masked array.
+    """
     rows: Any = ()
     if isinstance(value, (list, tuple)):
         rows = value

@@ -440,8 +440,8 @@ def _remainder(keys: Keys, num_shards: int) -> Lane:
     n = np.uint32(num_shards)
     wrap = np.uint32(2**32 % num_shards)
     if not wrap:
-        # For a power of two, take the last bits: one operation per table, while each `%` makes
-        # seven.
+        # If `num_shards` is a power of two, the last bits are the remainder. A mask is one
+        # operation, and each `%` is seven.
         return keys.low & np.uint32(num_shards - 1)
     return ((keys.high % n) * wrap + keys.low % n) % n
 

@@ -72,8 +72,8 @@ class TrainState(struct.PyTreeNode):
       step: number of updates so far.
       apply_fn: the `apply` method of the model.
       params: the variable collection `params`.
-      embeddings: tables with their optimizer state, by the path of their layer. `replace` them
-        after a `prefetch`, or by the tables of a checkpoint.
+      embeddings: tables with their optimizer state, by the path of their layer. Set the field with
+        `replace` after a `prefetch`, or to load the tables of a checkpoint.
       variables: other variable collections, such as `batch_stats`.
       tx: optax transformation of `params`. Clipping, schedules, weight decay and other changes of
         gradients by `tx` have no effect on tables.

@@ -55,8 +55,8 @@ class Place(NamedTuple):
 
         Ids must be inside the table.
         """
-        # One operation replaces several. The difference matters in a program of a thousand
-        # features.
+        # With `spread` 1, one addition is enough. Fewer operations matter in a program of a
+        # thousand features.
         if spread == 1:
             return ids + (self.owner * rows_per_shard + self.first)
         first_rows = self.shards(ids, spread=spread) * rows_per_shard

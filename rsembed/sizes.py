@@ -1,6 +1,6 @@
 """Sizes of padded lists and arrays.
 
-There are few sizes, so a stream of batches needs few compiled programs.
+Only a few sizes are used, so a stream of batches needs few compiled programs.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ def accepted_facts(
     *,
     shrinks: bool,
 ) -> Tables:
-    """Facts of the saved tables, with each size and dtype replaced if a load can change it.
+    """Metadata of the saved tables, with each size and dtype replaced if a load can change it.
 
     Args:
       saved: metadata of the tables in the file, by name.

@@ -194,7 +194,8 @@ class EmbeddingCollection:
         unchanged.
 
         Raises: RuntimeError: the batch reads more rows than the device caches, `state` is older
-          than the rows on the host, or this is inside `jit`. After an error, `state` stays valid.
+          than the rows on the host, or `prefetch` is called inside `jit`. After an error, `state`
+          stays valid.
         """
         self.check_state(state, parts=["tables"])
         if not self._on_host:

@@ -51,8 +51,8 @@ class Engine:
 
     The functions run on every device of a mesh, and all stacks share the exchanges with owners.
 
-    A batch is a mapping by feature. On one device it may also be a `Call` with one output. Table
-    `k` of the call is then the array of the `k`-th stack, the activations are the output, and
+    A batch is a mapping by feature. On one device, the batch may also be a `Call` with one output.
+    Table `k` of the call is then the array of the `k`-th stack, the activations are the output, and
     `d_outputs` is its gradient.
 
     Args:

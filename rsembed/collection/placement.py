@@ -311,8 +311,8 @@ class LogicalTables:
         ]
         for part, array in parts:
             if isinstance(array, SavedArray):
-                # An array of a checkpoint is still on disk. The array comes from a state, so it
-                # needs no check.
+                # A `SavedArray` of a checkpoint is still on disk. It was saved from a checked
+                # state, so it is not checked again.
                 continue
             where = f"table {table_name!r}: its {part}"
             check_finite(array, where, may_be_negative=part not in non_negative)

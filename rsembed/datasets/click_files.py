@@ -370,7 +370,8 @@ def _numbers(texts: list[bytes], block: Block, name: str, column_name: str) -> n
         numbers = np.array(filled).astype(np.float64)
         with np.errstate(over="ignore"):
             narrow = numbers.astype(np.float32)
-        # Python reads 1_0 as 10. An underscore is bad in any column, so the block is searched at once.
+        # Python reads 1_0 as 10. An underscore is an error in any column, so the whole block is
+        # searched in one call.
         is_good = np.isfinite(narrow).all() and b"_" not in block.text
     except ValueError:
         is_good = False

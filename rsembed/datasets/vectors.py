@@ -155,7 +155,7 @@ def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
 
 
 def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Lines as bytes, without their ends. True: a line of an iterable is always complete."""
+    """Pairs of a line as bytes, without its end, and True, because the line is complete."""
     for number, line in enumerate(lines, start=1):
         if isinstance(line, str):
             line = line.encode("utf-8", "surrogatepass")

@@ -176,7 +176,7 @@ class FileFDOClient(FDOClient):
         """Writes the statistics of all batches to one file, and removes the files that it replaces.
 
         Files that this client has written or loaded are replaced. Files that other clients have
-        published for the same process in the meantime stay.
+        published for the same process in the meantime are kept.
         """
         content = self._encode(self._history)
         crc = f"{zlib.crc32(content):08x}"

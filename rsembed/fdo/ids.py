@@ -12,7 +12,10 @@ from rsembed.checks import PositiveInt, validated
 
 NUM_RANK_BLOCKS = 16_384
 FEWEST_PENDING_IDS = 2**20
-"""Ids that are collected before they are merged into the sorted ids; few merges are quick, many need less memory."""
+"""Number of ids to collect before they are merged into the sorted ids.
+
+A larger number makes merges rarer, which saves time and needs more memory.
+"""
 
 
 def check_shares(name: str, values: Any) -> np.ndarray:

@@ -135,7 +135,8 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
         is_free = active & (owner[slots] == NO_ROW)
         claimed = jnp.where(is_free, slots, num_slots)
         owner = owner.at[claimed].min(positions, mode="drop")
-        # Equal keys probe the same slots in step, so the first of them made the claim.
+        # Equal keys probe the same slots at the same time, so the first of the equal keys made the
+        # claim.
         first = owner[slots]
         is_same = active
         for lane, key_lane in zip(keys.lanes, lanes, strict=True):

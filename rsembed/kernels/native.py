@@ -366,7 +366,7 @@ def find_keys(
 
 
 def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], Int[Array, ""]]:
-    """Positions of the first `size` True entries, padded with `NO_ROW`, and the number of all."""
+    """Positions of the first `size` True entries, padded with `NO_ROW`; number of True entries."""
     return call_handler("rsembed_compact", _integers((size,), ()), mask)
 
 

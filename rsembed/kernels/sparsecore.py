@@ -122,7 +122,7 @@ def apply_rows(
     arrays = (table, *slots)
     wide = [array for array in arrays if array.shape[1] == dim]
     narrow = [array for array in arrays if array.shape[1] != dim]
-    # For the table and for each slot, its index in [*wide, *narrow].
+    # `order` has the index in [*wide, *narrow] of the table and of each slot.
     order = []
     next_wide = 0
     next_narrow = len(wide)

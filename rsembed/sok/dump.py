@@ -76,8 +76,8 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
     Args:
       path: a folder that does not exist yet.
       variables: `EmbeddingVariable`s, or a model that has some.
-      optimizer: ignored. SOK's function needs the optimizer, but here the tables have the optimizer
-        state.
+      optimizer: ignored; accepted because SOK's function has this argument. In rsembed the tables
+        have the optimizer state.
 
     Raises:
       ValueError: `variables` contains no embedding variable, or two with the same name.
@@ -217,7 +217,7 @@ def _check_fits(
 
 
 def _description(table: VariableTable) -> dict[str, Any]:
-    """Facts that must be equal in a dump and in the table that loads it."""
+    """Metadata that must be equal in a dump and in the table that loads it."""
     spec = table.spec
     return {
         "use_hashtable": isinstance(spec.storage, Hashed),

@@ -342,7 +342,7 @@ def look_up_variables(
       batch: keys `[bags, width]` of each feature, or pairs `(keys, weights)`, sharded by bag.
       combiners: combiner of each feature. With "none", the shape is `[bags * width, dim]`.
       training: if True, new keys read the initial values of their rows. If False, new keys read
-        zeros. Keys that find no free row read zeros in both cases.
+        zeros. Keys without a free row read zeros for any `training`.
 
     Raises: RuntimeError: a table with `when_full="error"` has no room for the new keys. Inside
       `jit`, there is no error, and `counts` has the number of failed keys.

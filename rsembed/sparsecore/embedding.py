@@ -549,7 +549,8 @@ def _stacks(
 def _rounding(step: Scalar | None, layout: StackLayout) -> Rounding | None:
     """Stochastic rounding with the noise of this step; None if the stack rounds to nearest.
 
-    The engine adds table and id to the noise, so it does not depend on the position of a row.
+    The engine folds table and id into the noise, so the noise does not depend on the position of a
+    row.
     """
     if not layout.tables[0].stochastic_rounding:
         return None

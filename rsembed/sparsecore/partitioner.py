@@ -16,7 +16,7 @@ minibatches   1     2     3     4
 ```
 
 Source: the documented behaviour of the JAX SparseCore API (jax-tpu-embedding). jax-tpu-embedding
-uses another hash (HighwayHash), so there, other rows share a minibatch.
+assigns rows to minibatches by a different hash, HighwayHash.
 """
 
 from __future__ import annotations

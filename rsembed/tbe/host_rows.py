@@ -476,7 +476,8 @@ def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssoc
         num_rows = int(group.num_rows * caching.cache_load_factor)
         sets = caching.cache_sets or -(-num_rows // NUM_WAYS) or 1
         if group.table.placement == "host":
-            # Rows that are on the device for one batch only need no more than the smallest cache.
+            # With placement `host`, rows are on the device for one batch only, so the smallest
+            # cache is enough.
             sets = 1
         num_sets.append(sets)
     memory = _memory_of_device()

@@ -461,7 +461,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     def _pooled(self, batch: AnyBatch) -> Array:
         """Output of a lookup of `batch`, which is a result of `_brought`."""
-        # The compiled function takes numpy arrays, because converting them before is slower.
+        # Numpy arrays are passed to the compiled function as they are, because a conversion before
+        # the call is slower.
         return _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
 
 

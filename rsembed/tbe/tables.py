@@ -124,7 +124,7 @@ class TrainedTables(nnx.Module):
         """
         if self._host_rows is not None:
             check_not_forked("the module")
-            jax.effects_barrier()  # Callbacks of compiled programs may still change the host rows.
+            jax.effects_barrier()  # Wait, because callbacks of compiled programs may still change the host rows.
             if not is_traced(self.state.get_value().generation):
                 with self._host_rows.lock:
                     self._resume()

@@ -403,7 +403,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return rows
 
     def update_cache(self, indices: PyTree, offsets: object = None) -> None:
-        """Counts reads without a lookup. Lookups are also counted, except after `eval()`.
+        """Counts the ids as read, without a lookup.
+
+        Lookups are also counted, except after `eval()`.
 
         Args:
           indices: ids as for a lookup. With one table, flat ids need no offsets.
@@ -486,8 +488,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             of ids. The bags of table 0 come first, then an equal number of bags of table 1, and so
             on.
           offsets: start of each bag of flat ids, optionally followed by the end of the last bag.
-            With one table, a last offset equal to the number of ids counts as that end. If the last
-            offset is the start of an empty bag, construct the module with
+            With one table, a last offset equal to the number of ids counts as the end of the last
+            bag. If the last offset is the start of an empty bag, construct the module with
             `include_last_offset=False`.
           per_sample_weights: one float per id; None, the default: ones.
           warmup: ignored.

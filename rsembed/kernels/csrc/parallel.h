@@ -100,8 +100,8 @@ class Workers {
 #endif
   }
 
-  // Shared by the caller and its helpers. A helper can start after the caller has returned. In that case no block is
-  // left, and the helper reads only this struct.
+  // Progress of the blocks of one call, shared by the calling thread and its helpers. A helper can start after the
+  // caller has returned. In that case no block is left, and the helper reads only this struct.
   struct Job {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> num_done{0};

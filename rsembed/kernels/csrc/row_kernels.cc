@@ -77,7 +77,8 @@ inline void sum_tail(const Source& source, int64_t first, int64_t last, int64_t 
   store_tail(out + column, sum * scale, count);
 }
 
-// Panels of at most 8 vectors keep the sums in registers. Later panels of a row read it from the first-level cache.
+// Panels of at most 8 vectors keep the sums in registers. The first panel brings a row into the first-level cache,
+// where the later panels read it.
 template <int kVectors, typename Source>
 inline void sum_panels(const Source& source, int64_t first, int64_t last, int64_t dim, float scale, float* out,
                        int64_t& column) {
