@@ -100,7 +100,7 @@ def provide_threads() -> None:
     global _num_threads
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
     num_fake = int(fake[-1]) if fake else 1
-    config: Any = jax.config  # Type stubs of some JAX versions lack settings.
+    config: Any = jax.config  # Any: some type stubs of JAX lack these settings.
     if not has_devices():
         num_devices = max(config.jax_num_cpu_devices, num_fake, 1)
         os.environ.update(thread_settings(num_devices))

@@ -453,7 +453,7 @@ def row_bits(
 
     See `reference.row_bits`.
     """
-    config: Any = jax.config  # JAX's type stubs lack settings.
+    config: Any = jax.config  # Any: type stubs of JAX lack some settings.
     if jax.random.key_impl(key) != "threefry2x32" or not config.jax_threefry_partitionable:
         raise NotImplementedError(
             "native random bits are those of threefry2x32 with jax_threefry_partitionable",

@@ -85,7 +85,7 @@ def row_layout(sharding: Sharding) -> Any:
     """
     from jax.experimental.layout import Format, Layout
 
-    devices: Any = sharding.device_set  # Type stubs of some versions lack its type.
+    devices: Any = sharding.device_set  # Any: some type stubs of JAX lack the type.
     tiling = None
     if any(device.platform == "tpu" for device in devices):
         tiling = ((8,),)

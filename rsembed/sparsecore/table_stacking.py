@@ -211,7 +211,7 @@ def _warn_of_ignored_limits(
     max_ids: LimitsCallable,
     max_unique_ids: LimitsCallable,
 ) -> None:
-    """Warns of declared limits that the default limit of a stack of several tables replaces."""
+    """Warns if a stack of several tables replaces declared limits by its default limit."""
     if len(stack.tables) == 1:
         return
     chosen = {"max_ids_per_partition": max_ids, "max_unique_ids_per_partition": max_unique_ids}

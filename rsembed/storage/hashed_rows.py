@@ -160,7 +160,7 @@ def bond_of(keys: RowMap) -> PyTree:
 
 
 def with_keys(params: DynamicTable, keys: RowMap) -> DynamicTable:
-    """The shard with other keys, and with the bond between these keys and the rows."""
+    """Replaces the keys of a shard, and computes the bond between keys and rows."""
     if params.bond is None:
         return params._replace(keys=keys)
     return params._replace(keys=keys, bond=bond_of(keys))

@@ -124,7 +124,8 @@ class TrainedTables(nnx.Module):
         """
         if self._host_rows is not None:
             check_not_forked("the module")
-            jax.effects_barrier()  # Wait, because callbacks of compiled programs may still change the host rows.
+            # Callbacks of compiled programs may still change the host rows, so wait for them.
+            jax.effects_barrier()
             if not is_traced(self.state.get_value().generation):
                 with self._host_rows.lock:
                     self._resume()
