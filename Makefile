@@ -1,5 +1,6 @@
 # Every target is complete on its own: it makes the virtual environment it needs and installs into it.
 #   make tutorial      run the Shakespeare notebook      make test    lint, types, unit tests, notebooks
+#   make check         the short check, a minute: lint, types, a few tests of each room, the first notebook
 #   make lab           open the notebooks                make docs    build the pages under docs/_build/html
 #   make bench         time the kernels                  make lint    ruff and mypy only
 #   make test-all      make test, and the tests that it leaves out: long ones that rarely find anything
@@ -21,7 +22,7 @@ WORKERS ?= 3
 NAME ?= summary
 BIN := $(VENV)/bin
 
-.PHONY: help tutorial test test-all test-browser test-tpu test-gpu test-clients test-matrix wheel sdist lab docs bench fuzz faults soak lint clean
+.PHONY: help tutorial check test test-all test-browser test-tpu test-gpu test-clients test-matrix wheel sdist lab docs bench fuzz faults soak lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -30,6 +31,14 @@ help:
 
 tutorial: $(VENV)/.installed-notebooks
 	$(BIN)/python -m rsembed run 01_shakespeare
+
+# Two processes side by side, as most of a minute is what tests wait for on one core: lint, types and what a new user runs
+# first; beside them the tests in tests/check.txt, which were chosen by the planted faults that they find in a second or two.
+CHECK = $(BIN)/python -m pytest --quiet --nbmake
+check: $(VENV)/.installed-dev
+	@mkdir -p build
+	@{ $(MAKE) --no-print-directory lint && $(CHECK) tests/test_readme.py notebooks/00_quickstart.ipynb; } >build/check.txt 2>&1 & \
+	$(CHECK) @tests/check.txt; rooms=$$?; wait $$!; front=$$?; cat build/check.txt; exit $$((rooms + front))
 
 # One pytest run, last, so that its closing line counts unit tests, doctests and notebooks together. Notebooks go first:
 # the longest of them at the end would keep one process waiting. On two cores three processes take four fifths of the time

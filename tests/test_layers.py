@@ -173,6 +173,22 @@ def test_an_allowed_import_is_not_reported(tmp_path, file, code):
     assert violations(tmp_path) == []
 
 
+def test_the_short_check_names_tests_that_exist_and_asks_every_room_with_a_folder():
+    chosen = (ROOT / "tests" / "check.txt").read_text().splitlines()
+    missing, asked = [], set()
+    for line in chosen:
+        file, _, name = line.partition("::")
+        function = name.partition("[")[0].rpartition(".")[2]
+        source = ROOT / file
+        if not source.exists() or not re.search(rf"(def|class) {function}\b", source.read_text()):
+            missing.append(line)
+        asked |= {source.parent.name, source.stem.removeprefix("test_")}
+    assert missing == [], "tests/check.txt names tests that were renamed or removed"
+    assert len(chosen) == len(set(chosen))
+    with_a_folder = {folder.name for folder in (ROOT / "tests").iterdir()} & set(ROOMS)
+    assert with_a_folder <= asked, "`make check` asks nothing of a room"
+
+
 def test_files_are_short_enough_to_read_in_one_sitting():
     files = [*(ROOT / "rsembed").rglob("*"), *(ROOT / "tests").rglob("*.py")]
     sources = [file for file in files if file.suffix in {".py", ".cc", ".h"}]

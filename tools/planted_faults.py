@@ -2,6 +2,7 @@
 
     python -m tools.planted_faults --workers 2             all: half an hour
     python -m tools.planted_faults storage/ tt/spec        those in files whose names have one of these words
+    python -m tools.planted_faults --check                 asks the tests of `make check` alone, which see most
 
 Whoever shortens tests runs it before and after. A text that is not there exactly once is a failure, too: where an
 algorithm moved, its fault moves along.
@@ -20,6 +21,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
+CHECK = "tests/check.txt"
+"""The tests of `make check`, one a line."""
 MOST_SECONDS = 600
 """A run of tests that takes longer has seen a fault that hangs."""
 
@@ -178,6 +181,15 @@ def planted(words: Sequence[str]) -> list[Fault]:
     return [fault for fault in faults if not words or any(word in fault.file for word in words)]
 
 
+def asked_in_the_check(fault: Fault) -> Fault:
+    """The fault, and all tests of `make check`; those of its room come first, as the first that fails ends a run."""
+    room = Path(Path(fault.file).parts[0]).stem
+    tests = (ROOT / CHECK).read_text().splitlines()
+    of_room = [test for test in tests if f"/{room}" in test or f"test_{room}" in test]
+    others = [test for test in tests if test not in of_room]
+    return fault._replace(tests=(*of_room, *others))
+
+
 def outcome_of(fault: Fault) -> str:
     """`found`, or what is amiss."""
     source = (ROOT / "rsembed" / fault.file).read_text()
@@ -219,8 +231,11 @@ def main() -> int:
     )
     parser.add_argument("words", nargs="*")
     parser.add_argument("--workers", type=int, default=1)
+    parser.add_argument("--check", action="store_true")
     asked = parser.parse_args()
     faults, outcomes = planted(asked.words), []
+    if asked.check:
+        faults = [asked_in_the_check(fault) for fault in faults]
     with ThreadPoolExecutor(asked.workers) as pool:
         for fault, outcome in zip(faults, pool.map(outcome_of, faults), strict=True):
             outcomes.append(outcome)
