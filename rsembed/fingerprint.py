@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import optax
 
 MAX_DIFFERENCES_SHOWN = 6
 ELSEWHERE = "elsewhere"
@@ -109,8 +108,11 @@ def _identity(value: object, above: frozenset[int]) -> str:
     if id(value) in above:
         return "itself"
     inside = functools.partial(_identity, above=above | {id(value)})
-    if isinstance(value, optax.GradientTransformation):
-        return inside(value.update)
+    if isinstance(value, tuple) and hasattr(value, "update"):
+        import optax
+
+        if isinstance(value, optax.GradientTransformation):
+            return inside(value.update)
     if isinstance(value, Mapping):
         return _call("", {str(key): inside(entry) for key, entry in value.items()})
     if isinstance(value, (tuple, list)):

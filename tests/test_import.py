@@ -9,7 +9,7 @@ import pytest
 import rsembed as rs
 
 HEAVY = (
-    *("flax", "tensorly", "tensorstore", "matplotlib", "pooch", "tqdm", "scipy"),
+    *("flax", "optax", "tensorly", "tensorstore", "matplotlib", "pooch", "tqdm", "scipy"),
     "jax.experimental.pallas.tpu_sc",
 )
 PROGRAM = f"""

@@ -15,7 +15,6 @@ from typing import Any, ClassVar, no_type_check
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from jaxtyping import Array, Float, PyTree
 
 from rsembed.checks import check_fields, check_type, check_within, within
@@ -426,6 +425,8 @@ class OptaxOptimizerSpec(OptimizerSpec):
     is_row_wise = True
 
     def __post_init__(self) -> None:
+        import optax
+
         super().__post_init__()
         name = "from_optax: transformation, as optax.adam(...) makes one,"
         if isinstance(self.transformation, optax.MultiSteps):
