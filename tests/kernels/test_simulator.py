@@ -116,7 +116,7 @@ PLANTED = {
     "entry off by one": ("pool", "gain * rows_v[entry, span]", "gain * rows_v[entry + 1, span]"),
     "stored instead of added": ("pool", "plsc.addupdate_scatter", "plsc.store_scatter"),
     "columns shifted": ("pool", "lax.iota(jnp.int32, lanes) + start", "lax.iota(jnp.int32, lanes)"),
-    "no write-back": ("step", "pltpu.sync_copy(v, hbm.at[places])", "pass"),
+    "no write-back": ("step", "pltpu.sync_copy(v, hbm.at[rows_of_chunk])", "pass"),
     "padding not ignored": ("step", ", ignored_value=NO_ID", ""),
     "gradient of another row": ("step", "gradients_v[row, span] for", "gradients_v[0, span] for"),
     "a copy that nobody waits for": (
