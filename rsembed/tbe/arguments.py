@@ -12,6 +12,7 @@ import inspect
 import math
 import os
 import types
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence, Set
 from typing import Any, NamedTuple, TypeVar
 
@@ -188,9 +189,17 @@ class Arguments(types.SimpleNamespace):
         settings["record_cache_metrics"] = settings["record_cache_metrics"] or RecordCacheMetrics()
         return Arguments(**settings, defaults=defaults)
 
-    def changed(self, names: Iterable[str]) -> list[str]:
-        """Names of the arguments in `names` that are not None and differ from their defaults."""
-        return [name for name in names if getattr(self, name) not in (None, self.defaults[name])]
+    def warn_of_no_effect(self, names: Iterable[str], reason: str) -> None:
+        """Warns once, with the reason, of arguments that have no effect but were set.
+
+        An argument was set if it is neither None nor its default.
+        """
+        changed = []
+        for name in names:
+            if getattr(self, name) not in (None, self.defaults[name]):
+                changed.append(name)
+        if changed:
+            warnings.warn(f"{', '.join(changed)}: no effect, {reason}.", stacklevel=5)
 
 
 class OfferedOptimizer(NamedTuple):
@@ -377,14 +386,14 @@ def _rule_of(
         value = getattr(arguments, name)
         if value is not None:
             settings[_FIELDS.get(name, name)] = value
-    if offered.fused is None:
-        return offered.rule(**_known_to(offered.rule, settings), **offered.fixed)
-    if not arguments.weight_decay:
+    fused = offered.fused
+    if fused is not None and not arguments.weight_decay:
         settings.pop("weight_decay_mode", None)
     rule = offered.rule(**_known_to(offered.rule, settings), **offered.fixed)
-    of_fused = _known_to(offered.fused, settings)
-    if offered.rule(**of_fused, **offered.fixed) == rule:
-        return offered.fused(**of_fused)
+    if fused is not None:
+        of_fused = _known_to(fused, settings)
+        if offered.rule(**of_fused, **offered.fixed) == rule:
+            return fused(**of_fused)
     return rule
 
 

@@ -6,7 +6,6 @@ copies.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -16,7 +15,7 @@ import numpy as np
 from jaxtyping import Array, Float
 from numpy.typing import ArrayLike
 
-from rsembed.arrays import check_unmasked, is_traced
+from rsembed.arrays import AnyArray, check_unmasked, is_traced
 from rsembed.bags import PAD_ID, Bags, Jagged, narrow_ids
 from rsembed.checks import check_finite, check_type
 from rsembed.collection import inputs
@@ -29,7 +28,6 @@ from rsembed.sizes import padded_size
 from rsembed.tbe.arguments import BoundsCheckMode
 from rsembed.tbe.plan import AnyBatch, BagSizes, TBEPlan, engine_of, identity, with_list
 
-AnyArray: TypeAlias = Array | np.ndarray
 Count: TypeAlias = int | np.integer | Array
 
 
@@ -90,10 +88,8 @@ def _is_of(plan: TBEPlan, mode: BoundsCheckMode, batch: AnyBatch) -> bool:
     """Whether a prepared batch fits the plan's devices, features, rows and pooling."""
     if isinstance(batch, PreparedBatch):
         return batch.made_for == identity(plan, checks=mode != BoundsCheckMode.NONE)
-    readers = []
-    for table in plan.features:
-        readers.append((plan.combiner, *plan.places[table], plan.tables[table].num_rows))
-    return not plan.is_shared and [segment[3:] for segment in batch.segments] == readers
+    readers = [segment._replace(first_bag=0, num_bags=0) for segment in batch.segments]
+    return not plan.is_shared and tuple(readers) == plan.readers
 
 
 def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
@@ -126,27 +122,26 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
     )
 
 
-def weights_by_feature(batch: PreparedBatch) -> dict[str, Array | np.ndarray]:
-    """The weights of a split batch, `[ids]` for each feature.
+def weights_as_passed(
+    prepared: PreparedBatch, batch: AnyBatch
+) -> dict[str, Array | np.ndarray] | Float[Array, " nnz"]:
+    """The weights of a split batch in the form in which the caller passed the batch.
 
-    Inside `jit`, the weights are followed by zeros.
-    """
-    return {name: bags.weights for name, bags in batch.items()}
-
-
-def weights_in_order(prepared: PreparedBatch, batch: Call) -> Float[Array, " nnz"]:
-    """The weights of a split batch in the order of the flat batch; 0 for ids outside all bags.
+    For flat ids, the result is flat, with 0 for ids outside all bags. For a prepared batch it is
+    `[ids]` for each feature; inside `jit`, zeros follow.
 
     Args:
       prepared: result of `split`, with weights or their gradients.
-      batch: the flat batch that was split.
+      batch: the batch that the caller passed.
     """
+    by_feature = {name: bags.weights for name, bags in prepared.items()}
+    if isinstance(batch, PreparedBatch):
+        return by_feature
     (ids,) = batch.lists
     offsets = np.asarray(ids.offsets)
     before = jnp.zeros(int(offsets[0]))
     after = jnp.zeros(ids.num_entries - int(offsets[-1]))
-    in_bags = map(jnp.asarray, weights_by_feature(prepared).values())
-    return jnp.concatenate([before, *in_bags, after])
+    return jnp.concatenate([before, *map(jnp.asarray, by_feature.values()), after])
 
 
 def _call_of(
@@ -228,19 +223,12 @@ def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> tuple[Call, C
         batch = batch if is_fatal else repaired
     (ids,) = batch.lists
     batch = with_list(batch, ids=narrow_ids(ids.ids), offsets=narrow_ids(ids.offsets))
-    if is_fatal:
-        return batch, num_corrected, None
-    if mode == BoundsCheckMode.WARNING:
-        return batch, num_corrected, mistake
-    return batch, 0, None
+    if mode == BoundsCheckMode.IGNORE:
+        return batch, 0, None
+    return batch, num_corrected, mistake
 
 
 # Bounds
-
-
-def feature_starts(offsets: AnyArray, num_bags: Sequence[int]) -> AnyArray:
-    """Position of the first id of every feature, and the end of the last feature's ids."""
-    return offsets[np.asarray([0, *itertools.accumulate(num_bags)])]
 
 
 def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyArray:
@@ -248,8 +236,8 @@ def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyAr
 
     Args:
       values: `values[0]` is for ids before the first bag, `values[1:]` are for the features.
-      starts: result of `feature_starts`.
-      num_ids: number of ids. The number must be static inside `jit`.
+      starts: position of the first id of every feature, and the end of the last feature's ids.
+      num_ids: number of ids. It must be static inside `jit`.
     """
     if isinstance(starts, np.ndarray):
         return np.repeat(values, np.concatenate([starts[:1], np.diff(starts)]))
@@ -273,14 +261,14 @@ def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
     ids, offsets = narrow_ids(xp.asarray(entries.ids)), xp.asarray(entries.offsets)
     ends: Any = xp.clip(offsets, 0, num_ids)
     is_last = xp.arange(ends.shape[0]) == ends.shape[0] - 1
-    ends = xp.where(is_last, xp.asarray(num_ids, ends.dtype), ends)
+    ends = xp.where(is_last, num_ids, ends)
     ends = np.maximum.accumulate(ends) if xp is np else jax.lax.cummax(ends)
-    starts = feature_starts(ends, plan.bags_of(batch))
-    limits = [np.iinfo(np.int32).max, *(plan.tables[table].num_rows for table in plan.features)]
-    limit = repeat_by_feature(xp.asarray(np.asarray(limits, np.int32)), starts, num_ids)
+    starts = ends[plan.first_bags(batch)]
     is_in_bag = xp.arange(num_ids) >= starts[0]
-    is_outside = is_in_bag & (((ids < 0) & (ids != PAD_ID)) | (ids >= limit))
-    fixed = xp.where(is_outside, xp.zeros_like(ids), ids)
+    limits = [0, *(reader.num_rows for reader in plan.readers)]
+    limit = repeat_by_feature(xp.asarray(limits, np.int32), starts, num_ids)
+    is_outside = is_in_bag & ((ids < PAD_ID) | (ids >= limit))
+    fixed = xp.where(is_outside, 0, ids)
     num_changed = xp.sum(is_outside) + xp.sum(ends != offsets)
     return with_list(batch, ids=fixed, offsets=ends.astype(offsets.dtype)), num_changed
 
@@ -300,7 +288,7 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
     ids, offsets = np.asarray(entries.ids), np.asarray(entries.offsets)
     if offsets[0] < 0 or (offsets[0] and not may_begin_later):
         return f"offsets begin with {int(offsets[0])}, but the first bag must begin at 0."
-    first_bags = np.cumsum([0, *plan.bags_of(batch)])
+    first_bags = plan.first_bags(batch)
     falls = offsets[1:] < offsets[:-1]
     if falls.size and (falls.any() or offsets[-1] > ids.size):
         bag = int((falls | (offsets[1:] > ids.size)).argmax())
@@ -314,7 +302,7 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
         return f"the last offset is {int(offsets[-1])}, but there are {ids.size} ids; they must be equal."
     starts = offsets[first_bags].astype(np.int64)
     has_ids = np.flatnonzero(np.diff(starts))
-    limits = np.asarray([plan.tables[table].num_rows for table in plan.features])
+    limits = np.asarray([reader.num_rows for reader in plan.readers])
     is_bad = np.minimum.reduceat(ids, starts[has_ids]) < PAD_ID
     is_bad |= np.maximum.reduceat(ids, starts[has_ids]) >= limits[has_ids]
     if not is_bad.any():
@@ -362,5 +350,5 @@ def mask_of_ids(
     if isinstance(batch, PreparedBatch):
         return dict(zip(plan.feature_names, mask, strict=True))
     (ids,) = batch.lists
-    starts = feature_starts(jnp.asarray(ids.offsets), plan.bags_of(batch))
+    starts = jnp.asarray(ids.offsets)[plan.first_bags(batch)]
     return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, ids.num_entries)

@@ -9,11 +9,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
@@ -116,7 +117,7 @@ def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
 
 
 def init_state(
-    plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] | None = None
+    plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] = MappingProxyType({})
 ) -> TBEState:
     """A state with zero weights, which are FBGEMM's initial weights.
 
@@ -134,29 +135,26 @@ def init_state(
         size = stack.layout.num_rows
         resident = None
         if table.is_cached:
-            size = (num_places or {}).get(number, size)
+            size = num_places.get(number, size)
             resident = jnp.full(size, NO_ROW, jnp.int32)
-        allocate: Callable[..., Array] = api.allocate
-        if plan.is_shared:
-            allocate = functools.partial(_split_array, plan.devices.sharding(stack.partition))
-        weights.append(allocate((size, table.dim), jnp.dtype(table.near_dtype), 0.0))
-        of_rule = []
-        for row in table.first_slots():
-            of_rule.append(allocate((size, *row.shape[1:]), row.dtype, float(row[0, 0])))
-        slots.append(tuple(of_rule))
+        arrays = []
+        for row in table._replace(dtype=table.near_dtype).first_row():
+            shape = (size, *row.shape[1:])
+            fill = float(row[0, 0])
+            if plan.is_shared:
+                full = functools.partial(jnp.full, shape, fill, row.dtype)
+                sharding = plan.devices.sharding(stack.partition)
+                arrays.append(jax.jit(full, out_shardings=sharding)())
+            else:
+                arrays.append(api.allocate(shape, row.dtype, fill))
+        weights.append(arrays[0])
+        slots.append(tuple(arrays[1:]))
         resident_rows.append(resident)
         rates.append(0.0 if callable(table.learning_rate) else table.learning_rate)
     zero, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float32)
     numbers = everywhere(plan, (zero, zero + 0, jnp.asarray(rates, jnp.float32), one, key))
     state = TBEState(tuple(weights), tuple(slots), tuple(resident_rows), *numbers)
     return state._replace(layout=plan.layout)
-
-
-def _split_array(
-    sharding: NamedSharding, shape: Sequence[int], dtype: DTypeLike, fill: float
-) -> Array:
-    """An array filled with `fill` and sharded over the mesh."""
-    return jax.jit(functools.partial(jnp.full, shape, fill, dtype), out_shardings=sharding)()
 
 
 def check_state(plan: TBEPlan, state: TBEState) -> None:
@@ -188,9 +186,8 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
     """Learning rate of every group at the next step."""
     check_state(plan, state)
     rates = []
-    for group, stored in zip(plan.groups, state.learning_rates, strict=True):
+    for group, rate in zip(plan.groups, state.learning_rates, strict=True):
         rule = group.table.rule
-        rate = stored
         if rule is not None and callable(group.table.learning_rate):
             rate = jnp.asarray(rule.get_learning_rate(state.step), jnp.float32)
         rates.append(rate)

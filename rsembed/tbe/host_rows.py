@@ -1,4 +1,4 @@
-"""Tables on the host with a device cache: caches, stores, prefetches, counts and reports.
+"""Tables on the host with a device cache: caches, stores, prefetches and counts.
 
 Row ids are translated to cache slots before the kernels get them, so the kernels compute the same
 bits as on a whole table.
@@ -12,27 +12,26 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import logging
-import warnings
-from collections.abc import Callable, Sequence
+import operator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, PRNGKeyArray, PyTree
+from flax import nnx
+from jaxtyping import Array, PyTree
 
-from rsembed.arrays import device_copy, is_traced
+from rsembed.arrays import AnyArray, device_copy, is_traced
 from rsembed.kernels.contract import NO_ROW, Call
 from rsembed.row_gradients import RowGradients
 from rsembed.storage import CacheCounts, SetAssociativeCache
 from rsembed.storage.backing_store import BackingStore, Generation, Lock, Moves
 from rsembed.storage.set_associative import NUM_WAYS, BatchPlaces, CachedRows, call_host
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import Arguments, TBEStatsReporterConfig
-from rsembed.tbe.batches import AnyArray, feature_starts
+from rsembed.tbe.arguments import Arguments
 from rsembed.tbe.functional import TBEState
-from rsembed.tbe.plan import AnyBatch, GroupPlan, TablePlan, TBEPlan, warn_of_no_effect, with_list
+from rsembed.tbe.plan import GroupPlan, TBEPlan, with_list
 
 MAX_PREFETCHES = 100
 
@@ -44,15 +43,18 @@ _REFUSAL = (
     "be gone back to, nor be used beside the original. Copy modules by state_dict and load_state_dict, also to go "
     "back; or go on from the tables as they are on the host by reset_cache_states(discard=True)."
 )
-Keep = Callable[[TBEState], None]
-"""Callback that stores the new state, right after a compiled program that donates the old one."""
+StateVariable = nnx.Variable[TBEState]
+"""Holds a module's state."""
 
 
 class HostRows:
     """Rows of a module's cached tables, and their transfer between host and device.
 
-    A change outside `jit` starts with `begin`. The change ends with `end`, after the module has
-    stored its new state. If an error or Ctrl-C stops a change in between, `resumed` repairs it.
+    Methods that change the state take the variable that holds it. A compiled program donates the
+    arrays of the old state, so the variable gets the new state right after it.
+
+    A change outside `jit` starts with `begin` and ends with `end`. If an error or Ctrl-C stops it
+    in between, `resume` repairs it.
 
     Args:
       plan: plan of the module's tables.
@@ -76,9 +78,11 @@ class HostRows:
         for number, group in enumerate(plan.groups):
             if group.table.is_cached:
                 cached[number] = group
+        algorithm = caching.cache_algorithm.name.lower()
         self.groups: dict[int, CachedRows] = {}
-        caches = _caches_of(list(cached.values()), caching)
-        for (number, group), cache in zip(cached.items(), caches, strict=True):
+        for number, num_sets in _cache_sizes(cached, caching).items():
+            group = cached[number]
+            cache = SetAssociativeCache(num_sets, algorithm=algorithm, num_ids=group.num_rows)
             self.groups[number] = CachedRows(cache, _backing_of(group))
         self.reset_counts()
         self.prefetched: list[tuple[np.ndarray, list[tuple[SetAssociativeCache, np.ndarray]]]] = []
@@ -98,18 +102,23 @@ class HostRows:
         Raises: RuntimeError: `state` and the host store have different generations.
         """
         self.generation.check(state.generation)
-        # `begun` is set first, so that `resumed` works after an interrupt between these lines.
+        # `begun` is set first, so that `resume` works after an interrupt between these lines.
         self.begun = self.generation.number
         self._steps = steps
         self.generation.advance(self.generation.number)
 
-    def end(self) -> None:
-        """Ends a change that `begin` began. The module must have stored its new state before."""
-        self.begun = None
-        self._steps = False
+    def end(self, variable: StateVariable) -> None:
+        """Ends a change: the state gets the host's generation, inside `jit` the next one."""
+        state = variable.get_value()
+        is_inside = is_traced(state)
+        generation = state.generation + 1 if is_inside else self.generation.number  # type: ignore[operator]
+        variable.set_value(state._replace(generation=jnp.asarray(generation, jnp.uint32)))
+        if not is_inside:
+            self.begun = None
+            self._steps = False
 
-    def resumed(self, state: TBEState) -> TBEState:
-        """Consistent state of device and host after an error or Ctrl-C stopped a change halfway.
+    def resume(self, variable: StateVariable) -> None:
+        """Makes device and host consistent after a change that stopped halfway.
 
         The state's `resident_rows` record which rows are on the device. Rows on the device are
         complete, because one program moves all arrays of a row. Rows that were evicted were written
@@ -117,16 +126,22 @@ class HostRows:
 
         Raises: RuntimeError: the state is older than the change, or belongs to a different module.
         """
+        state = variable.get_value()
         if int(np.asarray(state.generation)) != self.begun:
             self.generation.check(state.generation)
-        if self._steps:  # If the update did not run, the old values are written.
-            self.write_back(state)
+        if self._steps:  # If the update did not run, this writes the old values again.
+            self._write_scratch(state)
         self.prefetched.clear()
         for number, group in self.groups.items():
             group.follow(np.asarray(state.resident_rows[number]))
         self._steps = False
         self.generation.advance(self.generation.number)
-        return self.advanced(state)
+        self.end(variable)
+
+    @property
+    def num_slots(self) -> dict[int, int]:
+        """Number of cache slots of each cached group."""
+        return {number: group.num_slots for number, group in self.groups.items()}
 
     def reset_counts(self) -> None:
         """Sets all cache counts to zero."""
@@ -134,29 +149,19 @@ class HostRows:
         self.calls_with_a_miss = 0
         self.misses_by_feature = np.zeros(len(self.plan.features), np.int64)
 
-    def advanced(self, state: TBEState, *, is_inside: bool = False) -> TBEState:
-        """The state with the host's current generation; inside `jit`, with the next generation."""
-        generation = state.generation + 1 if is_inside else self.generation.number  # type: ignore[operator]
-        return state._replace(generation=jnp.asarray(generation, jnp.uint32))
-
     # Before a lookup or an update
 
-    def bring(
-        self, state: TBEState, batch: Call, keep: Keep, *, admit: bool = True
-    ) -> tuple[TBEState, Call]:
-        """Copies the batch's rows to the device.
-
-        `bring` also works inside `jit`. Outside `jit`, call `end` after the step.
+    def bring(self, variable: StateVariable, batch: Call, *, admit: bool = True) -> Call:
+        """Copies the batch's rows to the device. Works inside `jit`.
 
         Args:
-          state: the module's state.
+          variable: holds the module's state.
           batch: batch with row ids.
-          keep: receives a state each time the rows of a group have moved.
-          admit: whether missing rows enter the cache. If False, missing rows are copied to the
-            scratch area.
+          admit: whether missing rows enter the cache. If not, they are copied to the scratch area.
 
-        Returns: the state, and the batch with cache slots in place of the ids of cached tables.
+        Returns: the batch with cache slots in place of the ids of cached tables.
         """
+        state = variable.get_value()
         (listed,) = batch.lists
         is_inside = is_traced((listed.ids, listed.offsets, state))
         capacity = None
@@ -167,34 +172,31 @@ class HostRows:
             shapes = (flat, dict.fromkeys(self.groups, Moves(flat, flat, flat, flat)))
         else:
             self.begin(state)
-        find = functools.partial(self._translate, self.plan.bags_of(batch), admit, capacity)
+        find = functools.partial(self._translate, self.plan.first_bags(batch), admit, capacity)
         slots, moves = call_host(find, shapes, state.generation, listed.ids, listed.offsets)
-        state = self._moved(state, keep, moves, is_inside=is_inside)
-        state = self.advanced(state, is_inside=is_inside)
+        self._move(variable, moves)
+        self.end(variable)
+        weights = variable.get_value().weights
         segments = []
         for segment in batch.segments:
             if self.plan.groups[segment.table].table.is_cached:
-                segment = segment._replace(
-                    first_row=0, num_rows=state.weights[segment.table].shape[0]
-                )
+                segment = segment._replace(first_row=0, num_rows=weights[segment.table].shape[0])
             segments.append(segment)
         batch = with_list(batch, ids=device_copy(slots, jnp.int32))
-        return state, dataclasses.replace(batch, segments=tuple(segments))
+        return dataclasses.replace(batch, segments=tuple(segments))
 
-    def bring_rows(
-        self, state: TBEState, row_gradients: RowGradients, keep: Keep
-    ) -> tuple[TBEState, RowGradients]:
-        """Copies the rows of row gradients to the device. Do not call `bring_rows` inside `jit`.
+    def bring_rows(self, variable: StateVariable, row_gradients: RowGradients) -> RowGradients:
+        """Copies the rows of row gradients to the device. Not for use inside `jit`.
 
         Args:
-          state: the module's state.
+          variable: holds the module's state.
           row_gradients: gradients with row numbers.
-          keep: see `bring`.
 
-        Returns: the state, and the row gradients with cache slots in place of row indices.
+        Returns: the row gradients with cache slots in place of row indices.
 
         Raises: NotImplementedError: inside `jit`.
         """
+        state = variable.get_value()
         if is_traced((row_gradients, state)):
             raise NotImplementedError(
                 "row gradients of host tables cannot be applied inside jit; do it outside."
@@ -210,19 +212,15 @@ class HostRows:
             moves[number] = result.moves
             slots = np.where(result.places < 0, NO_ROW, result.places)
             rows[name] = jnp.asarray(slots, jnp.int32)
-        state = self.advanced(self._moved(state, keep, moves, is_inside=False))
-        return state, dataclasses.replace(row_gradients, rows=rows)
+        self._move(variable, moves)
+        self.end(variable)
+        return dataclasses.replace(row_gradients, rows=rows)
 
-    def prefetch(self, state: TBEState, batch: Call, keep: Keep) -> TBEState:
-        """State with rows of a later batch in the cache.
+    def prefetch(self, variable: StateVariable, batch: Call) -> None:
+        """Copies the rows of a later batch into the cache.
 
         Rows of the batch that get no cache slot are copied to the device when the batch is looked
         up.
-
-        Args:
-          state: the module's state.
-          batch: batch that will be looked up later.
-          keep: see `bring`.
 
         Raises: RuntimeError: `MAX_PREFETCHES` prefetched batches were not looked up yet.
         """
@@ -240,11 +238,11 @@ class HostRows:
             pass_size = max(-(-ids.size // config.num_passes), config.min_splitable_pass_size)
         locks = self.caching.prefetch_pipeline
         locked: list[tuple[SetAssociativeCache, np.ndarray]] = []
-        num_bags = self.plan.bags_of(batch)
-        self.begin(state)
+        first_bags = self.plan.first_bags(batch)
+        self.begin(variable.get_value())
         for first in range(0, max(ids.size, 1), pass_size):
             by_group = self._find(
-                num_bags,
+                first_bags,
                 ids[first : first + pass_size],
                 np.clip(offsets - first, 0, pass_size),
                 admit=True,
@@ -256,9 +254,9 @@ class HostRows:
                 moves[number] = result.moves
                 if locks:
                     locked.append((self.groups[number].cache, result.places))
-            state = self._moved(state, keep, moves, is_inside=False)
+            self._move(variable, moves)
         self.prefetched.append((ids[: offsets[-1]], locked))
-        return self.advanced(state)
+        self.end(variable)
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
         """Whether the batch was prefetched.
@@ -273,42 +271,33 @@ class HostRows:
                 return True
         return False
 
-    def _moved(
-        self, state: TBEState, keep: Keep, moves: dict[int, Moves], *, is_inside: bool
-    ) -> TBEState:
-        """State after row moves in all groups.
-
-        Args:
-          state: state before the moves.
-          keep: see `bring`.
-          moves: moves of each group.
-          is_inside: True inside `jit`.
-        """
+    def _move(self, variable: StateVariable, moves: dict[int, Moves]) -> None:
+        """Moves rows between host and device, in all groups."""
+        is_inside = is_traced(moves)
         for number, group in self.groups.items():
+            state = variable.get_value()
 
             def keep_arrays(
                 arrays: tuple[Array, ...], state: TBEState = state, number: int = number
             ) -> None:
-                keep(state.with_arrays(number, arrays))
+                variable.set_value(state.with_arrays(number, arrays))
 
-            arrays = group.bring(
-                state.arrays(number),
-                moves[number],
-                self._leaving(state, number),
-                keep_arrays,
-                is_inside=is_inside,
-            )
-            state = state.with_arrays(number, arrays)
-        return state
+            leaving = self._leaving(state, number)
+            arrays = state.arrays(number)
+            group.bring(arrays, moves[number], leaving, keep_arrays, is_inside=is_inside)
 
     def _leaving(self, state: TBEState, number: int) -> Callable[[Array], tuple[Array, ...]]:
         return functools.partial(_stored_rows, self.plan, number, state)
 
-    def write_back(self, state: TBEState) -> TBEState:
+    def write_back(self, variable: StateVariable) -> None:
         """Writes the scratch rows of the last `bring` to the host, after an update changed them.
 
         Outside `jit`, call `begin` before the update.
         """
+        self._write_scratch(variable.get_value())
+        self.end(variable)
+
+    def _write_scratch(self, state: TBEState) -> None:
         is_inside = is_traced(state)
         generation = None
         shapes = None
@@ -321,7 +310,6 @@ class HostRows:
             leaving = self._leaving(state, number)
             values[number] = group.scratch(num_rows, leaving, is_inside=is_inside)
         call_host(self._store_scratch, shapes, generation, values)
-        return self.advanced(state, is_inside=is_inside)
 
     # Whole tables
 
@@ -330,20 +318,19 @@ class HostRows:
         for number, group in self.groups.items():
             group.flush(self._leaving(state, number))
 
-    def forget(self, state: TBEState, *, discard: bool) -> TBEState:
-        """State with an empty cache. Nothing is written to the host.
+    def forget(self, variable: StateVariable, *, discard: bool) -> None:
+        """Empties the cache. Writes nothing to the host.
 
         Args:
-          state: the module's state.
-          discard: whether a state of any generation is accepted. If False, the generation of the
-            state is checked.
+          variable: holds the module's state.
+          discard: whether a state of any generation is accepted. If not, its generation is checked.
 
         Raises: RuntimeError: `discard` is False, and state and host store have different
         generations, see `begin`.
         """
         jax.effects_barrier()
+        state = variable.get_value()
         if discard:
-            self.end()  # An interrupt may have left an earlier change unfinished.
             self.generation.advance(self.generation.number)
         else:
             self.begin(state)
@@ -353,13 +340,14 @@ class HostRows:
             group.cache.reset()
             no_rows = jnp.full(state.weights[number].shape[0], NO_ROW, jnp.int32)
             state = state.with_arrays(number, (*state.arrays(number)[:-1], no_rows))
-        return self.advanced(state)
+        variable.set_value(state)
+        self.end(variable)
 
     # On the host
 
     def _translate(
         self,
-        num_bags: tuple[int, ...],
+        first_bags: np.ndarray,
         admit: bool,
         capacity: int | None,
         generation: Array,
@@ -373,7 +361,7 @@ class HostRows:
         offsets = np.asarray(offsets)
         # `prefetch` keeps ids without padding, so the padding is cut off before the comparison.
         admits = admit and not self._take_prefetched(ids[: offsets[-1]])
-        by_group = self._find(num_bags, ids, offsets, admit=admits, num_moves=capacity)
+        by_group = self._find(first_bags, ids, offsets, admit=admits, num_moves=capacity)
         slots = ids.astype(np.int32)
         moves = {}
         for number, result in by_group.items():
@@ -383,7 +371,7 @@ class HostRows:
 
     def _find(
         self,
-        num_bags: tuple[int, ...],
+        first_bags: np.ndarray,
         ids: np.ndarray,
         offsets: np.ndarray,
         *,
@@ -393,22 +381,22 @@ class HostRows:
         """Assigns each row of a batch a slot in the cache or scratch area, in every group.
 
         Args:
-          num_bags: number of bags of every feature.
+          first_bags: see `TBEPlan.first_bags`.
           ids: ids of all features.
           offsets: ends of all bags, with 0 before them.
           admit: whether missing rows enter the cache.
           **options: options of `CachedRows.find`.
         """
-        starts = np.asarray(feature_starts(offsets, num_bags))
+        starts = offsets[first_bags]
         rows_of_groups = {number: np.full(ids.size, -1, np.int64) for number in self.groups}
         ranges = itertools.pairwise(starts.tolist())
-        for table, (first, last) in zip(self.plan.features, ranges, strict=True):
-            number, first_row = self.plan.places[table]
-            if number in rows_of_groups:
+        for reader, (first, last) in zip(self.plan.readers, ranges, strict=True):
+            if reader.table in rows_of_groups:
                 rows = ids[first:last].astype(np.int64)
-                is_valid = (rows >= 0) & (rows < self.plan.tables[table].num_rows)
-                num_rows = self.groups[number].cache.num_ids
-                rows_of_groups[number][first:last] = np.where(is_valid, rows + first_row, num_rows)
+                is_valid = (rows >= 0) & (rows < reader.num_rows)
+                num_rows = self.groups[reader.table].cache.num_ids
+                rows = np.where(is_valid, rows + reader.first_row, num_rows)
+                rows_of_groups[reader.table][first:last] = rows
         by_group = {}
         for number, rows in rows_of_groups.items():
             by_group[number] = self.groups[number].find(rows, admit=admit, **options)
@@ -432,7 +420,7 @@ class HostRows:
         num_cacheable = 0
         records_features = self.caching.record_cache_metrics.record_tablewise_cache_miss
         for number, result in by_group.items():
-            total = _sum_of(total, result.admission.counts)
+            total = jax.tree.map(operator.add, total, result.admission.counts)
             is_cacheable = (result.rows >= 0) & (result.rows < self.groups[number].cache.num_ids)
             num_cacheable += int(is_cacheable.sum())
             if records_features:
@@ -442,12 +430,8 @@ class HostRows:
                     self.misses_by_feature[feature] += missed.size
         num_unique = total.unique_hits + total.unique_misses + int(num_cacheable < num_ids)
         total = total._replace(calls=1, requested_ids=num_ids, unique_ids=num_unique)
-        self.counts = _sum_of(self.counts, total)
+        self.counts = jax.tree.map(operator.add, self.counts, total)
         self.calls_with_a_miss += total.unique_misses > 0
-
-
-def _sum_of(one: CacheCounts, other: CacheCounts) -> CacheCounts:
-    return CacheCounts(*map(sum, zip(one, other, strict=True)))
 
 
 # Caches and stores
@@ -459,85 +443,55 @@ def _memory_of_device() -> dict[str, int] | None:
     return memory if "bytes_limit" in memory else None
 
 
-def _caches_of(groups: Sequence[GroupPlan], caching: Arguments) -> list[SetAssociativeCache]:
-    """Caches of the groups: `cache_load_factor` of their rows, or `cache_sets` sets of 32 rows.
+def _cache_sizes(groups: Mapping[int, GroupPlan], caching: Arguments) -> dict[int, int]:
+    """Number of sets of each group's cache: `cache_load_factor` of its rows, or `cache_sets`.
 
-    Each cache has at least one set. If the device reports its memory and `cache_sets` is 0, the
-    other sets are scaled down in proportion to fit the free memory. Tables with placement `host`
-    get one set.
+    Each cache has at least one set of 32 rows. If the device reports its memory and `cache_sets` is
+    0, the other sets are scaled down in proportion to fit the free memory. Tables with placement
+    `host` get one set.
 
     Raises: ValueError: the free memory does not hold one set per cache.
     Source: FBGEMM, size rule of the row cache.
     """
-    set_bytes = []
-    num_sets = []
-    for group in groups:
-        set_bytes.append(NUM_WAYS * sum(_row_bytes(group.table, group.table.near_dtype)))
+    num_sets = {}
+    least = 0
+    wanted = 0
+    for number, group in groups.items():
         num_rows = int(group.num_rows * caching.cache_load_factor)
         sets = caching.cache_sets or -(-num_rows // NUM_WAYS) or 1
         if group.table.placement == "host":
             # With placement `host`, rows are on the device for one batch only, so the smallest
             # cache is enough.
             sets = 1
-        num_sets.append(sets)
+        num_sets[number] = sets
+        row = group.table._replace(dtype=group.table.near_dtype).first_row()
+        set_bytes = NUM_WAYS * sum(array.nbytes for array in row)
+        least += set_bytes
+        wanted += sets * set_bytes
     memory = _memory_of_device()
-    if memory is not None and not caching.cache_sets:
-        reserved = int(caching.cache_reserved_memory * 2**30)
-        free = memory["bytes_limit"] - memory.get("bytes_in_use", 0)
-        least = sum(set_bytes)
-        if free - reserved < least:
-            raise ValueError(
-                f"not even one set of {NUM_WAYS} rows of {least // NUM_WAYS} bytes fits into {free} free bytes minus "
-                f"{reserved} reserved ones; free memory, or reserve less."
-            )
-        wanted = int(np.dot(num_sets, set_bytes))
-        share = min(1.0, (free - reserved - least) / max(1, wanted - least))
-        num_sets = [1 + int((sets - 1) * share) for sets in num_sets]
-    algorithm = caching.cache_algorithm.name.lower()
-    caches = []
-    for group, sets in zip(groups, num_sets, strict=True):
-        caches.append(SetAssociativeCache(sets, algorithm=algorithm, num_ids=group.num_rows))
-    return caches
-
-
-def _row_bytes(table: TablePlan, dtype: str) -> tuple[int, int]:
-    """Bytes of a row's weights in a dtype, and of its optimizer states."""
-    return table.dim * jnp.dtype(dtype).itemsize, sum(slot.nbytes for slot in table.first_slots())
+    if memory is None or caching.cache_sets:
+        return num_sets
+    reserved = int(caching.cache_reserved_memory * 2**30)
+    free = memory["bytes_limit"] - memory.get("bytes_in_use", 0)
+    if free - reserved < least:
+        raise ValueError(
+            f"not even one set of {NUM_WAYS} rows of {least // NUM_WAYS} bytes fits into {free} free bytes minus "
+            f"{reserved} reserved ones; free memory, or reserve less."
+        )
+    share = min(1.0, (free - reserved - least) / max(1, wanted - least))
+    return {number: 1 + int((sets - 1) * share) for number, sets in num_sets.items()}
 
 
 def _backing_of(group: GroupPlan) -> BackingStore:
     """The store of a group's rows and states, with their initial values."""
     table = group.table
     arrays = []
-    for row in (np.zeros((1, table.dim), jnp.dtype(table.dtype)), *table.first_slots()):
+    for row in table.first_row():
         array = np.zeros((group.num_rows, *row.shape[1:]), row.dtype)
         if row.any():  # Pages of np.zeros take memory only once they are written.
             array[:] = row
         arrays.append(array)
     return BackingStore(arrays, device_dtype=jnp.dtype(table.near_dtype))
-
-
-def first_state(
-    plan: TBEPlan, key: PRNGKeyArray, host_rows: HostRows | None, device: jax.Device | None
-) -> TBEState:
-    """The state of a module before any training.
-
-    Args:
-      plan: plan of the module's tables.
-      key: PRNG key of stochastic rounding and of uniform initial weights.
-      host_rows: host side of the cached tables, which sets the cache sizes. None if no table is
-        cached.
-      device: device of all arrays. None: JAX's default device, or the mesh of the plan.
-    """
-    num_slots = {}
-    if host_rows is not None:
-        num_slots = {number: group.num_slots for number, group in host_rows.groups.items()}
-    state = functional.init_state(plan, key, num_slots)
-    if host_rows is not None:
-        state = host_rows.advanced(state)
-    if device is not None:
-        state = jax.device_put(state, device)
-    return state
 
 
 _OF_CACHES = (
@@ -556,82 +510,11 @@ _OF_CACHES = (
 def warn_of_arguments(plan: TBEPlan, arguments: Arguments) -> None:
     """Warns of cache arguments that have no effect for the tables of a plan."""
     if not plan.has_cache:
-        warn_of_no_effect(arguments.changed(_OF_CACHES), "as no table is behind a cache")
+        arguments.warn_of_no_effect(_OF_CACHES, "as no table is behind a cache")
     elif arguments.cache_sets or _memory_of_device() is None:
         why = "as cache_sets says how large caches are, or the device does not tell how much memory it has"
-        warn_of_no_effect(arguments.changed(["cache_reserved_memory"]), why)
+        arguments.warn_of_no_effect(["cache_reserved_memory"], why)
     names = ["uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped"]
     if not arguments.gradient_clipping:
         names.append("max_gradient")
-    warn_of_no_effect(arguments.changed(names), "here")
-
-
-# Reports
-
-
-def report(
-    config: TBEStatsReporterConfig, plan: TBEPlan, state: TBEState, batch: AnyBatch, output: Array
-) -> None:
-    """Reports counts and bytes of a training step, with the names of FBGEMM's statistics.
-
-    Nothing is reported if `interval` does not divide the step number. Inside `jit`, a warning is
-    given, because steps cannot be reported.
-    """
-    if is_traced(batch):
-        warnings.warn(
-            "stats_reporter_config: no effect inside jit, where steps are not reported; train outside of it, or "
-            "read state_bytes() and get_uvm_cache_stats() between compiled steps.",
-            stacklevel=3,
-        )
-        return
-    step = int(state.step)
-    if step % config.interval:
-        return
-    by_table = state_bytes(plan, state)
-    cache = by_table["total"].get("cache", 0)
-    figures: dict[str, float] = {"tbe.hbm.cache": cache}
-    for kind, is_cached, extra in (("hbm", False, cache), ("uvm", True, 0)):
-        sizes = [by_table[table.name] for table in plan.tables if table.is_cached == is_cached]
-        weights = sum(size["weights"] for size in sizes)
-        states = sum(size["optimizer_states"] for size in sizes)
-        total = weights + states + extra
-        figures[f"tbe.{kind}.embeddings"] = weights
-        figures[f"tbe.{kind}.optimizer_states"] = states
-        figures[f"tbe.{kind}.total_static_sparse"] = total
-        figures[f"tbe.total_{kind}_usage"] = total
-    if isinstance(batch, Call):
-        ids = [batch.lists[0].ids]
-    else:
-        ids = [jax.tree.leaves(feature)[0] for feature in batch.values()]
-    for name, arrays in (("input", ids), ("output", [output])):
-        figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
-        figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
-    if config.report is not None:
-        config.report(step, figures)
-    else:
-        text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
-        logging.getLogger("rsembed").info("step %d: %s", step, text)
-
-
-def state_bytes(plan: TBEPlan, state: TBEState) -> dict[str, dict[str, int]]:
-    """Bytes of `weights` and `optimizer_states` of every table and, as `total`, of all tables.
-
-    If some table is cached, `total` also has the bytes of the `cache` on the device.
-    """
-    sizes = dict[str, dict[str, int]]()
-    total = {"weights": 0, "optimizer_states": 0}
-    for table in plan.tables:
-        weights, states = _row_bytes(table, table.dtype)
-        sizes[table.name] = {
-            "weights": table.num_rows * weights,
-            "optimizer_states": table.num_rows * states,
-        }
-        for kind, size in sizes[table.name].items():
-            total[kind] += size
-    if plan.has_cache:
-        total["cache"] = 0
-        for number, group in enumerate(plan.groups):
-            if group.table.is_cached:
-                arrays = (state.weights[number], *state.slots[number])
-                total["cache"] += sum(array.nbytes for array in arrays)
-    return {**sizes, "total": total}
+    arguments.warn_of_no_effect(names, "here")

@@ -7,7 +7,7 @@ import dataclasses
 import functools
 import inspect
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 import jax
@@ -16,10 +16,10 @@ import numpy as np
 from flax import nnx
 from flax.errors import TraceContextError
 from jax.sharding import Mesh
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 from numpy.typing import ArrayLike
 
-from rsembed.arrays import is_traced
+from rsembed.arrays import AnyArray, is_traced
 from rsembed.checks import NonNegativeInt, validated
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.kernels.contract import Call
@@ -236,10 +236,17 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.deterministic = False
         self._has_warned = False
         self._host_rows = HostRows(self.plan, settings) if self.plan.has_cache else None
+        num_slots: dict[int, int] = {}
+        if self._host_rows is not None:
+            num_slots = self._host_rows.num_slots
+        jax_device = plans.device_of(device)
         key = (rngs or nnx.Rngs(0)).params()
-        self.state = TBEVariable(
-            host_rows.first_state(self.plan, key, self._host_rows, plans.device_of(device))
-        )
+        state = functional.init_state(self.plan, key, num_slots)
+        if jax_device is not None:
+            state = jax.device_put(state, jax_device)
+        self.state = TBEVariable(state)
+        if self._host_rows is not None:
+            self._host_rows.end(self.state)
         self.bounds_check_warning = TBEVariable(jnp.zeros((), jnp.int32))
 
     def __call__(
@@ -325,20 +332,13 @@ class TableBatchedEmbeddingBags(TrainedTables):
         num_rows = functional.row_counts(self.plan)
         axes = {group.table.name: (1, group.table.dim) for group in self.plan.groups}
         check_belong(row_gradients, self.plan.row_layout, num_rows, axes)
-        keep = self.state.set_value
         with self._alone():
             self._begin_step()
             host = self.host_rows
-            state = self.whole_state
-            rates = learning_rates(self.plan, state)
+            rates = learning_rates(self.plan, self.whole_state)
             if host is not None:
-                state, row_gradients = host.bring_rows(state, row_gradients, keep)
-                self.state.set_value(state)  # the host's generation is new, even if the step fails
-                host.begin(state, steps=True)
-            state = kept(keep, _apply, self.plan, state, row_gradients, rates)
-            if host is not None:
-                self.state.set_value(host.write_back(state))
-                host.end()
+                row_gradients = host.bring_rows(self.state, row_gradients)
+            self._step(host, lambda *operands: (_apply(*operands), None), row_gradients, rates)
 
     def prepare(
         self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None
@@ -359,9 +359,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             raise RuntimeError(
                 "prepare brings a batch to the devices before a compiled step; call it outside of jit."
             )
-        if not isinstance(batch, Call):
-            return batch
-        if self.plan.is_shared:
+        if self.plan.is_shared or not isinstance(batch, Call):
             return self._brought(batch)
         if self.plan.pooling != "none":
             batch = batches.with_room(batch)
@@ -393,18 +391,41 @@ class TableBatchedEmbeddingBags(TrainedTables):
             if host is None:
                 return
             batch = self._read(indices, offsets, None, batch_size_per_feature_per_rank)
-            ids = plans.list_of(batch)
-            if not isinstance(batch, Call) or is_traced((ids.ids, ids.offsets)):
+            if not isinstance(batch, Call) or is_traced(batch):
                 raise RuntimeError(
                     "prefetch works beside compiled programs; call it outside of jit."
                 )
-            self.state.set_value(host.prefetch(self.state.get_value(), batch, self.state.set_value))
-            host.end()
+            host.prefetch(self.state, batch)
 
     def _begin_step(self) -> None:
         """Runs the passes over whole tables before the next step, if they did not run yet."""
         if self.plan.has_passes:
             kept(self.state.set_value, _begin_step, self.plan, self.whole_state)
+
+    def _step(
+        self, host: HostRows | None, program: Callable[..., tuple[TBEState, Any]], *operands: PyTree
+    ) -> Any:
+        """Runs a program that steps rows, and writes rows without a cache slot to the host.
+
+        Args:
+          host: the module's `host_rows`.
+          program: function of plan, state and `operands`. It donates the state, and returns the new
+            state and another result.
+          *operands: other arguments of the program.
+
+        Returns: the other result.
+        """
+        state = self.whole_state
+        if host is not None and not is_traced((state, operands)):
+            host.begin(state, steps=True)
+
+        def keep(results: tuple[TBEState, Any]) -> None:
+            self.state.set_value(results[0])
+
+        _, result = kept(keep, program, self.plan, state, *operands)
+        if host is not None:
+            host.write_back(self.state)
+        return result
 
     def _read(self, *arguments: Any) -> AnyBatch:
         """The checked batch of a call. A warning names ids and offsets out of range, once.
@@ -453,11 +474,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
                 "a lookup moves rows of tables on the host, which needs the module as an argument of the surrounding "
                 "transformation: nnx.jit or nnx.grad of a function of (..., module)."
             ) from error
-        state, near = host.bring(self.state.get_value(), batch, self.state.set_value, admit=admit)
-        self.state.set_value(state)
-        if not is_traced(state):
-            host.end()
-        return near
+        return host.bring(self.state, batch, admit=admit)
 
     def _pooled(self, batch: AnyBatch) -> Array:
         """Output of a lookup of `batch`, which is a result of `_brought`."""
@@ -481,7 +498,7 @@ class TablesBackward:
     _batch: AnyBatch
     _near: AnyBatch
     _shape: tuple[int, ...]
-    _mask: batches.AnyArray | dict[str, Array] | None
+    _mask: AnyArray | dict[str, Array] | None
     _bound: int | None
 
     def __post_init__(self) -> None:
@@ -524,32 +541,17 @@ class TablesBackward:
         # Lookups of other batches since `vjp` may have moved rows.
         if module.state.get_value().generation is not self._generation:
             self._near = module._brought(self._batch, admit=False)
-        state = module.whole_state
-        if host is not None and not is_traced((state, self._near, gradient)):
-            host.begin(state, steps=True)
-        step = functools.partial(
+        program = functools.partial(
             _backward,
             max_gradient=module.max_gradient,
             wants_weight_gradients=per_sample_weights_grad,
         )
-
-        def keep(stepped: tuple[TBEState, Array | PreparedBatch | None]) -> None:
-            module.state.set_value(stepped[0])
-
-        state, d_weights = kept(keep, step, module.plan, state, self._near, gradient, self._rates)
-        if host is not None:
-            module.state.set_value(host.write_back(state))
-            if not is_traced(state):
-                host.end()
-        config = module.arguments.stats_reporter_config
-        if config is not None:
-            host_rows.report(config, module.plan, module.state.get_value(), self._batch, gradient)
+        d_weights = module._step(host, program, self._near, gradient, self._rates)
+        module._report(self._batch, gradient)
         if d_weights is None:
             return None
-        if isinstance(self._batch, PreparedBatch):
-            d_weights = batches.weights_by_feature(d_weights)
-        elif module.plan.is_shared:
-            d_weights = batches.weights_in_order(d_weights, self._batch)
+        if module.plan.is_shared:
+            d_weights = batches.weights_as_passed(d_weights, self._batch)
         if self._mask is not None:
             d_weights = jax.tree.map(jnp.multiply, d_weights, self._mask)
         weight_gradients: WeightGradients = d_weights

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import enum
 import functools
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, cast
 
@@ -161,15 +160,14 @@ class TablePlan(NamedTuple):
         states = list(self.state_names)
         return {"rows": self.num_rows, "dim": self.dim, "optimizer": optimizer, "states": states}
 
-    def first_slots(self) -> tuple[np.ndarray, ...]:
-        """Initial optimizer states of one row, each `[1, dim]` or `[1, 1]`."""
-        slots: list[np.ndarray] = []
+    def first_row(self) -> list[np.ndarray]:
+        """Initial weights of one row, then its optimizer states, each `[1, dim]` or `[1, 1]`."""
+        arrays = [np.zeros((1, self.dim), jnp.dtype(self.dtype))]
         if self.rule is not None:
-            row = jnp.zeros((1, self.dim), jnp.float32)
-            slots += map(np.asarray, self.rule.init_slots(row))
+            arrays += map(np.asarray, self.rule.init_slots(jnp.zeros((1, self.dim), jnp.float32)))
         for dtype in self.copy_dtypes:
-            slots.append(np.zeros((1, self.dim), jnp.dtype(dtype)))
-        return tuple(slots)
+            arrays.append(np.zeros((1, self.dim), jnp.dtype(dtype)))
+        return arrays
 
     def spec(self) -> TableSpec:
         """The `TableSpec` of the table, for rsembed's `Engine`."""
@@ -265,6 +263,15 @@ class TBEPlan:
                 place_of[table.name] = number, table.setting.row_offset_in_shard
         return tuple(place_of[table.name] for table in self.tables)
 
+    @functools.cached_property
+    def readers(self) -> tuple[Segment, ...]:
+        """For every feature, a segment without bags that reads its table."""
+        readers = []
+        for table in self.features:
+            rows = *self.places[table], self.tables[table].num_rows
+            readers.append(Segment(0, 0, 0, self.combiner, *rows))
+        return tuple(readers)
+
     @property
     def combiner(self) -> Combiner:
         """The combiner to pass to kernels.
@@ -357,12 +364,12 @@ class TBEPlan:
         segments = _segments(self, offsets.shape[0], sizes)
         return Call((IdList(ids, offsets, weights),), segments, layout)  # type: ignore[arg-type]
 
-    def bags_of(self, batch: Call) -> tuple[int, ...]:
-        """Number of bags of every feature in a batch."""
+    def first_bags(self, batch: Call) -> Int[np.ndarray, " features_plus_1"]:
+        """Index of the first bag of every feature in a batch, and the number of all bags."""
         num_bags = [0] * len(self.features)
         for number, segment in enumerate(batch.segments):
             num_bags[number % len(num_bags)] += segment.num_bags
-        return tuple(num_bags)
+        return np.cumsum([0, *num_bags])
 
 
 @functools.lru_cache(maxsize=256)
@@ -395,10 +402,9 @@ def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[
     segments = []
     for rank in range(num_ranks[0]):
         first_bag = 0
-        for table, of_feature in zip(plan.features, by_rank, strict=True):
+        for reader, of_feature in zip(plan.readers, by_rank, strict=True):
             first = first_bag + sum(of_feature[:rank])
-            rows = *plan.places[table], plan.tables[table].num_rows
-            segments.append(Segment(0, first, of_feature[rank], plan.combiner, *rows))
+            segments.append(reader._replace(first_bag=first, num_bags=of_feature[rank]))
             first_bag += sum(of_feature)
     return tuple(segments)
 
@@ -491,15 +497,6 @@ def device_of(device: jax.Device | str | int | None) -> jax.Device | None:
         raise ValueError(f"device {device!r} is not there; this process has {known}.") from error
 
 
-def warn_of_no_effect(arguments: Sequence[str], reason: str) -> None:
-    """Warns once that `arguments` change nothing, with the reason.
-
-    If `arguments` is empty, no warning is given.
-    """
-    if arguments:
-        warnings.warn(f"{', '.join(arguments)}: no effect, {reason}.", stacklevel=5)
-
-
 def make_plan(settings: Arguments) -> TBEPlan:
     """The plan of a module with these arguments.
 
@@ -544,8 +541,8 @@ def make_plan(settings: Arguments) -> TBEPlan:
             f"device={settings.device!r} and a mesh do not go together; the tables are on the devices of the mesh."
         )
     unread = [arguments.unread_arguments(optimizer, settings) for optimizer in optimizers]
-    warn_of_no_effect(
-        settings.changed(sorted(frozenset.intersection(*unread))),
+    settings.warn_of_no_effect(
+        sorted(frozenset.intersection(*unread)),
         f"optimizer {arguments.name_of(optimizers[0])} does not use them",
     )
     if len(set(optimizers)) == 1:
@@ -556,10 +553,11 @@ def make_plan(settings: Arguments) -> TBEPlan:
     near_dtype = (settings.cache_precision or settings.weights_precision).dtype
     # On CPUs, host and device memory are the same, so only caching makes a difference.
     elsewhere: Placement = "device" if default_platform() == "cpu" else "host"
-    special: dict[EmbeddingLocation, Placement] = {EmbeddingLocation.DEVICE: "device"}
-    special[EmbeddingLocation.MANAGED_CACHING] = "device" if settings.enforce_hbm else "cached"
+    special: dict[EmbeddingLocation, Placement] = {
+        EmbeddingLocation.DEVICE: "device",
+        EmbeddingLocation.MANAGED_CACHING: "device" if settings.enforce_hbm else "cached",
+    }
     tables: list[TablePlan] = []
-    core_specs: dict[str, TableSpec] = {}
     for (rows, dim, location, _), name, optimizer, rate in zip(
         specs, names, optimizers, rates, strict=True
     ):
@@ -578,9 +576,9 @@ def make_plan(settings: Arguments) -> TBEPlan:
         )
         _check_trained(table)
         tables.append(table)
-        core_specs[name] = table.spec()
     if settings.mesh is not None:
         _check_shared(tables, settings.pooling_mode)
+    core_specs = {table.name: table.spec() for table in tables}
     shared_by = placement_of_tables(core_specs, devices, settings.placement)
     placed = tuple(table._replace(shared_by=shared_by[table.name]) for table in tables)
     return TBEPlan(placed, features, settings.pooling_mode.name.lower(), feature_names, devices)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import logging
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +19,7 @@ from numpy.typing import ArrayLike
 from rsembed.arrays import foreign_to_numpy, is_traced
 from rsembed.checks import NonNegativeInt, check_finite, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
+from rsembed.kernels.contract import Call
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.storage import CacheCounts
 from rsembed.storage.donation import kept
@@ -24,8 +27,8 @@ from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments
 from rsembed.tbe.functional import TBEState, everywhere
-from rsembed.tbe.host_rows import HostRows, state_bytes
-from rsembed.tbe.plan import TablePlan, TBEPlan, per_table
+from rsembed.tbe.host_rows import HostRows
+from rsembed.tbe.plan import AnyBatch, TablePlan, TBEPlan, per_table
 
 ROWS_PER_BLOCK = 1 << 16
 _STEP = Annotated[int, f"[0, {np.iinfo(np.int32).max}]"]
@@ -135,8 +138,8 @@ class TrainedTables(nnx.Module):
     def _resume(self) -> None:
         """Makes device and host consistent after an error or Ctrl-C stopped a call halfway."""
         if self._host_rows is not None and self._host_rows.begun is not None:
-            self.state.set_value(self._host_rows.resumed(self.whole_state))
-            self._host_rows.end()
+            functional.check_state(self.plan, self.state.get_value())
+            self._host_rows.resume(self.state)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -361,7 +364,65 @@ class TrainedTables(nnx.Module):
 
         If some table is cached, `total` also has the bytes of the `cache` on the device.
         """
-        return state_bytes(self.plan, self.state.get_value())
+        sizes = dict[str, dict[str, int]]()
+        total = {"weights": 0, "optimizer_states": 0}
+        for table in self.plan.tables:
+            weights, *states = table.first_row()
+            sizes[table.name] = {
+                "weights": table.num_rows * weights.nbytes,
+                "optimizer_states": table.num_rows * sum(array.nbytes for array in states),
+            }
+            for kind, size in sizes[table.name].items():
+                total[kind] += size
+        if self._host_rows is not None:
+            total["cache"] = 0
+            for number in self._host_rows.groups:
+                *arrays, _ = self.state.get_value().arrays(number)
+                total["cache"] += sum(array.nbytes for array in arrays)
+        return {**sizes, "total": total}
+
+    def _report(self, batch: AnyBatch, output: Array) -> None:
+        """Reports numbers and bytes of a training step by FBGEMM's names, if it is due.
+
+        Warns inside `jit`, because steps cannot be reported there.
+        """
+        config = self.arguments.stats_reporter_config
+        if config is None:
+            return
+        if is_traced(batch):
+            warnings.warn(
+                "stats_reporter_config: no effect inside jit, where steps are not reported; train outside of it, or "
+                "read state_bytes() and get_uvm_cache_stats() between compiled steps.",
+                stacklevel=3,
+            )
+            return
+        step = int(self.whole_state.step)
+        if step % config.interval:
+            return
+        by_table = self.state_bytes()
+        cache = by_table["total"].get("cache", 0)
+        figures: dict[str, float] = {"tbe.hbm.cache": cache}
+        for kind, is_cached, extra in (("hbm", False, cache), ("uvm", True, 0)):
+            weights = states = 0
+            for table in self.plan.tables:
+                if table.is_cached == is_cached:
+                    weights += by_table[table.name]["weights"]
+                    states += by_table[table.name]["optimizer_states"]
+            total = weights + states + extra
+            figures[f"tbe.{kind}.embeddings"] = weights
+            figures[f"tbe.{kind}.optimizer_states"] = states
+            figures[f"tbe.{kind}.total_static_sparse"] = total
+            figures[f"tbe.total_{kind}_usage"] = total
+        lists: Any = batch.lists if isinstance(batch, Call) else batch.values()
+        ids = [bags.ids for bags in lists]
+        for name, arrays in (("input", ids), ("output", [output])):
+            figures[f"tbe.fwd_{name}_count"] = sum(array.size for array in arrays)
+            figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
+        if config.report is not None:
+            config.report(step, figures)
+        else:
+            text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
+            logging.getLogger("rsembed").info("step %d: %s", step, text)
 
     def flush(self) -> None:
         """Writes all cached rows and states to the host. The rows stay in the cache."""
@@ -381,10 +442,7 @@ class TrainedTables(nnx.Module):
             if self._host_rows is not None:
                 if not discard:
                     self.flush()
-                self.state.set_value(
-                    self._host_rows.forget(self.state.get_value(), discard=discard)
-                )
-                self._host_rows.end()
+                self._host_rows.forget(self.state, discard=discard)
 
     def get_uvm_cache_stats(self) -> CacheCounts:
         """Cache counts, summed over all lookups since the start or the last reset.
@@ -436,31 +494,29 @@ class TrainedTables(nnx.Module):
           array: 0 for the weights, k for the k-th optimizer state.
         """
         table = self.plan.tables[number]
-        group, first_row = self.plan.places[number]
         with self._alone():
             if table.is_cached:
                 self.reset_cache_states()
             for first in range(0, table.num_rows, ROWS_PER_BLOCK):
-                state = self.whole_state
                 num_rows = min(ROWS_PER_BLOCK, table.num_rows - first)
                 values = np.array(rows(first, num_rows))
                 if table.is_cached:
-                    stored = self._host_arrays(group)[array]
-                    stored[first_row + first : first_row + first + num_rows] = values
+                    stored = self._host_arrays(number)[array]
+                    stored[first : first + num_rows] = values
                 else:
-                    self._put(state, group, array, values, self._rows_of(number, first, num_rows))
+                    self._put(number, array, first, values)
 
-    def _put(
-        self, state: TBEState, group: int, array: int, values: np.ndarray, rows: np.ndarray
-    ) -> None:
-        """Overwrites rows of one array of a group on the device."""
+    def _put(self, number: int, array: int, first: int, values: np.ndarray) -> None:
+        """Overwrites rows of a table on the device, from the `first` one on, in one array."""
+        group, _ = self.plan.places[number]
+        state = self.whole_state
         arrays = list(state.arrays(group))
 
         def keep(changed: Array) -> None:
             arrays[array] = changed
             self.state.set_value(state.with_arrays(group, arrays))
 
-        kept(keep, _put_rows, arrays[array], values, rows)
+        kept(keep, _put_rows, arrays[array], values, self._rows_of(number, first, len(values)))
 
     def _rows_of(self, number: int, first: int, num_rows: int) -> Int[np.ndarray, " rows"]:
         """Rows of consecutive ids of a table in the arrays of its group on the device."""
@@ -471,26 +527,29 @@ class TrainedTables(nnx.Module):
         )
         return rows
 
-    def _host_arrays(self, group: int) -> Sequence[np.ndarray]:
-        """Weights and states of a cached group on the host."""
-        return self.host_rows.groups[group].backing.arrays  # type: ignore[union-attr]
+    def _host_arrays(self, number: int) -> list[np.ndarray]:
+        """Weights and states of a cached table on the host, as views of the store."""
+        group, first_row = self.plan.places[number]
+        num_rows = self.plan.tables[number].num_rows
+        stored = self.host_rows.groups[group].backing.arrays  # type: ignore[union-attr]
+        return [_cut(array, first_row, num_rows) for array in stored]
 
     def _read_table(self, number: int) -> list[Array | np.ndarray]:
         """Weights and states of one table, with the shapes of a state dict.
 
         Call `flush` before, so that the host has the trained rows.
         """
-        state, table = self.whole_state, self.plan.tables[number]
-        group, first_row = self.plan.places[number]
+        table = self.plan.tables[number]
         arrays: list[Array | np.ndarray] = []
         if table.is_cached:
-            for stored in self._host_arrays(group):
-                view = _cut(stored, first_row, table.num_rows)
+            for view in self._host_arrays(number):
                 view.flags.writeable = False
                 arrays.append(view)
         else:
+            group, _ = self.plan.places[number]
             rows = self._rows_of(number, 0, table.num_rows)
-            arrays = everywhere(self.plan, [array[rows] for array in state.arrays(group)])
+            on_device = [array[rows] for array in self.whole_state.arrays(group)]
+            arrays = everywhere(self.plan, on_device)
         entries = _entries(table).values()
         return [array.reshape(entry.shape) for array, entry in zip(arrays, entries, strict=True)]
 
@@ -568,11 +627,10 @@ def _non_negative_entries(table: TablePlan) -> set[str]:
 
 def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
     """Shapes and dtypes of a table's entries in a state dict, by name. Row-wise states are flat."""
-    whole, flat = (table.num_rows, table.dim), (table.num_rows,)
-    entries = {f"{table.name}.weight": jax.ShapeDtypeStruct(whole, table.dtype)}
     # With dim 1, states `[1, 1]` and `[1, dim]` would have equal shapes.
-    slots = table._replace(dim=2).first_slots()
-    for state, slot in zip(table.torch_state_names, slots, strict=True):
-        shape = flat if slot.shape[1] == 1 else whole
-        entries[f"{table.name}.{state}"] = jax.ShapeDtypeStruct(shape, slot.dtype)
+    arrays = table._replace(dim=2).first_row()
+    entries = {}
+    for name, array in zip(("weight", *table.torch_state_names), arrays, strict=True):
+        shape = (table.num_rows,) if array.shape[1] == 1 else (table.num_rows, table.dim)
+        entries[f"{table.name}.{name}"] = jax.ShapeDtypeStruct(shape, array.dtype)
     return entries
