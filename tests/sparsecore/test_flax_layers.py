@@ -112,7 +112,7 @@ def dense_adam(tables):
     return stepped
 
 
-def test_linen_autodiff_trains_as_dense_loops_counted_or_in_given_steps():
+def test_linen_autodiff_trains_as_dense_loops():
     _, specs, _, (params, *updated) = linen_run()
     expected = dense_adam(small_world.logical_tables(params, specs))
     for after, tables, counter in zip(updated, expected, COUNTERS, strict=True):
@@ -120,7 +120,7 @@ def test_linen_autodiff_trains_as_dense_loops_counted_or_in_given_steps():
         assert float(linen_embed.step_number(after[linen_embed.STEP_PARAM_NAME])) == counter
 
 
-def test_nnx_autodiff_trains_as_dense_loops_counted_or_in_given_steps():
+def test_nnx_autodiff_trains_as_dense_loops():
     _, (before, *updated), counters = nnx_run()
     for after, tables in zip(updated, dense_adam(before), strict=True):
         small_world.assert_close(after, tables)

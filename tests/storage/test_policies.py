@@ -185,7 +185,7 @@ def test_of_equally_due_keys_the_least_signed_number_goes():
 
 @pytest.mark.parametrize(
     ("num_devices", "num_tables", "when_full"),
-    [(1, 2, "zero"), (2, 1, "evict"), (4, 2, "evict"), (4, 2, "error")],
+    [(1, 2, "evict"), (2, 1, "zero"), (4, 2, "evict"), (4, 2, "error")],
 )
 def test_keys_that_will_find_no_row_read_zeros_in_training_as_in_serving(
     num_devices, when_full, num_tables
