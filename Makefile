@@ -34,10 +34,10 @@ tutorial: $(VENV)/.installed-notebooks
 
 # Two processes side by side, as most of a minute is what tests wait for on one core: lint, types and what a new user runs
 # first; beside them the tests in tests/check.txt, which were chosen by the planted faults that they find in a second or two.
-CHECK = $(BIN)/python -m pytest --quiet --nbmake
+CHECK = $(BIN)/python -m pytest --quiet -p no:cacheprovider
 check: $(VENV)/.installed-dev
 	@mkdir -p build
-	@{ $(MAKE) --no-print-directory lint && $(CHECK) tests/test_readme.py notebooks/00_quickstart.ipynb; } >build/check.txt 2>&1 & \
+	@{ $(MAKE) --no-print-directory lint && $(CHECK) --nbmake tests/test_readme.py notebooks/00_quickstart.ipynb; } >build/check.txt 2>&1 & \
 	$(CHECK) @tests/check.txt; rooms=$$?; wait $$!; front=$$?; cat build/check.txt; exit $$((rooms + front))
 
 # One pytest run, last, so that its closing line counts unit tests, doctests and notebooks together. Notebooks go first:
