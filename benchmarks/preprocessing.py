@@ -23,9 +23,11 @@ from typing import Any
 import numpy as np
 from timing import make_parser, write_records
 
-from rsembed.sparsecore import embedding as our_embedding
-from rsembed.sparsecore import embedding_spec as our_specs
-from rsembed.sparsecore import native_partitioner
+from rsembed.sparsecore import (
+    embedding as our_embedding,
+    embedding_spec as our_specs,
+    native_partitioner,
+)
 
 NUM_CORES = 4
 

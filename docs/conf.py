@@ -18,8 +18,7 @@ import launch  # noqa: E402
 import reference  # noqa: E402
 from docutils import nodes  # noqa: E402
 from sphinx.addnodes import pending_xref  # noqa: E402
-from sphinx.util.inspect import signature as signature_of  # noqa: E402
-from sphinx.util.inspect import stringify_signature  # noqa: E402
+from sphinx.util.inspect import signature as signature_of, stringify_signature  # noqa: E402
 
 project = "rsembed"
 author = copyright = "The rsembed authors"

@@ -3,27 +3,30 @@
 import importlib
 import importlib.metadata
 
-from rsembed.bags import Bags as Bags
-from rsembed.bags import Jagged as Jagged
-from rsembed.collection import EmbeddingCollection as EmbeddingCollection
-from rsembed.collection import EmbeddingState as EmbeddingState
-from rsembed.collection import for_serving as for_serving
-from rsembed.collection import value_and_grad as value_and_grad
+from rsembed.bags import Bags as Bags, Jagged as Jagged
+from rsembed.collection import (
+    EmbeddingCollection as EmbeddingCollection,
+    EmbeddingState as EmbeddingState,
+    for_serving as for_serving,
+    value_and_grad as value_and_grad,
+)
 from rsembed.kernels.api import pairwise_interaction as pairwise_interaction
 from rsembed.keys import hash_keys as hash_keys
-from rsembed.optimizers import OptimizerSpec as OptimizerSpec
-from rsembed.optimizers import from_optax as from_optax
-from rsembed.row_gradients import RowGradients as RowGradients
-from rsembed.row_gradients import clip_by_global_norm as clip_by_global_norm
-from rsembed.row_gradients import combine as combine
-from rsembed.row_gradients import global_norm as global_norm
-from rsembed.row_gradients import scale as scale
-from rsembed.specs import FeatureSpec as FeatureSpec
-from rsembed.specs import QuantizationConfig as QuantizationConfig
-from rsembed.specs import TableSpec as TableSpec
+from rsembed.optimizers import OptimizerSpec as OptimizerSpec, from_optax as from_optax
+from rsembed.row_gradients import (
+    RowGradients as RowGradients,
+    clip_by_global_norm as clip_by_global_norm,
+    combine as combine,
+    global_norm as global_norm,
+    scale as scale,
+)
+from rsembed.specs import (
+    FeatureSpec as FeatureSpec,
+    QuantizationConfig as QuantizationConfig,
+    TableSpec as TableSpec,
+)
 from rsembed.stacking import plan_stacking as plan_stacking
-from rsembed.storage import Hashed as Hashed
-from rsembed.storage import HostCached as HostCached
+from rsembed.storage import Hashed as Hashed, HostCached as HostCached
 
 _WINGS = (
     "checkpoint",

@@ -9,8 +9,7 @@ from typing import Any, no_type_check
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
-from flax import struct, traverse_util
+from flax import linen as nn, struct, traverse_util
 from jaxtyping import PyTree
 
 from rsembed import taps
@@ -18,8 +17,7 @@ from rsembed.checks import check_fields, check_type, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.embeddings import check_loss
 from rsembed.collection.stack import Activations, Batch
-from rsembed.taps import Gradients as Gradients
-from rsembed.taps import Loss, Params
+from rsembed.taps import Gradients as Gradients, Loss, Params
 
 _TRAIN_STATE = "rs.linen.TrainState"
 

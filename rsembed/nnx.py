@@ -15,8 +15,7 @@ from rsembed.checks import validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.embeddings import check_loss
 from rsembed.collection.stack import Activations, Batch
-from rsembed.taps import Gradients as Gradients
-from rsembed.taps import Loss
+from rsembed.taps import Gradients as Gradients, Loss
 
 _OPTIMIZER = "rs.nnx.Optimizer"
 

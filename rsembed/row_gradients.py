@@ -20,8 +20,7 @@ from rsembed.checks import check_fields, check_type, check_within, describe, val
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, as_rows
-from rsembed.storage.row_map import combine as combine_by_key
-from rsembed.storage.row_map import unnamed
+from rsembed.storage.row_map import combine as combine_by_key, unnamed
 
 NumRows: TypeAlias = tuple[tuple[str, int], ...]
 """Number of rows of each stack's table, as sorted `(stack, rows)` pairs."""

@@ -11,8 +11,8 @@ import pytest
 
 from rsembed.checkpoint import arrays
 from rsembed.kernels import native
-from tools.fuzz import __main__ as fuzz
 from tools.fuzz import (
+    __main__ as fuzz,
     collection,
     direct_calls,
     files,

@@ -19,8 +19,10 @@ embeddings.py        EmbeddingCollection: the public methods
 Storages, which keep the rows themselves, are in `rsembed.storage`.
 """
 
-from rsembed.collection.embeddings import EmbeddingCollection as EmbeddingCollection
-from rsembed.collection.embeddings import value_and_grad as value_and_grad
+from rsembed.collection.embeddings import (
+    EmbeddingCollection as EmbeddingCollection,
+    value_and_grad as value_and_grad,
+)
 from rsembed.collection.engine import LookupStatistics as LookupStatistics
 from rsembed.collection.serving import for_serving as for_serving
 from rsembed.collection.stack import EmbeddingState as EmbeddingState

@@ -5,12 +5,9 @@ arrays. Each loader has an argument for a tiny size: `max_words`, `num_ids`, `nu
 `max_users`, `rows`.
 """
 
-from rsembed.datasets.click_files import criteo as criteo
-from rsembed.datasets.click_files import criteo_chunks as criteo_chunks
-from rsembed.datasets.generated import synthetic_clicks as synthetic_clicks
-from rsembed.datasets.generated import zipf_ids as zipf_ids
+from rsembed.datasets.click_files import criteo as criteo, criteo_chunks as criteo_chunks
+from rsembed.datasets.generated import synthetic_clicks as synthetic_clicks, zipf_ids as zipf_ids
 from rsembed.datasets.ratings import generated_ratings as generated_ratings
 from rsembed.datasets.ratings_files import movielens as movielens
-from rsembed.datasets.text import shakespeare as shakespeare
-from rsembed.datasets.text import word_id_batches as word_id_batches
+from rsembed.datasets.text import shakespeare as shakespeare, word_id_batches as word_id_batches
 from rsembed.datasets.vectors import word_vectors as word_vectors

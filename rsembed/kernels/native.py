@@ -32,11 +32,13 @@ from rsembed.kernels.contract import (
     as_offsets,
     as_rows,
 )
-from rsembed.kernels.devices import call_handler
-from rsembed.kernels.devices import instruction_set as instruction_set
-from rsembed.kernels.devices import num_cores as num_cores
-from rsembed.kernels.devices import shared_library as shared_library
-from rsembed.kernels.devices import unavailable_because as unavailable_because
+from rsembed.kernels.devices import (
+    call_handler,
+    instruction_set as instruction_set,
+    num_cores as num_cores,
+    shared_library as shared_library,
+    unavailable_because as unavailable_because,
+)
 from rsembed.kernels.ids import Partitions, Queue, Rows, SampleEntries, word_dtype
 from rsembed.kernels.keyed import Distinct, Unique
 from rsembed.keys import Keys

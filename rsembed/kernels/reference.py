@@ -24,13 +24,13 @@ from rsembed.kernels.contract import (
     IdList,
     KeyOrKeys,
     Outputs,
+    Rounding as Rounding,
     RowsAndGradients,
     Segment,
     Step,
     Table,
     as_rows,
 )
-from rsembed.kernels.contract import Rounding as Rounding
 from rsembed.optimizers.base import Slots
 
 NAME = "reference"

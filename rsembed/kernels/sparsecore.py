@@ -230,8 +230,7 @@ def _pallas() -> Any:
     Imported here because the import takes seconds.
     """
     from jax.experimental import pallas as pl
-    from jax.experimental.pallas import tpu as pltpu
-    from jax.experimental.pallas import tpu_sc as plsc
+    from jax.experimental.pallas import tpu as pltpu, tpu_sc as plsc
 
     return pl, pltpu, plsc
 

@@ -4,20 +4,22 @@ Settings that only programs for FBGEMM use are in `rsembed.tbe`.
 """
 
 from rsembed.optimizers import regularization, regularized, rules
-from rsembed.optimizers.base import Custom as Custom
-from rsembed.optimizers.base import OptimizerSpec as OptimizerSpec
-from rsembed.optimizers.base import from_optax as from_optax
-from rsembed.optimizers.regularized import LAMB as LAMB
-from rsembed.optimizers.regularized import LARS as LARS
-from rsembed.optimizers.regularized import AdamW as AdamW
-from rsembed.optimizers.rules import FTRL as FTRL
-from rsembed.optimizers.rules import SGD as SGD
-from rsembed.optimizers.rules import Adagrad as Adagrad
-from rsembed.optimizers.rules import Adam as Adam
-from rsembed.optimizers.rules import LaProp as LaProp
-from rsembed.optimizers.rules import LazyAdam as LazyAdam
-from rsembed.optimizers.rules import RowWiseAdagrad as RowWiseAdagrad
-from rsembed.optimizers.rules import TorchAdagrad as TorchAdagrad
+from rsembed.optimizers.base import (
+    Custom as Custom,
+    OptimizerSpec as OptimizerSpec,
+    from_optax as from_optax,
+)
+from rsembed.optimizers.regularized import LAMB as LAMB, LARS as LARS, AdamW as AdamW
+from rsembed.optimizers.rules import (
+    FTRL as FTRL,
+    SGD as SGD,
+    Adagrad as Adagrad,
+    Adam as Adam,
+    LaProp as LaProp,
+    LazyAdam as LazyAdam,
+    RowWiseAdagrad as RowWiseAdagrad,
+    TorchAdagrad as TorchAdagrad,
+)
 
 
 def _place_of_rule(name: str) -> str:

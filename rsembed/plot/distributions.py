@@ -11,8 +11,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
 from rsembed.checks import PositiveInt, validated
-from rsembed.fdo.ids import check_shares
-from rsembed.fdo.ids import zipf_exponent as zipf_exponent
+from rsembed.fdo.ids import check_shares, zipf_exponent as zipf_exponent
 from rsembed.plot.drawing import (
     COLOURS,
     DASHED,

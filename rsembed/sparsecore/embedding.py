@@ -23,8 +23,12 @@ from jaxtyping import Array, PRNGKeyArray, PyTree
 from rsembed.checks import check_type, validated
 from rsembed.collection.devices import Devices
 from rsembed.collection.occurrences import Occurrences
-from rsembed.fdo.statistics import EXACT, LimitsPolicy, limits_from_statistics
-from rsembed.fdo.statistics import SparseDenseMatmulInputStats as SparseDenseMatmulInputStats
+from rsembed.fdo.statistics import (
+    EXACT,
+    LimitsPolicy,
+    SparseDenseMatmulInputStats as SparseDenseMatmulInputStats,
+    limits_from_statistics,
+)
 from rsembed.kernels import api
 from rsembed.kernels.contract import Call, IdList, Rounding, Step
 from rsembed.kernels.ids import Partitions
@@ -33,46 +37,38 @@ from rsembed.row_gradients import check_gradient
 from rsembed.sparsecore import table_stacking
 from rsembed.sparsecore.embedding_spec import (
     create_proto_from_feature_specs as create_proto_from_feature_specs,
+    get_optimizer_class as get_optimizer_class,
+    get_optimizer_type as get_optimizer_type,
+    optimizer_spec_to_proto as optimizer_spec_to_proto,
+    proto_to_optimizer_spec as proto_to_optimizer_spec,
 )
-from rsembed.sparsecore.embedding_spec import get_optimizer_class as get_optimizer_class
-from rsembed.sparsecore.embedding_spec import get_optimizer_type as get_optimizer_type
-from rsembed.sparsecore.embedding_spec import optimizer_spec_to_proto as optimizer_spec_to_proto
-from rsembed.sparsecore.embedding_spec import proto_to_optimizer_spec as proto_to_optimizer_spec
 from rsembed.sparsecore.layout import (
     MAX_MINIBATCHES,
+    ArrayLike as ArrayLike,
+    Nested as Nested,
     Scalar,
     StackLayout,
+    compute_row_pointers_size_per_device as compute_row_pointers_size_per_device,
+    compute_theoretical_max_coo_buffer_size as compute_theoretical_max_coo_buffer_size,
     leaves_like,
     placed_stack,
+    sharding_strategy_to_enum as sharding_strategy_to_enum,
     stack_layouts,
 )
-from rsembed.sparsecore.layout import ArrayLike as ArrayLike
-from rsembed.sparsecore.layout import Nested as Nested
-from rsembed.sparsecore.layout import (
-    compute_row_pointers_size_per_device as compute_row_pointers_size_per_device,
-)
-from rsembed.sparsecore.layout import (
-    compute_theoretical_max_coo_buffer_size as compute_theoretical_max_coo_buffer_size,
-)
-from rsembed.sparsecore.layout import sharding_strategy_to_enum as sharding_strategy_to_enum
-from rsembed.sparsecore.preprocessing import PreprocessedInput as PreprocessedInput
-from rsembed.sparsecore.preprocessing import SparseDenseMatmulInput as SparseDenseMatmulInput
 from rsembed.sparsecore.preprocessing import (
+    PreprocessedInput as PreprocessedInput,
+    SparseDenseMatmulInput as SparseDenseMatmulInput,
     eval_preprocess_sparse_dense_matmul_input_shape as eval_preprocess_sparse_dense_matmul_input_shape,
-)
-from rsembed.sparsecore.preprocessing import get_all_reduce_interface as get_all_reduce_interface
-from rsembed.sparsecore.preprocessing import (
+    get_all_reduce_interface as get_all_reduce_interface,
     preprocess_sparse_dense_matmul_input as preprocess_sparse_dense_matmul_input,
-)
-from rsembed.sparsecore.preprocessing import (
     preprocess_sparse_dense_matmul_input_from_sparse_tensor as preprocess_sparse_dense_matmul_input_from_sparse_tensor,
 )
 from rsembed.sparsecore.table_stacking import (
     prepare_feature_specs_for_training as prepare_feature_specs_for_training,
+    stack_tables as stack_tables,
 )
-from rsembed.sparsecore.table_stacking import stack_tables as stack_tables
-from rsembed.sparsecore.variables import EmbeddingVariables as EmbeddingVariables
 from rsembed.sparsecore.variables import (
+    EmbeddingVariables as EmbeddingVariables,
     RowLimits,
     checked_limits,
     initialize,
@@ -88,8 +84,10 @@ from rsembed.specs import (
     features_of,
     tables_of,
 )
-from rsembed.stacking import LimitsCallable as LimitsCallable
-from rsembed.stacking import get_default_limits as get_default_limits
+from rsembed.stacking import (
+    LimitsCallable as LimitsCallable,
+    get_default_limits as get_default_limits,
+)
 
 
 class EmbeddingVariablesInitializer(NamedTuple):

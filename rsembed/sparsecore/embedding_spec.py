@@ -18,26 +18,32 @@ from jaxtyping import PyTree
 
 from rsembed import optimizers
 from rsembed.checks import check_type, validated
-from rsembed.optimizers.base import Hyperparameters
-from rsembed.optimizers.base import LearningRate as LearningRate
-from rsembed.optimizers.base import OptimizerSpec as OptimizerSpec
-from rsembed.optimizers.rules import AdagradMomentumSlotVariables as AdagradMomentumSlotVariables
-from rsembed.optimizers.rules import AdagradSlotVariables as AdagradSlotVariables
-from rsembed.optimizers.rules import AdamSlotVariables as AdamSlotVariables
-from rsembed.optimizers.rules import F2ASlotVariables as F2ASlotVariables
-from rsembed.optimizers.rules import FTRLSlotVariables as FTRLSlotVariables
-from rsembed.optimizers.rules import LaPropSlotVariables as LaPropSlotVariables
-from rsembed.optimizers.rules import SGDSlotVariables as SGDSlotVariables
+from rsembed.optimizers.base import (
+    Hyperparameters,
+    LearningRate as LearningRate,
+    OptimizerSpec as OptimizerSpec,
+)
+from rsembed.optimizers.rules import (
+    AdagradMomentumSlotVariables as AdagradMomentumSlotVariables,
+    AdagradSlotVariables as AdagradSlotVariables,
+    AdamSlotVariables as AdamSlotVariables,
+    F2ASlotVariables as F2ASlotVariables,
+    FTRLSlotVariables as FTRLSlotVariables,
+    LaPropSlotVariables as LaPropSlotVariables,
+    SGDSlotVariables as SGDSlotVariables,
+)
 from rsembed.places import Place
 from rsembed.sparsecore.layout import Nested, stack_layouts
-from rsembed.specs import DEFAULT_ACTIVATION_MEM_BYTES_LIMIT as DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
-from rsembed.specs import CallableTableInitializer as CallableTableInitializer
-from rsembed.specs import FeatureIdTransformation as FeatureIdTransformation
-from rsembed.specs import FeatureSpec as FeatureSpec
-from rsembed.specs import QuantizationConfig as QuantizationConfig
-from rsembed.specs import StackedTableSpec as StackedTableSpec
-from rsembed.specs import TableSettingInStack as TableSettingInStack
-from rsembed.specs import TableSpec as TableSpec
+from rsembed.specs import (
+    DEFAULT_ACTIVATION_MEM_BYTES_LIMIT as DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
+    CallableTableInitializer as CallableTableInitializer,
+    FeatureIdTransformation as FeatureIdTransformation,
+    FeatureSpec as FeatureSpec,
+    QuantizationConfig as QuantizationConfig,
+    StackedTableSpec as StackedTableSpec,
+    TableSettingInStack as TableSettingInStack,
+    TableSpec as TableSpec,
+)
 from rsembed.stacking import StackPlan, TablePlacement
 from rsembed.storage.dense_rows import RowLayout
 

@@ -15,8 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 from jaxtyping import Array, Float, PRNGKeyArray, PyTree
 
 from rsembed.checks import check_type

@@ -11,39 +11,36 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import AxisType, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
 from rsembed.checks import PositiveInt, check_finite, validated
-from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
-from rsembed.sparsecore.embedding_spec import compute_physical_row_ids as compute_physical_row_ids
 from rsembed.sparsecore.embedding_spec import (
+    EmbeddingSpecRecord,
+    compute_physical_row_ids as compute_physical_row_ids,
     get_row_ids_in_stacked_table as get_row_ids_in_stacked_table,
-)
-from rsembed.sparsecore.embedding_spec import (
     get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables,
 )
 from rsembed.sparsecore.layout import (
     Nested,
     check_is_array,
     cores_of,
+    get_table_stacks as get_table_stacks,
     leaves_like,
     resolve_cores,
     stack_layouts,
     stacks_of,
     with_place,
 )
-from rsembed.sparsecore.layout import get_table_stacks as get_table_stacks
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
     FeatureSpec,
+    StackedTableSpec as StackedTableSpec,
     TableSettingInStack,
     TableSpec,
     features_of,
     tables_of,
 )
-from rsembed.specs import StackedTableSpec as StackedTableSpec
 from rsembed.stacking import (
     SUBLANES,
     LimitsCallable,

@@ -10,9 +10,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from jaxtyping import Array, Float
 
 from rsembed.checks import PositiveInt, validated
-from rsembed.sparsecore.layout import NUM_SC_PER_DEVICE_MAP as NUM_SC_PER_DEVICE_MAP
-from rsembed.sparsecore.layout import num_sparsecores_per_device as num_sparsecores_per_device
-from rsembed.sparsecore.layout import sharding_strategy_to_enum
+from rsembed.sparsecore.layout import (
+    NUM_SC_PER_DEVICE_MAP as NUM_SC_PER_DEVICE_MAP,
+    num_sparsecores_per_device as num_sparsecores_per_device,
+    sharding_strategy_to_enum,
+)
 from rsembed.stacking import SUBLANES, round_up
 
 

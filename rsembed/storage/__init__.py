@@ -16,11 +16,15 @@ A storage works with the rows of one device and does not know about other device
     row_map.py          map from keys to rows: open addressing, free rows, last uses and counts
 """
 
-from rsembed.storage.hashed import ROWS_BY_KEY as ROWS_BY_KEY
-from rsembed.storage.hashed import Hashed as Hashed
-from rsembed.storage.hashed import RowNumbers as RowNumbers
+from rsembed.storage.hashed import (
+    ROWS_BY_KEY as ROWS_BY_KEY,
+    Hashed as Hashed,
+    RowNumbers as RowNumbers,
+)
 from rsembed.storage.host_cached import HostCached as HostCached
 from rsembed.storage.protocol import Storage as Storage
-from rsembed.storage.set_associative import Admission as Admission
-from rsembed.storage.set_associative import CacheCounts as CacheCounts
-from rsembed.storage.set_associative import SetAssociativeCache as SetAssociativeCache
+from rsembed.storage.set_associative import (
+    Admission as Admission,
+    CacheCounts as CacheCounts,
+    SetAssociativeCache as SetAssociativeCache,
+)

@@ -23,8 +23,7 @@ from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Roundi
 from rsembed.kernels.keyed import mix
 from rsembed.keys import Keys
 from rsembed.optimizers.base import Slots
-from rsembed.places import Place as Place
-from rsembed.places import tables_and_ids
+from rsembed.places import Place as Place, tables_and_ids
 from rsembed.specs import MAX_ROWS, TableSpec
 from rsembed.stacking import StackPlan, place_of
 from rsembed.storage.logical_rows import array_names, as_dtype

@@ -25,8 +25,7 @@ from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_
 from rsembed.sizes import padded_size
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
-from rsembed.storage.hashed_rows import DynamicTable, stack, unstack
-from rsembed.storage.hashed_rows import with_keys as with_map
+from rsembed.storage.hashed_rows import DynamicTable, stack, unstack, with_keys as with_map
 from rsembed.storage.protocol import SlotTree, State, Storage, on_host
 from rsembed.storage.row_map import Eviction, RowMap
 

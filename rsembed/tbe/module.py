@@ -28,8 +28,7 @@ from rsembed.optimizers.regularization import WeightDecayMode
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients, check_belong, check_gradient
 from rsembed.storage.donation import kept
-from rsembed.tbe import arguments, batches, functional, host_rows
-from rsembed.tbe import plan as plans
+from rsembed.tbe import arguments, batches, functional, host_rows, plan as plans
 from rsembed.tbe.arguments import (
     Arguments,
     BoundsCheckMode,

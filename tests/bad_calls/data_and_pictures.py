@@ -7,8 +7,7 @@ import zipfile
 import matplotlib as mpl
 import numpy as np
 
-from rsembed import __main__ as cli
-from rsembed import datasets
+from rsembed import __main__ as cli, datasets
 from tests.bad_calls.world import FOLDER
 
 mpl.use("Agg")

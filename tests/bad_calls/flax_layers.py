@@ -5,8 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import optax
-from flax import linen as nn
-from flax import nnx as flax_nnx
+from flax import linen as nn, nnx as flax_nnx
 
 from rsembed import linen, nnx
 from tests.bad_calls.world import KEY, batch, collection

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from rsembed.sparsecore.linen import embed as linen_embed

@@ -13,8 +13,7 @@ import pytest
 import rsembed as rs
 from rsembed.fdo import describe, ids
 from rsembed.fdo.ids import zipf_exponent
-from rsembed.keys import owners as owners_of_keys
-from rsembed.keys import split_keys
+from rsembed.keys import owners as owners_of_keys, split_keys
 from tests.test_progress import Terminal
 
 NUM_FILMS = 50

@@ -15,8 +15,7 @@ import numpy as np
 import optax
 from flax import linen as nn
 from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from rsembed.kernels import sparsecore
 from rsembed.kernels.contract import Call, CallGradients, IdList, Step

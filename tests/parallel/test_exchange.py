@@ -5,10 +5,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, PartitionSpec as P
 
 from rsembed.kernels.contract import NO_ROW
 from rsembed.parallel.exchange import trade

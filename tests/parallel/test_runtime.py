@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 from numpy.testing import assert_array_equal
 
-from rsembed import __main__ as command_line
-from rsembed import checkpoint, parallel
+from rsembed import __main__ as command_line, checkpoint, parallel
 from rsembed.parallel import runtime
 from tests import launching
 

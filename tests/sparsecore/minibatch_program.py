@@ -3,8 +3,7 @@
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec
 from tests.sparsecore import small_world

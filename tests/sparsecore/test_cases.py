@@ -7,14 +7,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from numpy.testing import assert_array_equal
 
 from rsembed import datasets
 from rsembed.fdo import NPZFileFDOClient, SparseDenseMatmulInputStats
-from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils
-from rsembed.sparsecore import embedding_pipelining_utils as pipelining
+from rsembed.sparsecore import (
+    embedding,
+    embedding_pipelining_utils as pipelining,
+    embedding_spec,
+    table_stacking,
+    utils,
+)
 from rsembed.sparsecore.partitioner import PADDING_VALUE, split_nodes
 from rsembed.stacking import split_by_memory, stack_name_of
 from tests.sparsecore import small_world

@@ -7,8 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, PartitionSpec as P
 from numpy.testing import assert_array_equal
 
 from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup, table_stacking

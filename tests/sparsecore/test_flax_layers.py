@@ -7,14 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 from flax.core import meta
 from jax.sharding import Mesh
 
 from rsembed.sparsecore import embedding_spec
-from rsembed.sparsecore.linen import embed as linen_embed
-from rsembed.sparsecore.linen import embed_optimizer
+from rsembed.sparsecore.linen import embed as linen_embed, embed_optimizer
 from rsembed.sparsecore.nnx import embed as nnx_embed
 from tests import oracles
 from tests.sparsecore import small_world

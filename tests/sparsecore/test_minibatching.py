@@ -7,8 +7,7 @@ from numpy.testing import assert_array_equal, assert_equal
 
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.partitioner import bucket_of
-from tests.sparsecore import minibatch_program as program
-from tests.sparsecore import small_world
+from tests.sparsecore import minibatch_program as program, small_world
 
 
 def preprocess(specs, *, ids=None, **options):

@@ -10,8 +10,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rsembed.sparsecore import native_partitioner, table_stacking
 from tests.sparsecore.small_world import feature_specs, place, preprocess, ragged

@@ -6,13 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed.optimizers.rules import TensorFlowAdam
-from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup
-from rsembed.sparsecore import embedding_pipelining_utils as pipelining
+from rsembed.sparsecore import (
+    embedding,
+    embedding_pipelining_utils as pipelining,
+    embedding_spec,
+    mesh_lookup,
+)
 from tests import oracles
 from tests.sparsecore import small_world
 from tests.world import mesh_of

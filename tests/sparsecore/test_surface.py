@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
-from flax import nnx
+from flax import linen as nn, nnx
 from flax.core import FrozenDict, meta
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import NamedSharding, PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking, utils

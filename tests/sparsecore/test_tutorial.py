@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 from tests import launching
-from tests.sparsecore import minibatch_program
-from tests.sparsecore import tutorial_program as tutorial
+from tests.sparsecore import minibatch_program, tutorial_program as tutorial
 
 LOSS_TOLERANCE = 1e-4
 """Sums over devices are added in another order; after eight steps that shows in the seventh digit."""

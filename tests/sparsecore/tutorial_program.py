@@ -13,8 +13,7 @@ import jax
 import numpy as np
 import optax
 from flax import linen as nn
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from rsembed import parallel
 from rsembed.fdo import file_fdo_client

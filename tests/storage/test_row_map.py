@@ -5,8 +5,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW

@@ -5,10 +5,13 @@ import functools
 import numpy as np
 
 from rsembed import tbe as rt
-from rsembed.tbe import CounterWeightDecayMode as Decay
-from rsembed.tbe import EmbOptimType as Optim
-from rsembed.tbe import LearningRateMode as Rate
-from rsembed.tbe import TailIdThreshold, WeightDecayMode
+from rsembed.tbe import (
+    CounterWeightDecayMode as Decay,
+    EmbOptimType as Optim,
+    LearningRateMode as Rate,
+    TailIdThreshold,
+    WeightDecayMode,
+)
 
 LR, MAX_COUNTER = 0.1, 5.0
 FIRST_STEP = 7

@@ -9,8 +9,7 @@ import pytest
 from flax import nnx
 from numpy.testing import assert_array_equal
 
-from rsembed import checkpoint
-from rsembed import tbe as rt
+from rsembed import checkpoint, tbe as rt
 from tests.tbe.oracle import IDS, OFFSETS, make, tables_of, train
 from tests.world import assert_same, mesh_of
 

@@ -18,8 +18,10 @@ try:
     with warnings.catch_warnings():  # not ours to mend
         warnings.simplefilter("ignore")
         import torch  # isort: skip  # fbgemm_gpu needs its libraries
-        from fbgemm_gpu import split_table_batched_embeddings_ops_common as common
-        from fbgemm_gpu import split_table_batched_embeddings_ops_training as original
+        from fbgemm_gpu import (
+            split_table_batched_embeddings_ops_common as common,
+            split_table_batched_embeddings_ops_training as original,
+        )
 except (ImportError, OSError) as error:  # a wheel for another torch ends at an undefined symbol
     pytest.skip(
         f"needs fbgemm_gpu (fbgemm-gpu-cpu 1.8.0 --no-deps, with torch): {error}",

@@ -11,8 +11,7 @@ import pytest
 from flax import nnx
 from numpy.testing import assert_allclose, assert_array_equal
 
-from rsembed import clip_by_global_norm, combine
-from rsembed import tbe as rt
+from rsembed import clip_by_global_norm, combine, tbe as rt
 from rsembed.tbe import functional
 from tests.tbe.oracle import assert_same_bits, gradient_like, make, train, variant
 from tests.world import mesh_of

@@ -5,16 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
+from hypothesis import given, settings, strategies as st
+from jax.sharding import Mesh, PartitionSpec as P
 from numpy.testing import assert_allclose, assert_array_equal
 
 from rsembed import Bags
 from rsembed.kernels import native
-from rsembed.tt import TTSpec, bag, full_weight, rows
-from rsembed.tt import cores as tt_cores
+from rsembed.tt import TTSpec, bag, cores as tt_cores, full_weight, rows
 from tests.tt.tt_oracles import CASES, core_gradients, dense_table, expanded, pooled, worked_cores
 from tests.world import assert_same
 

@@ -14,9 +14,9 @@ from rsembed.sparsecore.mesh_lookup import (
     counter_at,
     next_step,
     step_counter,
+    step_number as step_number,
     table_mesh,
 )
-from rsembed.sparsecore.mesh_lookup import step_number as step_number
 from rsembed.sparsecore.variables import EmbeddingVariables
 from rsembed.specs import FeatureSpec, tables_of
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 import jax
 import optax
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from jaxtyping import PyTree
 
 from rsembed.checks import validated
@@ -16,9 +15,9 @@ from rsembed.sparsecore.mesh_lookup import (
     counter_at,
     next_step,
     step_counter,
+    step_number as step_number,
     table_mesh,
 )
-from rsembed.sparsecore.mesh_lookup import step_number as step_number
 from rsembed.sparsecore.preprocessing import PreprocessedInput
 from rsembed.specs import FeatureSpec, tables_of
 
