@@ -32,9 +32,7 @@ def numpy_or_jax(tree: PyTree) -> Any:
 def foreign_to_numpy(value: object) -> Any:
     """`value` as a numpy array if it has `__array__`, as a tensor has.
 
-    Other values are returned unchanged.
-
-    JAX and numpy arrays are returned unchanged.
+    Other values, and JAX and numpy arrays, are returned unchanged.
     """
     if not hasattr(value, "__array__") or isinstance(value, (jax.Array, np.ndarray)):
         return value

@@ -231,7 +231,7 @@ class Bags:
         Args:
           indices: sample and position of each id, `[nnz, 2]`.
           values: ids, `[nnz]`.
-          dense_shape: number of samples and width.
+          dense_shape: shape `(samples, width)` of the tensor.
           weights: one weight per id. None: ones.
 
         Raises: ValueError: an argument has the wrong shape, or a sample is outside `dense_shape`.

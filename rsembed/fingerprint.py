@@ -25,7 +25,7 @@ MAX_DIFFERENCES_SHOWN = 6
 ELSEWHERE = "elsewhere"
 """Name of the entry which records that a part of a state is stored outside it.
 
-The value tells users what to save instead.
+The value of this entry tells users what to save instead.
 """
 
 

@@ -201,7 +201,7 @@ class _RowEvaluator:
       rows: row numbers to evaluate.
       num_rows: length of the row axis, the leading axis of an array of all rows.
       lanes: 32-bit numbers to fold into the key of each requested row, in this order. None: the row
-        index.
+        index is folded in.
       only_key: key of the initializer. With `only_key`, only random bits drawn directly from this
         key can be cut; a computation that splits the key is rejected.
       table: index of the table of each requested row, if `only_key` has one key for each of several

@@ -168,8 +168,8 @@ def _keys_of(
       values: strings, bytes or missing values.
       known: keys of values that were hashed before; new values are added.
       missing: key of missing values. None: missing values are an error.
-      row: row of all values, for error messages. None, the default: the row follows from the
-        position of the value.
+      row: row of the column that all of `values` belong to, for error messages. None, the default:
+        each row has `num_per_row` values.
       num_per_row: number of values in a row of the column, 1 by default.
     """
     try:

@@ -76,7 +76,7 @@ def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"
     if type(rows) is not list or type(first_row) is not list:
         return None
     if first_row and (type(first_row[0]) is not int or first_row[0] >= 2**31):
-        return None  # The ids are probably 64-bit keys, which the slow path reads.
+        return None  # Large ids, probably 64-bit keys, are left to the caller.
     try:
         written = marshal.dumps(rows, 2)
     except ValueError:  # `rows` contains an object that marshal cannot write.
@@ -90,7 +90,7 @@ def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"
         return None
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(items["value"][heads[1:]], out=offsets[1:])
-    # The list of all rows comes first. Each row begins after the ids of the rows before it.
+    # `heads[0]` is the list of all rows. Each row begins after the ids of the rows before it.
     expected_heads = offsets[:-1] + np.arange(1, len(rows) + 1)
     if not np.array_equal(heads[1:], expected_heads):
         return None

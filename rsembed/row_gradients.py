@@ -1,4 +1,4 @@
-"""Gradients of the rows that a batch looked up: small, sparse, and composable before a step."""
+"""Gradients of looked-up rows, which can be summed, scaled and clipped before a step."""
 
 from __future__ import annotations
 
@@ -435,7 +435,7 @@ def _combine_stack(
     specs = tuple(sharding.spec for sharding in shardings)
     in_specs = []
     for _, values in parts:
-        # Axes stacked by `lax.scan`. These axes are not split over devices.
+        # Leading axes that `lax.scan` added are not split over devices.
         stacked_axes = [None] * (values.ndim - 2)
         in_specs.append(tuple(PartitionSpec(*stacked_axes, *spec) for spec in specs))
     on_each = jax.shard_map(

@@ -306,7 +306,7 @@ class Gradients:
           rows: the new row gradients, by layer.
 
         Raises:
-          ValueError: the loss did not call a layer of `rows`.
+          ValueError: `rows` names a layer that the loss did not call.
           TypeError: a value is not a `RowGradients`.
         """
         if unknown := sorted(set(rows) - set(self.calls)):

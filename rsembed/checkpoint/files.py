@@ -347,8 +347,8 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
       path: folder of the checkpoint.
       like: pytree of arrays or `jax.ShapeDtypeStruct`s with the wanted structure. An array with a
         sharding gets this sharding, which may differ from the saved one. An `EmbeddingState`, such
-        as `collection.template`, gets the rows of its tables in its layout. None: the result has
-        nested dictionaries of numpy arrays, with positions and field names as keys.
+        as `collection.template`, is filled with the saved rows and keeps its layout. None: the
+        result has nested dictionaries of numpy arrays, with positions and field names as keys.
 
     Raises:
       FileNotFoundError: `path` has no checkpoint.

@@ -1,8 +1,8 @@
 """Converts an `EmbeddingState` to tables in id order, the form of files, and back.
 
 The `layout` of a state records the table and id of each row of its arrays. A save reads the tables
-in id order, block by block. A load writes the rows in the layout of the wanted state. Therefore a
-file does not depend on a mesh or on stacking.
+in id order, block by block. A load writes the rows in the layout of the requested state. Therefore
+a file does not depend on a mesh or on stacking.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
 """First index and end of a block of an array, along each axis."""
 Blocks = Iterable[tuple[np.ndarray, np.ndarray]]
-"""Pairs of row indices in an array, and the rows."""
+"""Pairs `(indices, rows)`: some rows of an array, and their indices in the array."""
 
 
 class CorruptCheckpointError(ValueError):
@@ -60,7 +60,7 @@ def sharded(
       shape: shape of the whole array, with at least one dimension.
       dtype: dtype of the array.
       sharding: sharding of the result. None: JAX's default device.
-      pieces: pairs of row indices and rows. Rows that are in none of the pairs are zero.
+      pieces: pairs of row indices and rows. Rows that no pair contains are zero.
     """
     whole = (slice(None),) * len(shape)
     indices: list[Index | None] = [whole]

@@ -212,7 +212,7 @@ class AskedRows(Rows):
         return None
 
     def _found(self, params: Params, slots: SlotTree, request: Request, step: Step) -> Found:
-        """Parameters, slots and rows after `find` of all keys of a request."""
+        """Finds the row of each key of a request: new parameters, new slots and the rows."""
         keys, occurrences = self._received(request)
         return self.storage.find(params, slots, keys, occurrences, self.table, step)
 

@@ -43,7 +43,7 @@ class PreparedBatch(Mapping[str, PyTree]):
 
     The batch is a pytree: it can be an argument of `jit` and can be donated, and batches of equal
     sizes can be stacked for `lax.scan`. The ids of all ragged features that share a stack of tables
-    are one list, and lists have few different sizes, so few programs handle all batches.
+    are one list, padded to one of a few sizes, so a stream of batches needs few compiled programs.
 
     On a mesh, a list has a part for each device, with the bags of that device's samples. All parts
     are padded to one length, `room`. The parts are concatenated in global arrays that are split

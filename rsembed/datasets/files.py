@@ -45,7 +45,7 @@ class SourceFile:
     """A file that can be opened for reading: a plain file, or a member of an archive.
 
     Attributes:
-      name: path inside the folder or archive, which errors show.
+      name: path inside the folder or archive, as shown in error messages.
       num_bytes: size after unpacking; None if the file does not contain it.
       opener: function that returns the open file.
     """
@@ -199,7 +199,7 @@ class Block(NamedTuple):
 
     Attributes:
       first_line: index of the first line, from 1.
-      text: the lines, each with its end.
+      text: the lines, including their line ends.
       has_end: False if the file ends without an end of line. An end of line is then added to
         `text`.
     """

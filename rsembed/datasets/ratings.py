@@ -90,7 +90,7 @@ class TasteLaw:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RatingsLog:
-    """Ratings in the order of time, with titles and genres of the items.
+    """Ratings in chronological order, with the titles and genres of the items.
 
     Attributes:
       users, items: user and item of each rating, as indices from 0.
@@ -246,7 +246,8 @@ def _law(
 ) -> tuple[TasteLaw, np.ndarray]:
     """Random `TasteLaw`, and a mask of the genres of each item."""
     centres = _unit(generator.standard_normal((len(GENRES), TASTE_DIM)))
-    ranks = np.argsort(id_of_rank(len(GENRES), 3))  # Dramas are more frequent than westerns.
+    # `ranks[g]` is the popularity rank of genre `g`: some genres are more frequent than others.
+    ranks = np.argsort(id_of_rank(len(GENRES), 3))
     weights = zipf_probabilities(len(GENRES), exponent=0.5)[ranks]
     drawn = np.argsort(-np.log(weights) - generator.gumbel(size=(num_items, len(GENRES))), axis=1)
     genres = np.zeros((num_items, len(GENRES)), bool)

@@ -1,4 +1,4 @@
-"""Text as word ids, and windows of them: the real Shakespeare corpus if there is one, else a text in his manner.
+"""Texts as word ids, and windows of ids: Shakespeare's plays, or a bundled text in their manner.
 
 Files from other publishers are read from a path, the cache or the network, and compared with a
 known checksum.
@@ -199,8 +199,8 @@ def shakespeare(
         learns to write them. "pastiche" is a short play, written by hand, with many rare words.
         "generated" and "pastiche" are bundled. "auto" is the real corpus if there is a file, else
         the generated text, and logs its choice to the logger "rsembed".
-      path: a text file, or a folder with `tinyshakespeare.txt`. A file with a different name is
-        read without a checksum.
+      path: a text file, or a folder with `tinyshakespeare.txt`. A file with a different name may
+        have any content.
       download: whether the corpus (1.1 MB) may be downloaded into the cache folder. A server that
         does not answer within seconds counts as a missing file.
       max_words: number of words to keep from the beginning. A few hundred make a test quick. None:

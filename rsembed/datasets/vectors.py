@@ -19,7 +19,7 @@ from rsembed.checks import PositiveInt, describe, validated
 MAX_WORD_BYTES = 65_536
 """Most bytes of a word in a file."""
 MAX_NUMBER_BYTES = 64
-"""Most bytes of one number with its space.
+"""Bytes that a line may have for each number, including a space.
 
 `MAX_WORD_BYTES` and `MAX_NUMBER_BYTES` bound the memory for a line of a file.
 """

@@ -1,1 +1,1 @@
-"""Device code for each kind of hardware: lookup, row gradients and update on flat arrays."""
+"""Lookup, row gradients and update on flat arrays, implemented for each kind of hardware."""

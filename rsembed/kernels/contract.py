@@ -313,8 +313,8 @@ class Step:
       rounding: function that rounds stepped rows to the table's dtype. None: round to nearest.
       number: index of the step, from 0, for storages that keep the step of a row's last use.
       resident_rows: if the table is a cache, the row in each cache slot, `NO_ROW` in empty slots.
-        With `resident_rows`, the rows that are stepped are cache slots. None: the table has all
-        rows.
+        With `resident_rows`, the rows that are stepped are cache slots. None: the table is not a
+        cache.
     """
 
     hyper: Hyperparameters

@@ -100,7 +100,7 @@ def provide_threads() -> None:
     global _num_threads
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
     num_fake = int(fake[-1]) if fake else 1
-    config: Any = jax.config  # Any: some type stubs of JAX lack these settings.
+    config: Any = jax.config  # Some type stubs of JAX lack these settings.
     if not has_devices():
         num_devices = max(config.jax_num_cpu_devices, num_fake, 1)
         os.environ.update(thread_settings(num_devices))
@@ -253,7 +253,7 @@ def unavailable_because() -> str | None:
 
 
 def warn_of_slow_cpu() -> None:
-    """Warns once if a computation for the CPU has no library of native kernels."""
+    """Warns once if a computation for the CPU cannot use the native library."""
     library = shared_library()
     if isinstance(library, str) and target_device().platform == "cpu":
         _warn_of_no_library(library)

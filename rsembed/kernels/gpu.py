@@ -204,8 +204,8 @@ def _sum_bags(
       columns: columns of the rows to pool.
       combiner: combiner of the bags.
       num_bags: number of bags. An index in `bags` that is not below it is padding.
-      stride: distance between the bounds of consecutive bags. 1 for offsets, where the end of a bag
-        is the start of the next bag; 2 for pairs of start and end.
+      stride: step from one bag to the next in the array of bounds. 1 for offsets, where the end of
+        a bag is the start of the next bag; 2 for pairs of start and end.
       has_pieces: whether the last of `refs` holds the sums from `_pieces`. Entries that are
         contained in a sum are not read again.
     """

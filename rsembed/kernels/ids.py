@@ -17,7 +17,7 @@ from rsembed.kernels.reference import by_bag, gather_rows
 from rsembed.places import Place
 
 ALIGNMENT = 8
-"""Partitions begin at multiples of this number.
+"""Each partition of a buffer begins at a multiple of this number.
 
 A block of row pointers has at least this number of entries.
 """

@@ -347,7 +347,8 @@ Lanes = Sequence[Array]
 Probe = Callable[[Array, Lanes, Array, Array, Array], tuple[Array, Array, Array]]
 """`(state, lanes, positions, slots, active) -> (state, is_done, results)`: checks a slot per key.
 
-`lanes` and `positions` in the call belong to the keys that still search.
+A call may probe only some of the keys. `lanes` and `positions` (indices in all keys) belong to the
+probed keys, and `active` marks the entries that are not done.
 """
 
 

@@ -1,8 +1,9 @@
 """The kernels in C++ for CPUs, called through XLA's foreign function interface.
 
 Each function computes what the function of the same name in `reference.py`, `ids.py` or `keyed.py`
-defines. One call into the library handles all segments. Tables and slots are updated in place if
-the caller donates them, or if the call is inside `jit`.
+defines. One call into the library handles all segments. Tables and slots are updated in place. XLA
+first copies those that must stay valid, such as arguments of a jitted function that are not
+donated.
 """
 
 from __future__ import annotations
@@ -378,7 +379,7 @@ def take_rows(
     wants: Bool[Array, " n"],
     table: Int[Array, " n"] | None = None,
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """Free rows from the top of a table's stack. See `keyed.take_rows`."""
+    """Free rows for the entries that want one. See `keyed.take_rows`."""
     results = _integers(wants.shape, num_free.shape, num_free.shape)
     operands = (free, num_free, wants, _table_operand(table))
     return call_handler("rsembed_take_rows", results, *operands)

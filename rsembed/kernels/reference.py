@@ -599,7 +599,8 @@ def row_bits(
     """`dim` random words for every row.
 
     Args:
-      key: key to fold a row's lanes into, one after the other; with `table`, one key per table.
+      key: PRNG key. The lanes of a row are folded into it in order. With `table`, `key` has one key
+        per table.
       lanes: words that identify a row.
       dim: number of words per row.
       table: table of each row; None if there is one table.

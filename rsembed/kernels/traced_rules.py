@@ -120,8 +120,8 @@ def evaluate(
       arguments: one for each input: a row, or a piece that repeats a number.
       dim: length of the row. The pieces together can be longer than the row; the end of the last
         piece is then padding.
-      swaps: functions to use instead of primitives that the kernel's compiler lacks, by name. None:
-        no primitive is replaced.
+      swaps: functions that replace primitives which the kernel's compiler lacks, by name of the
+        primitive. None: no primitive is replaced.
     """
     piece = next(argument[0] for argument in arguments if isinstance(argument, tuple))
     return _Evaluation(piece.shape, dim, swaps or {}).run(closed, arguments)

@@ -40,9 +40,9 @@ def trade(
     """Exchanges blocks: block `i` of every parcel goes to device `i`, and a block from `i` returns.
 
     Args:
-      parcels: pytrees of arrays. Parcels may differ in capacity. Arrays of equal row shape and
-        dtype share one `all_to_all`, and so do all lanes (arrays with one 32-bit word per entry),
-        because each collective has a fixed cost.
+      parcels: pytrees of arrays. The parcels may have different capacities (entries per block).
+        Arrays of equal row shape and dtype share one `all_to_all`, and so do all lanes (arrays with
+        one 32-bit word per entry), because each collective has a fixed cost.
       axis_name: mesh axis, or several axes. The product of the axis sizes is the number of devices.
       entries: for each parcel, the indices `[devices, capacity]` of the entries to send. The
         arrays of the parcel are `[nnz, ...]`, and indices outside `[0, nnz)` are padding. None: the

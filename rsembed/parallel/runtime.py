@@ -444,8 +444,8 @@ def _first_failure(
 
     If a signal killed a process, the first such process is the cause. The system closes the
     connections of a killed process before it ends, so other processes may fail before the killed
-    process is seen to end. SIGABRT does not count, because JAX aborts a process when another one is
-    silent.
+    process is seen to end. A process that ended with SIGABRT is skipped, because JAX aborts a
+    process if another process stops responding.
     """
     for process in all_failed:
         status = children[process].returncode

@@ -194,7 +194,7 @@ def plot_limit_choice(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots the share of entries that each limit would drop against the bytes of its buffers.
+    """Plots the share of dropped entries (y) and the bytes of the buffers (x) for many limits.
 
     A dot marks the limit `max_ids_per_partition`.
 

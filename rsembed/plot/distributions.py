@@ -128,7 +128,7 @@ def treemap(
     Args:
       sizes: a size for each rectangle. The rectangles are in the order of `sizes`.
       width: width of the box.
-      height: height of the box.
+      height: height of the box that the rectangles tile.
 
     Raises: ValueError: a size is negative, or all are zero.
     Source: Bruls, Huizing, van Wijk, "Squarified Treemaps", 2000.

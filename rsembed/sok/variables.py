@@ -390,7 +390,7 @@ def embedding_variable(
       embedding_dim: number of columns.
       rows_per_device: number of rows on each device.
       use_hashtable: if True, keys are any integers and get rows in their first training step. If
-        False, keys are row numbers below `rows_per_device * n`.
+        False, keys are row numbers from 0 to `rows_per_device * n - 1`.
       key_dtype: int32, int64, uint32 or uint64.
       initializer: a function `(key, shape) -> array`, which is called for single rows. A number or
         one of these names is also accepted: "uniform" (from -0.05 to 0.05), "normal" (standard
@@ -470,7 +470,7 @@ NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
 }
 """Initializers with Keras' names and scales.
 
-`random_uniform` and `RandomUniform` are also accepted.
+CamelCase and the prefix `random_` are also accepted, as in `RandomUniform` and `random_uniform`.
 """
 
 

@@ -219,8 +219,8 @@ def update_preprocessing_parameters(
       feature_specs: placed specs of all features. Stacks without statistics keep their limits.
       updated_params: statistics of one or more batches, as loaded by a client of `rsembed.fdo`.
       num_sc_per_device: cores per device.
-      policy: how limits are computed from maxima. See `rsembed.fdo.limits_from_statistics`.
-        Default: `EXACT`.
+      policy: how limits are computed from the observed maxima. See
+        `rsembed.fdo.limits_from_statistics`. Default: `EXACT`.
     """
     stacks = get_stacked_table_specs(feature_specs)
     limits = limits_from_statistics(

@@ -80,7 +80,8 @@ class PipelineState(NamedTuple):
       pipeline_step: index of the cycle, from 0, as an int32 array. In a tree of shardings None: the
         compiler chooses.
       last_step_inputs: the batch that the previous cycle looked up.
-      step_before_last_step_inputs: batch `i - 2`, with the gradients of its activations.
+      step_before_last_step_inputs: batch that was looked up two cycles ago (`i - 2` in cycle `i`),
+        with the gradients of its activations.
       placeholder_output: zeros with the structure and shapes of the dense stage's output, for
         cycles without a dense stage.
       placeholder_tc_aux: zeros with the structure and shapes of the auxiliary output that the dense
@@ -128,7 +129,9 @@ def get_initial_state(
     dense_input_sharding: Sharding | None = None,
     sparse_input_sharding: Sharding | None = None,
 ) -> PipelineState:
-    """The state before cycle 0: zeros in the right shapes. Preprocessed ids of zeros are a batch without ids.
+    """The state before cycle 0: zeros in the right shapes.
+
+    The ids are all-zero buffers, which stand for a batch without ids.
 
     Args:
       pipeline_input: any batch; only its shapes are used.

@@ -112,7 +112,7 @@ class MeshTables:
         )
 
     def train(self, variables: PyTree, counter: Array, inputs: PreprocessedInput) -> Activations:
-        """Activations of a lookup.
+        """Looks up a batch, and returns the activations.
 
         The backward pass of this lookup returns updated variables as their "gradients".
 

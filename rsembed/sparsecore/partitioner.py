@@ -516,10 +516,11 @@ def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
 def split_nodes(
     counts: Int[np.ndarray, "*parts buckets"], limit: int
 ) -> Bool[np.ndarray, "*parts nodes"]:
-    """Split points of every partition: nodes of a binary tree over the buckets, from the leaves to the root.
+    """Mask of the nodes that must be split, for every partition.
 
-    A node is set if its two halves together exceed the limit. A node that is set is split, so for
-    its parent it counts only as much as its fuller half.
+    The nodes of the binary tree over the buckets are ordered from the leaves to the root. A node is
+    set if its two halves together exceed the limit. A node that is set is split, so for its parent
+    it counts only as much as its fuller half.
 
     Example:
       >>> split_nodes(np.asarray([2, 5, 1, 6, 3, 4, 2, 0]), 7).astype(int).tolist()

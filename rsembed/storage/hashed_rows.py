@@ -236,7 +236,7 @@ def with_initial_values(
 
     Args:
       arrays: array of the vectors, and of the slots if `slots`.
-      rows: row of each key. `NO_ROW` skips a key.
+      rows: row of each key. A key with row `NO_ROW` is skipped.
       keys: the new keys, and any entries that `rows` skips.
       table: spec of the table.
       key: PRNG key of the table, or one for each of several tables.

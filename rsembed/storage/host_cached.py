@@ -173,7 +173,7 @@ class HostTable(HostCached):
     The host rows belong to one state at a time.
 
     Args:
-      storage: size of the cache and eviction policy.
+      storage: storage that gives the size of the cache and the eviction policy.
       table: spec of the table.
     """
 

@@ -529,8 +529,8 @@ def call_host(function: Callable[..., PyTree], shapes: PyTree, *operands: PyTree
 
     Args:
       function: function of NumPy or JAX arrays.
-      shapes: shapes and dtypes of the result, for an ordered callback inside a compiled program.
-        None: a direct call of `function`.
+      shapes: shapes and dtypes of the result, for an ordered `io_callback`. None: `function` is
+        called directly.
       operands: arguments of `function`.
     """
     if shapes is None:

@@ -68,7 +68,7 @@ def member(kind: type[Member], value: Member | str | int, argument: str) -> Memb
     """A member of an enum, from the member, its value or its name in any case.
 
     Args:
-      kind: class of the enum.
+      kind: the enum class that `value` is a member of.
       value: the member, its value or its name.
       argument: name of the argument, for the error.
 
@@ -292,7 +292,7 @@ _FIELDS = {
 def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:
     """Entry of an optimizer in the optimizer table, for a weight decay mode.
 
-    An optimizer that has weight decay modes does not read `weight_decay` in mode NONE.
+    In mode NONE, an optimizer with weight decay modes does not read `weight_decay`.
 
     Raises: NotImplementedError: the optimizer comes from another package, such as optax.
     """

@@ -222,7 +222,7 @@ class HostRows:
         Rows of the batch that get no cache slot are copied to the device when the batch is looked
         up.
 
-        Raises: RuntimeError: `MAX_PREFETCHES` prefetched batches were not looked up yet.
+        Raises: RuntimeError: `MAX_PREFETCHES` prefetched batches have not been looked up yet.
         """
         if len(self.prefetched) >= MAX_PREFETCHES:
             raise RuntimeError(
@@ -383,7 +383,7 @@ class HostRows:
         Args:
           first_bags: see `TBEPlan.first_bags`.
           ids: ids of all features.
-          offsets: ends of all bags, with 0 before them.
+          offsets: offsets of all bags: 0, then the end of each bag.
           admit: whether missing rows enter the cache.
           **options: options of `CachedRows.find`.
         """

@@ -90,8 +90,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         per table.
       cache_algorithm: eviction policy of caches, LRU by default.
       cache_load_factor: rows of the cache as a fraction of all rows of the group, 0.2 by default.
-      cache_sets: number of sets of 32 rows in each cache. 0, the default: `cache_load_factor`
-        decides.
+      cache_sets: number of sets of 32 rows in each cache. 0, the default: the number of sets
+        follows from `cache_load_factor`.
       cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. The argument
         has no effect, and there is a warning, if the device does not report its memory (CPUs do
         not) or if `cache_sets` is given.
@@ -114,8 +114,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         `[-max_gradient, max_gradient]`.
       max_gradient: bound for `gradient_clipping`.
       max_norm: maximum norm of updated rows, for row-wise Adagrad. 0, the default: no bound.
-      learning_rate: a number, a callable without arguments or a callable of the 0-based step. One
-        for all tables, or a list with one per table.
+      learning_rate: a number, or a function of no arguments or of the step number (from 0). One for
+        all tables, or a list with one per table.
       eps: number added to the square root, outside of it. The default 1e-8 is FBGEMM's, while
         torch's Adagrad has 1e-10.
       momentum: momentum of LARS_SGD.
@@ -131,7 +131,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         allowed with it.
       cowclip_regularization: settings of weight decay mode COWCLIP, required by it and only allowed
         with it.
-      pooling_mode: SUM, MEAN (divided by the number of ids, weighted or not) or NONE (one row per
+      pooling_mode: SUM, MEAN (the weighted sum divided by the number of ids) or NONE (one row per
         id).
       device: device of the tables. None: JAX's default device.
       bounds_check_mode: treatment of ids and offsets out of range. An id of -1 means no id.
@@ -537,7 +537,7 @@ class TablesBackward:
         functional.check_state(module.plan, module.state.get_value())
         self._is_used = True
         module._begin_step()
-        # Lookups of other batches since `vjp` may have moved rows.
+        # Since the call of `vjp`, lookups of other batches may have moved rows in the cache.
         if module.state.get_value().generation is not self._generation:
             self._near = module._brought(self._batch, admit=False)
         program = functools.partial(

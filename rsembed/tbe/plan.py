@@ -87,7 +87,7 @@ class TablePlan(NamedTuple):
       optimizer: optimizer that `rule` was made from.
       num_rows: number of rows.
       dim: number of columns.
-      learning_rate: initial rate, or a callable without arguments or of the 0-based step.
+      learning_rate: a number, or a function of no arguments or of the step number (from 0).
       dtype: dtype of the stored rows.
       near_dtype: dtype of the rows on the device. For rows on the host, `near_dtype` may differ
         from `dtype`.
@@ -135,7 +135,7 @@ class TablePlan(NamedTuple):
     def global_decay(self) -> GlobalWeightDecayDefinition | None:
         """Global weight decay, or None if the rule has none.
 
-        Lookups apply it to a row for the steps that did not update the row.
+        A lookup applies the decay of the steps since the last update of a row.
         """
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagrad) else None
 

@@ -436,7 +436,8 @@ class TrainedTables(nnx.Module):
 
         Args:
           discard: whether the rows in the cache are dropped instead of written to the host.
-            Training of dropped rows since the last write is lost, as in FBGEMM. False by default.
+            Updates of these rows since they were last written to the host are then lost, as in
+            FBGEMM. False by default.
         """
         with self._alone():
             if self._host_rows is not None:

@@ -61,7 +61,7 @@ class TTSpec:
         for name in ("tt_p_shapes", "tt_q_shapes", "tt_ranks"):
             object.__setattr__(self, name, tuple(np.asarray(getattr(self, name)).tolist()))
         object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
-        check_fields(self)  # Checks again, because the check before does not look into arrays.
+        check_fields(self)  # Checks again, because the first check does not look inside arrays.
         d = len(self.tt_p_shapes)
         if d < 2 or len(self.tt_q_shapes) != d or len(self.tt_ranks) != d - 1:
             raise ValueError(
@@ -285,7 +285,8 @@ def suggested_tt_shapes(
     Args:
       n: the number to factor.
       d: number of factors, 3 by default.
-      allow_round_up: False factors `n` itself, as an embedding dimension requires. Default: True.
+      allow_round_up: whether `n` may be rounded up, True by default. If False, `n` itself is
+        factored, as needed for an embedding dimension.
 
     Raises: ValueError: `n` or `d` is less than one.
 

@@ -62,7 +62,8 @@ class TensorTrain(Storage):
       tt_ranks: inner ranks, one fewer than cores. None: the largest ranks that fit `bytes`.
       tt_p_shapes: row factors. Default: `suggested_tt_shapes` of the number of rows.
       tt_q_shapes: column factors. Default: `suggested_tt_shapes` of the embedding dimension.
-      bytes: bytes that the cores may use, instead of ranks and factors. See `TTSpec.for_budget`.
+      bytes: maximum size of the cores in bytes, as an alternative to ranks and factors. See
+        `TTSpec.for_budget`.
       weight_dist: distribution of the initial table, "normal" by default. See `init_cores`.
         `weight_dist` replaces the initializer of the table, which has no effect.
       cache_rows: how many of the most read rows are cached as float32 vectors. A cached row is
@@ -123,7 +124,10 @@ class TensorTrain(Storage):
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether a step updates all parameters. Cached rows that were not read do not change."""
+        """Whether a step updates all parameters: True without a cache.
+
+        With a cache, a step does not change cached rows that were not read.
+        """
         return not self.cache_rows
 
     def spec_of(self, table: TableSpec) -> TTSpec:
@@ -153,7 +157,9 @@ class TensorTrain(Storage):
         )
 
     def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
-        """Paths of the first core and its slots, if only the first row factor differs from `saved`.
+        """Paths in the state of the first core and its slots, if `table` may be resized.
+
+        The result is None if the table differs from `saved` in more than the first row factor.
 
         The first row factor belongs to the most significant digit of an id. Slices that are
         appended to the first core therefore add rows at the end of the table.

@@ -18,7 +18,7 @@ constexpr int32_t kNoRow = 2147483647;  // NO_ROW of rsembed/kernels/contract.py
 
 // Sizes and indices in a call are not trusted. The functions below add and multiply sizes and indices without overflow.
 
-// Product of two sizes, or INT64_MAX on overflow, which no buffer has.
+// Product of two sizes, or INT64_MAX on overflow. No buffer is that large.
 inline int64_t Times(int64_t a, int64_t b) {
   int64_t product;
   return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;

@@ -54,7 +54,7 @@ struct Stack {
   }
 };
 
-// Minibatches split the rows of a sample. Sorting brings its entries back into the order of rows.
+// With minibatches, the entries of a sample may not be in the order of their rows. Sorting restores this order.
 void SortByRow(int32_t* rows, float* gains, int64_t count, std::vector<int32_t>& order, std::vector<float>& spare) {
   if (std::is_sorted(rows, rows + count)) return;
   order.resize(count);

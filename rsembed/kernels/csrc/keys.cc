@@ -145,7 +145,7 @@ ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int3
   if (checks.Failed()) return checks.Complaint();
   const int32_t now = step.typed_data()[0];
   Workers workers(pool);
-  int64_t num_shares = 1;  // a power of two, because a division for each entry would dominate the time
+  int64_t num_shares = 1;  // a power of two, so that a mask finds the share of a row
   const int64_t most_shares = num_entries < kEntriesPerTask ? 1 : std::min(workers.num_threads(), kMostShares);
   while (2 * num_shares <= most_shares) num_shares *= 2;
   const int64_t ahead = kAhead * num_shares;

@@ -141,7 +141,7 @@ class CorePartitioner {
                   WorkerMemory& memory)
       : stack_(stack), groups_(groups), core_(core), drops_ids_(drops_ids), memory_(memory) {}
 
-  // False if an id is outside its table or a weight is not finite.
+  // Returns false if an id is outside its table or a weight is not finite.
   bool Run() {
     int64_t num_entries = 0;
     for (const Group& group : groups_) num_entries += NumEntries(group);

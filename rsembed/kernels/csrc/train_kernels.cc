@@ -191,7 +191,7 @@ struct Block {
     for (int64_t earlier = 0; earlier < t; ++earlier) at += kLookupsPerBlock * train.product[earlier];
     return at;
   }
-  // The product up to the first core is a slice. The slice is copied only if products must be contiguous.
+  // The product up to core 0 is only a slice of this core. The slice is copied only if products must be contiguous.
   const float* product(int64_t t, int64_t k) const {
     return t == 0 ? slice(0, k) : products(t) + k * train.product[t];
   }

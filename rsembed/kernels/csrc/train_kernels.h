@@ -41,9 +41,10 @@ struct TrainKernels {
   const char* name;
   // Rows `[count, dim]` of `count` lookups. No two of these lookups may use the same slices of all cores.
   void (*rows)(const Train&, const uint32_t* lookups, int64_t count, float* scratch, float* made);
-  // From the gradients of the rows, adds to the gradient of the shared slice and writes the gradients of the other
-  // slices, `[count, size]` for every core. For cores before the grouped one it writes only at heads, which include the
-  // lookups after them with the same slices. `rows` must have been called with the same `scratch`.
+  // Backward pass of `rows`. Adds the gradient of the slice that all lookups share to `d_grouped`, and writes the
+  // gradients of the other slices to `d_slices`, `[count, size]` for every core. For cores before the grouped one it
+  // writes only at heads, which include the lookups after them with the same slices. `rows` must have been called with
+  // the same `scratch`.
   void (*pull)(const Train&, const uint32_t* lookups, int64_t count, const float* d_rows, const float* transposed,
                float* d_grouped, float* const* d_slices, bool* is_head, float* scratch);
   // The slice `[left, columns * right]` with its axes swapped.

@@ -95,8 +95,8 @@ inline void store(T* to, Floats x) {
   memcpy(to, &raw, sizeof(raw));
 }
 
-// Columns after the last full vector, fewer than kLanes. Missing lanes read as zero and are not written. A short row
-// has no full vector at all, so its columns are not moved one by one.
+// Loads and stores the columns after the last full vector, fewer than kLanes. Missing lanes read as zero and are not
+// written. A short row has only these columns, so a loop over single columns would be slow.
 #if defined(__AVX512F__)
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
