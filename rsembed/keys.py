@@ -90,8 +90,8 @@ def hash_keys(
       column: strings or bytes as a list, a NumPy array of any shape, or a column of pandas, polars
         or Arrow (including categories). A column of lists gives a list of arrays, which `prepare`
         reads as one bag per row.
-      missing: key of all missing values (None, NaN, pandas.NA, masked), for example -1, which means
-        no id. None, the default: missing values are an error.
+      missing: key of all missing values (None, NaN, pandas.NA, masked), for example -1 (no id).
+        None, the default: missing values are an error.
 
     Returns:
       int64 keys, including negative ones, in the shape of the column. -1 is returned only for
@@ -166,7 +166,7 @@ def _keys_of(
 
     Args:
       values: strings, bytes or missing values.
-      known: keys of values that were hashed before; new values are added.
+      known: keys of values that have already been hashed; new values are added.
       missing: key of missing values. None: missing values are an error.
       row: row of the column that all of `values` belong to, for error messages. None, the default:
         each row has `num_per_row` values.
@@ -357,7 +357,7 @@ def as_keys(ids: Ids) -> Keys:
 def is_beyond(keys: Keys, dtype: str) -> Lane:
     """Mask of the keys that do not fit `dtype`.
 
-    "uint64" holds all keys, and "int64" all except the bits of -1, which is padding.
+    "uint64" holds all keys. "int64" holds all keys except the bits of -1, because -1 is padding.
     """
     if dtype == "uint64":
         return keys.is_key & False

@@ -203,7 +203,7 @@ class RowGradients:
     def summands(self) -> Summands | None:
         """Inputs from which the values are computed, while the program that made them is traced.
 
-        A step uses the summands instead of the sums. XLA then leaves out the sums, which are as
+        A step uses the summands instead of the sums. XLA then leaves out the sums. The sums are as
         large as all occurrences of ids. The summands are None if another array was put into the
         gradients.
         """
@@ -255,7 +255,7 @@ def as_factor(factor: Any) -> float | Float[Array, ""]:
     """
     name = "the factor of gradients"
     check_type(factor, float | Float[Array, ""], name)
-    # The value of a JAX array may be traced, or not computed yet.
+    # The value of a JAX array may be traced, or may not have been computed yet.
     if isinstance(factor, jax.Array):
         return factor
     check_within("(-inf, inf)", factor, name)
@@ -265,7 +265,7 @@ def as_factor(factor: Any) -> float | Float[Array, ""]:
 def check_gradient(value: object, name: str) -> None:
     """Raises: TypeError: a gradient is not an array of floats.
 
-    A gradient of integers is an error because it was probably cast, which rounds its values.
+    A gradient of integers is an error, because it was probably cast and its values were rounded.
     """
     check_type(value, Num[Array, "..."], name)
     array = foreign_to_numpy(value)

@@ -638,7 +638,7 @@ def _checked_tables(
     *,
     share_combiner: bool,
 ) -> list[TableSpec]:
-    """The tables with these names, after checks.
+    """Checks `table_names`, and returns the tables with these names.
 
     Raises: ValueError: a name is repeated or unknown, or the tables differ in a shared setting.
     """

@@ -172,8 +172,8 @@ def look_up(
       collection: the tables of the layer.
       state: state of the tables.
       batch: ids of every feature.
-      guard: parameter of the layer, which no result depends on. Differentiating by the guard
-        without a recording is an error.
+      guard: parameter of the layer. No result depends on it. Differentiating by the guard without a
+        recording is an error.
 
     Raises: RuntimeError: the activations are differentiated without a recording, so the tables
       would stay untrained; or a recorded loss calls the layer inside another JAX transformation, in

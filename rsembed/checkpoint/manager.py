@@ -64,8 +64,8 @@ class CheckpointManager:
       max_to_keep: number of checkpoints to keep, the last ones written. Damaged checkpoints that
         `restore` skipped are removed first. None: all.
       keep_period: checkpoints with a step that is a multiple of `keep_period` are always kept.
-      read_only: True writes and locks nothing, for a folder that another process writes or that is
-        not writable.
+      read_only: if True, the manager writes and locks nothing, for a folder that another process
+        writes or that is not writable.
 
     Raises:
       RuntimeError: another process writes to the folder. The message names the process.

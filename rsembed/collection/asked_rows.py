@@ -46,7 +46,7 @@ class Combined(NamedTuple):
     Attributes:
       rows: row numbers, or 32-bit lanes of keys, as in `RowGradients.rows`.
       values: gradient of each row.
-      is_row: False for padding.
+      is_row: whether an entry is a row; False for padding.
     """
 
     rows: Array
@@ -321,8 +321,8 @@ class AskedKeys(AskedRows):
     def _in_order(self, request: Request) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
         """Received keys sorted by device and first occurrence, their occurrences, and the order.
 
-        If rows are scarce, the order decides which keys get one, so `update` and `apply` must use
-        the same order.
+        If there are too few rows, the first keys get them, so `update` and `apply` must use the
+        same order.
         """
         keys, occurrences = self._received(request)
         first_of = request[-1]

@@ -186,7 +186,7 @@ class EmbeddingCollection:
         return host_rows.with_new_generation(self._on_host, fresh)
 
     def prefetch(self, state: EmbeddingState, batch: Batch) -> EmbeddingState:
-        """State after the rows of a batch were copied to the device, for tables on the host.
+        """Copies a batch's rows to the device, for tables on the host. Returns the new state.
 
         Do not call `prefetch` inside `jit`. Call it before a compiled step, with the batch that the
         step will read. A later prefetch of a different batch may evict the batch's rows. `state` is
@@ -418,7 +418,7 @@ class EmbeddingCollection:
         counted.
 
         Features in arrays stay arrays. The bags of all ragged features that share a stack of tables
-        become one list of ids. Lists are padded to one of few sizes, so a stream of batches needs
+        become one list of ids. Lists are padded to one of a few sizes, so a stream of batches needs
         few compiled programs. On one device, a feature without a combiner is not padded. The result
         is a pytree, and a mapping by feature.
 
@@ -501,7 +501,7 @@ class EmbeddingCollection:
         return gradients
 
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
-        """State after one optimizer step of every row in `row_gradients`.
+        """Steps every row in `row_gradients` once, and returns the new state.
 
         Raises: ValueError: the gradients belong to a different collection.
         """
@@ -523,7 +523,7 @@ class EmbeddingCollection:
     def update(
         self, state: EmbeddingState, batch: Batch, d_activations: ActivationGradients
     ) -> EmbeddingState:
-        """State after one step with the gradients of a batch.
+        """Runs one step with the gradients of a batch, and returns the new state.
 
         The result equals `apply(state, pullback(d_activations))`. Gradients are fused with the step
         if the kernel allows it.
@@ -541,7 +541,7 @@ class EmbeddingCollection:
         step_stacks: Callable[..., PyTree],
         *gradients: PyTree,
     ) -> EmbeddingState:
-        """State after one step.
+        """Runs one step, and returns the new state.
 
         Args:
           state: state before the step.
@@ -640,7 +640,7 @@ def value_and_grad(
 
 
 def check_loss(result: Any, *, has_aux: bool) -> Any:
-    """The result of a loss function, unchanged, after a check of its type.
+    """Checks the type of a loss function's result, and returns the result unchanged.
 
     Raises: TypeError: the loss is not a float scalar, or with `has_aux` the result is not a pair.
     """

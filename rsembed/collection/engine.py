@@ -62,7 +62,7 @@ class Engine:
       implementation: "reference" runs plain JAX everywhere, including storages and exchanges. Names
         of other implementations are ignored here, because each stack passes them to its kernels for
         pooling and steps.
-      side_by_side: True if a lookup returns one array `[batch, sum of dims]` with the columns of
+      side_by_side: whether a lookup returns one array `[batch, sum of dims]` with the columns of
         all features in order, and `d_outputs` is an array of this shape.
 
     Attributes:

@@ -91,7 +91,7 @@ class Prefetch:
     def moved(
         self, params: DynamicTable, slots: SlotTree, moves: Moves, *, donates: bool
     ) -> tuple[DynamicTable, PyTree]:
-        """Parameters and slots after the moves that `with_room` returned.
+        """Makes the moves that `with_room` returned, and returns new parameters and slots.
 
         Args:
           params: result of `with_room`, with the rows of the state.
@@ -105,7 +105,7 @@ class Prefetch:
         num_moved = (moves.inserted != NO_ROW).reshape(by_shard).sum(axis=1).max()
         if not num_moved:
             return params, slots
-        # The number of rows is padded to one of few sizes, so that few programs are compiled.
+        # The number of rows is padded to one of a few sizes, because each size compiles a program.
         # Padding after `size` is not copied.
         size = padded_size(int(num_moved))
         moves = Moves(*[lane.reshape(by_shard)[:, :size].reshape(-1) for lane in moves])

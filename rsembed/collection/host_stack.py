@@ -214,7 +214,7 @@ class KeyedStack(HostStack):
         step: Int[Array, ""],
         reasons: Mapping[str, Any],
     ) -> tuple[DynamicTable, dict[str, np.ndarray]]:
-        """Parameters after keys of a table were evicted, and the evicted keys with their rows.
+        """Evicts keys of a table. Returns new parameters, and the evicted keys with their rows.
 
         See `EmbeddingCollection.evict`. `params` are donated. The compiled program that removes
         keys does not get the rows as an argument, because on a mesh it would copy them.

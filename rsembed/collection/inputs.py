@@ -380,9 +380,9 @@ def is_unknown(values: PyTree) -> bool:
 def _canonical(feature: FeatureSpec, bags: Bags, value: PyTree) -> PyTree:
     """Checked bags of a feature for compiled programs: an array, or `Bags`.
 
-    `Bags` are padded to a power of two of ids, so that few programs handle all batches. Bags do not
-    change if they are padded already or traced, or if the feature has no combiner: it has one
-    activation vector per id.
+    `Bags` are padded to a power of two of ids, so a stream of batches needs few compiled programs.
+    Bags do not change if they are padded already or traced, or if the feature has no combiner: it
+    has one activation vector per id.
 
     Args:
       feature: spec of the feature.

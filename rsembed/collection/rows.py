@@ -128,7 +128,7 @@ class Rows(abc.ABC):
         d_outputs: Sequence[Array],
         step: Step,
     ) -> Asked[State]:
-        """Parameters and slots after one step of all rows of a batch.
+        """Steps all rows of a batch, and returns new parameters and slots.
 
         Keys without a row get one first.
         """
@@ -136,7 +136,7 @@ class Rows(abc.ABC):
     def apply(
         self, params: Params, slots: SlotTree, rows: Array, values: Array, step: Step
     ) -> State:
-        """Parameters and slots after a step with the gradients of distinct ids or keys.
+        """Steps the rows of distinct ids or keys, and returns new parameters and slots.
 
         `rows` and `values` are results of `row_gradients`.
         """
@@ -404,7 +404,7 @@ class TrainRows(NumberedRows):
     def _step_all(
         self, params: Params, slots: SlotTree, gradients: CallGradients, step: Step
     ) -> State:
-        """Parameters and slots after one step of all parameters.
+        """Steps all parameters, and returns new parameters and slots.
 
         Every device passes different `gradients`, and their sum over devices is applied.
         """

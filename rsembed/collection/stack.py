@@ -121,7 +121,7 @@ class Stack:
         rows: ByTable,
         new_slots: ByTable = MappingProxyType({}),
     ) -> State:
-        """Parameters and slots with new rows and slots of some tables, which were checked before."""
+        """Parameters and slots with new, already checked rows and slots of some tables."""
         everywhere = PartitionSpec()
         if rows:
             params = self.devices.place(params, everywhere)

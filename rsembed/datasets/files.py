@@ -161,7 +161,7 @@ def _tar_files(path: Path, archive: tarfile.TarFile) -> list[SourceFile]:
 
 
 def _is_a_side_file(name: str) -> bool:
-    """Whether macOS has added this member, which has the name of a real one after a prefix."""
+    """Whether macOS has added this member. Its name is a prefix and the name of a real member."""
     return name.startswith("__MACOSX/") or name.rpartition("/")[2].startswith("._")
 
 
@@ -176,7 +176,9 @@ def _check_size(path: Path, name: str, num_bytes: int) -> None:
 
 
 def read_first_line(file: io.BufferedIOBase, name: str) -> bytes:
-    """First line of an open file with its end, without a byte order mark; empty for an empty file.
+    """First line of an open file, including its line end, without a byte order mark.
+
+    The result is empty for an empty file.
 
     Raises: ValueError: the line has more than `MOST_LINE_BYTES`, or the file is damaged.
     """

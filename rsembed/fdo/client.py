@@ -199,7 +199,7 @@ class FileFDOClient(FDOClient):
     def load(self) -> SparseDenseMatmulInputStats:
         """Reads the newest file of each client of each process.
 
-        The client keeps these statistics, and its statistics that are not published yet.
+        The client keeps these statistics, and its statistics that have not been published yet.
 
         Returns:
           The statistics of all batches if there is one file, else their elementwise maximum.
@@ -437,7 +437,7 @@ class MemoryFDOClient(FDOClient):
         """The running maximum of all statistics, over all processes.
 
         Raises:
-          LookupError: `publish` was not called yet.
+          LookupError: `publish` has not been called yet.
         """
         if not self._published:
             raise LookupError(

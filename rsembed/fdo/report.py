@@ -402,7 +402,7 @@ class _Stream:
         num_lookups = int(counts.sum())
         lengths, num_samples = np.array(sorted(self._samples_by_length.items())).T
         covered = np.cumsum(num_samples)
-        # In integers, since 0.99 is not a binary fraction.
+        # The comparison is in integers, because 0.99 is not a binary fraction.
         percentile = np.searchsorted(100 * covered, 99 * covered[-1])
         num_rows = self._table.vocabulary_size
         if _key_dtype(self._table) is not None:

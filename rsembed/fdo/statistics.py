@@ -152,8 +152,8 @@ class LimitsPolicy:
       headroom_fraction: room above the observed maximum (0.1 = 10%). Raise the fraction if later
         batches still exceed a limit.
       monotone: whether a limit never decreases, nor goes below the limit that the specs declare.
-      bucket: round limits up to multiples of 8 that grow by this factor, so that few different
-        limits occur: at most 12 between 100 and 1000 with 1.25, 4 with 2.0. None: no rounding.
+      bucket: round limits up to multiples of 8 that grow by this factor, so that only a few limits
+        occur: at most 12 between 100 and 1000 with 1.25, 4 with 2.0. None: no rounding.
 
     Raises: ValueError: the headroom is negative, or the factor is not above 1.
     """
@@ -209,7 +209,7 @@ def limits_from_statistics(
         client. A limit without statistics does not change.
       num_sc_per_device: cores per device.
       policy: how counts become limits. None: `LimitsPolicy()`, which adds headroom, never lowers a
-        limit and rounds up to few sizes.
+        limit and rounds up to one of a few sizes.
 
     Warns: the statistics or the number of cores belong to a different layout of a stack.
 

@@ -345,7 +345,7 @@ def update(
     *,
     implementation: str | None = None,
 ) -> tuple[Table, Slots]:
-    """Table and slots after one optimizer step of every row that has a gradient.
+    """Steps every row that has a gradient, and returns the new table and slots.
 
     Gradients of equal rows are summed first. The arrays are updated in place if they are donated.
     """

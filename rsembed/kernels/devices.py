@@ -64,7 +64,7 @@ def _default_device(platform: str) -> AbstractDevice:
 
 @contextlib.contextmanager
 def tracing_for(name: str) -> Iterator[None]:
-    """Context in which JAX traces and lowers for a device, which this machine may lack.
+    """Context in which JAX traces and lowers for a device. This machine may lack the device.
 
     Example:
       >>> with tracing_for("v6e"):

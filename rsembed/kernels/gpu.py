@@ -125,9 +125,9 @@ def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
 
 
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
-    """Table and slots after one optimizer step of every row that has a gradient.
+    """Steps every row that has a gradient, and returns the new table and slots.
 
-    Gradients and steps are computed in one kernel, which never writes the gradients to memory.
+    One kernel computes gradients and steps, and never writes the gradients to memory.
     """
     if step.rounds(table):
         return reference.apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
@@ -143,7 +143,7 @@ def apply_rows(
     gradients: Float[Array, "capacity dim"],
     step: Step,
 ) -> tuple[Table, Slots]:
-    """Table and slots after one optimizer step of distinct `rows`.
+    """Steps distinct `rows` once, and returns the new table and slots.
 
     Rows outside the table are padding.
     """
@@ -338,7 +338,7 @@ def _call(
     *operands: Array,
     num_stepped: int = 0,
 ) -> Any:
-    """Arrays with the shapes of `out`, after one program of the kernel for each point of the grid.
+    """Runs the kernel once for each point of the grid, and returns arrays with the shapes of `out`.
 
     The first `num_stepped` operands are updated in place and become the results.
     """
@@ -372,7 +372,7 @@ def _step(
     step: Step,
     pieces: tuple[Array, ...],
 ) -> tuple[Table, Slots]:
-    """Table and slots after one step of `rows`, in place.
+    """Steps `rows` once, in place, and returns the table and slots.
 
     Args:
       table: table to step.

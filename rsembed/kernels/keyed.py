@@ -3,8 +3,8 @@
 The hash table uses open addressing with linear probing. A slot is empty, deleted, claimed, or
 holds a key and its row. All keys of a call probe at the same time. If several keys reach the same
 free slot, the first key of the call gets it, so equal calls return equal tables. Only a few keys
-need many probes. The loop continues with the keys that still search, so the work is proportional to
-the sum of the probes of all keys.
+need many probes. The loop continues with the keys that are not finished, so the work is
+proportional to the sum of the probes of all keys.
 
 Several tables of one size can be concatenated in the same arrays. `Keys.table` is the table of
 each key, and a key only probes the slots of its table.
@@ -369,7 +369,7 @@ def _probe_all(
     Returns: the final state, and the result of the last probe of every key, `NO_ROW` for padding.
     """
     num_keys = keys.low.shape[0]
-    # A loop probes `width` keys at a time and ends when the searching keys fit the next width.
+    # A loop probes `width` keys at a time and ends when the unfinished keys fit the next width.
     widths = [num_keys]
     while widths[-1] > MIN_WIDTH:
         widths.append(widths[-1] // 8)
@@ -400,7 +400,7 @@ def _probe_all(
 
 
 Search = tuple[Array, Array, Array, Array]
-"""State of `probe`, slot of each key, whether the key still searches, and its last result."""
+"""State of `probe`, slot of each key, whether the key is not finished, and its last result."""
 
 
 def _searches_more_than(limit: int, search: Search) -> Bool[Array, ""]:
@@ -409,7 +409,7 @@ def _searches_more_than(limit: int, search: Search) -> Bool[Array, ""]:
 
 
 def _probe_once(probe: Probe, lanes: Lanes, positions: Array, size: int, search: Search) -> Search:
-    """The search after one probe of every key and a move to the next slot of its table."""
+    """Probes one slot for every key, and moves the search to the next slot of the key's table."""
     state, slots, active, results = search
     state, is_done, probed = probe(state, lanes, positions, slots, active)
     results = jnp.where(is_done, probed, results)

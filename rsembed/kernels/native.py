@@ -91,7 +91,7 @@ def squared_norm(num_rows: int, gradients: CallGradients) -> Float[Array, ""]:
 
 
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
-    """Table and slots after one optimizer step of every row that has a gradient.
+    """Steps every row that has a gradient, and returns the new table and slots.
 
     For a rule with a C++ kernel, one call computes gradients and step. For other rules, two calls
     are needed.

@@ -542,7 +542,7 @@ def apply_rows(
     gather: Callable[..., tuple[Array, ...]] = gather_rows,
     scatter: Callable[..., tuple[Array, ...]] = scatter_rows,
 ) -> tuple[Table, Slots]:
-    """Table and slots after one optimizer step of distinct `rows`.
+    """Steps distinct `rows` once, and returns the new table and slots.
 
     Rows outside the table are padding. If the rule moves all rows, other rows step with gradient 0.
 
@@ -577,7 +577,7 @@ def apply_rows(
 
 
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
-    """Table and slots after one optimizer step of every row that has a gradient."""
+    """Steps every row that has a gradient, and returns the new table and slots."""
     return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
 
@@ -655,9 +655,9 @@ def round_with_noise(
         results), 16 for bfloat16.
       dtype: float16 or bfloat16.
 
-    Source: FBGEMM's fused optimizers, which add noise to the dropped bits and round toward zero.
-      In FBGEMM, float16 values below 2**-14 are biased toward zero, because the noise is smaller
-      than the spacing of subnormal numbers.
+    Source: FBGEMM's fused optimizers. They add noise to the dropped bits and round toward zero. In
+      FBGEMM, float16 values below 2**-14 are biased toward zero, because the noise is smaller than
+      the spacing of subnormal numbers.
     """
     dropped = {jnp.dtype(jnp.float16): 13, jnp.dtype(jnp.bfloat16): 16}[jnp.dtype(dtype)]
     # Integer addition to the bits equals floating-point addition, but never flushes to zero.

@@ -2,7 +2,7 @@
 
 SparseCore kernels run only if the user names them, in a computation for a TPU that has SparseCores.
 Tables and slots are float32. Rows should have a multiple of 8 numbers (16 on TPU7x). Other rows are
-padded, which copies the whole table in every call. Tables should have the memory layout of
+padded. The padding copies the whole table in every call. Tables should have the memory layout of
 `row_layout`. XLA copies a table that has a different layout.
 
 A SparseCore has 16 tiles. A tile moves rows between its memory and the device's memory by indirect
@@ -108,7 +108,7 @@ def apply_rows(
     gradients: Float[Array, "capacity dim"],
     step: Step,
 ) -> tuple[Table, Slots]:
-    """Table and slots after one optimizer step of distinct `rows`.
+    """Steps distinct `rows` once, and returns the new table and slots.
 
     Rows outside the table are padding. XLA, not the kernel, gathers and scatters a slot of one
     number per row. A tile moves at least 32 bytes, so two tiles that write neighbouring numbers
@@ -162,7 +162,7 @@ def apply_rows(
 
 
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
-    """Table and slots after one optimizer step of every row that has a gradient.
+    """Steps every row that has a gradient, and returns the new table and slots.
 
     Two kernels run.
     """
@@ -428,7 +428,7 @@ def step_rows(
     hyper: Float[Array, " hyper"],
     order: Sequence[int],
 ) -> tuple[list[Array], list[Array]]:
-    """The new state and the new numbers after one optimizer step of distinct rows, in place.
+    """Steps distinct rows once, in place, and returns the new state and the new numbers.
 
     Args:
       traced: the rule, from `traced_rules.trace_rule`.

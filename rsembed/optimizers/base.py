@@ -34,7 +34,7 @@ class OptimizerSpec(abc.ABC):
     """Optimizer that steps the rows of a table that a batch has looked up.
 
     Args:
-      learning_rate: a number, a callable without arguments, or a callable of the 0-based step.
+      learning_rate: a number, or a function of no arguments or of the step number (from 0).
 
     Raises: ValueError: a number is NaN or outside the interval of its field. TypeError: a field has
       the wrong type or is a traced value.
@@ -207,7 +207,7 @@ class CompactOptimizerSpec(OptimizerSpec):
     turn a row into NaN. `step` is the index of the step, from 0. `t` in a formula is `step + 1`.
 
     Args:
-      learning_rate: a number, a callable without arguments, or a callable of the 0-based step.
+      learning_rate: a number, or a function of no arguments or of the step number (from 0).
       slot_dtypes: dtype of each slot. None: the default dtype. With an empty tuple, all slots have
         their default dtype.
 

@@ -158,7 +158,7 @@ class EnsembleModeDefinition:
 
     Args:
       step_ema: number of steps between two updates of the slow copy.
-      step_swap: number of steps between two swaps, which overwrite the table with the slow copy.
+      step_swap: number of steps between two swaps. A swap overwrites the table with the slow copy.
       step_start: last step at which an update copies the whole table. Later updates move the slow
         copy towards the table by `1 - step_ema_coef` of the difference.
       step_ema_coef: weight of the old slow copy in an update.

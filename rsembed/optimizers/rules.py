@@ -169,7 +169,7 @@ class RowWiseAdagrad(OptimizerSpec):
 class _BiasCorrectedAdam(OptimizerSpec):
     """Adam with bias correction by the global step, folded into the learning rate.
 
-    With `corrects_epsilon`, epsilon is also scaled, which is exactly the formula of Kingma and Ba.
+    With `corrects_epsilon`, epsilon is also scaled. The result is the formula of Kingma and Ba.
     """
 
     beta_1: float = within("[0, 1)", default=0.9)

@@ -278,7 +278,7 @@ class _Progress(NamedTuple):
       cursors: number of entries that were sent to each owner.
       states: states of the owners.
       replies: replies to the entries that were sent.
-      are_left: True if any device has entries left.
+      are_left: whether any device has entries left.
     """
 
     num_rounds: Array

@@ -86,8 +86,8 @@ def init(
     Raises:
       ValueError: only some of address, number of processes and process index are known, a number is
         out of range, or a timeout is below 1.
-      RuntimeError: JAX was used before, the cluster could not be read, or a second call has the
-        arguments of a different run.
+      RuntimeError: JAX has already been used, the cluster could not be read, or a second call has
+        the arguments of a different run.
     """
     global _watches_preemption
     timeouts = {
@@ -386,7 +386,7 @@ def _wait(
     ended: Sequence[int],
     received: Sequence[int],
 ) -> int:
-    """Exit status of the run, after all processes ended, or after one failed.
+    """Waits until all processes have ended or one has failed, and returns the run's exit status.
 
     After a failure, the other processes have `GRACE_SECONDS` to end.
 

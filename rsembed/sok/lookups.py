@@ -195,7 +195,7 @@ def _step(
     batch: Mapping[str, PyTree],
     d_outputs: Mapping[str, Float[Array, "_ _"]],
 ) -> Arrays:
-    """Parameters, slots and steps after one optimizer step. `arrays` are donated."""
+    """Runs one step, and returns new parameters, slots and step counts. `arrays` are donated."""
     params, slots, numbers = arrays
     steps = {}
     for name, stack in engine.stacks.items():
@@ -218,7 +218,7 @@ class StepOnce:
       wanted: for each index in `variables`, the number of new keys on each device.
       shapes: shapes of the gradients.
       num_padded: trailing output rows that are padding and get a zero gradient.
-      is_used: True after the first call.
+      is_used: whether the object has been called.
     """
 
     variables: Sequence[EmbeddingVariable]
@@ -257,8 +257,8 @@ class StepOnce:
                     num_failed_before[number] = self._num_failed(number)
         never_grow = [False] * len(self.variables)  # The tables were enlarged above.
         for program in _programs(self.variables, self.features, grow=never_grow):
-            # A program donates the old arrays, so the new ones are stored before the next program,
-            # which may fail.
+            # A program donates the old arrays, so the new ones are stored before the next program
+            # runs. If that program fails, the stored arrays are valid.
             self._run(program, gradients)
         for number, before in num_failed_before.items():
             num_failed = self._num_failed(number) - before

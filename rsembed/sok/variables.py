@@ -242,7 +242,7 @@ class EmbeddingVariable(nnx.Variable):
 
 
 def state_of(variable: EmbeddingVariable) -> EmbeddingState:
-    """State of a variable, after a check that it belongs to the variable's table.
+    """Checks that a variable's state belongs to its table, and returns the state.
 
     Raises:
       ValueError: the state belongs to a different table.
@@ -412,7 +412,7 @@ def embedding_variable(
     Raises:
       ValueError: an argument is out of range.
       TypeError: an argument is unknown.
-      RuntimeError: `sok.Init` was not called before.
+      RuntimeError: `sok.Init` has not been called.
     """
     where = f"table {name!r}"
     if context is None:

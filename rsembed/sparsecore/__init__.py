@@ -38,7 +38,7 @@ def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
 
     Returns: a context that removes the modules at its end. Without `with`, the modules stay.
 
-    Raises: RuntimeError: jax-tpu-embedding itself was imported before.
+    Raises: RuntimeError: jax-tpu-embedding itself has already been imported.
 
     Example:
       >>> with install_as_jax_tpu_embedding():

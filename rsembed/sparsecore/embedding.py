@@ -165,8 +165,8 @@ def init_embedding_variables(
 
     Args:
       rng: random key of the model.
-      table_specs: tables, for example from `get_table_specs`. A table that is not placed yet gets a
-        stack for itself.
+      table_specs: tables, for example from `get_table_specs`. A table that has not been placed yet
+        gets a stack for itself.
       global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`. With
         `PartitionSpec(axis, None, None)`, arrays get a leading axis of devices, as `jax.pmap`
         needs.
@@ -212,8 +212,8 @@ def update_preprocessing_parameters(
     The default, as in jax-tpu-embedding, sets the largest observed values. Buffers are then small,
     but almost every call changes their sizes, and the training step compiles again each time. For a
     long run, prefer `policy=LimitsPolicy()`: this policy adds headroom, never lowers a limit, and
-    uses few sizes. The new limits are part of the next preprocessed batch, so `jit` traces the step
-    again if they changed.
+    uses only a few sizes. The new limits are part of the next preprocessed batch, so `jit` traces
+    the step again if they changed.
 
     Args:
       feature_specs: placed specs of all features. Stacks without statistics keep their limits.
@@ -307,7 +307,7 @@ def sparse_dense_matmul_grad(
     embedding_var_limits: Mapping[str, RowLimits] | None = None,
     axis_name: AxisName | None = None,
 ) -> dict[str, PyTree]:
-    """Variables after one optimizer step of every row that was looked up; in place if donated.
+    """Steps every row that was looked up, and returns the variables; in place if donated.
 
     Args:
       activation_gradients: gradients in the tree of the activations. With `perform_stacking=False`,

@@ -291,7 +291,7 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
       num_devices: number of devices that share the tables.
       num_sc_per_device: expected number of cores per device. None: any number.
 
-    Raises: ValueError: a table is not placed yet, or was placed for a different number of shards.
+    Raises: ValueError: a table has not been placed, or was placed for a different number of shards.
     """
     check_type(num_devices, PositiveInt, "global_device_count")
     if num_sc_per_device is None:
@@ -322,7 +322,7 @@ def stack_layouts(
       num_cores: cores per device. None: the number that the tables were placed for.
 
     Raises:
-      ValueError: a table is not placed yet, or was placed for a different number of shards or for
+      ValueError: a table has not been placed, or was placed for a different number of shards or for
         other features, or a batch does not split into equal parts.
     """
     num_shards = num_devices * cores_of(

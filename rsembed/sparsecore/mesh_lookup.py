@@ -86,7 +86,7 @@ class MeshTables:
         step: Scalar | None,
         inputs: PreprocessedInput,
     ) -> Variables:
-        """Variables after one optimizer step of every row that `inputs` look up, in the same container.
+        """Steps every row that `inputs` look up, and returns the variables in the same container.
 
         `step` is the index of the step, from 0. With None, optimizers do not know the step.
         """
@@ -233,7 +233,7 @@ _PLACES = np.asarray([1, 2**8, 2**16], np.float32)
 
 
 def step_counter(step: Scalar) -> Float[Array, " digits"]:
-    """A step as three digits to base 256, which stay exact if all parameters are cast to a 16-bit dtype."""
+    """A step as three digits to base 256. The digits stay exact in a 16-bit dtype."""
     return jnp.floor(jnp.asarray(step, jnp.float32) / _PLACES) % _PLACES[1]
 
 

@@ -48,7 +48,7 @@ SETTINGS = {
 }
 """The setting that causes each kind of drop, by the field of `TableDrops`."""
 _warned: set[tuple[str, str, str]] = set()
-"""Table, stack and kind of drop for which a warning was given already."""
+"""Table, stack and kind of each drop that a warning has already reported."""
 BUFFER_DTYPES = {
     "row_pointers": "int32",
     "embedding_ids": "int32",
@@ -502,8 +502,8 @@ def partition_stacks_in_minibatches(
 def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
     """Bucket of each row, from its row number in the stack.
 
-    The rows of a shard differ by multiples of the number of shards, so a weaker hash would fill few
-    buckets.
+    The rows of a shard differ by multiples of the number of shards, so a weaker hash would fill
+    only a few buckets.
 
     Source: the low 6 bits of the SplitMix64 finalizer (Steele, Lea and Flood 2014).
     """

@@ -246,7 +246,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
 
 
 def _fingerprint(layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> Fingerprint:
-    """Fingerprint of the row and sample layout, without limits, which may change between batches."""
+    """Fingerprint of the row and sample layout, without limits, because limits may change."""
     stacks = {}
     for name, layout in layouts.items():
         tables = {}

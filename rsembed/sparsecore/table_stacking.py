@@ -614,8 +614,8 @@ def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
 
     Print the plan to see memory and padding; its method `shard_load` computes the ids per shard.
 
-    Raises: ValueError: a table is not placed yet, or tables were placed for different numbers of
-    shards.
+    Raises: ValueError: a table has not been placed yet, or tables were placed for different numbers
+      of shards.
     """
     layouts = list(stack_layouts(feature_specs, num_devices=1, num_cores=None).values())
     stacks = tuple(layout.plan for layout in layouts)

@@ -39,7 +39,7 @@ def estimate_preprocessing_parameters(
       global_device_count: number of devices.
       num_sc_per_device: cores per device.
       valency: average number of ids per sample.
-      hot_shard_fraction: share of ids on the busiest shard, 0.2 by default. Raise it if few ids
+      hot_shard_fraction: share of ids on the busiest shard, 0.2 by default. Raise it if a few ids
         make up most of the data.
       headroom_factor: factor on the estimate, 1.25 by default.
 

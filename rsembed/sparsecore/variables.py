@@ -202,7 +202,7 @@ def initialize(
 
     Args:
       key: random key of the model, typed or raw.
-      tables: the tables. A table that is not placed yet gets a stack for itself.
+      tables: the tables. A table that has not been placed yet gets a stack for itself.
       devices: devices that share the tables.
       num_cores: cores per device. None: the number that the tables were placed for.
 

@@ -136,7 +136,7 @@ class BackingStore:
             rows are first written.
           first_values: function that computes the initial values of rows, for all arrays. The
             function is called when rows are read that were never written. The number of rows per
-            call has few different values, and a row may occur in several calls. None, the default:
+            call is one of a few sizes, and a row may occur in several calls. None, the default:
             `arrays` has the initial values.
           device_dtype: dtype that the first array has on the device. If it is narrower, a number
             that the device did not change keeps the unrounded value of the store. None, the
@@ -189,7 +189,7 @@ class BackingStore:
         Args:
           evicted: ids of the evicted rows, and padding, see `Moves`.
           values: values of the evicted rows.
-          inserted: ids of the rows to read, and padding, which reads zeros. Inserted rows may
+          inserted: ids of the rows to read, and padding. Padding reads zeros. Inserted rows may
             include evicted rows, so evicted rows are written first.
         """
         evicted = np.asarray(evicted)

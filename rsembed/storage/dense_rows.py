@@ -483,13 +483,13 @@ class DenseRows(Storage):
     def step(
         self, params: Array, slots: Slots, gradients: CallGradients, table: TableSpec, step: Step
     ) -> State:
-        """Rows and slots after one step. One kernel sums row gradients and updates the rows."""
+        """Runs one step in one kernel, which sums row gradients and updates the rows."""
         return api.update(params, slots, gradients, step, implementation=self.implementation)
 
     def step_distinct(
         self, params: Array, slots: Slots, rows: Array, values: Array, table: TableSpec, step: Step
     ) -> State:
-        """Rows and slots after one step of distinct rows, without a sort."""
+        """Steps distinct rows without a sort, and returns new rows and slots."""
         return api.apply_rows(params, slots, rows, values, step, implementation=self.implementation)
 
     def unstack(

@@ -271,8 +271,9 @@ class Hashed(DynamicRows):
 
         If every key has a row, the vectors are pooled from the table directly.
 
-        If some key has no row, one array of vectors is made, and no second array of that size. The
-        operating system provides memory above 64 MB page by page in every call, which is slow.
+        If some key has no row, one array of vectors is made, and no second array of that size. A
+        second array above 64 MB would be slow, because the operating system provides such memory
+        page by page in every call.
         """
         rows, num_absent = row_map.search(params.keys, keys)
         is_bound = hashed_rows.is_bound(params)
@@ -412,7 +413,7 @@ class Hashed(DynamicRows):
         number: Array,
         occurrences: Array,
     ) -> tuple[DynamicTable, Slots, Array]:
-        """Table, slots and row of each key, after new keys got rows in step `number`.
+        """Assigns rows to new keys in step `number`. Returns the table, slots and row of each key.
 
         Args:
           params: the table before the step.
@@ -457,7 +458,7 @@ class Hashed(DynamicRows):
     def _wait(
         self, waiting: RowMap, new: NewKeys, rows: Int[Array, " nnz"], number: Array
     ) -> tuple[RowMap, Bool[Array, " nnz"], Int[Array, " tables"]]:
-        """The list of waiting keys after step `number`.
+        """Updates the list of waiting keys in step `number`.
 
         Keys that got a row leave the list. The other new keys are added, if they are not in the
         list yet and it has room.

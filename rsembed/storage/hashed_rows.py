@@ -34,7 +34,7 @@ INITIAL_BLOCK = 1024
 
 
 class Counters(NamedTuple):
-    """Counts of keys since each table was created. A key counts once for every batch.
+    """Counts of keys, from the creation of each table. A key counts once for every batch.
 
     Each counter is a 64-bit number in two 32-bit words (lanes), high and low. All counters are None
     for tables without a hash table.
@@ -43,7 +43,7 @@ class Counters(NamedTuple):
       inserted: keys that got a row.
       evicted: keys that lost their row to another key, or by a call of `evict`.
       failed: training keys without a free row, or without room in the list of waiting keys.
-      not_admitted: training keys that were not admitted yet.
+      not_admitted: training keys that have not been admitted yet.
       forgotten: keys that were removed from the list of waiting keys, by a new key or by age.
     """
 
@@ -77,7 +77,7 @@ class DynamicTable(NamedTuple):
       waiting: `RowMap` that counts the keys that wait for admission. None if no keys wait.
       counters: numbers of keys that were inserted, evicted and so on.
       key: PRNG key of each table.
-      generation: version counter of the rows on the device and the host, which starts at a random
+      generation: version counter of the rows on the device and the host. It starts at a random
         number. None if the table has no rows on the host.
       bond: signature of `keys`, byte by byte as floats. None if the state needs no bond. A bond
         detects averages of states: a program that averages all floats of two states, rows included,
@@ -289,7 +289,7 @@ def forget_older(
     steps_to_live: Int[Array, ""],
     number: Int[Array, ""],
 ) -> DynamicTable:
-    """The shard after removing old keys of one table from the list of waiting keys.
+    """Removes old keys of one table from the list of waiting keys, and returns the new shard.
 
     Args:
       params: parameters of the shard.

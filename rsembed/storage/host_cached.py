@@ -129,7 +129,7 @@ class HostCached(DynamicRows):
     def make_room(
         self, params: DynamicTable, keys: Keys
     ) -> tuple[DynamicTable, Moves, Int[Array, "1"]]:
-        """The cache after it reserved rows for new keys, and the moves that fill these rows.
+        """Reserves cache rows for new keys. Returns the cache, and the moves that fill these rows.
 
         The clock for "lru" counts calls, not training steps, because many batches may be looked up
         between two steps.
@@ -252,7 +252,7 @@ class HostTable(HostCached):
         table: TableSpec,
         num_shards: int,
     ) -> State:
-        """Parameters and slots after writing a whole table to a new store. The cache is empty.
+        """Writes a table to a new store. Returns parameters and slots with an empty cache.
 
         `rows` is an array of values, or a dictionary as the method `rows` returns it.
 

@@ -416,8 +416,8 @@ def _written(
             array[block_positions] = rows
             continue
         shard, row = np.divmod(block_positions, array.shape[0] // num_shards)
-        # Blocks are padded to few sizes, so that few programs are compiled. Shard indices of
-        # padding are out of range, so padding is not written.
+        # Blocks are padded to one of a few sizes, because each size compiles a program. Shard
+        # indices of padding are out of range, so padding is not written.
         num_rows = block_positions.size
         padding = (0, padded_size(max(num_rows, 1)) - num_rows)
         shard = np.pad(shard, padding, constant_values=num_shards).astype(np.int32)

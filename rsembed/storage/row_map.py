@@ -91,7 +91,7 @@ class HashTable(NamedTuple):
         )
 
     def _rebuilt(self, is_rebuilt: Bool[Array, " tables"]) -> HashTable:
-        """Rebuilds the tables marked in `is_rebuilt`, which removes their deleted slots."""
+        """Rebuilds the tables marked in `is_rebuilt`, without their deleted slots."""
         slots_per_table = self.rows.shape[0] // self.num_keys.shape[0]
         is_moved = jnp.repeat(is_rebuilt, slots_per_table)
         kept = HashTable(
@@ -107,7 +107,8 @@ class HashTable(NamedTuple):
         num_slots = other.rows.shape[0]
         num_tables = other.num_keys.shape[0]
         slots_per_table = num_slots // num_tables
-        # Blocks without a marked slot are skipped, because a rebuild moves the keys of few tables.
+        # Blocks without a marked slot are skipped, because a rebuild moves the keys of only a few
+        # tables.
         block_size = math.gcd(num_slots, REBUILD_BLOCK)
         has_mark = jnp.any(marks.reshape(-1, block_size), axis=1)
         blocks, num_blocks = api.compact(has_mark, num_slots // block_size)
@@ -246,7 +247,7 @@ def assign(
     evict: Eviction | None = None,
     is_signed: bool = False,
 ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """The map after new keys got rows, in the order of the keys, and these rows.
+    """Assigns rows to new keys, in the order of the keys. Returns the new map and these rows.
 
     Args:
       row_map: map before the call.
@@ -255,7 +256,7 @@ def assign(
       occurrences: number of occurrences of each key so far.
       evict: policy that selects keys to evict if too few rows are free. None, the default: no key
         is evicted.
-      is_signed: True if keys are signed numbers. The sign matters if several keys have the smallest
+      is_signed: whether keys are signed numbers. The sign matters if several keys have the smallest
         worth, because the smallest key is then evicted. False is the default.
 
     Returns: the map, the row of each key, the number of evicted keys of each table, and the number
@@ -285,7 +286,7 @@ def assign(
 def _make_room(
     row_map: RowMap, keys: Keys, step: Int[Array, ""], policy: Eviction, is_signed: bool
 ) -> RowMap:
-    """The map after evictions, with a free row for each of `keys` if enough rows may be evicted.
+    """Evicts keys until there is a free row for each of `keys`, if enough keys may be evicted.
 
     For the arguments, see `assign`.
     """
@@ -320,7 +321,7 @@ def _signature(keys: Keys, rows: Int[Array, " nnz"], num_tables: int) -> UInt32[
 def find_or_assign(
     row_map: RowMap, keys: Keys, steps: Int[Array, " nnz"], counts: Int[Array, " nnz"]
 ) -> tuple[RowMap, Int[Array, " nnz"]]:
-    """The map after an import of keys, and the row of each key.
+    """Imports keys. Returns the new map and the row of each key.
 
     Args:
       row_map: map before the call.
@@ -361,7 +362,7 @@ def touch(
 def use(
     row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], occurrences: Int[Array, " nnz"]
 ) -> RowMap:
-    """The map after `step` used `rows`, which may repeat.
+    """Records that `step` used `rows`, which may repeat, and returns the new map.
 
     The counts of the rows grow by `occurrences`.
     """
@@ -380,7 +381,7 @@ def add_counts(one: Int[Array, " nnz"], other: Int[Array, " nnz"]) -> Int[Array,
 
 
 def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
-    """The map after distinct `rows` lost their keys and became free. `NO_ROW` is skipped.
+    """Removes the keys of distinct `rows`, and frees the rows. `NO_ROW` is skipped.
 
     The first of these rows in each table is assigned next.
     """
@@ -466,7 +467,7 @@ def room(
       row_map: the map before the step.
       rows: rows that the step uses, which may repeat.
       step: index of the step.
-      evicts: True if `assign` may evict keys.
+      evicts: whether `assign` may evict keys.
     """
     if not evicts:
         return row_map.num_free
@@ -520,7 +521,7 @@ def least(
       worth: worth of each row, at least 0 for candidates.
       is_candidate: mask of the rows to choose from.
       num_wanted: number of rows to choose in each table.
-      is_signed: True if keys are signed numbers. False is the default.
+      is_signed: whether keys are signed numbers, False by default.
     """
     high = row_map.high
     if is_signed:
@@ -542,8 +543,8 @@ def _first(
     """Mask of the first `num_wanted` candidates in lexicographic order of `lanes`.
 
     In each lane, the value of the last wanted candidate is found bit by bit. The search takes a few
-    passes over the lane, which is a fraction of the time of a sort. Bits that all candidates share
-    need no pass. The search stops as soon as the wanted candidates are separated from the others.
+    passes over the lane, in a fraction of the time of a sort. Bits that all candidates share need
+    no pass. The search stops as soon as the wanted candidates are separated from the others.
     """
     chosen = jnp.zeros_like(is_candidate)
     for lane in lanes:
@@ -561,7 +562,7 @@ class BoundSearch(NamedTuple):
     Attributes:
       bit: index of the bit to try next.
       bound: the bits that were chosen so far.
-      is_exact: True if exactly the wanted number of candidates is below `bound`.
+      is_exact: whether exactly the wanted number of candidates is below `bound`.
     """
 
     bit: Int[Array, ""]

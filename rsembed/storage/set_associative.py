@@ -134,7 +134,7 @@ class SetAssociativeCache:
       resident id, slot number). An empty slot has count -1. A resident id with a larger count than
       the missing id stays.
 
-    Counts are exact. The counts include all ids since the start, resident or not, and the current
+    Counts are exact. The counts include all ids from the start, resident or not, and the current
     batch. Counts need 8 bytes of host memory per id of `num_ids`. The cache itself needs 24 bytes
     per slot. While `admit` runs, it needs about 48 bytes for each slot of the sets with a miss.
 
@@ -413,7 +413,7 @@ class CachedRows:
             searched.
           lock: whether the slots are locked until they are unlocked, see
             `SetAssociativeCache.admit`.
-          is_prefetch: True for a batch that is looked up later.
+          is_prefetch: whether the batch is looked up later.
           num_moves: size of the arrays of `moves`, padding included. None, the default: the next
             power of two.
         """
@@ -447,7 +447,7 @@ class CachedRows:
         *,
         is_inside: bool,
     ) -> tuple[Array, ...]:
-        """The device arrays after the moves, with all rows of the last batch.
+        """Makes the moves, and returns the device arrays with all rows of the last batch.
 
         Args:
           arrays: device arrays before the moves, which are donated. The scratch area is enlarged if
@@ -456,7 +456,8 @@ class CachedRows:
           leaving: function that returns the values of evicted rows, see `Leaving`.
           keep: receives the new arrays before Ctrl-C can interrupt. Without `keep`, both old and
             new arrays could be lost, because the old ones are donated.
-          is_inside: True inside `jit`: the host is then reached through a callback.
+          is_inside: whether the call is inside `jit`. If so, the host is reached through a
+            callback.
         """
         num_inserted = moves.inserted.shape[0]
         if not num_inserted:  # A row is evicted only if another row takes its slot.
@@ -486,7 +487,7 @@ class CachedRows:
         Args:
           num_rows: number of rows of the device arrays.
           leaving: function that returns the values of device rows, see `Leaving`.
-          is_inside: True inside `jit`: the whole area is then read.
+          is_inside: whether the call is inside `jit`. If so, the whole area is read.
         """
         size = padded_size(len(self.scratch_rows))
         if is_inside:

@@ -107,7 +107,7 @@ def in_order(plan: TBEPlan, of_names: Mapping[str, Value]) -> tuple[Value, ...]:
 
 
 def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
-    """The batch, unchanged, after a check of its form.
+    """Checks the form of the batch, and returns it unchanged.
 
     Raises: ValueError: the tables are on a mesh, but the batch is not split.
     """
@@ -195,7 +195,7 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
 
 
 def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
-    """State after the optimizers' passes over whole tables, before a training step's lookup.
+    """Runs the optimizers' passes over whole tables, before the lookup of a training step.
 
     A second call for the same step returns `state` unchanged.
     """
@@ -348,7 +348,7 @@ def _stepped(
     function: Callable[..., tuple[ByName, ByName]],
     *gradients: AnyBatch | Array | Mapping[str, tuple[Array, Array]],
 ) -> TBEState:
-    """State after one step of all groups.
+    """Steps all groups once, and returns the new state.
 
     Args:
       plan: plan of the module's tables.

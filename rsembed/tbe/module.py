@@ -346,7 +346,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
         On a mesh, the samples are split over the devices, which is not possible inside `jit`. Each
         process passes its part of the batch. On one device, the batch is padded to a power of two
-        of ids, so that few programs are compiled (not for PoolingMode.NONE).
+        of ids (not for PoolingMode.NONE), so a stream of batches needs few compiled programs.
 
         Gradients of `per_sample_weights` have the form of the prepared batch: on a mesh
         `{feature: [ids]}`.
@@ -382,7 +382,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
           forward_stream: ignored; an argument because FBGEMM has it.
           batch_size_per_feature_per_rank: see `__call__`.
 
-        Raises: RuntimeError: inside `jit`, or 100 prefetched batches were not looked up yet.
+        Raises: RuntimeError: inside `jit`, or 100 prefetched batches have not been looked up yet.
         """
         del forward_stream
         with self._alone():
@@ -397,7 +397,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             host.prefetch(self.state, batch)
 
     def _begin_step(self) -> None:
-        """Runs the passes over whole tables before the next step, if they did not run yet."""
+        """Runs the passes over whole tables before the next step, if they have not run yet."""
         if self.plan.has_passes:
             kept(self.state.set_value, _begin_step, self.plan, self.whole_state)
 
@@ -520,8 +520,8 @@ class TablesBackward:
           For a batch prepared on a mesh `{feature: [ids]}`. For OptimType.NONE, nothing is stepped
           and the `RowGradients` are returned.
 
-        Raises: RuntimeError: this backward was used before, or the module is in evaluation mode
-          now.
+        Raises: RuntimeError: this backward has already been used, or the module is in evaluation
+          mode now.
         """
         with self._module._alone():
             return self._trained(d_output, per_sample_weights_grad)
@@ -586,7 +586,7 @@ class TablesBackward:
         Raises:
           TypeError: `d_output` is not an array of floats.
           ValueError: `d_output` does not have the output's shape.
-          RuntimeError: this backward was used before, or the module is in evaluation mode.
+          RuntimeError: this backward has already been used, or the module is in evaluation mode.
         """
         check_not_forked("the module")
         module = self._module

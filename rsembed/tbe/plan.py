@@ -175,7 +175,8 @@ class TablePlan(NamedTuple):
         # state, noise from each `Step`, and the combiner from `engine_of`.
         spec = TableSpec(
             name=self.name,
-            # A `TableSpec` needs at least one row, so an empty table gets one, which no id reads.
+            # A `TableSpec` needs at least one row, so an empty table gets one row. No id reads this
+            # row.
             vocabulary_size=max(self.num_rows, 1),
             embedding_dim=self.dim,
             dtype=self.dtype,

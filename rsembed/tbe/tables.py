@@ -446,7 +446,7 @@ class TrainedTables(nnx.Module):
                 self._host_rows.forget(self.state, discard=discard)
 
     def get_uvm_cache_stats(self) -> CacheCounts:
-        """Cache counts, summed over all lookups since the start or the last reset.
+        """Cache counts of all lookups since the start or the last reset.
 
         Raises: RuntimeError: `gather_uvm_cache_stats` is False, or no table is cached.
         """

@@ -98,7 +98,7 @@ class CachedTrain(NamedTuple):
 
 
 class CacheReport(NamedTuple):
-    """Statistics of a cache since it was created or reset.
+    """Statistics of a cache, counted from its creation or last reset.
 
     Attributes:
       cached_ids: number of rows in the cache now.

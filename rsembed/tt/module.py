@@ -79,9 +79,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         `suggested_tt_shapes`.
       tt_q_shapes: column factors with the product `embedding_dim`. Default: `suggested_tt_shapes`
         without rounding up.
-      sparse: True (default) steps the cores in `backward` (see `vjp`) with `optimizer` and hides
-        them from `nnx.grad`. False makes the cores `nnx.Param`s, which any optax optimizer can
-        train, and allows no cache.
+      sparse: if True (default), `backward` (see `vjp`) steps the cores with `optimizer`, and the
+        cores are hidden from `nnx.grad`. If False, the cores are `nnx.Param`s, which any optax
+        optimizer can train, and a cache is not allowed.
       optimizer: optimizer of the fused step: SGD (default), EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD
         (one state per core slice) or ADAM.
       learning_rate: learning rate of the fused step, 0.1 by default.

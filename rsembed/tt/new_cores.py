@@ -118,8 +118,8 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
     An entry is the triangle wave of a sum of random angles, one angle per core. The triangle wave
     of a uniform angle is uniform. Two entries of the table differ in at least one angle, so they
     are uncorrelated. The Fourier series of the wave is a tensor train: core `t` rotates the pair
-    `(cos, sin)` of every harmonic by its angle, which takes two ranks per harmonic. A little noise,
-    1 % of the size of the core, lets training use the remaining ranks.
+    `(cos, sin)` of every harmonic by its angle. Each harmonic takes two ranks. A little noise, 1 %
+    of the size of the core, lets training use the remaining ranks.
     """
     if min(spec.tt_ranks) < 2:
         raise ValueError(

@@ -185,7 +185,7 @@ def stepped(
     rate: Array,
     number: Array,
 ) -> tuple[Params, AllSlots, Array | None]:
-    """Parameters and slots after one step, and the gradient of the weights.
+    """Runs one step. Returns new parameters and slots, and the gradient of the weights.
 
     Args:
       storage: storage of the group of tables.

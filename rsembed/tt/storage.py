@@ -65,7 +65,7 @@ class TensorTrain(Storage):
       bytes: maximum size of the cores in bytes, as an alternative to ranks and factors. See
         `TTSpec.for_budget`.
       weight_dist: distribution of the initial table, "normal" by default. See `init_cores`.
-        `weight_dist` replaces the initializer of the table, which has no effect.
+        The initializer of the table has no effect.
       cache_rows: how many of the most read rows are cached as float32 vectors. A cached row is
         trained directly and costs no products. 0, the default: no cache. See `hot_rows`.
       counted_ids: number of ids with a read count, from which the cached rows are chosen. 0, the
@@ -414,7 +414,7 @@ class TensorTrain(Storage):
         step: Step,
         d_cores: Cores | None = None,
     ) -> State:
-        """Parameters and slots after one step of all cores and of the cached rows that were read.
+        """Steps all cores and the cached rows that were read, and returns new parameters and slots.
 
         Other cached rows and their slots keep their bits.
 
@@ -457,7 +457,7 @@ class TensorTrain(Storage):
     def step_all(
         self, params: Cores, slots: AllSlots, gradients: Cores, table: TableSpec, step: Step
     ) -> State:
-        """Cores and slots after one step of all slices, computed in float32.
+        """Steps all slices in float32, and returns new cores and slots.
 
         Gradients are first rounded to the dtype of the cores.
         """

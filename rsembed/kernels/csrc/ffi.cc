@@ -174,7 +174,7 @@ int64_t NumEntries(const std::vector<List>& lists) {
 using GradientRows = ffi::Result<ffi::BufferR1<ffi::S32>>;
 using GradientValues = ffi::Result<ffi::BufferR2<ffi::F32>>;
 
-// Distinct rows and their gradients. `reader` has read the segments, which have `num_entries` entries.
+// Computes distinct rows and their gradients. `reader` has read the segments, which have `num_entries` entries.
 ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vector<Segment>& segments,
                            int64_t num_entries, int64_t num_rows, GradientRows out_rows, GradientValues out_gradients) {
   const int64_t capacity = out_gradients->dimensions()[0], dim = out_gradients->dimensions()[1];
@@ -230,7 +230,8 @@ ffi::Error RowGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, GradientR
   return CombineSegments(pool, reader, segments, NumEntries(lists), num_rows, rows, gradients);
 }
 
-// Sum of the squares of all row gradients, without writing them. The result does not depend on the number of threads.
+// Computes the sum of the squares of all row gradients, without writing them. The result does not depend on the number
+// of threads.
 ffi::Error SquaredNorm(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::F32>> out,
                        Numbers forms, Numbers numbers, int64_t num_outputs, int64_t num_rows, int64_t dim) {
   Reader reader(args);
@@ -384,7 +385,7 @@ ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Re
   });
 }
 
-// New array on huge pages. Every element is set to the low bytes of `pattern`, unless `fill` is false.
+// Allocates an array on huge pages. Every element is set to the low bytes of `pattern`, unless `fill` is false.
 ffi::Error Allocate(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> out, int64_t pattern, bool fill) {
   const int64_t bytes = out->size_bytes(), width = bytes == 0 ? 1 : bytes / out->element_count();
   if (width > 8) return ffi::Error::InvalidArgument("rsembed: elements have at most 8 bytes");

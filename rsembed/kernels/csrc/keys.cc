@@ -51,7 +51,7 @@ struct Slots {
   }
 };
 
-// Slot and row of every key (kNoRow for absent keys and padding), and the number of absent keys.
+// Finds the slot and row of every key (kNoRow for absent keys and padding), and counts absent keys.
 ffi::Error FindKeys(ffi::ThreadPool pool, LanePairs lanes, Int32s rows, Words high, Words low,
                     Marks is_key, Int32s tables, Int32Result out_slots, Int32Result out_rows, CountResult num_absent,
                     int64_t num_tables) {
@@ -167,7 +167,7 @@ ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int3
   return ffi::Error::Success();
 }
 
-// Random bits of rows. The key of a row is derived from one key for all rows, or from the key of its table.
+// Computes random bits of rows. The key of a row is derived from one key for all rows, or from the key of its table.
 ffi::Error RowBits(ffi::ThreadPool pool, LanePairs key, Int32s tables, ffi::RemainingArgs args,
                    ffi::Result<LanePairs> bits) {
   const int64_t num_rows = bits->dimensions()[0], dim = bits->dimensions()[1];

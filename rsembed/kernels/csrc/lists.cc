@@ -127,7 +127,7 @@ ffi::Error RowsOfIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
   return ffi::Error::Success();
 }
 
-// For every feature, the number of ids inside and outside its table. Padding and entries in no bag are not counted.
+// Counts the ids inside and outside the table of every feature. Padding and entries in no bag are not counted.
 ffi::Error CountIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                     ffi::Span<const int64_t> sizes) {
   Reader reader(args);

@@ -52,7 +52,8 @@ inline void multiply_rows(int64_t num_rows, const float* factors, int64_t pitch,
 
 }  // namespace
 
-// Dot products of vectors i < j of samples [first, last), ordered by i, then by j. A sample has `n` vectors of `dim`.
+// Computes dot products of vectors i < j of samples [first, last), ordered by i, then by j. A sample has `n` vectors of
+// `dim`.
 void pair_products(const float* vectors, int64_t n, int64_t dim, int64_t first, int64_t last, float* products) {
   const int64_t width = rounded_up(n, kLanes), num_pairs = n * (n - 1) / 2;
   const RowsInUse scratch(dim + kTogether, width);
@@ -78,7 +79,7 @@ void pair_products(const float* vectors, int64_t n, int64_t dim, int64_t first, 
   }
 }
 
-// Gradient of the vectors, from the gradient of the products.
+// Computes the gradient of the vectors from the gradient of the products.
 void pull_pairs(const float* vectors, const float* d_products, int64_t n, int64_t dim, int64_t first, int64_t last,
                 float* d_vectors) {
   const int64_t num_pairs = n * (n - 1) / 2;

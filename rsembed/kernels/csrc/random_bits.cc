@@ -1,5 +1,5 @@
 // Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see row_kernels.h.
-// Computes the same numbers as jax.random: a row's lanes (32-bit words) are folded into a key in order, which then
+// Computes the same numbers as jax.random: a row's lanes (32-bit words) are folded into a key in order. The key then
 // encrypts column indices.
 // Source: Threefry-2x32 with 20 rounds, Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
 #include "row_kernels.h"

@@ -444,7 +444,7 @@ class Stepper {
  public:
   explicit Stepper(const Table& table) : table_(table) {}
 
-  // Number of rows that were passed to `step` but are not updated yet.
+  // Number of rows that were passed to `step` but have not been updated yet.
   int num_waiting() const { return num_waiting_; }
 
   void step(uint32_t row, const float* gradient) {

@@ -89,10 +89,10 @@ struct RowKernels {
   void (*update_groups[kNumElementTypes][kNumRules])(const Table&, const SortedEntries&, int64_t first, int64_t last);
   void (*step_rows[kNumElementTypes][kNumRules])(const Table&, const int32_t* rows, const float* gradients,
                                                  int64_t first, int64_t last);
-  // Random bits `[rows, dim]`. The lanes are the 32-bit words that identify a row of a table.
+  // Computes random bits `[rows, dim]`. The lanes are the 32-bit words that identify a row of a table.
   void (*row_bits)(const TableKeys& from, const uint32_t* const* lanes, int64_t num_lanes, int64_t dim, int64_t first,
                    int64_t last, uint32_t* bits);
-  // Dot products of all pairs of a sample's `n` vectors, and the gradient of the vectors from their gradient.
+  // The first computes dot products of all pairs of a sample's `n` vectors, the second the gradient of the vectors.
   void (*pair_products)(const float* vectors, int64_t n, int64_t dim, int64_t first, int64_t last, float* products);
   void (*pull_pairs)(const float* vectors, const float* d_products, int64_t n, int64_t dim, int64_t first, int64_t last,
                      float* d_vectors);

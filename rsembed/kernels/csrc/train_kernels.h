@@ -39,7 +39,7 @@ inline int64_t ScratchSize(const Train& train) {
 
 struct TrainKernels {
   const char* name;
-  // Rows `[count, dim]` of `count` lookups. No two of these lookups may use the same slices of all cores.
+  // Computes rows `[count, dim]` of `count` lookups. No two of these lookups may use the same slices of all cores.
   void (*rows)(const Train&, const uint32_t* lookups, int64_t count, float* scratch, float* made);
   // Backward pass of `rows`. Adds the gradient of the slice that all lookups share to `d_grouped`, and writes the
   // gradients of the other slices to `d_slices`, `[count, size]` for every core. For cores before the grouped one it
@@ -47,7 +47,7 @@ struct TrainKernels {
   // the same `scratch`.
   void (*pull)(const Train&, const uint32_t* lookups, int64_t count, const float* d_rows, const float* transposed,
                float* d_grouped, float* const* d_slices, bool* is_head, float* scratch);
-  // The slice `[left, columns * right]` with its axes swapped.
+  // Writes the slice `[left, columns * right]` with swapped axes to `out`.
   void (*transpose)(const float* slice, int64_t left, int64_t width, float* out);
   void (*add)(const float* from, float gain, int64_t count, float* to);
   float (*dot)(const float* a, const float* b, int64_t count);

@@ -179,7 +179,7 @@ inline void store_tail(T* to, Floats x, int64_t count) {
 }
 #endif
 
-// Non-temporal store to an aligned address. The processor does not read the line before it is overwritten.
+// Stores to an aligned address, past the caches. The processor does not read the line before it is overwritten.
 inline void stream(float* to, Floats x) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(to, (__m512)x);

@@ -101,7 +101,7 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
         embedding_lookup_inputs: embedding.PreprocessedInput,
         step: Scalar | None = None,
     ) -> dict[str, PyTree]:
-        """The parameters of the layer after one update, without autodiff.
+        """Updates the tables once, without autodiff, and returns the layer's new parameters.
 
         Call `apply_gradient` as `layer.apply({"params": params}, gradients, inputs,
         method="apply_gradient")` and replace `params` by the result. In a model, parameter names

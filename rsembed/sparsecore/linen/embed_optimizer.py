@@ -31,7 +31,7 @@ def create_optimizer_for_sc_model(
 
 
 def apply_updates_for_sc_model(params: PyTree, updates: PyTree) -> PyTree:
-    """Parameters after a step: updates replace tables, slots and counters, and are added to all others.
+    """Applies updates: they replace tables, slots and counters, and are added to other parameters.
 
     Args:
       params: the parameters of the model.
