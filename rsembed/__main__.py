@@ -28,7 +28,7 @@ def find_notebook(name: str) -> Path:
         tutorial begins with it.
 
     Raises: ValueError: no tutorial, or more than one, begins with `name`. The message lists the
-    tutorials.
+      tutorials.
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
@@ -173,6 +173,7 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
       output: folder for `<notebook>.ipynb` and the pictures under `<notebook>/`.
 
     Returns: 0, or 1 if a cell failed.
+
     Raises: ValueError: the notebook or a parameter is unknown, the file is not a notebook, the
       folder cannot be written to, or the `notebooks` extra is not installed.
     """

@@ -156,7 +156,7 @@ def check_finite(
       way_out: end of the message.
 
     Raises: ValueError: a number is not finite, or negative. The message names the first such number
-    and its row.
+      and its row.
     """
     if isinstance(values, jax.core.Tracer):
         return
@@ -251,7 +251,10 @@ def describe(value: Any) -> str:
 
 
 def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
-    """The name of a dtype. Raises: ValueError: `dtype` is not among `allowed`, or not a dtype."""
+    """The name of a dtype.
+
+    Raises: ValueError: `dtype` is not among `allowed`, or not a dtype.
+    """
     with contextlib.suppress(TypeError):  # A string that names no dtype fails the check below.
         dtype = dtype if dtype is None else jnp.dtype(dtype).name
     if dtype not in allowed:

@@ -104,7 +104,7 @@ def hash_keys(
         `missing` is too large for 64 bits.
 
     Source: BLAKE2b with a digest of 8 bytes (RFC 7693), read as a signed little-endian number; -1
-    becomes -2.
+      becomes -2.
 
     Example:
       >>> hash_keys(["apple", "pear", "apple"]).tolist()
@@ -197,7 +197,7 @@ def _key_of(value: object, missing: int | None) -> int:
     """64-bit key of one string or bytes value.
 
     Raises: TypeError, ValueError: the value has no key. The message continues the words "row 3
-    has".
+      has".
     """
     if isinstance(value, str):
         try:
@@ -304,7 +304,7 @@ def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
       feature: name in error messages.
 
     Raises: TypeError or ValueError: keys are not integers, do not fit `dtype`, or may have been
-    truncated by JAX.
+      truncated by JAX.
     """
     check_not_cut(keys, dtype, feature)
     split = keys if isinstance(keys, Keys) else split_keys(keys, feature=feature)
@@ -427,7 +427,7 @@ def owners(keys: Keys, num_shards: int) -> Lane:
     """The shard `key % num_shards` of every unsigned key, as int32; `num_shards` for padding.
 
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, the range of exact 32-bit
-    arithmetic.
+      arithmetic.
     """
     check_num_shards(num_shards)
     xp = numpy_or_jax(keys.high)

@@ -50,7 +50,7 @@ class Embeddings(nn.Module):
         """Activations of every feature. See `EmbeddingCollection.lookup`.
 
         Raises: RuntimeError: the model is differentiated without the tables, for example by
-        `jax.grad`.
+          `jax.grad`.
         """
         check_fields(self)
         state = self.variable(
@@ -166,7 +166,7 @@ def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tup
     Returns: a function `(train_state, ...) -> (value, gradients)`.
 
     Raises: RuntimeError: the loss calls a layer inside another transformation, in which it cannot
-    be recorded.
+      be recorded.
     """
 
     def with_gradients(state: TrainState, *args: PyTree, **kwargs: object) -> tuple[Any, Gradients]:

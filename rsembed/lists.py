@@ -160,7 +160,7 @@ def ids_of_integers(values: Any, complaint: str) -> FlatIds:
       complaint: beginning of the error message.
 
     Raises: TypeError: an integer is too large for 64 bits, or neither int64 nor uint64 can hold all
-    integers.
+      integers.
     """
     numbers = [int(value) for value in values]
     largest = max(numbers, key=abs)

@@ -67,7 +67,7 @@ class Embeddings(nnx.Module):
         """Activations of every feature. See `EmbeddingCollection.lookup`.
 
         Raises: RuntimeError: the model is differentiated without the tables, for example by
-        `nnx.grad`.
+          `nnx.grad`.
         """
         if self.frozen:
             return self.collection.lookup(self.state, batch)
@@ -109,7 +109,7 @@ def value_and_grad(
     Returns: a function `(model, ...) -> (value, gradients)`.
 
     Raises: RuntimeError: the loss calls a layer inside another transformation, in which it cannot
-    be recorded.
+      be recorded.
     """
 
     def recorded(

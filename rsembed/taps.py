@@ -131,7 +131,7 @@ class Recording:
         activations are unknown.
 
     Raises: RuntimeError: another recording is active, because two calls of `value_and_grad` are
-    nested.
+      nested.
     """
 
     def __init__(self, layers: Mapping[Any, str], taps: Sequence[Activations]):

@@ -66,7 +66,9 @@ def as_saved(leaf: Leaf, name: str) -> tuple[ArrayToSave, str | None]:
     Instead of the PRNG implementation, the second item is None for ordinary arrays, and the kind
     for arrays of row numbers, ids or key lanes that reject arithmetic (see `rsembed.opaque`).
 
-    Raises: TypeError: the leaf is not a plain array of numbers. RuntimeError: the leaf is traced.
+    Raises:
+      TypeError: the leaf is not a plain array of numbers.
+      RuntimeError: the leaf is traced.
     """
     if isinstance(leaf, PickedRows):
         return leaf, None

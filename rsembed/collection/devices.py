@@ -95,7 +95,10 @@ class Devices:
         return PartitionSpec(self.axes)
 
     def sharding(self, partition: PartitionSpec) -> NamedSharding:
-        """Sharding of a global array with this partition. Raises: ValueError: there is no mesh."""
+        """Sharding of a global array with this partition.
+
+        Raises: ValueError: there is no mesh.
+        """
         if self.mesh is None:
             raise ValueError("one device alone has no sharding.")
         return NamedSharding(self.mesh, partition)

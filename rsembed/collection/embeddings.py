@@ -78,7 +78,7 @@ class EmbeddingCollection:
         `lookup(..., return_statistics=True)` counts them.
 
     Raises: ValueError: an option is unknown, or the mesh does not divide the tables or the batch of
-    a feature.
+      a feature.
 
     Example:
       >>> import jax, numpy as np, rsembed as rs
@@ -168,10 +168,11 @@ class EmbeddingCollection:
         The values of a table depend only on `key`, the table's name and its initializer. Other
         tables and the number of devices do not influence these values.
 
-        Raises: TypeError: `key` is not a PRNG key. ValueError: a custom initializer returns a
-        number that is not finite. Inside `jit`, numbers are not checked. A keyed table draws its
-        rows
-          later, so `init` checks only one row.
+        Raises:
+          TypeError: `key` is not a PRNG key.
+          ValueError: a custom initializer returns a number that is not finite. Inside `jit`,
+            numbers are not checked. A keyed table draws its rows later, so `init` checks only one
+            row.
         """
         check_type(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
@@ -250,9 +251,10 @@ class EmbeddingCollection:
           parts: fields of the state that will be used. A lookup needs no slots, so a state for
             serving may leave them out.
 
-        Raises: ValueError: tables, optimizers or the layout of rows differ (the message names the
-        difference), or an array has the wrong shape or dtype. TypeError: `state` is not an
-          EmbeddingState.
+        Raises:
+          ValueError: tables, optimizers or the layout of rows differ (the message names the
+            difference), or an array has the wrong shape or dtype.
+          TypeError: `state` is not an EmbeddingState.
           RuntimeError: the arrays of the state were donated, or this process was forked.
         """
         check_not_forked("the collection")
@@ -366,10 +368,11 @@ class EmbeddingCollection:
             numbers are an error, because one NaN spreads to everything that reads its row. Inside
             `jit`, numbers are not checked.
 
-        Raises: ValueError: a table is unknown, or its values or slots have the wrong shape or dtype
-        or are not finite.
-          NotImplementedError: the storage of a table takes no rows. RuntimeError: this is inside
-          `jit`, and a table has keys or is on the host.
+        Raises:
+          ValueError: a table is unknown, or its values or slots have the wrong shape or dtype or
+            are not finite.
+          NotImplementedError: the storage of a table takes no rows.
+          RuntimeError: this is inside `jit`, and a table has keys or is on the host.
         """
         self.check_state(state)
         return self.logical.with_tables(state, tables, slots or {}, allow_nonfinite=allow_nonfinite)
@@ -383,11 +386,10 @@ class EmbeddingCollection:
         unused_for: int | None = None,
         norm_below: float | None = None,
     ) -> tuple[EmbeddingState, dict[str, np.ndarray]]:
-        """State after keys of a table were evicted, and the evicted keys with their rows.
+        """Evicts keys of a table. Returns the new state, and the evicted keys with their rows.
 
         A key is evicted if it fulfils any of the conditions. Do not call `evict` inside `jit`.
-        `state` is
-        donated: use only the returned state.
+        `state` is donated: use only the returned state.
 
         Args:
           state: state to evict keys from.
@@ -399,10 +401,12 @@ class EmbeddingCollection:
           norm_below: evicts keys of rows with a smaller L2 norm.
 
         Returns: the new state, and the evicted keys with their rows and slots in the format of
-        `tables`, for a file or another store. `with_tables` restores the keys.
+          `tables`, for a file or another store. `with_tables` restores the keys.
 
-        Raises: ValueError: all conditions are None, one is out of range, or the table is unknown or
-          has no keys. RuntimeError: this is inside `jit`.
+        Raises:
+          ValueError: all conditions are None, one is out of range, or the table is unknown or has
+            no keys.
+          RuntimeError: this is inside `jit`.
         """
         self.check_state(state, parts=["tables"])
         return self.logical.evicted(

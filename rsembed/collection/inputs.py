@@ -49,7 +49,9 @@ from rsembed.storage.protocol import Storage
 def check_names(features: Mapping[str, object], entries: Mapping[str, object], what: str) -> None:
     """Checks that `entries` is a mapping with exactly one entry per feature.
 
-    Raises: TypeError: `entries` is not a mapping. ValueError: features are missing or unknown.
+    Raises:
+      TypeError: `entries` is not a mapping.
+      ValueError: features are missing or unknown.
     """
     check_type(entries, Mapping, f"{what}, with one entry for each of {sorted(features)},")
     missing = sorted(set(features) - set(entries))
@@ -500,8 +502,9 @@ def d_outputs(
       batch: batch of the lookup.
       d_activations: gradients of the activations by feature.
 
-    Raises: ValueError: a gradient and its activations differ in shape. TypeError: a gradient
-      is not an array of floats.
+    Raises:
+      ValueError: a gradient and its activations differ in shape.
+      TypeError: a gradient is not an array of floats.
     """
     batch = PreparedBatch.of(batch)
     check_names(features, d_activations, "the activation gradients")

@@ -54,15 +54,15 @@ def for_serving(
         too narrow. By default they are an error: with "int8", one NaN would make its whole row NaN.
 
     Returns: `lookup(tables, batch)`, which returns the activations of `collection.lookup`, and a
-    copy of each table. Tensor trains and rows on the host are written out as arrays. Ids
-      outside their table contribute nothing.
+      copy of each table. Tensor trains and rows on the host are written out as arrays. Ids outside
+      their table contribute nothing.
 
     Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. For
     this reason ids of a dense table must fit into int32, and 64-bit keys must be passed as
     `rsembed.keys.split_keys(keys)`. An array of int32 is rejected if a table has 64-bit keys.
 
     Raises: TypeError or ValueError: `dtype` is unknown, the state belongs to a different
-    collection, or a number is not finite.
+      collection, or a number is not finite.
 
     Example:
       >>> import jax, jax.numpy as jnp, rsembed as rs
@@ -120,7 +120,7 @@ def lookup(
     Ids out of range contribute nothing.
 
     Raises: TypeError, ValueError: the batch lacks a feature, or the tables belong to a different
-    collection.
+      collection.
     """
     check_names(features, batch, "batch")
     _check_tables(features, tables)

@@ -96,7 +96,8 @@ def criteo(
       ValueError: a line is malformed, or the file is damaged or has no rows.
       FileNotFoundError: `path` is not a file.
 
-    Source: Criteo's data for Kaggle's Display Advertising Challenge (2014), and its Terabyte click logs.
+    Source: Criteo's data for Kaggle's Display Advertising Challenge (2014), and its Terabyte click
+      logs.
 
     Example:
       >>> import tempfile
@@ -135,7 +136,7 @@ def criteo_chunks(
       missing: key of missing categories, see `criteo`.
 
     Raises: ValueError, FileNotFoundError: see `criteo`. The error for a bad line is raised when its
-    chunk is read, after the chunks before it.
+      chunk is read, after the chunks before it.
     """
     chunks = _chunks("criteo_chunks", path, missing)
     return _regrouped(chunks, rows)
@@ -253,7 +254,10 @@ def _read_chunks(reader: str, path: Path, missing: int) -> Generator[CriteoLog, 
 
 
 def _log_in_archive(files: list[SourceFile]) -> SourceFile:
-    """`train.txt`, or the only file. Raises: ValueError: neither exists."""
+    """`train.txt`, or the only file.
+
+    Raises: ValueError: neither exists.
+    """
     for file in files:
         if file.name.rpartition("/")[2] == TRAINING_FILE:
             return file

@@ -92,7 +92,8 @@ def files_in(path: Path) -> Iterator[list[SourceFile]]:
     Args:
       path: a folder, or an archive (zip, tar, tar.gz).
 
-    Raises: ValueError: `path` is a file and no archive, or a member is larger than an archive of that size can hold.
+    Raises: ValueError: `path` is a file and no archive, or a member is larger than an archive of
+      that size can hold.
     """
     with contextlib.ExitStack() as stack:
         if path.is_dir():

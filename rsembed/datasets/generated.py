@@ -37,7 +37,8 @@ def zipf_probabilities(
       exponent: 1.05 to 1.2 is usual for click logs and words. A larger exponent concentrates the
         lookups on fewer ids.
 
-    Raises: ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or not finite.
+    Raises: ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or
+      not finite.
 
     Example:
       >>> zipf_probabilities(3, exponent=1.0).round(3).tolist()
@@ -102,10 +103,10 @@ def _zipf_ranks(
 class ClickLog:
     """Samples of a click log, with the true probability of each click.
 
-    `best_log_loss` is the expected log-loss, in nats, of a model that predicts `click_probability` on these
-    samples: no model can do better. `base_rate_log_loss` is the log-loss of a model that always
-      predicts the mean probability. The loss on the drawn `labels` differs from these expectations
-      by about `1 / sqrt(samples)`.
+    `best_log_loss` is the expected log-loss, in nats, of a model that predicts `click_probability`
+    on these samples: no model can do better. `base_rate_log_loss` is the log-loss of a model that
+    always predicts the mean probability. The loss on the drawn `labels` differs from these
+    expectations by about `1 / sqrt(samples)`.
     """
 
     sparse: dict[str, Int32[np.ndarray, " samples"]]

@@ -193,8 +193,8 @@ def generated_ratings(
 
     Raises: ValueError: an argument is out of range.
 
-    Source: Choices without repetition, all of a visit at once, by Gumbel noise on log-odds: Plackett, "The Analysis of
-      Permutations", 1975.
+    Source: Choices without repetition, all of a visit at once, by Gumbel noise on log-odds:
+      Plackett, "The Analysis of Permutations", 1975.
 
     Example:
       >>> log = generated_ratings(100, 80, seed=0)

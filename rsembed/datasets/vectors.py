@@ -171,7 +171,8 @@ def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
 
     The memory for a line is bounded.
 
-    Raises: ValueError: the file is a zip archive, a damaged gzip file, or has a line beyond the bound.
+    Raises: ValueError: the file is a zip archive, a damaged gzip file, or has a line beyond the
+      bound.
     """
     most = MAX_WORD_BYTES + dim * MAX_NUMBER_BYTES
     with contextlib.ExitStack() as stack:

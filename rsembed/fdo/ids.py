@@ -46,6 +46,7 @@ def zipf_exponent(
         `counts`.
 
     Raises: ValueError: fewer than two rows, a negative count, or no lookup.
+
     Source: Clauset, Shalizi, Newman, "Power-law distributions in empirical data", SIAM Review 2009,
       for bounded ranks: the likelihood is largest if the mean of `log(rank)` under the law equals
       the mean of the data.

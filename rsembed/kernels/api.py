@@ -135,8 +135,9 @@ def _choices(
 def check_implementation(implementation: str | None) -> None:
     """Checks that the named implementation can run here. None passes every check.
 
-    Raises: ValueError: the name is unknown. NotImplementedError: the implementation cannot run
-      here. The message says why.
+    Raises:
+      ValueError: the name is unknown.
+      NotImplementedError: the implementation cannot run here. The message says why.
     """
     if implementation is not None:
         (module,) = _choices(IMPLEMENTATIONS, implementation, "")

@@ -203,7 +203,7 @@ def shared_library() -> ctypes.CDLL | str:
     The library is loaded whatever the backend of JAX is.
 
     Raises: ValueError: `RSEMBED_ISA` names no instruction set. Without this error, the user would
-    measure another instruction set without knowing it.
+      measure another instruction set without knowing it.
     """
     limit = os.environ.get(ISA_VARIABLE, "")
     if limit not in ("", *INSTRUCTION_SETS):

@@ -10,9 +10,10 @@ Several tables of one size can be concatenated in the same arrays. `Keys.table` 
 each key, and a key only probes the slots of its table.
 
 A lane is an array with one 32-bit word per entry. A key has two lanes: its high and its low half.
+
 Source: the lanes, the hash and the claims by scatter-min follow the usual lock-free GPU tables (for
-example SlabHash and WarpCore), with a minimum in place of the race; the hash ends in MurmurHash3's
-finaliser (Appleby).
+  example SlabHash and WarpCore), with a minimum in place of the race; the hash ends in
+  MurmurHash3's finaliser (Appleby).
 """
 
 from __future__ import annotations

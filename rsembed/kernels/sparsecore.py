@@ -110,9 +110,9 @@ def apply_rows(
 ) -> tuple[Table, Slots]:
     """Steps distinct `rows` once, and returns the new table and slots.
 
-    Rows outside the table are padding. XLA, not the kernel, gathers and scatters a slot of one
-    number per row. A tile moves at least 32 bytes, so two tiles that write neighbouring numbers
-    could overwrite each other.
+    Rows outside the table are padding. A slot with only one number for each row is gathered and
+    scattered by XLA, not by the kernel: a tile moves at least 32 bytes, so two tiles that write
+    neighbouring numbers could overwrite each other.
     """
     _check_table(table)
     traced = trace_rule(step.rule, table, slots, len(step.hyper))

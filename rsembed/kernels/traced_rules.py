@@ -61,7 +61,7 @@ def trace_rule(
       elementwise: elementwise primitives that the kernel can compute.
 
     Raises: NotImplementedError: a slot has the wrong shape or dtype, or the rule uses a primitive
-    that the kernel cannot compute. The message names the primitive.
+      that the kernel cannot compute. The message names the primitive.
     """
     num_rows, dim = table.shape
     for number, slot in enumerate(slots):

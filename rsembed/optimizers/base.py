@@ -36,8 +36,9 @@ class OptimizerSpec(abc.ABC):
     Args:
       learning_rate: a number, or a function of no arguments or of the step number (from 0).
 
-    Raises: ValueError: a number is NaN or outside the interval of its field. TypeError: a field has
-      the wrong type or is a traced value.
+    Raises:
+      ValueError: a number is NaN or outside the interval of its field.
+      TypeError: a field has the wrong type or is a traced value.
     """
 
     learning_rate: LearningRate = within("[0, inf)", default=0.001)
@@ -111,9 +112,10 @@ class OptimizerSpec(abc.ABC):
     def get_learning_rate(self, step: StepNumber = None) -> float | Array:
         """Learning rate at `step` (0-based).
 
-        Raises: ValueError: the learning rate is a callable of step and `step` is None, or it
-          returns a number that is not finite (not checked inside `jit`). TypeError: the callable
-          does not return a scalar.
+        Raises:
+          ValueError: the learning rate is a callable of step and `step` is None, or it returns a
+            number that is not finite (not checked inside `jit`).
+          TypeError: the callable does not return a scalar.
         """
         schedule: Any = self.learning_rate
         if not callable(schedule):
@@ -212,7 +214,7 @@ class CompactOptimizerSpec(OptimizerSpec):
         their default dtype.
 
     Raises: ValueError: `slot_dtypes` has the wrong length, or a slot cannot have its dtype (float32
-    slots can be bfloat16 or float16, int32 slots cannot change).
+      slots can be bfloat16 or float16, int32 slots cannot change).
     """
 
     slot_dtypes: tuple[str | None, ...] = dataclasses.field(default=(), kw_only=True)

@@ -208,7 +208,7 @@ class DecayedAdagrad(CompactOptimizerSpec):
         Adagrad).
 
     Raises: ValueError: a different optimizer implements the mode, or the mode does not allow
-    `global_weight_decay`.
+      `global_weight_decay`.
     """
 
     epsilon: float = within("(0, inf)", default=1e-8)

@@ -291,7 +291,7 @@ class FTRL(OptimizerSpec):
       `multiply_linear_by_learning_rate`).
 
     Source: McMahan et al. (2013), with TensorFlow's learning-rate power and its
-    `multiply_linear_by_learning_rate` variant.
+      `multiply_linear_by_learning_rate` variant.
     """
 
     learning_rate: LearningRate = within("[0, inf)", default=0.01)

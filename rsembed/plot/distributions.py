@@ -131,6 +131,7 @@ def treemap(
       height: height of the box that the rectangles tile.
 
     Raises: ValueError: a size is negative, or all are zero.
+
     Source: Bruls, Huizing, van Wijk, "Squarified Treemaps", 2000.
 
     Example:

@@ -412,7 +412,7 @@ def roof(
       flops_per_second: operations per second without any access to memory.
 
     Source: Williams, Waterman and Patterson (2009), "Roofline: An insightful visual performance
-    model".
+      model".
     """
     return np.minimum(np.asarray(intensity, np.float64) * bytes_per_second, flops_per_second)
 

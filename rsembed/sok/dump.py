@@ -30,8 +30,8 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
     Equal tables are saved as equal arrays, for any number of devices.
 
     Returns: `keys`, `values` and one `slot_<name>` per optimizer slot. A hash table also saves
-    `last_step` and `count`, and with admission by count `waiting_keys`, `waiting_last_step` and
-    `waiting_count`.
+      `last_step` and `count`, and with admission by count `waiting_keys`, `waiting_last_step` and
+      `waiting_count`.
     """
     tables = variable.table.collection.tables(state_of(variable))
     rows: dict[str, np.ndarray] = tables[variable.table.spec.name]

@@ -66,6 +66,7 @@ def group_embedding_lookup_sparse(
       ValueError: the lists differ in length, or an entry is wrong. The message names the group, and
         the position of a wrong entry.
       NotImplementedError: `partition_strategy` is not "mod".
+
     Source: DeepRec, `tf.nn.group_embedding_lookup_sparse`.
     """
     group = _group_name(name, partition_strategy)
@@ -86,8 +87,9 @@ def group_embedding_lookup_vjp(
     See `group_embedding_lookup_sparse` for the arguments, but `params` must be
     `EmbeddingVariable`s.
 
-    Raises: see `group_embedding_lookup_sparse`. TypeError: a table is a plain array (use
-    `jax.grad`).
+    Raises:
+      TypeError: a table is a plain array (use `jax.grad`).
+      ValueError, NotImplementedError: see `group_embedding_lookup_sparse`.
     """
     group = _group_name(name, partition_strategy)
     check_type(params, Sequence, f"{group}: params")
@@ -295,7 +297,9 @@ def embedding_column(
       combiner: "sum", "mean" or "sqrtn".
       **options: options of `embedding_variable`.
 
-    Raises: ValueError: an argument is out of range. TypeError: an argument is unknown.
+    Raises:
+      ValueError: an argument is out of range.
+      TypeError: an argument is unknown.
     """
     known = lookups.checked_combiner(combiner, f"column {feature!r}: combiner")
     return EmbeddingColumn(feature, embedding_variable(feature, dimension, **options), known)
@@ -324,7 +328,7 @@ def input_layer_vjp(
     """`input_layer` for training, and `backward(d_output)`, which steps the rows that were read.
 
     Raises: ValueError: see `input_layer`. `backward` raises ValueError, before anything changes, if
-    the shapes of gradient and output differ.
+      the shapes of gradient and output differ.
     """
     outputs, step = _read_columns(features, columns, training=True)
     output = jnp.concatenate(outputs, axis=1)

@@ -147,6 +147,7 @@ class DistributedEmbedding(_Layer):
         see `embedding_variable`.
 
     Raises: ValueError: an argument is out of range or unknown.
+
     Source: Sparse Operation Kit, `sok.DistributedEmbedding`.
 
     Example:
@@ -244,6 +245,7 @@ class All2AllDenseEmbedding(_Layer):
       **options: see `DistributedEmbedding`.
 
     Raises: ValueError: an argument is out of range or unknown.
+
     Source: Sparse Operation Kit, `sok.All2AllDenseEmbedding`.
 
     Example:

@@ -102,6 +102,7 @@ def Init(
       **distributed: options of `parallel.init`.
 
     Raises: ValueError: the batch does not divide among the devices.
+
     Source: Sparse Operation Kit, `sok.Init`.
 
     Example:
@@ -339,7 +340,7 @@ class L2WeightEvict:
     A negative threshold evicts no key.
 
     Source: the code of DeepRec's `tf.L2WeightEvict`. DeepRec's documentation compares the norm
-    instead.
+      instead.
     """
 
     l2_weight_threshold: float = -1.0
@@ -507,8 +508,9 @@ def split_embedding_variable_from_others(
     Args:
       variables: a list or tuple, such as `jax.tree.leaves(nnx.state(model), is_leaf=...)`.
 
-    Raises: ValueError: `variables` is neither a list nor a tuple. Source: Sparse Operation Kit,
-    `sok.split_embedding_variable_from_others`.
+    Raises: ValueError: `variables` is neither a list nor a tuple.
+
+    Source: Sparse Operation Kit, `sok.split_embedding_variable_from_others`.
     """
     if type(variables) not in (list, tuple):
         raise ValueError(

@@ -127,7 +127,10 @@ def get_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, TableSpec]:
 
 
 def get_stacked_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, StackedTableSpec]:
-    """The stacks that the features read, by name. Raises: ValueError: a table is not placed yet."""
+    """The stacks that the features read, by name.
+
+    Raises: ValueError: a table has not been placed yet.
+    """
     stacks = {}
     for table in tables_of(feature_specs).values():
         stacks[table.setting_in_stack.stack_name] = placed_stack(table)

@@ -67,7 +67,7 @@ def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
       device: the device; None, the default: the first device of the process.
 
     Raises: ValueError: the TPU is of an unknown kind, or the variable does not hold a number of
-    cores.
+      cores.
     """
     if device is None:
         device = jax.devices()[0]
@@ -209,7 +209,10 @@ class StackLayout:
             )
 
     def checked_activations(self, activations: Array) -> Array:
-        """`activations` (or gradients) of one device, unchanged. Raises: ValueError: their shape is wrong."""
+        """`activations` (or gradients) of one device, unchanged.
+
+        Raises: ValueError: their shape is wrong.
+        """
         shape = (self.samples_per_core * self.num_cores, self.spec.stack_embedding_dim)
         if activations.shape != shape:
             raise ValueError(
@@ -454,7 +457,10 @@ def with_place(table: TableSpec, num_shards: int) -> TableSpec:
 
 
 def placed_stack(table: TableSpec) -> StackedTableSpec:
-    """The stack of a table. Raises: ValueError: the table has not been placed."""
+    """The stack of a table.
+
+    Raises: ValueError: the table has not been placed.
+    """
     if table.stacked_table_spec is None:
         raise ValueError(
             f"table {table.name!r} has no place in a stack yet; call "

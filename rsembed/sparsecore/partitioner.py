@@ -16,7 +16,7 @@ minibatches   1     2     3     4
 ```
 
 Source: the documented behaviour of the JAX SparseCore API (jax-tpu-embedding). jax-tpu-embedding
-assigns rows to minibatches by a different hash, HighwayHash.
+  assigns rows to minibatches by a different hash, HighwayHash.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class HostBatch(NamedTuple):
         """Entries that the cores of this process look up, with equal rows of a sample merged.
 
         Raises: ValueError: an id is outside its table, a weight is not finite, or a device has too
-        many samples.
+          many samples.
         """
         layout = self.layouts[name]
         if layout.samples_per_core * layout.num_cores > MAX_SAMPLES_PER_DEVICE:

@@ -454,7 +454,7 @@ def unshard_and_unstack_tables(
       num_shards: devices times cores.
 
     Raises: ValueError: the tables were placed for a different number of shards, or an array has a
-    different number of rows.
+      different number of rows.
     """
     result: dict[str, PyTree] = {}
     specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
@@ -498,7 +498,7 @@ def stack_and_shard_feature_tables(
       One array per stack, with the sharding of its first table.
 
     Raises: ValueError: a table is missing, its shape differs from `embedding_specs`, or a number is
-    not finite.
+      not finite.
     """
     # Check all tables before the first one is freed.
     for stack in embedding_specs.stacked_table_specs:
@@ -600,9 +600,9 @@ def compute_table_to_setting_in_stack(
 
 
 def _entry(entries: Mapping[str, PyTree], name: str, what: str) -> PyTree:
-    """`entries[name]`. Raises: ValueError: `name` is missing.
+    """`entries[name]`. `what` describes the entries in the error message.
 
-    `what` describes the entries in the error message.
+    Raises: ValueError: `name` is missing.
     """
     if name not in entries:
         raise ValueError(f"{what} have no {name!r}, only {sorted(entries)}.")

@@ -250,7 +250,7 @@ def variables_of(
       rule: optimizer that defines the expected slots. None: the slots are not checked.
 
     Raises: ValueError: the stack is missing, or the shapes of its variables do not match one
-    device's part.
+      device's part.
     """
     check_type(embedding_variables, Mapping[str, tuple[Any, ...]], "embedding_variables")
     if layout.name not in embedding_variables:

@@ -83,7 +83,10 @@ class Generation:
             raise RuntimeError(f"{self._refusal} (It has another generation than the host.)")
 
     def advance(self, numbers: ArrayLike | None) -> None:
-        """Starts a change of the store and the state. Raises: RuntimeError: see `check`."""
+        """Starts a change of the store and the state.
+
+        Raises: RuntimeError: see `check`.
+        """
         numbers = np.asarray(numbers)
         with self.lock:  # If two threads use one state, the second one is rejected.
             self.check(numbers)

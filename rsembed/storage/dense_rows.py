@@ -258,7 +258,7 @@ def whole_table(values: TableRows, table: TableSpec) -> TableRows:
     """Array of all rows of a table, in the dtype of the table. Inside `jit`, `values` unchanged.
 
     Raises: ValueError: `values` is a mapping, has the wrong shape, or has numbers that are too
-    large for the dtype.
+      large for the dtype.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     if isinstance(values, Mapping):

@@ -188,7 +188,7 @@ class Hashed(DynamicRows):
         Signed keys may be negative, except -1, which means no id.
 
     Raises: ValueError: an argument is unknown or out of range. The error is raised when a table
-    uses the storage.
+      uses the storage.
 
     Example:
       >>> import jax, numpy as np, rsembed as rs

@@ -60,7 +60,7 @@ class HostCached(DynamicRows):
         or the least often fetched ("lfu"). Rows of the current batch are never evicted.
 
     Raises: ValueError: an argument is out of range. The error is raised when a table uses the
-    storage.
+      storage.
 
     Example:
       >>> import jax, rsembed as rs
@@ -204,7 +204,10 @@ class HostTable(HostCached):
         self.backing = BackingStore(arrays, checked)
 
     def _checked_values(self, first_values: Callable[..., PyTree], ids: Rows) -> Sequence[Array]:
-        """Values and slots of some rows. Raises: ValueError: a number is not finite."""
+        """Values and slots of some rows.
+
+        Raises: ValueError: a number is not finite.
+        """
         arrays: Sequence[Array] = first_values(ids)
         if self.table.initializer is not default_initializer:
             check_finite(

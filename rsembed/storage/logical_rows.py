@@ -316,7 +316,7 @@ def import_rows(
       num_shards: number of shards.
 
     Raises: ValueError: arrays have the wrong shape or different lengths, a key occurs twice or is
-    too large for `key_dtype`, or there are too few free rows.
+      too large for `key_dtype`, or there are too few free rows.
     """
     names = array_names(table, slots)
     _check_names(table, exported, names)

@@ -480,7 +480,10 @@ class Storage(abc.ABC):
 
 
 def on_host(array: PyTree) -> np.ndarray:
-    """A global array as a NumPy array, in every process. Raises: RuntimeError: inside `jit`."""
+    """A global array as a NumPy array, in every process.
+
+    Raises: RuntimeError: inside `jit`.
+    """
     if is_traced(array):
         raise RuntimeError("rows by key, and counts, come to the host; read them outside of jit.")
     if not isinstance(array, jax.Array) or array.is_fully_addressable or array.is_fully_replicated:

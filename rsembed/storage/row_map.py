@@ -614,8 +614,8 @@ def entries(
       occurrences: number of occurrences in each entry.
 
     Returns: a tuple of four: the index of each key in the distinct keys (`NO_ROW` for padding); the
-    distinct `Keys`, with padding after the last one; the position of the first occurrence of each
-    distinct key (`NO_ROW` for padding); and the sum of the occurrences of each distinct key.
+      distinct `Keys`, with padding after the last one; the position of the first occurrence of each
+      distinct key (`NO_ROW` for padding); and the sum of the occurrences of each distinct key.
     """
     entry_of, first_of, counts = api.unique_keys(keys, occurrences)
     lanes = api.gather_rows(keys.lanes, first_of)

@@ -143,7 +143,7 @@ class SetAssociativeCache:
       counts: number of uses of each id. None if the algorithm is LRU. Read only.
 
     Source: FBGEMM, `lru_cache_populate` and `lfu_cache_populate`. Under LFU, the protection of the
-    current batch is our addition.
+      current batch is our addition.
 
     Example:
       >>> cache = SetAssociativeCache(1, num_ways=2, num_ids=100)

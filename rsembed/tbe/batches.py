@@ -60,7 +60,7 @@ def read(
       a message about the first id or offset out of range, else None.
 
     Raises: TypeError, ValueError: arrays of the batch have a wrong dtype or shape for the plan, or,
-    in mode FATAL, an id or offset is out of range or a weight is not finite.
+      in mode FATAL, an id or offset is out of range or a weight is not finite.
     """
     weights = per_sample_weights
     sizes = batch_size_per_feature_per_rank

@@ -283,7 +283,7 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
     """The first `bound` rows with gradients in every group. On a mesh, all rows are returned.
 
     Raises: ValueError: more than `bound` rows have a gradient. Inside `jit`, the number of rows is
-    not checked.
+      not checked.
     """
     touched = gradients.num_touched()
     if not is_traced(touched):

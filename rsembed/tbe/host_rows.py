@@ -326,7 +326,7 @@ class HostRows:
           discard: whether a state of any generation is accepted. If not, its generation is checked.
 
         Raises: RuntimeError: `discard` is False, and state and host store have different
-        generations, see `begin`.
+          generations, see `begin`.
         """
         jax.effects_barrier()
         state = variable.get_value()
@@ -451,6 +451,7 @@ def _cache_sizes(groups: Mapping[int, GroupPlan], caching: Arguments) -> dict[in
     `host` get one set.
 
     Raises: ValueError: the free memory does not hold one set per cache.
+
     Source: FBGEMM, size rule of the row cache.
     """
     num_sets = {}

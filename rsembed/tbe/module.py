@@ -326,7 +326,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
           row_gradients: result of `backward.row_gradients`, perhaps clipped or summed.
 
         Raises: ValueError: the gradients belong to a module with other tables, or rows and values
-        differ in length.
+          differ in length.
         """
         num_rows = functional.row_counts(self.plan)
         axes = {group.table.name: (1, group.table.dim) for group in self.plan.groups}

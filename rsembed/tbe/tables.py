@@ -123,7 +123,7 @@ class TrainedTables(nnx.Module):
         repairs a change that stopped halfway.
 
         Raises: RuntimeError: the module's state is older than the host store, or belongs to a
-        different module.
+          different module.
         """
         if self._host_rows is not None:
             check_not_forked("the module")
@@ -231,7 +231,7 @@ class TrainedTables(nnx.Module):
           allow_nonfinite: whether NaN and infinity are accepted, False by default.
 
         Raises: ValueError: the table does not exist, `weights` has the wrong shape, or a weight is
-        not finite.
+          not finite.
         """
         names = [plan.name for plan in self.plan.tables]
         number = names.index(table) if table in names else table
@@ -463,7 +463,7 @@ class TrainedTables(nnx.Module):
         """Number of batches with a miss, and number of unique misses.
 
         Raises: RuntimeError: `record_cache_metrics` does not enable this counter, or no table is
-        cached.
+          cached.
         """
         rows = self._counting("record_cache_miss_counter")
         return rows.calls_with_a_miss, rows.counts.unique_misses
@@ -472,7 +472,7 @@ class TrainedTables(nnx.Module):
         """Unique misses of every feature.
 
         Raises: RuntimeError: `record_cache_metrics` does not enable this counter, or no table is
-        cached.
+          cached.
         """
         return self._counting("record_tablewise_cache_miss").misses_by_feature.copy()
 

@@ -285,7 +285,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     @validated
     def set_learning_rate(self, lr: Rate | Float[Array, ""]) -> None:
-        """Sets the learning rate of the fused step. Raises: ValueError: `lr` is negative or not finite."""
+        """Sets the learning rate of the fused step.
+
+        Raises: ValueError: `lr` is negative or not finite.
+        """
         self.learning_rate.set_value(jnp.asarray(lr, jnp.float32))
 
     def _place_of(self, table: int) -> tuple[int, int, int]:
@@ -495,7 +498,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
           warmup: ignored.
 
         Raises: ValueError or TypeError: an argument is wrong. The message names the id, bag or
-        offset.
+          offset.
         """
         del warmup
         bags = self._read(indices, offsets, per_sample_weights)

@@ -46,17 +46,19 @@ def init_cores(
     Args:
       key: random key; equal keys mean equal cores.
       spec: size, factors and ranks of the table.
-      weight_dist: one of
-        "normal" (default): independent, normally distributed entries of the cores;
-        "uniform": independent, uniformly distributed entries of the cores, with mean zero;
+      weight_dist: one of these names.
+        "normal" (default): independent, normally distributed entries of the cores.
+        "uniform": independent, uniformly distributed entries of the cores, with mean zero.
         "approx-normal": normally distributed entries of the table, exactly so for up to three
-        cores;
+          cores.
         "approx-uniform": uncorrelated, nearly uniform entries of the table. Ranks must be at least
-        2, and larger ranks come closer to uniform; "naive-uniform": entries of the cores from
-        `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The table is nearly zero, so a warning is raised.
+          2, and larger ranks come closer to uniform.
+        "naive-uniform": entries of the cores from `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The
+          table is nearly zero, so a warning is raised.
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
     Raises: ValueError: the distribution is unknown, or needs larger ranks.
+
     Source: Yin et al. (2021), "TT-Rec", section on initialisation.
     """
     dtype_among(CORE_DTYPES, dtype, "init_cores: dtype")
@@ -179,6 +181,7 @@ def from_dense(
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
     Raises: ValueError: the shape of the table differs from the spec, or an entry is not finite.
+
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 1.
     """
     dense = np.asarray(table, np.float32)
@@ -230,6 +233,7 @@ def round_cores(
         make the error larger.
 
     Raises: ValueError: the error is negative or not finite, or the number of ranks is wrong.
+
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 2.
     """
     arrays = check_cores(spec, cores)

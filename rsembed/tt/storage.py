@@ -77,7 +77,7 @@ class TensorTrain(Storage):
         tables are offset accordingly.
 
     Raises: ValueError: either both or neither of ranks and bytes are set, or the distribution is
-    unknown.
+      unknown.
 
     Example:
       >>> import jax, rsembed as rs
@@ -222,7 +222,7 @@ class TensorTrain(Storage):
         """Checks that a tensor train with these factors can store the table.
 
         Raises: ValueError: the products of the factors are not the table's sizes, or its dtype or
-        rounding is unsupported.
+          rounding is unsupported.
         """
         if table.dtype == "float16" or table.stochastic_rounding:
             raise ValueError(

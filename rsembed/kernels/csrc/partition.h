@@ -42,7 +42,7 @@ struct PartitionStack {
   float* gains;
   int64_t* num_ids;     // [num_cores, num_shards], before anything is dropped
   int64_t* num_unique;  // [num_cores, num_shards]
-  int64_t* drops;       // [num_cores, num_features, kNumDropKinds]; a table counts for its first feature; zeros on entry
+  int64_t* drops;       // [num_cores, num_features, kNumDropKinds]; a table counts at its first feature; zeros on entry
   int32_t gain_rule;
   int32_t drops_something;  // set if a limit is exceeded or a buffer is too small; 0 on entry
 };
