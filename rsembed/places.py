@@ -5,10 +5,10 @@ table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ─�
 ```
 
 * Whole: all rows of a table are in one shard, alone or after other tables (`spread=1`).
-* Interleaved: neighbouring ids are in different shards, which spreads frequent ids (`spread` =
+* Interleaved: neighbouring ids are in different shards, so frequent ids are spread (`spread` =
   number of shards).
-* Rotated: interleaved, and each table of a stack starts some shards after the table before it,
-  which also spreads the first ids.
+* Rotated: interleaved, and each table of a stack starts some shards after the table before it, so
+  the first ids are also spread.
 
 The functions accept and return numbers, NumPy arrays or JAX arrays, which may be traced.
 """

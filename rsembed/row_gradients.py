@@ -289,7 +289,8 @@ def check_belong(
       row_gradients: the argument to check, of any type.
       layout: fingerprint of the tables, or None.
       num_rows: number of rows of each stack.
-      axes: for each stack, number of axes of rows and length of a value. None: any.
+      axes: for each stack, number of axes of rows and length of a value. If None, they are not
+        checked.
 
     Raises:
       TypeError: the argument is not `RowGradients`.

@@ -82,9 +82,9 @@ def criteo(
 
     Args:
       path: a file with a label, 13 numbers and 26 hexadecimal categories in each line, separated by
-        tabs or commas. Other numbers or orders of columns need a header with `label`, `I1`, `I2`,
-        ... and `C1`, `C2`, ... (`int_0` and `cat_0` are also read). In an archive, the log is
-        `train.txt` or the only file.
+        tabs or commas. Other numbers or orders of columns need a header with the names `label`,
+        `I1`, `I2`, ... and `C1`, `C2`, ... (`int_0` and `cat_0` are also read). In an archive, the
+        log is `train.txt` or the only file.
       rows: number of rows to read from the beginning; None: all. A million rows take 0.3 GB.
       missing: key of missing categories. The default -1 means no id, so missing categories
         contribute nothing. Any other number is the row of the table that missing categories read.

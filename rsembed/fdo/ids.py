@@ -14,7 +14,7 @@ NUM_RANK_BLOCKS = 16_384
 FEWEST_PENDING_IDS = 2**20
 """Number of ids to collect before they are merged into the sorted ids.
 
-A larger number makes merges rarer, which saves time and needs more memory.
+A larger number makes merges rarer, saves time and needs more memory.
 """
 
 

@@ -260,7 +260,7 @@ def lookup(
       call: lists of ids and the segments that read them.
       quantization: applied to every row before rows are combined. Quantization needs a single
         table. None: no quantization.
-      implementation: name of the only implementation to try; None: all.
+      implementation: name of the only implementation to try. If None, all are tried.
     """
     if quantization is None:
         return _lookup(implementation, tuple(tables), call)
@@ -366,8 +366,8 @@ def pairwise_interaction(
     """Dot products of all pairs of a sample's vectors, float32: the feature interaction of DLRM.
 
     The pairs are in the order of `numpy.triu_indices(n, 1)`. The result can be differentiated once.
-    On CPUs one native call handles all samples. XLA would run a small product for each sample,
-    which takes several times as long as the table lookups of a model with 26 features.
+    On CPUs one native call handles all samples. XLA would run a small product for each sample, and
+    take several times as long as the table lookups of a model with 26 features.
 
     Args:
       vectors: one vector per feature, such as `jnp.stack([dense, *activations.values()], axis=1)`.

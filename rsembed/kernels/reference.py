@@ -280,7 +280,7 @@ def lookup(
     Args:
       tables: tables that the call's segments read.
       call: lists of ids and the segments that read them.
-      pool: kernel of an accelerator that pools the entries of one list; None: `pooled`.
+      pool: kernel of an accelerator that pools the entries of one list. If None, `pooled` does.
     """
     vectors: list[Array] = [jnp.zeros(0)] * len(call.segments)
     for number, ids in enumerate(call.lists):
@@ -457,7 +457,7 @@ def row_gradients(
     Args:
       num_rows: number of rows of the table.
       gradients: the call and the gradients of its outputs.
-      pool: kernel of an accelerator that sums the entries of each row; None: XLA.
+      pool: kernel of an accelerator that sums the entries of each row. If None, XLA sums them.
     """
     rows, entries, group_of, d_output = group_rows(num_rows, gradients)
     if pool is not None:

@@ -204,8 +204,8 @@ class DecayedAdagrad(CompactOptimizerSpec):
       max_norm: largest row norm. Longer rows are scaled down to this norm, in float32. 0 means no
         bound.
       global_weight_decay: settings of DECOUPLE_GLOBAL, None for the other modes.
-      is_per_row: whether there is one accumulator per row. False: one accumulator per entry (plain
-        Adagrad).
+      is_per_row: whether there is one accumulator per row. If False, there is one accumulator per
+        entry (plain Adagrad).
 
     Raises: ValueError: a different optimizer implements the mode, or the mode does not allow
       `global_weight_decay`.

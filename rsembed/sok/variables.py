@@ -400,7 +400,7 @@ def embedding_variable(
         the table and the key.
       optimizer: optimizer of the rows that a batch looked up. None: Adagrad. `sok.optimizers` has
         TensorFlow's variants of Adam.
-      context: devices that share the table. None: the devices of `Init`.
+      context: devices that share the table. If None, the devices that `Init` chose share it.
       rngs: random streams; the stream `params` has the key of the initial rows. None:
         `nnx.Rngs(0)`.
       dtype: dtype of the rows: float32, bfloat16 or float16.

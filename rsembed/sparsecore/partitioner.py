@@ -224,8 +224,7 @@ class HostBatch(NamedTuple):
         num_keys = layout.rows_per_shard * layout.samples_per_core
         if num_partitions * num_keys < 2**63:
             packed = partition * num_keys + key
-            # A stable sort keeps equal keys in batch order, which makes sums of weights
-            # reproducible.
+            # A stable sort keeps equal keys in batch order, so sums of weights are reproducible.
             order = np.argsort(packed, kind="stable")
             partition, key = np.divmod(packed[order], num_keys)
         else:

@@ -39,8 +39,8 @@ class BoundedRowRule(OptimizerSpec):
 
     Args:
       inner: the optimizer to apply.
-      num_columns: number of columns to update. None: all. Columns from `num_columns` on stay
-        unchanged.
+      num_columns: number of columns to update. If None, all are updated. Columns from `num_columns`
+        on stay unchanged.
       minimum: lower limit of updated entries. None: no limit.
       maximum: upper limit of updated entries. None: no limit.
     """

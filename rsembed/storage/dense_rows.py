@@ -243,7 +243,7 @@ def in_some_bag(bags: Bags) -> Bool[Array, " nnz"]:
 def numbers_of_rows(
     names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]
 ) -> Int[Array, " rows"]:
-    """Hash of each row's table name and id, which does not depend on stack or mesh.
+    """Hash of each row's table name and id. The hash does not depend on stack or mesh.
 
     Args:
       names: names of the tables.

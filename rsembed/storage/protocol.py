@@ -24,7 +24,7 @@ ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nn
 """Facts about the step that follows a lookup: `(occurrences, step number, arrival)`.
 
 `occurrences` counts each key in the batch. New keys get rows in `find` in ascending order of
-`arrival`; None: in the order of the keys."""
+`arrival`. If `arrival` is None, they get rows in the order of the keys."""
 Params: TypeAlias = PyTree
 """Parameters of a storage: one array, or a pytree of arrays."""
 SlotTree: TypeAlias = PyTree

@@ -144,7 +144,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
       table_names: names for messages and state dicts, `table_0`, `table_1` and so on by default.
       optimizer_state_dtypes: FP32, FP16 or BF16 by state name, for `momentum1` and `momentum2` of
         any optimizer.
-      multipass_prefetch_config: splits the prefetch of a long batch into passes. None: one pass.
+      multipass_prefetch_config: splits the prefetch of a long batch into passes. If None, there is
+        one pass.
       global_weight_decay: settings of weight decay mode DECOUPLE_GLOBAL, required by it and only
         allowed with it.
       uvm_host_mapped: no effect.
@@ -344,9 +345,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
     ) -> AnyBatch:
         """A checked batch on the devices, to be passed in place of `indices`, even into `jit`.
 
-        On a mesh, the samples are split over the devices, which is not possible inside `jit`. Each
-        process passes its part of the batch. On one device, the batch is padded to a power of two
-        of ids (not for PoolingMode.NONE), so a stream of batches needs few compiled programs.
+        On a mesh, the samples are split over the devices, and each process passes its part of the
+        batch. On one device, the batch is padded to a power of two of ids (not for
+        PoolingMode.NONE), so a stream of batches needs few compiled programs. Do not call `prepare`
+        inside `jit`.
 
         Gradients of `per_sample_weights` have the form of the prepared batch: on a mesh
         `{feature: [ids]}`.

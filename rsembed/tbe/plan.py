@@ -100,7 +100,7 @@ class TablePlan(NamedTuple):
       rounds_stochastically: whether stepped rows of a dtype other than float32 are rounded
         stochastically.
       whole_table_mode: settings of a pass over the whole table that runs before the lookup of each
-        training step. None: no pass.
+        training step. If None, there is no pass.
       copy_dtypes: dtypes of the copies of the table that this pass keeps. The copies follow the
         slots of the rule.
       torch_state_names: names of the optimizer states in torch's optimizers.

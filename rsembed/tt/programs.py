@@ -274,7 +274,7 @@ def read_bags(
       name: name of the module in error messages.
       last: whether `offsets` include the end of the last bag. None, the default of the modules: the
         number of offsets decides if there are several tables. For one table, the last offset is
-        compared with the number of ids, which is impossible under `jit`.
+        compared with the number of ids. The comparison is impossible under `jit`.
 
     Raises:
       TypeError: ids or offsets are not integers.

@@ -44,7 +44,7 @@ struct List {
   int64_t num_ids, num_bags, width;
 };
 
-// Returns the first entry of a bag, clipped to the list. For bag `num_bags`, returns the end of the last bag.
+// Returns the first entry of a bag, clipped to the list, or the end of the last bag for bag `num_bags`.
 inline int64_t FirstEntry(const List& list, int64_t bag) {
   return list.offsets == nullptr ? bag * list.width : std::clamp<int64_t>(list.offsets[bag], 0, list.num_ids);
 }
