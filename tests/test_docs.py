@@ -163,7 +163,7 @@ def test_the_entry_of_a_rule_has_all_its_arguments():
         text = reference.with_all_arguments(rule, inspect.getdoc(rule))
         assert text.count("Args:\n") == 1 and text.count("  learning_rate: ") == 1, rule
     adam = reference.with_all_arguments(rsembed.optimizers.Adam, "Adam.")
-    assert "  learning_rate: a number, a callable" in adam and "  beta_1: in [0, 1)." in adam
+    assert "  learning_rate: a number, or a function" in adam and "  beta_1: in [0, 1)." in adam
     assert len(rules) > 15
 
 

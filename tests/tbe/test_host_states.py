@@ -348,7 +348,9 @@ def test_ctrl_c_at_any_time_of_a_loop_of_steps_loses_no_module(is_cached):
         try:
             while time.monotonic() - start < 2.0:
                 train(module, batch(number), OFFSETS)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, ValueError) as error:
+            # JAX reports an interrupt during its comparison of static arguments as a ValueError.
+            assert isinstance(error, KeyboardInterrupt) or "KeyboardInterrupt" in str(error)
             num_interrupts += 1
         done = int(module.step)
         train(module, batch(number), OFFSETS)
