@@ -2,6 +2,7 @@
 #   make tutorial      run the Shakespeare notebook      make test    lint, types, unit tests, notebooks
 #   make check         the short check, a minute: lint, types, a few tests of each room, the first notebook
 #   make lab           open the notebooks                make docs    build the pages under docs/_build/html
+#   make links         follow the links of the pages to other sites
 #   make bench         time the kernels                  make lint    ruff and mypy only
 #   make test-all      make test, and the tests that it leaves out: long ones that rarely find anything
 #   make test-browser  run a tutorial in JupyterLab in a headless Chromium
@@ -22,7 +23,7 @@ WORKERS ?= 3
 NAME ?= summary
 BIN := $(VENV)/bin
 
-.PHONY: help tutorial check test test-all test-browser test-tpu test-gpu test-clients test-matrix wheel sdist lab docs bench fuzz faults soak lint clean
+.PHONY: help tutorial check test test-all test-browser test-tpu test-gpu test-clients test-matrix wheel sdist lab docs links bench fuzz faults soak lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
@@ -115,6 +116,10 @@ lab: $(VENV)/.installed-lab
 
 docs: $(VENV)/.installed-docs $(if $(EXECUTE),$(VENV)/.installed-notebooks)
 	$(if $(EXECUTE),RSEMBED_DOCS_EXECUTE=1) $(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env -b html docs docs/_build/html
+
+# Links between pages are checked by `docs`, which stops at a warning; this follows the links to other sites.
+links: $(VENV)/.installed-docs
+	$(BIN)/sphinx-build -b linkcheck docs docs/_build/linkcheck
 
 bench: $(VENV)/.installed-bench
 	$(BIN)/python benchmarks/$(NAME).py
