@@ -47,14 +47,16 @@ def init_cores(
       key: random key; equal keys mean equal cores.
       spec: size, factors and ranks of the table.
       weight_dist: one of these names.
-        "normal" (default): independent, normally distributed entries of the cores.
-        "uniform": independent, uniformly distributed entries of the cores, with mean zero.
-        "approx-normal": normally distributed entries of the table, exactly so for up to three
+
+        * "normal" (default): independent, normally distributed entries of the cores.
+        * "uniform": independent, uniformly distributed entries of the cores, with mean zero.
+        * "approx-normal": normally distributed entries of the table, exactly so for up to three
           cores.
-        "approx-uniform": uncorrelated, nearly uniform entries of the table. Ranks must be at least
-          2, and larger ranks come closer to uniform.
-        "naive-uniform": entries of the cores from `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The
+        * "approx-uniform": uncorrelated, nearly uniform entries of the table. Ranks must be at
+          least 2, and larger ranks come closer to uniform.
+        * "naive-uniform": entries of the cores from `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The
           table is nearly zero, so a warning is raised.
+
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
     Raises: ValueError: the distribution is unknown, or needs larger ranks.
