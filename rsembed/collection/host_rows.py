@@ -42,8 +42,9 @@ class Prefetch:
         self.storage = cast(HostTable, stack.storage)
         if stack.devices.num_processes > 1:
             raise NotImplementedError(
-                f"table {stack.table.name!r} is kept as {stack.table.storage}, whose rows one process must hold; make "
-                "the mesh of one process' devices, or give the table another storage."
+                f"table {stack.table.name!r} is kept as {stack.table.storage}, which works in one "
+                "process only; make the mesh of one process' devices, or give the table another "
+                "storage."
             )
         part = stack.partition
         split = stack.devices.split
@@ -83,8 +84,9 @@ class Prefetch:
         with_room, moves, num_failed = self._make_room(params._replace(rows=without_rows), wanted)
         if (num_failed := on_host(num_failed)).any():
             raise RuntimeError(
-                f"table {name!r}: {int(num_failed.sum())} ids of the batch find no place among cache_rows="
-                f"{self.storage.cache_rows}, of which each device has its share; raise it, or make the batch smaller."
+                f"table {name!r}: {int(num_failed.sum())} ids of the batch do not fit in the cache "
+                f"of cache_rows={self.storage.cache_rows} rows, which the devices share equally; "
+                "raise cache_rows, or make the batch smaller."
             )
         return with_room._replace(rows=params.rows), jax.tree.map(on_host, moves)
 

@@ -38,7 +38,7 @@ FIRST_KEY = "initial_key"
 
 
 class HostStack(Stack):
-    """Tables whose rows and slots are read and written together, on the host, outside `jit`."""
+    """Tables that the host reads and writes with their slots, outside `jit`."""
 
     def _by_table(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
         return self._read_tables(read, params, slots)

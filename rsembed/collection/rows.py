@@ -201,7 +201,7 @@ class Rows(abc.ABC):
 
 
 class ArrayRows(Rows):
-    """Rows in one array, of which every device has a full copy.
+    """Rows in one array. Every device has a full copy of the array.
 
     One kernel reads and pools rows, another one sums gradients and steps rows. Every device steps
     its copy with the gradients of the global batch, so all copies stay equal.
@@ -250,7 +250,7 @@ class ArrayRows(Rows):
 
 
 class ColumnRows(ArrayRows):
-    """Rows in one array, of which each device has some columns.
+    """Rows in one array. Each device has some columns of the array.
 
     Every device pools the global batch for its columns, and devices exchange columns of activations
     instead of rows.

@@ -357,7 +357,7 @@ class Storage(abc.ABC):
         Raises: NotImplementedError: a step of this storage updates single rows.
         """
         raise NotImplementedError(
-            f"table {table.name!r} is kept as {self}, of which a step touches single rows."
+            f"table {table.name!r} is kept as {self}, and a step of this storage updates single rows."
         )
 
     def step_all(
@@ -368,7 +368,7 @@ class Storage(abc.ABC):
         Raises: NotImplementedError: a step of this storage updates single rows.
         """
         raise NotImplementedError(
-            f"table {table.name!r} is kept as {self}, of which a step touches single rows."
+            f"table {table.name!r} is kept as {self}, and a step of this storage updates single rows."
         )
 
     # Whole tables by name. From here on, `params` and `slots` have the rows of all shards.

@@ -384,7 +384,7 @@ def on_host_beside(other, *, rows=100):
 NO_PLACE = (
     rs.HostCached(cache_rows=2),
     100,
-    "table 'b': 1 ids of the batch find no place among cache_rows=2",
+    "table 'b': 1 ids of the batch do not fit in the cache of cache_rows=2",
 )
 NO_ROW = (rs.Hashed(when_full="error"), 2, "table 'b' is full")
 
