@@ -53,7 +53,8 @@ def check_names(features: Mapping[str, object], entries: Mapping[str, object], w
       TypeError: `entries` is not a mapping.
       ValueError: features are missing or unknown.
     """
-    check_type(entries, Mapping, f"{what}, with one entry for each of {sorted(features)},")
+    if not isinstance(entries, Mapping):
+        check_type(entries, Mapping, f"{what}, with one entry for each of {sorted(features)},")
     missing = sorted(set(features) - set(entries))
     unknown = sorted(set(entries) - set(features), key=str)
     if missing or unknown:
@@ -108,8 +109,7 @@ def prepare(
         if ragged is not None:
             if devices.mesh is None:
                 return dataclasses.replace(on_device(_in_lists(ragged, lists)), made_for=made_for)
-            for name, (ids, lengths) in ragged.items():
-                bags[name] = Bags(ids, offsets_of(lengths, np.int32))
+            bags = {name: ragged.bags_of([name]) for name in features}
         else:
             for name, feature in features.items():
                 bags[name] = _checked(feature, batch[name], bounds_check)
@@ -196,16 +196,44 @@ def _places(
 
 
 class Ragged(NamedTuple):
-    """The bags of a ragged feature: all ids, and the number of ids of each bag. Numpy arrays."""
+    """The bags of ragged features in NumPy arrays, feature after feature.
+
+    Args:
+      ids: ids of all features.
+      offsets: offsets of all bags in `ids`.
+      num_bags: number of bags of each feature, by feature name in the order of the bags.
+    """
 
     ids: np.ndarray
-    lengths: np.ndarray
+    offsets: np.ndarray
+    num_bags: dict[str, int]
+
+    @property
+    def first_bags(self) -> np.ndarray:
+        """Index of each feature's first bag, and the number of all bags."""
+        return offsets_of(np.fromiter(self.num_bags.values(), np.int64))
+
+    def bags_of(self, names: Sequence[str]) -> Bags:
+        """The bags of some features, feature after feature."""
+        if list(names) == list(self.num_bags):
+            return Bags(self.ids, self.offsets)
+        lengths = np.diff(self.offsets)
+        first_bag_of = dict(zip(self.num_bags, self.first_bags.tolist(), strict=False))
+        ids_of_features = []
+        lengths_of_features = []
+        for name in names:
+            first_bag = first_bag_of[name]
+            last_bag = first_bag + self.num_bags[name]
+            ids_of_features.append(self.ids[self.offsets[first_bag] : self.offsets[last_bag]])
+            lengths_of_features.append(lengths[first_bag:last_bag])
+        offsets = offsets_of(np.concatenate(lengths_of_features), np.int32)
+        return Bags(np.concatenate(ids_of_features), offsets)
 
 
 def _in_one_pass(
     features: Mapping[str, FeatureSpec], batch: Batch, lists: Mapping[str, str], bounds_check: str
-) -> dict[str, Ragged] | None:
-    """Checked ids (int32) and lengths of all features, or None if they need the slow path.
+) -> Ragged | None:
+    """The bags of all features with checked ids (int32), or None if they need the slow path.
 
     The result is None for keyed tables, declared batch sizes, features without a combiner, data
     that is neither numpy arrays nor lists of integers, and every mistake. The caller then reads the
@@ -215,13 +243,12 @@ def _in_one_pass(
         is_declared = feature.num_samples is not None or feature.pooling == "none"
         if is_declared or name not in lists or _has_keys(feature.table_spec):
             return None
-    everything = _everything(features, batch)
-    if everything is None:
+    ragged = _everything(features, batch)
+    if ragged is None:
         return None
-    ids, offsets, num_bags = everything
-    first_bags = np.cumsum([0, *num_bags])
-    first_ids = offsets[first_bags]
+    ids = ragged.ids
     if bounds_check != "ignore" and ids.size:
+        first_ids = ragged.offsets[ragged.first_bags]
         limits = np.asarray([feature.table_spec.vocabulary_size for feature in features.values()])
         has_ids = np.flatnonzero(np.diff(first_ids))
         largest = np.maximum.reduceat(ids, first_ids[has_ids])
@@ -229,12 +256,7 @@ def _in_one_pass(
             return None
     if ids.dtype != np.int32:
         ids = narrow_ids(ids)
-    ids_of_features = np.split(ids, first_ids[1:-1])
-    lengths_of_features = np.split(np.diff(offsets), first_bags[1:-1])
-    ragged = {}
-    for name, own_ids, lengths in zip(features, ids_of_features, lengths_of_features, strict=True):
-        ragged[name] = Ragged(own_ids, lengths)
-    return ragged
+    return ragged._replace(ids=ids)
 
 
 def _has_keys(table: TableSpec) -> bool:
@@ -242,30 +264,28 @@ def _has_keys(table: TableSpec) -> bool:
     return table.storage is not None and table.storage.key_dtype is not None
 
 
-def _in_lists(ragged: Mapping[str, Ragged], lists: Mapping[str, str]) -> PreparedBatch:
+def _in_lists(ragged: Ragged, lists: Mapping[str, str]) -> PreparedBatch:
     """Prepared batch of ragged features in the lists of a single device, in host memory.
 
-    The result equals that of `joined`. For 26 features, `_in_lists` takes about half of the time,
-    because no `Bags` of single features are made.
+    The result equals that of `joined`, which makes `Bags` of single features and takes longer.
     """
     members: dict[str, list[str]] = {}
-    for name in ragged:
+    for name in ragged.num_bags:
         members.setdefault(lists[name], []).append(name)
     joined_lists = {}
     for stack, names in members.items():
-        count = sum(ragged[name].ids.size for name in names)
-        ids = np.full(size_of_list(count), PAD_ID, np.int32)
-        np.concatenate([ragged[name].ids for name in names], out=ids[:count])
-        lengths = np.concatenate([ragged[name].lengths for name in names])
-        joined_lists[stack] = Bags(ids, offsets_of(lengths, np.int32))
-    num_bags = {name: feature.lengths.size for name, feature in ragged.items()}
-    return PreparedBatch(joined_lists, {}, _places(members, num_bags), tuple(ragged))
+        bags = ragged.bags_of(names)
+        num_ids = bags.ids.size
+        ids = np.empty(size_of_list(num_ids), np.int32)
+        ids[:num_ids] = bags.ids
+        ids[num_ids:] = PAD_ID
+        joined_lists[stack] = Bags(ids, bags.offsets.astype(np.int32, copy=False))
+    places = _places(members, ragged.num_bags)
+    return PreparedBatch(joined_lists, {}, places, tuple(ragged.num_bags))
 
 
-def _everything(
-    features: Mapping[str, FeatureSpec], batch: Batch
-) -> tuple[np.ndarray, np.ndarray, list[int]] | None:
-    """Ids and offsets of all features, one after the other, and the number of bags of each.
+def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> Ragged | None:
+    """The bags of all features.
 
     The result is None unless the batch is a `Jagged`, lists of lists of `int`, or valid `Bags` of
     numpy arrays, without weights.
@@ -275,13 +295,15 @@ def _everything(
         if everything.weights is not None or everything.ids.dtype not in (np.int32, np.int64):
             return None
         num_samples = everything.num_bags // len(features)
-        return everything.ids, np.asarray(everything.offsets), [num_samples] * len(features)
+        num_bags = dict.fromkeys(features, num_samples)
+        return Ragged(everything.ids, np.asarray(everything.offsets), num_bags)
     values = [batch[name] for name in features]
     if set(map(type, values)) == {list}:
         ids_and_offsets = small_ids_of_lists(list(itertools.chain.from_iterable(values)))
         if ids_and_offsets is None:
             return None
-        return *ids_and_offsets, [len(rows) for rows in values]
+        num_bags = {name: len(rows) for name, rows in zip(features, values, strict=True)}
+        return Ragged(*ids_and_offsets, num_bags)
     for value in values:
         if type(value) is not Bags or value.dense_shape is not None or value.weights is not None:
             return None
@@ -300,7 +322,8 @@ def _everything(
     if (lengths < 0).any():
         return None
     ids = np.concatenate([value.ids for value in values])
-    return ids, offsets_of(lengths, np.int32), [value.num_bags for value in values]
+    num_bags = {name: value.num_bags for name, value in zip(features, values, strict=True)}
+    return Ragged(ids, offsets_of(lengths, np.int32), num_bags)
 
 
 def _of_arrays(
