@@ -44,7 +44,7 @@ for _digit in range(16):
     _DIGIT_OF_BYTE[ord(f"{_digit:X}")] = _digit
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class CriteoLog:
     """Rows of a click log: a label, numbers and categories for each.
 
@@ -65,6 +65,12 @@ class CriteoLog:
     dense_names: tuple[str, ...]
     first_line: int
     source: str
+
+    def __repr__(self) -> str:
+        return (
+            f"CriteoLog({len(self):,} rows with {len(self.dense_names)} numbers and "
+            f"{len(self.sparse)} categories; {self.source})"
+        )
 
     def __len__(self) -> int:
         return len(self.labels)

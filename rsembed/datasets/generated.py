@@ -99,7 +99,7 @@ def _zipf_ranks(
     return np.searchsorted(distribution, generator.random(count), side="right").astype(np.int32)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class ClickLog:
     """Samples of a click log, with the true probability of each click.
 
@@ -115,6 +115,12 @@ class ClickLog:
     click_probability: Float64[np.ndarray, " samples"]
     best_log_loss: float
     base_rate_log_loss: float
+
+    def __repr__(self) -> str:
+        return (
+            f"ClickLog({len(self.labels):,} samples with {len(self.sparse)} ids and "
+            f"{self.dense.shape[1]} numbers; best log-loss {self.best_log_loss:.4f})"
+        )
 
 
 @validated

@@ -88,7 +88,7 @@ class TasteLaw:
         return np.where(age >= 0, likely, -np.inf)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class RatingsLog:
     """Ratings in chronological order, with the titles and genres of the items.
 
@@ -115,6 +115,12 @@ class RatingsLog:
     genre_names: tuple[str, ...]
     source: str
     law: TasteLaw | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"RatingsLog({len(self.ratings):,} ratings of {len(self.item_ids):,} items by "
+            f"{len(self.user_ids):,} users; {self.source})"
+        )
 
     @property
     def days(self) -> Float64[np.ndarray, " ratings"]:

@@ -157,7 +157,7 @@ BEST_LOSS = 1.6432402670145951
 """Best loss that is possible on the generated sentences, as `datasets/make_text.py` prints it."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Text:
     """A text as word ids, with its vocabulary and a sentence about its origin.
 
@@ -173,6 +173,12 @@ class Text:
     source: str
     content: str
     best_loss: float | None = None
+
+    def __repr__(self) -> str:
+        return (
+            f"Text({len(self.word_ids):,} words, vocabulary of {len(self.vocabulary):,}; "
+            f"{self.source})"
+        )
 
 
 @validated

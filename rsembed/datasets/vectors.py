@@ -28,7 +28,7 @@ MAX_DIGITS = 19
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class WordVectors:
     """Vectors of the requested words, and counts of the vectors and lines of the file.
 
@@ -47,6 +47,13 @@ class WordVectors:
     num_duplicates: int
     num_bad_lines: int
     num_announced: int | None
+
+    def __repr__(self) -> str:
+        num_words, dim = self.values.shape
+        return (
+            f"WordVectors({self.is_found.sum():,} of {num_words:,} words found among "
+            f"{self.num_vectors:,} vectors of {dim} numbers)"
+        )
 
 
 @validated

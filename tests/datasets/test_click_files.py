@@ -55,6 +55,7 @@ def expected(rows, missing=-1):
 def check(log, rows, missing=-1):
     labels, dense, keys = expected(rows, missing)
     assert log.labels.tolist() == labels and log.labels.dtype == np.int32
+    assert repr(log).startswith(f"CriteoLog({len(rows):,} rows with 13 numbers and 26 categories; ")
     np.testing.assert_array_equal(log.dense, np.float32(dense))
     assert [
         list(row) for row in zip(*(log.sparse[f"C{k}"].tolist() for k in range(1, 27)), strict=True)

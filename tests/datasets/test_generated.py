@@ -120,3 +120,16 @@ def test_labels_follow_the_click_probability():
         probability = clicks.click_probability[members]
         deviation = math.sqrt(np.sum(probability * (1 - probability))) / len(members)
         assert abs(clicks.labels[members].mean() - probability.mean()) < 5 * deviation
+
+
+def test_every_data_set_is_shown_in_one_line_with_its_sizes():
+    text = datasets.shakespeare(source="generated")
+    shown = {
+        repr(datasets.generated_ratings(10, 80, seed=0)): "of 80 items by 10 users",
+        repr(datasets.synthetic_clicks(100, num_dense=2, seed=0)): "100 samples with 3 ids and 2 n",
+        repr(text): f"{len(text.word_ids):,} words, vocabulary of {len(text.vocabulary)}",
+        repr(datasets.word_vectors(["a 1 2", "b 3 4"], ["a"], dim=2)): "1 of 1 words found among 2",
+    }
+    for line, sizes in shown.items():
+        assert sizes in line
+        assert len(line) < 150 and "\n" not in line
