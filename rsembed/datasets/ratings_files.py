@@ -418,7 +418,7 @@ def _read_films(form: Form, file: SourceFile) -> tuple[np.ndarray, tuple[str, ..
     genres = []
     for item_id in item_ids.tolist():
         film = films[item_id]
-        titles.append(film.title)
+        titles.append(film.title.strip())  # ml-100k has "Two Friends (1986) "
         genres.append(set(film.genres).difference(NO_GENRES))
     return item_ids, tuple(titles), genres
 

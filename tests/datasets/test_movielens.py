@@ -165,7 +165,7 @@ PUBLISHED = {
             "u.item",
             "latin-1",
             "",
-            "{film}|{title}|01-Jan-1995||http://us.imdb.com/|{flags}\n",
+            "{film}|{title} |01-Jan-1995||http://us.imdb.com/|{flags}\n",  # some titles end so
         ),
     },
     "recbole": {
