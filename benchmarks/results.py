@@ -236,10 +236,10 @@ def measure_text(path: str, seed: int) -> list[Record]:
     settings = {"SOURCE": "corpus", "STEPS": TEXT_STEPS, "SEED": seed}
     names = notebook_names("01_shakespeare.ipynb", "validation_loss", settings)
     records = [{"who": "hashed contexts", "seed": seed, "loss": float(names["validation_loss"])}]
-    for name in ("counts of letters", "counts behind two letters"):
-        records.append({"who": name, "loss": float(names["references"][name])})
+    for name, loss in names["references"].items():
+        records.append({"who": name, "loss": float(loss)})
     counter = best_counter(names["labels"], int(names["first_unseen"]))
-    records.append({"who": f"counts behind up to {counter['letters']} letters"} | counter)
+    records.append({"who": f"counts after up to {counter['letters']} letters"} | counter)
     return records
 
 
@@ -343,15 +343,19 @@ def shown(values: Sequence[float]) -> str:
     return text
 
 
-def standing(records: Sequence[Record], ours: Sequence[str], what: str) -> list[str]:
+def better_peers(records: Sequence[Record], ours: Sequence[str], what: str) -> list[str]:
     """A sentence for each peer that is better than one of ours; a loss is better when it is less."""
     sign = -1 if what == "loss" else 1
     means = {who: float(np.mean(values)) for who, values in by_who(records, what).items()}
     sentences = []
-    for own in ours:
+    for model in ours:
+        if model not in means:
+            continue
         for who, mean in means.items():
-            if own in means and who not in ours and sign * mean > sign * means[own]:
-                sentences.append(f"{own} has {HEADS[what]} {means[own]:.3f}, {who} has {mean:.3f}")
+            if who not in ours and sign * mean > sign * means[model]:
+                sentences.append(
+                    f"{model} has {HEADS[what]} {means[model]:.3f}, {who} has {mean:.3f}"
+                )
     return sentences
 
 
@@ -373,7 +377,7 @@ def films_section(name: str, part: Record) -> tuple[str, list[str]]:
     sizes, *records = part["records"]
     worse = []
     for what in ("recall", "NDCG"):
-        worse += standing(records, ("two towers", "self-attention"), what)
+        worse += better_peers(records, ("two towers", "self-attention"), what)
     error = np.sqrt(0.1 * 0.9 / sizes["users"])
     text = f"""## Films: {name}
 
@@ -418,7 +422,7 @@ The last tenth of the training text chose this maximum. The published losses com
 [nanoGPT](https://github.com/karpathy/nanoGPT), which splits the text in the same way. The second
 published loss is an estimate from 20 batches.
 """
-    worse = standing(records, ("hashed contexts",), "loss")
+    worse = better_peers(records, ("hashed contexts",), "loss")
     return text, [f"letters: {sentence}".replace("log-loss", "a loss of") for sentence in worse]
 
 
@@ -467,7 +471,7 @@ def clicks_section(part: Record) -> tuple[str, list[str]]:
     peers_and_ours = [record for record in records if record["who"] != "best possible"]
     worse = []
     for what in ("loss", "AUC"):
-        worse += standing(peers_and_ours, ("DLRM",), what)
+        worse += better_peers(peers_and_ours, ("DLRM",), what)
     text = f"""## Clicks: {part["source"]}
 
 The table shows log-loss and AUC of held-out rows. Other rows chose the learning rate of logistic

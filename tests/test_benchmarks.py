@@ -266,9 +266,9 @@ def test_the_page_of_results_comes_from_one_command_and_says_first_what_is_worse
 
     records = [{"who": "two towers", "recall": 0.1}, {"who": "two towers", "recall": 0.3}]
     records.append({"who": "ALS", "recall": 0.25})
-    worse = results.standing(records, ("two towers",), "recall")
+    worse = results.better_peers(records, ("two towers",), "recall")
     assert worse == ["two towers has recall@10 0.200, ALS has 0.250"]
-    assert results.standing(records, ("ALS",), "recall") == []
+    assert results.better_peers(records, ("ALS",), "recall") == []
     assert text.index("## Where we are worse than a peer") < text.index("## Films: made-up")
 
 
