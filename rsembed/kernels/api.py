@@ -1,12 +1,12 @@
-"""Kernel functions for the rest of the library.
+"""Kernel functions for the rest of the library, which run on the best implementation.
 
 Every call runs on the first implementation that can handle it.
 
-An implementation is a module with functions that have the names in `MEANINGS`. If it lacks a
-function, the one in `MEANINGS` runs instead. `unavailable_because()` of the module returns the
-reason why it cannot run on this machine. A function raises `NotImplementedError(reason)` if it
-cannot handle a call. Implementations for an accelerator handle only computations for that
-accelerator (see `devices.target_device`).
+An implementation is a module that defines some of the functions in `MEANINGS`. If a module does not
+define a function, the plain JAX function in `MEANINGS` runs instead. `unavailable_because()` of a
+module returns the reason why its kernels cannot run here, or None. A kernel raises
+`NotImplementedError(reason)` if it cannot handle a call. Implementations for an accelerator handle
+only computations for that accelerator (see `devices.target_device`).
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ IMPLEMENTATIONS: tuple[ModuleType, ...] = (native, sparsecore, gpu, reference)
 """All implementations, in order of preference."""
 
 MEANINGS = vars(ids) | vars(keyed) | vars(reference)
-"""Every function in plain JAX, by name.
+"""Plain JAX function of every kernel, by name.
 
-Every function defines the result of a kernel, and runs if an implementation lacks the kernel.
+The function defines the results of the kernel, and runs if an implementation lacks the kernel.
 """
 
 OPT_IN = (sparsecore.NAME,)
@@ -68,7 +68,7 @@ _default: ContextVar[str | None] = ContextVar("default implementation", default=
 def by_default(implementation: str | None) -> Iterator[None]:
     """Context in which `implementation` handles calls that name no implementation.
 
-    None: `dispatch` chooses.
+    None: `dispatch` tries all implementations.
     """
     token = _default.set(implementation)
     try:
@@ -99,7 +99,7 @@ def implementation_states() -> list[tuple[str, str]]:
     return states
 
 
-@functools.cache  # Cached, because every eager call needs the choices.
+@functools.cache  # Cached, because every eager call needs the list.
 def _choices(
     implementations: tuple[Any, ...],
     implementation: str | None,
@@ -133,11 +133,11 @@ def _choices(
 
 
 def check_implementation(implementation: str | None) -> None:
-    """Checks that the named implementation can run here. None passes every check.
+    """Checks that the named implementation can run here. The name None is always accepted.
 
     Raises:
       ValueError: the name is unknown.
-      NotImplementedError: the implementation cannot run here. The message says why.
+      NotImplementedError: the implementation cannot run here.
     """
     if implementation is not None:
         (module,) = _choices(IMPLEMENTATIONS, implementation, "")
@@ -164,7 +164,8 @@ def dispatch(
 
     Raises:
       ValueError: the implementation's name is unknown.
-      NotImplementedError: no implementation can handle the call. The message has every reason.
+      NotImplementedError: no implementation can handle the call. The message lists the
+        reason of each implementation.
     """
     reasons = []
     meaning = MEANINGS[function]
@@ -177,8 +178,8 @@ def dispatch(
             try:
                 if module is not gpu or kernel is meaning or target_device().platform != "gpu":
                     return kernel(*args, **kwargs)
-                # On a machine with a GPU, the arrays may still be on the CPU. Whether a program
-                # runs on the CPU or on the GPU is only known when it is compiled.
+                # On a machine with a GPU, the arrays may still be on the CPU. JAX only knows when it
+                # compiles a program whether the program runs on the CPU or on the GPU.
                 serve = partial(kernel, *args, **kwargs)
                 default = partial(meaning, *args, **kwargs)
                 return jax.lax.platform_dependent(cuda=serve, default=default)
@@ -192,16 +193,16 @@ def dispatch(
 
 
 def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Function that calls `dispatch` for a function of `MEANINGS`.
+    """Function that calls `dispatch` for the kernel that `meaning` defines.
 
-    The result takes the arguments of that function and the keyword `implementation`.
+    The function takes the arguments of `meaning` and the keyword `implementation`.
     """
     call = functools.wraps(meaning)(partial(dispatch, meaning.__name__))
     return cast(Callable[Params, Result], call)
 
 
 def _differentiable(function: str, pull: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Function `(implementation, *arguments) -> result` that calls `dispatch` and has gradients.
+    """Differentiable function `(implementation, *arguments) -> result` that calls `dispatch`.
 
     Args:
       function: name of a function in `MEANINGS`.
@@ -260,7 +261,8 @@ def lookup(
       call: lists of ids and the segments that read them.
       quantization: applied to every row before rows are combined. Quantization needs a single
         table. None: no quantization.
-      implementation: name of the only implementation to try. If None, all are tried.
+      implementation: name of the only implementation to try. None: all implementations, in
+        order of preference.
     """
     if quantization is None:
         return _lookup(implementation, tuple(tables), call)
@@ -326,11 +328,12 @@ def apply_rows(
 ) -> tuple[Table, Slots]:
     """Makes one optimizer step of distinct `rows`, and returns the new table and slots.
 
-    Rows outside the table are padding. The arrays are updated in place if they are donated.
+    Row numbers outside the table are padding. Table and slots are updated in place if they are
+    donated.
     """
     if step.rule.moves_all_rows:
-        # A rule that moves all rows is one elementwise pass over whole arrays. XLA is as fast as
-        # any kernel.
+        # A rule that moves all rows is one elementwise pass over table and slots. For such a pass,
+        # XLA is as fast as any kernel.
         return reference.apply_rows(table, slots, rows, gradients, step)
     arguments = (table, slots, rows, gradients, step)
     stepped: tuple[Table, Slots]
@@ -348,7 +351,8 @@ def update(
 ) -> tuple[Table, Slots]:
     """Steps every row that has a gradient, and returns the new table and slots.
 
-    Gradients of equal rows are summed first. The arrays are updated in place if they are donated.
+    Gradients of equal rows are summed first. Table and slots are updated in place if they are
+    donated.
     """
     if step.rule.moves_all_rows:
         operands = (table.shape[0], gradients)
@@ -366,12 +370,14 @@ def pairwise_interaction(
     """Dot products of all pairs of a sample's vectors, float32: the feature interaction of DLRM.
 
     The pairs are in the order of `numpy.triu_indices(n, 1)`. The result can be differentiated once.
-    On CPUs one native call handles all samples. XLA would run a small product for each sample, and
-    take several times as long as the table lookups of a model with 26 features.
+    On CPUs, one native call handles all samples. XLA would run a small matrix product for each
+    sample, which takes several times as long as the table lookups of a model with 26 features.
 
     Args:
-      vectors: one vector per feature, such as `jnp.stack([dense, *activations.values()], axis=1)`.
-      implementation: name of the only kernel implementation to try; None: the fastest.
+      vectors: vectors of every sample, one per feature. For example
+        `jnp.stack([dense, *activations.values()], axis=1)`.
+      implementation: name of the only kernel implementation to try. None, the default: all
+        implementations, in order of preference.
 
     Raises: TypeError or ValueError: `vectors` is not an array of numbers, or does not have three
       axes.
@@ -401,7 +407,7 @@ _pair_products = _differentiable("pair_products", _pull_pair_products)
 
 
 def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:
-    """Rounding up or down at random, unbiased. See `reference.round_stochastically`."""
+    """Function that rounds up or down at random, unbiased. See `reference.round_stochastically`."""
     return jax.tree_util.Partial(reference.round_stochastically, key=key)
 
 

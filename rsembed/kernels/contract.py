@@ -19,25 +19,25 @@ Outputs = tuple[Float[Array, "..."], ...]
 RowsAndGradients = tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]
 
 KeyOrKeys = Shaped[Array, "*tables"]
-"""A PRNG key, or one for each of several tables."""
+"""A PRNG key, or an array with one PRNG key for each of several tables."""
 
 Rounding = Callable[..., Array]
 """Function `(values, dtype, rows) -> values` that rounds stepped rows to the table's dtype.
 
-None: round to nearest. A fourth argument, `table`, has the table of each row if several keyed
-tables share one storage."""
+If several keyed tables share one storage, a fourth argument, `table`, has the index of each row's
+table."""
 
 Ref: TypeAlias = Any
-"""Reference to memory of a device, as Pallas hands it to a kernel.
+"""Reference to memory of a device, which Pallas passes to a kernel.
 
 Reading the reference returns an array.
 """
 
 Index: TypeAlias = Any
-"""Index into a `Ref`: the traced index of a loop iteration, or a slice of Pallas."""
+"""Index into a `Ref`: a traced loop index, or a slice from `pl.ds` of Pallas."""
 
-# Row number of padding. No table has this row. `NO_ROW` sorts after every real row, so padding
-# comes last.
+# Row number that marks padding. No table has a row with this number. Sorting moves padding to the
+# end, because every real row number is smaller.
 NO_ROW = 2**31 - 1
 
 
@@ -61,33 +61,34 @@ def as_offsets(offsets: ArrayLike, num_entries: int) -> Int[Array, " bags_plus_1
 Combiner = Literal["sum", "mean", "sqrtn", "none", "mean_by_count"]
 """How the rows of a bag become one output.
 
-`sum` adds `weight * row`. `mean` divides by the sum of weights, `sqrtn` by the root of the sum of
-squared weights, `mean_by_count` by the number of entries, weighted or not. Only entries with a
-valid row count. For a zero divisor the result is zero. `none` returns every entry by itself.
+`sum` adds `weight * row`. `mean` divides this sum by the sum of the weights, `sqrtn` by the root of
+the sum of the squared weights, and `mean_by_count` by the number of entries. Entries without a
+valid row are ignored. If a divisor is zero, the output is zero. `none` does not pool: every entry
+has an output, `weight * row`.
 """
 
 Layout = Literal["each", "columns", "blocks"]
 """Layout of the outputs of a call.
 
-`each`: one array a segment, `[bags, dim]`, or `[entries, dim]` with combiner `none`. `columns`: one
-array `[bags, sum of dims]` with the segments side by side, for segments with equal numbers of bags.
-`blocks`: one flat array with `[bags, dim]` of each segment after the other. With combiner `none`,
-`columns` and `blocks` both mean one array `[entries, longest dim]`, with shorter rows padded with
-zeros.
+`each`: one array per segment, `[bags, dim]`, or `[entries, dim]` with combiner `none`. `columns`:
+one array `[bags, sum of dims]` with the outputs of all segments side by side, for segments with
+equal numbers of bags. `blocks`: one flat array, with the flattened `[bags, dim]` outputs of all
+segments one after the other. With combiner `none`, `columns` and `blocks` both mean one array
+`[entries, longest dim]`, where shorter rows are padded with zeros.
 """
 
 
-@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
+@no_type_check  # JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IdList:
-    """Ids of one feature or of many, bag after bag.
+    """Ids of one or more features, concatenated bag by bag.
 
     Args:
-      ids: id of every entry, in the table of the entry's feature.
+      ids: id of every entry, an index into the table of the entry's feature.
       offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`. Entries before the first
-        offset or after the last belong to no bag. None: all bags are equally long, as `shape` says.
-      weights: weight of every entry; None: ones.
+        offset or after the last belong to no bag. None, the default: `shape` has the lengths.
+      weights: weight of every entry. None, the default: all weights are 1.
       shape: number of bags, and number of entries in every bag, for a list without offsets.
     """
 
@@ -115,9 +116,9 @@ class IdList:
 
     @property
     def array_shape(self) -> tuple[int, int]:
-        """Number of bags, and number of entries of every bag.
+        """Number of bags, and number of entries in every bag, for a list without offsets.
 
-        Raises: ValueError: the list has neither shape nor offsets.
+        Raises: ValueError: `shape` is None.
         """
         if self.shape is None:
             raise ValueError(
@@ -136,17 +137,17 @@ class IdList:
 class Segment(NamedTuple):
     """The part of a list that one feature reads, and the rows of the feature's table.
 
-    All fields are static.
+    All fields are static arguments of `jit`.
 
     Args:
       list: index of the list in the call.
       first_bag: index of the first bag in that list.
       num_bags: number of consecutive bags. No two segments share a bag.
-      combiner: how rows are pooled.
-      table: index of the table in the call.
-      first_row: row of that table that id 0 selects.
-      num_rows: ids outside `[0, num_rows)` contribute nothing and are not counted. `NO_ROW` admits
-        all rows from `first_row` on.
+      combiner: how rows are pooled, `sum` by default.
+      table: index of the table in the call, 0 by default.
+      first_row: row of the table that id 0 selects, 0 by default.
+      num_rows: ids outside `[0, num_rows)` contribute nothing and are not counted. The default,
+        `NO_ROW`, allows all rows from `first_row` to the end of the table.
     """
 
     list: int
@@ -158,7 +159,7 @@ class Segment(NamedTuple):
     num_rows: int = NO_ROW
 
     def rows_in(self, table_rows: int) -> int:
-        """Number of rows that ids can mean in a table of `table_rows`."""
+        """Number of rows that ids of this segment can select in a table with `table_rows` rows."""
         return min(self.num_rows, table_rows - self.first_row)
 
 
@@ -167,8 +168,8 @@ class Place(NamedTuple):
 
     Args:
       output: index of the output in the call.
-      start: index of the first number in the flattened output.
-      stride: distance between the first numbers of consecutive vectors.
+      start: index of the segment's first number in the flattened output.
+      stride: distance between the starts of consecutive vectors, in numbers.
     """
 
     output: int
@@ -176,16 +177,16 @@ class Place(NamedTuple):
     stride: int
 
 
-@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
+@no_type_check  # JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
     """One kernel call: lists of ids, and the segments that read them from tables.
 
     Args:
-      lists: ids with bags and weights.
-      segments: one per feature, in the order of the outputs.
-      layout: how outputs are laid out.
+      lists: lists of ids, with their bags and weights.
+      segments: one segment per feature, in the order of the outputs.
+      layout: layout of the outputs, `each` by default.
     """
 
     lists: tuple[IdList, ...]
@@ -206,9 +207,9 @@ class Call:
         return sum(ids.num_entries for ids in self.lists)
 
     def with_ids(self, entries: Int[Array, " nnz"]) -> Call:
-        """The call with other ids, which are rows of one table.
+        """A copy of the call with new ids, which are row numbers of one table.
 
-        `entries` has the ids of all lists, concatenated.
+        `entries` has the new ids of all lists, concatenated.
         """
         lists = []
         first = 0
@@ -255,17 +256,17 @@ class Call:
         return [(sum(sizes),)], blocks
 
 
-@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
+@no_type_check  # JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CallGradients:
-    """Gradients of the outputs of a call, on their way to the rows of one of its tables.
+    """Gradients of the outputs of a call, for the row gradients of one table.
 
     Args:
       call: call that produced the outputs.
-      d_outputs: one array for each output, in its shape or flat.
+      d_outputs: gradient of each output, in the shape of the output or flattened.
       dims: row length of every table of the call.
-      table: index of the table that gets gradients.
+      table: index of the table that gets row gradients, 0 by default.
     """
 
     call: Call
@@ -275,7 +276,7 @@ class CallGradients:
 
     @staticmethod
     def of_rows(rows: Int[Array, " n"], gradients: Float[Array, "n dim"]) -> CallGradients:
-        """Gradients of single rows, which may repeat."""
+        """`CallGradients` from row numbers, which may repeat, and a gradient for each of them."""
         call = Call.of([IdList.single(rows)], ["sum"])
         return CallGradients(call, (gradients,), (gradients.shape[1],))
 
@@ -301,7 +302,7 @@ class CallGradients:
         return sorted(numbers)
 
 
-@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
+@no_type_check  # JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -310,10 +311,12 @@ class Step:
     Args:
       hyper: result of `rule.get_hyperparameters`.
       rule: optimizer that steps the rows.
-      rounding: function that rounds stepped rows to the table's dtype. None: round to nearest.
-      number: index of the step, from 0, for storages that keep the step of a row's last use.
+      rounding: function that rounds stepped rows to the table's dtype. None, the default: stepped
+        rows are rounded to nearest.
+      number: index of the step, counted from 0. Storages that record the last use of a row need
+        the index. None, the default: the index is unknown.
       resident_rows: if the table is a cache, the row in each cache slot, `NO_ROW` in empty slots.
-        With `resident_rows`, the rows that are stepped are cache slots. None: the table is not a
+        The row numbers of the step are then cache slots. None, the default: the table is not a
         cache.
     """
 

@@ -64,7 +64,7 @@ def _default_device(platform: str) -> AbstractDevice:
 
 @contextlib.contextmanager
 def tracing_for(name: str) -> Iterator[None]:
-    """Context in which JAX traces and lowers for a device. This machine may lack the device.
+    """Context in which JAX traces and lowers for a device that this machine may lack.
 
     Example:
       >>> with tracing_for("v6e"):
@@ -86,7 +86,7 @@ FEWEST_PER_DEVICE = 2
 """Threads per CPU device below which collectives can block each other."""
 _PER_DEVICE = 4
 _LIKELY_DEVICES = 4  # Scripts may request CPU devices after `import rsembed`.
-_SHARED_POOL = jax.__version_info__ < (0, 12)  # One thread pool serves all CPU devices.
+_SHARED_POOL = jax.__version_info__ < (0, 12)  # Before 0.12, all CPU devices share a thread pool.
 _FAKE_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _num_threads: int | None = None  # Size of XLA's pool; None before `provide_threads` has run.
 
@@ -95,7 +95,7 @@ def provide_threads() -> None:
     """Sets `NPROC` so that XLA's pool has enough threads for the CPU devices.
 
     `NPROC` does not change if it is high enough, or if JAX has already created its devices. If the
-    pool is then too small for a mesh, `check_threads` warns.
+    pool is still too small for a mesh, `check_threads` warns.
     """
     global _num_threads
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
@@ -112,7 +112,7 @@ def provide_threads() -> None:
 def thread_settings(num_devices: int) -> dict[str, str]:
     """Environment variables for a process with `num_devices` CPU devices.
 
-    The dictionary is empty if XLA's pool has enough threads without settings.
+    The dictionary is empty if XLA's pool has enough threads without such variables.
     """
     is_set = os.environ.get("NPROC", "").isdecimal()
     likely = max(num_devices, _LIKELY_DEVICES)
@@ -139,7 +139,7 @@ def check_threads(mesh: Mesh) -> None:
             f"variable NPROC={_PER_DEVICE * num_devices}, or import rsembed and ask for the "
             "devices (jax_num_cpu_devices) before JAX makes its first array.",
             RuntimeWarning,
-            stacklevel=1,  # Always this line: Python shows the warning once.
+            stacklevel=1,  # Python shows a warning with the same location once.
         )
 
 
@@ -151,7 +151,7 @@ def granted_cores() -> int:
 
 
 def _pool_size() -> int:
-    """Number of threads in XLA's pool: `NPROC`, or the granted cores."""
+    """Number of threads in XLA's pool: `NPROC` if it is set, else the number of granted cores."""
     num_threads = os.environ.get("NPROC", "")
     return int(num_threads) if num_threads.isdecimal() else granted_cores()
 
@@ -160,9 +160,9 @@ LIBRARY = "librsembed_kernels.so"
 LIBRARY_VARIABLE = "RSEMBED_NATIVE_LIBRARY"
 """Environment variable with the path of a library to load instead of the installed one."""
 ISA_VARIABLE = "RSEMBED_ISA"
-"""Environment variable with the best instruction set to use.
+"""Environment variable that limits the instruction set of the native kernels.
 
-The native library reads the variable.
+The native library reads this environment variable.
 """
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
@@ -198,12 +198,12 @@ def library_paths() -> tuple[Path, ...]:
 
 @functools.cache
 def shared_library() -> ctypes.CDLL | str:
-    """The library with its handlers registered, or the reason why it cannot be used.
+    """The native library with its handlers registered, or the reason why it cannot be used.
 
-    The library is loaded whatever the backend of JAX is.
+    The library is loaded even if the default backend of JAX is not the CPU.
 
-    Raises: ValueError: `RSEMBED_ISA` names no instruction set. Without this error, the user would
-      measure another instruction set without knowing it.
+    Raises: ValueError: `RSEMBED_ISA` is not the name of an instruction set. The native library
+      ignores a wrong name, so the user would measure a different instruction set.
     """
     limit = os.environ.get(ISA_VARIABLE, "")
     if limit not in ("", *INSTRUCTION_SETS):
@@ -221,7 +221,7 @@ def shared_library() -> ctypes.CDLL | str:
         library.rsembed_num_cores.restype = ctypes.c_int64
         library.rsembed_keep_freed_memory.argtypes = (ctypes.c_size_t,)
     except (OSError, AttributeError) as error:
-        # The library cannot be loaded here, or has a different version.
+        # The library cannot be loaded here, or was built from a different version of rsembed.
         return f"{path} cannot be used: {error}"
     try:
         for name in _HANDLERS.split():
@@ -230,8 +230,8 @@ def shared_library() -> ctypes.CDLL | str:
             if handler is not None:
                 jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
     except jax.errors.JaxRuntimeError as error:
-        # pip builds with the newest jaxlib it can find. An older jaxlib installed here may reject
-        # handlers of that version.
+        # pip compiles the library for the newest jaxlib that it finds. If an older jaxlib is
+        # installed, it may reject the handlers.
         return (
             f"{path} was not made for jaxlib {jaxlib.__version__}: {error}; reinstall rsembed with "
             f"PIP_CONSTRAINT naming a file that says jaxlib=={jaxlib.__version__}"
@@ -242,7 +242,7 @@ def shared_library() -> ctypes.CDLL | str:
 
 
 def unavailable_because() -> str | None:
-    """Reason why the native kernels cannot run here. None if they can run."""
+    """Reason why the native kernels cannot run here, or None if they can."""
     library = shared_library()
     if isinstance(library, str):
         return library
@@ -266,7 +266,7 @@ def _warn_of_no_library(reason: str) -> None:
         "`rsembed doctor` says whether they are live. With RSEMBED_REQUIRE_NATIVE=1 in the "
         "environment, pip stops at what the compiler says.",
         RuntimeWarning,
-        stacklevel=1,  # Always this line: Python shows the warning once.
+        stacklevel=1,  # Python shows a warning with the same location once.
     )
 
 
@@ -277,7 +277,10 @@ def instruction_set() -> str | None:
 
 
 def num_cores() -> int | None:
-    """Maximum number of threads of a native call: granted cores; None without the native library."""
+    """Number of granted cores, the maximum number of threads of a native call.
+
+    None without the native library.
+    """
     library = shared_library()
     return None if isinstance(library, str) else library.rsembed_num_cores()
 
@@ -289,15 +292,15 @@ def call_handler(
     aliases: dict[int, int] | None = None,
     **attributes: Any,
 ) -> PyTree:
-    """Results of a handler of the library, a tuple of arrays.
+    """Calls a handler of the native library, and returns its results as a tuple of arrays.
 
     Args:
       target: name of the handler.
       results: objects with the shape and dtype of each result.
       operands: arrays that the handler reads.
       aliases: index of each operand that the handler updates in place, mapped to the index of the
-        result that it becomes. None: the handler updates no operand.
-      attributes: numbers that are known at trace time. Python integers and lists of integers
+        result that the operand becomes. None, the default: the handler updates no operand.
+      attributes: arguments that are known at trace time. Python integers and lists of integers
         become int64.
 
     Raises: NotImplementedError: the library was built from sources without this handler.
@@ -324,7 +327,10 @@ def call_handler(
 
 
 def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
-    """Arrays cast to vary over the same mesh axes, as one operation in `shard_map` requires."""
+    """The arrays, cast so that all of them vary over the same mesh axes.
+
+    In `shard_map`, the operands of an operation must vary over the same mesh axes.
+    """
     varying = [jax.typeof(array).mat.varying for array in arrays]
     all_axes = frozenset[str]().union(*varying)
     cast = []
@@ -334,4 +340,5 @@ def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
     return cast
 
 
-provide_threads()  # Importing rsembed is early enough if JAX has made no array yet.
+# The settings take effect only if rsembed is imported before JAX creates its first array.
+provide_threads()

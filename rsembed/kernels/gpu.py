@@ -1,15 +1,15 @@
 """Kernels for NVIDIA GPUs in Pallas, compiled by Triton.
 
-Equal inputs give equal bits, because no kernel adds atomically. One program of `lookup` sums
-several bags side by side. One program of `update` sums the gradients of several distinct rows and
-steps these rows in place. With Zipf-distributed ids, a tenth of the entries of a batch can read one
+Equal inputs give equal bits, because no kernel adds atomically. One GPU program of `lookup` pools
+several bags. One GPU program of `update` sums the gradients of several distinct rows and steps
+these rows in place. With Zipf-distributed ids, a tenth of the entries of a batch can read the same
 row. The entries of a frequent row are first summed in pieces of `piece_entries` entries, so that no
 program runs much longer than the others.
 
-A direct call in a computation for another device runs in Pallas' interpreter. The interpreter is
-slow and meant for tests.
+In a computation for a device that is not a GPU, a direct call of these functions runs in Pallas'
+interpreter. The interpreter is slow and meant for tests.
 
-Source: steps of the distinct rows of the sorted batch, as in FBGEMM's TBE kernels.
+Source: FBGEMM's TBE kernels, which also sort the batch and step its distinct rows.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ class Tiling(NamedTuple):
     All are powers of two, as Triton requires.
 
     Args:
-      num_bags: minimum number of bags that one program of a lookup sums. If rows are short, a
-        program sums more bags than this.
-      num_numbers: minimum count of numbers that a program reads at once. A program of a step holds
-        this many numbers of rows, or one row if the row is longer.
-      num_ahead: number of rows of every bag that a program requests before it adds the first one.
-      max_columns: maximum number of columns that one program of a lookup sums.
-      num_warps: number of warps (32 threads) of a program with `num_numbers` numbers.
+      num_bags: minimum number of bags that one program of a lookup pools. If rows are short, a
+        program pools more than `num_bags` bags.
+      num_numbers: minimum count of table values that a program reads at once. A program of a step
+        holds rows with `num_numbers` values in total, or one longer row.
+      num_ahead: number of rows per bag that a program loads before it adds the first of them.
+      max_columns: maximum number of columns that one program of a lookup pools.
+      num_warps: number of warps (32 threads) of a program that holds `num_numbers` values.
       piece_entries: number of consecutive entries of the sorted batch in a piece. If all entries of
-        a piece read the same row, the piece is summed before the rows are.
+        a piece read the same row, the piece is summed first.
     """
 
     num_bags: int = 8
@@ -76,7 +76,7 @@ tiling = Tiling()
 
 
 def unavailable_because() -> str | None:
-    """Reason why the GPU kernels cannot run here. None if they can run."""
+    """Reason why the GPU kernels cannot run here, or None if they can."""
     device = target_device()
     platform = device.platform
     if platform != "gpu":
@@ -89,7 +89,7 @@ def unavailable_because() -> str | None:
 
 
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
-    """Pooled rows of every bag of a list, float32, from one kernel."""
+    """Pooled rows of every bag of a list, float32. One kernel computes all bags."""
     _check_table(table)
     entries = _with_safe_weights(entries, table.shape[0])
     return _pool(table, _operands(entries), entries.num_outputs, entries.combiner)
@@ -127,7 +127,7 @@ def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
     """Steps every row that has a gradient, and returns the new table and slots.
 
-    One kernel computes gradients and steps, and never writes the gradients to memory.
+    One kernel sums the row gradients and steps the rows, without writing the gradients to memory.
     """
     if step.rounds(table):
         return reference.apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
@@ -145,11 +145,11 @@ def apply_rows(
 ) -> tuple[Table, Slots]:
     """Steps distinct `rows` once, and returns the new table and slots.
 
-    Rows outside the table are padding.
+    Row numbers outside the table are padding.
     """
     if step.rounds(table):
         return reference.apply_rows(table, slots, rows, gradients, step)
-    # Row `k` has the single gradient `k`.
+    # The gradient of `rows[k]` is `gradients[k]`, so bag `k` has the single entry `k`.
     numbers = jnp.arange(rows.shape[0] + 1, dtype=jnp.int32)
     entries = Entries(numbers[:-1], numbers, None)
     return _step(table, slots, as_rows(rows), entries, gradients.astype(jnp.float32), step, ())
@@ -166,9 +166,9 @@ def _check_table(table: Array) -> None:
 
 
 def _operands(entries: Entries) -> list[Array]:
-    """Rows, offsets and, if there are any, weights.
+    """Operands of a pooling kernel: rows, offsets and, if the entries have weights, weights.
 
-    A list without offsets has one entry in every bag.
+    If the entries have no offsets, each entry is a bag.
     """
     num_entries = entries.rows.shape[0]
     offsets = entries.offsets
@@ -199,15 +199,16 @@ def _sum_bags(
 
     Args:
       table: reference to the rows to pool.
-      refs: references to `_operands`, and to `_pieces` if there are any.
-      bags: indices of the bags.
+      refs: references to the arrays from `_operands`, and to the array from `_pieces` if
+        `has_pieces`.
+      bags: indices of the bags to pool.
       columns: columns of the rows to pool.
       combiner: combiner of the bags.
-      num_bags: number of bags. An index in `bags` that is not below it is padding.
-      stride: step from one bag to the next in the array of bounds. 1 for offsets, where the end of
-        a bag is the start of the next bag; 2 for pairs of start and end.
-      has_pieces: whether the last of `refs` holds the sums from `_pieces`. Entries that are
-        contained in a sum are not read again.
+      num_bags: number of bags. An index in `bags` that is `num_bags` or more is padding.
+      stride: number of bounds per bag. 1, the default: the bounds are offsets, where the end of a
+        bag is the start of the next bag. 2: the bounds are pairs of start and end.
+      has_pieces: whether the last of `refs` holds the sums from `_pieces`, False by default.
+        Entries of summed pieces are not read again.
     """
     from jax.experimental.pallas import triton
 
@@ -225,15 +226,15 @@ def _sum_bags(
         num_pieces = jnp.maximum(stop // length - first_piece, 0)
 
     def read_entries(turn: Index) -> tuple[Array, Array]:
-        """Gain and row of the next entry of every bag."""
+        """Gain and vector of entry `turn` of every bag. Entries of pieces are not counted."""
         entry = start + turn
         entry = entry + jnp.where(entry >= first_piece * length, num_pieces * length, 0)
         rows = triton.load(rows_ref.at[entry], mask=entry < stop, other=-1)
         is_row = (rows >= 0) & (rows < num_rows)
         gains = is_row.astype(jnp.float32)
         if others:
-            # Entries without a row can have any weight, and must not cause a read outside the
-            # table.
+            # An entry without a valid row can have any weight. Its gain must be 0, because gain 0
+            # prevents a read outside the table.
             weights = triton.load(others[0].at[entry], mask=entry < stop, other=0.0)
             gains = jnp.where(is_row, weights, 0.0)
         # A row with gain 0 is not read, because it may hold NaN.
@@ -288,7 +289,7 @@ def _pieces(
     """Sums of the pieces of the sorted entries, or `()` if the batch is shorter than a piece.
 
     A piece has `piece_entries` entries. A piece is summed only if all its entries belong to one
-    row. Other pieces get zeros, and their entries are read one by one.
+    row. The sums of other pieces are zeros, and their entries are read one by one.
     """
     length = tiling.piece_entries
     num_pieces = group_of.shape[0] // length
@@ -338,7 +339,7 @@ def _call(
     *operands: Array,
     num_stepped: int = 0,
 ) -> Any:
-    """Runs the kernel once for each point of the grid, and returns arrays with the shapes of `out`.
+    """Runs a kernel once for each point of the grid, and returns arrays with the shapes in `out`.
 
     The first `num_stepped` operands are updated in place and become the results.
     """
@@ -377,7 +378,7 @@ def _step(
     Args:
       table: table to step.
       slots: optimizer state of the table.
-      rows: distinct rows. Rows outside the table are padding.
+      rows: distinct rows. Row numbers outside the table are padding.
       entries: one bag for each row. The gradient of a row is the sum of the rows of `d_output` in
         its bag.
       d_output: gradients to sum, float32.
@@ -408,7 +409,7 @@ def _step(
             if array.shape[1] == dim:
                 arguments.append((value,))
             else:
-                # A slot of one number per row is repeated over the row.
+                # A slot with one number per row is repeated in all columns.
                 arguments.append(jnp.full(width, jnp.sum(value)))
         arguments.append((gradient,))
         arguments += [jnp.full(width, number) for number in hyper]
@@ -433,7 +434,7 @@ def _step(
         )
         rows = triton.load(rows_ref.at[groups], mask=groups < num_groups, other=-1)
         is_row = (rows >= 0) & (rows < num_rows)
-        # Padding has index `num_rows`. The masks skip reads and writes of padding.
+        # Padding gets index `num_rows`. The masks prevent reads and writes of padding.
         index = (jnp.where(is_row, rows, num_rows)[:, None], columns[None, :])
         masks = []
         values = []

@@ -1,4 +1,8 @@
-"""Ids before a lookup, in plain JAX: rows of ids, preprocessed batches, blocks between devices."""
+"""Kernels for the ids of a batch, in plain JAX.
+
+The kernels turn ids into rows, sort preprocessed batches by sample, and fill the blocks that devices
+exchange. They define the results of all implementations.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +21,9 @@ from rsembed.kernels.reference import by_bag, gather_rows
 from rsembed.places import Place
 
 ALIGNMENT = 8
-"""Each partition of a buffer begins at a multiple of this number.
+"""Each partition of a preprocessed buffer begins at a multiple of `ALIGNMENT`.
 
-A block of row pointers has at least this number of entries.
+A block of row pointers has at least `ALIGNMENT` entries.
 """
 
 
@@ -30,16 +34,16 @@ def rows_of_ids(
     spread: int,
     rows_per_shard: int,
 ) -> tuple[Int[Array, " _"], ...]:
-    """For each list of a call, the row of each id in an array of shards.
+    """Row of every id of a call, one array per list. Rows are numbered through all shards.
 
-    An id outside `[0, size)` of its table, or in a bag that no segment reads, gets `NO_ROW`.
+    An id gets `NO_ROW` if its table has no such id, or if no segment reads its bag.
 
     Args:
-      call: the lists of ids, and the bags that each feature reads.
-      table_places: the `Place` of each segment's table.
-      sizes: number of ids of each segment's table.
-      spread: number of shards that share a table.
-      rows_per_shard: number of rows of every shard.
+      call: lists of ids, and the bags that each feature reads.
+      table_places: `rsembed.places.Place` of each segment's table.
+      sizes: number of ids of each segment's table. Valid ids are `0` to `size - 1`.
+      spread: number of shards over which a table is spread.
+      rows_per_shard: number of rows in every shard.
     """
     rows = []
     for number, ids in enumerate(call.lists):
@@ -61,9 +65,9 @@ def rows_of_ids(
 def count_ids(
     ids: Sequence[Int[Array, " _"]], offsets: Sequence[Int[Array, " _"]], sizes: Sequence[int]
 ) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
-    """For each feature, the number of ids inside its table and the number outside.
+    """For each feature, the number of ids inside its table and the number of ids outside.
 
-    Padding is not counted, nor are entries before the first offset or after the last.
+    Padding ids, and entries before the first offset or after the last, are not counted.
     """
     counts = []
     for feature_ids, ends, size in zip(ids, offsets, sizes, strict=True):
@@ -93,18 +97,22 @@ def rows_by_bag(
 
 
 class Partitions(NamedTuple):
-    """Entries that one device looks up in a stack, ordered by core, (minibatch,) shard and row.
+    """Preprocessed entries that one device looks up in a stack.
+
+    The entries are ordered by core, then by minibatch if there are minibatches, then by shard and
+    row. The entries of one core, minibatch and shard are a partition.
 
     Without minibatches, each core has one block of row pointers, relative to the first entry of the
-    core's buffer. With minibatches, there is one block for each core and minibatch, core by core,
-    and pointers are relative to the first entry of the device's buffer.
+    core's buffer. With minibatches, each minibatch of each core has one block, core by core, and
+    row pointers are relative to the first entry of the device's buffer.
 
     Attributes:
-      row_pointers: end of the partition of each shard.
-      embedding_ids: row of every entry in its shard.
-      sample_ids: sample of every entry in its core.
-      gains: factor of every row in its sample.
-      num_minibatches: number of blocks of a core in use; None without minibatches.
+      row_pointers: end of every partition. A block has the partitions of all shards.
+      embedding_ids: row number of every entry within its shard.
+      sample_ids: sample number of every entry within its core.
+      gains: factor of every entry's row in the sum of its sample.
+      num_minibatches: number of minibatches that each core uses; later blocks of row pointers are
+        unused. None without minibatches.
       num_cores: number of cores of the device.
       num_shards: number of shards of the stack.
       rows_per_shard: number of rows of the stack in each shard.
@@ -123,7 +131,7 @@ class Partitions(NamedTuple):
 
     @property
     def num_samples(self) -> int:
-        """Number of samples of the device."""
+        """Number of samples on the device."""
         return self.num_cores * self.samples_per_core
 
 
@@ -134,8 +142,8 @@ SampleEntries = tuple[Int[Array, " places"], Int[Array, " samples_plus_1"], Floa
 def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
     """Entries that one device looks up in each stack, sorted by sample.
 
-    An entry is a buffer position inside a partition, as the row pointers define it. The entries of
-    a sample are in the order of their rows.
+    Buffer positions outside all partitions are not entries. Row pointers define the partitions. The
+    entries of a sample are in the order of their rows.
     """
     return [_stack_entries_by_sample(stack) for stack in stacks]
 
@@ -166,7 +174,7 @@ def _stack_entries_by_sample(stack: Partitions) -> SampleEntries:
 def _partition_of_position(
     stack: Partitions, num_parts: int, part_size: int
 ) -> tuple[Int[Array, "parts part_size"], Bool[Array, " places"]]:
-    """Partition of every buffer position, and whether the position holds an entry."""
+    """Partition of every buffer position, and whether the position is inside the partition."""
     blocks = stack.row_pointers.reshape(num_parts, -1, max(stack.num_shards, ALIGNMENT))
     ends = blocks[:, :, : stack.num_shards].reshape(num_parts, -1)
     starts = jnp.pad(-(-ends[:, :-1] // ALIGNMENT) * ALIGNMENT, ((0, 0), (1, 0)))
@@ -185,20 +193,21 @@ def _partition_of_position(
 
 
 Rows = Int[Array, "devices _"] | None
-"""Rows to gather for each slot of an array's blocks; None if the array already holds blocks."""
+"""Row to gather into each slot of an array's blocks; None if the array already holds blocks."""
 
 
 def pack_blocks(
     arrays: Sequence[Array],
     rows: Sequence[Rows],
 ) -> Shaped[Array, "devices places *row"]:
-    """Blocks of several arrays side by side, to send in one exchange.
+    """One array with the blocks of several arrays side by side, to send in one exchange.
 
     Args:
-      arrays: arrays `[n, ...]`, or blocks `[devices, capacity, ...]`. All hold rows of one shape
-        and dtype, or all are lanes (arrays of 32-bit words), which become uint32.
-      rows: for each array, the rows that fill its blocks; None for all arrays if they are blocks.
-        A row outside the array is padding: `NO_ROW` in int32 arrays, zeros in others.
+      arrays: arrays `[n, ...]`, or blocks `[devices, capacity, ...]`. Either all arrays hold rows
+        with equal shapes and dtypes, or all are lanes (arrays of 32-bit words), which become uint32.
+      rows: for each array, the rows that fill its blocks. None for every array if the arrays are
+        blocks. A row number outside the array reads padding: `NO_ROW` from int32 arrays, zeros from
+        other arrays.
     """
     blocks = []
     for array, block_rows in zip(arrays, rows, strict=True):
@@ -217,7 +226,7 @@ def unpack_blocks(
     """The blocks of each array, from the result of `pack_blocks`.
 
     Args:
-      packed: result of `pack_blocks`, perhaps after an exchange.
+      packed: result of `pack_blocks`, which devices may have exchanged.
       shapes: objects with the shape and dtype of each array's blocks.
     """
     ends = list(itertools.accumulate(shape.shape[1] for shape in shapes))
@@ -229,13 +238,13 @@ def unpack_blocks(
 
 
 class Queue(NamedTuple):
-    """Entries that wait to be sent, grouped by owner and ascending in each group.
+    """Entries that a device sends to their owners, grouped by owner and ascending in each group.
 
     Attributes:
-      offsets: entries `offsets[d] : offsets[d + 1]` belong to device `d`.
+      offsets: device `d` owns the entries `offsets[d] : offsets[d + 1]`.
       cursor: number of entries already sent to each owner.
-      lanes: int32 or uint32 arrays with one word per entry. The words of an entry identify it among
-        the owner's entries, most significant first.
+      lanes: int32 or uint32 arrays with one word per entry, most significant word first. The words
+        of an entry distinguish it from the owner's other entries.
       capacity: maximum number of entries sent to one owner in a round.
     """
 
@@ -245,7 +254,7 @@ class Queue(NamedTuple):
     capacity: int
 
     def ordered_lanes(self, entries: Int[Array, "*places"]) -> list[UInt32[Array, "*places"]]:
-        """Lanes of `entries` as unsigned words that sort in the same order."""
+        """Lanes of `entries`, as unsigned words that sort in the order of the lanes."""
         words = []
         for lane in gather_rows(self.lanes, entries):
             if lane.dtype != jnp.uint32:
@@ -257,11 +266,12 @@ class Queue(NamedTuple):
 def block_ends(
     queues: Sequence[Queue],
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """For each owner in each queue: whether all entries fit in a round, or the first that does not.
+    """Whether an owner's remaining entries fit in this round, and the first that does not fit.
 
-    Returns: 1 if all remaining entries fit in this round, else 0; and the ordered lanes of the
-      first entry that does not fit, zeros if all fit. Every queue has as many words as the queue
-      with the most lanes. A queue with fewer lanes repeats its last lane.
+    Returns: for each queue and owner, 1 if all remaining entries fit in this round, else 0; and the
+      ordered lanes of the first entry that does not fit, or zeros if all entries fit. All queues
+      get the number of lanes of the queue with the most lanes. A queue with fewer lanes repeats
+      its last lane.
     """
     fit = []
     first_left = []
@@ -283,13 +293,14 @@ def round_places(
     fit: Int[Array, "queues devices"],
     cuts: UInt32[Array, "levels queues devices"],
 ) -> tuple[Sequence[Int[Array, "devices _"]], Sequence[Int[Array, " devices"]], Bool[Array, ""]]:
-    """Entries that every queue sends to every owner in a round.
+    """Entries that each queue sends to each owner in this round.
 
     Args:
       queues: queues of one device.
-      fit: 1 if on every device all entries for the owner fit in this round, else 0.
-      cuts: for a `fit` of 0, the least entry that does not fit on some device, as the words of
-        `block_ends`. Only entries below this entry are sent.
+      fit: for each queue and owner, 1 if on every device all remaining entries fit in this round,
+        else 0.
+      cuts: for owners with `fit` 0, the least entry that does not fit on some device, as words like
+        those from `block_ends`. Only smaller entries are sent.
 
     Returns: for each queue, the entries to send, with `NO_ROW` in unused slots; for each queue,
       the cursor after this round; and whether any queue has entries left.
@@ -316,5 +327,5 @@ def round_places(
 
 
 def word_dtype(dtype: np.dtype[Any], is_lane: bool) -> np.dtype[Any]:
-    """Dtype in which an array is sent: uint32 for lanes, else unchanged."""
+    """Dtype in which an array is sent: uint32 for 32-bit lanes, else the dtype of the array."""
     return jnp.dtype(jnp.uint32) if is_lane and dtype.itemsize == 4 else dtype

@@ -1,9 +1,11 @@
-"""Kernels for keys in plain JAX, which define their meaning: distinct entries, hash table of rows.
+"""Kernels for keys in plain JAX: distinct entries, and hash tables from keys to rows.
+
+The functions define the results of all implementations.
 
 The hash table uses open addressing with linear probing. A slot is empty, deleted, claimed, or
-holds a key and its row. All keys of a call probe at the same time. If several keys reach the same
-free slot, the first key of the call gets it, so equal calls return equal tables. Only a few keys
-need many probes. The loop continues with the keys that are not finished, so the work is
+holds a key and its row. All keys of a call probe in parallel. If several keys reach the same free
+slot, the first key of the call gets the slot, so equal calls return equal tables. Only a few keys
+need many probes. The probe loop continues with the unfinished keys only, so the work is
 proportional to the sum of the probes of all keys.
 
 Several tables of one size can be concatenated in the same arrays. `Keys.table` is the table of
@@ -11,9 +13,8 @@ each key, and a key only probes the slots of its table.
 
 A lane is an array with one 32-bit word per entry. A key has two lanes: its high and its low half.
 
-Source: the lanes, the hash and the claims by scatter-min follow the usual lock-free GPU tables (for
-  example SlabHash and WarpCore), with a minimum in place of the race; the hash ends in
-  MurmurHash3's finaliser (Appleby).
+Source: lock-free hash tables on GPUs, for example SlabHash and WarpCore. There, keys race for a slot;
+  here, a scatter-min decides. The hash ends with the finaliser of MurmurHash3 (Appleby).
 """
 
 from __future__ import annotations
@@ -35,9 +36,12 @@ EMPTY = -1
 DELETED = -2
 MAX_COUNT = 2**31 - 1
 CLAIM = -(2**31)
-"""A claimed slot holds this plus the position of the key in the call, so the first key is least."""
+"""A claimed slot holds `CLAIM` plus the position in the call of the key that claims it.
+
+The first key of the call has the smallest claim.
+"""
 MIN_WIDTH = 2048
-"""Number of probing keys below which `_probe_all` does not narrow further."""
+"""Once at most `MIN_WIDTH` keys are probed at a time, `_probe_all` does not narrow further."""
 
 Distinct = tuple[
     tuple[Shaped[Array, " nnz"], ...],
@@ -55,11 +59,11 @@ HashTables = tuple[
     Int[Array, " tables"],
     Int[Array, " tables"],
 ]
-"""Keys and rows of the slots, and for each table the number of keys and of deleted slots."""
+"""Keys and rows of the slots, and the numbers of keys and of deleted slots of each table."""
 
 
 def mix(high: UInt32[Array, "*shape"], low: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
-    """32 well-spread bits of a key."""
+    """Hash of a key: 32 well-mixed bits."""
     bits = low ^ (high * jnp.uint32(0x9E3779B1))
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -76,14 +80,14 @@ def distinct(
     Args:
       owners: owner of every occurrence. An occurrence with an owner outside `[0, num_owners)` is
         padding.
-      lanes: arrays of 32-bit words, most significant first. Occurrences with the same owner and
-        words are one entry.
+      lanes: arrays of 32-bit words, most significant first. Occurrences with equal owners and
+        equal words are one entry.
       num_owners: number of owners.
 
-    Returns: the lanes of every distinct entry (zeros after the last one); the entry of every
-      occurrence (`NO_ROW` for padding); the first occurrence of every entry (`NO_ROW` after the
-      last one); the offset of each owner's entries; and the number of occurrences of every entry
-      (0 after the last one).
+    Returns: the lanes of every distinct entry, padded with zeros; the index of every occurrence's
+      entry, `NO_ROW` for padding; the position of every entry's first occurrence, padded with
+      `NO_ROW`; the offset of each owner's entries; and the number of occurrences of every entry,
+      padded with zeros.
     """
     num_occurrences = owners.shape[0]
     owners = jnp.where((owners >= 0) & (owners < num_owners), owners, num_owners).astype(jnp.int32)
@@ -120,8 +124,8 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
       occurrences: number of occurrences that each key stands for.
 
     Returns: the index of every key among the distinct keys, `NO_ROW` for padding; the position of
-      the first occurrence of each distinct key, `NO_ROW` after the last one; and the sum of
-      `occurrences` of each distinct key, at most `MAX_COUNT`, 0 after the last one.
+      each distinct key's first occurrence, padded with `NO_ROW`; and the sum of `occurrences` of
+      each distinct key, at most `MAX_COUNT`, padded with zeros.
     """
     num_keys = keys.low.shape[0]
     num_slots = 1 << (2 * max(num_keys, 1) - 1).bit_length()
@@ -136,8 +140,8 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
         is_free = active & (owner[slots] == NO_ROW)
         claimed = jnp.where(is_free, slots, num_slots)
         owner = owner.at[claimed].min(positions, mode="drop")
-        # Equal keys probe the same slots at the same time, so the first of the equal keys made the
-        # claim.
+        # Equal keys probe the same slots at the same time, so the first of several equal keys
+        # claimed the slot.
         first = owner[slots]
         is_same = active
         for lane, key_lane in zip(keys.lanes, lanes, strict=True):
@@ -189,7 +193,7 @@ def find_keys(
 
 
 def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], Int[Array, ""]]:
-    """Positions of the first `size` True entries, padded with `NO_ROW`, and the number of all."""
+    """Positions of the first `size` True entries, padded with `NO_ROW`; number of True entries."""
     counts = jnp.cumsum(mask, dtype=jnp.int32)
     ranks = jnp.arange(1, size + 1, dtype=jnp.int32)
     positions = jnp.searchsorted(counts, ranks).astype(jnp.int32)
@@ -206,16 +210,16 @@ def ranks(
     """Rank of each marked entry in its table, and the number of marked entries of each table.
 
     Args:
-      marks: which entries count.
+      marks: whether each entry is marked.
       table: table of each entry; None if there is one table.
       num_tables: number of tables.
-      tell_apart: implementation of `distinct` that sorts the entries by table.
+      tell_apart: implementation of `distinct`, which sorts the entries by table.
     """
     if table is None:
         return jnp.cumsum(marks, dtype=jnp.int32) - 1, jnp.sum(marks, dtype=jnp.int32)[None]
     owners = jnp.where(marks, table, num_tables)
-    # Every entry has its position as the only lane, so all entries are distinct, and a table's
-    # entries stay in order.
+    # The only lane is the position, so all entries are distinct, and the entries of a table stay in
+    # order.
     positions = jnp.arange(marks.shape[0], dtype=jnp.int32)
     _, entry_of, _, offsets, _ = tell_apart(owners, [positions], num_owners=num_tables)
     return entry_of - offsets.at[table].get(mode="clip"), offsets[1:] - offsets[:-1]
@@ -227,17 +231,19 @@ def take_rows(
     wants: Bool[Array, " n"],
     table: Int[Array, " n"] | None = None,
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """Free rows for the entries that want one, from the top of their table's stack of free rows.
+    """Takes a free row from the table of each entry that wants a row.
 
     Args:
-      free: stacks of free rows, one for each table, concatenated like the tables' rows. Row indices
-        in a stack are relative to their table.
-      num_free: height of each stack.
+      free: list of free rows of each table, concatenated in the order of the tables. A list has
+        space for all rows of its table. Rows are relative to the first row of their table, and are
+        taken from the end of the list.
+      num_free: number of free rows of each table.
       wants: which entries want a row. Earlier entries get rows first.
-      table: table of each entry; None if there is one table.
+      table: table of each entry. None, the default: there is one table.
 
-    Returns: the row of each entry, relative to the first row of all tables, or `NO_ROW`; the
-      number of rows left in each stack; and the number of entries of each table that got no row.
+    Returns: the row of each entry, counted through all tables, or `NO_ROW` if the entry gets no
+      row; the number of rows that remain free in each table; and the number of entries of each
+      table that wanted a row but got none.
     """
     num_tables = num_free.shape[0]
     rank, num_wanted = ranks(wants, table, num_tables)
@@ -262,12 +268,13 @@ def insert_keys(
     keys: Keys,
     new_rows: Int[Array, " nnz"],
 ) -> HashTables:
-    """Hash tables and their counts with distinct, absent keys added. Padding is skipped.
+    """Inserts distinct, absent keys, and returns the new hash tables and counts.
 
-    A key is left out if it would leave less than a quarter of its table's slots empty.
+    Padding is skipped. A key is not inserted if less than a quarter of its table's slots would then
+    be empty.
 
     Args:
-      lanes: key in every slot, as two lanes.
+      lanes: high and low half of the key in every slot.
       rows: row in every slot, or `EMPTY` or `DELETED`.
       num_keys: number of keys in each table.
       num_deleted: number of deleted slots in each table.
@@ -315,7 +322,7 @@ def count_uses(
     step: Int[Array, ""],
     occurrences: Int[Array, " nnz"],
 ) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
-    """Last-used step and use count of every row, after the uses of `rows` in `step` are counted.
+    """Counts the uses of `rows` in `step`, and returns last-used step and use count of every row.
 
     `rows` may repeat. A count stops at `MAX_COUNT`.
     """
@@ -329,8 +336,8 @@ def count_uses(
 def varying_zero(*arrays: Array) -> Int[Array, ""]:
     """Zero that varies over the same mesh axes as the arrays.
 
-    With this zero added, the first carry of a loop in `shard_map` has the varying axes that it
-    needs.
+    In `shard_map`, the first carry of a loop must vary over the mesh axes of later carries. Adding
+    this zero makes it vary.
     """
     total = jnp.int32(0)
     for array in arrays:
@@ -346,26 +353,27 @@ def _homes(keys: Keys, size: int) -> Int[Array, " nnz"]:
 
 Lanes = Sequence[Array]
 Probe = Callable[[Array, Lanes, Array, Array, Array], tuple[Array, Array, Array]]
-"""`(state, lanes, positions, slots, active) -> (state, is_done, results)`: checks a slot per key.
+"""Function `(state, lanes, positions, slots, active) -> (state, is_done, results)` that probes.
 
-A call may probe only some of the keys. `lanes` and `positions` (indices in all keys) belong to the
-probed keys, and `active` marks the entries that are not done.
+The function checks one slot for each of some keys. `lanes` are the lanes of these keys, `positions`
+their indices in all keys, and `slots` the slots to check. `active` is False for keys that are done
+already.
 """
 
 
 def _probe_all(
     probe: Probe, state: Array, keys: Keys, homes: Int[Array, " nnz"], size: int
 ) -> tuple[Array, Int[Array, " nnz"]]:
-    """Moves every key from slot to slot until `probe` marks the key as finished.
+    """Checks slot after slot for every key, until `probe` marks the key as done.
 
     Args:
-      probe: function that checks one slot for every key.
+      probe: function that checks one slot for every key, see `Probe`.
       state: array that `probe` reads and changes. The state must vary over the mesh axes of the
         keys.
       keys: keys and padding.
       homes: slot where the search for each key starts.
-      size: number of slots of a table, a power of two. The search continues at the first slot of a
-        table after its last slot.
+      size: number of slots of a table, a power of two. After the last slot of a table, the search
+        continues at the first.
 
     Returns: the final state, and the result of the last probe of every key, `NO_ROW` for padding.
     """
@@ -401,7 +409,7 @@ def _probe_all(
 
 
 Search = tuple[Array, Array, Array, Array]
-"""State of `probe`, slot of each key, whether the key is not finished, and its last result."""
+"""State of `probe`, slot of each key, whether the key is still active, and its last result."""
 
 
 def _searches_more_than(limit: int, search: Search) -> Bool[Array, ""]:

@@ -1,9 +1,9 @@
 """The kernels in C++ for CPUs, called through XLA's foreign function interface.
 
 Each function computes what the function of the same name in `reference.py`, `ids.py` or `keyed.py`
-defines. One call into the library handles all segments. Tables and slots are updated in place. XLA
-first copies those that must stay valid, such as arguments of a jitted function that are not
-donated.
+defines. One native call handles all segments of a kernel call. Tables and slots are updated in
+place. XLA first copies arrays that must stay valid, such as arguments of a jitted function that are
+not donated.
 """
 
 from __future__ import annotations
@@ -55,15 +55,18 @@ _HAS_WEIGHTS = 2
 _FUSED_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 _NUM_SLOTS = (0, 1, 1, 2)
 STEP_BLOCK = 512
-"""Rows per block of a rule without a C++ kernel. A block's intermediate values fit in the cache."""
-_MAX_HYPERPARAMETERS = 4  # A rule with fewer hyperparameters passes zeros after them.
+"""Number of rows that a rule without a C++ kernel steps at a time.
+
+The intermediate values of this number of rows fit in the caches of a CPU.
+"""
+_MAX_HYPERPARAMETERS = 4  # A rule with fewer hyperparameters is padded with zeros.
 
 Attributes = dict[str, Any]
 """Static arguments of a native call by name: integers and lists of integers."""
 
 
 def lookup(tables: Sequence[Float[Array, "_ _"]], call: Call) -> Outputs:
-    """Pooled rows of every segment, float32. One call into the library reads all tables."""
+    """Pooled rows of every segment, float32. One native call reads all tables."""
     _check_tables(*tables)
     if not call.segments:
         return ()
@@ -74,7 +77,7 @@ def lookup(tables: Sequence[Float[Array, "_ _"]], call: Call) -> Outputs:
 
 
 def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
-    """Distinct rows in ascending order and the summed gradient of each, then `NO_ROW` and 0."""
+    """Distinct rows in ascending order and the summed gradient of each, padded with `NO_ROW` and 0."""
     operands, attributes = _gradient_operands(gradients, num_rows)
     attributes["num_rows"] = num_rows
     capacity = min(gradients.num_entries, num_rows)
@@ -93,8 +96,8 @@ def squared_norm(num_rows: int, gradients: CallGradients) -> Float[Array, ""]:
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
     """Steps every row that has a gradient, and returns the new table and slots.
 
-    For a rule with a C++ kernel, one call computes gradients and step. For other rules, two calls
-    are needed.
+    For a rule with a C++ kernel, one native call sums the gradients and steps the rows. For other
+    rules, a native call sums the gradients, and then `apply_rows` steps the rows.
     """
     _check_tables(table)
     code = _fused_code(table, slots, step)
@@ -113,11 +116,12 @@ def apply_rows(
 ) -> tuple[Table, Slots]:
     """Makes one optimizer step of distinct `rows`, and returns the new table and slots.
 
-    Rows outside the table are padding. XLA compiles a rule that has no C++ kernel. A compiled rule
-    steps `STEP_BLOCK` rows at a time and skips the blocks of padding at the end. The last bits of a
-    row depend on the shape of the compiled program: a sum or root over a batch of three rows can
-    round differently from one over four. With blocks of one size, the bits of a row do not depend
-    on the other rows.
+    Row numbers outside the table are padding.
+
+    XLA compiles a rule that has no C++ kernel. Such a rule steps blocks of `STEP_BLOCK` rows, and
+    skips blocks at the end that have only padding. XLA can round a sum or a root differently if a
+    block has a different size. All blocks have the same size, so the bits of a row do not depend on
+    the number of rows in the batch.
     """
     _check_tables(table)
     rows = as_rows(rows)
@@ -182,7 +186,7 @@ def weight_gradients(
 
 
 def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
-    """Dot products of all pairs of vectors. See `reference.pair_products`."""
+    """Dot products of all pairs of a sample's vectors. See `reference.pair_products`."""
     batch, num_vectors, _ = vectors.shape
     results = [Result((batch, num_vectors * (num_vectors - 1) // 2), jnp.float32)]
     return call_handler("rsembed_pair_products", results, vectors)[0]
@@ -201,13 +205,13 @@ def gather_rows(
     rows: Int[Array, " capacity"],
     missing: int = 0,
 ) -> tuple[Array, ...]:
-    """Rows `rows` of every array, in the array's dtype.
+    """Gathers `rows` from every array, in the array's dtype.
 
     Args:
-      arrays: arrays of any dtype. The first axis counts the rows.
+      arrays: arrays `[rows, ...]` of any dtype.
       rows: row numbers to read.
-      missing: value of a row outside an int32 array. In arrays of other dtypes, a row outside the
-        array reads zeros.
+      missing: value that int32 arrays return for a row number outside the array, 0 by default.
+        Arrays of other dtypes return zeros.
     """
     results = [Result((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
     return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays, missing=missing)
@@ -218,9 +222,9 @@ def scatter_rows(
     rows: Int[Array, " capacity"],
     values: Sequence[Array],
 ) -> tuple[Array, ...]:
-    """Arrays with distinct `rows` overwritten by `values`, in place if XLA allows it.
+    """Overwrites distinct `rows` of the arrays with `values`, and returns the new arrays.
 
-    Rows outside an array are skipped.
+    Row numbers outside an array are skipped. The arrays are updated in place if XLA allows it.
     """
     values = [new.astype(array.dtype) for array, new in zip(arrays, values, strict=True)]
     aliases = {1 + number: number for number in range(len(arrays))}
@@ -261,7 +265,7 @@ def unpack_blocks(
 def block_ends(
     queues: Sequence[Queue],
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """For each owner: whether all entries fit in a round, or the first entry that does not.
+    """Whether an owner's remaining entries fit in this round, and the first that does not fit.
 
     See `ids.block_ends`.
     """
@@ -277,7 +281,7 @@ def round_places(
     fit: Int[Array, "queues devices"],
     cuts: UInt32[Array, "levels queues devices"],
 ) -> tuple[tuple[Array, ...], tuple[Array, ...], Bool[Array, ""]]:
-    """Entries that every queue sends in a round. See `ids.round_places`."""
+    """Entries that each queue sends to each owner in this round. See `ids.round_places`."""
     operands, attributes = _queue_operands(queues)
     results = [Result((), jnp.bool_)]
     for queue in queues:
@@ -312,7 +316,7 @@ def rows_of_ids(
     spread: int,
     rows_per_shard: int,
 ) -> tuple[Int[Array, " _"], ...]:
-    """For each list, the row of each id in an array of shards. See `ids.rows_of_ids`."""
+    """Row of every id of a call, one array per list. See `ids.rows_of_ids`."""
     _check_ids([ids.ids for ids in call.lists])
     operands, forms = _list_operands(call.lists, with_weights=False)
     numbers: list[int] = []
@@ -379,7 +383,7 @@ def take_rows(
     wants: Bool[Array, " n"],
     table: Int[Array, " n"] | None = None,
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """Free rows for the entries that want one. See `keyed.take_rows`."""
+    """Takes a free row from the table of each entry that wants a row. See `keyed.take_rows`."""
     results = _integers(wants.shape, num_free.shape, num_free.shape)
     operands = (free, num_free, wants, _table_operand(table))
     return call_handler("rsembed_take_rows", results, *operands)
@@ -393,9 +397,9 @@ def insert_keys(
     keys: Keys,
     new_rows: Int[Array, " nnz"],
 ) -> tuple[Array, ...]:
-    """Hash tables and counts with distinct, absent keys added, in place if XLA allows it.
+    """Inserts distinct, absent keys, and returns the new hash tables and counts.
 
-    See `keyed.insert_keys`.
+    The hash tables are updated in place if XLA allows it. See `keyed.insert_keys`.
     """
     tables = (lanes, rows, num_keys, num_deleted)
     operands = (*tables, *_key_operands(keys), new_rows)
@@ -408,7 +412,7 @@ def _key_operands(keys: Keys) -> tuple[Array, ...]:
 
 
 def _table_operand(table: Array | None) -> Array:
-    """Table index of each key. Handlers take an empty array if there is only one table."""
+    """Operand with the table of each key, or an empty array if there is only one table."""
     return jnp.zeros(0, jnp.int32) if table is None else table
 
 
@@ -419,7 +423,7 @@ def count_uses(
     step: Int[Array, ""],
     occurrences: Int[Array, " nnz"],
 ) -> tuple[Array, ...]:
-    """Last-used step and use count of every row, after the uses of `rows` in `step` are counted.
+    """Counts the uses of `rows` in `step`, and returns last-used step and use count of every row.
 
     The arrays are updated in place if XLA allows it. See `keyed.count_uses`.
     """
@@ -429,7 +433,7 @@ def count_uses(
 
 
 def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
-    """Entries that one device looks up in each stack. See `ids.entries_by_sample`."""
+    """Entries that one device looks up in each stack, by sample. See `ids.entries_by_sample`."""
     operands: list[Array] = []
     results: list[Result] = []
     numbers: list[int] = []
@@ -452,11 +456,11 @@ def row_bits(
     dim: int,
     table: Int[Array, " nnz"] | None = None,
 ) -> UInt32[Array, "nnz dim"]:
-    """`dim` random words for every row, from `key` folded with the row's `lanes`.
+    """`dim` random 32-bit words for every row, from `key` folded with the row's `lanes`.
 
     See `reference.row_bits`.
     """
-    config: Any = jax.config  # Any: type stubs of JAX lack some settings.
+    config: Any = jax.config  # Type stubs of JAX lack some settings.
     if jax.random.key_impl(key) != "threefry2x32" or not config.jax_threefry_partitionable:
         raise NotImplementedError(
             "native random bits are those of threefry2x32 with jax_threefry_partitionable",
@@ -476,7 +480,7 @@ def allocate(
 
     Huge pages make random access to large tables twice as fast.
 
-    Raises: NotImplementedError: elements have more than 8 bytes.
+    Raises: NotImplementedError: an element of `dtype` has more than 8 bytes.
     """
     dtype = np.dtype(dtype)
     if dtype.itemsize > 8:
@@ -513,9 +517,10 @@ def _integers(*shapes: tuple[int, ...]) -> list[Result]:
 
 
 def _gradient_operands(gradients: CallGradients, num_rows: int) -> tuple[list[Array], Attributes]:
-    """Operands and attributes of the segments that read the gradients' table.
+    """Operands and attributes of a native call for the row gradients of one table.
 
-    Segments of other tables are left out, with the lists and outputs that only these segments use.
+    Segments of other tables are left out, and so are lists and outputs that only these segments
+    use.
     """
     call = gradients.call
     shapes, output_places = call.outputs(gradients.dims)
@@ -545,7 +550,7 @@ def _call_operands(
     *,
     with_weights: bool = True,
 ) -> tuple[list[Array], Attributes]:
-    """Operands and attributes of all lists and segments of a call."""
+    """Operands and attributes of a native call that reads all lists and segments of `call`."""
     operands, forms = _list_operands(call.lists, with_weights=with_weights)
     _, output_places = call.outputs([table.shape[1] for table in tables])
     segments: list[int] = []
@@ -559,9 +564,10 @@ def _list_operands(
     *,
     with_weights: bool = True,
 ) -> tuple[list[Array], list[int]]:
-    """Arrays of the lists, and three numbers for each: flags, number of bags, and entries per bag.
+    """Arrays of all lists, and three numbers per list: flags, number of bags, entries per bag.
 
-    `Lists` of csrc/arguments.h reads these numbers. Entries per bag is 0 for a list with offsets.
+    `Lists` of csrc/arguments.h reads the numbers. For a list with offsets it ignores the third
+    number.
     """
     operands: list[Array] = []
     forms: list[int] = []
@@ -587,7 +593,7 @@ def _list_operands(
 
 
 def _segment_numbers(segment: Segment, place: Place, table_rows: int) -> list[int]:
-    """A segment as ten numbers, in the order that `Segments` of csrc/arguments.h reads."""
+    """Ten numbers that describe a segment, in the order that `Segments` of csrc/arguments.h reads."""
     combiner = _COMBINER_CODES[segment.combiner]
     num_rows = segment.rows_in(table_rows)
     bags = [segment.list, segment.first_bag, segment.num_bags, combiner]
@@ -596,7 +602,7 @@ def _segment_numbers(segment: Segment, place: Place, table_rows: int) -> list[in
 
 def _fused_code(table: Array, slots: Slots, step: Step) -> int | None:
     """Code of the rule's kernel in the C++ library, or None if XLA must compile the rule."""
-    # `fused_as` is not inherited: a subclass may change the rule.
+    # Ignore a base class's `fused_as`, because a subclass may change the rule.
     formula = vars(type(step.rule)).get("fused_as")
     if formula is None:
         return None

@@ -1,6 +1,6 @@
-"""The kernels in plain `jax.numpy`: the definition that every other implementation must match.
+"""The kernels in plain `jax.numpy`, which define the results of all implementations.
 
-Tables are float32, bfloat16 or float16. Sums, gradients, slots and row rules are float32.
+Tables are float32, bfloat16 or float16. Sums, gradients, slots and steps are float32.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Entries(NamedTuple):
     """Entries of one list that read one table, with their bags: the input of a pooling kernel.
 
     Args:
-      rows: table row of every entry. A row outside `[0, num_rows)` contributes nothing.
+      rows: row of every entry in the table. A row number outside the table contributes nothing.
       offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`. None: every entry is a bag.
       weights: weight of every entry; None: ones.
       combiner: `sum`, `mean` or `sqrtn`.
@@ -58,7 +58,7 @@ class Entries(NamedTuple):
 
     @property
     def num_outputs(self) -> Any:
-        """Number of bags. The number is a symbol in an export for any batch size."""
+        """Number of bags. In an export for any batch size, it is a symbol, not an integer."""
         if self.offsets is None:
             return self.rows.shape[0]
         return self.offsets.shape[0] - 1
@@ -73,15 +73,18 @@ def entries_of(
 ) -> Entries:
     """Entries of list `number` that read table `table`, with the bags of the list.
 
-    Entries that read another table have row `NO_ROW`. A combiner that `Entries` does not support
-    is turned into weights.
+    Entries that read a different table have row `NO_ROW`. If `Entries` does not support the combiner
+    of a segment, the weights include its effect.
 
     Args:
-      call: call with the list.
+      call: call that contains the list.
       number: index of the list in the call.
       table: index of the table in the call.
       table_rows: number of rows of the table.
-      pool: see `entry_gains`.
+      pool: kernel that sums the weights of a bag in order, see `entry_gains`. None, the default:
+        XLA sums the weights.
+
+    Raises: ValueError: some segments of the list have combiner `none`, and others do not.
     """
     ids = call.lists[number]
     segments = _segments_of(call, number, table)
@@ -144,7 +147,7 @@ def rows_of_list(call: Call, number: int, table: int, table_rows: int) -> Int[Ar
 def _shares(
     entries: Entries, combiner: Combiner, num_rows: int, pool: Pool | None
 ) -> Float[Array, " nnz"]:
-    """Gain of every entry under a combiner."""
+    """Gain of every entry if every bag is pooled with `combiner`."""
     if combiner != "mean_by_count":
         return entry_gains(entries._replace(combiner=combiner), num_rows, pool)[1]
     shares = entry_gains(entries._replace(weights=None, combiner="mean"), num_rows)[1]
@@ -154,7 +157,7 @@ def _shares(
 def by_bag(
     ids: IdList, segments: Sequence[Segment], values: Sequence[object], other: object
 ) -> Array:
-    """Value of each entry's segment, `other` for entries of no segment.
+    """Value of each entry's segment, or `other` if the entry is in no segment.
 
     The result is a scalar if all entries have the same value.
     """
@@ -178,23 +181,23 @@ def bag_of_entries(ids: IdList) -> Int[Array, " nnz"]:
 
 
 def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], num_entries: Any) -> Int[Array, " nnz"]:
-    # `num_entries` is a symbol in an export for any batch size. Counting the bags that start at or
-    # before an entry takes a third of the time of a binary search per entry.
+    # Counting the bags that start at or before an entry takes a third of the time of a binary search
+    # per entry. In an export for any batch size, `num_entries` is a symbol, not an integer.
     return jnp.cumsum(jnp.zeros(num_entries, jnp.int32).at[offsets].add(1, mode="drop")) - 1
 
 
 def entry_gains(
     entries: Entries, num_rows: int, pool: Pool | None = None
 ) -> tuple[Int[Array, " nnz"], Float[Array, " nnz"], Bool[Array, " nnz"]]:
-    """Output number and gain of every entry, and which entries are in a bag and have a valid row.
+    """Output and gain of every entry, and whether the entry is in a bag and has a valid row.
 
     An entry that contributes nothing has gain 0.
 
     Args:
       entries: entries with their bags and combiner.
       num_rows: number of rows of the table.
-      pool: kernel that sums the weights of a bag in order. None: XLA sums the weights, in any
-        order.
+      pool: kernel that sums the weights of a bag in order. None, the default: XLA sums the
+        weights, in any order.
     """
     num_entries = entries.rows.shape[0]
     is_listed = (entries.rows >= 0) & (entries.rows < num_rows)
@@ -220,7 +223,7 @@ def entry_gains(
         every = Entries(jnp.arange(num_entries, dtype=jnp.int32), entries.offsets, None)
         total = pool(terms[:, None], every)[:, 0]
     is_zero = total == 0.0
-    # Replace zeros before the root, because it has no derivative at zero.
+    # Replace zeros before taking the root, because the root has no derivative at zero.
     divisor = jnp.where(is_zero, 1.0, total)
     if entries.combiner == "sqrtn":
         divisor = jnp.sqrt(divisor)
@@ -234,8 +237,8 @@ def _inverse_magnitudes(
 ) -> Float[Array, " bags"]:
     """Power of two for each bag that scales its largest weight to about 1.
 
-    Sums and squares of the scaled weights neither overflow nor underflow. The factor cancels in a
-    mean, and a power of two changes none of its bits.
+    Sums and squares of the scaled weights neither overflow nor underflow. The scale cancels in a
+    mean. Scaling by a power of two does not round.
     """
     largest = jax.ops.segment_max(jnp.abs(jax.lax.stop_gradient(weights)), bag, num_bags)
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
@@ -256,9 +259,10 @@ def pooled(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
 
 
 def _pooled_with_slopes(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
-    """Pooled rows with correct derivatives by the weights.
+    """Pooled rows that JAX can differentiate with respect to the weights.
 
-    The derivative by a weight of 0 is the row, so these rows are read, unlike in `pooled`.
+    The derivative with respect to a weight is the row, even if the weight is 0. Therefore rows with
+    weight 0 are read, unlike in `pooled`.
     """
     bag, gains, is_listed = entry_gains(entries, table.shape[0])
     vectors = gather_rows((table,), entries.rows)[0].astype(jnp.float32)
@@ -280,7 +284,7 @@ def lookup(
     Args:
       tables: tables that the call's segments read.
       call: lists of ids and the segments that read them.
-      pool: kernel of an accelerator that pools the entries of one list. If None, `pooled` does.
+      pool: kernel that pools the entries of one list. None, the default: `pooled`.
     """
     vectors: list[Array] = [jnp.zeros(0)] * len(call.segments)
     for number, ids in enumerate(call.lists):
@@ -331,7 +335,7 @@ def _joined(vectors: Sequence[Array], call: Call, dims: Sequence[int]) -> Output
 def bag_gradients(gradients: CallGradients, number: int) -> Float[Array, "outputs dim"]:
     """Gradients of the outputs of list `number`: one row per bag, per entry for combiner `none`.
 
-    Bags that read other tables have zeros.
+    The gradients of bags that read other tables are zeros.
     """
     call = gradients.call
     dim = gradients.dim
@@ -390,19 +394,26 @@ def group_rows(
 ) -> tuple[Int[Array, " capacity"], Entries, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
     """Distinct rows that a batch reads, and the entries of each row.
 
-    Lookup and row gradients are the same sum, over the entries of a bag or of a row:
+    A lookup sums over the entries of a bag. Row gradients sum over the entries of a row, so the same
+    kernels can compute them:
 
     forward    output[b]     = sum of gain * table[row]     over the entries of bag b
     backward   gradient[row] = sum of gain * d_output[b]    over the entries of that row
 
     The batch alone determines the order of additions, so equal inputs give equal bits.
 
-    Returns: distinct rows in ascending order, then `NO_ROW`; entries sorted by row, one bag for
-      each distinct row, with output numbers (counted through all lists) as their "rows" and without
-      weights if all are ones; the bag of every sorted entry, or a number after the last bag for an
-      entry that contributes nothing; and the gradients of the outputs, float32.
+    Args:
+      num_rows: number of rows of the table.
+      gradients: the call and the gradients of its outputs.
+      pool: see `entry_gains`.
+
+    Returns: four values. The first are the distinct rows in ascending order, padded with `NO_ROW`.
+      The second are the entries sorted by row, as `Entries` that pool the output gradients: their
+      bags are the distinct rows, and their rows are indices of outputs, counted through all lists.
+      The third is the bag of every sorted entry; entries that contribute nothing have a number
+      after the last bag. The fourth are the gradients of the outputs, float32.
     """
-    # The empty arrays are the entries of a table that no segment reads.
+    # With an empty array in front, a table that no segment reads has no entries.
     all_rows = [jnp.zeros(0, jnp.int32)]
     all_outputs = [jnp.zeros(0, jnp.int32)]
     all_gains = [jnp.zeros(0, jnp.float32)]
@@ -457,7 +468,7 @@ def row_gradients(
     Args:
       num_rows: number of rows of the table.
       gradients: the call and the gradients of its outputs.
-      pool: kernel of an accelerator that sums the entries of each row. If None, XLA sums them.
+      pool: kernel that sums the gradients of each row. None, the default: XLA sums the gradients.
     """
     rows, entries, group_of, d_output = group_rows(num_rows, gradients)
     if pool is not None:
@@ -499,11 +510,11 @@ def gather_rows(
     rows: Int[Array, "*places"],
     missing: int = 0,
 ) -> tuple[Array, ...]:
-    """Rows `rows` of every array, in the array's dtype.
+    """Gathers `rows` from every array, in the array's dtype.
 
-    A row outside an array reads as `missing` if the array is int32, else as zeros.
+    For a row number outside the array, int32 arrays return `missing`, and other arrays zeros.
     """
-    # JAX counts negative indices from the end.
+    # Without this line, JAX would count negative row numbers from the end of the array.
     rows = jnp.where(rows < 0, NO_ROW, rows)
     gathered = []
     for array in arrays:
@@ -520,8 +531,11 @@ def scatter_rows(
     rows: Int[Array, " capacity"],
     values: Sequence[Array],
 ) -> tuple[Array, ...]:
-    """Arrays with distinct `rows` overwritten by `values`. Rows outside an array are skipped."""
-    # `unique_indices` promises that indices are distinct, so padding also gets distinct indices.
+    """Overwrites distinct `rows` of the arrays with `values`, and returns the new arrays.
+
+    Row numbers outside an array are skipped.
+    """
+    # `unique_indices` promises that all indices are distinct, so padding gets distinct indices.
     num_rows = arrays[0].shape[0]
     padding = num_rows + jnp.arange(rows.shape[0], dtype=rows.dtype)
     indices = jnp.where((rows >= 0) & (rows < num_rows), rows, padding)
@@ -544,7 +558,8 @@ def apply_rows(
 ) -> tuple[Table, Slots]:
     """Steps distinct `rows` once, and returns the new table and slots.
 
-    Rows outside the table are padding. If the rule moves all rows, other rows step with gradient 0.
+    Row numbers outside the table are padding. If the rule moves all rows, the rows that are not in
+    `rows` step with gradient 0.
 
     Args:
       table: table to step.
@@ -596,14 +611,14 @@ def row_bits(
     dim: int,
     table: Int[Array, " nnz"] | None = None,
 ) -> UInt32[Array, "nnz dim"]:
-    """`dim` random words for every row.
+    """`dim` random 32-bit words for every row.
 
     Args:
-      key: PRNG key. The lanes of a row are folded into it in order. With `table`, `key` has one key
-        per table.
-      lanes: words that identify a row.
-      dim: number of words per row.
-      table: table of each row; None if there is one table.
+      key: PRNG key, into which the lanes of a row are folded in order. With `table`, an array with
+        one PRNG key per table.
+      lanes: arrays with one 32-bit word per row. The words of a row identify the row.
+      dim: number of random words per row.
+      table: table of each row. None, the default: there is one table.
     """
 
     def one_row(key: PRNGKeyArray, *row_lanes: Array) -> Array:
@@ -631,8 +646,8 @@ def round_stochastically(
       values: float32 rows after a step.
       dtype: dtype of the table. float32 needs no rounding.
       rows: index of each row in the table.
-      key: random key; with `table`, one key per table.
-      table: table of each row; None if there is one table.
+      key: PRNG key. With `table`, an array with one PRNG key per table.
+      table: table of each row. None, the default: there is one table.
     """
     if dtype == jnp.float32:
         return values
@@ -645,22 +660,22 @@ def round_with_noise(
 ) -> Float[Array, "*shape"]:
     """Each value rounded to one of its two neighbours in `dtype`, at random and unbiased.
 
-    Noise is added to the bits that `dtype` drops. If the addition carries, the value is rounded up,
-    else down. Infinities, NaN and values above the largest number of `dtype` are rounded to
-    nearest.
+    Noise is added to the bits that `dtype` drops. If the addition carries, the magnitude of the
+    value is rounded up, else down. Infinities, NaN and values above the largest number of `dtype`
+    are rounded to nearest.
 
     Args:
-      values: float32.
-      words: one random word per value. Only upper bits are used: 13 for float16 (24 for subnormal
-        results), 16 for bfloat16.
+      values: float32 values to round.
+      words: one random 32-bit word per value. Only upper bits are used: 13 for float16 (24 for
+        subnormal results), 16 for bfloat16.
       dtype: float16 or bfloat16.
 
-    Source: FBGEMM's fused optimizers. They add noise to the dropped bits and round toward zero. In
+    Source: FBGEMM's fused optimizers, which add noise to the dropped bits and round toward zero. In
       FBGEMM, float16 values below 2**-14 are biased toward zero, because the noise is smaller than
       the spacing of subnormal numbers.
     """
     dropped = {jnp.dtype(jnp.float16): 13, jnp.dtype(jnp.bfloat16): 16}[jnp.dtype(dtype)]
-    # Integer addition to the bits equals floating-point addition, but never flushes to zero.
+    # Integer addition to the bits is like floating-point addition, but never flushes to zero.
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + (words >> jnp.uint32(32 - dropped))
     kept_bits = jnp.uint32((0xFFFFFFFF << dropped) & 0xFFFFFFFF)
     rounded = jax.lax.bitcast_convert_type(bits & kept_bits, jnp.float32)
@@ -672,6 +687,6 @@ def round_with_noise(
         is_up = (words >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < steps - whole
         subnormal = jnp.copysign((whole + is_up.astype(jnp.float32)) * spacing, values)
         rounded = jnp.where(jnp.abs(values) < smallest_normal, subnormal, rounded)
-    # The comparison is False for NaN, which then rounds to nearest.
+    # The comparison is False for NaN, so NaN is rounded to nearest.
     is_finite = jnp.abs(values) <= float(jnp.finfo(dtype).max)
     return jnp.where(is_finite, rounded, values).astype(dtype)

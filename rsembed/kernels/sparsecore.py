@@ -1,13 +1,14 @@
-"""Kernels for the SparseCores of TPUs in Pallas: calls as in `reference.py`, then their programs.
+"""Kernels for the SparseCores of TPUs in Pallas.
 
-SparseCore kernels run only if the user names them, in a computation for a TPU that has SparseCores.
-Tables and slots are float32. Rows should have a multiple of 8 numbers (16 on TPU7x). Other rows are
-padded. The padding copies the whole table in every call. Tables should have the memory layout of
-`row_layout`. XLA copies a table that has a different layout.
+First in this file are the functions of `reference.py` for SparseCores, then the kernels that they
+run. SparseCore kernels run only if the user names them, in a computation for a TPU that has
+SparseCores. Tables and slots are float32. The row length should be a multiple of 8 (16 on TPU7x).
+For other row lengths, every call pads the rows, and so copies the whole table. Tables should have
+the memory layout of `row_layout`, because XLA copies a table that has a different layout.
 
 A SparseCore has 16 tiles. A tile moves rows between its memory and the device's memory by indirect
-copies, one row per id, and computes on vectors of 8 or 16 lanes. Work is divided into chunks. The
-tiles of all cores take chunks in turn.
+copies, one row per id, and computes on vectors of 8 or 16 lanes. Work is divided into chunks, and
+the tiles of all cores take chunks in turn.
 
 No kernel here has run on a TPU. The tests simulate the kernels' bodies and compile them for v5p,
 v6e and TPU7x.
@@ -48,17 +49,17 @@ from rsembed.optimizers.base import Slots
 NAME = "sparsecore"
 
 SUBLANES = 8
-"""Copies of several rows start at multiples of this number."""
+"""A copy of several rows starts at a multiple of `SUBLANES` rows."""
 MAX_CHUNK_ROWS = 64
 """Maximum number of rows in a chunk; a multiple of `SUBLANES`."""
 TILE_BYTES = 160 * 1024
 """Maximum size of a tile's buffers. Every chip has more memory per tile."""
 NO_ID = -1
-"""Row id of padding. Copies skip rows with this id."""
+"""Id that marks padding. Indirect copies skip padding."""
 
 
 def unavailable_because() -> str | None:
-    """Reason why the SparseCore kernels cannot run here. None if they can run."""
+    """Reason why the SparseCore kernels cannot run here, or None if they can."""
     device = target_device()
     platform = device.platform
     if platform != "tpu":
@@ -85,7 +86,7 @@ def row_layout(sharding: Sharding) -> Any:
     """
     from jax.experimental.layout import Format, Layout
 
-    devices: Any = sharding.device_set  # Any: some type stubs of JAX lack the type.
+    devices: Any = sharding.device_set  # Some type stubs of JAX lack this attribute.
     tiling = None
     if any(device.platform == "tpu" for device in devices):
         tiling = ((8,),)
@@ -93,7 +94,7 @@ def row_layout(sharding: Sharding) -> Any:
 
 
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
-    """Pooled rows of every bag of a list, float32, from one kernel."""
+    """Pooled rows of every bag of a list, float32. One kernel computes all bags."""
     _check_table(table)
     return _pooled(table.shape, _fill(table, num_lanes(), axis=1), entries)
 
@@ -110,9 +111,9 @@ def apply_rows(
 ) -> tuple[Table, Slots]:
     """Steps distinct `rows` once, and returns the new table and slots.
 
-    Rows outside the table are padding. A slot with only one number for each row is gathered and
-    scattered by XLA, not by the kernel: a tile moves at least 32 bytes, so two tiles that write
-    neighbouring numbers could overwrite each other.
+    Row numbers outside the table are padding. XLA, not the kernel, gathers and scatters a slot that
+    has only one number per row. A tile moves at least 32 bytes, so two tiles that write neighbouring
+    numbers could overwrite each other's results.
     """
     _check_table(table)
     traced = trace_rule(step.rule, table, slots, len(step.hyper))
@@ -122,7 +123,7 @@ def apply_rows(
     arrays = (table, *slots)
     wide = [array for array in arrays if array.shape[1] == dim]
     narrow = [array for array in arrays if array.shape[1] != dim]
-    # `order` has the index in [*wide, *narrow] of the table and of each slot.
+    # `order[k]` is the index of `arrays[k]` in `[*wide, *narrow]`.
     order = []
     next_wide = 0
     next_narrow = len(wide)
@@ -164,7 +165,7 @@ def apply_rows(
 def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
     """Steps every row that has a gradient, and returns the new table and slots.
 
-    Two kernels run.
+    One kernel sums the gradients, and a second kernel steps the rows.
     """
     return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
 
@@ -194,8 +195,8 @@ def _pooled(shape: tuple[int, ...], table: Array, entries: Entries) -> Float[Arr
 
     Args:
       shape: number of rows of the table, and length of a row without padding.
-      table: the rows, with columns of padding after each.
-      entries: bags of rows.
+      table: the table, with every row padded to a multiple of the number of lanes.
+      entries: entries to pool, with their bags.
     """
     num_rows, dim = shape
     num_outputs = entries.num_outputs
@@ -208,7 +209,7 @@ def _pooled(shape: tuple[int, ...], table: Array, entries: Entries) -> Float[Arr
         vectors = gather(table, _fill(ids, chunk, 0))[:num_outputs, :dim]
         return jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
     chunk = chunk_rows(table.shape[1], 2)
-    # For every chunk of bags, the range of chunks that hold its entries.
+    # For every chunk of bags, the range of chunks of entries that hold the entries of these bags.
     offsets = as_offsets(entries.offsets, ids.shape[0])
     starts = offsets[:-1:chunk] // chunk
     ends = -(-jnp.concatenate([offsets[chunk:-1:chunk], offsets[-1:]]) // chunk)
@@ -225,9 +226,9 @@ def _pooled(shape: tuple[int, ...], table: Array, entries: Entries) -> Float[Arr
 
 
 def _pallas() -> Any:
-    """Pallas and its modules for TPUs and SparseCores.
+    """The modules of Pallas for kernels, TPUs and SparseCores.
 
-    Imported here because the import takes seconds.
+    This function imports the modules late, because the import takes seconds.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu, tpu_sc as plsc
@@ -244,7 +245,7 @@ def num_lanes() -> int:
 
 
 def chunk_rows(dim: int, num_buffers: int) -> int:
-    """Largest number of rows per chunk for which `num_buffers` chunks fit a tile's memory.
+    """Largest number of rows per chunk for which `num_buffers` chunks fit in a tile's memory.
 
     Args:
       dim: length of a row, with padding.
@@ -268,7 +269,7 @@ def _on_tiles(
     """Function that runs `body` on every tile of every core.
 
     Args:
-      body: kernel, from references to operands, results and scratch memory.
+      body: kernel that gets references to all operands, results and scratch buffers.
       out: shapes of the results.
       scratch: types of the buffers in a tile's memory.
     """
@@ -292,7 +293,7 @@ def _on_tiles(
 
 
 def _deal(num_chunks: int, work: Callable[[Index], None]) -> None:
-    """Runs `work(chunk)` for every chunk of this tile."""
+    """Runs `work(chunk)` for every chunk that this tile takes."""
     pl, _, plsc = _pallas()
     info = plsc.get_sparse_core_info()
     tile = lax.axis_index("core") * info.num_subcores + lax.axis_index("tile")
@@ -300,7 +301,7 @@ def _deal(num_chunks: int, work: Callable[[Index], None]) -> None:
 
 
 def _span(chunk: Index, size: int) -> Index:
-    """Slice of chunk number `chunk`, in an array of chunks of `size` entries."""
+    """Slice that selects chunk number `chunk` of an array, where a chunk has `size` entries."""
     pl, _, _ = _pallas()
     return pl.ds(pl.multiple_of(chunk * size, size), size)
 
@@ -353,8 +354,8 @@ def pool_on_tiles(
       ids: row of every entry. The row must be valid even if the gain is 0.
       gains: factor of every entry. An entry with gain 0 adds nothing, even if its row holds NaN.
       bags: bag of every entry, ascending except for entries with gain 0.
-      bounds: one vector for every chunk of bags. The first two lanes of a vector are the first
-        chunk of entries to read and the end of the range. Other lanes are zeros.
+      bounds: one vector for every chunk of bags. The first lane has the first chunk of entries to
+        read, the second lane the chunk after the last. Other lanes are zeros.
       num_bags: number of bags. Both `num_bags` and the number of entries are multiples of the chunk
         size.
     """
@@ -434,7 +435,7 @@ def step_rows(
       traced: the rule, from `traced_rules.trace_rule`.
       dim: length of a row without padding.
       state: the table and the slots with rows of the same length, updated in place.
-      numbers: slots of one number per row, gathered. Every lane of vector `k` has the value of row
+      numbers: slots with one number per row. Every lane of vector `k` has the number of row
         `ids[k]`.
       ids: distinct rows, and `NO_ID` for padding. The number of `ids` is a multiple of the chunk
         size.
@@ -479,7 +480,7 @@ def step_rows(
                 if position >= num_state:
                     numbers_v[position - num_state][row, pl.ds(0, lanes)] = value
                     continue
-                # A rule can give all columns of a row the same value, as one vector.
+                # If all columns of a row have the same value, a rule can return one vector.
                 pieces = value if isinstance(value, tuple) else (value,) * (width // lanes)
                 for span, piece in zip(_lanes(width), pieces, strict=True):
                     state_v[position][row, span] = piece

@@ -1,8 +1,8 @@
 """Row rules inside kernels: evaluates the jaxpr of a rule on pieces of a row in registers.
 
-A kernel has no arrays `[rows, dim]`. A kernel holds a row as several pieces: blocks of consecutive
-columns, all of one shape. The last piece of a row is padded. A number that belongs to the whole row
-(a hyperparameter, a mean) is a piece that repeats the number.
+Rules are written for arrays `[rows, dim]`, but a kernel holds a row as several pieces: blocks of
+consecutive columns, all of one shape. The last piece of a row is padded. A number that belongs to
+the whole row (a hyperparameter, a mean) is a piece that repeats the number.
 """
 
 from __future__ import annotations
@@ -55,13 +55,13 @@ def trace_rule(
 
     Args:
       rule: optimizer to trace.
-      table: rows of any float dtype. The rule computes in float32.
+      table: table of any float dtype. The traced rule computes in float32.
       slots: optimizer state, float32 `[rows, dim]` or `[rows, 1]`.
-      num_hyperparameters: how many hyperparameters the rule has.
+      num_hyperparameters: number of hyperparameters of the rule.
       elementwise: elementwise primitives that the kernel can compute.
 
     Raises: NotImplementedError: a slot has the wrong shape or dtype, or the rule uses a primitive
-      that the kernel cannot compute. The message names the primitive.
+      that the kernel cannot compute.
     """
     num_rows, dim = table.shape
     for number, slot in enumerate(slots):
@@ -113,15 +113,15 @@ def evaluate(
     dim: int,
     swaps: Mapping[str, Callable[[Array], Array]] | None = None,
 ) -> list[Row | Array]:
-    """Results of a traced rule, computed on pieces.
+    """Results of a traced rule for one row, computed on pieces of the row.
 
     Args:
       closed: result of `trace_rule`.
-      arguments: one for each input: a row, or a piece that repeats a number.
+      arguments: value of each input of the rule: a `Row`, or a piece that repeats a number.
       dim: length of the row. The pieces together can be longer than the row; the end of the last
         piece is then padding.
       swaps: functions that replace primitives which the kernel's compiler lacks, by name of the
-        primitive. None: no primitive is replaced.
+        primitive. None, the default: no primitive is replaced.
     """
     piece = next(argument[0] for argument in arguments if isinstance(argument, tuple))
     return _Evaluation(piece.shape, dim, swaps or {}).run(closed, arguments)
@@ -135,7 +135,7 @@ class _Evaluation(NamedTuple):
     swaps: Mapping[str, Callable[[Array], Array]]
 
     def run(self, closed: ClosedJaxpr, values: Sequence[Row | Array]) -> list[Row | Array]:
-        """Results of the jaxpr for these inputs, computed on pieces."""
+        """Results of the jaxpr for the inputs `values`, computed on pieces of a row."""
         jaxpr = closed.jaxpr
         known: dict[Any, Row | Array] = dict(zip(jaxpr.invars, values, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
@@ -156,7 +156,7 @@ class _Evaluation(NamedTuple):
         return [self.read(known, variable) for variable in jaxpr.outvars]
 
     def read(self, known: Mapping[Any, Row | Array], variable: object) -> Row | Array:
-        """Value of a variable or literal."""
+        """Value of a variable or literal of a jaxpr."""
         if isinstance(variable, Literal):
             return self.repeat(variable.val, variable)
         return known[variable]
