@@ -1,4 +1,4 @@
-// Reads the arguments that XLA passes to handlers, and checks all that memory safety needs.
+// Reads the arguments that XLA passes to handlers, and checks everything that memory safety depends on.
 #pragma once
 
 #include <algorithm>
@@ -16,7 +16,7 @@ namespace ffi = xla::ffi;
 
 constexpr int32_t kNoRow = 2147483647;  // NO_ROW of rsembed/kernels/contract.py
 
-// Sizes and indices in a call are not trusted. The functions below add and multiply sizes and indices without overflow.
+// Sizes and indices in a call are not trusted, so the functions below add and multiply them without overflow.
 
 // Product of two sizes, or INT64_MAX on overflow. No buffer is that large.
 inline int64_t Times(int64_t a, int64_t b) {
@@ -29,33 +29,35 @@ inline bool LiesIn(int64_t first, int64_t count, int64_t size) {
   return first >= 0 && count >= 0 && count <= size && first <= size - count;
 }
 
-// Whether `count` vectors of `dim` numbers fit an array of `size`: one at `first`, each next one `stride` later.
+// Whether `count` vectors of `dim` numbers are inside an array of `size` numbers. The first vector starts at `first`,
+// and the starts of consecutive vectors are `stride` numbers apart.
 inline bool VectorsLieIn(int64_t first, int64_t count, int64_t stride, int64_t dim, int64_t size) {
   int64_t length;  // from the first number to the end of the last vector
   const bool wraps = __builtin_mul_overflow(count - 1, stride, &length) || __builtin_add_overflow(length, dim, &length);
   return stride >= 0 && dim >= 0 && !wraps && LiesIn(first, length, size);
 }
 
-// A list of ids with its bags, see IdList in rsembed/kernels/contract.py.
+// A list of ids with their bags, see IdList in rsembed/kernels/contract.py.
 struct List {
   const int32_t* ids;
   const int32_t* offsets;  // null: every bag has `width` entries
-  const float* weights;    // null: ones
+  const float* weights;    // null: all weights are 1
   int64_t num_ids, num_bags, width;
 };
 
-// Returns the first entry of a bag, clipped to the list, or the end of the last bag for bag `num_bags`.
+// Returns the index of the first entry of a bag, clipped to the list. For bag `num_bags`, returns the end of the last
+// bag.
 inline int64_t FirstEntry(const List& list, int64_t bag) {
   return list.offsets == nullptr ? bag * list.width : std::clamp<int64_t>(list.offsets[bag], 0, list.num_ids);
 }
 
-// An output of a call, or its gradient.
+// An output of a call, or the gradient of an output.
 struct Output {
   float* data;
   int64_t size;
 };
 
-// Whether two segments share an entry: they share a bag, or the offsets decrease.
+// Whether two segments share an entry, because they share a bag or because offsets decrease.
 inline bool ShareEntries(const std::vector<Segment>& segments) {
   struct Range {
     int64_t list, first, last;
@@ -75,7 +77,8 @@ inline bool ShareEntries(const std::vector<Segment>& segments) {
   return false;
 }
 
-// Reads buffers in order and keeps the first error. Values read after an error must not be used.
+// Reads the buffers of a call in order, and keeps the first error. Values that are read after an error must not be
+// used.
 class Reader {
  public:
   explicit Reader(ffi::RemainingArgs args) : args_(args) {}
@@ -96,8 +99,9 @@ class Reader {
     return data;
   }
 
-  // Lists of a call. `forms` has three numbers for each: flags (1: offsets, 2: weights), the number of bags,
-  // and the entries per bag if there are no offsets. The arrays of a list are consecutive.
+  // Reads the lists of a call. `forms` has three numbers per list: flags (1: the list has offsets, 2: it has weights),
+  // the number of bags, and the number of entries per bag if there are no offsets. The arrays of a list are consecutive
+  // buffers.
   std::vector<List> Lists(ffi::Span<const int64_t> forms) {
     std::vector<List> lists;
     if (forms.size() % 3 != 0) Fail("unreadable lists");
@@ -111,19 +115,19 @@ class Reader {
         int64_t num_offsets = 0;
         list.offsets = static_cast<int32_t*>(Next("offsets", ffi::S32, &num_offsets));
         if (num_offsets < 1 || num_offsets - 1 != list.num_bags) Fail("wrong number of offsets");
-        list.width = 0;  // not used by lists with offsets
+        list.width = 0;  // lists with offsets do not use `width`
       } else if (list.num_bags < 0 || list.width < 0 || Times(list.num_bags, list.width) != list.num_ids) {
         Fail("bags of one length do not fill their list");
       }
       if (flags & 2) list.weights = static_cast<float*>(Next("weights", ffi::F32, list.num_ids));
-      // Bags without entries take no memory, so memory does not limit their number.
+      // Bags without entries take no memory, so there can be any number of them.
       if (std::max(list.num_ids, list.num_bags) > kNoRow) Fail("too many entries for one call");
       lists.push_back(list);
     }
     return lists;
   }
 
-  // Gradients of `count` outputs.
+  // Reads the gradients of `count` outputs.
   std::vector<Output> Gradients(int64_t count) {
     std::vector<Output> outputs;
     for (int64_t k = 0; k < count && !Failed(); ++k) {
@@ -134,8 +138,9 @@ class Reader {
     return outputs;
   }
 
-  // Segments of a call. `numbers` has ten for each: the fields of Segment in rsembed/kernels/contract.py, in order,
-  // with combiner -1 for none, and the fields of its Place. `with_gradients`: outputs are read and not written.
+  // Reads the segments of a call. `numbers` has ten numbers per segment: the fields of Segment in
+  // rsembed/kernels/contract.py, in order, and the fields of the segment's Place. Combiner -1 stands for `none`. If
+  // `with_gradients` is true, `outputs` are gradients, which the kernels read.
   std::vector<Segment> Segments(ffi::Span<const int64_t> numbers, const std::vector<List>& lists,
                                 const std::vector<Table>& tables, const std::vector<Output>& outputs,
                                 bool with_gradients) {
@@ -200,13 +205,14 @@ class Reader {
       num_outputs += s.num_outputs;
       segments.push_back(s);
     }
-    // Entries in two segments would exceed the caller's buffers, and two threads would write the same outputs.
+    // If two segments shared entries, results would exceed the caller's buffers, and two threads would write the same
+    // outputs.
     if (ShareEntries(segments)) Fail("offsets must not fall, nor segments share bags");
     if (std::max(num_entries, num_outputs) > kNoRow) Fail("too many entries for one call");
     return segments;
   }
 
-  // All remaining buffers.
+  // Reads all remaining buffers as tables.
   std::vector<Table> Tables() {
     std::vector<Table> tables;
     while (at_ < args_.size() && !Failed()) {

@@ -1,8 +1,7 @@
-// Distinct entries: XLA FFI handlers that find them by owner and lanes, or by key.
+// XLA FFI handlers that find the distinct entries of a batch, by owner and lanes, or by key.
 //
 // All work is on integers, so a result depends neither on the number of threads nor on the instruction set.
-// rsembed/kernels/native.py is the only caller. native.py checks values. The handlers check only what is needed for
-// memory safety.
+// The only caller is rsembed/kernels/native.py, which checks values. The handlers check only what memory safety needs.
 
 #include <algorithm>
 #include <cstdint>
@@ -22,14 +21,14 @@ namespace {
 
 constexpr int64_t kEntriesPerTask = 4096;
 
-// Sort key of the entries of `distinct`: the owner, then the lanes (arrays with one 32-bit word per entry). Only the
-// bits in which the values of a field differ are kept, and several fields can share a word of 32 bits, so that the sort
-// has few digits.
+// Sort keys of the entries of `distinct`. The fields of a key are the owner and the lanes (arrays with one 32-bit word
+// per entry). A key has as few bits as possible, so that the sort has few digits: a field keeps only the bits in which
+// its values differ, and several fields can share a word of 32 bits.
 class Fields {
  public:
   struct Field {
     const uint32_t* values;
-    uint32_t sign;  // of a signed field: sorts negative numbers first
+    uint32_t sign;  // sign bit of a signed field, to sort negative numbers first; 0 for an unsigned field
     uint32_t least = std::numeric_limits<uint32_t>::max();
     uint32_t most = 0;
     int shift = 0;
@@ -72,7 +71,7 @@ class Fields {
     }
   }
 
-  // Owner of an entry. Read as unsigned, a negative owner is out of range, so the entry is padding.
+  // Owner of an entry. As an unsigned number, a negative owner is out of range, so the entry is padding.
   uint32_t OwnerOf(int64_t i) const { return fields[0].values[i]; }
 
   uint32_t Word(size_t number, int64_t i) const {
@@ -82,7 +81,7 @@ class Fields {
   }
 };
 
-// Sorts entries by owner and lanes, stably; see `distinct` in rsembed/kernels/keyed.py.
+// Computes `distinct` of rsembed/kernels/keyed.py: sorts entries by owner and lanes, stably.
 ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lanes, Int32Result entry_of,
                     Int32Result first_of, Int32Result offsets, Int32Result counts, ffi::RemainingRets out_lanes) {
   const int64_t count = Size(owners), num_owners = Size(*offsets) - 1;
@@ -145,7 +144,7 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
     });
     for (int64_t task = 0; task < num_tasks; ++task) first_entry[task + 1] += first_entry[task];
     const int64_t num_entries = first_entry[num_tasks];
-    std::vector<int32_t> num_carried(num_tasks, 0);  // per task: first items of an earlier task's entry
+    std::vector<int32_t> num_carried(num_tasks, 0);  // per task: number of items of an earlier task's entry
     workers.ForEachRange(num_items, kEntriesPerTask, [&](int64_t first, int64_t last) {
       int64_t entry = first_entry[first / kEntriesPerTask] - 1;
       int32_t* num_occurrences = &num_carried[first / kEntriesPerTask];
@@ -157,7 +156,7 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
           *num_occurrences = 0;
           first_of->typed_data()[entry] = static_cast<int32_t>(source);
           for (size_t k = 0; k < outputs.size(); ++k) outputs[k][entry] = fields.fields[k + 1].values[source];
-          // An owner without entries begins where the next owner begins.
+          // The offset of an owner without entries is the offset of the next owner.
           const int64_t owner = fields.OwnerOf(source);
           int64_t d = i == 0 ? 0 : int64_t{fields.OwnerOf(items[i - 1].source)} + 1;
           for (; d <= owner; ++d) offsets->typed_data()[d] = static_cast<int32_t>(entry);
@@ -179,8 +178,8 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
   });
 }
 
-// Distinct keys in the order of their first occurrence; see rsembed/kernels/keyed.py. Keys are split into parts by
-// hash, in order. Each part uses a hash table that is as large as the part needs.
+// Computes `unique_keys` of rsembed/kernels/keyed.py: distinct keys in the order of their first occurrence. Keys are
+// split by their hashes into parts, and stay in order within a part. Each part uses a small hash table.
 ffi::Error UniqueKeys(ffi::ThreadPool pool, Words high, Words low, Marks is_key, Int32s tables,
                       Int32s occurrences, Int32Result out_entry_of, Int32Result out_first_of, Int32Result out_counts) {
   constexpr int kPartBits = 6;
@@ -190,7 +189,7 @@ ffi::Error UniqueKeys(ffi::ThreadPool pool, Words high, Words low, Marks is_key,
   checks.Need(Size(*out_entry_of) == keys.count && Size(*out_first_of) == keys.count && Size(*out_counts) == keys.count,
               "wrong size of a result");
   if (checks.Failed()) return checks.Complaint();
-  int32_t* const entry_of = out_entry_of->typed_data();  // until the last pass: position of the first occurrence
+  int32_t* const entry_of = out_entry_of->typed_data();  // before the last pass: position of the first occurrence
   int32_t* const first_of = out_first_of->typed_data();
   int32_t* const counts = out_counts->typed_data();
   return WithMemory([&] {

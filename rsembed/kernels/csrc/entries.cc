@@ -1,7 +1,7 @@
-// The entries in the buffers of preprocessed SparseCore batches, by sample: an XLA FFI handler.
+// XLA FFI handler that sorts the entries of preprocessed SparseCore batches by sample.
 //
 // The handler computes `entries_by_sample` of rsembed/kernels/ids.py, which describes the buffers. Cores share no
-// samples, so they are counted and written in parallel.
+// samples, so threads count and write the entries of different cores in parallel.
 
 #include <algorithm>
 #include <cstdint>
@@ -16,7 +16,7 @@ namespace rsembed {
 namespace {
 
 constexpr int64_t kAlignment = 8;  // ALIGNMENT of ids.py
-constexpr size_t kNumNumbers = 5;  // of a stack, in the attribute `stacks`
+constexpr size_t kNumNumbers = 5;  // numbers per stack in the attribute `stacks`
 
 struct Stack {
   const int32_t *row_pointers, *ids, *samples;
@@ -54,7 +54,7 @@ struct Stack {
   }
 };
 
-// With minibatches, the entries of a sample may not be in the order of their rows. Sorting restores this order.
+// Sorts the entries of a sample by row. With minibatches, the entries of a sample may be in a different order.
 void SortByRow(int32_t* rows, float* gains, int64_t count, std::vector<int32_t>& order, std::vector<float>& spare) {
   if (std::is_sorted(rows, rows + count)) return;
   order.resize(count);
@@ -71,7 +71,8 @@ void Count(const Stack& stack, int64_t core) {
   stack.ForEachEntry(core, [&](uint32_t, int64_t, int32_t sample) { ++counts[sample]; });
 }
 
-// Turns counts into offsets and pads after the last entry. Overlapping pointers can count an entry twice.
+// Turns counts into offsets, and writes padding after the last entry. Returns false if row pointers overlap, so that
+// more entries are counted than the buffers hold.
 bool Accumulate(const Stack& stack) {
   int64_t first = 0;
   for (int64_t sample = 0; sample < stack.num_samples(); ++sample) {

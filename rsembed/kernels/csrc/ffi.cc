@@ -1,9 +1,9 @@
 // XLA FFI handlers of the kernels, and the choice of the instruction set.
 //
-// A handler takes a variable number of buffers, so one call handles any number of features: arrays of lists of ids,
-// gradients of outputs, and tables. The attributes `lists` and `segments` describe them, see Reader in arguments.h.
-// rsembed/kernels/native.py is the only caller. native.py checks values. The handlers check only what is needed for
-// memory safety.
+// A handler takes a variable number of buffers, so one call handles any number of features. The buffers are the arrays
+// of lists of ids, gradients of outputs, and tables. The attributes `lists` and `segments` describe the buffers, see
+// Reader in arguments.h. The only caller is rsembed/kernels/native.py, which checks values. The handlers check only
+// what memory safety needs.
 
 #include <sys/mman.h>
 #if defined(__linux__)
@@ -28,7 +28,8 @@
 
 namespace rsembed {
 
-// RSEMBED_ISA=baseline or avx2 limits the choice, to compare speed or to reproduce the bits of an older machine.
+// Returns the kernels for the best instruction set of this processor. The environment variable RSEMBED_ISA, set to
+// baseline or avx2, limits the choice, to compare speed or to reproduce the bits of an older machine.
 const RowKernels& BestRowKernels() {
   static const RowKernels& kernels = []() -> const RowKernels& {
 #if defined(RSEMBED_HAS_X86_ISAS)
@@ -55,8 +56,8 @@ constexpr int64_t kStreamedBytes = 8 << 20;  // a larger output does not fit in 
 
 constexpr uintptr_t kHugePageBytes = 2 << 20;
 
-// Requests huge pages inside [data, data + bytes). Pages that are already in use are replaced by huge pages only if
-// `now`.
+// Requests huge pages for the memory [data, data + bytes). If `now` is true, huge pages also replace pages that are
+// already in use.
 bool AdviseHugePages(void* data, size_t bytes, bool now) {
 #if defined(MADV_HUGEPAGE)
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
@@ -64,7 +65,7 @@ bool AdviseHugePages(void* data, size_t bytes, bool now) {
   if (begin >= end) return false;
   void* const interior = reinterpret_cast<void*>(begin);
   if (madvise(interior, end - begin, MADV_HUGEPAGE) != 0) return false;
-  constexpr int kCollapse = 25;  // MADV_COLLAPSE, Linux 6.1; older headers do not name it
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which older headers do not define
   return !now || madvise(interior, end - begin, kCollapse) == 0;
 #else
   return false;
@@ -74,7 +75,8 @@ bool AdviseHugePages(void* data, size_t bytes, bool now) {
 // Pools every segment from its table into its output.
 void PoolSegments(ffi::ThreadPool pool, const std::vector<Table>& tables, std::vector<Segment>& segments) {
   int64_t num_outputs = 0;
-  double num_bytes = 0.0, output_bytes = 0.0;  // double, because a table without rows can have any number of columns
+  // A table without rows can have any number of columns, so int64 could overflow.
+  double num_bytes = 0.0, output_bytes = 0.0;
   for (const Segment& segment : segments) {
     const double row_bytes = 4.0 * static_cast<double>(tables[segment.table].dim);
     num_outputs += segment.num_outputs;
@@ -121,15 +123,16 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   for (size_t k = 0; k < outputs.size(); ++k) {
     // New memory of this size has no pages yet, and page faults take less time with huge pages.
     if (outputs[k].size * 4 >= kStreamedBytes) AdviseHugePages(outputs[k].data, outputs[k].size * 4, false);
-    // Zeros are needed for outputs of entries outside all bags, and for columns after a shorter row: no segment writes
-    // them.
+    // If segments do not write all numbers of an output, the other numbers must be zeros. These numbers belong to
+    // entries outside all bags, or are columns after a shorter row.
     if (num_written[k] < outputs[k].size) std::fill(outputs[k].data, outputs[k].data + outputs[k].size, 0.0f);
   }
   PoolSegments(pool, tables, segments);
   return ffi::Error::Success();
 }
 
-// Gradients of the weights of every list, one per id. 0 for an id that contributes nothing.
+// Computes the gradients of the weights of every list, one per id. The gradient is 0 for an id that contributes
+// nothing.
 ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, Numbers forms,
                            Numbers numbers, int64_t num_outputs) {
   Reader reader(args);
@@ -164,7 +167,7 @@ ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
   return ffi::Error::Success();
 }
 
-// Number of entries of all lists: the maximum number of rows with a gradient.
+// Number of entries of all lists. At most this number of rows have a gradient.
 int64_t NumEntries(const std::vector<List>& lists) {
   int64_t num_entries = 0;
   for (const List& list : lists) num_entries += list.num_ids;
@@ -174,7 +177,8 @@ int64_t NumEntries(const std::vector<List>& lists) {
 using GradientRows = ffi::Result<ffi::BufferR1<ffi::S32>>;
 using GradientValues = ffi::Result<ffi::BufferR2<ffi::F32>>;
 
-// Computes distinct rows and their gradients. `reader` has read the segments, which have `num_entries` entries.
+// Computes the distinct rows of a call and their gradients. `reader` has read the segments, and the lists have
+// `num_entries` entries.
 ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vector<Segment>& segments,
                            int64_t num_entries, int64_t num_rows, GradientRows out_rows, GradientValues out_gradients) {
   const int64_t capacity = out_gradients->dimensions()[0], dim = out_gradients->dimensions()[1];
@@ -212,7 +216,7 @@ ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vect
   });
 }
 
-// A table without data, for code that needs only its sizes.
+// A table without values, for code that needs only the sizes of the table.
 Table TableOfSize(int64_t num_rows, int64_t dim) {
   Table table = {};
   table.num_rows = num_rows;
@@ -230,8 +234,8 @@ ffi::Error RowGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, GradientR
   return CombineSegments(pool, reader, segments, NumEntries(lists), num_rows, rows, gradients);
 }
 
-// Computes the sum of the squares of all row gradients, without writing them. The result does not depend on the number
-// of threads.
+// Computes the sum of the squares of all row gradients, without writing the gradients. The result does not depend on
+// the number of threads.
 ffi::Error SquaredNorm(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::BufferR0<ffi::F32>> out,
                        Numbers forms, Numbers numbers, int64_t num_outputs, int64_t num_rows, int64_t dim) {
   Reader reader(args);
@@ -256,8 +260,8 @@ ffi::Error SquaredNorm(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Resul
 constexpr int kNumSlots[kNumRules] = {0, 1, 1, 2};
 constexpr int kNumHyperparameters[kNumRules] = {1, 2, 2, 4};
 
-// Takes hyperparameters and slots from the front of the list. Table and slots are updated in place, because XLA
-// aliases them with the results.
+// Reads a table, and from the next buffers its hyperparameters and slots. XLA aliases table and slots with the results,
+// so handlers update them in place.
 Table ReadTable(Reader& reader, ffi::AnyBuffer values, ffi::RemainingRets rets, int64_t rule) {
   Table table = reader.TableOf(values);
   if (rule < 0 || rule >= kNumRules) reader.Fail("unknown rule");
@@ -313,10 +317,12 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
   return ffi::Error::Success();
 }
 
-// Copies rows between arrays of any dtype and lists with one row of the array per entry of `rows`.
-// Gather: `args` has the arrays and `rets` the lists. A row outside its array reads as zeros, or as `missing` if the
-// array is int32. Scatter: `args` has the arrays, then the lists. Rows are distinct, `rets` aliases the arrays, and a
-// row outside its array is skipped.
+// Gathers or scatters rows. Each array, of any dtype, has a list, and item i of the list is row `rows[i]` of the array.
+//
+// A gather copies rows from the arrays (`args`) to the lists (`rets`). For a row number outside the array, it writes
+// `missing` to the list of an int32 array, and zeros to other lists. A scatter copies rows from the lists, which follow
+// the arrays in `args`, to the arrays, which `rets` aliases. Its rows are distinct, and row numbers outside the array
+// are skipped.
 template <bool kScatter>
 ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
                     ffi::RemainingRets rets, int64_t missing) {
@@ -337,7 +343,7 @@ ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::Rem
     if (kScatter && array->untyped_data() != (*result)->untyped_data()) {
       return ffi::Error::InvalidArgument("rsembed: results must alias the arrays");
     }
-    if (row_bytes == 0) continue;  // an array without bytes can have a null address
+    if (row_bytes == 0) continue;  // the address of an array without bytes can be null
     char* const in_array = static_cast<char*>(array->untyped_data());
     char* const in_list = static_cast<char*>(list.untyped_data());
     const int64_t rows_per_block = std::max<int64_t>(kBlockBytes / std::max<int64_t>(row_bytes, 1), 1);
@@ -357,7 +363,8 @@ ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::Rem
   return ffi::Error::Success();
 }
 
-// A bag outside [0, num_bags) counts as bag num_bags, after all others.
+// Computes `rows_by_bag` of rsembed/kernels/ids.py. A bag number outside [0, num_bags) counts as num_bags, after all
+// other bags.
 ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Result<ffi::BufferR1<ffi::S32>> offsets,
                      ffi::Result<ffi::BufferR1<ffi::S32>> order) {
   const int64_t num_bags = static_cast<int64_t>(offsets->element_count()) - 1, num_entries = bags.element_count();
@@ -373,7 +380,8 @@ ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Re
       }
       return last - first;
     });
-    // Offset b is the first position with a bag of at least b. Position i sets the offsets after the previous bag.
+    // Offset b is the first position that has bag b or a later bag. Position i sets the offsets of the bags after the
+    // previous position's bag, up to its bag.
     workers.ForEachRange(num_entries + 1, 8 * kItemsPerBlock, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         const int64_t previous = i == 0 ? -1 : int64_t{sort.items()[i - 1].row};
@@ -385,7 +393,7 @@ ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Re
   });
 }
 
-// Allocates an array on huge pages. Every element is set to the low bytes of `pattern`, unless `fill` is false.
+// Allocates an array on huge pages. If `fill` is true, every element is set to the low bytes of `pattern`.
 ffi::Error Allocate(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> out, int64_t pattern, bool fill) {
   const int64_t bytes = out->size_bytes(), width = bytes == 0 ? 1 : bytes / out->element_count();
   if (width > 8) return ffi::Error::InvalidArgument("rsembed: elements have at most 8 bytes");
@@ -416,7 +424,7 @@ auto BindRows() { return Bind().Arg<Int32s>().RemainingArgs().RemainingRets().At
 
 }  // namespace
 
-// The library exports nothing else, so its symbols cannot clash with symbols of jaxlib.
+// The library exports only functions in sections such as this one, so its symbols cannot clash with symbols of jaxlib.
 #pragma GCC visibility push(default)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup, Lookup, BindCall(Bind().RemainingArgs().RemainingRets()));
@@ -454,13 +462,13 @@ extern "C" int64_t rsembed_num_cores() { return NumCores(); }
 
 extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return AdviseHugePages(data, bytes, true); }
 
-// Keeps freed memory for later results, up to `bytes` at the end of a heap. Otherwise the allocator returns it to the
-// system after every call, and the system zeroes its pages again, with one fault each. Other threads have heaps of
-// 64 MB. An empty heap is returned if the heap before it has the padding free, so the padding is the maximum that a
-// result can take from it.
+// Makes the allocator keep freed memory for later results, up to `bytes` at the end of a heap. By default, the
+// allocator returns freed memory to the system after every call. The system then has to zero the pages again, with a
+// page fault for each. Threads other than the main thread have heaps of 64 MB. The allocator returns an empty heap if
+// the heap before it has the padding (M_TOP_PAD) free. The padding is therefore set to the size of the largest result.
 extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
 #if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD) && defined(M_TOP_PAD)
-  constexpr int kMostOfOneResult = 64 << 20;  // size of a heap; older versions of glibc reject more than half of it
+  constexpr int kMostOfOneResult = 64 << 20;  // size of a heap; older versions of glibc accept at most half of it
   return (mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 || mallopt(M_MMAP_THRESHOLD, kMostOfOneResult / 2) != 0) &&
          mallopt(M_TOP_PAD, kMostOfOneResult) != 0 && mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;
 #else

@@ -1,8 +1,8 @@
-// Hash tables from keys to rows: XLA FFI handlers.
+// XLA FFI handlers for hash tables from keys to rows.
 //
 // All work is on integers, so a result depends neither on the number of threads nor on the instruction set.
-// rsembed/kernels/native.py is the only caller. native.py checks values. The handlers check only what is needed for
-// memory safety. rsembed/kernels/keyed.py defines the hash table.
+// The only caller is rsembed/kernels/native.py, which checks values. The handlers check only what memory safety needs.
+// The file rsembed/kernels/keyed.py defines the hash table.
 
 #include <algorithm>
 #include <atomic>
@@ -20,13 +20,13 @@ namespace {
 
 constexpr int64_t kEntriesPerTask = 4096;
 constexpr int64_t kBitsPerTask = 1 << 14;
-constexpr int64_t kAhead = 16;  // keys between the prefetch of a slot and its use
+constexpr int64_t kAhead = 16;  // number of keys between the prefetch of a slot and the use of the slot
 
 // Slots of several hash tables, concatenated. Each table has the same number of slots, a power of two.
 struct Slots {
   uint32_t* lanes;
   int32_t* rows;
-  int64_t count = 0;  // slots of one table
+  int64_t count = 0;  // number of slots of one table
 
   Slots(Checks& checks, const LanePairs& lane_pairs, const Int32s& row_of, int64_t num_tables)
       : lanes(lane_pairs.typed_data()), rows(row_of.typed_data()) {
@@ -83,8 +83,8 @@ ffi::Error FindKeys(ffi::ThreadPool pool, LanePairs lanes, Int32s rows, Words hi
   return ffi::Error::Success();
 }
 
-// Inserts distinct, absent keys in place. In each round every key that still searches checks one slot, in the order
-// of the call, so the first key that reaches a free slot gets it.
+// Inserts distinct, absent keys in place. In each round, every key without a slot checks one slot, in the order of the
+// call, so a free slot goes to the first key that reaches it.
 ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_deleted, Words high,
                       Words low, Marks is_key, Int32s tables, Int32s new_rows, ffi::Result<LanePairs> out_lanes,
                       Int32Result out_rows, Int32Result out_num_keys, Int32Result out_num_deleted) {
@@ -133,10 +133,10 @@ ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_
   });
 }
 
-// Updates the last-used step and the use count of `rows` in place. Rows may repeat.
+// Updates the last-used steps and the use counts of `rows` in place. Rows may repeat.
 ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int32s rows, ffi::BufferR0<ffi::S32> step,
                      Int32s occurrences, Int32Result out_last_step, Int32Result out_counts) {
-  constexpr int64_t kMostShares = 4, kRowsPerLine = 16;  // the task of each share of rows reads all entries
+  constexpr int64_t kMostShares = 4, kRowsPerLine = 16;  // every share has a task that reads all entries
   const int64_t num_rows = Size(counts), num_entries = Size(rows);
   Checks checks;
   checks.Need(Size(last_step) == num_rows && Size(occurrences) == num_entries, "wrong size of a lane");
@@ -145,7 +145,7 @@ ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int3
   if (checks.Failed()) return checks.Complaint();
   const int32_t now = step.typed_data()[0];
   Workers workers(pool);
-  int64_t num_shares = 1;  // a power of two, so that a mask finds the share of a row
+  int64_t num_shares = 1;  // a power of two, so that a mask gives the share of a row
   const int64_t most_shares = num_entries < kEntriesPerTask ? 1 : std::min(workers.num_threads(), kMostShares);
   while (2 * num_shares <= most_shares) num_shares *= 2;
   const int64_t ahead = kAhead * num_shares;
@@ -181,7 +181,7 @@ ffi::Error RowBits(ffi::ThreadPool pool, LanePairs key, Int32s tables, ffi::Rema
   if (Size(tables) != 0 && Size(tables) != num_rows) reader.Fail("wrong number of tables");
   if (dim > int64_t{UINT32_MAX}) reader.Fail("too many columns");
   if (reader.Failed()) return reader.Complaint();
-  if (dim == 0) return ffi::Error::Success();  // rows without numbers take no memory, so their count is not limited
+  if (dim == 0) return ffi::Error::Success();  // rows without numbers take no memory, so there can be any number
   const int64_t rows_per_task = std::max<int64_t>(kBitsPerTask / dim, 1);
   const auto row_bits = BestRowKernels().row_bits;
   const TableKeys keys{key.typed_data(), num_keys, Size(tables) == 0 ? nullptr : tables.typed_data()};

@@ -1,4 +1,4 @@
-// Arguments of the handlers for keys: buffers, errors about them, and the keys of a call.
+// Arguments of the handlers for keys: types of buffers, checks of arguments, and the keys of a call.
 
 #pragma once
 
@@ -18,7 +18,7 @@ using LanePairs = ffi::BufferR2<ffi::U32>;
 using Int32Result = ffi::Result<Int32s>;
 using CountResult = ffi::Result<ffi::BufferR0<ffi::S32>>;
 
-// Row numbers of slots without a key, and the hash of a key, as in rsembed/kernels/keyed.py.
+// Row numbers that mark slots without a key, and the hash of a key. Both are the same as in rsembed/kernels/keyed.py.
 constexpr int32_t kEmpty = -1, kDeleted = -2;
 inline uint32_t Mix(uint32_t high, uint32_t low) {
   uint32_t h = low ^ (high * 0x9E3779B1u);
@@ -27,7 +27,7 @@ inline uint32_t Mix(uint32_t high, uint32_t low) {
   return h ^ (h >> 16);
 }
 
-// First error about the arguments of a handler.
+// Checks the arguments of a handler, and keeps the first error.
 class Checks {
  public:
   void Need(bool is_met, const char* complaint) {
@@ -45,7 +45,7 @@ int64_t Size(Buffer& buffer) {
   return static_cast<int64_t>(buffer.element_count());
 }
 
-// Keys of a call and the table of each. If `tables` is empty, all keys are in the first table.
+// Keys of a call, and the table of each key. If `tables` is empty, all keys are in the first table.
 struct Keys {
   const uint32_t* high;
   const uint32_t* low;
@@ -71,7 +71,7 @@ struct Keys {
     return low[i] == low[k] && high[i] == high[k] && TableOf(i) == TableOf(k);
   }
   uint32_t Storage(int64_t i) const { return Mix(high[i], low[i]); }
-  // Hash of a key and its table, because several tables can hold equal keys.
+  // Hash of a key and its table, for code that mixes the keys of all tables. Several tables can have equal keys.
   uint32_t HomeOfAll(int64_t i) const { return Mix(high[i] ^ static_cast<uint32_t>(TableOf(i)) * 0x9E3779B1u, low[i]); }
 };
 

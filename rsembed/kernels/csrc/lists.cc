@@ -1,8 +1,9 @@
-// XLA FFI handlers that turn ids into rows of a stack and count them, list marked entries, take free rows, and fill
-// the blocks that devices exchange.
+// XLA FFI handlers that turn ids into rows, count ids, list marked entries, take free rows, and fill the blocks that
+// devices exchange.
 //
-// XLA would compile an operation for every feature, and several for every list. One handler call handles all of them.
-// The functions of the same names in rsembed/kernels/ids.py and keyed.py define the results.
+// XLA would compile an operation for every feature, and several operations for every list. One call of a handler
+// handles all features and lists. The functions of the same names in rsembed/kernels/ids.py and keyed.py define the
+// results.
 
 #include <algorithm>
 #include <cstdint>
@@ -23,19 +24,19 @@ constexpr int64_t kIdsPerTask = 1 << 14;
 constexpr int64_t kBytesPerTask = 1 << 16;
 constexpr int32_t kPadId = -1;  // PAD_ID of rsembed/bags.py
 
-// Whether no number is negative or above kNoRow. Larger sizes, or their products, could overflow: an array without
-// bytes can have any size.
+// Whether all numbers are between 0 and kNoRow. An array without bytes can have any size, and the product of larger
+// sizes could overflow.
 bool AreSizes(std::initializer_list<int64_t> numbers) {
   return std::all_of(numbers.begin(), numbers.end(), [](int64_t size) { return size >= 0 && size <= kNoRow; });
 }
 
-// Position of a table's rows. The numbers are unsigned, because signed overflow is undefined.
+// Position of a table's rows, see rsembed/places.py. The numbers are unsigned, because signed overflow is undefined.
 struct Place {
   uint64_t owner, first, rotation, num_ids;
 };
 
-// Consecutive ids of one table. `first_entry` counts the ids of all parts before it, and `begin` the ids before it in
-// its list.
+// Consecutive ids of one table, as a part of a list. `first_entry` is the number of ids in all parts before this part,
+// and `begin` the number of ids before this part in its list.
 struct Part {
   const int32_t* ids;
   int64_t first_entry, num_entries;
@@ -44,7 +45,7 @@ struct Part {
   int64_t begin;
 };
 
-// Ids are compared as unsigned numbers, so a negative id is outside every table.
+// Writes the rows of a part. Ids are compared as unsigned numbers, so a negative id is outside every table.
 void WriteRows(const Part& part, uint64_t spread, uint64_t rows_per_shard, int64_t begin, int64_t end) {
   const Place& place = part.place;
   const uint32_t num_ids = static_cast<uint32_t>(place.num_ids);
@@ -61,7 +62,7 @@ void WriteRows(const Part& part, uint64_t spread, uint64_t rows_per_shard, int64
   }
 }
 
-// Splits a list into parts: one for each segment, and one for each gap between segments. Ids in a gap have no row.
+// Splits a list into parts: one part for each segment, and one for each gap between segments. Ids in a gap have no row.
 void AddParts(const List& list, std::vector<Part> segments, int32_t* rows, std::vector<Part>* parts) {
   std::sort(segments.begin(), segments.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
   int64_t done = 0;
@@ -79,8 +80,8 @@ void AddParts(const List& list, std::vector<Part> segments, int32_t* rows, std::
   add(done, list.num_ids, Place{});
 }
 
-// `places` has seven numbers for each segment: list, first bag, number of bags, a Place of rsembed/places.py (three),
-// and the number of ids of the table.
+// Computes the row of every id. `places` has seven numbers per segment: list, first bag, number of bags, the three
+// fields of a Place of rsembed/places.py, and the number of ids of the table.
 ffi::Error RowsOfIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      ffi::Span<const int64_t> forms, ffi::Span<const int64_t> places, int64_t spread,
                      int64_t rows_per_shard) {
@@ -127,7 +128,7 @@ ffi::Error RowsOfIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remaini
   return ffi::Error::Success();
 }
 
-// Counts the ids inside and outside the table of every feature. Padding and entries in no bag are not counted.
+// Counts the ids inside and outside the table of every feature. Padding, and entries outside all bags, are not counted.
 ffi::Error CountIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                     ffi::Span<const int64_t> sizes) {
   Reader reader(args);
@@ -169,7 +170,7 @@ ffi::Error CountIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Remainin
   return ffi::Error::Success();
 }
 
-// Positions of the marks in ascending order, padded with kNoRow, and the number of all marks.
+// Computes the positions of the marks in ascending order, padded with kNoRow, and the number of all marks.
 ffi::Error Compact(ffi::ThreadPool pool, ffi::BufferR1<ffi::PRED> marks, ffi::Result<ffi::BufferR1<ffi::S32>> places,
                    ffi::Result<ffi::BufferR0<ffi::S32>> num_marked) {
   const bool* const is_marked = marks.typed_data();
@@ -196,9 +197,9 @@ ffi::Error Compact(ffi::ThreadPool pool, ffi::BufferR1<ffi::PRED> marks, ffi::Re
   });
 }
 
-// For every entry that wants a row, a row from the top of its table's stack, or kNoRow if the stack is empty. Also
-// returns the number of rows left in each stack, and the number of entries without a row. If `tables` is empty, there
-// is one table.
+// Takes a free row for every entry that wants a row, from the end of its table's list of free rows. An entry gets
+// kNoRow if the list is empty. Also returns, for each table, the number of rows that remain free and the number of
+// entries that wanted a row but got none. If `tables` is empty, there is one table.
 ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_free, ffi::BufferR1<ffi::PRED> wants,
                     ffi::BufferR1<ffi::S32> tables, ffi::Result<ffi::BufferR1<ffi::S32>> rows,
                     ffi::Result<ffi::BufferR1<ffi::S32>> num_left, ffi::Result<ffi::BufferR1<ffi::S32>> num_without) {
@@ -232,8 +233,9 @@ ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_fr
 }
 
 // Puts the blocks of several arrays side by side: for each device, the block of the first array, then of the second,
-// and so on. Without `gathers`, the arrays are blocks. With `gathers`, each array follows the list of rows to gather
-// into its blocks. A row outside the array is padding: kNoRow in int32 arrays, zeros in others.
+// and so on. If `gathers` is false, `args` are blocks. If `gathers` is true, `args` alternate: a list of rows, and the
+// array from which the blocks gather these rows. A row number outside the array is padding, which reads as kNoRow from
+// int32 arrays and as zeros from other arrays.
 ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> packed, bool gathers) {
   const auto sizes = packed->dimensions();
   if (sizes.size() < 2 || !AreSizes({sizes[0], sizes[1]})) {
@@ -262,7 +264,7 @@ ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result
     const bool are_rows = array->element_type() == ffi::S32;
     char* const first_block = static_cast<char*>(packed->untyped_data()) + first_place * row_bytes;
     first_place += capacity;
-    if (row_bytes == 0) continue;  // an array without bytes can have a null address
+    if (row_bytes == 0) continue;  // the address of an array without bytes can be null
     workers.ForEachRange(num_devices * capacity, std::max<int64_t>(kBytesPerTask / row_bytes, 1),
                          [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
@@ -312,15 +314,15 @@ ffi::Error UnpackBlocks(ffi::ThreadPool pool, ffi::AnyBuffer packed, ffi::Remain
   return ffi::Error::Success();
 }
 
-// Entries that wait to be sent, grouped by owner and ascending in each group; see rsembed/kernels/ids.py.
+// Entries that a device sends to their owners, see Queue in rsembed/kernels/ids.py.
 struct Queue {
   const int32_t* offsets;
   const int32_t* cursor;
   std::vector<const uint32_t*> lanes;
-  std::vector<uint32_t> signs;  // sort negative numbers of a signed lane first
+  std::vector<uint32_t> signs;  // per lane: sign bit of a signed lane, to sort negative numbers first; else 0
   int64_t num_owners, num_entries, capacity;
 
-  // Next entries of an owner.
+  // Range of the entries that are not yet sent to an owner.
   std::pair<int64_t, int64_t> Next(int64_t owner) const {
     const int64_t last = std::clamp<int64_t>(offsets[owner + 1], 0, num_entries);
     return {std::clamp<int64_t>(int64_t{offsets[owner]} + cursor[owner], 0, last), last};
@@ -371,8 +373,8 @@ bool ReadQueues(const ffi::RemainingArgs& args, ffi::Span<const int64_t> num_lan
   return next == args.size();
 }
 
-// For every owner in every queue: 1 if all remaining entries fit in this round, else 0 and the lanes (32-bit words that
-// identify an entry) of the first entry that does not fit.
+// Computes for every queue and owner whether all remaining entries fit in this round, as 1 or 0, and the lanes (32-bit
+// words that identify an entry) of the first entry that does not fit.
 ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32>> fit,
                      ffi::Result<ffi::BufferR3<ffi::U32>> behind, ffi::Span<const int64_t> num_lanes,
                      ffi::Span<const int64_t> capacities) {
@@ -398,8 +400,8 @@ ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32
   return ffi::Error::Success();
 }
 
-// Entries to send in a round: the next entries of every owner, up to the capacity. If on some device they do not all
-// fit (`fit` is 0), only entries below the least entry that does not fit.
+// Computes the entries to send in this round: the next entries of every owner, up to the capacity. If `fit` is 0, the
+// remaining entries do not fit on some device, and only entries below the least entry that does not fit are sent.
 ffi::Error RoundPlaces(ffi::BufferR2<ffi::S32> fit, ffi::BufferR3<ffi::U32> cuts, ffi::RemainingArgs args,
                        ffi::Result<ffi::BufferR0<ffi::PRED>> are_left, ffi::RemainingRets rets,
                        ffi::Span<const int64_t> num_lanes, ffi::Span<const int64_t> capacities) {

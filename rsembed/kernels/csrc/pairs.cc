@@ -1,4 +1,5 @@
-// Products of all pairs of the vectors of a sample, and their gradient; compiled once per instruction set.
+// Products of all pairs of a sample's vectors, and the gradient of the vectors. This file is compiled once per
+// instruction set.
 //
 // No standard C++ header is included, for the reason in row_kernels.h.
 #include "row_kernels.h"
@@ -21,12 +22,13 @@ namespace {
 
 #include "vectors.h"
 
-// Number of vectors with sums in registers at one time. All of them are multiplied with each loaded vector.
+// Number of sums that are kept in registers. A loaded vector is added to each of these sums, times a factor.
 constexpr int kTogether = 4;
 
 inline int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
 
-// For some rows r: to[r * stride + lane] = sum over k, in order, of factors[r * pitch + k] * from[k * width + lane].
+// Computes for kRows rows r: to[r * stride + lane] = sum over k, in order, of
+// factors[r * pitch + k] * from[k * width + lane].
 template <int kRows>
 inline void multiply(const float* factors, int64_t pitch, const float* from, int64_t width, int64_t count, float* to,
                      int64_t stride, int64_t num_lanes) {
@@ -52,8 +54,8 @@ inline void multiply_rows(int64_t num_rows, const float* factors, int64_t pitch,
 
 }  // namespace
 
-// Computes dot products of vectors i < j of samples [first, last), ordered by i, then by j. A sample has `n` vectors of
-// `dim`.
+// Computes the dot products of all vectors i < j of a sample, ordered by i, then by j, for samples [first, last). A
+// sample has `n` vectors of `dim` numbers.
 void pair_products(const float* vectors, int64_t n, int64_t dim, int64_t first, int64_t last, float* products) {
   const int64_t width = rounded_up(n, kLanes), num_pairs = n * (n - 1) / 2;
   const RowsInUse scratch(dim + kTogether, width);
@@ -79,7 +81,7 @@ void pair_products(const float* vectors, int64_t n, int64_t dim, int64_t first, 
   }
 }
 
-// Computes the gradient of the vectors from the gradient of the products.
+// Computes the gradient of the vectors of samples [first, last) from the gradient of their products.
 void pull_pairs(const float* vectors, const float* d_products, int64_t n, int64_t dim, int64_t first, int64_t last,
                 float* d_vectors) {
   const int64_t num_pairs = n * (n - 1) / 2;

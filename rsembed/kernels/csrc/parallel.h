@@ -1,4 +1,4 @@
-// Runs blocks of work on XLA's thread pool.
+// Runs the blocks of a computation on XLA's thread pool.
 #pragma once
 
 #include <algorithm>
@@ -21,7 +21,8 @@
 
 namespace rsembed {
 
-// Whether subnormals are flushed to zero is a per-thread setting. Results must not depend on which thread runs a block.
+// Floating-point mode of a thread. Each thread has a setting that flushes subnormals to zero, but results must not
+// depend on which thread runs a block.
 class FloatingPointMode {
  public:
 #if defined(__x86_64__)
@@ -36,8 +37,8 @@ class FloatingPointMode {
 };
 
 // Number of cores granted to this process, read once. A container, a batch system or taskset can grant fewer cores
-// than the machine has. With more threads than granted cores, waiting threads that spin would take time from threads
-// that work.
+// than the machine has. If there were more threads than granted cores, spinning threads would take time from working
+// threads.
 inline int64_t NumCores() {
   static const int64_t num_cores = [] {
 #if defined(__linux__)
@@ -49,14 +50,15 @@ inline int64_t NumCores() {
   return num_cores;
 }
 
-// Runs body(block) for every block. The calling thread is one of the workers. It waits only for blocks that other
-// threads have begun and never for a thread to start, so a busy pool, or one with a single thread, cannot block the
-// call. Helper threads wait a short time for more blocks, because the steps of a call are microseconds apart and waking
-// a thread takes longer.
+// Runs the blocks of a call on the calling thread and on helper threads of the pool. The calling thread waits only for
+// blocks that other threads have begun, and never for a thread to start, so the call cannot block if the pool is busy
+// or has a single thread. Helper threads spin for a short time between the steps of a call, because the steps are
+// microseconds apart and waking a thread takes longer.
 class Workers {
  public:
   explicit Workers(xla::ffi::ThreadPool pool) : pool_(pool), crew_(std::make_shared<Crew>()) {
-    // XLA's pool can have more threads than cores if there are many devices. More threads than cores only slow a call.
+    // With many devices, XLA's pool can have more threads than there are cores. Using more threads than cores only
+    // makes a call slower.
     num_threads_ = std::clamp<int64_t>(pool_.num_threads(), 1, NumCores());
   }
   Workers(const Workers&) = delete;
@@ -100,12 +102,12 @@ class Workers {
 #endif
   }
 
-  // Progress of the blocks of one call, shared by the calling thread and its helpers. A helper can start after the
-  // caller has returned. In that case no block is left, and the helper reads only this struct.
+  // Progress of the blocks of one step of a call, shared by the calling thread and its helpers. A helper can start
+  // after the caller has returned. In that case all blocks are done, and the helper reads only this struct.
   struct Job {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> num_done{0};
-    std::atomic<bool> is_out_of_memory{false};  // reported to the caller, because a helper must not throw
+    std::atomic<bool> is_out_of_memory{false};  // the caller throws the error, because a helper must not throw
     int64_t num_blocks;
     const void* body;
     void (*run)(const void*, int64_t);
@@ -137,7 +139,7 @@ class Workers {
     bool IsDone() const { return num_done.load(std::memory_order_acquire) == num_blocks; }
 
     void WaitForOthers() {
-      // Spin: a block takes microseconds, while sleeping and waking up takes longer.
+      // Spin before sleeping, because a block takes microseconds, and sleeping and waking up takes longer.
       for (int spin = 0; spin < 4096 && !IsDone(); ++spin) Pause();
       if (IsDone()) return;
       std::unique_lock<std::mutex> lock(mutex);
@@ -145,9 +147,9 @@ class Workers {
     }
   };
 
-  // Threads that help with the jobs of one call. Like a job, this struct can outlive the call.
+  // Helper threads of one call. Like a Job, this struct can outlive the call.
   struct Crew {
-    std::atomic<int64_t> num_members{0};  // threads that help, or will once the pool starts them
+    std::atomic<int64_t> num_members{0};  // helpers that run, or that the pool has yet to start
     std::atomic<int64_t> num_jobs{0};
     std::atomic<bool> is_dismissed{false};
     std::mutex mutex;

@@ -1,4 +1,4 @@
-// Host partitioner: computes rsembed/sparsecore/partitioner.py for all stacks of a batch in one call. Cores are
+// Partitions all stacks of a batch on the host, with the results of rsembed/sparsecore/partitioner.py. Cores are
 // independent, so each core is a task, and the result does not depend on the number of threads.
 #include <algorithm>
 #include <atomic>
@@ -28,7 +28,7 @@ bool RunTask(const Task& task, bool drops_ids, WorkerMemory& memory) {
   return task.has_long_keys ? run(Item<uint64_t>{}) : run(Item<uint32_t>{});
 }
 
-// Runs tasks until none is left or one has failed.
+// Runs tasks on several threads until all tasks are done or one has failed.
 class Job {
  public:
   Job(PartitionStack* stacks, int64_t num_stacks, bool drops_ids) : groups_(num_stacks), drops_ids_(drops_ids) {
@@ -50,7 +50,7 @@ class Job {
     try {
       for (int64_t k = 0; k < num_helpers; ++k) helpers.emplace_back([this] { Work(); });
     } catch (const std::system_error&) {
-      // If the system starts no more threads, the existing threads do the work.
+      // The system cannot start more threads, so the existing threads do the work.
     }
     Work();
     for (std::thread& helper : helpers) helper.join();
@@ -80,8 +80,9 @@ class Job {
 }  // namespace
 }  // namespace rsembed
 
-// Fills the buffers and counts of all stacks. The result does not depend on the number of threads. A partition above a
-// limit is written only if ids may be dropped. The caller sees from the counts that a limit was exceeded.
+// Fills the buffers and counts of all stacks. The result does not depend on the number of threads. If a partition
+// exceeds a limit, its entries are written only if ids may be dropped. The counts tell the caller that a limit was
+// exceeded.
 extern "C" __attribute__((visibility("default"))) int32_t rsembed_partition(rsembed::PartitionStack* stacks,
                                                                             int64_t num_stacks, int32_t drops_ids,
                                                                             int64_t num_threads) {

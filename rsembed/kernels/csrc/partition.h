@@ -1,4 +1,5 @@
-// Arguments and results of the host partitioner. rsembed/sparsecore/native_partitioner.py mirrors the structs.
+// Arguments and results of the partitioner on the host. The structs must match those of
+// rsembed/sparsecore/native_partitioner.py.
 #pragma once
 
 #include <cstdint>
@@ -10,21 +11,21 @@ enum IdType : int32_t { kInt8, kInt16, kInt32, kInt64, kUInt8, kUInt16, kUInt32,
 enum DropKind { kDroppedIds, kDroppedUniqueIds, kDroppedByBuffer, kNumDropKinds };
 enum PartitionStatus : int32_t { kPartitioned, kBadEntry, kOutOfMemory };
 
-// Ids of one feature in this process. Sample s has the entries offsets[s] .. offsets[s + 1].
+// Ids of one feature in this process. Sample s has the entries offsets[s] to offsets[s + 1] - 1.
 struct PartitionFeature {
   const void* ids;
-  const int64_t* offsets;  // null: every sample has `ids_per_sample`
-  const float* weights;    // null: ones
+  const int64_t* offsets;  // null: every sample has `ids_per_sample` ids
+  const float* weights;    // null: all weights are 1
   int64_t ids_per_sample;
   int64_t samples_per_core;
   int64_t vocabulary_size;  // below 2^31
   int64_t first_row;     // first row of the feature's table in every shard
   int64_t first_sample;  // first sample of the feature in every core
-  int64_t rotation;      // shards by which the table's ids are rotated
+  int64_t rotation;      // number of shards by which the table's ids are rotated
   int32_t id_type;
 };
 
-// One stack: `num_cores` cores of this process, each with its part of every buffer. Features are sorted by
+// One stack, for the `num_cores` cores of this process. Each core has a part of every buffer. Features are sorted by
 // (first_row, first_sample). Features of one table have the same first row.
 struct PartitionStack {
   const PartitionFeature* features;
@@ -40,9 +41,9 @@ struct PartitionStack {
   int32_t* embedding_ids;
   int32_t* sample_ids;
   float* gains;
-  int64_t* num_ids;     // [num_cores, num_shards], before anything is dropped
+  int64_t* num_ids;     // [num_cores, num_shards], counted before ids are dropped
   int64_t* num_unique;  // [num_cores, num_shards]
-  int64_t* drops;       // [num_cores, num_features, kNumDropKinds]; a table counts at its first feature; zeros on entry
+  int64_t* drops;       // [num_cores, num_features, kNumDropKinds]; a table counts at its first feature; 0 on entry
   int32_t gain_rule;
   int32_t drops_something;  // set if a limit is exceeded or a buffer is too small; 0 on entry
 };

@@ -1,9 +1,9 @@
-// Host partitioner of one core: turns the ids of its samples into its part of the buffers.
+// Partitions the ids of one core on the host, and writes the part of the buffers that belongs to this core.
 //
 // The input is in the order of samples. Each entry is packed into one number (shard, row, sample). A stable radix sort
-// by (shard, row) then gives the final order, and equal numbers are entries to merge. Tables of a stack have disjoint
-// rows, so each table is sorted separately. With separate tables, sort keys are short, and the data of a sort fit in
-// the cache.
+// by (shard, row) then gives the final order, and entries with equal numbers are merged. The tables of a stack have
+// disjoint rows, so each table is sorted separately. The sort of one table has short keys, and its data fit in the
+// cache.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +20,7 @@
 
 namespace rsembed {
 inline constexpr int64_t kTile = 8;
-inline constexpr int64_t kMostOnes = int64_t{1} << 24;  // a float32 of this size does not grow when 1 is added
+inline constexpr int64_t kMostOnes = int64_t{1} << 24;  // from this value on, adding 1 does not change a float32
 inline constexpr int kStreams = 4;
 inline constexpr int32_t kPaddingValue = std::numeric_limits<int32_t>::max();
 
@@ -65,7 +65,7 @@ class QuotientByShards {
   uint64_t reciprocal_;
 };
 
-// Features of one table, and the bit positions of the parts of their keys.
+// Features of one table, and the number of bits of each part of their keys.
 struct Group {
   const PartitionFeature* features;
   int64_t num_features;
@@ -90,7 +90,7 @@ inline std::vector<Group> GroupsOf(const PartitionStack& stack) {
   return groups;
 }
 
-// Uninitialised memory, reused from one core to the next.
+// Uninitialised memory that a thread reuses for all cores that it partitions.
 class Scratch {
  public:
   template <typename T>
@@ -175,7 +175,7 @@ class CorePartitioner {
     return count;
   }
 
-  // Brings the entries of a group into `sorted`, least significant digit of (shard, row) first.
+  // Sorts the entries of a group into `sorted`, starting with the least significant digit of (shard, row).
   bool Sort(const Group& group, int64_t size, ItemType* sorted) {
     const int sort_bits = group.row_bits + group.shard_bits;
     // For few entries, more passes with fewer counters are faster.
@@ -198,8 +198,8 @@ class CorePartitioner {
   }
 
   // One pass of the stable sort. Frequent ids increment the same counter repeatedly, and a processor stalls when it
-  // reads a counter that it is still writing. Therefore several streams take turns, each with a part of the items and
-  // separate counters.
+  // reads a counter that it is still writing. Therefore the items are split into several streams, which take turns and
+  // have separate counters.
   static void SortByDigit(const ItemType* from, ItemType* to, int64_t size, int shift, int digit_bits,
                           uint32_t* counts) {
     const int64_t num_digits = int64_t{1} << digit_bits, length = size / kStreams;
@@ -212,7 +212,7 @@ class CorePartitioner {
           body(item, counts[stream * num_digits + ((item.key >> shift) & mask)]);
         }
       }
-      for (int64_t i = kStreams * length; i < size; ++i) {  // items after the last stream
+      for (int64_t i = kStreams * length; i < size; ++i) {  // remaining items after the last stream
         body(from[i], counts[(kStreams - 1) * num_digits + ((from[i].key >> shift) & mask)]);
       }
     };
@@ -250,7 +250,7 @@ class CorePartitioner {
     }
   }
 
-  // Writes the items of a feature. One comparison finds a bad id, and the error is reported after all items.
+  // Writes the items of a feature. A bad id is reported only after the last item, so that the loop has no branch.
   template <typename Id>
   bool Emit(const Group& group, const PartitionFeature& feature, ItemType* items, int64_t* emitted) {
     const Id* const ids = static_cast<const Id*>(feature.ids);
@@ -271,7 +271,7 @@ class CorePartitioner {
       if (scales_ != nullptr) scales_[feature.first_sample + s] = static_cast<float>(inverse);
       const Key sample = sample_base + static_cast<Key>(s);
       for (int64_t entry = first; entry < last; ++entry, ++out) {
-        const uint64_t id = static_cast<uint64_t>(ids[entry]);  // read as unsigned, a negative id is out of range
+        const uint64_t id = static_cast<uint64_t>(ids[entry]);  // as an unsigned number, a negative id is out of range
         bad |= id >= vocabulary_size;
         const uint64_t row = quotient(id);
         uint64_t shard = id - row * num_shards + rotation;
@@ -287,7 +287,7 @@ class CorePartitioner {
     return !bad;
   }
 
-  // Reciprocal of the divisor of a sample's weights; 0 if the divisor is 0.
+  // Reciprocal of the divisor of a sample's weights, or 0 if the divisor is 0.
   double Inverse(const float* weights, int64_t first, int64_t last, bool* bad) const {
     double sum = 0;
     if (weights == nullptr) {
@@ -303,7 +303,7 @@ class CorePartitioner {
     return divisor != 0 ? 1.0 / divisor : 0.0;
   }
 
-  // bounds[p] .. bounds[p + 1]: the sorted items that go to shard p.
+  // Computes the bounds of the shards: shard p has the sorted items from bounds[p] up to bounds[p + 1].
   void FindShards(const Group& group, const ItemType* items, int64_t size, const ItemType** bounds) const {
     const int shift = group.sample_bits + group.row_bits;
     bounds[0] = items;
@@ -318,7 +318,7 @@ class CorePartitioner {
   const ItemType* RunBegin(size_t group, int64_t shard) const { return runs_[group * (stack_.num_shards + 1) + shard]; }
   const ItemType* RunEnd(size_t group, int64_t shard) const { return RunBegin(group, shard + 1); }
 
-  // Counts every partition of the core and writes it.
+  // Counts and writes all partitions of the core.
   void Write() {
     int64_t pos = 0;
     int32_t* const pointers = stack_.row_pointers + core_ * stack_.pointers_per_core;
@@ -360,15 +360,15 @@ class CorePartitioner {
     *num_unique += 1 + static_cast<int64_t>(unique);
   }
 
-  // Writes the merged entries of one shard at `pos` and returns the position after them. The buffer must have room for
-  // all of them.
+  // Writes the merged entries of one shard at `pos`, and returns the position after the last entry. The buffer must
+  // have room for all entries.
   int64_t WriteRun(const Group& group, const ItemType* first, const ItemType* last, int64_t pos) const {
     if (first == last) return pos;
     const bool counts = !ItemType::kHasGain && scales_ == nullptr && last - first < kMostOnes;
     return counts ? WriteRun<true>(group, first, last, pos) : WriteRun<false>(group, first, last, pos);
   }
 
-  // A branch on whether an entry equals the previous one would be unpredictable, so masks replace it.
+  // A branch on whether an entry equals the previous entry would be unpredictable, so the loop uses masks instead.
   template <bool kGainsAreCounts>
   int64_t WriteRun(const Group& group, const ItemType* items, const ItemType* last, int64_t pos) const {
     const int sample_bits = group.sample_bits;
@@ -384,7 +384,7 @@ class CorePartitioner {
     const int32_t size = static_cast<int32_t>(last - items);
     Key previous = ~items->key;
     int32_t place = -1, start = 0;
-    uint32_t sum = 0;  // the bits of a float32
+    uint32_t sum = 0;  // sum of the gains, as the bits of a float32
     for (int32_t i = 0; i < size; ++i) {
       const Key key = items[i].key;
       const int32_t is_new = key != previous;
@@ -396,7 +396,7 @@ class CorePartitioner {
         start ^= (start ^ i) & -is_new;
         gains[place] = static_cast<float>(i - start + 1);
       } else {
-        const uint32_t none = 0x80000000;  // -0: adding it changes no float32
+        const uint32_t none = 0x80000000;  // bits of -0; adding -0 changes no float32
         sum ^= (sum ^ none) & static_cast<uint32_t>(-is_new);
         gains[place] = AsFloat(sum) + Gain(items[i], sample);
         sum = AsBits(gains[place]);
@@ -414,7 +414,8 @@ class CorePartitioner {
     }
   }
 
-  // Writes the first `max_ids` merged entries of a partition's first `max_unique` rows, until the buffer is full.
+  // Writes the merged entries of a partition that are within the limits: at most `max_ids` entries of the first
+  // `max_unique` rows, until the buffer is full.
   // Returns the number of entries written.
   int64_t WriteWithinLimits(int64_t shard, int64_t pos) const {
     int64_t rank = 0, row_rank = 0, num_kept = 0;
@@ -456,7 +457,7 @@ class CorePartitioner {
   WorkerMemory& memory_;
   ItemType* items_ = nullptr;
   const ItemType** runs_ = nullptr;
-  float* scales_ = nullptr;  // null: all are 1, or every item stores its gain
+  float* scales_ = nullptr;  // null: all gains are 1, or every item stores its gain
 };
 
 }  // namespace rsembed

@@ -1,6 +1,6 @@
 // Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see row_kernels.h.
-// Computes the same numbers as jax.random: a row's lanes (32-bit words) are folded into a key in order. The key then
-// encrypts column indices.
+// Random bits of rows, equal to those of jax.random. The lanes (32-bit words) of a row are folded into a key in order,
+// and the key then encrypts the indices of the columns.
 // Source: Threefry-2x32 with 20 rounds, Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
 #include "row_kernels.h"
 
@@ -24,7 +24,7 @@ namespace {
 template <int kDistance>
 inline Words rotated(Words x) { return x << kDistance | x >> (32 - kDistance); }
 
-// A round depends on the round before, so several blocks run side by side.
+// One round of several blocks. A round depends on the previous round, so several blocks run side by side.
 template <int kBlocks, int kDistance>
 inline void threefry_round(Words* x, Words* y) {
   for (int k = 0; k < kBlocks; ++k) {
@@ -59,7 +59,7 @@ inline void threefry(Words first, Words second, Words* x, Words* y) {
   }
 }
 
-// Keys of several rows.
+// PRNG keys of several rows, in two words per key.
 struct RowKeys {
   uint32_t first[kLanes], second[kLanes];
 };

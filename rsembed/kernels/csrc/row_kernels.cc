@@ -30,10 +30,10 @@ namespace {
 
 constexpr int64_t kLineBytes = 64;
 
-// GCC treats a function that only prefetches as one without effects and deletes its calls, unless it is inlined.
+// GCC removes calls of a function that only prefetches, because it sees no effect, unless the function is inlined.
 #define RSEMBED_PREFETCHING __attribute__((always_inline)) inline
 
-// The compiler knows that `bytes` is at least kLeast and unrolls that part.
+// Prefetches `bytes` bytes. The compiler knows that `bytes` is at least kLeast, and unrolls the loop over that part.
 template <int kForWriting, int64_t kLeast = 0>
 RSEMBED_PREFETCHING void prefetch(const void* from, int64_t bytes) {
   const char* line = static_cast<const char*>(from);
@@ -44,9 +44,10 @@ RSEMBED_PREFETCHING void prefetch(const void* from, int64_t bytes) {
 }
 
 // --- sums of rows ---------------------------------------------------------------------------------------------------
-// Sums of rows. A Source provides the addends: row(i) is the address of addend i or null to skip it, gain(i) is its
-// factor, and prefetch(i) prefetches an addend some distance after i. Sums run in the order of i, column by column, so
-// neither threads nor blocks change a bit.
+//
+// A Source provides the addends of a sum of rows: row(i) is the address of addend i, or null to skip the addend,
+// gain(i) is its factor, and prefetch(i) prefetches an addend some distance after i. Every column is summed in the
+// order of i, so the bits do not depend on threads or blocks.
 
 template <int kVectors, bool kPrefetch, typename Source>
 inline void sum_panel(const Source& source, int64_t first, int64_t last, int64_t column, float scale, float* out) {
@@ -105,8 +106,8 @@ inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t 
 
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
-// Number of rows to prefetch ahead. Rare rows are in no cache, and a long prefetch distance overlaps enough of their
-// loads. The prefetched rows fill at most half of a first-level cache.
+// Prefetch distance, in rows. Rare rows are in no cache, and with a long distance, many of their loads overlap. The
+// prefetched rows fill at most half of a first-level cache.
 inline int64_t rows_ahead(int64_t row_bytes, int64_t bytes, int64_t least, int64_t most) {
   return row_bytes == 0 ? 0 : clamp(bytes / row_bytes, least, most);
 }
@@ -123,7 +124,7 @@ struct TableRows {
   int64_t entries_ahead;
   float factor = 1.0f;
 
-  // Read as unsigned, a negative row is out of range.
+  // As an unsigned number, a negative row is out of range.
   const T* row(int64_t i) const {
     const bool contributes = static_cast<uint32_t>(rows[i]) < num_rows && (!kWeighted || weights[i] != 0.0f);
     return contributes ? table + rows[i] * dim : nullptr;
@@ -149,14 +150,14 @@ inline EntryRange bag_entries(const Segment& segment, int64_t output) {
   return {first, clamp(segment.offsets[output + 1] - segment.first_id, first, segment.num_entries)};
 }
 
-// Factors of a bag's mean: every weight is multiplied by `before`, and the sum of the rows by `after`.
+// Two factors that scale a bag: every weight is multiplied by `before`, and the sum of the rows by `after`.
 struct BagScale {
   float before;
   float after;
 };
 
-// Scale of a bag with weights that could overflow or underflow in the sum or its squares: `before` is a power of two
-// that scales the largest weight to about 1, as `_inverse_magnitudes` of kernels/reference.py.
+// Scale of a bag with extreme weights. Sums or squares of such weights could overflow or underflow, so `before` is a
+// power of two that scales the largest weight to about 1, as does `_inverse_magnitudes` of kernels/reference.py.
 __attribute__((noinline)) BagScale bag_scale_of_extremes(const Segment& segment, EntryRange bag) {
   const auto weight_of = [&](int64_t i) {
     const bool is_listed = static_cast<uint32_t>(segment.rows[i]) < static_cast<uint32_t>(segment.num_rows);
@@ -199,7 +200,8 @@ inline BagScale bag_scale(const Segment& segment, EntryRange bag) {
   return {1.0f, divisor == 0.0f ? 0.0f : 1.0f / divisor};
 }
 
-// If weights are so large that a factor is not a normal float, it is NaN and not silently zero.
+// Computes the scales of several bags. If weights are so large that a scale is not a normal float, the scale is NaN
+// instead of a silent zero.
 void bag_scales(const Segment& segment, int64_t first_output, int64_t last_output, float* scales) {
   for (int64_t output = first_output; output < last_output; ++output) {
     const BagScale scale = bag_scale(segment, bag_entries(segment, output));
@@ -268,7 +270,7 @@ void weight_gradients(const Table& table, const Segment& segment, int64_t first_
 
 // --- row gradients --------------------------------------------------------------------------------------------------
 
-// A step reads gradients, rows and slots.
+// Prefetch distance of a step, in rows. A step reads gradients, rows and slots.
 inline int64_t steps_ahead(int64_t dim) { return rows_ahead(dim * sizeof(float), 4 << 10, 8, 24); }
 
 template <bool kGained>
@@ -296,7 +298,7 @@ inline int64_t group_end(const SortedEntries& entries, int64_t first) {
   return last;
 }
 
-// Calls body(row, first, last) for every group that begins in [first, last).
+// Calls body(row, first, last) for every group of equal rows that begins in [first, last).
 template <typename Body>
 inline void for_groups(const SortedEntries& entries, int64_t first, int64_t last, const Body& body) {
   while (first < last && first > 0 && entries.items[first].row == entries.items[first - 1].row) ++first;
@@ -347,9 +349,10 @@ double square_groups(const SortedEntries& entries, int64_t first, int64_t last) 
 
 // --- optimizer rules ------------------------------------------------------------------------------------------------
 //
-// rsembed/optimizers/rules.py defines the formulas and the order of `hyper`.
+// The file rsembed/optimizers/rules.py defines the formulas, and the order of the hyperparameters in `hyper`.
 
-// Calls body(column, get, put). get loads and put stores the vector at the column, or the part of it in the tail.
+// Calls body(column, get, put) for the columns of a row, one vector at a time. `get` loads and `put` stores the vector
+// at the column. For the last columns of a row, both move fewer numbers than a vector has.
 template <typename Body>
 inline void for_columns(int64_t dim, const Body& body) {
   int64_t column = 0;
@@ -417,8 +420,8 @@ RSEMBED_PREFETCHING void prefetch_table_row(const Table& table, uint32_t row) {
   }
 }
 
-// Row-wise Adagrad of several rows at once. The sum, root and division of one row depend on each other, so several rows
-// are computed at once. The bits equal those of `step_row`.
+// Row-wise Adagrad of several rows at once, with the bits of `step_row`. The sum, root and division of one row depend
+// on each other, so the processor computes those of several rows in parallel.
 constexpr int kRowsTogether = 4;
 
 template <typename T>
@@ -438,7 +441,7 @@ inline void step_rows_together(T* const rows[], float* const slots[], const floa
   });
 }
 
-// Steps distinct rows one by one or a few at a time. `finish` steps the rows that are left at the end.
+// Steps distinct rows, one or a few at a time. `finish` steps the rows that still wait.
 template <typename T, Rule kRule>
 class Stepper {
  public:
@@ -485,7 +488,7 @@ void update_groups_of(const Table& table, const SortedEntries& entries, int64_t 
       const uint32_t next = entries.items[ahead].row;
       if (ahead == 0 || next != entries.items[ahead - 1].row) prefetch_table_row<T, kRule>(table, next);
     }
-    if (!kGained && end == begin + 1) {  // most rows of a large table occur once and need no sum
+    if (!kGained && end == begin + 1) {  // most rows of a batch occur once and need no sum
       source.template prefetch<0>(begin);
       stepper.step(row, source.row(begin));
     } else {

@@ -1,4 +1,4 @@
-// Sorts the entries of all segments by row. All work is on integers and equal on every instruction set.
+// Sorts the entries of all segments by row. All work is on integers, so results are equal on every instruction set.
 #pragma once
 
 #include <algorithm>
@@ -11,7 +11,7 @@
 
 namespace rsembed {
 
-// Uninitialised memory. A std::vector would write zeros first.
+// Array without initial values. A std::vector would first write zeros.
 template <typename T>
 class Scratch {
  public:
@@ -25,12 +25,12 @@ class Scratch {
 
 // Stable radix sort of items by row, least significant digit first. Every pass counts and moves chunks of items in
 // parallel, so the work is balanced even if most rows are equal. The result of a stable sort does not depend on the
-// number of chunks, so there are only enough chunks to keep the threads busy. Each chunk has counters, and reading
+// number of chunks. There are only enough chunks to keep the threads busy, because each chunk has counters, and reading
 // the counters of many chunks took longer than moving the items.
 class RowSort {
  public:
-  // `emit(first, last, items)` writes the items of entries [first, last) and returns how many there are;
-  // rows are less than `num_rows`.
+  // `emit(first, last, items)` writes the items of entries [first, last), and returns the number of items. The rows of
+  // all items must be less than `num_rows`.
   template <typename Emit>
   RowSort(Workers& workers, int64_t num_entries, int64_t num_rows, const Emit& emit)
       : items_(num_entries), spare_(num_entries) {
@@ -46,7 +46,8 @@ class RowSort {
     digit_bits_ = (row_bits + num_passes - 1) / num_passes;
     counts_ = std::vector<uint32_t>(num_chunks << digit_bits_);
 
-    // Before the first pass, the items of a chunk begin at the position of its first entry, with gaps after them.
+    // Before the first pass, the items of a chunk begin at the position of its first entry, so there can be gaps
+    // between the items of two chunks.
     std::vector<int64_t> chunk_items(num_chunks);
     workers.ForEachBlock(num_chunks, [&](int64_t chunk) {
       const int64_t first = std::min(chunk * chunk_size_, num_entries);
@@ -112,7 +113,7 @@ class RowSort {
   int digit_bits_ = 0;
 };
 
-// Splits entries (or outputs) [first, last) of the call by segment and calls body(segment, first, last) for each part.
+// Splits entries (or outputs) [first, last) of the call by segment, and calls body(segment, first, last) for each part.
 // The numbers passed to `body` are relative to the segment's first entry (or output).
 template <auto kFirst, auto kCount, typename Segment, typename Body>
 void ForEachPart(const std::vector<Segment>& segments, int64_t first, int64_t last, const Body& body) {
@@ -123,7 +124,7 @@ void ForEachPart(const std::vector<Segment>& segments, int64_t first, int64_t la
   }
 }
 
-// Entries that contribute a gradient, sorted by row, and the sources of their gradients.
+// Entries of a call that contribute a gradient, sorted by row, and the sources of their gradients.
 class SortedSegments {
  public:
   SortedSegments(Workers& workers, const RowKernels& kernels, const std::vector<Segment>& segments, int64_t num_rows,
@@ -162,7 +163,7 @@ class SortedSegments {
  private:
   struct Totals {
     int64_t num_entries = 0, num_outputs = 0;
-    bool has_gains = false;  // a gain can differ from 1
+    bool has_gains = false;  // whether a gain can differ from 1
 
     explicit Totals(const std::vector<Segment>& segments) {
       for (const Segment& segment : segments) {
@@ -190,14 +191,14 @@ class SortedSegments {
       while (output < segment.num_outputs && segment.offsets[output + 1] <= entry + base) ++output;
       if (output >= segment.num_outputs) break;
       const int64_t stop = std::min<int64_t>(last_entry, segment.offsets[output + 1] - base);
-      if (output < 0) entry = stop;  // before the first bag
+      if (output < 0) entry = stop;  // skip entries before the first bag
       for (; entry < stop; ++entry) items = EmitOne(segment, entry, output, items);
     }
     return items;
   }
 
   Item* EmitOne(const Segment& segment, int64_t entry, int64_t output, Item* items) const {
-    // Read as unsigned, a negative row is out of range.
+    // As an unsigned number, a negative row is out of range.
     uint32_t row = static_cast<uint32_t>(segment.rows[entry]);
     if (row >= static_cast<uint32_t>(segment.num_rows)) return items;
     row += static_cast<uint32_t>(segment.first_row);

@@ -1,9 +1,9 @@
-// Lookups in tensor trains and their gradients: XLA FFI handlers.
+// XLA FFI handlers for lookups in tensor trains, and for the gradients of lookups.
 //
-// Lookups are sorted by the slice of the grouped core, then by all other slices, so that equal rows are adjacent and
-// computed once. Rows are computed tile by tile to bound the memory. Within a tile, threads first compute rows (or
-// gradients of slices). After that, each thread sums its outputs in the order of the lookups, so the order of additions
-// is fixed. rsembed/tt/cores.py is the only caller.
+// Lookups are sorted by their slice of the grouped core (the core with the largest slices), then by all other slices,
+// so that equal rows are adjacent and computed once. Rows are computed tile by tile to bound the memory. Within a tile,
+// threads first compute rows (or gradients of slices). Then each thread sums its outputs in the order of the lookups,
+// so the order of additions is fixed. The only caller is rsembed/tt/cores.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -89,11 +89,12 @@ Call ReadCall(Reader& reader, ffi::Span<const int64_t> shapes, int64_t grouped, 
   return call;
 }
 
-// Contributing lookups, sorted by slices (see the top of the file). A unit is a run of lookups of one row.
+// Lookups that contribute to an output, sorted by slices (see the top of the file). A unit is a run of lookups of the
+// same row.
 struct Units {
-  std::vector<uint32_t> lookups;   // of all units, concatenated
-  std::vector<uint32_t> first;     // per unit, its first position in `lookups`; and the end of the last unit
-  std::vector<uint32_t> examples;  // per unit, one of its lookups
+  std::vector<uint32_t> lookups;   // lookups of all units, concatenated
+  std::vector<uint32_t> first;     // first position of each unit in `lookups`, then the end of the last unit
+  std::vector<uint32_t> examples;  // one lookup of each unit
 
   int64_t size() const { return static_cast<int64_t>(examples.size()); }
 };
@@ -122,14 +123,14 @@ Units MakeUnits(Workers& workers, const Call& call) {
   const int64_t count = sort.num_items();
   const Scratch<Keyed> keyed(count);
   workers.ForEachRange(count, 2048, [&](int64_t first, int64_t last) {
-    // Groups of equal slices that begin here.
+    // Sort the groups of lookups with equal slices of the grouped core that begin in [first, last).
     const auto begins = [&](int64_t i) { return i == 0 || sort.items()[i].row != sort.items()[i - 1].row; };
     while (first < last && !begins(first)) ++first;
     while (first < last) {
       int64_t end = first;
       do {
         const uint32_t lookup = sort.items()[end].source;
-        uint64_t row = 0;  // overflows in trains of more than 2^64 rows; the comparison of neighbours checks for it
+        uint64_t row = 0;  // overflows in trains of more than 2^64 rows, so slices are compared below
         for (int64_t t = 0; t < train.num_cores; ++t) {
           if (t != train.grouped) row = row * train.num_digits[t] + train.digits[t][lookup];
         }
@@ -159,7 +160,8 @@ Units MakeUnits(Workers& workers, const Call& call) {
   return units;
 }
 
-// Calls body(first, last) for blocks of units [begin, end) that share a slice of the grouped core.
+// Splits units [begin, end) into blocks of at most `most` units that share a slice of the grouped core, and calls
+// body(first, last) for each block.
 template <typename Body>
 void ForEachSharedSlice(const Train& train, const Units& units, int64_t begin, int64_t end, int64_t most,
                         const Body& body) {
@@ -173,8 +175,9 @@ void ForEachSharedSlice(const Train& train, const Units& units, int64_t begin, i
   }
 }
 
-// Adds vectors of `size` numbers to rows of `out`, in the order of the entries of each row. `emit(first, last, items)`
-// writes the row and index of each entry that has a row. `term(entry)` returns the vector and the gain of an entry.
+// Adds the vectors of entries, times their gains, to rows of `out`, in the order of the entries. Vectors and rows have
+// `size` numbers. `emit(first, last, items)` writes the row and index of each entry that has a row. `term(entry)`
+// returns the vector and the gain of an entry.
 template <typename Emit, typename Term>
 void AddToRows(Workers& workers, int64_t num_entries, int64_t num_rows, int64_t size, float* out, const Emit& emit,
                const Term& term) {
@@ -182,7 +185,7 @@ void AddToRows(Workers& workers, int64_t num_entries, int64_t num_rows, int64_t 
   const Item* const items = sort.items();
   const int64_t count = sort.num_items();
   workers.ForEachRange(count, kSumsPerTask, [&](int64_t first, int64_t last) {
-    // A task adds to the rows that begin in its range.
+    // A task adds to the rows that have their first item in its range.
     const auto begins = [&](int64_t i) { return i == 0 || items[i].row != items[i - 1].row; };
     while (first < last && !begins(first)) ++first;
     for (int64_t i = first; i < last || (i > first && i < count && !begins(i)); ++i) {
@@ -237,7 +240,7 @@ ffi::Error Rows(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::
   });
 }
 
-// Gradients of the cores, then the gradient of the gains.
+// Computes the gradients of the cores and, as the last result, the gradient of the gains.
 ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                 ffi::Span<const int64_t> slice_shapes, int64_t grouped, int64_t num_bags) {
   Reader reader(args);
@@ -276,7 +279,8 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     const int32_t* const group_of = train.digits[grouped];
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
-      // A task handles the groups that begin in its range, and writes the gradients of their slices.
+      // A task handles the groups of units with equal slices of the grouped core that begin in its range. It writes the
+      // gradients of their other slices, and adds to the gradient of the grouped core.
       workers.ForEachRange(end - begin, kUnitsPerTask, [&](int64_t from, int64_t to) {
         const auto begins = [&](int64_t unit) {
           return unit == begin || group_of[units.examples[unit]] != group_of[units.examples[unit - 1]];

@@ -22,7 +22,7 @@ namespace {
 
 #include "vectors.h"
 
-// Matrix with element (i, k) at i * row + k * column, so it can also be a transposed view.
+// Matrix with element (i, k) at data[i * row + k * column], which can also be the transpose of an array.
 struct Matrix {
   const float* data;
   int64_t row, column;
@@ -34,7 +34,8 @@ struct Anywhere {
   typedef Vector type __attribute__((aligned(4), may_alias));
 };
 
-// kRows x kVectors vectors of c (+)= a @ b, kept in registers over all `depth` terms.
+// Computes c = a @ b, or c += a @ b if `adds`, for a tile of kRows rows and kVectors vectors, which stays in registers
+// over all `depth` terms.
 template <typename Vector, int kRows, int kVectors>
 inline void tile(int64_t depth, Matrix a, const float* b, int64_t b_row, float* c, int64_t c_row, bool adds) {
   typedef typename Anywhere<Vector>::type Unaligned;
@@ -58,7 +59,8 @@ inline void tile(int64_t depth, Matrix a, const float* b, int64_t b_row, float* 
 template <typename Vector, int kVectors>
 inline void strip(int64_t rows, int64_t depth, Matrix a, const float* b, int64_t width, float* c, bool adds) {
   while (rows > 0) {
-    // Six rows fill the registers. Eight rows are faster as 4 + 4 than as 6 + 2.
+    // Tiles of six rows fill the registers. Eight rows are faster in two tiles of four than in tiles of six, one and
+    // one.
     const int64_t count = rows >= 6 && rows != 8 ? 6 : rows >= 4 ? 4 : 1;
     if (count == 6) tile<Vector, 6, kVectors>(depth, a, b, width, c, width, adds);
     if (count == 4) tile<Vector, 4, kVectors>(depth, a, b, width, c, width, adds);
@@ -69,7 +71,7 @@ inline void strip(int64_t rows, int64_t depth, Matrix a, const float* b, int64_t
   }
 }
 
-// Vector of consecutive numbers, each repeated in four lanes.
+// Loads consecutive numbers into a vector, and repeats each number in four lanes.
 inline Floats spread(const float* from) {
 #if defined(__AVX512F__)
   const __m512i lanes = _mm512_set_epi32(3, 3, 3, 3, 2, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0, 0);
@@ -90,7 +92,7 @@ inline Quad sum_of_quads(Floats x) {
   return quads[0];
 }
 
-// c[kRows, 4] = a[kRows, depth] @ b[depth, 4]: a vector holds several rows of b.
+// Computes c[kRows, 4] = a[kRows, depth] @ b[depth, 4]. A vector holds several rows of b.
 template <int kRows>
 inline void narrow_tile(int64_t depth, const float* a, const float* b, float* c) {
   Floats sum[kRows] = {};
@@ -101,7 +103,7 @@ inline void narrow_tile(int64_t depth, const float* a, const float* b, float* c)
   for (int i = 0; i < kRows; ++i) *reinterpret_cast<Anywhere<Quad>::type*>(c + 4 * i) = sum_of_quads(sum[i]);
 }
 
-// c[rows, width] (+)= a[rows, depth] @ b[depth, width].
+// Computes c[rows, width] = a[rows, depth] @ b[depth, width], or adds the product to c if `adds`.
 void multiply(int64_t rows, int64_t width, int64_t depth, Matrix a, const float* b, float* c, bool adds) {
   if (width == 4 && !adds && a.column == 1 && a.row == depth && depth % (kLanes / 4) == 0) {
     for (; rows >= 8; rows -= 8, a.data += 8 * depth, c += 32) narrow_tile<8>(depth, a.data, b, c);
@@ -152,9 +154,9 @@ float dot(const float* a, const float* b, int64_t count) {
   return total;
 }
 
-// Products of a block. Consecutive lookups with the same slices of all cores up to the grouped core share these
-// products. The first of the lookups that share products is called their head. Products after the grouped core belong
-// to single lookups.
+// Products of the slices of a block of lookups. Consecutive lookups with equal slices of all cores before the grouped
+// core share the products up to the grouped core. The first of these lookups is called their head. Products after the
+// grouped core belong to single lookups.
 struct Block {
   const Train& train;
   const uint32_t* lookups;
@@ -179,19 +181,19 @@ struct Block {
   bool has_heads(int64_t t) const { return t <= train.grouped; }
   int64_t num_products(int64_t t) const { return has_heads(t) ? num_heads : count; }
   int64_t lookup_of(int64_t t, int64_t k) const { return has_heads(t) ? first_of_head[k] : k; }
-  // Index of the product up to core t - 1 that product k up to core t continues.
+  // Index of the product up to core t - 1 from which product k up to core t is computed.
   int64_t before(int64_t t, int64_t k) const { return has_heads(t - 1) && !has_heads(t) ? head_of[k] : k; }
 
   const float* slice(int64_t t, int64_t k) const {
     return train.cores[t] + train.digits[t][lookups[lookup_of(t, k)]] * train.size[t];
   }
-  // `[num_products(t), product[t]]`, for every core, at the front of the scratch.
+  // Products up to core t, `[num_products(t), product[t]]`. The scratch memory begins with the products of all cores.
   float* products(int64_t t) const {
     float* at = scratch;
     for (int64_t earlier = 0; earlier < t; ++earlier) at += kLookupsPerBlock * train.product[earlier];
     return at;
   }
-  // The product up to core 0 is only a slice of this core. The slice is copied only if products must be contiguous.
+  // Product k up to core t. The product up to core 0 is a slice of core 0, and not a copy in the scratch memory.
   const float* product(int64_t t, int64_t k) const {
     return t == 0 ? slice(0, k) : products(t) + k * train.product[t];
   }
@@ -202,7 +204,7 @@ void rows(const Train& train, const uint32_t* lookups, int64_t count, float* scr
   for (int64_t t = 1; t < train.num_cores; ++t) {
     const int64_t left = train.left[t], width = train.columns[t] * train.right[t], num_rows = train.rows[t];
     float* const out = t + 1 < train.num_cores ? block.products(t) : made;
-    if (t == train.grouped) {  // one product for the whole block
+    if (t == train.grouped) {  // one matrix product handles the whole block
       float* const stacked = block.products(t - 1);
       for (int64_t k = 0; t == 1 && k < block.num_heads; ++k) {
         memcpy(stacked + k * train.size[0], block.slice(0, k), 4 * train.size[0]);

@@ -1,6 +1,6 @@
-// Products of tensor-train slices, compiled once per instruction set like the row kernels.
+// Products of tensor-train slices, compiled once per instruction set, like the row kernels.
 //
-// Only plain structs are allowed here, for the reason in row_kernels.h.
+// Only plain structs are allowed in this header, for the reason in row_kernels.h.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,8 @@ namespace rsembed {
 constexpr int64_t kMaxCores = 16;
 constexpr int64_t kLookupsPerBlock = 12;
 
-// A tensor train and the slices of every lookup. Slice `digit` of core t is `[left, columns, right]` in C order.
+// A tensor train, and the slices that every lookup reads. Each slice of core t is `[left, columns, right]` in C order.
+// `digits[t]` has the index of the slice of core t that each lookup reads.
 struct Train {
   int64_t num_cores;
   int64_t grouped;  // core with the largest slices; all lookups of a block use the same slice of it
@@ -22,11 +23,11 @@ struct Train {
   int64_t columns[kMaxCores];
   int64_t right[kMaxCores];
   int64_t size[kMaxCores];     // size of a slice
-  int64_t rows[kMaxCores];     // rows of the product of the slices before core t, `[rows, left]`
+  int64_t rows[kMaxCores];     // the product of the slices before core t is `[rows, left]`
   int64_t product[kMaxCores];  // size of the product of the slices up to core t
 };
 
-// Size of the work space of one block, in numbers.
+// Size of the scratch memory for one block, in numbers.
 inline int64_t ScratchSize(const Train& train) {
   int64_t products = 0, most = 0, slices = 0;
   for (int64_t t = 0; t < train.num_cores; ++t) {
@@ -39,15 +40,15 @@ inline int64_t ScratchSize(const Train& train) {
 
 struct TrainKernels {
   const char* name;
-  // Computes rows `[count, dim]` of `count` lookups. No two of these lookups may use the same slices of all cores.
+  // Computes rows `[count, dim]` of `count` lookups. No two lookups may use the same slices of all cores.
   void (*rows)(const Train&, const uint32_t* lookups, int64_t count, float* scratch, float* made);
-  // Backward pass of `rows`. Adds the gradient of the slice that all lookups share to `d_grouped`, and writes the
-  // gradients of the other slices to `d_slices`, `[count, size]` for every core. For cores before the grouped one it
-  // writes only at heads, which include the lookups after them with the same slices. `rows` must have been called with
-  // the same `scratch`.
+  // Backward pass of `rows`. Adds the gradient of the slice of the grouped core, which all lookups share, to
+  // `d_grouped`. Writes the gradients of the other slices to `d_slices`, `[count, size]` for every core. For cores
+  // before the grouped core, it writes only at heads (`is_head`), where the gradient covers the head and the lookups
+  // that share its slices. `rows` must have been called before with the same `scratch`.
   void (*pull)(const Train&, const uint32_t* lookups, int64_t count, const float* d_rows, const float* transposed,
                float* d_grouped, float* const* d_slices, bool* is_head, float* scratch);
-  // Writes the slice `[left, columns * right]` with swapped axes to `out`.
+  // Writes the transpose of a slice `[left, columns * right]` to `out`.
   void (*transpose)(const float* slice, int64_t left, int64_t width, float* out);
   void (*add)(const float* from, float gain, int64_t count, float* to);
   float (*dot)(const float* a, const float* b, int64_t count);

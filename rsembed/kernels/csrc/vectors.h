@@ -1,8 +1,9 @@
-// Vectors as wide as the instruction set. The vector types use the compilers' `vector_size`, so one source serves all
-// three instruction sets.
+// Vectors as wide as the registers of the instruction set. The vector types use the compilers' `vector_size`, so one
+// source works for all three instruction sets.
 //
-// Files that are compiled once per instruction set include this inside the namespace of their set, so every definition
-// exists once per set. For that reason the file has no include guard and includes nothing.
+// A file that is compiled once per instruction set includes this file inside the namespace of its instruction set, so
+// every definition exists once per instruction set. For that reason, this file has no include guard and includes
+// nothing.
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -52,7 +53,7 @@ inline Floats decode(const float*, Floats x) { return x; }
 
 inline Floats decode(const BFloat16*, Halves x) { return as_floats(__builtin_convertvector(x, Words) << 16); }
 
-// A subtraction of normal numbers makes subnormals normal, because XLA lets the processor read subnormals as zero.
+// XLA lets the processor read subnormal numbers as zero, so a subtraction of normal numbers converts subnormal halves.
 inline Floats decode(const Float16*, Halves x) {
   const Words bits = __builtin_convertvector(x, Words);
   const Words magnitude = (bits & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
@@ -75,7 +76,7 @@ inline Halves encode(const BFloat16*, Floats x) {
 inline Halves encode(const Float16*, Floats x) {
   const Words bits = as_words(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
   const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  // Adding 0.5 leaves exactly the ten bits of a subnormal half in the low end of the sum, rounded to nearest.
+  // Adding 0.5 rounds to nearest and leaves the ten bits of a subnormal half in the lowest bits of the sum.
   const Words tiny = as_words(as_floats(magnitude) + 0.5f) - 0x3f000000;
   const Words huge = select((Words)(magnitude > 0x7f800000), Words{} + 0x7e00, Words{} + 0x7c00);
   const Words finite = select((Words)(magnitude < 0x38800000), tiny, normal);
@@ -95,8 +96,8 @@ inline void store(T* to, Floats x) {
   memcpy(to, &raw, sizeof(raw));
 }
 
-// Loads and stores the columns after the last full vector, fewer than kLanes. Missing lanes read as zero and are not
-// written. A short row has only these columns, so a loop over single columns would be slow.
+// Loads and stores the last columns of a row, which are fewer than kLanes. The other lanes of the vector are zero, and
+// are not stored. All columns of a short row are such columns, so a loop over single columns would be slow.
 #if defined(__AVX512F__)
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
@@ -118,7 +119,7 @@ inline void store_tail(T* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, first_lanes(count), (__m256i)encode(to, x));
 }
 #else
-// The first `bytes` of eight, a multiple of 2.
+// Loads the first `bytes` bytes, but at most eight. `bytes` is a multiple of 2.
 inline uint64_t load_bytes(const void* from, int64_t bytes) {
   const char* const part = static_cast<const char*>(from);
   uint64_t whole = 0;
@@ -155,7 +156,7 @@ inline Floats load_tail(const float* from, int64_t count) {
 
 template <typename T>
 inline Floats load_tail(const T* from, int64_t count) {
-  typedef uint64_t Pair __attribute__((vector_size(16)));  // joining the parts in memory would stall
+  typedef uint64_t Pair __attribute__((vector_size(16)));  // joins the parts in a register; in memory, it would stall
   constexpr int64_t kColumns = 8 / sizeof(T), kBytes = sizeof(T);
   const Pair parts = {load_bytes(from, count * kBytes),
                       count > kColumns ? load_bytes(from + kColumns, (count - kColumns) * kBytes) : 0};
@@ -179,7 +180,8 @@ inline void store_tail(T* to, Floats x, int64_t count) {
 }
 #endif
 
-// Stores to an aligned address, past the caches. The processor does not read the line before it is overwritten.
+// Stores to an aligned address, bypassing the caches. The processor does not read the cache line before it is
+// overwritten.
 inline void stream(float* to, Floats x) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(to, (__m512)x);
@@ -199,13 +201,13 @@ inline float dot(const T* row, const float* vector, int64_t dim) {
   return sum_of_lanes(sum);
 }
 
-// Buffer for a few rows, on the stack unless they are long.
+// Buffer for a few rows, on the stack unless the rows are long.
 class RowsInUse {
  public:
   RowsInUse(int64_t num_rows, int64_t dim) {
     const int64_t size = num_rows * dim;
     rows_ = size <= kSmallSize ? small_ : static_cast<float*>(malloc(size * sizeof(float)));
-    if (rows_ == nullptr) abort();  // only a few kilobytes were requested, so the process cannot continue
+    if (rows_ == nullptr) abort();  // the buffer is small, so the system is out of memory
   }
   RowsInUse(const RowsInUse&) = delete;
   ~RowsInUse() {
