@@ -1,19 +1,19 @@
-"""Storages of the rows of tables: in an array, by 64-bit key, or on the host.
+"""Storages keep the rows of tables: in one array, by 64-bit key, or on the host.
 
 A storage works with the rows of one device and does not know about other devices.
-`collection/rows.py` passes ids to it and gets vectors back, on one device or a mesh.
-`TableSpec(storage=...)` chooses the storage. Without `storage`, rows are in an array.
+`collection/rows.py` passes ids to a storage and gets vectors back, on one device or a mesh.
+`TableSpec(storage=...)` chooses the storage of a table. By default, the rows are in one array.
 
     protocol.py         the interface of all storages, and groups of tables that share one storage
-    dense_rows.py       rows in an array, and the layouts that give the position of each row
-    hashed.py           rows for 64-bit keys, which get a row when they are first trained
-    hashed_rows.py      arrays of keyed tables on one device: initial values, rounding, growth
-    backing_store.py    rows on the host, and their exchange with a cache on the device
-    host_cached.py      a cache of such rows, searched by compiled programs
-    set_associative.py  a set-associative cache of such rows, controlled on the host
+    dense_rows.py       storage in one array, and layouts with the position of each row
+    hashed.py           storage for 64-bit keys; a key gets a row when it is first trained
+    hashed_rows.py      arrays of a keyed table on one device: initial values, rounding, growth
+    backing_store.py    rows in host memory, and their exchange with a device cache
+    host_cached.py      device cache of rows in host memory, searched by compiled programs
+    set_associative.py  set-associative device cache of rows in host memory, managed on the host
     logical_rows.py     reads and writes the rows of keyed tables by key
-    donation.py         calls of programs that donate arrays, safe from Ctrl-C
-    row_map.py          map from keys to rows: open addressing, free rows, last uses and counts
+    donation.py         calls programs that donate arrays, so that Ctrl-C does not lose the arrays
+    row_map.py          map from keys to rows: a hash table, the free rows, and the uses of each key
 """
 
 from rsembed.storage.hashed import (

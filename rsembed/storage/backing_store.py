@@ -1,11 +1,11 @@
-"""Rows on the host, and their exchange with a cache on the device.
+"""Rows in host memory, and their exchange with a device cache.
 
-A cache decides which rows are on the device. The decision of a cache for a batch is a `Moves`
-tuple. Then rows are exchanged in three steps: the device gathers the evicted rows,
-`BackingStore.exchange` writes them to the host and reads the inserted rows, and the device scatters
-these.
+A cache decides which rows are on the device. For each batch, the cache lists the evicted and the
+inserted rows in a `Moves` tuple. Evicted and inserted rows are exchanged in three steps. The device
+gathers the evicted rows. `BackingStore.exchange` writes the evicted rows to the host, and reads the
+inserted rows. The device scatters the inserted rows into the cache.
 
-`host_cached.py` and `set_associative.py` have caches of this kind.
+The caches are in `host_cached.py` and `set_associative.py`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ FIRST_VALUES_BLOCK = 4096
 
 
 class Lock:
-    """Reentrant lock for an object that may be copied or pickled. A copy has a new lock.
+    """Reentrant lock for an object that may be copied or pickled.
+
+    A copy of the object gets a new, unlocked lock.
 
     Example:
       >>> lock = Lock()
@@ -53,9 +55,9 @@ class Lock:
 class Generation:
     """Version counter shared by a host store and the state on the device.
 
-    The counter starts at a random number, and the state contains a copy. A state that is older than
-    the store, or that belongs to a different store, is rejected, because its cache has other rows
-    than the host assumes.
+    The counter starts at a random number. The state contains the value of the counter when the
+    state was made. `check` rejects a state that is older than the store, or that belongs to a
+    different store, because its cache does not hold the rows that the host expects.
 
     Example:
       >>> generation = Generation("the state is of another time; start again.")
@@ -68,40 +70,46 @@ class Generation:
     """
 
     def __init__(self, refusal: str):
-        """A version counter that starts at a random number.
+        """Creates a version counter that starts at a random number.
 
         Args:
-          refusal: error message for a state of a different generation, with the way out.
+          refusal: error message for a state of a different generation, and what the user should do.
         """
         self.number = secrets.randbits(31)
         self.lock = Lock()
         self._refusal = refusal
 
     def check(self, numbers: ArrayLike | None) -> None:
-        """Raises: RuntimeError: one of `numbers` is not the current generation."""
+        """Checks that all `numbers` are the current value of the counter.
+
+        Raises: RuntimeError: a number is different.
+        """
         if (np.asarray(numbers) != self.number).any():
             raise RuntimeError(f"{self._refusal} (It has another generation than the host.)")
 
     def advance(self, numbers: ArrayLike | None) -> None:
-        """Starts a change of the store and the state.
+        """Increments the counter, before the store and the state change.
 
-        Raises: RuntimeError: see `check`.
+        Args:
+          numbers: values of the counter in the state.
+
+        Raises: RuntimeError: a number is not the current value of the counter.
         """
         numbers = np.asarray(numbers)
-        with self.lock:  # If two threads use one state, the second one is rejected.
+        with self.lock:  # If two threads pass the same state, the second thread gets the error.
             self.check(numbers)
             self.number = (self.number + 1) % 2**32
 
 
 class Moves(NamedTuple):
-    """Rows that a cache exchanges with the host. `NO_ROW` is padding in all arrays.
+    """Rows that a cache exchanges with the host. All arrays are padded with `NO_ROW`.
 
     Attributes:
       evicted: ids of the rows that leave the device.
-      evicted_places: rows of the device array that contain the evicted rows.
-      inserted: ids of the rows that come to the device.
-      inserted_places: rows of the device array that get the inserted rows. Inserted ids may get the
-        device rows of evicted ids.
+      evicted_places: index of each evicted row in the device array.
+      inserted: ids of the rows that are copied to the device.
+      inserted_places: index of each inserted row in the device array. An inserted row may replace
+        an evicted row.
     """
 
     evicted: Int[Array | np.ndarray, " evicted"]
@@ -111,7 +119,12 @@ class Moves(NamedTuple):
 
 
 def padded_rows(numbers: Rows, size: int | None = None) -> Int[np.ndarray, " size"]:
-    """Row numbers as int32, with `NO_ROW` up to `size` entries, or to the next power of two."""
+    """Row numbers as int32, padded with `NO_ROW` to `size` entries.
+
+    Args:
+      numbers: row numbers.
+      size: length of the result. None, the default: the next power of two.
+    """
     if size is None:
         size = padded_size(numbers.size)
     padded = np.full(size, NO_ROW, np.int32)
@@ -120,10 +133,12 @@ def padded_rows(numbers: Rows, size: int | None = None) -> Int[np.ndarray, " siz
 
 
 class BackingStore:
-    """Host copies of a table and its slots. Rows that a device caches may be stale here.
+    """Table and slots in host memory.
+
+    The host copy of a row may be stale while the row is in a device cache.
 
     Attributes:
-      arrays: the table and its slots. Rows are updated in place.
+      arrays: array of the table, and one array for each slot. `write` updates rows in place.
     """
 
     def __init__(
@@ -132,18 +147,18 @@ class BackingStore:
         first_values: Callable[[Rows], Sequence[ArrayLike]] | None = None,
         device_dtype: DTypeLike | None = None,
     ):
-        """A store with initial values in all rows.
+        """Creates a store with initial values in all rows.
 
         Args:
-          arrays: arrays with equally many rows. The system allocates memory of `np.zeros` only when
-            rows are first written.
-          first_values: function that computes the initial values of rows, for all arrays. The
-            function is called when rows are read that were never written. The number of rows per
-            call is one of a few sizes, and a row may occur in several calls. None, the default:
-            `arrays` has the initial values.
-          device_dtype: dtype that the first array has on the device. If it is narrower, a number
-            that the device did not change keeps the unrounded value of the store. None, the
-            default: the dtype of the first array.
+          arrays: array of the table, and one array for each slot, with equal numbers of rows. The
+            operating system allocates memory of an `np.zeros` array only for rows that are written.
+          first_values: function that computes the initial values of some rows, one array for each
+            of `arrays`. `read` calls the function for rows that have never been written. The number
+            of rows in a call is one of a few sizes. The same row may be computed several times.
+            None, the default: `arrays` already contain the initial values.
+          device_dtype: dtype of the table on the device. If the dtype on the device has fewer bits
+            than the first array, `write` keeps the stored value of every number that has not
+            changed on the device. None, the default: the dtype of the first array.
         """
         self.arrays = tuple(arrays)
         self._first_values = first_values
@@ -156,7 +171,7 @@ class BackingStore:
             self._is_written = np.zeros(arrays[0].shape[0], bool)
 
     def read(self, rows: Rows) -> list[np.ndarray]:
-        """Copies of some rows, from all arrays."""
+        """Copies of some rows of the table and its slots, one array for each."""
         arrays = [array[rows] for array in self.arrays]
         if self._first_values is None:
             return arrays
@@ -170,7 +185,13 @@ class BackingStore:
         return arrays
 
     def write(self, rows: Rows, arrays: Sequence[ArrayLike]) -> None:
-        """Writes distinct rows of all arrays. Values after the last row are padding."""
+        """Writes distinct rows of the table and its slots.
+
+        Args:
+          rows: ids of the rows.
+          arrays: new rows of the table and of each slot. If an array is longer than `rows`, the
+            last rows of the array are padding.
+        """
         values = [np.asarray(array)[: rows.size] for array in arrays]
         if self._rounds:
             stored = self.arrays[0][rows]
@@ -187,13 +208,14 @@ class BackingStore:
     ) -> list[np.ndarray]:
         """Writes the evicted rows to the store, then reads the inserted rows.
 
-        The returned rows have the dtypes of the device.
+        Evicted rows are written first, because the inserted rows may include evicted rows.
+
+        Returns: the inserted rows of the table and of each slot, in the dtypes on the device.
 
         Args:
-          evicted: ids of the evicted rows, and padding, see `Moves`.
-          values: values of the evicted rows.
-          inserted: ids of the rows to read, and padding. Padding reads zeros. Inserted rows may
-            include evicted rows, so evicted rows are written first.
+          evicted: ids of the evicted rows, padded with `NO_ROW`.
+          values: evicted rows of the table and of each slot.
+          inserted: ids of the inserted rows, padded with `NO_ROW`. Padding reads zeros.
         """
         evicted = np.asarray(evicted)
         evicted_entries = np.flatnonzero(evicted != NO_ROW)

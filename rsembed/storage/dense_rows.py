@@ -1,4 +1,4 @@
-"""Dense storage: the tables of a stack in one array, its row layout and initial values."""
+"""Dense storage keeps the tables of a stack in one array: row layouts and initial values."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ from rsembed.storage.protocol import (
 
 @dataclasses.dataclass(frozen=True)
 class RowLayout:
-    """Layout of the rows of a stack in one array `[num_shards * rows_per_shard, dim]`.
+    """Layout of the tables of a stack in one array `[num_shards * rows_per_shard, dim]`.
 
-    The shards of the array are concatenated.
+    The array has the rows of shard 0, then the rows of shard 1, and so on.
 
     Args:
       stack: plan of the stack, with its tables and features.
       num_shards: number of shards of the array.
       rows_per_shard: number of rows of a shard, padding included.
-      spread: number of shards that hold rows of one table. 1: each table is in one shard. With
-        `num_shards`, neighbouring ids have different owners.
-      places: position of each table.
-      shards_per_device: number of consecutive shards on one device, 1 by default.
+      spread: number of shards that share the rows of a table. If `spread` is 1, each table is in
+        one shard. If `spread` is `num_shards`, neighbouring ids are in different shards.
+      places: position of each table of the stack in the array.
+      shards_per_device: number of consecutive shards on each device, 1 by default.
     """
 
     stack: StackPlan
@@ -78,14 +78,14 @@ class RowLayout:
 
     @staticmethod
     def row_wise(stack: StackPlan, num_shards: int) -> RowLayout:
-        """Layout with different owners for neighbouring rows, which spreads frequent ids evenly."""
+        """Layout with neighbouring ids in different shards, so that frequent ids are spread."""
         places = tuple(Place(0, table.setting.row_offset_in_shard) for table in stack.tables)
         rows_per_shard = -(-stack.spec.stack_vocab_size // num_shards)
         return RowLayout(stack, num_shards, rows_per_shard, num_shards, places)
 
     @staticmethod
     def as_planned(stack: StackPlan, shards_per_device: int) -> RowLayout:
-        """Layout with the padding, rotation and number of shards of the stacking plan."""
+        """Layout with the number of shards, the padding and the rotation of the stacking plan."""
         num_shards = stack.spec.num_shards
         places = tuple(place_of(table.setting, num_shards) for table in stack.tables)
         rows_per_shard = stack.spec.stack_vocab_size // num_shards
@@ -95,14 +95,15 @@ class RowLayout:
     def table_wise(stack: StackPlan, num_shards: int, load: list[int]) -> RowLayout:
         """Layout with each table on one device.
 
-        Tables are placed from the largest to the smallest. Each goes to the device with the fewest
-        rows of this stack. If several devices have equally few, the one with the smallest `load`
-        gets the table.
+        Tables are placed from the largest to the smallest. Each table is placed on the device that
+        has the fewest rows of this stack. Between devices with equal numbers of rows, the device
+        with the smallest `load` gets the table.
 
         Args:
           stack: plan of the stack.
           num_shards: number of devices.
-          load: bytes on each device from other stacks. The bytes of this stack are added in place.
+          load: bytes of the other stacks on each device. `table_wise` adds the bytes of this stack
+            to the list.
         """
         used = [0] * num_shards
         places: dict[str, Place] = {}
@@ -123,11 +124,15 @@ class RowLayout:
 
     @property
     def rows_per_device(self) -> int:
-        """Number of rows on one device."""
+        """Number of rows on one device, padding included."""
         return self.shards_per_device * self.rows_per_shard
 
     def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, object]:
-        """Metadata that define what a state's arrays mean, for `EmbeddingState.layout`."""
+        """Metadata for `EmbeddingState.layout`, which tell what each row of a state's array holds.
+
+        Args:
+          tables: spec of each table, by name.
+        """
         facts_of_tables: dict[str, dict[str, object]] = {}
         for placed, place in zip(self.stack.tables, self.places, strict=True):
             table = tables[placed.name]
@@ -145,8 +150,8 @@ class RowLayout:
                 "in_files": None if storage is None else storage.in_files,
             }
             if storage is not None and len(self.stack.tables) > 1:
-                # Tables that share a storage are concatenated, so the metadata of each table have
-                # its number of rows.
+                # The arrays of tables that share a storage are concatenated. The size of each part
+                # tells where the next table begins.
                 sizes = storage.part_sizes(table)
                 if sizes is not None:
                     facts["part_sizes"] = list(sizes)
@@ -176,19 +181,27 @@ class RowLayout:
         return {table.name: table.rows for table in self.stack.tables}
 
     def segment(self, table_name: str, bags: Segment) -> Segment:
-        """Segment that reads bags from a table. The rows must be contiguous (`spread` 1)."""
+        """Copy of segment `bags` that reads a table, for layouts with `spread` 1.
+
+        With `spread` 1, the rows of a table are contiguous.
+        """
         place = self.place_of[table_name]
         first_row = place.owner * self.rows_per_shard + place.first
         return bags._replace(first_row=first_row, num_rows=self.num_rows_of[table_name])
 
     def rows(self, table_name: str, ids: PyTree) -> PyTree:
-        """Row of each id in the array. Ids must be inside the table."""
+        """Row of each id in the array.
+
+        Args:
+          table_name: name of the table.
+          ids: ids, or a tree of ids. All ids must be in `[0, vocabulary_size)`.
+        """
         return self.place_of[table_name].rows(
             ids, spread=self.spread, rows_per_shard=self.rows_per_shard
         )
 
     def all_rows(self, table_name: str, vocabulary_size: int) -> slice | Int[np.ndarray, " vocab"]:
-        """Index of a whole table in the array."""
+        """Index of all rows of a table in the array, in the order of the ids."""
         place = self.place_of[table_name]
         return place.all_rows(
             vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard
@@ -198,8 +211,8 @@ class RowLayout:
         """Kernel call that reads the array. Ids outside their table contribute nothing.
 
         Args:
-          bags: lists of bags, of one or several features each.
-          readers: for each feature of the stack, the segment with its bags.
+          bags: ids of all features. Each `Bags` has the ids of one feature, or of several features.
+          readers: for each feature of the stack, the segment of `bags` with the ids of the feature.
         """
         features = self.stack.features
         lists = [list_of(bags_of_list) for bags_of_list in bags]
@@ -225,7 +238,13 @@ class RowLayout:
 
 
 def list_of(bags: Bags, ids: Int[Array, " nnz"] | None = None) -> IdList:
-    """Bags as an `IdList` for kernels. If `ids` is not None, it replaces the ids of the bags."""
+    """Bags as an `IdList` for kernels.
+
+    Args:
+      bags: bags of one or several features.
+      ids: row numbers that replace the ids of the bags. None, the default: the ids are not
+        replaced.
+    """
     ids = jnp.asarray(bags.ids) if ids is None else ids
     weights = None if bags.weights is None else jnp.asarray(bags.weights)
     if bags.dense_shape is not None:
@@ -235,7 +254,10 @@ def list_of(bags: Bags, ids: Int[Array, " nnz"] | None = None) -> IdList:
 
 
 def in_some_bag(bags: Bags) -> Bool[Array, " nnz"]:
-    """Mask of the ids that belong to a bag: ids from the first offset up to the last offset."""
+    """Mask of the ids that belong to a bag.
+
+    Ids before the first offset, or from the last offset on, belong to no bag.
+    """
     place = jnp.arange(bags.ids.shape[0], dtype=jnp.int32)
     return (place >= bags.offsets[0]) & (place < bags.offsets[-1])
 
@@ -243,7 +265,9 @@ def in_some_bag(bags: Bags) -> Bool[Array, " nnz"]:
 def numbers_of_rows(
     names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]
 ) -> Int[Array, " rows"]:
-    """Hash of each row's table name and id. The hash does not depend on stack or mesh.
+    """32-bit number of each row: a hash of the table's name and the row's id.
+
+    The number of a row does not depend on the stack or on the mesh.
 
     Args:
       names: names of the tables.
@@ -255,7 +279,13 @@ def numbers_of_rows(
 
 
 def whole_table(values: TableRows, table: TableSpec) -> TableRows:
-    """Array of all rows of a table, in the dtype of the table. Inside `jit`, `values` unchanged.
+    """Checks the values of a whole table, and converts them to the dtype of the table.
+
+    Inside `jit`, only the shape is checked, and `values` is returned unchanged.
+
+    Args:
+      values: array of all rows, in the order of the ids.
+      table: spec of the table.
 
     Raises: ValueError: `values` is a mapping, has the wrong shape, or has numbers that are too
       large for the dtype.
@@ -271,24 +301,27 @@ def whole_table(values: TableRows, table: TableSpec) -> TableRows:
         )
     if is_traced(values):
         return values
-    # `values` may be on another mesh.
+    # `values` may be an array on a mesh other than the mesh of the table.
     return as_dtype(on_host(values), table.dtype, f"table {table.name!r}", "values")
 
 
-# `init` fills tables block by block. Besides the table, `init` needs memory for one block only.
+# `init` fills tables block by block, so it needs memory for the arrays and for one block of values.
 INIT_BLOCK_VALUES = 1 << 18
 
 
 @dataclasses.dataclass(frozen=True)
 class DenseRows(Storage):
-    """Rows of several tables in one array. Ids are row indices of the layout.
+    """Storage of several tables in one array.
+
+    The ids of all methods are row indices in this array.
 
     Args:
       layout: layout of the rows.
       tables: specs of the tables, in the order of the layout.
-      num_parts: number of shards that each hold some columns of all rows. 1, the default: a shard
-        holds whole rows.
-      implementation: kernel implementation. None, the default: the dispatcher chooses.
+      num_parts: number of devices that share the columns of each row. 1, the default: every device
+        has whole rows.
+      implementation: name of the kernel implementation. None, the default: the dispatcher chooses
+        the implementation.
     """
 
     layout: RowLayout
@@ -297,10 +330,10 @@ class DenseRows(Storage):
     implementation: str | None = None
 
     def check(self, table: TableSpec) -> None:
-        """Dense storage supports every table."""
+        """Raises no error, because dense storage supports every table."""
 
     def num_ids(self, table: TableSpec) -> int:
-        """Number of rows of the whole array."""
+        """Number of rows of the whole array, because ids are row indices in the array."""
         return self.layout.num_rows
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
@@ -310,15 +343,16 @@ class DenseRows(Storage):
     def init(
         self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
     ) -> State:
-        """Initial rows and slots of one device: its rows, or its columns of all rows.
+        """Initial rows and slots of one device.
 
-        Values depend only on `key`, on the names of the tables and on their initializers. The
-        padding after the vocabulary of a table is zero.
+        If `num_parts` is above 1, the device has some columns of all rows. The initial values of a
+        table depend only on `key`, on the table's name and on the table's initializer. Padding rows
+        are zero.
         """
         layout = self.layout
         width = table.embedding_dim // self.num_parts
         rows = jax.ShapeDtypeStruct((layout.rows_per_device, width), jnp.float32)
-        # Without padding, `_filled` writes every row, so the new array need not be filled.
+        # Without padding rows, `_filled` writes every row, so the new arrays need no fill value.
         fill = None if layout.num_rows == layout.stack.spec.stack_vocab_size else 0.0
         arrays = [api.allocate(rows.shape, jnp.dtype(table.dtype), fill)]
         for slot in jax.eval_shape(table.optimizer.init_slots, rows):
@@ -329,9 +363,9 @@ class DenseRows(Storage):
         return filled[0], filled[1:]
 
     def _groups_of_init(self) -> list[tuple[int, list[int]]]:
-        """Rows of a block, and indices of the tables that one compiled loop fills by such blocks.
+        """Groups of tables for `init`: the number of rows of a block, and indices of the tables.
 
-        Tables of one loop have equal `form`.
+        One compiled loop fills all tables of a group, which have equal `form`.
         """
         groups: dict[tuple[Hashable, int], list[int]] = {}
         forms: dict[Hashable, Hashable] = {}
@@ -339,7 +373,8 @@ class DenseRows(Storage):
             alike = spec.initializer, spec.vocabulary_size, spec.embedding_dim
             if alike not in forms:
                 forms[alike] = form(spec)
-            # The smallest power of four that holds the table's rows of a shard, up to a full block.
+            # The block is the smallest power of four that holds the rows of the table on one shard,
+            # but at most a full block.
             rows_of_shard = -(-self._num_rows(number) // self.layout.spread)
             num_bits = max(rows_of_shard - 1, 0).bit_length()
             power_of_four = 1 << (num_bits + num_bits % 2)
@@ -349,7 +384,7 @@ class DenseRows(Storage):
         return [(block, numbers) for (_, block), numbers in groups.items()]
 
     def _num_rows(self, number: int) -> int:
-        """Number of rows of a table, with the padding after its vocabulary."""
+        """Number of rows of a table, including the padding after the vocabulary."""
         return self.layout.stack.tables[number].setting.padded_vocab_size
 
     def _filled(
@@ -360,13 +395,13 @@ class DenseRows(Storage):
         key: PRNGKeyArray,
         shard: Int[Array, ""],
     ) -> tuple[Array, ...]:
-        """The arrays with the initial rows and slots of some tables, written block by block.
+        """Writes the initial rows and slots of some tables block by block, and returns the arrays.
 
         Args:
           arrays: rows and slots of the device.
-          numbers: indices of the tables, which have equal `form`.
+          numbers: indices of the tables to fill, which have equal `form`.
           block: number of rows of a block.
-          key: key of the model.
+          key: PRNG key of the model.
           shard: index of the device.
         """
         layout = self.layout
@@ -378,7 +413,8 @@ class DenseRows(Storage):
         padded = np.asarray([self._num_rows(number) for number in numbers], np.int32)
         num_rows = jnp.asarray(padded)
         num_ids = jnp.asarray([table.vocabulary_size for table in specs], jnp.int32)
-        # The loop runs over blocks of shards of tables. Table `t` ends before block `ends[t]`.
+        # The loop counts blocks over all tables, and over all shards of the device in each table.
+        # Table `t` ends before block `ends[t]`.
         shards_here = layout.shards_per_device
         blocks_of_shard = -(-padded // (layout.spread * block))
         ends = np.cumsum(blocks_of_shard * shards_here, dtype=np.int32)
@@ -411,7 +447,7 @@ class DenseRows(Storage):
         return jax.lax.fori_loop(0, int(ends[-1]), fill_block, arrays)
 
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
-        """The shard that owns each row; `num_shards` for padding."""
+        """Device that owns the row of each id; `num_shards` for padding."""
         return jnp.where(
             keys.is_key, keys.low.astype(jnp.int32) // self.layout.rows_per_device, num_shards
         )
@@ -422,7 +458,7 @@ class DenseRows(Storage):
         return keys
 
     def vector_dtype(self, table: TableSpec) -> DTypeLike:
-        """Dtype of the table. Devices exchange half the bytes if it has 16 bits instead of 32."""
+        """Dtype of the table. Devices exchange rows of a 16-bit table as 16-bit numbers."""
         return jnp.dtype(table.dtype)
 
     def rounding(
@@ -431,9 +467,9 @@ class DenseRows(Storage):
         shard: Int[Array, ""] | int,
         resident_rows: Int[Array, " places"] | None = None,
     ) -> Rounding | None:
-        """Rounding with noise that does not depend on stack, placement or mesh.
+        """Rounding with noise that does not depend on the stack, the placement or the mesh.
 
-        The noise of a row depends on the name of its table and on its id, see `numbers_of_rows`.
+        The noise of a row depends on the row's table name and id, see `numbers_of_rows`.
         """
         if rounding is None:
             return None
@@ -454,14 +490,14 @@ class DenseRows(Storage):
     def read(
         self, params: Array, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
     ) -> Vectors:
-        """Rows in the dtype of the table."""
+        """Vectors of the ids, in the dtype of the table, and 0, because every id has a row."""
         del ahead
         return self.vectors(params, self._rows(keys), table), jnp.zeros((), jnp.int32)
 
     def vectors(
         self, params: Array, rows: Int[Array, " nnz"], table: TableSpec
     ) -> Float[Array, "nnz dim"]:
-        """Rows in the dtype of the table."""
+        """Vectors of the rows, in the dtype of the table; zeros for `NO_ROW`."""
         del table
         return api.gather_rows((params,), rows)[0]
 
@@ -474,7 +510,11 @@ class DenseRows(Storage):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        """Row of each key. Parameters and slots are unchanged, because every id has a row."""
+        """Row of each id on the device that owns it.
+
+        Parameters and slots are returned unchanged, because every id has a row. If the table is a
+        cache, the ids are cache slots, and are returned unchanged.
+        """
         del table, occurrences
         if step.resident_rows is not None:
             return params, slots, jnp.where(keys.is_key, keys.low.astype(jnp.int32), NO_ROW)
@@ -483,29 +523,28 @@ class DenseRows(Storage):
     def step(
         self, params: Array, slots: Slots, gradients: CallGradients, table: TableSpec, step: Step
     ) -> State:
-        """Runs one step in one kernel, which sums row gradients and updates the rows."""
+        """See `Storage.step`. One kernel sums the gradients of each row and updates the rows."""
         return api.update(params, slots, gradients, step, implementation=self.implementation)
 
     def step_distinct(
         self, params: Array, slots: Slots, rows: Array, values: Array, table: TableSpec, step: Step
     ) -> State:
-        """Steps distinct rows without a sort, and returns new rows and slots."""
+        """See `Storage.step_distinct`. The rows are not sorted."""
         return api.apply_rows(params, slots, rows, values, step, implementation=self.implementation)
 
     def unstack(
         self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
     ) -> list[State]:
-        """The unsplit arrays, once per table. `rows` selects the rows of its table."""
+        """The whole arrays of the stack, once for each table.
+
+        Methods such as `rows` select the rows of one table.
+        """
         return [(params, slots)] * len(self.tables)
 
     def rows(
         self, params: Array, slots: Slots, table: TableSpec, num_shards: int
     ) -> dict[str, Array]:
-        """Copies of a table's rows and slots.
-
-        Without the copy, an index with all rows returns the array itself, and a step that donates
-        the array would delete the result.
-        """
+        """Copies of a table's rows and slots, by name."""
         copies = self._copies((params, *slots), table)
         return dict(zip(array_names(table, slots), copies, strict=True))
 
@@ -516,15 +555,20 @@ class DenseRows(Storage):
         return table.optimizer.pack_slots(self._copies(slots, table))
 
     def _copies(self, arrays: Sequence[Array], table: TableSpec) -> tuple[Array, ...]:
+        """Copies of all rows of a table, one for each array."""
         index = self.layout.all_rows(table.name, table.vocabulary_size)
         copies = []
         for array in arrays:
             rows = array[index]
-            copies.append(jnp.copy(rows) if rows is array else rows)
+            # An index that selects all rows returns the array itself. A later step that donates the
+            # array would then delete the result.
+            if rows is array:
+                rows = jnp.copy(rows)
+            copies.append(rows)
         return tuple(copies)
 
     def checked_rows(self, values: TableRows, table: TableSpec, step: Int[Array, ""]) -> TableRows:
-        """All rows of a table, see `whole_table`."""
+        """Checks the values of a whole table, see `whole_table`."""
         return whole_table(values, table)
 
     def with_tables(
@@ -536,7 +580,7 @@ class DenseRows(Storage):
         num_shards: int,
         new_slots: ByTable,
     ) -> State:
-        """See `Storage.with_tables`. `with_tables` of this storage also works inside `jit`."""
+        """See `Storage.with_tables`. Dense storage also supports the call inside `jit`."""
         for member in self.tables:
             name = member.name
             index = self.layout.all_rows(name, member.vocabulary_size)
@@ -550,7 +594,7 @@ class DenseRows(Storage):
         return params, slots
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:
-        """Row of each key on the device that owns it; `NO_ROW` for padding and ids out of range."""
-        # A user can put ids out of range into row gradients.
+        """Row of each id on the device that owns it; `NO_ROW` for padding and ids out of range."""
+        # Row gradients that a user passes may contain ids that are out of range.
         is_row = keys.is_key & (keys.low < self.layout.num_rows)
         return jnp.where(is_row, keys.low.astype(jnp.int32) % self.layout.rows_per_device, NO_ROW)

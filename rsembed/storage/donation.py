@@ -1,4 +1,4 @@
-"""Calls programs that donate the arrays of an object, without losing the arrays to Ctrl-C."""
+"""Calls programs that donate the arrays of an object, so that Ctrl-C does not lose the arrays."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ from jaxtyping import PyTree
 class _CtrlCLater:
     """Delays Ctrl-C until the end of a `with` block.
 
-    Outside the main thread the context does nothing, because only the main thread gets Ctrl-C.
+    In other threads than the main thread, the `with` block delays nothing, because Python handles
+    Ctrl-C in the main thread.
     """
 
     def __enter__(self) -> None:
@@ -40,15 +41,15 @@ class _CtrlCLater:
 def kept(
     keep: Callable[[PyTree], None], program: Callable[..., PyTree], *operands: PyTree
 ) -> PyTree:
-    """Result of a program that donates its operands, after `keep` has received it.
+    """Calls a program that donates its operands, passes the result to `keep`, and returns it.
 
-    Without this function, Ctrl-C could raise KeyboardInterrupt after the program has run and before
-    its result is assigned. In that case, the donated arrays would be lost. Ctrl-C is delayed until
-    the program is done, including its compilation.
+    Ctrl-C is delayed until `keep` has the result. A KeyboardInterrupt after the program has run and
+    before its result is stored would lose the donated arrays. A compilation of the program is not
+    interrupted either.
 
     Args:
       keep: function that stores the result.
-      program: compiled program that donates its operands.
+      program: jitted function that donates its operands.
       *operands: arguments of the program.
     """
     with _CtrlCLater():

@@ -1,6 +1,6 @@
-"""Keyed storage: rows for 64-bit keys, with `TableSpec(..., storage=Hashed(...))`.
+"""Storages for 64-bit keys, such as `TableSpec(..., storage=Hashed(...))`.
 
-`RowNumbers` is the storage for keys that are row numbers.
+`Hashed` finds the row of a key in a hash table. `RowNumbers` computes the row from the key.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ WhenFull = Literal["error", "grow", "evict", "zero"]
 
 
 class DynamicRows(Storage):
-    """Storage with a `DynamicTable` as `params`. Subclasses define how a key finds its row."""
+    """Storage with a `DynamicTable` as `params`. Subclasses find the row of a key."""
 
     rows_on_host: ClassVar[bool] = True
 
@@ -95,7 +95,7 @@ class DynamicRows(Storage):
         return params._replace(rows=stepped), slots
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
-        """Number of rows in use, and all counters, of each shard, as int64."""
+        """Counters of each shard by name, as int64. Counter `rows` is the number of rows in use."""
         num_rows = np.full(num_shards, params.rows.shape[0] // num_shards, np.int64)
         if params.keys is not None:
             num_rows = num_rows - on_host(params.keys.num_free)
@@ -115,13 +115,13 @@ class DynamicRows(Storage):
         return exported
 
     def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> Export:
-        """See `Storage.checked_rows`. An array without keys gets its row numbers as keys."""
+        """See `Storage.checked_rows`. If `values` is an array, the keys are its row numbers."""
         if not isinstance(values, Mapping):
             values = {"keys": np.arange(len(values)), "values": values}
         if "last_step" in values:
             return values
-        # Imported rows count as used now. With step 0, imported rows would be the first to be
-        # evicted.
+        # The last use of an imported row is the current step. With step 0 as the last use, imported
+        # rows would be evicted before all other rows.
         last_step = np.full(np.shape(values.get("keys", ())), int(on_host(step)))
         return {**values, "last_step": last_step}
 
@@ -132,16 +132,16 @@ class DynamicRows(Storage):
 
 
 class NewKeys(NamedTuple):
-    """Distinct keys of a batch that have no row yet. Padding may follow the keys.
+    """Distinct keys of a batch that have no row yet.
 
     Attributes:
-      keys: distinct new keys of the batch.
-      entry_of: index in `keys` of each key of the batch. `NO_ROW` for keys with a row.
-      first_of: position in the batch of the first occurrence of each of `keys`.
-      occurrences: number of occurrences of each of `keys` so far.
-      waiting_rows: row of each of `keys` in the list of waiting keys. None if the table has no list
-        of waiting keys.
-      is_admitted: mask of the keys that may get a row.
+      keys: distinct new keys, followed by padding.
+      entry_of: for each key of the batch, its index in `keys`. `NO_ROW` for keys with a row.
+      first_of: for each new key, the position of its first occurrence in the batch.
+      occurrences: for each new key, its number of occurrences in this batch and, if it waits for
+        admission, in earlier batches.
+      waiting_rows: for each new key, its row in the map of waiting keys. None if keys do not wait.
+      is_admitted: mask of the new keys that may get a row.
     """
 
     keys: Keys
@@ -156,36 +156,36 @@ class NewKeys(NamedTuple):
 class Hashed(DynamicRows):
     """Storage for 64-bit keys. A key gets a row when it is first trained.
 
-    A key keeps its row until it is evicted. The `vocabulary_size` of the table is the number of
-    rows of all devices together. On a mesh, key `k` belongs to device `k % num_devices`, and all
-    devices have equally many rows.
+    A key keeps its row until the key is evicted. The table's `vocabulary_size` is the number of
+    rows on all devices together. On a mesh, key `k` belongs to device `k % num_devices`, and all
+    devices have the same number of rows.
 
-    A row starts from the table's `initializer`, called as `(key, (1, embedding_dim))`. The PRNG key
-    depends on the model, the table and the id. The initial value therefore does not depend on the
+    The initial value of a row is `initializer(prng_key, (1, embedding_dim))`. The PRNG key depends
+    on the model, the table and the id. The initial value of a row therefore does not depend on the
     batch or on the number of devices.
 
-    `lookup` reads zeros for keys without a row, and a mean counts them. `lookup_vjp` reads the
-    initial values of such keys, and the step that follows assigns rows to them. If no row is left
-    for a new key, it reads zeros in `lookup` and in `lookup_vjp`.
+    `lookup` reads zeros for a key without a row, and the divisor of a mean counts the key.
+    `lookup_vjp` reads the initial value of a new key, and the next step assigns a row to the key.
+    If no row is free for a new key, `lookup` and `lookup_vjp` read zeros.
 
     Args:
-      when_full: what happens to a new key if all rows of its device are in use. "error", the
-        default: the key gets no row, and a step outside `jit` raises RuntimeError. Inside `jit`,
-        `collection.counts` counts the key as `failed`. "zero": like "error", but no step raises an
-        error. "evict": the key gets the row of another key.
-      eviction: key that "evict" removes: the least recently used ("lru", the default) or the least
-        often used ("lfu"). Among keys with equal use, the smallest is evicted, and negative keys
-        come before positive keys. Keys of the current batch are never evicted.
-      admission_count: a key gets a row in the first training batch after which it has occurred more
-        often than this. Until it has a row, the key reads zeros and is not trained. 0, the default,
-        admits every key at once.
+      when_full: what happens to a new key if all rows of its device are in use. With "error", the
+        default, the key gets no row, and a step outside `jit` raises RuntimeError. Inside `jit`,
+        `collection.counts` counts the key as `failed`. "zero" is like "error", but no step raises
+        an error. With "evict", the key gets the row of another key.
+      eviction: key that is evicted with `when_full="evict"`: the least recently used ("lru", the
+        default) or the least often used ("lfu"). Among keys with equal use, the smallest key is
+        evicted. Keys of the current batch are never evicted.
+      admission_count: number of occurrences in training that a key must exceed to get a row. Until
+        then, lookups of the key read zeros, and the key is not trained. 0, the default: a key gets
+        a row in its first training batch.
       admission_capacity: maximum number of keys on a device that wait for admission. None, the
         default: the number of rows on the device.
-      admission_probability: probability that an occurrence in training assigns a row to a key
-        without one, 1 by default. Keys that are not admitted need no memory. Draws depend only on
-        the model's key, the name of the table, the step and the id.
-      key_dtype: int32, int64 (the default), uint32 or uint64. Keys that do not fit are rejected.
-        Signed keys may be negative, except -1, which means no id.
+      admission_probability: probability that one occurrence of a new key in training admits the
+        key, 1 by default. Keys that are not admitted need no memory. The random draws depend only
+        on the model's key, the table's name, the step and the id.
+      key_dtype: dtype of the keys: int32, int64 (the default), uint32 or uint64. Ids outside the
+        range of the dtype are rejected. Signed keys may be negative, except -1, which means no id.
 
     Raises: ValueError: an argument is unknown or out of range. The error is raised when a table
       uses the storage.
@@ -212,10 +212,10 @@ class Hashed(DynamicRows):
 
     @property
     def in_files(self) -> str:
-        """Description for files: rows by key.
+        """Description of the storage in checkpoints: rows by key.
 
-        The number of rows is not part of the description, so a file can be loaded into a table of a
-        different size.
+        The description does not contain the number of rows, so a checkpoint can be loaded into a
+        table of a different size.
         """
         return ROWS_BY_KEY
 
@@ -246,7 +246,7 @@ class Hashed(DynamicRows):
     def init(
         self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
     ) -> State:
-        del shard  # All shards are empty at the start.
+        del shard  # A new shard contains no keys.
         names = []
         capacities = []
         for shared in self.tables_of(table):
@@ -271,9 +271,9 @@ class Hashed(DynamicRows):
 
         If every key has a row, the vectors are pooled from the table directly.
 
-        If some key has no row, one array of vectors is made, and no second array of that size. A
-        second array above 64 MB would be slow, because the operating system provides such memory
-        page by page in every call.
+        If a key has no row, the vectors of all keys are gathered into one array. The code avoids a
+        second array of this size, because memory above 64 MB would be slow: the operating system
+        provides it page by page in every call.
         """
         rows, num_absent = row_map.search(params.keys, keys)
         is_bound = hashed_rows.is_bound(params)
@@ -282,9 +282,9 @@ class Hashed(DynamicRows):
             return pool(params.rows, rows), varying_zero(rows)
 
         def from_vectors() -> tuple[PyTree, Array]:
-            # Initial values are rounded to the table's dtype, as the step will store them.
+            # The array has the table's dtype, so initial values are rounded as in the step.
             vectors = self.vectors(params, rows, table).astype(params.rows.dtype)
-            # A traced function cannot raise, so NaN marks rows that do not belong to the keys.
+            # A compiled function cannot raise an error, so lookups of a broken state read NaN.
             vectors = jnp.where(is_bound, vectors, jnp.asarray(jnp.nan, vectors.dtype))
             strangers = keys.only(rows == NO_ROW)
             index = jnp.arange(keys.shape[0], dtype=jnp.int32)
@@ -297,7 +297,8 @@ class Hashed(DynamicRows):
                 gets_row = new.is_admitted
                 if not self.always_has_room:
                     gets_row = self._gets_row(params, rows, new, number, arrival)
-                # All occurrences of a new key read its initial value at the first of them.
+                # The initial value of a new key is written to the position of the key's first
+                # occurrence. All occurrences of the key read the vector at this position.
                 targets = jnp.where(gets_row, new.first_of, NO_ROW)
                 (vectors,) = hashed_rows.with_initial_values(
                     (vectors,), targets, new.keys, table, params.own_key, slots=False
@@ -307,20 +308,20 @@ class Hashed(DynamicRows):
                 num_unknown = jnp.sum(new.is_admitted, dtype=jnp.int32)
             return pool(vectors, jnp.where(keys.is_key, index, NO_ROW)), num_unknown
 
-        # Late in training, most batches have no new keys and skip the initial values of new keys.
+        # Late in training, most batches have no new keys, and take the faster branch.
         has_all = (num_absent == 0) & is_bound
         return jax.lax.cond(has_all, from_rows, from_vectors)
 
     def _new_keys(
         self, params: DynamicTable, strangers: Keys, occurrences: Array, number: Array
     ) -> NewKeys:
-        """Distinct new keys of step `number` (an index), and whether each is admitted.
+        """Distinct new keys of a batch, and whether each of these keys is admitted.
 
         Args:
           params: the table before the step.
-          strangers: new keys (keys without a row), which may repeat. Keys with a row are replaced
-            by padding.
-          occurrences: number of times that each key occurred in the batch.
+          strangers: keys of the batch that have no row, with repetitions. The caller replaces keys
+            with a row by padding.
+          occurrences: number of occurrences that each entry of `strangers` stands for.
           number: index of the step.
         """
         entry_of, distinct, first_of, totals = row_map.entries(strangers, occurrences)
@@ -347,14 +348,14 @@ class Hashed(DynamicRows):
     ) -> Bool[Array, " nnz"]:
         """Mask of the new keys that will get a row in step `number`.
 
-        If rows are scarce, the first new keys get rows.
+        If there are fewer free rows than admitted keys, the first keys get the rows.
 
         Args:
           params: the table before the step.
-          rows: row of each key of the lookup, or `NO_ROW`.
+          rows: row of each key of the lookup; `NO_ROW` for keys without a row.
           new: the new keys of the lookup.
           number: index of the step.
-          arrival: arrival order of the keys of the lookup, see `ReadAhead`.
+          arrival: arrival of each key of the lookup, see `ReadAhead`.
         """
         table = new.keys.table
         num_wanted = row_map.counts_of(new.is_admitted, table, params.num_tables)
@@ -381,8 +382,8 @@ class Hashed(DynamicRows):
     ) -> Found:
         """See `Storage.find`. New keys get rows in the order of their first occurrence.
 
-        Several calls of `find` may belong to one step. No call evicts a row that an earlier call of
-        the step used.
+        A step may call `find` several times. A call of `find` never evicts a row that an earlier
+        call in the same step used.
         """
         number = cast(Array, step.number)
         rows, num_absent = row_map.search(params.keys, keys)
@@ -390,16 +391,16 @@ class Hashed(DynamicRows):
 
         def admit(_: Array, state: Found) -> Found:
             params, slots, rows = state
-            # The keys are computed from the loop state: XLA would hoist loop-invariant code out of
-            # the loop.
+            # `strangers` is computed from the `rows` of the loop state, because XLA would hoist
+            # loop-invariant code out of the loop.
             strangers = keys.only(rows == NO_ROW)
             params, slots, new_rows = self._admit(
                 params, slots, strangers, table, number, occurrences
             )
             return params, slots, jnp.where(strangers.is_key, new_rows, rows)
 
-        # Most batches have no new keys. A loop of at most one iteration updates the table in place.
-        # `lax.cond` may copy the table.
+        # Most batches have no new keys, and skip `admit`. A loop with at most one iteration updates
+        # the table in place, where `lax.cond` may copy the table.
         num_iterations = jnp.minimum(num_absent, 1)
         result: Found = jax.lax.fori_loop(0, num_iterations, admit, (params, slots, rows))
         return result
@@ -413,24 +414,24 @@ class Hashed(DynamicRows):
         number: Array,
         occurrences: Array,
     ) -> tuple[DynamicTable, Slots, Array]:
-        """Assigns rows to new keys in step `number`. Returns the table, slots and row of each key.
+        """Assigns rows to new keys, and returns the table, the slots and the row of each key.
 
         Args:
           params: the table before the step.
           slots: slots of the table.
-          strangers: new keys (keys without a row), which may repeat. Keys with a row are replaced
-            by padding.
+          strangers: keys of the batch that have no row, with repetitions. The caller replaces keys
+            with a row by padding.
           table: spec of the table.
           number: index of the step.
-          occurrences: number of times that each key occurred in the batch.
+          occurrences: number of occurrences that each entry of `strangers` stands for.
         """
         new = self._new_keys(params, strangers, occurrences, number)
         known, rows, num_evicted, num_failed = self._assign(
             params.keys, new.keys.only(new.is_admitted), number, new.occurrences
         )
 
-        # Counters of events that cannot happen are left out, because each counter adds a loop to
-        # the program.
+        # Events that are impossible with these options are not counted, because each counter adds a
+        # loop to the program.
         events = {"inserted": params.keys.num_free - known.num_free}
         if self.makes_room:
             events["inserted"] = events["inserted"] + num_evicted
@@ -458,19 +459,19 @@ class Hashed(DynamicRows):
     def _wait(
         self, waiting: RowMap, new: NewKeys, rows: Int[Array, " nnz"], number: Array
     ) -> tuple[RowMap, Bool[Array, " nnz"], Int[Array, " tables"]]:
-        """Updates the list of waiting keys in step `number`.
+        """Updates the map of waiting keys in step `number`.
 
-        Keys that got a row leave the list. The other new keys are added, if they are not in the
-        list yet and it has room.
+        New keys that got a row no longer wait. New keys without a row wait, if the map has room.
 
         Args:
-          waiting: the list before the step.
+          waiting: map of waiting keys before the step.
           new: the new keys of the step.
-          rows: row of each new key, or `NO_ROW`.
+          rows: row of each new key; `NO_ROW` for keys that got no row.
           number: index of the step.
 
-        Returns: the list, a mask of the keys that lack the row or the list entry that they need,
-          and the number of keys of each table that were removed from the list for others.
+        Returns: the new map; a mask of the keys that failed, because they were admitted and got no
+          row, or must wait and the map has no room; and the number of keys of each table that were
+          removed from the map to make room.
         """
         waiting_rows = cast(Array, new.waiting_rows)
         is_without_row = new.keys.is_key & (rows == NO_ROW)
@@ -489,7 +490,7 @@ class Hashed(DynamicRows):
     def _assign(
         self, maps: RowMap, keys: Keys, number: Array, occurrences: Int[Array, " nnz"]
     ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
-        """`row_map.assign` with the eviction policy and the order of keys of this storage."""
+        """Calls `row_map.assign` with the eviction policy and the key dtype of this storage."""
         evict = None
         if self.makes_room:
             evict = self.eviction
@@ -514,7 +515,7 @@ class Hashed(DynamicRows):
         if params.bond is None:
             return
         for leaf in (params.bond, params.keys.signature):
-            # The check needs concrete arrays. Lookups read NaN instead.
+            # Traced arrays cannot be checked here. A lookup in a broken state reads NaN instead.
             if not isinstance(leaf, (jax.Array, np.ndarray)) or is_traced(leaf):
                 return
             if not getattr(leaf, "is_fully_addressable", True):
@@ -546,7 +547,7 @@ class Hashed(DynamicRows):
                 )
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        # A subclass of `Hashed` may behave differently, so it is never shared.
+        # A subclass may behave differently, so its tables never share a storage.
         if type(self) is not Hashed:
             return None
         return self, keyed_form(table.initializer, table.embedding_dim)
@@ -564,7 +565,10 @@ class Hashed(DynamicRows):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrowingKeys(Hashed):
-    """Keyed table that grows between a lookup and its step, so that every new key gets a row."""
+    """Keyed storage for tables that have room for every new key.
+
+    The caller enlarges the table between a lookup and its step.
+    """
 
     always_has_room: ClassVar[bool] = True
 
@@ -573,11 +577,11 @@ class GrowingKeys(Hashed):
 class HashedTables(Hashed):
     """Storage shared by several keyed tables that differ only in name and size.
 
-    A model with a hundred keyed tables compiles one program for all. Each table is padded to the
-    size of the largest.
+    One compiled program then handles all these tables. Each table is padded to the size of the
+    largest table.
 
     Args:
-      tables: specs of the tables, in their order in every leaf.
+      tables: specs of the tables, in the order in which the arrays contain the tables.
     """
 
     tables: tuple[TableSpec, ...]
@@ -592,7 +596,8 @@ class HashedTables(Hashed):
 
     def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
         written, slots = hashed_rows.stack(parts, num_shards)
-        return written._replace(key=like.key), slots  # The PRNG keys are still on the devices.
+        # `unstack` leaves the PRNG keys out, so they are still on the devices.
+        return written._replace(key=like.key), slots
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         num_devices = num_shards // len(self.tables)
@@ -606,7 +611,7 @@ class HashedTables(Hashed):
 
 
 DRAWS = 0x61646D74
-"""Number folded into PRNG keys, so that admission draws differ from initial values."""
+"""Number that is folded into PRNG keys for admission, so that draws and initial values differ."""
 
 
 def is_drawn(
@@ -616,20 +621,20 @@ def is_drawn(
     occurrences: Int[Array, " nnz"],
     probability: float,
 ) -> Bool[Array, " nnz"]:
-    """Mask of the keys that are admitted in step `number`.
+    """Mask of the keys that a random draw admits in step `number`.
 
-    Each occurrence of a key admits the key with `probability`. A key draws one 32-bit number per
-    step, from its table's PRNG key folded with `DRAWS`, the step and the two 32-bit lanes of the
-    key. A key is not admitted if its draw, in units of 2**-32, is below `(1 - probability) **
-    occurrences`. The power is computed only by products of float32 numbers, which all compilers
-    round alike.
+    Each occurrence of a key admits the key with `probability`, so the chance of no admission is
+    `(1 - probability) ** occurrences`. For each key and step, one 32-bit number is drawn from the
+    table's PRNG key, folded with `DRAWS`, the step and the two 32-bit lanes of the key. The key is
+    admitted if this number, divided by `2**32`, is at least the chance of no admission. The chance
+    is computed by products of float32 numbers only, which all compilers round alike.
 
     Args:
-      key: PRNG key of the table, or one for each of several tables.
+      key: PRNG key of the table. If several tables share the storage, one PRNG key for each table.
       keys: distinct keys and padding.
       number: index of the step.
-      occurrences: number of times that each key occurred in the batch.
-      probability: chance of each occurrence, in (0, 1].
+      occurrences: number of occurrences of each key in the batch.
+      probability: chance that one occurrence admits its key, in (0, 1].
     """
 
     def key_of_step(table_key: PRNGKeyArray) -> PRNGKeyArray:
@@ -656,11 +661,12 @@ MAX_KEYS = 2**32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowNumbers(DynamicRows):
-    """Storage for keys that are row numbers. A key starts with the same row as in `Hashed`.
+    """Storage for keys that are row numbers. A key has the same initial row as with `Hashed`.
 
     Args:
       num_shards: number of devices that share the keys.
-      key_dtype: int32, int64 (the default), uint32 or uint64. Keys that do not fit are rejected.
+      key_dtype: dtype of the keys: int32, int64 (the default), uint32 or uint64. Ids outside the
+        range of the dtype are rejected.
     """
 
     num_shards: int
@@ -719,7 +725,7 @@ class RowNumbers(DynamicRows):
     ) -> tuple[PyTree, Int[Array, ""]]:
         """See `Storage.pooled`.
 
-        If no key is out of range, the vectors are pooled from the table directly.
+        If all keys are in range, the vectors are pooled from the table directly.
         """
         rows = self._rows(params, keys)
         num_beyond = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)

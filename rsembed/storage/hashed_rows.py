@@ -1,7 +1,7 @@
-"""Rows of keyed tables on one device: arrays, counters, initial values, rounding and growth.
+"""Arrays of a keyed table on one device, their counters, initial values, rounding and growth.
 
-Most functions in this file are pure and run inside `jit` and `shard_map`. A program that donates
-the state updates its rows in place. `unstack`, `stack` and `numbers_of` work on the host.
+Most functions in this file are pure and run inside `jit` and `shard_map`. A program that donates a
+state updates the rows of the state in place. `unstack`, `stack` and `numbers_of` run on the host.
 """
 
 from __future__ import annotations
@@ -28,23 +28,26 @@ from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import RowMap
 
 MAX_CAPACITY = 2**29
-# New rows are initialised in blocks of one size. The work is then proportional to the number of new
-# keys, and a row's initial bits do not depend on which other rows are created with it.
+# New rows are initialised in blocks of `INITIAL_BLOCK` rows. The work is then proportional to the
+# number of new keys. All blocks have one shape, so the initial bits of a row do not depend on the
+# number of new rows.
 INITIAL_BLOCK = 1024
 
 
 class Counters(NamedTuple):
-    """Counts of keys, from the creation of each table. A key counts once for every batch.
+    """Numbers of keys that were inserted, evicted and so on, since the table was created.
 
-    Each counter is a 64-bit number in two 32-bit words (lanes), high and low. All counters are None
-    for tables without a hash table.
+    A counter grows by at most one for each distinct key of a batch. Each counter is a 64-bit number
+    in two 32-bit words (lanes), high and low. In a table without a hash table, all counters are
+    None.
 
     Attributes:
-      inserted: keys that got a row.
-      evicted: keys that lost their row to another key, or by a call of `evict`.
-      failed: training keys without a free row, or without room in the list of waiting keys.
-      not_admitted: training keys that have not been admitted yet.
-      forgotten: keys that were removed from the list of waiting keys, by a new key or by age.
+      inserted: number of keys that got a row.
+      evicted: number of keys that lost their row to another key, or by a call of `evict`.
+      failed: number of new keys in training for which no row was free, or that had to wait for
+        admission while the map of waiting keys was full.
+      not_admitted: number of new keys in training that were not admitted.
+      forgotten: number of waiting keys that were removed, for a new key or because of their age.
     """
 
     inserted: UInt32[Array, "tables 2"] | None = None
@@ -54,7 +57,11 @@ class Counters(NamedTuple):
     forgotten: UInt32[Array, "tables 2"] | None = None
 
     def add(self, **numbers: Array) -> Counters:
-        """Adds `numbers` and returns the new counters: one number per table, each below 2**32."""
+        """Adds to the named counters, and returns the new counters.
+
+        Args:
+          **numbers: for each counter, one number per table, below 2**32.
+        """
         sums = {}
         for name, number in numbers.items():
             lanes = getattr(self, name)
@@ -66,22 +73,22 @@ class Counters(NamedTuple):
 
 
 class DynamicTable(NamedTuple):
-    """Rows of one shard. All leaves have a leading axis along which shards are concatenated.
+    """Rows of one shard of a table, or of several tables that share a storage.
 
-    If several tables share a storage, they are concatenated in every leaf of a shard. `unstack` and
-    `stack` convert from and to single tables.
+    If several tables share a storage, every leaf contains the tables one after the other. `unstack`
+    cuts a `DynamicTable` into single tables, and `stack` joins single tables. Outside `shard_map`,
+    every leaf contains the shards one after the other.
 
     Attributes:
-      keys: `RowMap` from keys to rows. None without a hash table.
-      rows: vector of each row. The optimizer state of a row is in separate arrays, the slots.
-      waiting: `RowMap` that counts the keys that wait for admission. None if no keys wait.
+      keys: `RowMap` from keys to rows. None if the table has no hash table.
+      rows: vector of each row. The slots (optimizer state) of the rows are in separate arrays.
+      waiting: `RowMap` with the keys that wait for admission. None if keys do not wait.
       counters: numbers of keys that were inserted, evicted and so on.
       key: PRNG key of each table.
-      generation: version counter of the rows on the device and the host. It starts at a random
-        number. None if the table has no rows on the host.
-      bond: signature of `keys`, byte by byte as floats. None if the state needs no bond. A bond
-        detects averages of states: a program that averages all floats of two states, rows included,
-        and takes the keys of one, gets a bond that differs from the signature of its keys.
+      generation: version of the state, see `Generation`. None if the table has no rows on the host.
+      bond: bytes of the signature of `keys`, as floats. The bond detects averages of states. If a
+        program averages the floats of two states, and takes the integers of one of them, the bond
+        differs from the signature. None if the state needs no bond.
     """
 
     keys: PyTree
@@ -99,7 +106,7 @@ class DynamicTable(NamedTuple):
 
     @property
     def own_key(self) -> KeyOrKeys:
-        """PRNG key of the table, or the keys of all tables if there are several."""
+        """PRNG key of the table. If there are several tables, one PRNG key for each table."""
         if self.num_tables == 1:
             return self.key[0]
         return self.key
@@ -112,17 +119,17 @@ def empty(
     *,
     num_waiting: Sequence[int] | None = None,
 ) -> tuple[DynamicTable, Slots]:
-    """A shard without keys, and its slots.
+    """Arrays of a shard without keys, and the slots of the shard.
 
     Args:
       table: spec of the table, or of any of the tables that share the storage.
       capacities: number of rows of each table.
-      key: PRNG key of the table, see `initial_values.table_key`, or one for each of several tables.
-        All shards get the same key.
-      num_waiting: maximum number of waiting keys of each table. None, the default, if every key is
-        admitted at once.
+      key: PRNG key of the table, see `initial_values.table_key`. If several tables share the
+        storage, one PRNG key for each table. All shards get the same keys.
+      num_waiting: maximum number of waiting keys of each table. None, the default: keys do not wait
+        for admission.
     """
-    # `key` is the raw uint32 data of a key.
+    # A raw key (an array of uint32) becomes a typed key.
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(key))
     num_tables = len(capacities)
@@ -146,11 +153,13 @@ def empty(
 
 
 MOST_ROUNDING = 0.25
-"""Largest rounding error of a bond that is an average of equal bonds."""
+"""Largest difference between a bond and its signature that `is_bound` accepts.
+
+The average of equal bonds may differ from these bonds by a rounding error."""
 
 
 def bond_of(keys: RowMap) -> PyTree:
-    """Bytes of each table's signature, as floats."""
+    """Bytes of the signature of each table, as floats: the bond between keys and rows."""
     signature: PyTree = keys.signature
     xp: Any = np if isinstance(signature, np.ndarray) else jnp
     signature_bytes = []
@@ -160,24 +169,27 @@ def bond_of(keys: RowMap) -> PyTree:
 
 
 def with_keys(params: DynamicTable, keys: RowMap) -> DynamicTable:
-    """Replaces the keys of a shard, and computes the bond between keys and rows."""
+    """Replaces the map of keys of a shard and the bond, and returns the new arrays."""
     if params.bond is None:
         return params._replace(keys=keys)
     return params._replace(keys=keys, bond=bond_of(keys))
 
 
 def is_bound(params: DynamicTable) -> PyTree:
-    """True if the rows belong to the keys. False if states with different keys were averaged."""
+    """True if the rows of a state belong to its keys.
+
+    False if the state is an average of states with different keys.
+    """
     if params.bond is None:
         return np.bool_(True)
     return (abs(params.bond - bond_of(params.keys)) < MOST_ROUNDING).all()
 
 
 def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
-    """Arrays of each table in host memory, from the arrays of all tables and all shards.
+    """Cuts arrays of several tables into the arrays of each table, in host memory.
 
     Args:
-      tree: arrays with the shards concatenated, and the tables concatenated in each shard.
+      tree: arrays of all shards, concatenated. Each shard contains the tables one after the other.
       num_tables: number of tables in each shard.
       num_shards: number of shards.
     """
@@ -191,7 +203,12 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
 
 
 def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
-    """Arrays of all tables and shards, from the arrays of each table (inverse of `unstack`)."""
+    """Joins the arrays of single tables to the arrays of all tables; inverse of `unstack`.
+
+    Args:
+      trees: for each table, its arrays of all shards, in host memory.
+      num_shards: number of shards.
+    """
 
     def stacked(*leaves: PyTree) -> np.ndarray:
         by_shard = [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves]
@@ -202,12 +219,12 @@ def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
 
 
 def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Array, Slots]:
-    """Rows and slots of a shard, filled with one number.
+    """Allocates the rows and slots of a shard.
 
     Args:
       table: spec of the table.
       capacity: number of rows.
-      fill: number in all entries. None: entries are undefined, and the caller fills them.
+      fill: number that fills all arrays. None: the caller must fill the arrays.
 
     Raises: ValueError: `capacity` is above `MAX_CAPACITY`.
     """
@@ -232,15 +249,15 @@ def with_initial_values(
     *,
     slots: bool = True,
 ) -> tuple[Array, ...]:
-    """Writes the initial values and slots of new keys to their rows, and returns the new arrays.
+    """Writes the initial vectors and slots of new keys to rows, and returns the new arrays.
 
     Args:
-      arrays: array of the vectors, and of the slots if `slots`.
-      rows: row of each key. A key with row `NO_ROW` is skipped.
-      keys: the new keys, and any entries that `rows` skips.
+      arrays: array of vectors, followed by the arrays of the slots unless `slots` is False.
+      rows: row to write for each key. A key with row `NO_ROW` is skipped.
+      keys: new keys. The keys that are skipped may be padding.
       table: spec of the table.
-      key: PRNG key of the table, or one for each of several tables.
-      slots: whether `arrays` contains slots after the vectors, True by default.
+      key: PRNG key of the table. If several tables share the storage, one PRNG key for each table.
+      slots: whether `arrays` contains the slots, True by default.
     """
     if not rows.shape[0]:
         return arrays
@@ -266,7 +283,7 @@ def with_initial_values(
 
 
 def rounding_by_key(params: DynamicTable, step: Step) -> Step:
-    """A step that rounds 16-bit rows with noise that depends on the key, not on its row number."""
+    """Copy of `step` in which the rounding noise of a row depends on its key, not on its number."""
     if step.rounding is None:
         return step
     rounding = step.rounding
@@ -289,12 +306,12 @@ def forget_older(
     steps_to_live: Int[Array, ""],
     number: Int[Array, ""],
 ) -> DynamicTable:
-    """Removes old keys of one table from the list of waiting keys, and returns the new shard.
+    """Removes old keys of one table from the map of waiting keys, and returns the new shard.
 
     Args:
-      params: parameters of the shard.
+      params: arrays of the shard.
       step: index of the current step.
-      steps_to_live: keys are removed that did not occur for more steps than this.
+      steps_to_live: number of steps. A key that has not occurred for more steps is removed.
       number: index of the table.
     """
     waiting = params.waiting
@@ -311,17 +328,17 @@ def forget_older(
 def grow(
     params: DynamicTable, slots: Slots, table: TableSpec, capacity: int, num_waiting: int = 0
 ) -> tuple[DynamicTable, Slots]:
-    """The shard and its slots with room for `capacity` rows. Every key keeps its row.
+    """Enlarges a shard and its slots to `capacity` rows. Every key keeps its row.
 
-    All programs that use the shard are compiled again, because its shape changes.
+    All programs that use the shard are compiled again, because the shapes of its arrays change.
 
     Args:
-      params: parameters of the shard.
+      params: arrays of the shard.
       slots: slots of the shard.
       table: spec of the table.
       capacity: new number of rows.
-      num_waiting: minimum number of keys that can wait for admission, if keys wait. 0, the default,
-        changes nothing.
+      num_waiting: minimum size of the map of waiting keys, which is enlarged if it is smaller. 0,
+        the default: the map keeps its size.
 
     Raises: ValueError: `capacity` is less than the present number of rows, or above `MAX_CAPACITY`.
     """
@@ -343,6 +360,6 @@ def grow(
 
 
 def numbers_of(lanes: Array) -> np.ndarray:
-    """Values of a counter, int64, in host memory: one for each table of each shard."""
+    """Numbers of a counter as int64 in host memory, one for each table of each shard."""
     high, low = on_host(lanes).astype(np.int64).T
     return (high << 32) + low

@@ -1,4 +1,4 @@
-"""Tables larger than the device: rows on the host, with a device cache of recently used rows."""
+"""Storage for tables that do not fit on the device, with a device cache of recently used rows."""
 
 from __future__ import annotations
 
@@ -40,24 +40,27 @@ from rsembed.storage.row_map import Eviction
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class HostCached(DynamicRows):
-    """Storage for tables on the host, with a device cache of recently used rows and their slots.
+    """Storage for tables in host memory, with a device cache of recently used rows and their slots.
 
-    The results equal those of a table on the device, except for the noise of `stochastic_rounding`.
+    Lookups and steps give the same results as with a table on the device, except for the noise of
+    `stochastic_rounding`.
 
     `collection.prefetch` copies the rows of a batch to the device. Call `prefetch` before a
-    compiled step, which cannot read from the host and raises an error if a row is missing. Outside
-    `jit`, lookups and steps call `prefetch` themselves. The host needs memory only for rows that
-    were trained or evicted.
+    compiled step. A compiled step cannot read rows from the host, and raises an error if a row is
+    not in the cache. Outside `jit`, lookups and steps call `prefetch` themselves. The table and its
+    slots use host memory only for rows that were written back from the device.
 
-    The collection has one host store at a time. `init` and `load_collection` replace the store. A
-    state from before an exchange of rows is rejected, because the store no longer has the rows of
-    that state. To go back to an earlier state, load a checkpoint.
+    A collection has one store of host rows for each table. `init` and `load_collection` replace the
+    store. The collection rejects states that are older than the last exchange of rows between host
+    and device, because the store no longer has the rows of such a state. To return to an earlier
+    state, load a checkpoint.
 
     Args:
-      cache_rows: number of rows in the cache, over all devices. The cache must hold all distinct
-        rows of a batch. On a mesh, id `k` belongs to device `k % num_devices`.
-      eviction: rows that are evicted for new rows: the least recently fetched ("lru", the default)
-        or the least often fetched ("lfu"). Rows of the current batch are never evicted.
+      cache_rows: number of rows in the cache, on all devices together. The cache must hold all
+        distinct rows of a batch. On a mesh, id `k` belongs to device `k % num_devices`.
+      eviction: rows that are evicted if the cache is full: the least recently fetched rows ("lru",
+        the default) or the least often fetched rows ("lfu"). Rows of the current batch are never
+        evicted.
 
     Raises: ValueError: an argument is out of range. The error is raised when a table uses the
       storage.
@@ -80,7 +83,7 @@ class HostCached(DynamicRows):
 
     @property
     def in_files(self) -> None:
-        """Always None, because a file has a row for every id."""
+        """Always None, because a checkpoint contains a row for every id."""
         return None
 
     def num_rows(self, table: TableSpec) -> int:
@@ -97,10 +100,10 @@ class HostCached(DynamicRows):
     def init(
         self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
     ) -> State:
-        del shard  # All shards are empty at the start.
+        del shard  # A new shard contains no keys.
         num_rows = -(-self.cache_rows // num_shards)
         empty, slots = hashed_rows.empty(table, [num_rows], table_key(key, table.name))
-        # A `bond` is not needed: the generation already detects states that do not match the store.
+        # The table needs no `bond`, because `generation` already detects averages of states.
         return empty._replace(generation=jnp.zeros(1, jnp.uint32), bond=None), slots
 
     def read(
@@ -119,7 +122,7 @@ class HostCached(DynamicRows):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        del occurrences, step  # `make_room` has already counted the occurrences.
+        del occurrences, step  # `make_room` has already recorded the uses of the rows.
         return params, slots, _cached_rows(params, keys, table.name)
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
@@ -129,17 +132,17 @@ class HostCached(DynamicRows):
     def make_room(
         self, params: DynamicTable, keys: Keys
     ) -> tuple[DynamicTable, Moves, Int[Array, "1"]]:
-        """Reserves cache rows for new keys. Returns the cache, and the moves that fill these rows.
+        """Reserves cache rows for the keys of a batch that are not in the cache.
 
-        The clock for "lru" counts calls, not training steps, because many batches may be looked up
-        between two steps.
+        The time of last use for "lru" counts calls of `make_room`, not training steps, because many
+        batches may be looked up between two steps.
 
         Args:
           params: parameters of one shard.
-          keys: keys and padding, which may repeat.
+          keys: keys of the batch and padding. Keys may repeat.
 
-        Returns: updated parameters, the moves that the caller has to make before the next lookup,
-          and the number of keys that got no row.
+        Returns: the new parameters; the moves of rows, which the caller must make before the next
+          lookup; and the number of keys that got no cache row.
         """
         known = params.keys
         now = jnp.max(known.last_step) + 1
@@ -168,12 +171,12 @@ class HostCached(DynamicRows):
 
 
 class HostTable(HostCached):
-    """A `HostCached` storage with the host rows of one table of one collection.
+    """A `HostCached` storage together with the host rows of one table of one collection.
 
-    The host rows belong to one state at a time.
+    The host rows belong to one state of the collection at a time.
 
     Args:
-      storage: storage that gives the size of the cache and the eviction policy.
+      storage: storage with the size of the cache and the eviction policy.
       table: spec of the table.
     """
 
@@ -189,10 +192,10 @@ class HostTable(HostCached):
         )
 
     def begin(self, params: DynamicTable) -> None:
-        """Creates a new store of initial rows.
+        """Replaces the host rows by a new store of initial rows.
 
         Args:
-          params: parameters with an empty cache, and with the PRNG key of the initial rows.
+          params: parameters with an empty cache, and with the PRNG key for the initial rows.
         """
         data = on_host(jax.random.key_data(params.key))[0]
         key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(params.key))
@@ -204,9 +207,13 @@ class HostTable(HostCached):
         self.backing = BackingStore(arrays, checked)
 
     def _checked_values(self, first_values: Callable[..., PyTree], ids: Rows) -> Sequence[Array]:
-        """Values and slots of some rows.
+        """Initial values and slots of some rows.
 
-        Raises: ValueError: a number is not finite.
+        Args:
+          first_values: function that computes the initial values and slots of some ids.
+          ids: ids of the rows.
+
+        Raises: ValueError: a value is not finite.
         """
         arrays: Sequence[Array] = first_values(ids)
         if self.table.initializer is not default_initializer:
@@ -218,7 +225,10 @@ class HostTable(HostCached):
         return arrays
 
     def advanced(self, params: DynamicTable, num_shards: int) -> DynamicTable:
-        """Parameters marked with a new generation. The store rejects all older parameters."""
+        """Marks parameters with a new generation, and returns them.
+
+        All older states of the table are rejected from then on.
+        """
         self.generation.advance(self.generation.number)
         generation: PyTree = np.full(num_shards, self.generation.number, np.uint32)
         return params._replace(generation=generation)
@@ -226,13 +236,13 @@ class HostTable(HostCached):
     def rows(
         self, params: DynamicTable, slots: SlotTree, table: TableSpec, num_shards: int
     ) -> dict[str, np.ndarray]:
-        """All rows of the table, from the device cache if they are in it, else from the store."""
+        """All rows of the table: cached rows from the device, all other rows from the host."""
         self.generation.check(on_host(params.generation))
         cached = np.flatnonzero(on_host(params.keys.last_step) != row_map.FREE)
         ids = on_host(params.keys.low)[cached]
         arrays = self.backing.read(np.arange(table.vocabulary_size))
         rows = {}
-        # A state for serving has no slots, so the store's slots are left out.
+        # If the state has no slots (a state for serving), the slots on the host are left out.
         for name, array, on_device in zip(
             array_names(table, slots), arrays, (params.rows, *slots), strict=False
         ):
@@ -241,9 +251,9 @@ class HostTable(HostCached):
         return rows
 
     def checked_rows(self, values: TableRows, table: TableSpec, step: Int[Array, ""]) -> TableRows:
-        """`values` as an array of all rows in the table's dtype.
+        """Checks the values of a whole table, see `whole_table`.
 
-        Raises: ValueError: `values` have the wrong names or shapes.
+        Raises: ValueError: see `whole_table`.
         """
         return whole_table(values, table)
 
@@ -255,11 +265,19 @@ class HostTable(HostCached):
         table: TableSpec,
         num_shards: int,
     ) -> State:
-        """Writes a table to a new store. Returns parameters and slots with an empty cache.
+        """Writes all rows to a new store on the host, and empties the cache.
 
-        `rows` is an array of values, or a dictionary as the method `rows` returns it.
+        Args:
+          params: parameters of all shards.
+          slots: slots of all shards.
+          rows: array of all rows, or a dictionary as the method `rows` returns it. With an array,
+            the rows keep their slots.
+          table: spec of the table.
+          num_shards: number of shards.
 
-        Raises: ValueError: names or shapes of the rows differ from those of the table.
+        Returns: parameters and slots with an empty cache.
+
+        Raises: ValueError: a name or a shape in `rows` does not fit the table.
         """
         names = array_names(table, slots)
         if not isinstance(rows, Mapping):
@@ -279,7 +297,7 @@ class HostTable(HostCached):
 
 
 def _cached_rows(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array, " nnz"]:
-    """Cache slots of the keys. The program stops with an error if a key is not in the cache."""
+    """Cache row of each key. If a key is not in the cache, the program stops with an error."""
     rows = row_map.find(params.keys, keys)
     num_missing = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
 
@@ -289,8 +307,8 @@ def _cached_rows(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array
             "call collection.prefetch(state, batch) before the compiled step, with the batch that it reads."
         )
 
-    # Under `vmap`, a branch runs for every sample, and a host callback cannot. One branch therefore
-    # checks all samples.
+    # Under `vmap`, a condition of each sample would turn the branches of `lax.cond` into a select,
+    # which cannot contain a host callback. `checked` therefore has one condition for all samples.
     @jax.custom_batching.custom_vmap
     def checked(rows: Array, num_missing: Array) -> Array:
         jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)

@@ -1,7 +1,8 @@
-"""Reads the rows of keyed tables by key, and writes rows by key.
+"""Exports the rows of keyed tables by key, and imports rows by key.
 
-Exported rows do not depend on row numbers or shards, and imported rows may have any order. Every
-array has the rows of all shards, concatenated: row `r` of shard `s` has index `s * capacity + r`.
+Exported rows are in ascending order of their keys, so they do not depend on row numbers or shards.
+Imported rows may be in any order. The arrays of a state contain the rows of all shards: row `r` of
+shard `s` has index `s * capacity + r`.
 """
 
 from __future__ import annotations
@@ -30,16 +31,16 @@ from rsembed.storage.protocol import SlotTree, State, Storage, on_host
 from rsembed.storage.row_map import Eviction, RowMap
 
 ROWS_PER_BLOCK = 1 << 16
-"""Number of rows that are written at once."""
+"""Number of rows of an array in memory that one call of `_put` writes."""
 
 Blocks = Iterator[tuple[int, np.ndarray]]
-"""Blocks of rows of an array: the index of the first row, and the rows."""
+"""Blocks of rows of an array. Each block has the index of its first row, and its rows."""
 Export = Mapping[str, PyTree]
-"""Arrays of a keyed table by name: `keys`, `values`, slots, steps and counts. See `import_rows`."""
+"""Arrays of an exported keyed table by name: `keys`, `values`, slots, last steps and counts."""
 Facts = dict[str, np.ndarray]
-"""`keys`, `last_step` and `count` of some rows, in ascending order of the keys."""
+"""Arrays `keys`, `last_step` and `count` of some rows, in ascending order of the keys."""
 Positions = Int[np.ndarray, " n"]
-"""Indices of rows in arrays of all shards."""
+"""Indices of rows in an array that contains all shards."""
 
 _find_or_assign = jax.jit(row_map.find_or_assign)
 _release = jax.jit(row_map.release)
@@ -52,14 +53,14 @@ def _squared_norms(rows: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class SavedArray:
-    """An array of a checkpoint that is still on disk.
+    """An array of a checkpoint that has not been read from disk yet.
 
     Attributes:
       shape: shape of the array.
       dtype: dtype of the array.
-      read: function that reads the array and yields blocks `(index of the first row, rows)`. The
-        argument of `read` is an array to fill, or None for new arrays. An array of shape `()`
-        counts as one row.
+      read: function that reads the array, and yields blocks `(index of the first row, rows)`. If
+        the argument is an array, the function reads into it. If the argument is None, the function
+        allocates the blocks. A scalar is read as an array with one row.
     """
 
     shape: tuple[int, ...]
@@ -67,7 +68,7 @@ class SavedArray:
     read: Callable[[np.ndarray | None], Blocks]
 
     def blocks(self) -> Blocks:
-        """Blocks `(index of the first row, rows)` of a few MiB each, in the order of rows.
+        """Blocks `(index of the first row, rows)` of a few MiB each, in ascending order of rows.
 
         Raises: CorruptCheckpointError: the file of a block is damaged.
         """
@@ -85,13 +86,13 @@ class SavedArray:
 
 
 def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.ndarray:
-    """Imported values, converted to a different dtype.
+    """Converts imported values to a dtype, and checks that they fit.
 
     Args:
       values: numbers from a user or a file.
       dtype: dtype of the result.
-      where: start of the error message, such as the name of the table.
-      name: name of the values in the error message.
+      where: subject of the error message, such as the name of the table.
+      name: name of the array, for the error message.
 
     Raises: ValueError: finite numbers are too large for `dtype`.
     """
@@ -110,15 +111,15 @@ def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.n
 
 
 def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
-    """Slots that a user passes for a table, in the structure of `template`.
+    """Checks slots that a user passes for a table, and returns them in the structure of `template`.
 
-    Concrete slots are in host memory. Traced slots stay traced.
+    The returned slots are NumPy arrays in host memory. Inside `jit`, they are traced arrays.
 
     Args:
-      slots: slots of a table as `EmbeddingCollection.slots` returns them, or as a file has them: a
-        dictionary by name.
+      slots: slots of a table as `EmbeddingCollection.slots` returns them, or a dictionary of slots
+        by name, as in a checkpoint.
       template: slots with the shapes and dtypes that fit the table.
-      table: spec of the table, for its name and rule in error messages.
+      table: spec of the table. Error messages contain its name and its optimizer.
 
     Raises:
       TypeError: a slot is not an array of numbers.
@@ -129,7 +130,7 @@ def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
     arrays = _by_path(slots)
     templates = _by_path(template)
     if arrays.keys() != templates.keys():
-        # Files have numbers instead of names if the rule has no names for its slots.
+        # If the rule has no names for its slots, a checkpoint has numbers as names.
         by_number = {str(number): leaf for number, leaf in enumerate(templates.values())}
         if arrays.keys() != by_number.keys():
             raise ValueError(
@@ -142,7 +143,8 @@ def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
         slot = arrays[name]
         check_type(slot, Num[np.ndarray, "..."], f"{where}: its slot {name!r}")
         if not is_traced(slot):
-            slot = on_host(slot)  # `slot` may be on another mesh.
+            # `slot` may be an array on a mesh other than the mesh of the table.
+            slot = on_host(slot)
         actual = f"{slot.dtype.name}{list(slot.shape)}"
         expected = f"{slot_template.dtype.name}{list(slot_template.shape)}"
         if actual != expected:
@@ -155,7 +157,10 @@ def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
 
 
 def _by_path(tree: PyTree) -> dict[str, PyTree]:
-    """Leaves by path. Paths are strings, so a field and a dictionary key of one name are equal."""
+    """Leaves of a tree by path.
+
+    Paths are strings, so a named tuple and a dictionary with the same names have equal paths.
+    """
     leaves = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         leaves[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
@@ -165,16 +170,17 @@ def _by_path(tree: PyTree) -> dict[str, PyTree]:
 def places_by_key(
     params: DynamicTable, table: TableSpec, num_shards: int
 ) -> tuple[Positions, dict[str, np.ndarray]]:
-    """Row indices of all keys, and all arrays about the keys, in ascending order of the keys.
+    """Row index of each key of a table, and arrays with facts about the keys.
 
     Args:
-      params: rows of all shards.
+      params: arrays of all shards.
       table: spec of the table.
       num_shards: number of shards.
 
-    Returns: the row indices, and a dictionary of arrays. The dictionary has `keys`, in the table's
-      `key_dtype`. A hash table adds `last_step` and `count`. With waiting keys, the dictionary also
-      has `waiting_keys`, `waiting_last_step` and `waiting_count`.
+    Returns: the row indices in ascending order of the keys, and a dictionary of arrays. The
+      dictionary contains `keys` in the table's `key_dtype`. A table with a hash table also has
+      `last_step` and `count`. A table with a map of waiting keys also has `waiting_keys`,
+      `waiting_last_step` and `waiting_count`, in ascending order of the waiting keys.
 
     Raises: ValueError: a key is outside the range of `key_dtype`.
     """
@@ -201,21 +207,21 @@ def rows_to_leave(
     norm_below: float | None,
     step: int,
 ) -> tuple[Positions, Facts]:
-    """Row indices of the keys to evict, and their `keys`, `last_step` and `count`.
+    """Row indices of the keys that an eviction removes, and the keys, last steps and counts.
 
-    A key is evicted if at least one of `keep`, `unused_for` and `norm_below` selects it. A
-    condition that is None selects no key. The result is in ascending order of the keys.
+    A key is removed if at least one of the conditions `keep`, `unused_for` and `norm_below` holds
+    for it. A condition that is None holds for no key. The result is in ascending order of the keys.
 
     Args:
-      params: rows of all shards.
+      params: arrays of all shards.
       table: spec of the table.
-      policy: how the worth of a row is computed, see `row_map.worth`.
+      policy: eviction policy, which defines the worth of a row, see `row_map.worth`.
       is_in_table: mask of the rows of the table, if several tables share the storage. True, the
-        default: all rows.
-      keep: number of rows to keep, over all shards. Rows of the smallest worth are evicted. If rows
-        have equal worth, the smallest keys are evicted.
-      unused_for: evicts keys that were not used for more steps than this.
-      norm_below: evicts keys with an L2 norm of their row below this.
+        default: all rows are rows of the table.
+      keep: number of rows to keep, on all shards together. The rows with the smallest worth are
+        removed. Among rows with equal worth, the rows with the smallest keys are removed.
+      unused_for: number of steps. A key that has not been used for more steps is removed.
+      norm_below: L2 norm. A key is removed if its row has a smaller norm.
       step: index of the next step.
     """
     maps = params.keys
@@ -240,10 +246,11 @@ def check_reasons(where: str, **reasons: float | None) -> None:
     """Checks the conditions of an eviction, such as `keep=100`.
 
     Args:
-      where: start of the error message.
-      reasons: conditions for the eviction, by name. None for a condition that does not apply.
+      where: subject of the error message, such as the name of the table.
+      **reasons: conditions of the eviction, by name. The value of an unused condition is None.
 
-    Raises: TypeError or ValueError: all reasons are None, or one has a wrong type or value.
+    Raises: TypeError or ValueError: all conditions are None, or a condition has a wrong type or
+      value.
     """
     if all(value is None for value in reasons.values()):
         raise ValueError(f"{where}: give one or more of {', '.join(reasons)}.")
@@ -261,9 +268,9 @@ def _key_dtype(table: TableSpec) -> str:
 
 
 def array_names(table: TableSpec, slots: Sequence[PyTree]) -> list[str]:
-    """Names of the vectors and slots of a table in exports, in the order of the state.
+    """Names of a table's vectors and slots in an export, in the order in which a state has them.
 
-    A state for serving has no slots, so the names of slots are left out.
+    If `slots` is empty (a state for serving), the result has no names of slots.
     """
     names = ["values"]
     for name in getattr(table.optimizer.slot_type, "_fields", range(len(slots))):
@@ -274,7 +281,7 @@ def array_names(table: TableSpec, slots: Sequence[PyTree]) -> list[str]:
 def _by_key(
     table: TableSpec, maps: RowMap, marks: np.ndarray | bool = True
 ) -> tuple[Positions, Facts]:
-    """Indices of the marked rows with a key, and their `keys`, `last_step` and `count`.
+    """Indices of the marked rows that have a key, and `keys`, `last_step` and `count` of the rows.
 
     The result is in ascending order of the keys.
     """
@@ -300,18 +307,19 @@ def import_rows(
     table: TableSpec,
     num_shards: int,
 ) -> State:
-    """Writes the rows of `exported` outside `jit`, and returns the new parameters and slots.
+    """Writes exported rows to a table outside `jit`, and returns the new parameters and slots.
 
-    Keys that the table already has are overwritten. New keys get free rows. Rows and slots keep
-    their devices. The arrays of keys are returned as NumPy arrays.
+    Rows of keys that the table already has are overwritten. New keys get free rows. The returned
+    vectors and slots are on the devices of `params` and `slots`. The returned maps of keys are
+    NumPy arrays.
 
     Args:
-      params: rows of all shards.
+      params: arrays of all shards.
       slots: slots of all shards.
       exported: result of `DynamicRows.rows`, or some of its arrays. Values and slots may be
-        `SavedArray`s. Only `keys` and `values` are required. Missing slots start at their initial
-        values. A missing `last_step` or `count` is 0. If the table admits every key at once,
-        waiting keys are dropped, with a warning.
+        `SavedArray`s. Only `keys` and `values` are required. Missing slots get initial values. A
+        missing `last_step` or `count` is 0. If keys of the table do not wait for admission, waiting
+        keys in `exported` are dropped with a warning.
       table: spec of the table.
       num_shards: number of shards.
 
@@ -343,7 +351,10 @@ def import_rows(
 
 
 def _check_names(table: TableSpec, exported: Export, names: Sequence[str]) -> None:
-    """Raises: ValueError: `exported` has an array that is neither in `names` nor about keys."""
+    """Checks that `exported` contains only arrays in `names`, and arrays about keys.
+
+    Raises: ValueError: `exported` has an array with a different name.
+    """
     known = set(names)
     for name in ("keys", "last_step", "count"):
         known |= {name, f"waiting_{name}"}
@@ -355,10 +366,11 @@ def _check_names(table: TableSpec, exported: Export, names: Sequence[str]) -> No
 def with_keys(
     params: DynamicTable, exported: Export, table: TableSpec, num_shards: int
 ) -> tuple[DynamicTable, Positions]:
-    """Adds the keys of `exported`. Returns the new parameters and the row index of each key.
+    """Adds the keys of `exported` to a table, with their last steps and counts.
 
-    Steps and counts of the keys are also added. `with_keys` does not write the vectors of the keys.
-    For the arguments, see `import_rows`.
+    The caller writes the vectors and slots of the keys. The arguments are those of `import_rows`.
+
+    Returns: the new parameters, and the row index of each key.
 
     Raises: ValueError: see `import_rows`.
     """
@@ -377,7 +389,7 @@ def with_keys(
                 stacklevel=2,
             )
         return params, positions
-    # Imported keys have a row now, so they no longer wait.
+    # The imported keys have rows now, so they no longer wait for admission.
     waiting = _without(params.waiting, keys, num_shards)
     if "waiting_keys" in exported:
         waiting_keys = _checked_keys(table, exported, "waiting_")
@@ -393,17 +405,18 @@ def _written(
     where: str,
     name: str,
 ) -> PyTree:
-    """A copy of an array of all shards, with `values` in some rows, on the devices of the array.
+    """Copies an array of all shards, and writes `values` to some rows of the copy.
 
-    The first block copies the array. Later blocks are written in place.
+    The copy is on the devices of the array. `values` are written in blocks of rows. The write of
+    the first block copies the array, and later blocks are written in place.
 
     Args:
       array: array of all shards.
       positions: index of each row to write.
-      values: the rows, as an array or a `SavedArray`.
+      values: the new rows, as an array or a `SavedArray`.
       num_shards: number of shards.
-      where: start of the error message.
-      name: name of the values in the error message.
+      where: subject of the error message, such as the name of the table.
+      name: name of the array, for the error message.
 
     Raises: ValueError: numbers are too large for the dtype of `array`.
     """
@@ -416,8 +429,8 @@ def _written(
             array[block_positions] = rows
             continue
         shard, row = np.divmod(block_positions, array.shape[0] // num_shards)
-        # Blocks are padded to one of a few sizes, because each size compiles a program. Shard
-        # indices of padding are out of range, so padding is not written.
+        # The block is padded to one of a few sizes, because `_put` is compiled for each size. The
+        # shard index of padding is out of range, so `_put` does not write padding.
         num_rows = block_positions.size
         padding = (0, padded_size(max(num_rows, 1)) - num_rows)
         shard = np.pad(shard, padding, constant_values=num_shards).astype(np.int32)
@@ -432,7 +445,10 @@ def _written(
 
 
 def _blocks_of(values: PyTree) -> Blocks:
-    """Blocks of rows of an array or a `SavedArray`. An empty array in memory has one empty block."""
+    """Blocks of rows of an array or a `SavedArray`.
+
+    For an array without rows, the only block is empty.
+    """
     if isinstance(values, SavedArray):
         yield from values.blocks()
         return
@@ -446,12 +462,15 @@ def _put(num_shards: int, array: Array, shard: Array, row: Array, values: Array)
 
 
 def room_needed(params: DynamicTable, exported: Export, table: TableSpec, num_shards: int) -> int:
-    """Number of rows that the fullest shard of a hash table needs for `import_rows`."""
+    """Number of rows that each shard must have, so that `import_rows` has room for all keys.
+
+    The arguments are those of `import_rows`. The table must have a hash table.
+    """
     return _keys_on_fullest_shard(params.keys, _checked_keys(table, exported, ""), num_shards)
 
 
 def _keys_on_fullest_shard(maps: RowMap, keys: Keys, num_shards: int) -> int:
-    """Largest number of keys on one shard, if `keys` are added to the maps of all shards."""
+    """Largest number of keys on one shard, if `keys` are added to the keys in `maps`."""
     is_used = on_host(maps.last_step) != row_map.FREE
     present = join_keys(on_host(maps.high), on_host(maps.low))[is_used]
     distinct = split_keys(np.union1d(present, join_keys(keys.high, keys.low)))
@@ -487,9 +506,9 @@ def _checked(table: TableSpec, exported: Export, name: str, shape: tuple[int, ..
 
 
 def _fixed_positions(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) -> Positions:
-    """Row index of each key in a table without a hash table.
+    """Row index of each key in a table without a hash table, in which keys are row numbers.
 
-    Raises: ValueError: a key is out of range.
+    Raises: ValueError: a key is not below `num_rows`.
     """
     capacity = num_rows // num_shards
     rows = local_rows(keys, num_shards, capacity)
@@ -503,7 +522,7 @@ def _fixed_positions(table: TableSpec, keys: Keys, num_rows: int, num_shards: in
 
 
 def _without(maps: RowMap, removed: Keys, num_shards: int) -> RowMap:
-    """Removes the keys in `removed`, and returns the new maps of all shards."""
+    """Removes keys from the maps of all shards, and returns the new maps."""
     present = join_keys(on_host(maps.high), on_host(maps.low))
     is_removed = np.isin(present, join_keys(removed.high, removed.low))
     is_removed &= on_host(maps.last_step) != row_map.FREE
@@ -520,18 +539,18 @@ def _without(maps: RowMap, removed: Keys, num_shards: int) -> RowMap:
 def _with_rows_for(
     table: TableSpec, maps: RowMap, keys: Keys, exported: Export, prefix: str, num_shards: int
 ) -> tuple[RowMap, Positions]:
-    """Adds `keys` to the maps. Returns the new maps of all shards, and the row index of each key.
+    """Adds keys to the maps of all shards, and returns the new maps and the row index of each key.
 
     Args:
       table: spec of the table.
-      maps: maps of all shards, of the keys with rows or of the waiting keys.
+      maps: maps of all shards. The maps contain the keys with rows, or the waiting keys.
       keys: distinct keys to add.
-      exported: imported arrays, with the steps and counts of the keys.
-      prefix: prefix of the names of steps and counts: "" for keys with rows, "waiting_" for waiting
-        keys.
+      exported: imported arrays. The arrays `<prefix>last_step` and `<prefix>count` have the last
+        step and the count of each key.
+      prefix: "" for keys with rows, "waiting_" for waiting keys.
       num_shards: number of shards.
 
-    Raises: ValueError: a step or a count is out of range, or a shard has too few free rows.
+    Raises: ValueError: a last step or a count is out of range, or a shard has too few free rows.
     """
     last_steps = _checked_counts(table, exported, f"{prefix}last_step", keys.shape)
     counts = _checked_counts(table, exported, f"{prefix}count", keys.shape)
@@ -557,7 +576,7 @@ def _with_rows_for(
                 enough = f"admission_capacity={needed}"
             else:
                 actual = f"capacity={num_rows}"
-                # All devices have equally many rows, together perhaps more than vocabulary_size.
+                # All shards have the same number of rows, so the fullest shard decides.
                 enough = f"vocabulary_size={needed * num_shards}"
             raise ValueError(
                 f"table {table.name!r}: {rows.size} imported {prefix}keys need {num_free + num_missing} free rows, "
@@ -572,7 +591,7 @@ def _with_rows_for(
 def _checked_counts(
     table: TableSpec, exported: Export, name: str, shape: tuple[int, ...]
 ) -> Int[np.ndarray, " n"]:
-    """Imported steps or counts as int32; zeros if `exported` has none.
+    """Array `name` of `exported` (last steps or counts) as int32; zeros if the array is missing.
 
     Raises: ValueError: a number is out of range.
     """

@@ -21,56 +21,61 @@ from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec
 
 ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nnz"] | None]
-"""Facts about the step that follows a lookup: `(occurrences, step number, arrival)`.
+"""Facts about the optimizer step that follows a lookup: `(occurrences, step number, arrival)`.
 
-`occurrences` counts each key in the batch. New keys get rows in `find` in ascending order of
-`arrival`. If `arrival` is None, they get rows in the order of the keys."""
+`occurrences` is the number of occurrences that each key of the lookup stands for. In the step,
+`find` gives rows to new keys in ascending order of their `arrival`. If `arrival` is None, `find`
+gives rows to new keys in the order of the lookup."""
 Params: TypeAlias = PyTree
 """Parameters of a storage: one array, or a pytree of arrays."""
 SlotTree: TypeAlias = PyTree
-"""Optimizer state of a storage's parameters: a tuple of arrays, or a pytree of arrays."""
+"""Slots (optimizer state) of a storage's parameters: a tuple of arrays, or a pytree of arrays."""
 State: TypeAlias = tuple[Params, SlotTree]
 """Parameters and slots of a storage."""
 Found: TypeAlias = tuple[Params, SlotTree, Int[Array, " nnz"]]
-"""Parameters, slots, and the row of each key. A key without a row has `NO_ROW`."""
+"""Result of `find`: parameters, slots, and the row of each key (`NO_ROW` if it has no row)."""
 Vectors: TypeAlias = tuple[Float[Array, "nnz dim"], Int[Array, ""]]
-"""Vector of each key, and the number of distinct keys without a row."""
+"""Result of `read`: the vector of each key, and the number of distinct keys without a row."""
 TableRows: TypeAlias = PyTree
-"""Rows of one table for users: an array, a dictionary of arrays, or the storage's parameters."""
+"""All rows of one table, as users get and pass them: an array, or a dictionary of arrays.
+
+If a storage cannot export rows, users get and pass its parameters instead."""
 ByTable: TypeAlias = Mapping[str, PyTree]
-"""One array or pytree for each table, by the table's name."""
+"""Mapping from the name of a table to an array or pytree of the table."""
 Pool: TypeAlias = Callable[[Array, Int[Array, " nnz"]], PyTree]
-"""Function `(vectors, index of each key's vector) -> pooled output`."""
+"""Function `(vectors, index in vectors of each key) -> pooled output`."""
 
 
 class Storage(abc.ABC):
     """Stores the rows of a table that one device owns.
 
-    `params` and `slots` are any pytrees, and all functions of them are pure and traced. If a table
-    is split over a mesh, every leaf has a leading axis along which the shards are concatenated. A
-    storage does not depend on the mesh, on bags or on other tables. Ids arrive as `Keys`, which may
-    repeat. A storage is frozen and hashable, because it is part of a spec.
+    A storage decides the structure of `params` and `slots`, which are pytrees of arrays. The
+    methods that compute with `params` are pure and may be traced. If a table is split over a mesh,
+    every leaf of `params` and `slots` contains the shards one after the other. A storage knows
+    nothing about the mesh, about bags or about other tables. The methods get ids as `Keys`, which
+    may repeat. A storage is frozen and hashable, because it is a part of a `TableSpec`.
 
     Two arguments have the same meaning in all methods. `table` is the spec of the table. `step` is
-    the current optimizer step: its number, rule and hyperparameters.
+    the current optimizer step, with its number, rule and hyperparameters.
     """
 
     placements: ClassVar[tuple[str, ...]] = ("replicated",)
-    # Integer dtype of the keys. None: ids are row numbers. Keyed storages override `key_dtype` with
-    # a field.
+    # Name of the integer dtype of keys, or None if ids are row numbers. Keyed storages replace this
+    # attribute with a field.
     key_dtype: Any = None
 
     rows_on_host: ClassVar[bool] = False
-    """Whether `rows` and `with_rows` work on the host, outside `jit`.
+    """True if `rows` and `with_rows` run on the host, outside `jit`.
 
-    If True, a checkpoint has the rows of each table instead of `params`."""
+    A checkpoint of such a storage contains the rows of each table instead of `params`."""
 
     @property
     def sums_gradients(self) -> bool:
-        """True if a step updates all `params`.
+        """True if an optimizer step updates all `params`, not only the rows of a batch.
 
-        If True, devices with full copies compute the `gradients` of their samples, and call
-        `step_all` with the sum over devices. Every id has a row, and `find` changes nothing.
+        The engine then computes the `gradients` of all `params` on each device, and calls
+        `step_all` with their sum over devices. Each device has a full copy of `params`. Every id
+        must have a row, and `find` must not change `params`.
         """
         return False
 
@@ -81,46 +86,48 @@ class Storage(abc.ABC):
 
     @property
     def makes_room(self) -> bool:
-        """True if `find` may evict a key to give its row to a new key. `hold` protects keys."""
+        """True if `find` may evict a key, and give the row of this key to a new key.
+
+        `hold` protects keys from eviction.
+        """
         return False
 
     @property
     def in_files(self) -> str | None:
-        """Description that must be equal in a file and in the table that loads it.
+        """Description of the storage in checkpoints.
 
-        None: the file has a row for every id.
+        The description in a checkpoint must equal the description of the table that loads it. None
+        if a checkpoint has a row for every id, as for a table without `storage`.
         """
         return repr(self)
 
     def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
-        """Path prefixes of the arrays that may have a different length in a file than in `table`.
+        """Path prefixes of the arrays that may be longer or shorter in a file than in `table`.
 
-        Only the leading axis of these arrays may differ.
+        The other axes of these arrays, and all axes of all other arrays, must have equal sizes.
 
         Args:
           table: the table that loads the file.
           saved: `in_files` of the storage that wrote the file.
 
-        Returns: the prefixes, or None if arrays of a different size cannot be loaded into `table`.
+        Returns: the prefixes, or None if arrays of different sizes cannot be loaded into `table`.
         """
         del table, saved
         return None
 
     def resolved(self, table: TableSpec) -> Storage:
-        """The storage with all options filled in that depend on `table`.
+        """Copy of the storage in which all options that depend on `table` have values.
 
-        States of storages that resolve to equal ones have the same meaning.
+        If two storages resolve to equal storages, states of one can be used with the other.
         """
         del table
         return self
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Key that is equal for tables that may share one storage.
+        """Hashable key that is equal for tables that may share one storage.
 
-        None: `table` shares its storage with no other table.
-
-        The key need not contain dim, dtype and rule, because only tables that agree in these are
-        compared.
+        None if `table` cannot share a storage with other tables. The key need not contain dim,
+        dtype and optimizer, because the caller only compares tables for which these are equal.
         """
         del table
         return None
@@ -133,22 +140,28 @@ class Storage(abc.ABC):
         return [list(tables)]
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
-        """All tables that share the storage, `table` included, in their order in every leaf."""
+        """All tables that share the storage, in the order in which the arrays contain the tables.
+
+        The result includes `table`.
+        """
         return (table,)
 
     def sharing(self, tables: Sequence[TableSpec]) -> Storage:
-        """One storage for several tables of equal `sharing_key`.
+        """Creates a storage that several tables share.
 
-        Raises: NotImplementedError: this kind of storage has one table only.
+        Args:
+          tables: specs of the tables, which have equal `sharing_key`.
+
+        Raises: NotImplementedError: tables cannot share this kind of storage.
         """
         raise NotImplementedError(
             f"{self} keeps one table, not {[table.name for table in tables]}."
         )
 
     def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
-        """Number of rows of `table` in each part of `params`, if tables are concatenated there.
+        """Number of rows of `table` in each part of `params`.
 
-        None: `params` is not concatenated from tables.
+        None if the parts of `params` are not concatenated from the arrays of several tables.
         """
         del table
         return None
@@ -156,31 +169,37 @@ class Storage(abc.ABC):
     def unstack(
         self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
     ) -> list[State]:
-        """`params` and slots of each table of `tables_of`, from the arrays of all shards.
+        """Cuts the arrays of all shards into `params` and slots of each table of `tables_of`.
 
-        For several tables, call `unstack` outside `jit`.
+        If there are several tables, call `unstack` outside `jit`.
         """
         del table, num_shards
         return [(params, slots)]
 
     def stack(self, parts: Sequence[State], like: Params, num_shards: int) -> State:
-        """Arrays of all shards, from the `params` and slots of each table; inverse of `unstack`.
+        """Joins `params` and slots of single tables to the arrays of all shards.
 
-        `like` is the `params` that `unstack` got.
+        Args:
+          parts: result of `unstack`, with changes.
+          like: the `params` that were passed to `unstack`.
+          num_shards: number of shards.
         """
         del like, num_shards
         return parts[0]
 
     @abc.abstractmethod
     def check(self, table: TableSpec) -> None:
-        """Raises: ValueError or NotImplementedError: this storage does not support the table."""
+        """Checks that the storage supports a table.
+
+        Raises: ValueError or NotImplementedError: the storage does not support the table.
+        """
 
     def num_rows(self, table: TableSpec) -> int:
         """Maximum number of rows on all devices together."""
         return table.vocabulary_size
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """Number of parameters, and number of optimizer state values, over all devices."""
+        """Number of parameters, and number of slot values, on all devices together."""
         row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
         slots = sum(slot.size for slot in jax.eval_shape(table.optimizer.init_slots, row))
         return self.num_rows(table) * table.embedding_dim, self.num_rows(table) * slots
@@ -190,7 +209,9 @@ class Storage(abc.ABC):
         return table.vocabulary_size
 
     def checked(self, ids: PyTree, table: TableSpec, feature: str) -> Keys:
-        """Keys from the ids of a batch. Traced ids that do not fit `key_dtype` become padding.
+        """Checks the ids of a batch, and returns them as `Keys`.
+
+        Traced ids that do not fit `key_dtype` become padding.
 
         Raises: TypeError or ValueError: see `checked_keys`.
         """
@@ -198,16 +219,17 @@ class Storage(abc.ABC):
         return checked_keys(ids, self.key_dtype, feature=feature)
 
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
-        """The shard that owns the row of each key; `num_shards` for padding."""
+        """Shard that owns the row of each key; `num_shards` for padding."""
         owner: Int[Array, " nnz"] = owners(keys, num_shards)
         return owner
 
     def keys_after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
-        """`keys` that depend on the gradients, so that a compiled step creates new rows last.
+        """Returns `keys`, but makes them depend on the gradients.
 
-        Without the dependence, XLA could create the rows in parallel with the lookup, and would
-        copy the table for that. XLA removes barriers before it decides about copies, so the keys
-        depend on a condition that never holds: one number equals both infinities.
+        A compiled step then creates new rows after the lookup. Without the dependence, XLA could
+        create new rows before the lookup has read the table, and would copy the table. XLA removes
+        optimization barriers before it decides about copies. The keys therefore depend on a
+        condition that is never true: that one number equals both infinities.
         """
         number = jnp.zeros((), jnp.float32)
         for gradient in gradients:
@@ -215,7 +237,7 @@ class Storage(abc.ABC):
         return keys.only(~((number == jnp.inf) & (number == -jnp.inf)))
 
     def vector_dtype(self, table: TableSpec) -> DTypeLike:
-        """Dtype of the rows that `read` and `vectors` return."""
+        """Dtype of the vectors that `read` and `vectors` return."""
         del table
         return jnp.float32
 
@@ -225,12 +247,12 @@ class Storage(abc.ABC):
         shard: Int[Array, ""] | int,
         resident_rows: Int[Array, " places"] | None = None,
     ) -> Rounding | None:
-        """Rounding of one shard's rows, from the rounding of the collection.
+        """Rounding function for the rows of one shard.
 
         Args:
-          rounding: rounding of the collection. None: round to nearest.
+          rounding: rounding function of the collection, or None for rounding to nearest.
           shard: index of the shard.
-          resident_rows: see `Step`.
+          resident_rows: row in each cache slot, if the table is a cache, see `Step`.
         """
         del shard, resident_rows
         return rounding
@@ -239,7 +261,14 @@ class Storage(abc.ABC):
     def init(
         self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
     ) -> State:
-        """Initial `params` and slots of one shard. `key` is the key of the model."""
+        """Initial `params` and slots of one shard.
+
+        Args:
+          key: PRNG key of the model.
+          table: spec of the table.
+          shard: index of the shard.
+          num_shards: number of shards.
+        """
 
     @abc.abstractmethod
     def read(
@@ -251,9 +280,9 @@ class Storage(abc.ABC):
           params: parameters of one shard.
           keys: keys and padding. Padding and keys without a row read zeros.
           table: spec of the table.
-          ahead: the step that follows. A key without a row then reads the initial value of the row
-            that `find` will give it, and only keys that `find` will try to give a row are counted.
-            None, the default: no step follows.
+          ahead: facts about the step that follows the lookup. A key that will get a row in this
+            step then reads the initial value of the row. The second result counts only keys for
+            which the step tries to assign a row. None, the default: no step follows.
         """
 
     def pooled(
@@ -265,17 +294,18 @@ class Storage(abc.ABC):
         pool: Pool,
         ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
-        """Pooled vectors of the keys, and the number of distinct keys without a row, as in `read`.
+        """Pooled vectors of the keys, and the number of distinct keys without a row.
 
-        A storage can override this to pool from its rows directly, without an array of the vectors.
+        By default, `pooled` passes the vectors from `read` to `pool`. A storage can override the
+        method, to pool rows directly from the table.
 
         Args:
           params: parameters of one shard.
           keys: keys and padding.
-          call: kernel call that reads the same ids, if ids are row numbers.
+          call: kernel call that reads the keys as row numbers, for storages without keys.
           table: spec of the table.
           pool: function that pools vectors.
-          ahead: the step that follows, as in `read`. None: no step follows.
+          ahead: facts about the step that follows the lookup, or None, see `read`.
         """
         del call
         vectors, num_unknown = self.read(params, keys, table, ahead)
@@ -298,24 +328,28 @@ class Storage(abc.ABC):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        """Parameters, slots and the row of each key, for the step that follows.
-
-        New keys get rows first.
+        """Assigns rows to new keys, and returns the row of each key for an optimizer step.
 
         Args:
           params: parameters of one shard.
           slots: slots of the same shard.
-          keys: keys and padding, which may repeat.
-          occurrences: number of times that each key occurred in the batch.
+          keys: keys and padding. Keys may repeat.
+          occurrences: number of occurrences in the batch that each entry of `keys` stands for.
           table: spec of the table.
-          step: the step that follows.
+          step: the optimizer step that uses the rows.
 
-        Returns: updated parameters, updated slots, and the row of each key. Padding, and keys that
-          got no row, have `NO_ROW`.
+        Returns: new parameters, new slots, and the row of each key. The row of padding, and of a
+          key that got no row, is `NO_ROW`.
         """
 
     def hold(self, params: Params, keys: Keys, step: Step) -> Params:
-        """`params` that protect the rows and counts of these keys until the end of the step."""
+        """Protects keys from eviction until the end of the step, and returns the new `params`.
+
+        Args:
+          params: parameters of one shard.
+          keys: keys to protect, and padding. The counts of waiting keys are also protected.
+          step: the current optimizer step.
+        """
         del keys, step
         return params
 
@@ -328,15 +362,15 @@ class Storage(abc.ABC):
         table: TableSpec,
         step: Step,
     ) -> State:
-        """`params` and slots after one optimizer step of the rows that a call read.
+        """Updates the rows that a kernel call read, and returns the new `params` and slots.
 
         Args:
           params: parameters of one shard, from `find`.
           slots: slots of the same shard, from `find`.
-          gradients: gradients of the outputs of the call. The ids of the call are the rows from
-            `find`.
+          gradients: kernel call, and gradients of its outputs. The ids of the call are the rows
+            that `find` returned.
           table: spec of the table.
-          step: rule, hyperparameters and number of the step.
+          step: number, rule and hyperparameters of the optimizer step.
         """
 
     def step_distinct(
@@ -348,11 +382,25 @@ class Storage(abc.ABC):
         table: TableSpec,
         step: Step,
     ) -> State:
-        """`params` and slots after one optimizer step of distinct rows, with gradients `values`."""
+        """Updates distinct rows with their gradients, and returns the new `params` and slots.
+
+        Args:
+          params: parameters of one shard, from `find`.
+          slots: slots of the same shard, from `find`.
+          rows: distinct rows. `NO_ROW` is skipped.
+          values: gradient of each row.
+          table: spec of the table.
+          step: number, rule and hyperparameters of the optimizer step.
+        """
         return self.step(params, slots, CallGradients.of_rows(rows, values), table, step)
 
     def gradients(self, params: Params, gradients: CallGradients, table: TableSpec) -> PyTree:
-        """Gradient of all `params`, float32, from output gradients; only if `sums_gradients`.
+        """Float32 gradients of all `params`, for storages with `sums_gradients`.
+
+        Args:
+          params: parameters of one device.
+          gradients: kernel call, and gradients of its outputs.
+          table: spec of the table.
 
         Raises: NotImplementedError: a step of this storage updates single rows.
         """
@@ -363,7 +411,14 @@ class Storage(abc.ABC):
     def step_all(
         self, params: Params, slots: SlotTree, gradients: PyTree, table: TableSpec, step: Step
     ) -> State:
-        """`params` and slots after one optimizer step of all `params`; only if `sums_gradients`.
+        """Updates all `params` of a storage with `sums_gradients`, and returns params and slots.
+
+        Args:
+          params: parameters of one device.
+          slots: slots of the same device.
+          gradients: results of `gradients`, summed over devices.
+          table: spec of the table.
+          step: number, rule and hyperparameters of the optimizer step.
 
         Raises: NotImplementedError: a step of this storage updates single rows.
         """
@@ -371,15 +426,17 @@ class Storage(abc.ABC):
             f"table {table.name!r} is kept as {self}, and a step of this storage updates single rows."
         )
 
-    # Whole tables by name. From here on, `params` and `slots` have the rows of all shards.
+    # The methods below read and write whole tables. Their `params` and `slots` contain the rows of
+    # all shards.
 
     def rows(
         self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
     ) -> dict[str, PyTree]:
-        """All rows of a table as `values`, and each of its slots as `slot_<name>`, in id order.
+        """All rows of a table, in a dictionary of arrays.
 
-        A keyed table is in ascending order of its keys. The dictionary then also has `keys` and
-        other arrays about the keys, such as `last_step`.
+        `values` has the vectors, and `slot_<name>` has a slot. The rows are in the order of their
+        ids. The rows of a keyed table are in ascending order of their keys, and the dictionary also
+        has `keys` and other facts about the keys, such as `last_step`.
 
         Raises: NotImplementedError: the storage has no rows that can be exported.
         """
@@ -404,7 +461,7 @@ class Storage(abc.ABC):
         Args:
           values: rows from the user.
           table: spec of the table.
-          step: number of steps that the state has made.
+          step: number of optimizer steps of the state so far.
 
         Raises: ValueError: the rows have the wrong shape, dtype or names for the table.
         """
@@ -414,12 +471,12 @@ class Storage(abc.ABC):
     def with_rows(
         self, params: Params, slots: SlotTree, rows: TableRows, table: TableSpec, num_shards: int
     ) -> State:
-        """Writes `rows` to a table, and returns the new `params` and slots.
+        """Writes rows to a table, and returns the new `params` and slots.
 
         Args:
           params: parameters of all shards.
           slots: slots of all shards.
-          rows: result of `checked_rows` or `rows`.
+          rows: rows to write, a result of the method `checked_rows` or `rows`.
           table: spec of the table.
           num_shards: number of shards.
 
@@ -443,11 +500,11 @@ class Storage(abc.ABC):
         Args:
           params: parameters of all shards.
           slots: slots of all shards.
-          rows: new rows by table name, as in `with_rows`.
+          rows: new rows of some tables by table name, see `with_rows`.
           table: spec of any table of the storage.
           num_shards: number of shards.
-          new_slots: new slots by table name, each as `optimizer_state` returns them. The mapping is
-            empty if `rows_on_host`, because `rows` then contain the slots.
+          new_slots: new slots of some tables by table name, as `optimizer_state` returns them. If
+            `rows_on_host` is True, `new_slots` is empty, because `rows` contains the slots.
         """
         parts = self.unstack(params, slots, table, num_shards)
         for number, member in enumerate(self.tables_of(table)):
@@ -460,27 +517,35 @@ class Storage(abc.ABC):
         return self.stack(parts, params, num_shards)
 
     def check_params(self, params: Params, table: TableSpec) -> None:
-        """Raises: ValueError: parts of `params` do not match, such as an average of two states."""
+        """Checks that the arrays in `params` belong together.
+
+        Raises: ValueError: the arrays do not match, such as an average of two states.
+        """
         del params, table
 
     def check_step(self, before: Params, after: Params, table: TableSpec) -> None:
-        """Checks a step outside `jit`, from the parameters before and after it.
+        """Checks the result of an optimizer step outside `jit`.
 
-        Raises: RuntimeError: the step failed to store new keys.
+        Args:
+          before: parameters before the step.
+          after: parameters after the step.
+          table: spec of any table of the storage.
+
+        Raises: RuntimeError: the step had no room for a new key.
         """
         del before, after, table
 
     def counts(self, params: Params, num_shards: int) -> dict[str, np.ndarray]:
-        """Counters of each shard, on the host.
+        """Counters of each shard by name, in host memory.
 
-        The dictionary is empty for storages without counters.
+        The dictionary of a storage without counters is empty.
         """
         del params, num_shards
         return {}
 
 
 def on_host(array: PyTree) -> np.ndarray:
-    """A global array as a NumPy array, in every process.
+    """A global array as a NumPy array. With several processes, every process gets all values.
 
     Raises: RuntimeError: inside `jit`.
     """
@@ -492,23 +557,24 @@ def on_host(array: PyTree) -> np.ndarray:
 
 
 MOST_EMPTY = 1 / 16
-"""Largest padding of tables of unequal size that share storage, as a fraction of all rows."""
+"""Largest padding for tables of unequal size that share a storage, as a fraction of all rows."""
 
 
 def of_near_sizes(
     tables: Sequence[TableSpec], *, most_rows: int, num_waiting: int = 0
 ) -> list[list[TableSpec]]:
-    """Groups of tables of similar size. Each table is padded to the largest of its group.
+    """Splits tables into groups of similar size, because a group is padded to its largest table.
 
-    Groups of neighbouring sizes are merged, cheapest first, as long as the padding of all tables
-    stays within `MOST_EMPTY`. The number of groups is the smallest possible, or one or two more.
+    The groups start with tables of equal size. As long as the padding stays below `MOST_EMPTY`, the
+    two groups with neighbouring sizes that need the least padding are merged. The number of groups
+    is the smallest possible number, or one or two more.
 
     Args:
       tables: tables that may share one storage.
-      most_rows: maximum number of rows of a group, padding included. A single table may have more
-        rows than that.
-      num_waiting: number of keys that may wait for admission in each table, 0 by default. A group
-        also has room for at most `most_rows` waiting keys.
+      most_rows: maximum number of rows of a group, padding included. A table with more rows forms a
+        group alone.
+      num_waiting: maximum number of keys that wait for admission in each table, 0 by default. The
+        waiting keys of all tables of a group are also limited to `most_rows`.
     """
     size = operator.attrgetter("vocabulary_size")
     groups = []
@@ -535,11 +601,12 @@ def of_near_sizes(
 
 
 def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tuple[PyTree, ...]]:
-    """Trees of single tables, cut out of trees with several concatenated tables.
+    """Cuts trees of arrays that contain several tables into the trees of each table.
 
     Args:
-      trees: trees of arrays, or of `jax.ShapeDtypeStruct`s.
-      sizes: for each table, its number of rows in the arrays of each tree.
+      trees: trees of arrays, or of `jax.ShapeDtypeStruct`s. Each array contains the tables one
+        after the other.
+      sizes: for each table, the number of its rows in the arrays of each tree.
     """
     parts_of_tables = []
     firsts = [0] * len(trees)

@@ -1,12 +1,14 @@
-"""Map from keys to rows: assigns rows to new keys, finds them, and releases them for other keys.
+"""Map from keys to rows: finds the row of a key, assigns rows to new keys, and evicts keys.
 
-All functions work inside `jit`. Rows are found by open addressing with linear probing. At most half
-of the slots hold keys, and at most another quarter are deleted, so every search reaches an empty
-slot. `kernels/keyed.py` defines the content of a slot and the choice of a slot for a key.
+All functions work inside `jit`. The row of a key is in a hash table with open addressing and linear
+probing. At most half of the slots hold keys, and at most another quarter are deleted, so every
+search reaches an empty slot. `kernels/keyed.py` defines the content of a slot, and the slots in
+which the search for a key looks.
 
-Several tables can be concatenated in every array. Row indices in arguments and results are global.
-Row indices in the arrays are relative to their table. Each table is padded to the size of the
-largest one, and its padding rows are never assigned.
+Every array of a map can contain several tables, one after the other. Row indices in arguments and
+results of functions count the rows of all tables. Row indices in the arrays of a map count from the
+first row of their table. All tables are padded to the size of the largest table, and padding rows
+are never assigned.
 """
 
 from __future__ import annotations
@@ -28,15 +30,19 @@ Eviction = Literal["lru", "lfu"]
 FREE = -1
 REBUILD_BLOCK = 16_384
 SIGN_BIT = 1 << 31
-ROW_FACTOR = 0x9E3779B9  # The factor is odd, so different rows of a key have different numbers.
+# `_signature` multiplies row numbers by this factor. The factor is odd, so products of different
+# rows are different.
+ROW_FACTOR = 0x9E3779B9
 
 
 class HashTable(NamedTuple):
-    """Hash tables of equal size, concatenated. Each has a power of two of slots.
+    """One hash table from keys to rows, or several hash tables of equal size in the same arrays.
+
+    The number of slots of a table is a power of two.
 
     Attributes:
       keys: high and low 32 bits (lanes) of the key in every slot.
-      rows: row of the key in every slot, or `EMPTY` or `DELETED`.
+      rows: row of the key in every slot; `EMPTY` or `DELETED` if the slot has no key.
       num_keys: number of slots with a key in each table.
       num_deleted: number of deleted slots in each table.
     """
@@ -58,21 +64,22 @@ class HashTable(NamedTuple):
         )
 
     def insert(self, keys: Keys, rows: Int[Array, " nnz"]) -> HashTable:
-        """Adds `keys`, which must be distinct and absent, and returns the new hash tables.
+        """Adds keys to the hash tables, and returns the new hash tables.
 
-        Padding is skipped.
+        A key is not added if less than a quarter of the slots would then be empty. The caller must
+        not use more keys than `max_keys` of `HashTable.empty`.
 
-        The caller must not add more keys than `max_keys` of `empty`. A key is left out if it would
-        leave less than a quarter of the slots empty.
+        Args:
+          keys: distinct keys that are not in the hash tables. Padding is skipped.
+          rows: row of each key, relative to its table.
         """
         return HashTable(*api.insert_keys(*self, keys, rows))
 
     def remove(self, keys: Keys) -> HashTable:
-        """Removes `keys`, which must be distinct, and returns the new hash tables.
+        """Removes distinct keys from the hash tables, and returns the new hash tables.
 
-        Absent keys and padding are skipped.
-
-        A table is rebuilt when more than a quarter of its slots are deleted.
+        Absent keys and padding are skipped. If more than a quarter of the slots of a table are
+        deleted after the removal, the table is rebuilt without deleted slots.
         """
         num_tables = self.num_keys.shape[0]
         slots, _, _ = api.find_keys(self.keys, self.rows, keys, num_tables)
@@ -91,7 +98,11 @@ class HashTable(NamedTuple):
         )
 
     def _rebuilt(self, is_rebuilt: Bool[Array, " tables"]) -> HashTable:
-        """Rebuilds the tables marked in `is_rebuilt`, without their deleted slots."""
+        """Rebuilds some tables without deleted slots, and returns the new hash tables.
+
+        Args:
+          is_rebuilt: mask of the tables to rebuild.
+        """
         slots_per_table = self.rows.shape[0] // self.num_keys.shape[0]
         is_moved = jnp.repeat(is_rebuilt, slots_per_table)
         kept = HashTable(
@@ -103,12 +114,17 @@ class HashTable(NamedTuple):
         return kept.with_keys_of(self, is_moved)
 
     def with_keys_of(self, other: HashTable, marks: Bool[Array, " slots"]) -> HashTable:
-        """Adds the keys in marked slots of `other`, and returns the new hash tables."""
+        """Adds keys of another `HashTable`, and returns the new hash tables.
+
+        Args:
+          other: hash tables with keys to add.
+          marks: mask of the slots of `other`. Only keys in marked slots are added.
+        """
         num_slots = other.rows.shape[0]
         num_tables = other.num_keys.shape[0]
         slots_per_table = num_slots // num_tables
-        # Blocks without a marked slot are skipped, because a rebuild moves the keys of only a few
-        # tables.
+        # The loop skips blocks of slots without a mark, because a rebuild usually moves the keys of
+        # only a few of the tables.
         block_size = math.gcd(num_slots, REBUILD_BLOCK)
         has_mark = jnp.any(marks.reshape(-1, block_size), axis=1)
         blocks, num_blocks = api.compact(has_mark, num_slots // block_size)
@@ -135,30 +151,33 @@ def counts_of(
 
     Args:
       marks: mask of the entries to count.
-      table: index of the table of each entry. None if there is one table.
+      table: table index of each entry. None if there is only one table.
       num_tables: number of tables.
     """
     if table is None:
         return jnp.sum(marks, dtype=jnp.int32)[None]
-    # Unmarked entries get index `num_tables`, which the sum drops.
+    # Unmarked entries get index `num_tables`, which is out of range, so they are not counted.
     counted_table = jnp.where(marks, table, num_tables)
     return jnp.zeros(num_tables, jnp.int32).at[counted_table].add(1, mode="drop")
 
 
 class RowMap(NamedTuple):
-    """Map from keys to rows and back. Shards are concatenated along the leading axis of all leaves.
+    """Map from keys to rows and from rows to keys, with the uses of each row.
+
+    Outside `shard_map`, every leaf contains the shards one after the other.
 
     Attributes:
       hashed: hash tables with the row of every key.
       high: upper 32 bits of the key of every row.
       low: lower 32 bits of the key of every row.
-      last_step: last step that used the row. `FREE` if the row has no key.
+      last_step: index of the last step that used the row. `FREE` if the row has no key.
       counts: number of occurrences of the row's key in training, at most `MAX_COUNT`.
-      free: stack of free rows, one for each table. The first `num_free` entries of a stack are free
-        rows, and the last of these is assigned next. Entries after the free rows are undefined.
+      free: array with one part for each table. The first `num_free` entries of a part are a stack
+        of the free rows of the table, and the last of them is assigned next. The entries after the
+        stack are undefined.
       num_free: number of free rows of each table.
-      signature: number computed from all pairs of key and row, for each table. Maps with the same
-        keys in the same rows have equal signatures.
+      signature: hash of all pairs of key and row, for each table. Maps with the same keys in the
+        same rows have equal signatures.
     """
 
     hashed: HashTable
@@ -182,16 +201,16 @@ class RowMap(NamedTuple):
 
 
 def empty(*capacities: int) -> RowMap:
-    """A map without keys, with one table for each capacity. Rows are assigned as 0, 1, 2, ...
+    """Creates a map without keys. The first new key of a table gets row 0, the next key row 1, ...
 
     Args:
-      capacities: number of rows of each table.
+      *capacities: number of rows of each table.
     """
     num_tables = len(capacities)
     rows_per_table = max(capacities)
     shape = (rows_per_table * num_tables,)
     num_free = jnp.asarray(capacities, jnp.int32)
-    # The end of the stack of free rows is assigned first, so the stack counts down to row 0.
+    # The last entry of a stack is its top, so row 0 is the last of the free rows.
     positions = jnp.arange(rows_per_table, dtype=jnp.int32)
     free = jnp.maximum(num_free[:, None] - 1 - positions[None], 0)
     return RowMap(
@@ -207,13 +226,17 @@ def empty(*capacities: int) -> RowMap:
 
 
 def find(row_map: RowMap, keys: Keys) -> Int[Array, " nnz"]:
-    """Row of each key. `NO_ROW` for unknown keys and padding."""
+    """Row of each key; `NO_ROW` for padding, and for keys that are not in the map."""
     rows, _ = search(row_map, keys)
     return rows
 
 
 def search(row_map: RowMap, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, ""]]:
-    """Row of each key as `find` returns it, and the number of keys without one."""
+    """Row of each key, and the number of keys that are not in the map.
+
+    The row is `NO_ROW` for padding, and for keys that are not in the map. A repeated key that is
+    not in the map counts several times.
+    """
     hashed = row_map.hashed
     _, rows_in_table, num_absent = api.find_keys(hashed.keys, hashed.rows, keys, row_map.num_tables)
     return _global_rows(row_map, rows_in_table, keys.table), num_absent
@@ -222,7 +245,7 @@ def search(row_map: RowMap, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, 
 def _global_rows(
     row_map: RowMap, rows_in_table: Int[Array, " nnz"], table: Array | None
 ) -> Int[Array, " nnz"]:
-    """Row numbers over all tables, from row numbers in single tables."""
+    """Converts row numbers in a single table to row numbers over all tables."""
     if table is None:
         return rows_in_table
     rows = rows_in_table + row_map.rows_per_table * table
@@ -232,7 +255,7 @@ def _global_rows(
 def _rows_in_table(
     row_map: RowMap, rows: Int[Array, " nnz"], table: Array | None
 ) -> Int[Array, " nnz"]:
-    """Row numbers in single tables, from row numbers over all tables; inverse of `_global_rows`."""
+    """Converts row numbers over all tables to row numbers in a single table."""
     if table is None:
         return rows
     return jnp.where(rows == NO_ROW, NO_ROW, rows - row_map.rows_per_table * table)
@@ -247,20 +270,22 @@ def assign(
     evict: Eviction | None = None,
     is_signed: bool = False,
 ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
-    """Assigns rows to new keys, in the order of the keys. Returns the new map and these rows.
+    """Assigns rows to new keys, and evicts other keys if too few rows are free.
+
+    If there are not enough rows, the first of the keys get rows.
 
     Args:
       row_map: map before the call.
       keys: distinct keys that are not in the map. Padding gets no row.
-      step: index of the current step, at least 0. Rows that this step used are not evicted.
+      step: index of the current step, at least 0. Keys that this step has already used are not
+        evicted.
       occurrences: number of occurrences of each key so far.
-      evict: policy that selects keys to evict if too few rows are free. None, the default: no key
-        is evicted.
-      is_signed: whether keys are signed numbers. The sign matters if several keys have the smallest
-        worth, because the smallest key is then evicted. False is the default.
+      evict: policy that selects the keys to evict. None, the default: no key is evicted.
+      is_signed: whether keys are signed numbers, False by default. Among keys of equal worth, the
+        smallest key is evicted first, and the smallest key depends on the sign.
 
-    Returns: the map, the row of each key, the number of evicted keys of each table, and the number
-      of keys of each table that got no row. A key that got no row has row `NO_ROW`.
+    Returns: the new map; the row of each key (`NO_ROW` if it got no row); the number of evicted
+      keys of each table; and the number of keys of each table that got no row.
     """
     num_free_before = row_map.num_free
     if evict is not None:
@@ -286,9 +311,9 @@ def assign(
 def _make_room(
     row_map: RowMap, keys: Keys, step: Int[Array, ""], policy: Eviction, is_signed: bool
 ) -> RowMap:
-    """Evicts keys until there is a free row for each of `keys`, if enough keys may be evicted.
+    """Evicts keys, so that there is a free row for each new key if possible, and returns the map.
 
-    For the arguments, see `assign`.
+    The arguments are those of `assign`.
     """
     num_wanted = counts_of(keys.is_key, keys.table, row_map.num_tables) - row_map.num_free
 
@@ -303,7 +328,7 @@ def _make_room(
 
 
 def _signature(keys: Keys, rows: Int[Array, " nnz"], num_tables: int) -> UInt32[Array, " tables"]:
-    """Contribution of these keys and rows to the signature of each table.
+    """Sum of the hashes of some keys and their rows, for the signature of each table.
 
     Args:
       keys: keys and padding.
@@ -321,15 +346,16 @@ def _signature(keys: Keys, rows: Int[Array, " nnz"], num_tables: int) -> UInt32[
 def find_or_assign(
     row_map: RowMap, keys: Keys, steps: Int[Array, " nnz"], counts: Int[Array, " nnz"]
 ) -> tuple[RowMap, Int[Array, " nnz"]]:
-    """Imports keys. Returns the new map and the row of each key.
+    """Finds the rows of keys, assigns rows to new keys, and sets last steps and counts.
 
     Args:
       row_map: map before the call.
       keys: distinct keys. Keys that are not in the map get free rows.
-      steps: last step that used each key.
-      counts: number of occurrences of each key.
+      steps: index of the last step that used each key.
+      counts: number of occurrences of each key so far.
 
-    Returns: the map, and the row of each key. `NO_ROW` for padding, and for keys that got no row.
+    Returns: the new map, and the row of each key. The row of padding, and of a key that got no row,
+      is `NO_ROW`.
     """
     known_rows = find(row_map, keys)
     new = keys.only(known_rows == NO_ROW)
@@ -344,13 +370,13 @@ def touch(
     step: Int[Array, "*nnz"],
     occurrences: Int[Array, " nnz"],
 ) -> RowMap:
-    """The map with new last steps and counts for distinct rows.
+    """Replaces the last steps and counts of distinct rows, and returns the new map.
 
     Args:
       row_map: map before the call.
       rows: distinct rows. `NO_ROW` is skipped.
-      step: last step that used the rows, for all rows or one for each.
-      occurrences: number of occurrences of each row's key so far, which replaces its count.
+      step: new last step: one number for all rows, or an array with a number for each row.
+      occurrences: new count of each row.
     """
     steps = jnp.broadcast_to(step, rows.shape)
     last_step, counts = api.scatter_rows(
@@ -362,28 +388,35 @@ def touch(
 def use(
     row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], occurrences: Int[Array, " nnz"]
 ) -> RowMap:
-    """Records that `step` used `rows`, which may repeat, and returns the new map.
+    """Records uses of rows in a step, and returns the new map.
 
-    The counts of the rows grow by `occurrences`.
+    Args:
+      row_map: map before the call.
+      rows: rows that the step uses. Rows may repeat, and `NO_ROW` is skipped.
+      step: index of the step.
+      occurrences: number to add to the count of each of `rows`.
     """
     last_step, counts = api.count_uses(row_map.last_step, row_map.counts, rows, step, occurrences)
     return row_map._replace(last_step=last_step, counts=counts)
 
 
 def count_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-    """Number of occurrences of the keys of `rows`. 0 for `NO_ROW`."""
+    """Count of each row, which is the number of occurrences of its key so far; 0 for `NO_ROW`."""
     return row_map.counts.at[rows].get(mode="fill", fill_value=0)
 
 
 def add_counts(one: Int[Array, " nnz"], other: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-    """Sums of two arrays of counts, at most `MAX_COUNT`."""
+    """Sum of two arrays of counts. A sum above `MAX_COUNT` becomes `MAX_COUNT`."""
     return jnp.where(one > MAX_COUNT - other, MAX_COUNT, one + other)
 
 
 def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
-    """Removes the keys of distinct `rows`, and frees the rows. `NO_ROW` is skipped.
+    """Removes keys from the map, frees their rows, and returns the new map.
 
-    The first of these rows in each table is assigned next.
+    Args:
+      row_map: map before the call.
+      rows: distinct rows to free. `NO_ROW` is skipped. In each table, the first of these rows is
+        the next row that is assigned.
     """
     is_row = rows != NO_ROW
     table = table_of(row_map, rows)
@@ -391,7 +424,7 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     keys = Keys(high, low, is_row, table)
     rows_in_table = _rows_in_table(row_map, rows, table)
 
-    # The first released row of a table becomes the top of its stack of free rows.
+    # The first of a table's freed rows becomes the top of the table's stack of free rows.
     rank, num_released = ranks(is_row, table, row_map.num_tables, api.distinct)
     num_free = row_map.num_free + num_released
     stack_size = num_free
@@ -410,16 +443,16 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
 
 
 def table_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"] | None:
-    """Index of the table of each row. None if there is one table."""
+    """Table index of each row. None if the map has only one table."""
     if row_map.num_tables == 1:
         return None
     return rows // row_map.rows_per_table
 
 
 def grow(row_map: RowMap, capacity: int) -> RowMap:
-    """The map of one table with more rows.
+    """Enlarges the map of a single table to `capacity` rows, and returns the new map.
 
-    The new rows are assigned after the rows that are free now.
+    The added rows are assigned after the rows that are free now.
     """
     old = row_map.last_step.shape[0]
 
@@ -427,7 +460,7 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
         return jnp.concatenate([lane, jnp.full(capacity - old, value, lane.dtype)])
 
     hashed = row_map.hashed
-    # Under `shard_map`, the loop of `with_keys_of` must start from arrays that vary over devices.
+    # In `shard_map`, the loop in `with_keys_of` needs a first carry that varies over the devices.
     zero = varying_zero(hashed.rows)
     larger: HashTable = jax.tree.map(lambda x: x + zero.astype(x.dtype), HashTable.empty(capacity))
     new_rows = jnp.arange(capacity - 1, old - 1, -1, dtype=jnp.int32)
@@ -446,7 +479,8 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
 def worth(row_map: RowMap, policy: Eviction) -> Int[Array, " rows"]:
     """Worth of each row: its last step ("lru"), or the number of occurrences of its key ("lfu").
 
-    Keys with the smallest worth are evicted first. If worths are equal, the smallest key is first.
+    The key with the smallest worth is evicted first. Among keys of equal worth, the smallest key is
+    evicted first.
     """
     if policy == "lru":
         return row_map.last_step
@@ -454,20 +488,20 @@ def worth(row_map: RowMap, policy: Eviction) -> Int[Array, " rows"]:
 
 
 def _may_leave(row_map: RowMap, step: Int[Array, ""]) -> Bool[Array, " rows"]:
-    """Mask of the rows that can be evicted: rows with a key that this step did not use."""
+    """Mask of the rows with a key that may be evicted, because the step has not used the key."""
     return (row_map.last_step != FREE) & (row_map.last_step != step)
 
 
 def room(
     row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], *, evicts: bool
 ) -> Int[Array, " tables"]:
-    """Number of new keys of each table that can get a row in a step.
+    """Maximum number of new keys of each table that can get a row in a step.
 
     Args:
-      row_map: the map before the step.
-      rows: rows that the step uses, which may repeat.
+      row_map: map before the step.
+      rows: rows that the step uses. Rows may repeat, and `NO_ROW` is skipped.
       step: index of the step.
-      evicts: whether `assign` may evict keys.
+      evicts: whether the step may evict keys that it does not use.
     """
     if not evicts:
         return row_map.num_free
@@ -486,9 +520,10 @@ def first_marked(
 
     Args:
       marks: mask of the entries to choose from.
-      arrival: sort key of each entry. None: the entries are in order.
-      table: index of the table of each entry. None if there is one table.
-      most: maximum number of entries of each table.
+      arrival: number of each entry. Entries with smaller numbers come first. None: the entries are
+        already in order.
+      table: table index of each entry. None if there is only one table.
+      most: maximum number of entries to choose in each table.
     """
     if arrival is not None:
         positions = jax.lax.broadcasted_iota(jnp.int32, arrival.shape, 0)
@@ -513,19 +548,20 @@ def least(
 ) -> Bool[Array, " rows"]:
     """Mask of the `num_wanted` candidates of each table with the smallest worth.
 
-    If candidates have equal worth, the smallest keys are chosen. If a table has fewer candidates
-    than `num_wanted`, all of them are chosen.
+    Among candidates of equal worth, the candidates with the smallest keys are chosen. If a table
+    has fewer candidates than `num_wanted`, all its candidates are chosen.
 
     Args:
-      row_map: map before the call.
-      worth: worth of each row, at least 0 for candidates.
+      row_map: map with the keys of the rows.
+      worth: worth of each row. The worth of a candidate is at least 0.
       is_candidate: mask of the rows to choose from.
       num_wanted: number of rows to choose in each table.
       is_signed: whether keys are signed numbers, False by default.
     """
     high = row_map.high
     if is_signed:
-        high = high ^ jnp.uint32(SIGN_BIT)  # Negative keys come before positive keys.
+        # With the sign bit flipped, negative keys are smaller than positive keys.
+        high = high ^ jnp.uint32(SIGN_BIT)
     lanes = (worth.astype(jnp.uint32), high, row_map.low)
     if row_map.num_tables == 1:
         return _first(lanes, is_candidate, num_wanted[0])
@@ -542,9 +578,8 @@ def _first(
 ) -> Bool[Array, " rows"]:
     """Mask of the first `num_wanted` candidates in lexicographic order of `lanes`.
 
-    In each lane, the value of the last wanted candidate is found bit by bit. The search takes a few
-    passes over the lane, in a fraction of the time of a sort. Bits that all candidates share need
-    no pass. The search stops as soon as the wanted candidates are separated from the others.
+    In each lane, `_bound` finds the value of the last candidate to choose, in a fraction of the
+    time of a sort.
     """
     chosen = jnp.zeros_like(is_candidate)
     for lane in lanes:
@@ -557,12 +592,12 @@ def _first(
 
 
 class BoundSearch(NamedTuple):
-    """State of the search in `_bound`.
+    """Loop state of `_bound`, which determines the bits of a bound from the highest to the lowest.
 
     Attributes:
-      bit: index of the bit to try next.
-      bound: the bits that were chosen so far.
-      is_exact: whether exactly the wanted number of candidates is below `bound`.
+      bit: index of the next bit to determine.
+      bound: the bits of the bound that are known; the other bits are 0.
+      is_exact: True if exactly `num_wanted` candidates are below `bound`.
     """
 
     bit: Int[Array, ""]
@@ -573,17 +608,24 @@ class BoundSearch(NamedTuple):
 def _bound(
     lane: UInt32[Array, " rows"], is_candidate: Bool[Array, " rows"], num_wanted: Array
 ) -> UInt32[Array, ""]:
-    """A lane value with at most `num_wanted` candidates below it.
+    """Bound for the lane values of the `num_wanted` smallest candidates.
 
-    The bound is the value of the last wanted candidate, or any value with exactly `num_wanted`
-    candidates below it. If there are fewer candidates than `num_wanted`, no candidate is above it.
+    At most `num_wanted` candidates are below the bound. The bound is the `num_wanted`-th smallest
+    value, or any number with exactly `num_wanted` candidates below it. If there are at most
+    `num_wanted` candidates, no candidate is above the bound.
+
+    The search determines the bound bit by bit, with one pass over the lane for each bit. The search
+    skips the leading bits that are equal in all candidates, and stops when exactly `num_wanted`
+    candidates are below the bound.
     """
-    # All candidates have equal bits above the highest bit in which the two extremes differ.
+    # Above the highest bit in which the largest and the smallest candidate differ, all candidates
+    # have equal bits.
     largest = jnp.max(jnp.where(is_candidate, lane, jnp.uint32(0)))
     smallest = jnp.min(jnp.where(is_candidate, lane, largest))
     differing_bits = smallest ^ largest
     num_bits = 32 - jax.lax.clz(differing_bits).astype(jnp.int32)
-    for distance in (1, 2, 4, 8, 16):  # Set all bits below the highest one.
+    # These shifts set all bits below the highest differing bit.
+    for distance in (1, 2, 4, 8, 16):
         differing_bits |= differing_bits >> distance
     common_bits = largest & ~differing_bits
 
@@ -601,21 +643,18 @@ def _bound(
     return jax.lax.while_loop(is_searching, try_bit, start).bound
 
 
-# Keys of a batch
-
-
 def entries(
     keys: Keys, occurrences: Int[Array, " nnz"]
 ) -> tuple[Int[Array, " nnz"], Keys, Int[Array, " nnz"], Int[Array, " nnz"]]:
-    """Distinct keys in the order of their first occurrence.
+    """Distinct keys of a batch, in the order of their first occurrence.
 
     Args:
       keys: keys and padding, in any order.
-      occurrences: number of occurrences in each entry.
+      occurrences: number of occurrences that each entry of `keys` stands for.
 
     Returns: a tuple of four: the index of each key in the distinct keys (`NO_ROW` for padding); the
-      distinct `Keys`, with padding after the last one; the position of the first occurrence of each
-      distinct key (`NO_ROW` for padding); and the sum of the occurrences of each distinct key.
+      distinct `Keys`, followed by padding; the position of the first occurrence of each distinct
+      key (`NO_ROW` for padding); and the sum of the occurrences of each distinct key.
     """
     entry_of, first_of, counts = api.unique_keys(keys, occurrences)
     lanes = api.gather_rows(keys.lanes, first_of)
@@ -623,10 +662,10 @@ def entries(
 
 
 def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
-    """Distinct keys as the row numbers of `RowGradients`: columns `(high, low, occurrences)`.
+    """Distinct keys in the format of row numbers in `RowGradients`.
 
-    If there are several tables, the index of the table is the fourth column. Padding has
-    `occurrences` 0.
+    The columns are the high and the low half of the key, and its number of occurrences, which is 0
+    for padding. If there are several tables, the fourth column is the table index.
     """
     lanes = [keys.high, keys.low, counts.astype(jnp.uint32)]
     if keys.table is not None:
@@ -635,7 +674,7 @@ def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
 
 
 def unnamed(lanes: UInt32[Array, "nnz lanes"]) -> tuple[Keys, Int[Array, " nnz"]]:
-    """Keys, and the number of occurrences of each, from the format of `named`."""
+    """Keys and their numbers of occurrences, from the result of `named`."""
     high = lanes[:, 0]
     low = lanes[:, 1]
     occurrences = lanes[:, 2]
@@ -648,11 +687,16 @@ def unnamed(lanes: UInt32[Array, "nnz lanes"]) -> tuple[Keys, Int[Array, " nnz"]
 def combine(
     keys: Keys, occurrences: Int[Array, " nnz"], values: Float[Array, "nnz dim"]
 ) -> tuple[UInt32[Array, "nnz lanes"], Float[Array, "nnz dim"]]:
-    """Distinct keys, as `named` returns them, and the sum of the values of each.
+    """Distinct keys in the format of `named`, and for each distinct key the sum of its values.
 
-    The keys are in the order of their first occurrence, with zeros after the last one.
+    The keys are in the order of their first occurrence. Zeros follow the last key.
+
+    Args:
+      keys: keys and padding, in any order.
+      occurrences: number of occurrences that each entry of `keys` stands for.
+      values: vector of each entry of `keys`, such as its gradient.
     """
     entry_of, distinct, _, counts = entries(keys, occurrences)
-    # Every distinct key occurs, so row `e` of the sums belongs to the distinct key `e`.
+    # Every distinct key occurs at least once, so row `e` of `sums` belongs to distinct key `e`.
     _, sums = api.row_gradients(entry_of.size, CallGradients.of_rows(entry_of, values))
     return named(distinct, counts), sums

@@ -1,16 +1,16 @@
-"""Set-associative device cache for a table that is on the host.
+"""Set-associative device cache for a table in host memory.
 
-The policy is exact LRU or LFU for whole batches of ids, in NumPy, without a loop over ids. An id
-hashes to one set and can be in any way of this set. The slot of the id is `set * num_ways + way`.
-The slot is the row of the device array that holds the id.
+`SetAssociativeCache` is the policy: exact LRU or LFU for a whole batch of ids, in NumPy, without a
+loop over ids. A hash assigns each id to one set. The cache can hold the id in any of the `num_ways`
+slots of this set. Slot `set * num_ways + way` is a row of the device array.
 
-After the slots, the device array (`CachedRows`) has a *scratch* area for rows without a slot. Rows
-are written back to the host when they are evicted or flushed, and scratch rows after every update.
-Optimizer state is in separate arrays and moves with its row. The last of these arrays has the table
-row in each slot and in each row of the scratch area.
+`CachedRows` moves the rows. The device array has the slots, followed by a *scratch* area for rows
+of a batch that get no slot. Evicted rows are written back to the host, and scratch rows are written
+back after every update. The optimizer state of a row is in separate arrays, and moves with the row.
+The last array contains the id in each slot and in each scratch row.
 
-Outside `jit`, policy and stores are called directly. Inside `jit`, they are called through ordered
-callbacks with room for one row per id.
+Outside `jit`, the policy and the store are called directly. Inside `jit`, they are called through
+ordered callbacks, with arrays that are long enough for any batch of the same size.
 """
 
 from __future__ import annotations
@@ -34,22 +34,22 @@ from rsembed.storage.donation import kept
 
 
 class CacheCounts(NamedTuple):
-    """Counters of one call, or sums over calls.
+    """Counters of one batch, or sums of counters over batches.
 
-    The first six are the counters of FBGEMM, in FBGEMM's order.
+    FBGEMM has the first six counters, in the same order.
 
     Attributes:
       calls: number of batches.
       requested_ids: number of ids, with duplicates and with ids that are not cacheable.
-      unique_ids: sum over batches of the number of distinct ids. All ids that are not cacheable
-        count as one distinct id.
-      unique_misses: sum over batches of the number of distinct cacheable ids that were not resident
+      unique_ids: number of distinct ids of each batch. All ids that are not cacheable count as one
+        distinct id.
+      unique_misses: number of distinct cacheable ids of each batch that were not in the cache
         before the batch.
       unique_conflict_misses: number of unique misses that got no slot.
-      conflict_misses: number of lookups of ids without a slot, with duplicates. The rows of ids
-        without a slot are read from the backing store.
-      unique_hits: sum over batches of the number of distinct cacheable ids that were resident
-        before the batch.
+      conflict_misses: number of lookups of ids that got no slot, with duplicates. Such a lookup
+        reads the row from the backing store.
+      unique_hits: number of distinct cacheable ids of each batch that were in the cache before the
+        batch.
     """
 
     calls: int = 0
@@ -62,21 +62,21 @@ class CacheCounts(NamedTuple):
 
 
 NEVER = np.iinfo(np.int64).max
-"""Rank of a slot that may not be evicted: above every count and every time."""
+"""Worth of a slot that must keep its id. Every count and every time of last use is smaller."""
 
 IDS_PER_SEARCH = 4096
 
 MAX_LFU_SETS = 2**24 - 1
-"""Limit of the number of sets for LFU.
+"""Exclusive upper bound of the number of sets for LFU.
 
-FBGEMM packs the set number with a 40-bit count. With the limit of FBGEMM, a configuration works in
-both libraries."""
+FBGEMM has this bound, because it packs the set number and a 40-bit count into 64 bits. With the
+same bound, every configuration also works in FBGEMM."""
 
 
 def set_of(ids: Int[np.ndarray, " ids"], num_sets: int) -> Int64[np.ndarray, " ids"]:
-    """The set of each id: a 64-bit hash of the id, modulo the number of sets.
+    """Set of each id: a 64-bit hash of the id, modulo the number of sets.
 
-    The hash is a bijection of 64-bit numbers.
+    Different ids have different 64-bit hashes.
 
     Source: Appleby, MurmurHash3, finaliser `fmix64`.
 
@@ -94,19 +94,19 @@ _NOTHING: Int64[np.ndarray, "0"] = np.zeros(0, np.int64)
 
 
 class Admission(NamedTuple):
-    """Changes of the cache by a batch, and the rows that have to be moved for it.
+    """Changes of the cache for a batch, and the rows that the caller must move.
 
-    Write back the rows of `evicted_ids` before loading `inserted_ids`, because both use the same
-    slots.
+    Write the rows of `evicted_ids` back to the host before you load the rows of `inserted_ids`,
+    because the inserted rows overwrite the evicted rows.
 
     Attributes:
-      locations: slot of every id of the batch. -1 for a conflict miss, to be read from the backing
-        store, and for an id that is not cacheable.
-      inserted_ids: ids that were admitted, grouped by set.
+      locations: slot of every id of the batch. -1 for an id that is not cacheable, and for a
+        conflict miss. The row of a conflict miss is read from the backing store.
+      inserted_ids: ids that were admitted to the cache, grouped by set.
       inserted_slots: slot of each admitted id.
-      evicted_ids: id that had each of `inserted_slots` before. -1 if the slot was empty.
-      missed_ids: distinct ids that were not resident before the batch, in ascending order.
-      counts: cache counts of this batch.
+      evicted_ids: previous id in each of `inserted_slots`; -1 if the slot was empty.
+      missed_ids: distinct ids that were not in the cache before the batch, in ascending order.
+      counts: counters of this batch.
     """
 
     locations: Int64[np.ndarray, " ids"]
@@ -122,28 +122,31 @@ NUM_WAYS = 32
 
 
 class SetAssociativeCache:
-    """Cache policy: decides which ids are resident, and their slots. The caller moves the rows.
+    """Cache policy, which decides which ids are in the cache, and in which slots.
 
-    Call `admit` once per batch. The call marks the resident ids as used and admits missing ids. In
-    each set, the best missing ids get the worst slots one by one. Slots that the batch uses, and
-    locked slots, are never taken. No id of the batch is therefore evicted. An id that gets no slot
-    is a conflict miss, and its row is read from the backing store.
+    The caller moves the rows. Call `admit` once for each batch. `admit` records a use of the cached
+    ids, and admits missing ids: in each set, the first missing id replaces the id in the first
+    slot, the second missing id replaces the id in the second slot, and so on. The algorithm defines
+    the order of ids and slots. Slots with an id of the batch, and locked slots, keep their ids. A
+    missing id that gets no slot is a conflict miss, and its row is read from the backing store.
 
-    * lru: missing ids in ascending order get the slots in order of (time of last use, slot number).
-    * lfu: missing ids in order of (descending count, id) get the slots in order of (count of the
-      resident id, slot number). An empty slot has count -1. A resident id with a larger count than
-      the missing id stays.
+    * lru: missing ids are in ascending order. Slots are in the order of (time of last use, slot
+      number).
+    * lfu: missing ids are in the order of (descending count, id). Slots are in the order of (count
+      of the id in the slot, slot number). An empty slot has count -1. A missing id does not replace
+      an id with a larger count.
 
-    Counts are exact. The counts include all ids from the start, resident or not, and the current
-    batch. Counts need 8 bytes of host memory per id of `num_ids`. The cache itself needs 24 bytes
-    per slot. While `admit` runs, it needs about 48 bytes for each slot of the sets with a miss.
+    The counts for LFU are exact: they include the current batch, all earlier batches, and ids that
+    are not in the cache. The counts need 8 bytes of host memory for each of `num_ids` ids. The
+    cache needs 24 bytes for each slot, and during `admit` about 48 bytes more for each slot of the
+    sets that have a miss.
 
     Attributes:
-      tags: id in each slot, -1 in empty slots. Read only.
-      counts: number of uses of each id. None if the algorithm is LRU. Read only.
+      tags: id in each slot, -1 in empty slots. Do not modify this array.
+      counts: number of uses of each id. None if the algorithm is LRU. Do not modify this array.
 
-    Source: FBGEMM, `lru_cache_populate` and `lfu_cache_populate`. Under LFU, the protection of the
-      current batch is our addition.
+    Source: FBGEMM, `lru_cache_populate` and `lfu_cache_populate`. Unlike FBGEMM, this LFU cache
+      never evicts an id of the current batch.
 
     Example:
       >>> cache = SetAssociativeCache(1, num_ways=2, num_ids=100)
@@ -166,11 +169,11 @@ class SetAssociativeCache:
 
         Args:
           num_sets: number of sets.
-          num_ways: number of slots per set, 32 by default. Fewer slots cause more conflict misses.
-            More slots make every search longer.
+          num_ways: number of slots in each set, 32 by default. With fewer slots, there are more
+            conflict misses. With more slots, every search takes longer.
           algorithm: "lru", the default, evicts the least recently used ids. "lfu" evicts the least
             frequently used ids.
-          num_ids: number of cacheable ids, which are 0 to `num_ids - 1`.
+          num_ids: number of cacheable ids. The cacheable ids are 0 to `num_ids - 1`.
 
         Raises: ValueError: a size is too small, the algorithm is unknown, or LFU has
           `MAX_LFU_SETS` sets or more.
@@ -194,14 +197,14 @@ class SetAssociativeCache:
 
     @validated
     def admit(self, ids: Int[np.ndarray, " ids"], *, lock: bool = False) -> Admission:
-        """Admits the ids of a batch, and returns their slots and the row moves for them.
+        """Admits the ids of a batch, and returns their slots and the rows that the caller must move.
 
         Args:
-          ids: ids of the batch, which may repeat. Ids outside `[0, num_ids)` get location -1 and
-            change nothing.
-          lock: whether every slot that the batch uses is kept until `unlock(admission.locations)`.
-            Use `lock=True` for batches that are prefetched while earlier batches are in use. False
-            is the default.
+          ids: ids of the batch. Ids may repeat. Ids outside `[0, num_ids)` get location -1, and do
+            not change the cache.
+          lock: whether all slots with ids of the batch are locked, False by default. Locked slots
+            keep their ids until a call of `unlock(admission.locations)`. Lock the slots of a batch
+            that is prefetched while earlier batches are in use.
 
         Raises: TypeError: `ids` is not a flat array of integers.
         """
@@ -238,7 +241,7 @@ class SetAssociativeCache:
 
     @validated
     def find(self, ids: Int[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
-        """Slot of each id, -1 if it is not resident. The cache does not change.
+        """Slot of each id, -1 if the id is not in the cache. The cache does not change.
 
         Raises: TypeError: `ids` is not a flat array of integers.
         """
@@ -248,23 +251,22 @@ class SetAssociativeCache:
         return locations
 
     def resident(self) -> tuple[Int64[np.ndarray, " resident"], Int64[np.ndarray, " resident"]]:
-        """All resident ids and their slots, in the order of slots.
-
-        A flush writes all resident rows back to the host.
-        """
+        """All ids in the cache and their slots, in the order of slots."""
         slots = np.flatnonzero(self.tags >= 0)
         return self.tags[slots], slots
 
     @validated
     def unlock(self, slots: Int[np.ndarray, " slots"]) -> None:
-        """Removes one lock from each of these slots, set by `admit(lock=True)`.
+        """Removes one lock from each slot.
+
+        A call of `admit` with `lock=True` adds one lock to each slot with an id of the batch.
 
         Args:
-          slots: slots to unlock. Duplicates count once, and -1 is skipped.
+          slots: slots to unlock. Duplicates are ignored, and -1 is skipped.
 
         Raises:
           TypeError: `slots` is not a flat array of integers.
-          ValueError: a slot does not exist or is not locked. After this error, no slot is unlocked.
+          ValueError: a slot does not exist or is not locked. No lock is removed before this error.
         """
         slots = np.unique(slots[slots != -1])
         if slots.size and not 0 <= slots[0] <= slots[-1] < self.tags.size:
@@ -279,9 +281,9 @@ class SetAssociativeCache:
         self._locks[slots] -= 1
 
     def reset(self) -> None:
-        """Empties the cache: removes all ids, last-use times and LFU counts.
+        """Empties the cache: removes all ids, times of last use and LFU counts.
 
-        Raises: ValueError: slots are locked.
+        Raises: ValueError: a slot is locked.
         """
         if num_locked := np.count_nonzero(self._locks):
             raise ValueError(
@@ -294,22 +296,28 @@ class SetAssociativeCache:
             self.counts[:] = 0
 
     def restore(self, tags: Int[np.ndarray, " slots"]) -> None:
-        """Sets the id in each slot (-1: empty) and removes all locks. Counts do not change."""
+        """Replaces the ids in all slots, and removes all locks. LFU counts do not change.
+
+        Args:
+          tags: new id in each slot, -1 for empty slots.
+        """
         self.tags[:] = tags
         self._locks[:] = 0
         self._last_used[self.tags < 0] = 0
 
     def _choose_victims(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Missing ids that get a slot, as indices into `ids` grouped by set, and their slots.
+        """Chooses missing ids to admit, and their slots.
 
         Args:
           ids: missing ids, distinct and in ascending order.
+
+        Returns: indices in `ids` of the ids to admit, grouped by set, and the slot of each of them.
         """
         set_of_id = set_of(ids, self.num_sets)
         worth = np.full(ids.size, self._clock)
         if self.counts is not None:
             worth = self.counts[ids]
-        # By set, then by descending count (LFU only), then by ascending id.
+        # Sort ids by set, then by descending count (LFU only), then by ascending id.
         order = np.lexsort((-worth, set_of_id))
         sets, first, sizes = np.unique(set_of_id[order], return_index=True, return_counts=True)
         slots = sets[:, None] * self.num_ways + np.arange(self.num_ways)
@@ -321,7 +329,8 @@ class SetAssociativeCache:
         is_protected = (last_used == self._clock) | (self._locks[slots] > 0)
         slot_worth = np.where(is_protected, NEVER, slot_worth)
         by_worth = np.argsort(slot_worth, axis=1, kind="stable")
-        # In each set, the best id meets the worst slot, the second id the second slot, and so on.
+        # The id with rank `r` in its set may replace the id in the slot with the `r`-th smallest
+        # worth.
         rank = np.arange(ids.size) - np.repeat(first, sizes)
         fits = rank < self.num_ways
         chosen = order[fits]
@@ -331,10 +340,10 @@ class SetAssociativeCache:
         return chosen[is_taken], slots[row, way][is_taken]
 
     def _slots_of(self, ids: np.ndarray) -> np.ndarray:
-        """Slot of each cacheable id, -1 if it is not resident."""
+        """Slot of each cacheable id, -1 if the id is not in the cache."""
         tags = self.tags.reshape(self.num_sets, self.num_ways)
         slots = np.empty(ids.size, np.int64)
-        # Blocks bound the memory, and keep the compared tags in the CPU cache.
+        # A search in blocks of ids limits the memory, and the tags of a block fit the CPU cache.
         for start in range(0, ids.size, IDS_PER_SEARCH):
             block = slice(start, start + IDS_PER_SEARCH)
             sets = set_of(ids[block], self.num_sets)
@@ -344,7 +353,7 @@ class SetAssociativeCache:
         return slots
 
     def _cacheable(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids as int64, and the mask of the ids that can have a slot."""
+        """Ids as int64, and the mask of the ids in `[0, num_ids)`, which can have a slot."""
         ids = np.asarray(ids, np.int64)
         return ids, (ids >= 0) & (ids < self.num_ids)
 
@@ -352,20 +361,22 @@ class SetAssociativeCache:
 _scatter = jax.jit(api.scatter_rows, donate_argnums=0)
 _ROWS_PER_FLUSH = 1 << 16
 Leaving = Callable[[Int[Array, " places"]], Sequence[Array]]
-"""Function from rows of the device arrays to the values that the host stores for them.
+"""Function that gathers rows of the device arrays, to write them to the host.
 
-The last device array, with the ids of the rows, is left out."""
+The argument is an array of row indices. The result has no rows of the last device array, which
+contains ids."""
 
 
 class BatchPlaces(NamedTuple):
-    """Device rows of the ids of a batch, and the moves that bring the rows there.
+    """Rows of the device array for the ids of a batch, and the rows to exchange with the host.
 
     Attributes:
-      rows: table row of each id of the batch. `cache.num_ids` or more for rows that do not exist,
-        -1 for no id.
-      places: device row of each of `rows`, in a slot or in the scratch area, or -1 if it has none.
+      rows: table row of each id of the batch. Padding has row -1. A row number of `cache.num_ids`
+        or more is out of range.
+      places: for each of `rows`, its index in the device array: a slot or a scratch row. -1 if the
+        row is not on the device.
       moves: rows to exchange with the host.
-      admission: decisions of the cache policy.
+      admission: changes of the cache for this batch.
     """
 
     rows: Int[np.ndarray, " ids"]
@@ -375,12 +386,12 @@ class BatchPlaces(NamedTuple):
 
 
 class CachedRows:
-    """Rows on the host with a set-associative cache on the device.
+    """Table in host memory, with a set-associative cache on the device.
 
     Attributes:
-      cache: cache policy, which decides which rows are on the device.
-      backing: store of all rows.
-      scratch_rows: rows of the last batch that are in the scratch area.
+      cache: cache policy, which decides which rows are in the cache.
+      backing: store of all rows in host memory.
+      scratch_rows: table rows of the last batch that are in the scratch area.
     """
 
     def __init__(self, cache: SetAssociativeCache, backing: BackingStore):
@@ -402,19 +413,19 @@ class CachedRows:
         is_prefetch: bool = False,
         num_moves: int | None = None,
     ) -> BatchPlaces:
-        """The device row of each row of a batch, and the moves for it.
+        """Finds or assigns a row of the device array for each row of a batch.
 
-        Rows without a slot get a device row in the scratch area, after the slots. A prefetch
-        assigns no row of the scratch area.
+        Rows of the batch that get no slot are assigned rows of the scratch area, unless the call is
+        a prefetch.
 
         Args:
           rows: table row of each id of the batch, see `BatchPlaces`.
-          admit: whether missing rows are admitted to the cache. With False, the cache is only
-            searched.
-          lock: whether the slots are locked until they are unlocked, see
+          admit: whether missing rows are admitted to the cache. With False, no row is admitted or
+            evicted.
+          lock: whether the slots of the batch are locked, False by default, see
             `SetAssociativeCache.admit`.
-          is_prefetch: whether the batch is looked up later.
-          num_moves: size of the arrays of `moves`, padding included. None, the default: the next
+          is_prefetch: whether the batch is looked up later, in another call of `find`.
+          num_moves: length of the arrays of `moves`, padding included. None, the default: the next
             power of two.
         """
         admission = self.cache.admit(rows, lock=lock) if admit else Admission(self.cache.find(rows))
@@ -447,20 +458,22 @@ class CachedRows:
         *,
         is_inside: bool,
     ) -> tuple[Array, ...]:
-        """Makes the moves, and returns the device arrays with all rows of the last batch.
+        """Exchanges rows with the host, and returns the device arrays with all rows of the batch.
+
+        The scratch area is enlarged if it is too small for the batch. Inside `jit`, it is enlarged
+        if it is too small for any batch with as many moves.
 
         Args:
-          arrays: device arrays before the moves, which are donated. The scratch area is enlarged if
-            the batch needs it; inside `jit`, if a batch of the size of `moves` may need it.
-          moves: moves of the batch, from `find`.
-          leaving: function that returns the values of evicted rows, see `Leaving`.
-          keep: receives the new arrays before Ctrl-C can interrupt. Without `keep`, both old and
-            new arrays could be lost, because the old ones are donated.
-          is_inside: whether the call is inside `jit`. If so, the host is reached through a
-            callback.
+          arrays: device arrays before the exchange. They are donated.
+          moves: rows to exchange, from `find`.
+          leaving: function that gathers the evicted rows from the device arrays, see `Leaving`.
+          keep: function that stores the new arrays, see `donation.kept`. Ctrl-C is delayed until
+            `keep` has the new arrays, because the old arrays are donated.
+          is_inside: whether the call is inside `jit`. If True, the host code runs in a callback.
         """
         num_inserted = moves.inserted.shape[0]
-        if not num_inserted:  # A row is evicted only if another row takes its slot.
+        # Without inserted rows there are no evicted rows, because inserted rows replace them.
+        if not num_inserted:
             return arrays
         num_scratch = len(self.scratch_rows)
         shapes = None
@@ -482,12 +495,13 @@ class CachedRows:
     def scratch(
         self, num_rows: int, leaving: Leaving, *, is_inside: bool
     ) -> Sequence[Array] | None:
-        """Values in the scratch area, for `store_scratch`. None if the area is empty.
+        """Gathers the rows of the scratch area, for `store_scratch`. None if the area is empty.
 
         Args:
           num_rows: number of rows of the device arrays.
-          leaving: function that returns the values of device rows, see `Leaving`.
-          is_inside: whether the call is inside `jit`. If so, the whole area is read.
+          leaving: function that gathers rows of the device arrays, see `Leaving`.
+          is_inside: whether the call is inside `jit`. If True, the whole area is gathered, because
+            the number of scratch rows is not known during tracing.
         """
         size = padded_size(len(self.scratch_rows))
         if is_inside:
@@ -497,22 +511,30 @@ class CachedRows:
         return leaving(self.num_slots + jnp.arange(size, dtype=jnp.int32))
 
     def store_scratch(self, values: Sequence[ArrayLike] | None) -> None:
-        """Writes the scratch rows of the last batch to the store. None: nothing is written."""
+        """Writes the scratch rows of the last batch to the host.
+
+        Args:
+          values: result of `scratch`. If it is None, no row is written.
+        """
         if values is not None:
             self.backing.write(self.scratch_rows, values)
 
     def follow(self, resident_rows: Int[np.ndarray, " places"]) -> None:
-        """Sets the cache to the rows that the device has, after moves that were interrupted.
+        """Makes the cache policy agree with the device arrays, after an interrupted exchange.
 
         Args:
-          resident_rows: table row in each device row, or `NO_ROW`.
+          resident_rows: table row in each row of the device arrays, `NO_ROW` if there is none.
         """
         in_slots = resident_rows[: self.num_slots].astype(np.int64)
         self.cache.restore(np.where(in_slots == NO_ROW, -1, in_slots))
         self.scratch_rows = _NOTHING
 
     def flush(self, leaving: Leaving) -> None:
-        """Writes all resident rows to the store. The rows stay resident."""
+        """Writes all cached rows to the host. The rows stay in the cache.
+
+        Args:
+          leaving: function that gathers rows of the device arrays, see `Leaving`.
+        """
         rows, slots = self.cache.resident()
         for first in range(0, rows.size, _ROWS_PER_FLUSH):
             block = slice(first, first + _ROWS_PER_FLUSH)
@@ -520,19 +542,19 @@ class CachedRows:
 
 
 def _enlarged(array: Array, size: int) -> Array:
-    """The array followed by zeros, up to `size` rows."""
+    """Appends rows of zeros to an array, so that it has `size` rows."""
     zeros = jnp.zeros((size - array.shape[0], *array.shape[1:]), array.dtype)
     return jnp.concatenate([array, zeros])
 
 
 def call_host(function: Callable[..., PyTree], shapes: PyTree, *operands: PyTree) -> PyTree:
-    """Result of `function`, which runs on the host.
+    """Calls a function on the host, and returns its result.
 
     Args:
       function: function of NumPy or JAX arrays.
-      shapes: shapes and dtypes of the result, for an ordered `io_callback`. None: `function` is
-        called directly.
-      operands: arguments of `function`.
+      shapes: shapes and dtypes of the result, for a call through an ordered `io_callback`. If
+        `shapes` is None, the function is called directly.
+      *operands: arguments of `function`.
     """
     if shapes is None:
         return function(*operands)
