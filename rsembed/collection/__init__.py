@@ -11,12 +11,12 @@ embeddings.py        EmbeddingCollection: the public methods
 └─ stack.py          the state, and stacks: tables in one storage, with the features that read them
      host_stack.py   stacks that are read and written on the host
      occurrences.py  ids of a batch as row numbers or keys, with their bags
-     rows.py         lookups and steps of rows that every device has in full, or by columns
-     asked_rows.py   lookups and steps of rows that each have one owner among the devices
+     rows.py         lookups and steps of tables that are copied to every device, or split by column
+     asked_rows.py   lookups and steps of sharded rows, which are requested from their owners
      host_rows.py    moves rows between host and device
 ```
 
-Storages, which keep the rows themselves, are in `rsembed.storage`.
+The storages, which hold the arrays of rows, are in `rsembed.storage`.
 """
 
 from rsembed.collection.embeddings import (

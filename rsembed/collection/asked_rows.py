@@ -1,11 +1,12 @@
-"""Lookups and steps of rows with owners: each device requests a row from its owner.
+"""Lookups and steps of sharded rows: a device requests a row from the device that owns the row.
 
 ```
 ids ──▶ keys ──[distinct, ask]──▶ storage.read ──▶ vectors ──pool──▶ activations
 state ◀── storage.step ◀── storage.find ◀──[ask]── keys, gradients ◀──spread── d(activations)
 ```
 
-Methods yield questions to the owners, see `parallel/exchange.py`.
+`look_up`, `row_gradients` and `update` are generators. They yield a `Question` of
+`parallel/exchange.py` for each exchange with the owners, and receive the replies.
 """
 
 from __future__ import annotations
@@ -37,16 +38,16 @@ from rsembed.storage.protocol import Found, Params, SlotTree, State
 from rsembed.storage.row_map import combine, unnamed
 
 Request: TypeAlias = PyTree
-"""Entries that a device sends to their owner: row numbers, or 32-bit lanes of keys."""
+"""Arrays with one entry per requested row: the row number, or the lanes of the key and counts."""
 
 
 class Combined(NamedTuple):
-    """Distinct rows that an owner received in a round, with the sum of the gradients of each.
+    """Distinct rows that an owner received in one exchange round, and the gradient of each row.
 
     Attributes:
       rows: row numbers, or 32-bit lanes of keys, as in `RowGradients.rows`.
-      values: gradient of each row.
-      is_row: whether an entry is a row; False for padding.
+      values: sum of the gradients that all devices sent for a row.
+      is_row: True for a row, False for padding.
     """
 
     rows: Array
@@ -56,20 +57,22 @@ class Combined(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AskedRows(Rows):
-    """Sharded rows: each device requests every distinct row once from its owner, and pools locally.
+    """Sharded rows of a storage that translates row numbers, and base class of other sharded rows.
 
-    Gradients are sent to the owner in the same kind of exchange. A request holds row numbers.
+    In a lookup, a device requests every distinct row of its samples once from the row's owner, and
+    pools the received vectors. In an update, a device sends the sum of the gradients of every
+    distinct row to the owner. Each entry of a request is a row number.
 
     Args:
-      capacity: largest number of rows that a device requests from one owner in a round. None:
-        `default_capacity`.
+      capacity: largest number of rows that a device requests from one owner in an exchange round.
+        None: `default_capacity`.
     """
 
     capacity: int | None = None
 
     @property
     def partition(self) -> PartitionSpec:
-        """Partition of parameters and slots over the mesh."""
+        """Partition that splits parameters and slots over the mesh, one part per shard."""
         return self.devices.split
 
     @property
@@ -83,7 +86,7 @@ class AskedRows(Rows):
         return self.devices.index()
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Row numbers of the batch's ids, in the tables of the stack."""
+        """Ids of the batch as row numbers. The tables of the stack are numbered consecutively."""
         return row_numbers(batch, layout)
 
     def look_up(
@@ -126,8 +129,8 @@ class AskedRows(Rows):
         def collect(state: PyTree, arrived: tuple[Request, Array]) -> tuple[PyTree, None]:
             count, all_rows, all_values = state
             rows, values, is_row = self._combined(*arrived)
-            # Each round delivers complete rows, which are appended after the rows of earlier
-            # rounds.
+            # All gradients of a row arrive in one round, so the rows of different rounds differ.
+            # They are appended after the rows of earlier rounds.
             position = count + jnp.arange(is_row.shape[0], dtype=jnp.int32)
             position = jnp.where(is_row, position, most_rows)
             all_rows, all_values = api.scatter_rows(
@@ -179,7 +182,7 @@ class AskedRows(Rows):
         stepped: State = answers.state
         return stepped
 
-    # What a request holds
+    # Content of requests
 
     def _distinct(self, keys: Keys) -> Wanted:
         """Distinct keys of this device's batch, grouped by owner."""
@@ -194,42 +197,45 @@ class AskedRows(Rows):
         return [keys.low.astype(jnp.int32)]
 
     def _request(self, wanted: Wanted) -> Request:
-        """Row numbers of the distinct entries, which a device sends to their owners."""
+        """Content of a request: the row number of every distinct entry, `NO_ROW` for padding."""
         return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
 
     def _received(self, request: Request) -> tuple[Keys, Int[Array, " nnz"]]:
-        """Keys in a request that an owner received, and the number of occurrences of each."""
+        """Keys in a request that an owner received, and the number of occurrences of each key."""
         keys = keys_of_rows(request)
         return keys, keys.is_key.astype(jnp.int32)
 
     def _arrival(self, request: Request, num_ids: int) -> Int[Array, " nnz"] | None:
-        """Numbers that sort the received entries in the order in which keys get rows.
+        """Rank of each received entry: new keys get rows in the order of their ranks.
 
-        None: keys get rows in the order of the request. `num_ids` is the number of ids of each
-        device.
+        Args:
+          request: request that an owner received.
+          num_ids: number of ids in the batch of each device.
+
+        Returns: None if new keys get rows in the order of the request.
         """
         del request, num_ids
         return None
 
     def _found(self, params: Params, slots: SlotTree, request: Request, step: Step) -> Found:
-        """Finds the row of each key of a request: new parameters, new slots and the rows."""
+        """New parameters and slots, and the row of each key of a request. New keys get rows."""
         keys, occurrences = self._received(request)
         return self.storage.find(params, slots, keys, occurrences, self.table, step)
 
     def _no_rows(self, wanted: Wanted) -> Array:
-        """Padding entries for `RowGradients.rows`, one for each row that can arrive."""
+        """Array of padding for `RowGradients.rows`, with room for every row that can arrive."""
         most_rows = wanted.entry_of.shape[0] * self.num_shards
         rows_of_shard = -(-self.storage.num_ids(self.table) // self.num_shards)
         return jnp.full(min(most_rows, rows_of_shard), NO_ROW, jnp.int32)
 
     def _combined(self, request: Request, gradients: Array) -> Combined:
-        """Distinct rows of a request, and the sum of the gradients of each."""
+        """Distinct rows of a request, and the sum of the gradients of each row."""
         summands = CallGradients.of_rows(request, gradients)
         rows, values = self._summed(summands, self.storage.num_ids(self.table))
         return Combined(rows, values, rows != NO_ROW)
 
     def _with_keys_held(self, params: Params, wanted: Wanted, step: Step) -> Asking[Params]:
-        """Parameters that keep the rows of all wanted keys until the end of the step."""
+        """Parameters that protect the rows of all requested keys until the end of the step."""
         del wanted, step
         yield from ()
         return params
@@ -242,29 +248,29 @@ class AskedRows(Rows):
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]
         if self.table.optimizer.moves_all_rows:
-            # An optimizer with `moves_all_rows` steps all rows in every exchange round, so one
-            # round must hold all entries.
+            # An optimizer with `moves_all_rows` steps every row in each exchange round. For one
+            # step, one round must hold all entries.
             return num_entries
         return min(self.capacity or default_capacity(num_entries, self.num_shards), num_entries)
 
 
 class AskedArrayRows(AskedRows):
-    """Sharded rows of tables in one array: requests hold indices of the array."""
+    """Sharded rows of tables in one array. Each entry of a request is an index in the array."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Row numbers of the batch's ids, in the array of the stack."""
+        """Ids of the batch as row indices in the stack's array."""
         return rows_of_array(batch, layout)
 
 
 class AskedKeys(AskedRows):
     """Sharded rows with 64-bit keys.
 
-    A request holds the lanes of each key, the number of its occurrences on the asking device, and
-    the index of the first occurrence.
+    For each key, a request holds the key's lanes, the number of its occurrences in the requesting
+    device's batch, and the index of the first occurrence.
     """
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Keys of the batch, with their bags."""
+        """Ids of the batch as 64-bit keys, in the bags of the features."""
         return keys_in_bags(batch, layout)
 
     def _lanes(self, keys: Keys) -> list[Array]:
@@ -302,7 +308,8 @@ class AskedKeys(AskedRows):
         capacity = self._capacity(wanted)
         if not self.storage.makes_room or capacity == wanted.entry_of.shape[0]:
             return params
-        # A key of a later round must not be evicted for a key of an earlier round.
+        # Without `hold`, a new key of an early round could evict a key that this step requests in a
+        # later round.
         keys = Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW)
         answers = yield Question(
             wanted,
@@ -319,15 +326,15 @@ class AskedKeys(AskedRows):
         return jax.lax.broadcasted_iota(jnp.int32, blocks, 0).reshape(-1)
 
     def _in_order(self, request: Request) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
-        """Received keys sorted by device and first occurrence, their occurrences, and the order.
+        """Received keys sorted by device and first occurrence, their counts, and the sort order.
 
-        If there are too few rows, the first keys get them, so `update` and `apply` must use the
-        same order.
+        If a table has too few free rows, the keys that come first get them. `update` and `apply`
+        give rows to the same keys, because both sort keys here.
         """
         keys, occurrences = self._received(request)
         first_of = request[-1]
         position = jnp.arange(first_of.shape[0], dtype=jnp.int32)
-        # With `position` as a lane, all entries differ, so `distinct` merges none and only sorts.
+        # With `position` as a lane, all entries differ, so `distinct` only sorts the entries.
         order = distinct(
             self._asking_devices(position), [first_of, position], num_devices=self.num_shards
         )

@@ -1,4 +1,4 @@
-"""The devices that share the tables of a collection, and plain collectives between them."""
+"""The devices that share the tables of a collection, and functions that run on all of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ class Devices:
     """One device (`mesh` is None), or the devices along some axes of a mesh.
 
     Args:
-      mesh: the devices. Inside a `shard_map`, the mesh may be abstract, because JAX has no other
-        mesh there.
+      mesh: mesh with the devices. An abstract mesh is accepted, because inside a `shard_map` JAX
+        only has the abstract mesh.
       axes: axes of the mesh over which samples and tables are split. Devices along the other axes
         hold copies and repeat the same computation.
     """
@@ -50,14 +50,13 @@ class Devices:
                 f"sharding_axis={axis!r} must name axes of the mesh once each, which has {mesh.axis_names}."
             )
         check_threads(mesh)
-        # With explicit axes, all operations of the dense layers would have to say how their results
-        # are split.
+        # With explicit axes, the operations of the user's dense layers would need shardings.
         automatic = (AxisType.Auto,) * mesh.devices.ndim
         return Devices(Mesh(mesh.devices, mesh.axis_names, axis_types=automatic), axes)
 
     @property
     def known_mesh(self) -> Mesh | None:
-        """The mesh. None on one device, and for an abstract mesh."""
+        """The mesh with its devices. None on one device, or if the mesh is abstract."""
         return self.mesh if isinstance(self.mesh, Mesh) else None
 
     @functools.cached_property
@@ -67,7 +66,7 @@ class Devices:
 
     @functools.cached_property
     def num_processes(self) -> int:
-        """Number of processes. Each process passes different samples."""
+        """Number of processes with devices of the mesh. Each process passes its own samples."""
         mesh = self.known_mesh
         return 1 if mesh is None else len(processes_of(mesh))
 
@@ -91,7 +90,7 @@ class Devices:
 
     @property
     def split(self) -> PartitionSpec:
-        """Partition along the first axis, for samples and for rows with one owner each."""
+        """Partition along the first axis, for samples and for sharded rows."""
         return PartitionSpec(self.axes)
 
     def sharding(self, partition: PartitionSpec) -> NamedSharding:
@@ -104,17 +103,17 @@ class Devices:
         return NamedSharding(self.mesh, partition)
 
     def place(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
-        """The arrays of a tree with this partition. On one device, `tree` is returned unchanged."""
+        """Reshards the arrays of a tree. On one device, `tree` is returned unchanged."""
         if self.mesh is None:
             return tree
-        # Reshard inside `jit`: `device_put` rejects some arrays if the sharding spans several
-        # processes.
+        # `device_put` rejects some arrays if the sharding spans several processes, so a compiled
+        # program reshards the arrays.
         return jax.jit(_same, out_shardings=self.sharding(partition))(tree)
 
     def place_from_host(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
-        """The arrays of a tree with this partition, from numpy arrays equal in every process.
+        """Copies numpy arrays to the devices, sharded by a partition.
 
-        JAX arrays in the tree are not moved.
+        Every process passes arrays with equal values. JAX arrays in the tree are not moved.
         """
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, tree)
@@ -130,19 +129,19 @@ class Devices:
     def on_each(
         self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
     ) -> Callable[..., PyTree]:
-        """Function of global arrays that runs `function` on every device, with the device's parts.
+        """Compiled function of global arrays that runs `function` on every device.
 
         Args:
-          function: function of the parts on one device.
-          in_specs: partitions of the arguments, as for `jax.shard_map`.
-          out_specs: partitions of the results.
+          function: function that runs on one device, with that device's part of each array.
+          in_specs: partition specs of the arguments, as for `jax.shard_map`.
+          out_specs: partition specs of the results.
 
-        Raises: ValueError: the result is called while a mesh of explicit axes is set.
+        Returns: a function of global arrays; on one device, `function` itself. The function raises
+          ValueError if it is called while a mesh with explicit axes is set.
         """
         if self.mesh is None:
             return function
-        # `check_vma` is off, because kernels do not declare over which mesh axes their results
-        # vary.
+        # Kernels do not declare over which mesh axes their results vary, so `check_vma` is off.
         mapped = jax.shard_map(
             function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
         )
@@ -163,25 +162,25 @@ class Devices:
     # Inside `on_each`:
 
     def index(self) -> Array:
-        """Index of this device along the axes."""
+        """Index of this device along the axes that split the tables."""
         return jnp.zeros((), jnp.int32) if self.mesh is None else jax.lax.axis_index(self.axes)
 
     def total(self, tree: PyTree) -> PyTree:
-        """Sum of each array over devices."""
+        """Sum of each array of a tree over all devices."""
         return tree if self.mesh is None else jax.lax.psum(tree, self.axes)
 
     def gather(self, array: Array) -> Array:
-        """Parts of all devices, concatenated along the first axis."""
+        """Concatenates the arrays of all devices along the first axis."""
         if self.mesh is None or array.shape[0] == 0:  # XLA cannot gather empty arrays.
             return array
         return jax.lax.all_gather(array, self.axes, tiled=True)
 
     def columns_of_all(self, array: Array) -> Array:
-        """This device's columns of all rows, from all columns of this device's rows."""
+        """Redistributes a matrix that is split by row, so that it is split by column."""
         return jax.lax.all_to_all(array, self.axes, split_axis=1, concat_axis=0, tiled=True)
 
     def rows_of_all(self, array: Array) -> Array:
-        """All columns of this device's rows, from this device's columns of all rows."""
+        """Redistributes a matrix that is split by column, so that it is split by row."""
         return jax.lax.all_to_all(array, self.axes, split_axis=0, concat_axis=1, tiled=True)
 
 

@@ -1,4 +1,4 @@
-"""The embedding tables of a model with functional calls, and gradients of the model's loss."""
+"""`EmbeddingCollection`, the embedding tables of a model, and `value_and_grad` of its loss."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from rsembed.storage.protocol import ByTable
 
 
 class EmbeddingCollection:
-    """The embedding tables of a model, read by named features.
+    """The embedding tables of a model, which named features look up.
 
     Tables that agree in dim, dtype, optimizer, storage and placement are stacked: they share arrays
     and kernel calls. Lookups and steps work inside `jax.jit` and `jax.lax.scan`. Steps update
@@ -57,22 +57,24 @@ class EmbeddingCollection:
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
-      mesh: devices that share the tables. None: one device.
+      mesh: mesh of devices that share the tables. None: one device.
       sharding_axis: axis or axes of the mesh over which samples and tables are split. None: all
         axes. Devices along other axes hold copies of the tables.
       placement: placement of the tables, by table name or one for all. With `row`, the default of
         most tables, neighbouring rows have different owners. With `table`, each table has one
         owner. With `column`, every device has some columns of all rows. With `replicated`, every
-        device has a copy.
+        device has a copy of the table.
       exchange_capacity: largest number of distinct rows that a device requests from one owner in
         one exchange round, with `row` and `table`. A small capacity saves memory, a large one
-        saves rounds. None: a capacity that fits skewed ids in one round. The result is the
-        same with any capacity, with one exception: if a hashed table, or its list of keys that
-        wait for admission, fills up within one batch, new keys of earlier rounds get the last free
-        rows or list entries. The list entry of a key that is admitted is free in later rounds only.
+        saves rounds. None: a capacity that fits skewed ids in one round. Results do not depend on
+        the capacity, with one exception. If a hashed table, or its list of keys that wait for
+        admission, fills up within one batch, new keys of earlier rounds get the last free rows or
+        list entries. A key that gets a row leaves this list, and only keys of later rounds can take
+        its place there.
       implementation: name of the only kernel implementation to use. None: the fastest one
-        available. With "reference", lookups and steps are plain JAX. Other names apply to pooling
-        and steps only: finding keys and exchanging rows take the fastest implementation.
+        available. With "reference", lookups and steps are plain JAX. Any other name applies only to
+        the kernels that pool and step rows. The kernels that find keys and exchange rows still use
+        the fastest implementation.
       bounds_check: treatment of ids outside their table. With `raise`, such ids are an error
         outside `jit`. With `ignore`, and always inside `jit`, such ids contribute nothing, and
         `lookup(..., return_statistics=True)` counts them.
@@ -152,7 +154,7 @@ class EmbeddingCollection:
         return make, (list(self.features.values()),)
 
     def __deepcopy__(self, memo: object) -> EmbeddingCollection:
-        return self  # Collections do not change: the state does.
+        return self  # A collection is immutable. Training changes the state, not the collection.
 
     def __repr__(self) -> str:
         return f"EmbeddingCollection of {len(self.table_specs)} tables, {len(self.features)} features\n{self.plan}"
@@ -171,8 +173,8 @@ class EmbeddingCollection:
         Raises:
           TypeError: `key` is not a PRNG key.
           ValueError: a custom initializer returns a number that is not finite. Inside `jit`,
-            numbers are not checked. A keyed table draws its rows later, so `init` checks only one
-            row.
+            numbers are not checked. A keyed table draws its rows during training, so `init` draws
+            and checks one row of it.
         """
         check_type(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
@@ -211,9 +213,13 @@ class EmbeddingCollection:
         return host_rows.with_new_generation(self._on_host, fetched)
 
     def _fetched(self, state: EmbeddingState, wanted: ByName) -> EmbeddingState:
-        """State with every row that `wanted` reads on the device.
+        """Copies rows from the host to the device caches, and returns the new state.
 
-        Inside `jit`, `state` is returned unchanged.
+        Inside `jit`, and without tables on the host, `state` is returned unchanged.
+
+        Args:
+          state: state of the collection. It stays valid.
+          wanted: for each stack on the host, the batch or rows to copy; see `host_rows.fetched`.
         """
         if not self._on_host or is_traced((state, wanted)):
             return state
@@ -221,7 +227,7 @@ class EmbeddingCollection:
 
     @functools.cached_property
     def template(self) -> EmbeddingState:
-        """State with shapes and shardings instead of arrays: the `like` of `checkpoint.load`."""
+        """State with shapes and shardings instead of arrays, for `checkpoint.load(path, like=...)`."""
         tables, slots = jax.eval_shape(self._engine.init, jax.random.key(0))
         step, key = jax.eval_shape(lambda: (jnp.zeros((), jnp.int32), jax.random.key(0)))
         state = EmbeddingState(tables, slots, step, key, self.layout)
@@ -248,14 +254,15 @@ class EmbeddingCollection:
 
         Args:
           state: the value to check.
-          parts: fields of the state that will be used. A lookup needs no slots, so a state for
-            serving may leave them out.
+          parts: fields of the state to check. A lookup needs no slots, so a state for serving may
+            have none.
 
         Raises:
           ValueError: tables, optimizers or the layout of rows differ (the message names the
             difference), or an array has the wrong shape or dtype.
           TypeError: `state` is not an EmbeddingState.
-          RuntimeError: the arrays of the state were donated, or this process was forked.
+          RuntimeError: the arrays of the state were donated, or this process was forked from one
+            that used JAX.
         """
         check_not_forked("the collection")
         check_type(state, EmbeddingState, "the state, which collection.init makes,")
@@ -287,11 +294,11 @@ class EmbeddingCollection:
                 stack.storage.check_params(state.tables[name], stack.table)
 
     def tables(self, state: EmbeddingState) -> ByName:
-        """Logical tables by name, as copies. On a mesh, every device gets a copy of each table.
+        """Copies of all tables by name. On a mesh, every device gets a copy of each table.
 
-        A keyed table is a dictionary of numpy arrays: `keys` in ascending order, their `values`,
-        one `slot_<name>` per slot, `last_step` and `count`. With `admission_count`, the dictionary
-        also contains `waiting_keys`, `waiting_last_step` and `waiting_count`.
+        A keyed table is a dictionary of numpy arrays: `keys` in ascending order, `values` (the row
+        of each key), one `slot_<name>` per slot, `last_step` and `count`. With `admission_count`,
+        the dictionary also contains `waiting_keys`, `waiting_last_step` and `waiting_count`.
         """
         self.check_state(state, parts=["tables"])
         tables: ByName = {}
@@ -300,7 +307,7 @@ class EmbeddingCollection:
         return tables
 
     def each_table(self, state: EmbeddingState) -> Iterator[tuple[str, PyTree]]:
-        """Name and rows of each table, one at a time; the rows are as in `tables`.
+        """Yields the name and rows of each table. The rows are in the form of `tables`.
 
         `each_table` needs less memory than `tables`. The rows may be the arrays of the state, so do
         not donate the state while the rows are in use.
@@ -310,9 +317,9 @@ class EmbeddingCollection:
             yield from stack.each_table(state.tables[name], state.slots.get(name))
 
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
-        """Counters by table, one number per device, such as keys inserted so far.
+        """Counters by table, one number per device, such as the number of keys inserted so far.
 
-        Tables with a storage that counts nothing are left out.
+        A table without counters, such as a dense table, is not in the result.
         """
         self.check_state(state, parts=["tables"])
         counts = {}
@@ -323,10 +330,10 @@ class EmbeddingCollection:
         return counts
 
     def slots(self, state: EmbeddingState) -> ByName:
-        """Optimizer state of every logical table (copies), in the named tuple of its optimizer.
+        """Copies of the optimizer state by table name. Each is a named tuple of the optimizer.
 
-        Slots of keyed tables are in the order of `tables(state)[name]["keys"]`. For other storages,
-        see their `optimizer_state`.
+        The slots of a keyed table are in the order of `tables(state)[name]["keys"]`. For the form
+        of the slots of other storages, see `optimizer_state` of the storage's class.
         """
         self.check_state(state)
         slots: ByName = {}
@@ -343,13 +350,14 @@ class EmbeddingCollection:
         slots: ByTable | None = None,
         allow_nonfinite: bool = False,
     ) -> EmbeddingState:
-        """State with some tables replaced, for example by pretrained vectors.
+        """Replaces some tables, for example by pretrained vectors. Returns the new state.
 
         Tables that are not in `tables` do not change.
 
-        A keyed table takes the dictionary that `tables` returns, and needs only `keys` and
-        `values`. Slots that are left out get their initial values, rows of other keys do not
-        change, and rows without `last_step` count as used now.
+        A keyed table takes a dictionary as `tables` returns it. Only `keys` and `values` are
+        required. Slots that the dictionary lacks get their initial values. Without `last_step`, the
+        keys count as used in the current step. Rows of keys that are not in the dictionary do not
+        change.
 
         To move a table to another storage, pass an array of all its rows. A keyed table uses the
         row numbers as keys, and a tensor train computes the cores closest to the array.
@@ -359,20 +367,20 @@ class EmbeddingCollection:
             Adam, continue from it. Use `state._replace(step=jnp.int32(int(old_state.step)))` to
             continue from another step.
           tables: new values by table name.
-          slots: new optimizer state by table name, with equal shapes and dtypes. Each is a result
-            of `slots`, or an entry of `load(path).tree["slots"]`. Slots of a keyed table are in the
-            order of its `keys` in `tables`, or else of the keys in the state. None: slots do not
-            change, except that a keyed table takes the slots of the keys in `tables` from there, or
-            else starts them at their initial values.
+          slots: new optimizer state by table name, in the form of the method `slots` or of
+            `load(path).tree["slots"]`. Slots of a keyed table are in the order of the keys that
+            `tables` has for the table, or if it has none, of the keys in the state. None: slots do
+            not change, except that replaced rows of keyed tables start with the slots in their
+            dictionary or with initial values.
           allow_nonfinite: accept NaN, infinity and negative sums of squares. By default such
-            numbers are an error, because one NaN spreads to everything that reads its row. Inside
-            `jit`, numbers are not checked.
+            numbers are an error, because one NaN spreads to every model output that reads its row.
+            Inside `jit`, numbers are not checked.
 
         Raises:
           ValueError: a table is unknown, or its values or slots have the wrong shape or dtype or
             are not finite.
-          NotImplementedError: the storage of a table takes no rows.
-          RuntimeError: this is inside `jit`, and a table has keys or is on the host.
+          NotImplementedError: the storage of a table does not accept new rows.
+          RuntimeError: the method is called inside `jit`, and a table has keys or is on the host.
         """
         self.check_state(state)
         return self.logical.with_tables(state, tables, slots or {}, allow_nonfinite=allow_nonfinite)
@@ -388,25 +396,26 @@ class EmbeddingCollection:
     ) -> tuple[EmbeddingState, dict[str, np.ndarray]]:
         """Evicts keys of a table. Returns the new state, and the evicted keys with their rows.
 
-        A key is evicted if it fulfils any of the conditions. Do not call `evict` inside `jit`.
+        A key is evicted if any of the conditions `keep`, `unused_for` and `norm_below` applies to
+        it. Do not call `evict` inside `jit`.
         `state` is donated: use only the returned state.
 
         Args:
           state: state to evict keys from.
           table: name of a keyed table.
-          keep: number of keys that stay, over all devices. The table's `eviction` policy ranks the
-            keys.
-          unused_for: evicts keys that were not used in training for more than this number of
-            steps. Keys that wait for admission are forgotten after as many steps.
-          norm_below: evicts keys of rows with a smaller L2 norm.
+          keep: keeps at most this number of keys, counted over all devices. The table's `eviction`
+            policy decides which keys are evicted first. None: no limit.
+          unused_for: evicts keys that no training step has used for more than this number of
+            steps. Keys that wait for admission are removed by the same limit. None: no limit.
+          norm_below: evicts keys of rows with an L2 norm below this number. None: no limit.
 
-        Returns: the new state, and the evicted keys with their rows and slots in the format of
-          `tables`, for a file or another store. `with_tables` restores the keys.
+        Returns: the new state, and the evicted keys with their rows and slots, in the form that
+          `tables` has for a keyed table. Pass them to `with_tables` to restore the keys.
 
         Raises:
           ValueError: all conditions are None, one is out of range, or the table is unknown or has
             no keys.
-          RuntimeError: this is inside `jit`.
+          RuntimeError: the method is called inside `jit`.
         """
         self.check_state(state, parts=["tables"])
         return self.logical.evicted(
@@ -416,15 +425,15 @@ class EmbeddingCollection:
     # Forward
 
     def prepare(self, batch: Batch) -> PreparedBatch:
-        """Batch that was checked on the host and moved to the device, ready for a jitted step.
+        """Checks a batch on the host and moves it to the device, for a jitted step.
 
         Call `prepare` outside `jit`. Inside `jit`, ids are int32 and cannot be checked, only
-        counted.
+        counted. The result is a pytree, and a mapping from features to ids.
 
-        Features in arrays stay arrays. The bags of all ragged features that share a stack of tables
-        become one list of ids. Lists are padded to one of a few sizes, so a stream of batches needs
-        few compiled programs. On one device, a feature without a combiner is not padded. The result
-        is a pytree, and a mapping by feature.
+        A feature that is an array stays an array. The bags of all ragged features that share a
+        stack of tables become one list of ids. Lists are padded to one of a few sizes, so a stream
+        of batches needs few compiled programs. On one device, a feature without a combiner is not
+        padded.
 
         On a mesh, each process passes the same number of samples and gets the global batch, split
         by sample. A list has one part per device, and all parts are padded to one length. A ragged
@@ -435,8 +444,8 @@ class EmbeddingCollection:
             padding), nested lists, a column of a data frame, or a pair `(ids, weights)`. Inside
             `jit` on a mesh, only arrays are accepted.
 
-        Raises: TypeError or ValueError: the batch is wrong. The message names feature, sample, id,
-          table and the way out.
+        Raises: TypeError or ValueError: the batch is wrong. The message names the feature, sample,
+          id and table, and says what to change.
         """
         return inputs.prepare(
             self.features,
@@ -450,10 +459,10 @@ class EmbeddingCollection:
     def lookup(
         self, state: EmbeddingState, batch: Batch, *, return_statistics: bool = False
     ) -> PyTree:
-        """Activations of every feature, float32. On a mesh, activations are split by sample.
+        """Float32 activations of every feature. On a mesh, activations are split by sample.
 
         Args:
-          state: from `init`.
+          state: state of the collection, from `init` or a step.
           batch: see `prepare`.
           return_statistics: whether to also return `LookupStatistics`.
 
@@ -471,7 +480,7 @@ class EmbeddingCollection:
     def lookup_vjp(
         self, state: EmbeddingState, batch: Batch
     ) -> tuple[Activations, Callable[[PyTree], RowGradients]]:
-        """Activations, and a function from their gradients to the `RowGradients` of the tables.
+        """Activations of a batch, and the pullback: activation gradients to `RowGradients`.
 
         Example:
           >>> import jax, jax.numpy as jnp, rsembed as rs
@@ -492,7 +501,7 @@ class EmbeddingCollection:
     def row_gradients(self, batch: Batch, d_activations: ActivationGradients) -> RowGradients:
         """Gradients of the distinct rows of a batch, from the gradients of its activations.
 
-        No table is read.
+        The calculation does not read the tables.
         """
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
@@ -529,8 +538,8 @@ class EmbeddingCollection:
     ) -> EmbeddingState:
         """Runs one step with the gradients of a batch, and returns the new state.
 
-        The result equals `apply(state, pullback(d_activations))`. Gradients are fused with the step
-        if the kernel allows it.
+        The result equals `apply(state, pullback(d_activations))`. If the kernel supports it, one
+        kernel call sums the row gradients and steps the rows.
         """
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
@@ -545,14 +554,15 @@ class EmbeddingCollection:
         step_stacks: Callable[..., PyTree],
         *gradients: PyTree,
     ) -> EmbeddingState:
-        """Runs one step, and returns the new state.
+        """Runs one step of all stacks, and returns the new state.
 
         Args:
           state: state before the step.
           wanted: for each stack on the host, the batch or rows that the step reads; see
             `host_rows.fetched`.
           step_stacks: `apply` or `update` of the engine.
-          gradients: arguments of `step_stacks` between the slots and the steps.
+          *gradients: the row gradients for `apply`, or the batch and the output gradients for
+            `update`.
         """
         fetched = self._fetched(state, wanted)
         steps = {stack.name: self._step_of(stack, fetched) for stack in self.plan.stacks}
@@ -563,17 +573,18 @@ class EmbeddingCollection:
         stepped = EmbeddingState(tables, slots, fetched.step + 1, fetched.key, fetched.layout)
         if fetched is state:
             return stepped
-        # The new generation invalidates `state`, so it is set last, when no error can follow.
+        # After an error in the step, `state` must still be valid. The new generation invalidates
+        # `state`, so it is set last.
         return host_rows.with_new_generation(self._on_host, stepped)
 
     def _step_of(self, stack: StackPlan, state: EmbeddingState) -> Step:
-        """The `Step` of a stack's tables: rule, hyperparameters, rounding and step number."""
+        """`Step` of a stack: optimizer rule, hyperparameters, rounding noise and step number."""
         rule = stack.spec.optimizer
         rounding = None
         if stack.tables[0].stochastic_rounding:
             key = jax.random.fold_in(state.key, state.step)
-            # The noise of dense rows depends on the table's name. In other storages, rows of
-            # two tables may have equal numbers, so every table needs a different key.
+            # The rounding noise of dense rows depends on the table's name. In other storages, rows
+            # of two tables may have equal numbers, so every table gets a different PRNG key.
             if self.table_specs[stack.tables[0].name].storage is not None:
                 keys = table_keys(key, [table.name for table in stack.tables])
                 key = keys if len(stack.tables) > 1 else keys[0]
@@ -582,7 +593,7 @@ class EmbeddingCollection:
 
 
 def _shape_and_kind(leaf: object) -> tuple[tuple[int, ...], object]:
-    """Shape and dtype of an array. PRNG keys of all implementations count as one dtype."""
+    """Shape and dtype of an array. All kinds of PRNG keys, such as "rbg", count as one dtype."""
     if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return (), type(leaf)
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
@@ -599,18 +610,17 @@ def _shown(leaf: object) -> str:
 def value_and_grad(
     loss_fn: Callable[..., Any], collection: EmbeddingCollection, *, has_aux: bool = False
 ) -> Callable[..., Any]:
-    """Function for the value and the gradients of a loss, with sparse gradients for the tables.
+    """Function that computes a loss, its dense gradients, and sparse gradients of the tables.
 
     Args:
       loss_fn: `loss_fn(params, activations, *args)` returns the loss, or `(loss, aux)` with
         `has_aux=True`.
-      collection: collection that looks up `activations`.
-      has_aux: as in `jax.value_and_grad`.
+      collection: collection that looks up the `activations` argument of `loss_fn`.
+      has_aux: as in `jax.value_and_grad`. False by default.
 
     Returns: a function `(params, state, batch, *args) -> (value, (dense_grads, row_gradients))`.
-
-    Raises: TypeError: `loss_fn` does not return a scalar loss, or with `has_aux=True` a pair, or
-      `params` hold numbers that are not floats.
+      The function raises TypeError if `loss_fn` does not return a scalar loss, or with
+      `has_aux=True` a pair, or if `params` contains numbers that are not floats.
 
     Example:
       >>> import jax, jax.numpy as jnp, rsembed as rs

@@ -1,7 +1,8 @@
-"""The engine of a collection: per-device init, lookup and update, as functions of global arrays.
+"""The engine of a collection: compiled functions that initialize, look up and update all tables.
 
-The collection checks its inputs and passes canonical batches to the engine. The methods of `Stack`
-and `Rows` do the work.
+The functions take global arrays and run on every device of a mesh. `EmbeddingCollection` checks
+batches before it passes them to the engine. For each stack, the engine calls the methods of `Stack`
+and `Rows`.
 """
 
 from __future__ import annotations
@@ -35,9 +36,9 @@ class LookupStatistics(NamedTuple):
     Args:
       num_ids: per feature, number of ids that contributed.
       num_out_of_range: per feature, number of ids outside the table, which contributed nothing.
-      num_unknown: per stack of keyed tables, number of distinct keys without a row on each owner.
-        If a step follows, only keys that it will try to give a row are counted.
-      num_rounds: per stack, number of exchange rounds; 0 if rows are not exchanged.
+      num_unknown: per stack of keyed tables, one number per device: how many distinct keys of the
+        device have no row. If a step follows, only keys that the step admits are counted.
+      num_rounds: per stack, number of exchange rounds. 0 if rows are not exchanged.
     """
 
     num_ids: dict[str, Int[Array, ""]]
@@ -47,29 +48,30 @@ class LookupStatistics(NamedTuple):
 
 
 class Engine:
-    """Init, lookup, row gradients and steps of all stacks, as one jitted function each.
+    """Compiled functions that initialize, look up and update all stacks of a collection.
 
-    The functions run on every device of a mesh, and all stacks share the exchanges with owners.
+    Each function runs on every device of a mesh. The stacks share exchanges of rows: one exchange
+    carries the requests of all stacks.
 
-    A batch is a mapping by feature. On one device, the batch may also be a `Call` with one output.
-    Table `k` of the call is then the array of the `k`-th stack, the activations are the output, and
-    `d_outputs` is its gradient.
+    A batch is a mapping from features to ids. On one device, a batch may also be a kernel `Call`
+    with one output. Table `k` of such a call is the array of the `k`-th stack, the call's output
+    takes the place of the activations, and `d_outputs` is the gradient of the output.
 
     Args:
       features: features by name.
       stacks: stacks by name.
       devices: devices of the mesh.
-      implementation: "reference" runs plain JAX everywhere, including storages and exchanges. Names
-        of other implementations are ignored here, because each stack passes them to its kernels for
-        pooling and steps.
-      side_by_side: whether a lookup returns one array `[batch, sum of dims]` with the columns of
-        all features in order, and `d_outputs` is an array of this shape.
+      implementation: "reference" runs plain JAX everywhere, including storages and exchanges. The
+        engine ignores other names, because each stack passes the name to its own kernel calls.
+      side_by_side: if True, a lookup returns one array `[batch, sum of dims]` with the activations
+        of all features next to each other, and `d_outputs` is an array of this shape. If False,
+        the default, activations and `d_outputs` are dictionaries by feature.
 
     Attributes:
       init: function `(key) -> (tables, slots)` of all stacks.
       row_gradients: function `(batch, d_outputs) -> (rows, values)` of `RowGradients`, by stack.
       squared_norm: function `(batch, d_outputs) -> sum of squares of the row gradients`, by stack.
-        The function works on one device only, for stacks with all rows in arrays.
+        It works on one device only, and only if the rows of every stack are in one array.
       apply: function `(tables, slots, gradients, steps) -> (tables, slots)` that makes a step with
         the gradients of distinct rows.
       update: function `(tables, slots, batch, d_outputs, steps) -> (tables, slots)` that makes a
@@ -122,12 +124,13 @@ class Engine:
         """Activations of all features, and the counts of the lookup.
 
         Args:
-          tables: tables of the state.
+          tables: `tables` of the state.
           batch: prepared global batch, or a `Call` on one device.
-          numbers: by stack, index of the step that will follow. None if no step follows.
+          numbers: by stack, index of the step that follows the lookup. None: no step follows.
         """
         if self._has_all_rows:
-            # `lookup` and `lookup_vjp` of a collection then share one compiled program.
+            # Rows in arrays do not depend on the step. Without step numbers, `lookup` and
+            # `lookup_vjp` of a collection share one compiled program.
             numbers = None
         activations, statistics = self._look_up(tables, numbers, batch)
         if isinstance(activations, dict):
@@ -135,7 +138,10 @@ class Engine:
         return activations, statistics
 
     def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
-        """Shardings of rows and values of `RowGradients`, by stack; None on one device."""
+        """Name of each stack, and shardings of its rows and values in `RowGradients`.
+
+        None on one device.
+        """
         if self.devices.mesh is None:
             return None
         shardings = []
@@ -149,9 +155,10 @@ class Engine:
     # On one device
 
     def _stacks_of_one_call(self) -> list[list[str]]:
-        """Names of stacks, in groups that one kernel call can read.
+        """Groups of two or more stacks that one kernel call can look up.
 
-        The stacks of a group have dense rows of one dtype on a single device, without quantization.
+        The stacks of a group are on a single device. Their rows are arrays of equal dtype, without
+        quantization.
         """
         groups: dict[tuple[str | None, str], list[str]] = {}
         for name, stack in self.stacks.items():
@@ -162,7 +169,7 @@ class Engine:
         return [names for names in groups.values() if len(names) > 1]
 
     def _looked_up_together(self, tables: ByName, batch: PreparedBatch) -> dict[str, LookupResult]:
-        """Lookup results of the stacks that share a kernel call, by stack."""
+        """Lookup results of the stacks in `_joint_stacks`, with one kernel call per group."""
         results: dict[str, LookupResult] = {}
         none = jnp.zeros((), jnp.int32)
         for names in self._joint_stacks:
@@ -218,7 +225,7 @@ class Engine:
         return activations, statistics
 
     def _counts(self, batch: PreparedBatch) -> tuple[dict[str, Array], dict[str, Array]]:
-        """Number of ids that contribute, and number of ids out of range, of each feature."""
+        """For each feature, the number of ids that contribute and the number out of range."""
         num_ids: dict[str, Array] = {}
         num_out_of_range: dict[str, Array] = {}
         numbered: dict[str, Bags] = {}
@@ -299,7 +306,13 @@ class Engine:
     def _backward(
         self, batch: Batch | Call, d_outputs: PyTree, function: Callable[..., Asked[PyTree]]
     ) -> ByName:
-        """Results by stack of `function(name, rows, occurrences, gradients of its outputs)`."""
+        """Calls `function` for every stack, and returns the results by stack.
+
+        Args:
+          batch: batch, as in `Engine`.
+          d_outputs: output gradients of all features, or of the output of a `Call`.
+          function: function of a stack's name, `Rows`, `Occurrences` and output gradients.
+        """
         asked: list[Asked[PyTree]] = []
         if isinstance(batch, Call):
             dims = tuple(stack.table.embedding_dim for stack in self.stacks.values())
@@ -318,7 +331,7 @@ class Engine:
     def _by_feature(
         self, d_output: Float[Array, "batch dims"]
     ) -> dict[str, Float[Array, "batch dim"]]:
-        """Columns of each feature in an array with all features side by side."""
+        """Splits an array with the columns of all features into one array per feature."""
         columns = {}
         first = 0
         for name, feature in self.features.items():
@@ -329,7 +342,7 @@ class Engine:
 
 
 def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, " nnz_plus_1"]]:
-    """Number of keys, and number of invalid ids, before each position of a list."""
+    """Two running counts for a list of ids: keys, and invalid ids, before each position."""
     counts = []
     for is_counted in (bags.ids.is_key, is_invalid(bags.ids)):
         counts.append(
@@ -339,7 +352,7 @@ def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, "
 
 
 def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByName]:
-    """A dictionary of pairs as a pair of dictionaries."""
+    """Splits a dictionary of pairs into a pair of dictionaries."""
     all_first = {}
     all_second = {}
     for name, (first, second) in pairs.items():
@@ -351,13 +364,13 @@ def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByNa
 def to_activation(
     feature: FeatureSpec, dense_shape: tuple[Any, ...] | None, output: Array
 ) -> Array:
-    """Activations of a feature in their final shape, from pooled rows `[outputs, dim]`.
+    """Reshapes the pooled rows of a feature to the shape of its activations.
 
     Args:
       feature: spec of the feature.
-      dense_shape: shape of an array of ids, used with combiner `none`. None if the ids are ragged
-        bags.
-      output: pooled rows. Columns from `feature.output_dim` on are cut off.
+      dense_shape: shape of the array of ids, for a feature with combiner `none`. None: the ids are
+        ragged bags, or the feature has a different combiner.
+      output: pooled rows `[outputs, dim]`. Only the first `feature.output_dim` columns are kept.
     """
     if feature.output_dim < output.shape[1]:
         output = output[:, : feature.output_dim]

@@ -1,4 +1,4 @@
-"""Tables on the host: moves the rows of a batch to device caches, and evicted rows back."""
+"""Moves rows of tables on the host to device caches, and evicted rows back to the host."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ class Prefetch:
     Args:
       stack: stack of the table.
 
-    Raises: NotImplementedError: the mesh has several processes, which would share the rows.
+    Raises: NotImplementedError: the mesh has several processes. Rows on the host must be in the
+      memory of one process.
     """
 
     def __init__(self, stack: Stack):
@@ -58,19 +59,18 @@ class Prefetch:
     def with_room(
         self, params: DynamicTable, slots: SlotTree, wanted: Batch | Array
     ) -> tuple[DynamicTable, Moves]:
-        """Parameters with cache slots reserved for the rows that `wanted` reads, and the moves.
-
-        No row has moved yet, and `params` stay valid.
+        """Reserves cache slots for the rows that a batch reads.
 
         Args:
-          params: parameters of the state.
-          slots: slots of the state.
+          params: parameters of the state. They stay valid.
+          slots: optimizer slots of the state.
           wanted: a batch, or the rows of `RowGradients`.
 
+        Returns: new parameters, and the row moves that `moved` makes. No row has moved yet.
+
         Raises:
-          RuntimeError: the state does not have the generation of the store, or the cache is too
-            small.
-          ValueError: the state has no slots, which move together with their rows.
+          RuntimeError: the state is older than the rows on the host, or the cache is too small.
+          ValueError: the state has no optimizer slots. Optimizer slots move together with rows.
         """
         name = self.stack.table.name
         if slots is None:
@@ -79,7 +79,8 @@ class Prefetch:
                 "state, or serve from a checkpoint that a collection without storage= loaded."
             )
         self.storage.generation.check(on_host(params.generation))
-        # The rows are no argument of the compiled program, because on a mesh it would copy them.
+        # On a mesh, the compiled program would return a copy of the rows, so it gets the parameters
+        # without rows.
         without_rows: PyTree = ()
         with_room, moves, num_failed = self._make_room(params._replace(rows=without_rows), wanted)
         if (num_failed := on_host(num_failed)).any():
@@ -96,19 +97,19 @@ class Prefetch:
         """Makes the moves that `with_room` returned, and returns new parameters and slots.
 
         Args:
-          params: result of `with_room`, with the rows of the state.
-          slots: slots of the state.
-          moves: result of `with_room`.
+          params: parameters that `with_room` returned.
+          slots: optimizer slots of the state.
+          moves: moves that `with_room` returned.
           donates: whether the arrays of `params` and `slots` are donated. If False, the old state
-            stays valid until `with_new_generation`. The store changes only in the evicted rows,
-            which receive the values they have in the old state.
+            stays valid until `with_new_generation`: on the host only evicted rows change, and they
+            get their values in the old state.
         """
         by_shard = (self.stack.num_shards, -1)
         num_moved = (moves.inserted != NO_ROW).reshape(by_shard).sum(axis=1).max()
         if not num_moved:
             return params, slots
-        # The number of rows is padded to one of a few sizes, because each size compiles a program.
-        # Padding after `size` is not copied.
+        # Every new number of rows compiles a program, so rows are padded to one of a few sizes. In
+        # `moves`, padding follows the moves of each shard, and padding after `size` is cut off.
         size = padded_size(int(num_moved))
         moves = Moves(*[lane.reshape(by_shard)[:, :size].reshape(-1) for lane in moves])
         place = self.stack.devices.place_from_host
@@ -118,7 +119,7 @@ class Prefetch:
         evicted_values = [on_host(array) for array in self._gather(arrays, evicted_places)]
         storage = self.storage
         with storage.generation.lock:
-            # Another thread may have advanced the store since `with_room` checked it.
+            # Another thread may have started a new generation since `with_room` checked it.
             storage.generation.check(on_host(params.generation))
             loaded = storage.backing.exchange(moves.evicted, evicted_values, moves.inserted)
         scatter = self._scatter
@@ -130,7 +131,7 @@ class Prefetch:
     def _room_on_device(
         self, params: DynamicTable, wanted: PyTree
     ) -> tuple[DynamicTable, Moves, Int[Array, "1"]]:
-        """`HostCached.make_room` on one device, for a batch or the rows of `RowGradients`."""
+        """Calls `HostCached.make_room` on one device, for a batch or the rows of `RowGradients`."""
         if isinstance(wanted, Mapping):
             occurrences = self.stack.occurrences(PreparedBatch.of(wanted))
             keys = self.stack.rows.own_keys(occurrences)
@@ -146,15 +147,15 @@ def fetched(
     *,
     donates: bool,
 ) -> EmbeddingState:
-    """State with every row that `wanted` reads in the device caches.
+    """Copies rows from the host to the device caches, and returns the new state.
 
-    Rows move only after all stacks have reserved cache slots. If a cache is too small, an error is
-    raised before anything changes.
+    All stacks reserve cache slots before the first row moves. So if a cache is too small, the error
+    is raised before anything changes.
 
     Args:
       prefetches: the `Prefetch` of each stack on the host, by stack name.
       state: state of the collection.
-      wanted: by stack, a batch or the rows of `RowGradients`.
+      wanted: by stack name, the rows to copy: those that a batch reads, or those of `RowGradients`.
       donates: whether the arrays of `state` are donated. If False, `state` stays valid until
         `with_new_generation`.
     """
@@ -173,7 +174,7 @@ def fetched(
 def with_new_generation(
     prefetches: Mapping[str, Prefetch], state: EmbeddingState
 ) -> EmbeddingState:
-    """State marked with a new generation. The host stores reject all older states."""
+    """Gives the state a new generation number, so that the host tables reject all older states."""
     tables = dict(state.tables)
     for name, prefetch in prefetches.items():
         stack = prefetch.stack

@@ -1,4 +1,4 @@
-"""Stacks with rows that are read and written on the host: tables with keys, or with a cache."""
+"""Stacks of keyed tables and of tables on the host, which are read and written outside `jit`."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from rsembed.storage.protocol import (
 )
 
 MOST_KEYS = 1 << 16
-"""Largest number of rows that one call of a program reads out."""
+"""Largest number of evicted rows that one call of a compiled program reads."""
 FIRST_KEY = "initial_key"
-"""Name in files of the PRNG key that draws the initial rows of new keys."""
+"""Name, in files, of the array with the PRNG key that draws the rows of new keys."""
 
 
 class HostStack(Stack):
-    """Tables that the host reads and writes with their slots, outside `jit`."""
+    """Stack that is read and written on the host, outside `jit`, always rows and slots together."""
 
     def _by_table(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
         return self._read_tables(read, params, slots)
@@ -50,7 +50,7 @@ class HostStack(Stack):
         rows: ByTable,
         new_slots: ByTable = MappingProxyType({}),
     ) -> State:
-        """See `Stack.replaced`. `rows` include the slots, and `new_slots` is empty."""
+        """See `Stack.replaced`. The tables in `rows` include slots, and `new_slots` is empty."""
         del new_slots
         written = self.storage.with_tables(params, slots, rows, self.table, self.num_shards, {})
         placed: State = self.devices.place_from_host(written, self.partition)
@@ -74,15 +74,14 @@ class HostStack(Stack):
         rows: TableRows,
         new_slots: SlotTree,
     ) -> ByName:
-        """Rows and slots of a table, as an argument of `replaced`.
+        """Combines new rows and new slots of a table into one dictionary, for `replaced`.
 
         Args:
           params: parameters of the state.
           slots: slots of the state.
           table: spec of the table.
           rows: new rows, checked by the storage. None: the rows of the state.
-          new_slots: slots of the new rows, or of the state's rows if `rows` is None. Slots of a
-            keyed table are in the order of the keys.
+          new_slots: slots of these rows. For a keyed table, slots are in the order of the keys.
 
         Raises: ValueError, TypeError: slots have the wrong names, shapes or dtypes for the table.
         """
@@ -94,9 +93,9 @@ class HostStack(Stack):
     def _replaced_rows(
         self, params: Params, slots: SlotTree, table: TableSpec, rows: TableRows
     ) -> ByName:
-        """Rows and slots of the state by name.
+        """Arrays of a table by name: `values`, and one `slot_<name>` per slot.
 
-        If `rows` is not None, it replaces the state's rows.
+        Arrays that `rows` lacks are arrays of the state. None: all arrays are arrays of the state.
         """
         whole: ByName = self._by_table(self.storage.rows, params, slots)[table.name]
         if rows is None:
@@ -108,7 +107,7 @@ class HostStack(Stack):
     # Files
 
     def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
-        """Rows and slots of every table by name, as files store them."""
+        """Rows by table name, and slots by table name, as files store them."""
         values_by_table = {}
         slots_by_table = {}
         for table_name, rows in self._by_table(self.storage.rows, params, slots).items():
@@ -120,7 +119,7 @@ class HostStack(Stack):
     def restored(self, tables: ByTable, slots: ByTable) -> State:
         """Parameters and slots from the result of `saved`.
 
-        Raises: ValueError: the names or shapes of the arrays differ from those of the table.
+        Raises: ValueError: the names or shapes of the arrays do not fit the table.
         """
         params, fresh_slots = self._fresh()
         rows_by_table = {}
@@ -132,7 +131,7 @@ class HostStack(Stack):
         return self.replaced(params, fresh_slots, rows_by_table)
 
     def _fresh(self) -> State:
-        """Initial parameters and slots, which the caller replaces."""
+        """Initial parameters and slots. The caller overwrites all rows, so any PRNG key will do."""
         start = self.devices.on_each(
             self.rows.init, PartitionSpec(), (self.partition, self.partition)
         )
@@ -141,17 +140,14 @@ class HostStack(Stack):
 
 
 class KeyedStack(HostStack):
-    """Tables with rows by 64-bit key."""
+    """Stack of tables with 64-bit keys."""
 
     def values(self, params: Params, slots: SlotTree) -> ByName:
-        """Keys, rows, slots, last-used steps and use counts of every table, by table name."""
+        """Tables by name. Each is a dictionary of keys, rows, slots, last steps and counts."""
         return self._by_table(self.storage.rows, params, () if slots is None else slots)
 
     def check_start(self, params: Params, slots: SlotTree) -> None:
-        """Checks one row, because rows are drawn one by one during training.
-
-        See `Stack.check_start`.
-        """
+        """See `Stack.check_start`. No rows exist yet, so one row per table is drawn and checked."""
         if is_traced((params, slots)):
             return
         for table in self._with_initializer():
@@ -169,9 +165,9 @@ class KeyedStack(HostStack):
     # Files
 
     def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
-        """Keys, rows and slots of every table in one dictionary, and no separate slots."""
-        # The state has one PRNG key per table and shard. All shards have equal keys, so the file
-        # gets the keys of the first.
+        """By table name, a dictionary of keys, rows and slots. The second result has no slots."""
+        # `params.key` has one PRNG key per shard and table. The PRNG keys of all shards are equal,
+        # so the file contains those of the first shard.
         key_data = on_host(jax.random.key_data(params.key))
         impl = jax.random.key_impl(params.key)
         tables = {}
@@ -186,7 +182,7 @@ class KeyedStack(HostStack):
     def restored(self, tables: ByTable, slots: ByTable) -> State:
         """Parameters and slots from the result of `saved`.
 
-        Raises: ValueError: the names or shapes of the arrays differ from those of the table.
+        Raises: ValueError: the names or shapes of the arrays do not fit the table.
         """
         del slots
         params, fresh_slots = self._fresh()
@@ -216,12 +212,11 @@ class KeyedStack(HostStack):
     ) -> tuple[DynamicTable, dict[str, np.ndarray]]:
         """Evicts keys of a table. Returns new parameters, and the evicted keys with their rows.
 
-        See `EmbeddingCollection.evict`. `params` are donated. The compiled program that removes
-        keys does not get the rows as an argument, because on a mesh it would copy them.
+        See `EmbeddingCollection.evict`. `params` are donated.
         """
         number = self.tables.index(table)
         policy = cast(Hashed, self.storage).eviction
-        # Every shard has all tables in order, so table indices repeat.
+        # An array has all tables of the first shard, then all tables of the second shard.
         table_numbers = np.arange(params.num_tables) % len(self.tables)
         rows_of_table = params.rows.shape[0] // params.num_tables
         is_of_table = np.repeat(table_numbers == number, rows_of_table)
@@ -236,10 +231,12 @@ class KeyedStack(HostStack):
         leaves = np.zeros(is_of_table.shape, bool)
         leaves[places] = True
         (leaves,) = self.devices.place_from_host([leaves], self.partition)
+        # On a mesh, the compiled program would return a copy of the rows, so it gets the parameters
+        # without rows.
         nothing: PyTree = ()
         unused_for = reasons["unused_for"]
         if unused_for is None:
-            unused_for = 2**31 - 1  # No key can be unused for that many steps.
+            unused_for = 2**31 - 1  # Longer than any key can be unused.
         remaining = self._without(
             params._replace(rows=nothing), leaves, step, np.int32(unused_for), np.int32(number)
         )
@@ -259,13 +256,13 @@ def _picked(array: Array, places: Int[Array, " n"]) -> Array:
 
 
 def _without(params: DynamicTable, leaves: Bool[Array, " rows"], *forget: Array) -> DynamicTable:
-    """Parameters of a device without the keys of some rows.
+    """Removes the keys of some rows on one device. Returns new parameters.
 
     Args:
       params: parameters of the device.
       leaves: mask of the rows to free.
-      forget: step, age and table number for `hashed_rows.forget_older`, which removes keys that
-        wait for admission.
+      *forget: step, age and table index for `hashed_rows.forget_older`, which removes keys that
+        wait for admission for too long.
     """
     rows = jnp.arange(leaves.shape[0], dtype=jnp.int32)
     remaining = row_map.release(params.keys, jnp.where(leaves, rows, NO_ROW))

@@ -1,4 +1,4 @@
-"""Ids of a batch as row numbers of an array, or as keys, with their bags."""
+"""Converts the ids of a batch to row numbers or keys, in the form of a kernel call."""
 
 from __future__ import annotations
 
@@ -23,13 +23,16 @@ from rsembed.storage.row_map import unnamed
 
 
 class Occurrences(NamedTuple):
-    """The ids of a batch, feature after feature.
+    """All ids that a batch looks up in one stack, with the bags of each feature.
+
+    An id that is in the batch several times occurs several times.
 
     Attributes:
-      call: the ids with their bags. With `keys`, the ids are indices of keys, `NO_ROW` for padding.
-      keys: the keys of keyed tables. None if ids are row numbers.
-      table: index of the stack's table in `call`, which may read several tables.
-      dims: row length of every table of `call`.
+      call: kernel call with the ids and bags. Ids are row numbers, or with `keys` the indices of
+        keys. Padding is `NO_ROW`.
+      keys: 64-bit keys of the ids, for keyed tables. None: ids are row numbers.
+      table: index of the stack's array among the tables of `call`.
+      dims: row length of each table that `call` reads. Empty: `call` reads one table.
     """
 
     call: Call
@@ -38,15 +41,15 @@ class Occurrences(NamedTuple):
     dims: tuple[int, ...] = ()
 
     def gradients(self, d_outputs: Sequence[Array]) -> CallGradients:
-        """Gradients of the call's outputs, for the kernels.
+        """Argument of the backward kernels: the call, and the gradients of its outputs.
 
-        For a single table, `d_outputs` may have only some of the columns.
+        If the call reads a single table, `d_outputs` may have only some columns of the outputs.
         """
         dims = self.dims or (d_outputs[0].shape[-1],)
         return CallGradients(self.call, tuple(d_outputs), dims, self.table)
 
     def all_keys(self) -> Keys:
-        """The ids as `Keys`, even if they are row numbers."""
+        """All ids as `Keys`. Row numbers are converted to keys."""
         if self.keys is not None:
             return self.keys
         rows = []
@@ -55,9 +58,9 @@ class Occurrences(NamedTuple):
         return keys_of_rows(jnp.concatenate(rows))
 
     def of_all(self, devices: Devices) -> Occurrences:
-        """Occurrences of the global batch, with samples in the order of devices.
+        """Gathers the ids of all devices. Samples are in the order of the devices.
 
-        With several devices, the ids must be row numbers.
+        On several devices, this works for row numbers only, not for keys.
         """
         num_devices = devices.num_devices
         if num_devices == 1:
@@ -90,7 +93,10 @@ class Occurrences(NamedTuple):
 def bags_of(
     batch: PreparedBatch, features: Sequence[FeaturePlacement]
 ) -> tuple[list[Bags], list[Segment]]:
-    """Lists of bags, each of one or several features, and the segment that each feature reads."""
+    """The lists of bags that some features read, and for each feature its segment of a list.
+
+    Bags of several features may be in one list.
+    """
     all_bags: list[Bags] = []
     segments: list[Segment] = []
     number_of: dict[str, int] = {}
@@ -110,15 +116,18 @@ def bags_of(
 
 
 def rows_of_array(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-    """Row numbers in the array of a layout. Ids outside their table contribute nothing."""
+    """Ids of a batch as row indices in the array of a layout.
+
+    An id outside its table contributes nothing.
+    """
     return Occurrences(layout.call(*bags_of(batch, layout.stack.features)))
 
 
 def row_numbers(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-    """Row numbers in the tables of a stack, one table after the other.
+    """Ids of a batch as row numbers, for stacks with a storage that translates row numbers.
 
-    Ids outside their table are `NO_ROW`, and so are ids outside all bags: a storage that finds rows
-    must not look these up.
+    The tables of the stack are numbered consecutively. An id outside its table, or outside all
+    bags, becomes `NO_ROW`, so that the storage does not look it up.
     """
     all_bags, segments = bags_of(batch, layout.stack.features)
     call = RowLayout.whole(layout.stack).call(all_bags, segments)
@@ -129,7 +138,7 @@ def row_numbers(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
 
 
 def keys_in_bags(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-    """Keys of keyed tables. Ids outside all bags are padding."""
+    """Ids of a batch as 64-bit keys. Ids outside all bags become padding."""
     all_bags, segments = bags_of(batch, layout.stack.features)
     lists = []
     all_keys = []
@@ -148,13 +157,13 @@ def keys_in_bags(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
 def _tables_of_keys(
     layout: RowLayout, number: int, bags: Bags, segments: Sequence[Segment]
 ) -> Int[Array, " nnz"] | None:
-    """Index of the table that each key of a list belongs to; None if the stack has one table.
+    """Index of the table that each key of a list belongs to. None if the stack has one table.
 
     Args:
       layout: tables and features of the stack.
-      number: index of the list.
-      bags: bags of the list.
-      segments: segment of each feature of the stack.
+      number: index of the list in the batch.
+      bags: ids and bags of the list.
+      segments: for each feature of the stack, the bags that it reads.
     """
     names = [table.name for table in layout.stack.tables]
     if len(names) == 1:
@@ -171,15 +180,15 @@ def _tables_of_keys(
 
 
 def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
-    """Row numbers as `Keys`, with `NO_ROW` as padding."""
+    """Converts row numbers to `Keys`. `NO_ROW` becomes padding."""
     return Keys(jnp.zeros(rows.shape, jnp.uint32), rows.astype(jnp.uint32), rows != NO_ROW)
 
 
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
     """Keys of the rows in `RowGradients`, and the number of occurrences of each key.
 
-    `rows` has ids or 32-bit lanes. Ids count once each, because `RowGradients` do not hold their
-    occurrences.
+    `RowGradients` of keyed tables hold lanes and counts. Without keys, `rows` are row numbers, and
+    every row counts once.
     """
     if rows.ndim == 1:
         keys = keys_of_rows(rows)

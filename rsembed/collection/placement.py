@@ -1,6 +1,6 @@
-"""Placements of tables on devices, and the tables of a state by name.
+"""Places tables on devices, and reads and writes the tables of a state by name.
 
-`make_stacks` chooses the devices of every stack's rows, and how lookups reach them.
+`make_stacks` chooses the storage of each stack, and how its rows are split over the devices.
 `LogicalTables` reads and writes whole tables of a state, for users and for files.
 """
 
@@ -39,16 +39,16 @@ PLACEMENTS = ("row", "table", "column", "replicated")
 def placement_of_tables(
     tables: Mapping[str, TableSpec], devices: Devices, placement: str | Mapping[str, str] | None
 ) -> dict[str, str]:
-    """The placement of every table.
+    """Placement of every table by name: "row", "table", "column" or "replicated".
 
-    A table gets the requested placement, else the first one that its storage supports
-    (`row` for a table without a storage). On one device every table is `replicated`.
+    A table without a requested placement gets the first one that its storage supports. For a dense
+    table this is "row". On one device every table is "replicated".
 
     Args:
       tables: specs of the tables by name.
       devices: devices that share the tables.
       placement: placement by table name, or one for all tables. A placement for all tables has no
-        effect on tables with a storage that does not support it. None: the default of every table.
+        effect on tables with a storage that does not support it. None: no placement is requested.
 
     Raises:
       ValueError: a placement or table is unknown, the storage of a named table does not support its
@@ -89,7 +89,7 @@ def placement_of_tables(
 
 
 def plan_placed(features: PyTree, placements: Mapping[str, str]) -> StackingPlan:
-    """Stacking plan: tables share a stack if their specs allow it and placements are equal."""
+    """Plans stacks: tables share a stack if their specs allow it and their placements are equal."""
     tables = tables_of(features)
     placed: dict[tuple[int, str], list[str]] = {}
     for number, group in enumerate(group_tables(features, num_shards=1, pad=False)):
@@ -130,7 +130,7 @@ def make_stacks(
     stacks: dict[str, Stack] = {}
     for stack in plan.stacks:
         tables = tuple(specs[table.name] for table in stack.tables)
-        # A single device has all rows, so rows need not be requested.
+        # A single device has all rows, so no row is requested from an owner.
         placement = "replicated"
         if devices.num_devices > 1:
             placement = placements[tables[0].name]
@@ -158,7 +158,7 @@ def _choose_rows(
     capacity: int | None,
     implementation: str | None,
 ) -> Rows:
-    """The `Rows` object for a storage in a placement. Only this function chooses the class."""
+    """Chooses the class of `Rows` for a storage and a placement, and makes an object of it."""
     arguments = devices, table, storage, implementation
     if placement in ("row", "table"):
         if isinstance(storage, DenseRows):
@@ -178,7 +178,7 @@ def _choose_rows(
 
 
 def _choose_stack(layout: RowLayout, rows: Rows) -> Stack:
-    """The stack with access to whole tables of the storage of `rows`."""
+    """Chooses the class of `Stack` for the storage of `rows`, and makes an object of it."""
     if isinstance(rows.storage, DenseRows):
         return ArrayStack(layout, rows)
     if rows.storage.takes_keys:
@@ -191,7 +191,7 @@ def _choose_stack(layout: RowLayout, rows: Rows) -> Stack:
 def _storage_of(
     tables: tuple[TableSpec, ...], layout: RowLayout, num_parts: int, implementation: str | None
 ) -> Storage:
-    """The storage that holds all tables of a stack."""
+    """Storage object that holds the rows of all tables of a stack."""
     storage = cast(Storage | None, tables[0].storage)
     if storage is None:
         return DenseRows(layout, tables, num_parts, implementation)
@@ -227,10 +227,10 @@ class LogicalTables:
       stacks: stacks of the collection by name.
 
     Attributes:
-      on_host: by stack, the `Prefetch` that moves rows between host and device, for tables with
-        storage `HostCached`.
-      apart: stacks with rows by key or on the host, by name. Files have the tables of these stacks
-        instead of their arrays.
+      on_host: for each stack with storage `HostCached`, by name, the `Prefetch` that moves rows
+        between host and device.
+      apart: stacks of keyed tables and of tables on the host, by name. A file stores each table of
+        these stacks by itself, not the arrays of the state.
     """
 
     def __init__(self, specs: Mapping[str, TableSpec], stacks: Mapping[str, Stack]):
@@ -297,28 +297,31 @@ class LogicalTables:
         return state._replace(tables=all_tables, slots=all_slots)
 
     def _host_last(self, names: Iterable[str]) -> list[str]:
-        """Names of stacks in the order of writing: stacks on the host come last.
+        """Names of stacks in the order in which they are written. Stacks on the host come last.
 
-        Writing to rows on the host invalidates the old state. These rows are therefore written
-        last, when no error can follow.
+        Writing rows on the host invalidates the old state. If a write to another stack fails before
+        that, the old state is still valid.
         """
         return sorted(names, key=self.on_host.__contains__)
 
     def _check_finite(self, table_name: str, parts: Iterable[tuple[str, PyTree]]) -> None:
-        """Raises: ValueError: a part of a table is not finite, or a sum of squares is negative."""
+        """Checks the numbers of a table.
+
+        Raises: ValueError: a number is not finite, or a sum of squares is negative.
+        """
         non_negative = [
             f"slot_{slot}" for slot in self.specs[table_name].optimizer.non_negative_slots
         ]
         for part, array in parts:
             if isinstance(array, SavedArray):
-                # A `SavedArray` of a checkpoint is still on disk. It was saved from a checked
-                # state, so it is not checked again.
+                # The array is in a checkpoint. Its numbers were checked before they were saved, so
+                # the array is not read for a check.
                 continue
             where = f"table {table_name!r}: its {part}"
             check_finite(array, where, may_be_negative=part not in non_negative)
 
     def _check_outside_jit(self, table: TableSpec, values: PyTree) -> None:
-        """Raises: RuntimeError: the host writes rows of the table, and this is inside `jit`."""
+        """Raises: RuntimeError: a table with keys or on the host would be written inside `jit`."""
         if self._stack_of[table.name] in self.apart and is_traced(values):
             raise RuntimeError(
                 f"table {table.name!r} is kept as {table.storage}: with_tables writes its rows beside compiled "
@@ -358,7 +361,11 @@ class LogicalTables:
     # For files
 
     def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, ByName, ByName]:
-        """The state without the stacks `apart`, and the rows and slots of their tables by name."""
+        """Splits a state for a file.
+
+        Returns: the state without the stacks `apart`, and the rows and the slots of their tables,
+          both by table name.
+        """
         tables: ByName = {}
         slots: ByName = {}
         for name, stack in self.apart.items():
@@ -368,7 +375,7 @@ class LogicalTables:
         return self.without_apart(state), tables, slots
 
     def without_apart(self, state: EmbeddingState) -> EmbeddingState:
-        """The state, or a template of one, without the stacks `apart`."""
+        """A state without the stacks `apart`. `state` may have shapes instead of arrays."""
         facts = {} if state.layout is None else state.layout.facts
         layout = Fingerprint.of(self._not_apart(facts))
         tables = self._not_apart(state.tables)
@@ -384,7 +391,7 @@ class LogicalTables:
         slots: ByTable,
         layout: Fingerprint,
     ) -> EmbeddingState:
-        """State with all stacks, from the result of `parted` (the inverse)."""
+        """State with all stacks, from the three results of `parted` and the original layout."""
         all_tables = dict(state.tables)
         all_slots = dict(state.slots)
         for name in self._host_last(self.apart):
@@ -393,7 +400,7 @@ class LogicalTables:
 
 
 def _of_numpy(values: PyTree) -> PyTree:
-    """Values of a user's table, with columns and tensors of other libraries as numpy arrays."""
+    """A user's table, with arrays of other libraries (pandas, torch) converted to numpy arrays."""
     if isinstance(values, Mapping):
         return {name: foreign_to_numpy(part) for name, part in values.items()}
     if isinstance(values, tuple):
@@ -402,7 +409,7 @@ def _of_numpy(values: PyTree) -> PyTree:
 
 
 def _slots_by_name(slots: PyTree) -> list[tuple[str, PyTree]]:
-    """Arrays of a table's slots, each with the name of its slot."""
+    """Pairs of a name `slot_<name>` and an array, for every array in a table's slots."""
     parts = []
     for path, leaf in jax.tree.leaves_with_path(slots):
         if isinstance(leaf, (jax.Array, np.ndarray)):
@@ -412,7 +419,7 @@ def _slots_by_name(slots: PyTree) -> list[tuple[str, PyTree]]:
 
 
 def _parts(values: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
-    """Arrays of a table with names: arrays of a keyed table, cores of a tensor train, or rows."""
+    """Pairs of a name and an array, for a dictionary, a tuple of cores, or an array of rows."""
     if isinstance(values, Mapping):
         return values.items()
     if isinstance(values, tuple):

@@ -1,14 +1,14 @@
-"""Lookups and steps of rows that every device has in full, or by columns.
+"""Lookups and steps of tables that are copied to every device, or split by column.
 
 ```
 ids ──▶ keys ──▶ storage.read ──▶ vectors ──pool──▶ activations
 state ◀── storage.step ◀── storage.find ◀── keys, gradients ◀──spread── d(activations)
 ```
 
-There is one class for each way to reach rows: `ArrayRows` and `ColumnRows` for tables in one array,
-`NumberedRows` and `KeyedRows` for storages that find rows first, `TrainRows` for parameters that
-every step updates as a whole. `asked_rows.py` has the classes for rows with owners. All functions
-run on one device, with its part of the data.
+`ArrayRows` and `ColumnRows` handle tables in one array. `NumberedRows` and `KeyedRows` handle
+storages that translate ids to rows first. `TrainRows` handles parameters that every step updates as
+a whole. The classes for sharded rows are in `asked_rows.py`. All methods run inside `shard_map`, on
+one device, with that device's part of the batch and of the parameters.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]
 
 @dataclasses.dataclass(frozen=True)
 class Rows(abc.ABC):
-    """Base class: how the rows of a stack are looked up and stepped on the devices of a mesh.
+    """Base class: looks up and steps the rows of a stack on the devices of a mesh.
 
-    `look_up`, `row_gradients` and `update` return their result. If the rows have owners, they
-    return a generator of questions to the owners instead, so that all stacks of a model share one
-    exchange (`exchange.together`).
+    `look_up`, `row_gradients` and `update` return a result. For sharded rows, these methods return
+    a generator that yields requests to the owners of the rows, so that the requests of all stacks
+    share one exchange (`exchange.together`).
 
     Args:
       devices: devices of the mesh.
-      table: spec of the table. For a stack, spec of its first table, because all tables of a stack
-        have the same dim, dtype and rule.
-      storage: storage of the rows.
-      implementation: kernel implementation that pools rows. None: the fastest one.
+      table: spec of the stack's first table. All tables of a stack agree in dim, dtype and
+        optimizer.
+      storage: storage of all tables of the stack.
+      implementation: name of the kernel implementation that pools rows. None: the fastest one.
     """
 
     devices: Devices
@@ -68,20 +68,17 @@ class Rows(abc.ABC):
 
     @property
     def partition(self) -> PartitionSpec:
-        """Partition of parameters and slots over the mesh.
-
-        By default every device has full copies.
-        """
+        """Partition of parameters and slots over the mesh. By default every device has a copy."""
         return PartitionSpec()
 
     @property
     def gradient_partitions(self) -> tuple[PartitionSpec, PartitionSpec]:
-        """Partitions of rows and values of `RowGradients` over the mesh."""
+        """Partition specs of the rows and the values of `RowGradients` over the mesh."""
         return self.partition, self.partition
 
     @property
     def num_shards(self) -> int:
-        """Number of shards of the rows. 1 if rows are not split."""
+        """Number of shards that the rows are split into. 1 if every device has all rows."""
         return 1
 
     @property
@@ -90,33 +87,34 @@ class Rows(abc.ABC):
         return jnp.zeros((), jnp.int32)
 
     def init(self, key: PRNGKeyArray) -> State:
-        """Initial parameters and slots of this device. `key` is the key of the model."""
+        """Initial parameters and slots of this device. `key` is the key of the whole model."""
         return self.storage.init(key, self.table, self.shard, self.num_shards)
 
     @abc.abstractmethod
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the stack's features in a batch. Ids outside their table contribute nothing."""
+        """Ids of the stack's features in a batch. An id outside its table contributes nothing."""
 
     @abc.abstractmethod
     def look_up(
         self, params: Params, batch: Occurrences, number: Int[Array, ""] | None
     ) -> Asked[LookupResult]:
-        """Pooled rows of a batch. Parameters do not change.
+        """Pooled rows of a batch. The parameters do not change.
 
         Args:
           params: parameters of the storage on this device.
           batch: ids of this device's samples.
-          number: index of the step that will follow. New keys that get a row in this step read the
-            initial values of the row. None if no step follows: keys without a row read zeros.
+          number: index of the step that follows the lookup. A key without a row then reads the
+            initial values of the row that the step will give it. None: no step follows, and a key
+            without a row reads zeros.
         """
 
     @abc.abstractmethod
     def row_gradients(
         self, batch: Occurrences, d_outputs: Sequence[Array]
     ) -> Asked[tuple[Array, Array]]:
-        """Distinct ids of the global batch on this device (or 32-bit lanes of keys), and gradients.
+        """This device's part of `RowGradients`: distinct ids of the global batch, and gradients.
 
-        Ids and gradients have the layout of `RowGradients`.
+        Keyed tables have the 32-bit lanes of keys instead of ids.
         """
 
     @abc.abstractmethod
@@ -130,7 +128,7 @@ class Rows(abc.ABC):
     ) -> Asked[State]:
         """Steps all rows of a batch, and returns new parameters and slots.
 
-        Keys without a row get one first.
+        Before the step, new keys get rows.
         """
 
     def apply(
@@ -138,7 +136,7 @@ class Rows(abc.ABC):
     ) -> State:
         """Steps the rows of distinct ids or keys, and returns new parameters and slots.
 
-        `rows` and `values` are results of `row_gradients`.
+        `rows` and `values` are results of `row_gradients`, possibly with changed values.
         """
         keys, occurrences = keys_of_gradients(rows)
         keys = self.storage.keys_after(self._keys_here(keys), [values])
@@ -148,20 +146,20 @@ class Rows(abc.ABC):
         )
 
     def own_keys(self, batch: Occurrences) -> Keys:
-        """Keys of the global batch that belong to this device."""
+        """Keys of the global batch. Keys that a different device owns are replaced by padding."""
         return self._keys_here(batch.of_all(self.devices).all_keys())
 
     # Helpers
 
     def _keys_here(self, keys: Keys) -> Keys:
-        """`keys`, with keys of other devices replaced by padding.
+        """`keys` with padding instead of the keys that a different device owns.
 
-        The base class replaces no key.
+        In the base class every device has all rows, so no key is replaced.
         """
         return keys
 
     def _rounded(self, step: Step) -> Step:
-        """`step` with the rounding of this device's rows."""
+        """`step` with the stochastic rounding noise of this device's rows."""
         rounding = self.storage.rounding(step.rounding, self.shard, step.resident_rows)
         return dataclasses.replace(step, rounding=rounding)
 
@@ -175,7 +173,7 @@ class Rows(abc.ABC):
         )
 
     def _summed(self, gradients: CallGradients, num_rows: int) -> tuple[Array, Array]:
-        """Distinct ids in ascending order, and the sum of the gradients of each."""
+        """Distinct ids in ascending order, and the sum of the gradients of each id."""
         summed: tuple[Array, Array] = api.dispatch(
             "row_gradients", num_rows, gradients, implementation=self.implementation
         )
@@ -184,10 +182,16 @@ class Rows(abc.ABC):
     def _gradients_of_entries(
         self, entry_of: Array, batch: Occurrences, d_outputs: Sequence[Array]
     ) -> Array:
-        """Gradient of each distinct entry. `entry_of` is the entry of each occurrence."""
+        """Sum of the gradients of each distinct key.
+
+        Args:
+          entry_of: index of the distinct key of each id in the batch, `NO_ROW` for padding.
+          batch: ids of this device's samples.
+          d_outputs: gradients of the pooled outputs.
+        """
         num_entries = entry_of.shape[0]
         gradients = Occurrences(batch.call.with_ids(entry_of)).gradients(d_outputs)
-        # Every entry occurs at least once, so index `e` of the result belongs to entry `e`.
+        # Every distinct key occurs at least once, so row `e` of the result belongs to key `e`.
         _, values = self._summed(gradients, num_entries)
         return values
 
@@ -196,19 +200,20 @@ class Rows(abc.ABC):
         return [self.devices.gather(d_output) for d_output in d_outputs]
 
     def _gradients_of_all(self, batch: Occurrences, d_outputs: Sequence[Array]) -> CallGradients:
-        """Gradients of the global batch, for the kernels."""
+        """The kernels' description of the global batch and its output gradients."""
         return batch.of_all(self.devices).gradients(self._of_all(d_outputs))
 
 
 class ArrayRows(Rows):
     """Rows in one array. Every device has a full copy of the array.
 
-    One kernel reads and pools rows, another one sums gradients and steps rows. Every device steps
-    its copy with the gradients of the global batch, so all copies stay equal.
+    A lookup is one kernel call that reads and pools rows. An update is one kernel call that sums
+    the gradients of equal rows and steps each row once. Every device steps its copy with the
+    gradients of the global batch, so all copies stay equal.
     """
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Row numbers of the batch's ids, in the array of the stack."""
+        """Ids of the batch as row indices in the stack's array."""
         return rows_of_array(batch, layout)
 
     def look_up(
@@ -226,10 +231,7 @@ class ArrayRows(Rows):
         return self._summed(gradients, self.storage.num_ids(self.table))
 
     def squared_norm(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Float[Array, ""]:
-        """Sum of squares of the values of `row_gradients`.
-
-        The function works on a single device only.
-        """
+        """Sum of squares of the values of `row_gradients`, on a single device."""
         gradients = batch.gradients(d_outputs)
         num_rows = self.storage.num_ids(self.table)
         norm: Array = api.dispatch(
@@ -250,22 +252,22 @@ class ArrayRows(Rows):
 
 
 class ColumnRows(ArrayRows):
-    """Rows in one array. Each device has some columns of the array.
+    """Rows in one array. Each device has some columns of all rows.
 
-    Every device pools the global batch for its columns, and devices exchange columns of activations
-    instead of rows.
+    Every device pools the global batch for its columns. Devices then exchange columns of
+    activations instead of rows.
     """
 
     @property
     def partition(self) -> PartitionSpec:
-        """Partition of parameters and slots over the mesh: by column."""
+        """Partition that splits parameters and slots by column over the mesh."""
         return PartitionSpec(None, self.devices.axes)
 
     @property
     def gradient_partitions(self) -> tuple[PartitionSpec, PartitionSpec]:
         """Partition specs of the rows and the values of `RowGradients`.
 
-        Every device has all row numbers, and the values of its columns.
+        Every device has the numbers of all rows, and the gradients of its own columns.
         """
         return PartitionSpec(), self.partition
 
@@ -288,10 +290,10 @@ class ColumnRows(ArrayRows):
 
 
 class NumberedRows(Rows):
-    """Rows that a storage finds by row number, such as rows with a cache."""
+    """Rows of a storage that translates row numbers, for example to slots of a cache."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Row numbers of the batch's ids, in the tables of the stack."""
+        """Ids of the batch as row numbers. The tables of the stack are numbered consecutively."""
         return row_numbers(batch, layout)
 
     def look_up(
@@ -334,15 +336,15 @@ class NumberedRows(Rows):
         return self._step(params, slots, Occurrences(call).gradients(d_outputs), step)
 
     def _call_of_rows(self, call: Call, rows: Int[Array, " nnz"]) -> Call:
-        """`call` with the row of each of its ids."""
+        """`call` with ids replaced by the rows that the storage found for them."""
         return call.with_ids(rows)
 
 
 class KeyedRows(NumberedRows):
-    """Rows that a storage finds by 64-bit key, on a single device."""
+    """Rows of a storage that finds rows by 64-bit key, on a single device."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Keys of the batch, with their bags."""
+        """Ids of the batch as 64-bit keys, in the bags of the features."""
         return keys_in_bags(batch, layout)
 
     def row_gradients(
@@ -354,9 +356,10 @@ class KeyedRows(NumberedRows):
         return named(keys, counts), self._gradients_of_entries(entry_of, batch, d_outputs)
 
     def _call_of_rows(self, call: Call, rows: Int[Array, " nnz"]) -> Call:
-        """`call` with the row of each key, and with the gains of the lookup.
+        """`call` with the row of each key, and with the weights that the lookup used.
 
-        In a mean, keys without a row are counted by the divisor, as in the lookup.
+        A mean divides by the number of all keys in the bag. A key without a row has no entry in the
+        new call, so the weights are computed before, and the combiner becomes "sum".
         """
         call_of_rows = call.with_ids(rows)
         lists = list(call_of_rows.lists)
@@ -374,10 +377,11 @@ class KeyedRows(NumberedRows):
 
 
 class TrainRows(NumberedRows):
-    """Rows computed from shared parameters, such as tensor-train cores.
+    """Rows that are computed from a few parameters, such as tensor-train cores.
 
-    Every step updates all parameters. Every device has all parameters. A device computes the
-    gradients for its samples, and the sum over devices has the same bits on all.
+    Every device has all parameters, and every step updates all of them. A device computes the
+    gradients of its samples. The sum of these gradients has the same bits on every device, so all
+    copies of the parameters stay equal.
     """
 
     def update(
@@ -395,8 +399,8 @@ class TrainRows(NumberedRows):
         self, params: Params, slots: SlotTree, rows: Array, values: Array, step: Step
     ) -> State:
         """See `Rows`."""
-        # Every device has the gradients of all rows. Each device keeps a part of them, and
-        # `_step_all` adds the parts.
+        # Every device has the gradients of all rows, and `_step_all` sums over devices. So each
+        # device keeps a different part of the rows, and no gradient is counted twice.
         device_of_row = jnp.arange(rows.shape[0]) % self.devices.num_devices
         rows_here = jnp.where(device_of_row == self.devices.index(), rows, NO_ROW)
         return self._step_all(params, slots, CallGradients.of_rows(rows_here, values), step)
@@ -406,7 +410,7 @@ class TrainRows(NumberedRows):
     ) -> State:
         """Steps all parameters, and returns new parameters and slots.
 
-        Every device passes different `gradients`, and their sum over devices is applied.
+        Every device passes different `gradients`. The step applies their sum over devices.
         """
         total = self.devices.total(self.storage.gradients(params, gradients, self.table))
         return self.storage.step_all(params, slots, total, self.table, self._rounded(step))

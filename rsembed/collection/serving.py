@@ -1,4 +1,4 @@
-"""Lookups for serving, in plain JAX, which `jax.export` can write into a file for any platform."""
+"""Lookups for serving, in plain JAX, so that `jax.export` can save them for any platform."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ from rsembed.storage.protocol import Storage
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 
 ServedTable = dict[str, Array]
-"""The arrays of a served table.
+"""The arrays of a served table, by name.
 
-`rows` are `[rows, dim]`. An int8 table has `scales`, a factor for each row. A keyed table has the
-key of each row in two arrays of 32-bit words, `high` and `low`, in ascending order.
+`rows` is an array `[rows, dim]`. An int8 table also has `scales`, one factor per row. A keyed table
+also has `high` and `low`, the two 32-bit words of each row's key. Its rows are sorted by key.
 """
 
 
@@ -43,19 +43,21 @@ def for_serving(
     dtype: str | None = None,
     allow_nonfinite: bool = False,
 ) -> tuple[Callable[..., Activations], dict[str, ServedTable]]:
-    """A lookup in plain JAX and the tables that it reads, for `jax.export` and for other processes.
+    """A lookup function in plain JAX, and the tables that it reads.
+
+    The function can be saved by `jax.export`, and can run in a process without the collection.
 
     Args:
       collection: collection with the features to look up.
-      state: state to serve, on any mesh, not traced by `jit`.
+      state: state to serve, on any mesh. Call `for_serving` outside `jit`.
       dtype: "float32", "bfloat16", "float16", or "int8" with a scale for each row. None: the dtype
         of the tables.
-      allow_nonfinite: whether rows may hold NaN or infinity, or become infinite because `dtype` is
-        too narrow. By default they are an error: with "int8", one NaN would make its whole row NaN.
+      allow_nonfinite: accept rows with NaN or infinity, and numbers that are infinite in `dtype`.
+        By default such rows are an error: with "int8", one NaN makes its whole row NaN.
 
-    Returns: `lookup(tables, batch)`, which returns the activations of `collection.lookup`, and a
-      copy of each table. Tensor trains and rows on the host are written out as arrays. Ids outside
-      their table contribute nothing.
+    Returns: a function `lookup(tables, batch)` that returns the activations of `collection.lookup`,
+      and a copy of each table. Tensor trains, and tables on the host, become arrays of all rows.
+      Ids outside their table contribute nothing.
 
     Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. For
     this reason ids of a dense table must fit into int32, and 64-bit keys must be passed as
@@ -79,10 +81,11 @@ def for_serving(
 
 
 def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool) -> ServedTable:
-    """Converts a table of `EmbeddingCollection.tables` for a served lookup."""
+    """Converts an entry of `EmbeddingCollection.tables` to a served table."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
-        # The binary search needs unsigned order.
+        # `_rows_of_keys` compares the words of keys as unsigned integers, so keys are sorted as
+        # unsigned integers.
         order = np.argsort(values["keys"].astype(np.uint64))
         lanes = split_keys(values["keys"][order])
         keys = {"high": jnp.asarray(lanes.high), "low": jnp.asarray(lanes.low)}
@@ -103,9 +106,9 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     return {"rows": steps, "scales": scales} | keys
 
 
-@jax.jit  # One program keeps no float32 copy of the table.
+@jax.jit  # As one program, so that XLA needs no memory for a float32 copy of the table.
 def _int8(rows: Array) -> tuple[Array, Array]:
-    """Rows in steps of 1/127 of the largest absolute value in the row, and the step sizes."""
+    """Rows as int8, and the scale of each row: its largest absolute value divided by 127."""
     rows = rows.astype(jnp.float32)
     scales = jnp.max(jnp.abs(rows), axis=1) / 127.0
     steps = jnp.round(rows / jnp.where(scales == 0.0, 1.0, scales)[:, None])
@@ -115,9 +118,9 @@ def _int8(rows: Array) -> tuple[Array, Array]:
 def lookup(
     features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable], batch: Batch
 ) -> Activations:
-    """Activations of every feature, as `EmbeddingCollection.lookup` returns them.
+    """Activations of every feature, as in `EmbeddingCollection.lookup`.
 
-    Ids out of range contribute nothing.
+    An id outside its table contributes nothing.
 
     Raises: TypeError, ValueError: the batch lacks a feature, or the tables belong to a different
       collection.
@@ -160,7 +163,7 @@ def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, Serv
 
 
 def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: PyTree) -> Array:
-    """Activations of one feature, as `EmbeddingCollection.lookup` returns them."""
+    """Activations of one feature, as in `EmbeddingCollection.lookup`."""
     bags = as_bags(ids, feature=feature.name)
     combiner = feature.pooling
     table = tables[feature.table_spec.name]
@@ -170,7 +173,7 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
         rows, is_id = _rows_of_keys(table, as_keys(bags.ids))
     else:
         check_ids_dtype(bags, feature=feature.name)
-        # Ids of 64 bits from numpy are compared before JAX cuts them to their lower half.
+        # Compare 64-bit ids while they are numpy arrays: JAX would cut them to 32 bits first.
         is_id = (bags.ids >= 0) & (bags.ids < table["rows"].shape[0])
         rows = jnp.where(is_id, bags.ids, NO_ROW).astype(jnp.int32)
     (vectors,) = reference.gather_rows((table["rows"],), rows)
@@ -178,7 +181,7 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
     if "scales" in table:
         (scales,) = reference.gather_rows((table["scales"],), rows)
         vectors = vectors * scales[:, None]
-    # A key without a row reads zeros, but counts in means.
+    # A key without a row reads zeros, but a mean counts it.
     counted = jnp.where(is_id, jnp.int32(0), NO_ROW)
     entries = reference.entries_of(Call.of([list_of(bags, counted)], [combiner]), 0, 0, 1)
     bag, gains, _ = reference.entry_gains(entries, 1)
@@ -188,7 +191,7 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
     elif bags.dense_shape is None:
         pooled = jax.ops.segment_sum(terms, bag, bags.num_bags)
     else:
-        # Bags of one length are summed while their rows are read.
+        # If all bags have one length, XLA can fuse this sum with the gather of rows.
         num_bags = bags.dense_shape[0]
         width = math.prod(bags.dense_shape[1:])
         pooled = jnp.sum(terms.reshape(num_bags, width, terms.shape[1]), axis=1)
@@ -196,9 +199,9 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
 
 
 def _rows_of_keys(table: ServedTable, keys: Keys) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
-    """The row of each key, found by binary search, and which entries are keys.
+    """Row of each key, by binary search, and a mask of the entries that are keys, not padding.
 
-    A key that the table does not have gets `NO_ROW`, which reads as zeros.
+    A key that is not in the table gets `NO_ROW`.
     """
     num_rows = table["rows"].shape[0]
 

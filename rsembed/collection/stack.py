@@ -1,4 +1,4 @@
-"""State of a collection, and stacks: tables in one storage, with the features that read them."""
+"""The state of a collection, and its stacks: tables that share arrays and kernel calls."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ WAY_OUT = "give one that makes finite numbers of the table's dtype"
 
 
 class EmbeddingState(NamedTuple):
-    """State of a collection: everything that training changes. Donate it to your step.
+    """State of a collection: everything that training changes. Donate the state to your step.
 
     Args:
       tables: by stack, one array `[rows, dim]`, or the parameters of the tables' storage. On a
-        mesh, rows are ordered shard after shard. `EmbeddingCollection.tables` returns rows in
-        logical order.
+        mesh, the rows of the first shard come first, then those of the second shard.
+        `EmbeddingCollection.tables` returns the rows of each table in order of their ids.
       slots: by stack, the optimizer state of the tables.
       step: number of updates so far.
-      key: PRNG key of stochastic rounding, otherwise unused.
-      layout: fingerprint of the table, row and optimizer that each array row belongs to
-        (from `RowLayout.facts`, by stack). Checkpoints use the fingerprint, and a collection
-        rejects a state with a different layout. None, as in a state made by hand: nothing is
-        compared.
+      key: PRNG key of stochastic rounding, used for nothing else.
+      layout: fingerprint of the layout of rows: which table, id and optimizer each row of an array
+        belongs to (from `RowLayout.facts`, by stack). Checkpoints use the fingerprint, and a
+        collection rejects a state with a different layout. None, as in a state that a user built
+        from arrays: the layout is not checked.
     """
 
     tables: ByName
@@ -61,13 +61,15 @@ class EmbeddingState(NamedTuple):
 
 
 class Stack:
-    """Tables in one storage, with the features that read them, and access to each table by name.
+    """Tables that share one storage, with the features that read them.
 
-    Methods take the parameters and slots of a state. Slots are None in a state for serving.
+    The methods read and write single tables in the parameters and slots of the stack. A state for
+    serving has no slots, so methods that only read accept None.
 
     Args:
-      layout: tables and features of the stack, and the position of each table if one array has all.
-      rows: the functions that find, read and step rows on the devices.
+      layout: tables and features of the stack. If the rows of all tables are in one array, the
+        layout also has the position of each table.
+      rows: lookups and steps of the rows on the devices.
     """
 
     def __init__(self, layout: RowLayout, rows: Rows):
@@ -82,28 +84,28 @@ class Stack:
         self.partition = rows.partition
 
     def occurrences(self, batch: PreparedBatch) -> Occurrences:
-        """Ids of the stack's features in a batch. Ids outside their table contribute nothing."""
+        """Ids of the stack's features in a batch. An id outside its table contributes nothing."""
         return self.rows.occurrences(batch, self.layout)
 
     def values(self, params: Params, slots: SlotTree) -> ByName:
-        """Rows of every table by name, see `EmbeddingCollection.tables`."""
+        """Rows of every table by name, as in `EmbeddingCollection.tables`."""
         del slots
         rows_by_table = self._by_table(self.storage.rows, params, ())
         return {name: rows["values"] for name, rows in rows_by_table.items()}
 
     def each_table(self, params: Params, slots: SlotTree) -> Iterator[tuple[str, PyTree]]:
-        """Name and rows of each table, one at a time; see `values`.
+        """Yields the name and rows of each table, as in `EmbeddingCollection.each_table`.
 
         The rows may be arrays of the state, so do not donate the state while the rows are in use.
         """
         yield from self.values(params, slots).items()
 
     def slots(self, params: Params, slots: SlotTree) -> ByName:
-        """Optimizer state of every table by name, see `EmbeddingCollection.slots`."""
+        """Optimizer state of every table by name, as in `EmbeddingCollection.slots`."""
         return self._by_table(self.storage.optimizer_state, params, slots)
 
     def _by_table(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
-        """Calls `read`, a function of the storage, for every table. Returns the results by name."""
+        """Calls `read`, a method of the storage, for every table. Returns the results by name."""
         params, slots = self.devices.place((params, slots), PartitionSpec())
         return self._read_tables(read, params, slots)
 
@@ -121,7 +123,14 @@ class Stack:
         rows: ByTable,
         new_slots: ByTable = MappingProxyType({}),
     ) -> State:
-        """Parameters and slots with new, already checked rows and slots of some tables."""
+        """Replaces rows and slots of some tables. Returns new parameters and slots.
+
+        Args:
+          params: parameters of the state.
+          slots: slots of the state.
+          rows: checked new rows by table name.
+          new_slots: checked new slots by table name.
+        """
         everywhere = PartitionSpec()
         if rows:
             params = self.devices.place(params, everywhere)
@@ -144,7 +153,7 @@ class Stack:
         return jax.eval_shape(self.slots, params, slots)[table.name]
 
     def counts(self, params: Params) -> dict[str, dict[str, np.ndarray]]:
-        """Counters by table, with one number per device; empty if the storage counts nothing."""
+        """Counters by table, with one number per device. Empty if the storage has no counters."""
         counts = self.storage.counts(params, self.num_shards * len(self.tables))
         counts_by_table = {}
         for number, table in enumerate(self.tables):
@@ -155,7 +164,9 @@ class Stack:
         return counts_by_table
 
     def check_start(self, params: Params, slots: SlotTree) -> None:
-        """Checks an initial state. If rows are drawn later, the storage checks them then.
+        """Checks the initial values of the stack.
+
+        A storage that draws rows during training checks these rows when it draws them.
 
         Raises: ValueError: a custom initializer gave a number that is not finite.
         """
@@ -170,7 +181,7 @@ class Stack:
 
 
 class ArrayStack(Stack):
-    """Tables with all rows in one array."""
+    """Tables that have all their rows in one array."""
 
     def each_table(self, params: Params, slots: SlotTree) -> Iterator[tuple[str, PyTree]]:
         """See `Stack.each_table`. On one device, a table that fills the array is not copied."""
@@ -181,7 +192,7 @@ class ArrayStack(Stack):
             yield table.name, params[self.layout.all_rows(table.name, table.vocabulary_size)]
 
     def slots(self, params: Params, slots: SlotTree) -> ByName:
-        """See `Stack.slots`. The array of rows, which may be large, is not copied."""
+        """See `Stack.slots`. Reading slots does not copy the array of rows, which may be large."""
         del params
         return self._by_table(self.storage.optimizer_state, (), slots)
 
@@ -194,7 +205,7 @@ class ArrayStack(Stack):
             for array in (params, *slots):
                 check_finite(array, f"stack {self.layout.stack.name!r}", way_out=WAY_OUT)
         except ValueError:
-            # Copying the tables one by one costs time, but names the table in the error.
+            # To name the table in the error, check the tables one by one. This copies each table.
             for table_name, values in self.values(params, slots).items():
                 where = f"table {table_name!r}: what its initializer gives"
                 check_finite(values, where, way_out=WAY_OUT)
@@ -202,10 +213,10 @@ class ArrayStack(Stack):
 
 
 def call_of(stacks: Sequence[Stack], batch: PreparedBatch) -> Call:
-    """One kernel call that reads several stacks of dense rows on one device.
+    """One kernel call that looks up several stacks of dense rows on one device.
 
-    Table `k` of the call is the array of stack `k`. Segments are the features of all stacks, stack
-    after stack.
+    Table `k` of the call is the array of stack `k`. The call has one segment per feature. The
+    features of the first stack come first.
     """
     features: list[FeaturePlacement] = []
     for stack in stacks:
