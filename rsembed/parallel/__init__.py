@@ -1,4 +1,4 @@
-"""Starts runs with several processes, and exchanges rows between devices and their owners."""
+"""Starts runs with several processes, and exchanges rows between the devices of a mesh."""
 
 from rsembed.parallel.runtime import (
     init as init,

@@ -8,12 +8,15 @@ with Agreement(mesh, "the batch", batch) as agreement:   every process, in the s
 agreement.width("feature 'f'")                            the largest width of all processes
 ```
 
-The comparison does not use the devices. A program with shapes that differ between processes would
-end the processes without a message, and waiting for the devices would stall the step that is still
-running. Instead, messages go through the coordination service of `jax.distributed`. Every process
-sends one message (a "record") and reads one verdict. The first process of the mesh compares the
-records. A process that ends sends a last record for the next round. Another process with one more
-batch then learns at once that the ended process had fewer batches.
+The processes compare batches by messages through the coordination service of `jax.distributed`,
+not by a collective on the devices. If shapes differed between processes, a collective would end the
+processes without a message. A collective would also have to wait until the devices finish the
+current step.
+
+For each batch, every process sends one message (a "record") and reads one verdict. The first
+process of the mesh compares the records and writes the verdict. When a process ends, it sends a
+last record. If another process has one more batch, the comparison of that batch fails at once, and
+its error says that a process has ended.
 """
 
 from __future__ import annotations
@@ -36,23 +39,23 @@ from jaxtyping import PyTree
 from rsembed.kernels.devices import has_devices, service_of_processes
 
 TIMEOUT_SECONDS = 1800
-"""Longest wait for another process, which may be reading data or writing a checkpoint."""
+"""Longest wait for the record of another process, which may be writing a checkpoint."""
 _RECEIPT_SECONDS = 10
-"""Time that the first process, which hosts the service, waits until others have read an error."""
+"""Longest time that the first process waits until the other processes have read an error."""
 Record = dict[str, Any]
-"""Message of a process, or verdict of the first process, in JSON."""
+"""Content of a message between processes: the record of a process, or the verdict."""
 _rounds: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
 _used_before_fork: list[bool] = []
 os.register_at_fork(after_in_child=lambda: _used_before_fork.append(has_devices()))
 
 
 def check_not_forked(what: str) -> None:
-    """Checks that this process has JAX's threads, which a fork does not copy.
+    """Checks that this process was not forked from one that uses JAX: a fork loses JAX's threads.
 
     Args:
       what: subject of the error, such as "the batch".
 
-    Raises: RuntimeError: this process was forked after JAX had made its devices.
+    Raises: RuntimeError: this process was forked after JAX had initialized its devices.
     """
     if any(_used_before_fork):
         raise RuntimeError(
@@ -63,16 +66,16 @@ def check_not_forked(what: str) -> None:
 
 
 class Agreement:
-    """One comparison between the processes of a mesh, as a context manager; see the module.
+    """Context manager that compares the batches of all processes when its block ends.
 
     An error inside the `with` block reaches all processes: one process raises it, and the others
-    raise a ValueError that quotes it. A single process compares nothing.
+    raise a ValueError that quotes it. In a run with a single process, nothing is compared.
 
     Args:
-      mesh: the processes with devices in this mesh take part. None: a single process.
+      mesh: mesh with devices of all processes that take part. None: a single process.
       what: subject of error messages, such as `"the batch"`.
-      batch: input of this process. Nothing is compared if the batch is traced, or if it has only
-        global arrays, because then all processes have the same batch.
+      batch: batch of this process. A batch that is traced, or has only global arrays, is the same
+        in all processes, so nothing is compared.
 
     Raises: RuntimeError: this process was forked, see `check_not_forked`.
     """
@@ -89,17 +92,17 @@ class Agreement:
         self._widths: dict[str, int] | None = None
 
     def bring(self, name: str, shape: str, *, width: int = 0) -> None:
-        """Adds a value that is compared over all processes at the end of the block.
+        """Adds an entry to the record of this process, which is compared at the end of the block.
 
         Args:
-          name: name of the value, equal in all processes.
-          shape: string with everything that must be equal in all processes.
-          width: a size that may differ between processes.
+          name: name of the entry. All processes use the same names in the same order.
+          shape: description of the entry. If descriptions differ between processes, it is an error.
+          width: a size that may differ between processes, such as the length of the longest bag.
         """
         self._brought[name] = shape, width
 
     def width(self, name: str) -> int:
-        """Largest `width` of all processes for `name`. Call `width` after the block."""
+        """Largest `width` that any process brought for `name`. Call this after the block."""
         if self._widths is not None:
             return self._widths[name]
         _, width = self._brought[name]
@@ -118,7 +121,7 @@ class Agreement:
             return
         reason = None
         if error is not None:
-            if not isinstance(error, Exception):  # Ctrl-C ends the run at once.
+            if not isinstance(error, Exception):  # Do not wait for other processes after Ctrl-C.
                 return
             reason = f"{type(error).__name__}: {error}"
         record = {"what": self.what, "error": reason, "brought": self._brought}
@@ -147,8 +150,8 @@ class Agreement:
         if this == first:
             verdict = self._compare(client, prefix, record)
             if number:
-                # All processes are in the current round, so they have read the verdict of the round
-                # before it.
+                # Each process has sent its record of this round, so it has read the verdict of the
+                # last round, which can be deleted.
                 client.key_value_delete(f"{group}/{number - 1}")
             return verdict
         client.key_value_set(f"{prefix}/{this}", json.dumps(record))
@@ -172,8 +175,8 @@ class Agreement:
         verdict = {"problem": problem, "widths": widths}
         client.key_value_set(f"{prefix}/verdict", json.dumps(verdict))
         if problem is not None:
-            # The comparing process can be the host of the key-value service, so it waits until the
-            # other processes have read the verdict.
+            # The error may end this process. If it hosts the service, the verdict would be lost, so
+            # it waits until the other processes have read the verdict.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 for process in others:
                     if "ended" not in records[process]:
@@ -196,12 +199,12 @@ class Agreement:
 
 
 def _group(processes: tuple[int, ...]) -> str:
-    """Prefix of the keys under which a set of processes stores its records."""
+    """Prefix of the names under which some processes store records in the service."""
     return f"rsembed/agreement/{'-'.join(map(str, processes))}"
 
 
 def say_goodbye() -> None:
-    """Tells other processes that this process has ended, so that their next comparison fails."""
+    """Tells the other processes that this process ends, so that their next comparison fails."""
     this = jax.process_index()
     error = getattr(sys, "last_value", None)
     if error is None:
@@ -217,7 +220,7 @@ def say_goodbye() -> None:
         else:
             key = f"{prefix}/{this}"
             record = {"ended": reason}
-        # The coordination service may have ended already.
+        # If the coordination service has ended already, no process can be told.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             service_of_processes().key_value_set(key, json.dumps(record))
 
@@ -229,15 +232,15 @@ def processes_of(mesh: Mesh) -> tuple[int, ...]:
 
 
 def is_global(leaf: object) -> bool:
-    """True if `leaf` is a JAX array with shards in other processes."""
+    """True if `leaf` is a JAX array with shards on devices of other processes."""
     if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
         return False
     return not leaf.is_fully_addressable
 
 
 def _is_local(batch: PyTree) -> bool:
-    """False if a leaf is traced, or if all leaves are global arrays."""
-    # Lists are leaves here, because a list may have a million ids.
+    """True if batches of processes can differ: no leaf is traced, and a leaf is not global."""
+    # A list may have a million ids, so a list counts as one leaf.
     leaves = jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, list))
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
         return False

@@ -1,4 +1,4 @@
-"""Requests to the devices that own rows, in rounds of `all_to_all` that are exact at any capacity.
+"""Requests to the devices that own rows, in rounds of `all_to_all` with blocks of fixed size.
 
 ```
 ids ──distinct──▶ entries, grouped by owner ──ask──▶ owners answer, and may change their state
@@ -6,11 +6,12 @@ ids ──distinct──▶ entries, grouped by owner ──ask──▶ owners 
 occurrences ◀────────┴──────────── entry_of ◀──── one reply per distinct entry
 ```
 
-Blocks have a fixed capacity. Entries that do not fit are sent in a later round, so nothing is
-dropped, and all devices agree on the number of rounds. Rounds are *row-complete*: all requests
-for a row, from all devices, arrive in the same round. An owner therefore sees the whole gradient
-of a row at once, and nonlinear optimizers stay exact. The device with the most entries left
-always sends a full block, so every round makes progress.
+In each round, a device sends one block of entries to every owner. A block has a fixed capacity.
+Entries that do not fit into the block are sent in a later round, so no entry is dropped, and all
+devices run the same number of rounds. Rounds are *row-complete*: all requests for a row, from all
+devices, arrive in the same round. An owner therefore sees the whole gradient of a row at once, and
+nonlinear optimizers are exact. In every round at least one device sends a full block or its last
+entries, so the rounds come to an end.
 
 All functions run inside `shard_map` over the mesh axis (or axes) `axis_name`.
 """
@@ -37,22 +38,22 @@ def trade(
     axis_name: AxisName,
     entries: Sequence[Array] | None = None,
 ) -> list[PyTree]:
-    """Exchanges blocks: block `i` of every parcel goes to device `i`, and a block from `i` returns.
+    """Sends block `i` of every array to device `i`, and receives one block from each device.
 
     Args:
-      parcels: pytrees of arrays. The parcels may have different capacities (entries per block).
-        Arrays of equal row shape and dtype share one `all_to_all`, and so do all lanes (arrays with
-        one 32-bit word per entry), because each collective has a fixed cost.
+      parcels: pytrees of arrays. Different parcels may have different capacities (entries per
+        block). Arrays of equal row shape and dtype share one `all_to_all`, and so do all lanes
+        (arrays with one 32-bit word per entry), because each collective has a fixed cost.
       axis_name: mesh axis, or several axes. The product of the axis sizes is the number of devices.
       entries: for each parcel, the indices `[devices, capacity]` of the entries to send. The
         arrays of the parcel are `[nnz, ...]`, and indices outside `[0, nnz)` are padding. None: the
-        arrays are blocks `[devices, capacity, ...]` already.
+        arrays of all parcels are blocks `[devices, capacity, ...]` already.
 
-    Returns: the pytrees with arrays `[devices, capacity, ...]`. Padding is `NO_ROW` in int32
-      arrays, so that owners ignore it, and zero in other arrays.
+    Returns: for each parcel, the pytree of received arrays `[devices, capacity, ...]`. Padding is
+      `NO_ROW` in int32 arrays, so that owners ignore it, and zero in other arrays.
     """
     leaves, tree = jax.tree.flatten(list(parcels))
-    # Entries to pick from each leaf, or None if the leaf consists of blocks already.
+    # For each leaf, the indices of the entries to send. None: the leaf consists of blocks.
     picks: list[Array | None] = [None] * len(leaves)
     if entries is not None:
         picks = []
@@ -97,9 +98,9 @@ class _Group(NamedTuple):
     """Arrays of equal row shape and word dtype, which share one `all_to_all`.
 
     Attributes:
-      numbers: positions of the arrays among all leaves.
+      numbers: positions of the arrays among the leaves of all parcels.
       arrays: arrays to exchange.
-      picks: the entries to send from each array; None for arrays that are blocks already.
+      picks: for each array, the indices of the entries to send. None: the array consists of blocks.
       blocks: shape and dtype of the blocks of each array.
     """
 
@@ -113,15 +114,16 @@ Result = TypeVar("Result")
 
 
 class Wanted(NamedTuple):
-    """Distinct entries that this device requests, grouped by owner and sorted within each group.
+    """Distinct rows or keys ("entries") that this device requests, sorted by owner and identity.
 
     Attributes:
-      lanes: integers that identify an entry of an owner, most significant first. Padding is zero.
-      entry_of: index of the entry of each occurrence, `NO_ROW` for occurrences without an owner.
-      first_of: index of the first occurrence of each entry. Padding is `NO_ROW`.
+      lanes: integer arrays that together identify each entry, most significant first. Padding is
+        zero.
+      entry_of: index of the entry of each id in the batch, `NO_ROW` for ids without an owner.
+      first_of: index in the batch of the first occurrence of each entry. Padding is `NO_ROW`.
       offsets: device `d` owns the entries `offsets[d] : offsets[d + 1]`. Entries after the last
         offset are padding.
-      counts: number of occurrences of each entry. Padding is 0.
+      counts: number of occurrences of each entry in the batch. Padding is 0.
     """
 
     lanes: tuple[Shaped[Array, " nnz"], ...]
@@ -140,7 +142,7 @@ def distinct(
     """Distinct entries of a batch, grouped by the device that owns them.
 
     Args:
-      owners: owner of each occurrence. Values outside `[0, num_devices)` are padding.
+      owners: index of the device that owns each id. Values outside `[0, num_devices)` are padding.
       lanes: integer arrays that together identify an entry: a row index, or the halves of a key.
       num_devices: size of the mesh axis.
 
@@ -153,11 +155,11 @@ def distinct(
 
 
 def default_capacity(num_occurrences: int, num_devices: int) -> int:
-    """Default capacity of a block: 5/8 of an even share of the occurrences, plus 8.
+    """Default capacity of a block: 5/8 of `num_occurrences / num_devices`, plus 8.
 
-    Less than half of skewed ids are distinct, so one round is enough for them. If all ids are
-    distinct, there are two rounds, which together send the bytes of one round of twice the
-    capacity. The additional 8 entries matter for small batches.
+    Among skewed ids, less than half are distinct, so they fit into one round. If all ids are
+    distinct, two rounds are needed, which send as many bytes as one round of twice the capacity.
+    The 8 more entries matter for small batches.
     """
     share = -(-5 * num_occurrences // (8 * num_devices))
     return min(num_occurrences, share + 8)
@@ -167,18 +169,20 @@ class Question(NamedTuple):
     """Request of a device to the owners of some entries: to read rows, or to change them.
 
     Attributes:
-      wanted: result of `distinct`.
+      wanted: the requested entries, from `distinct`.
       payload: pytree of arrays `[nnz, ...]` to send, one value per distinct entry.
-      answer: the owner's function `(state, arrived) -> (state, replies)`, called once per round.
-        Leaves of `arrived` are `[devices * capacity, ...]`, grouped by sender, with padding
-        `NO_ROW` in int32 arrays and zero in others. `replies` is a pytree of arrays with the same
-        leading axis, or None. If nothing but padding arrives, the state must not change.
+      answer: function `(state, arrived) -> (state, replies)` that an owner calls once per round.
+        `arrived` is a payload, with leaves `[devices * capacity, ...]` grouped by sender. Padding
+        is `NO_ROW` in int32 arrays and zero in other arrays. `replies` is a pytree of arrays with
+        one reply per arrived entry, or None. If only padding arrives, `answer` must not change the
+        state.
       state: state that `answer` may change, for example the owner's part of a table.
-      capacity: largest number of entries that a round sends to one owner, from 1. A small
-        capacity saves memory, a large one saves rounds. If `capacity` is the number of occurrences,
-        one round is enough. The result does not depend on the capacity if `answer` does not depend
-        on the order of entries.
-      reply: pytree of `jax.ShapeDtypeStruct` for the reply to one entry. None: no replies.
+      capacity: largest number of entries that a device sends to one owner in a round, from 1. A
+        small capacity saves memory, a large one saves rounds. With the number of ids in the batch
+        as capacity, one round is enough. If `answer` does not depend on the order of entries, the
+        result does not depend on the capacity.
+      reply: pytree of `jax.ShapeDtypeStruct` for the reply to one entry. None: `answer` returns no
+        replies.
     """
 
     wanted: Wanted
@@ -190,14 +194,14 @@ class Question(NamedTuple):
 
     @property
     def num_occurrences(self) -> int:
-        """Number of occurrences in the batch, which is the length of all entry arrays."""
+        """Number of ids in the batch, which is also the length of all arrays with entries."""
         return self.wanted.entry_of.shape[0]
 
     def no_replies(self) -> PyTree:
         """Zeros with the shapes and dtypes of the replies, one per entry."""
 
-        # The shapes come from `reply`, because tracing `answer` for them took a third of all
-        # tracing.
+        # `jax.eval_shape(answer)` would also give the shapes, but it would take a third of the time
+        # of all tracing.
         def zeros(reply: jax.ShapeDtypeStruct) -> Array:
             return jnp.zeros((self.num_occurrences, *reply.shape), reply.dtype)
 
@@ -208,9 +212,9 @@ class Answers(NamedTuple):
     """Results of a `Question`, after all exchange rounds.
 
     Attributes:
-      state: state of the owner after all rounds.
-      replies: one reply per distinct entry. Padding is zero.
-      num_rounds: number of rounds.
+      state: state of this device as an owner, after all rounds.
+      replies: replies to this device's requests, one per distinct entry. Padding is zero.
+      num_rounds: number of exchange rounds.
     """
 
     state: PyTree
@@ -221,14 +225,16 @@ class Answers(NamedTuple):
 Asking: TypeAlias = Generator[Question, Answers, Result]
 """A generator that yields `Question`s, receives their `Answers`, and returns a result."""
 Asked: TypeAlias = Asking[Result] | Result
-"""Either a plain result, or a generator that yields questions and returns one."""
+"""Either a plain result, or a generator that yields questions and returns a result."""
 
 
 def together(askings: Sequence[Asked[Result]], axis_name: AxisName) -> list[Result]:
-    """Results of several generators. Questions that they yield at the same time share one exchange.
+    """Runs several generators of questions side by side, and returns their results.
+
+    The first questions of all generators share one exchange, then the second questions, and so on.
 
     Args:
-      askings: generators, or plain results, which are returned as they are.
+      askings: generators or plain results. A plain result is returned unchanged.
       axis_name: mesh axis, or several axes.
     """
     results: list[Any] = list(askings)
@@ -249,10 +255,10 @@ def together(askings: Sequence[Asked[Result]], axis_name: AxisName) -> list[Resu
 
 
 def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
-    """Sends the payload of every distinct entry to its owner, and returns the replies.
+    """Sends the payloads of some questions to the owners, and returns the answers.
 
     Args:
-      questions: any number of questions. The blocks of all questions share the collectives.
+      questions: any number of questions. Their blocks are sent by shared collectives.
       axis_name: mesh axis, or several axes. The product of the axis sizes is the number of devices.
     """
     with_one_round = []
@@ -271,14 +277,14 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
 
 
 class _Progress(NamedTuple):
-    """Carry of the loop over exchange rounds. Lists have one entry per question.
+    """Carry of the loop over exchange rounds. Each list has one item per question.
 
     Attributes:
       num_rounds: number of rounds so far.
-      cursors: number of entries that were sent to each owner.
-      states: states of the owners.
-      replies: replies to the entries that were sent.
-      are_left: whether any device has entries left.
+      cursors: number of entries that this device has sent to each owner.
+      states: states of this device as an owner.
+      replies: replies so far, one per distinct entry. Zero for entries that were not sent yet.
+      are_left: whether any device still has entries to send.
     """
 
     num_rounds: Array
@@ -289,7 +295,13 @@ class _Progress(NamedTuple):
 
 
 def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName) -> list[Answers]:
-    """Answers to questions. Either all fit into one round, or all may need several rounds."""
+    """Runs the exchange rounds of some questions, and returns the answers.
+
+    Args:
+      questions: questions that all fit into one round, or all may need several rounds.
+      takes_rounds: whether several rounds may be needed.
+      axis_name: mesh axis, or several axes.
+    """
 
     def run_round(progress: _Progress) -> _Progress:
         queues = []
@@ -314,16 +326,15 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
         cursors.append(jnp.zeros(num_devices, jnp.int32))
     states = [question.state for question in questions]
     replies = [question.no_replies() for question in questions]
-    # A `shard_map` that checks varying axes needs equal varying axes before and after the loop. All
-    # arrays vary like `offsets` after the first round.
+    # With `check_vma`, the carry of a loop must vary over the same mesh axes before and after a
+    # round. After a round all arrays vary like `offsets`.
     leaves, tree = jax.tree.flatten((cursors, states, replies))
     *leaves, _ = vary_alike([*leaves, questions[0].wanted.offsets])
     cursors, states, replies = jax.tree.unflatten(tree, leaves)
     start = _Progress(jnp.zeros((), jnp.int32), cursors, states, replies, jnp.asarray(True))
     run = run_round
     if takes_rounds:
-        # Even the first round is inside the loop, so that the large program of the owners is
-        # compiled once.
+        # The first round is inside the loop, too. Otherwise XLA would compile `answer` twice.
         run = functools.partial(jax.lax.while_loop, lambda progress: progress.are_left, run_round)
     end = run(start)
     answers = []
@@ -338,7 +349,16 @@ def _answer_all(
     entries: Sequence[Int[Array, "devices _"]],
     axis_name: AxisName,
 ) -> tuple[list[PyTree], list[PyTree]]:
-    """One round: sends some entries, lets the owners answer, and returns new states and replies."""
+    """Runs one round: sends entries, calls `answer` on the owners, and sends the replies back.
+
+    Args:
+      questions: questions of this device.
+      states: state of this device as an owner, for each question.
+      entries: indices of the entries to send, for each question.
+      axis_name: mesh axis, or several axes.
+
+    Returns: new states, and the replies to the sent entries.
+    """
     payloads = [question.payload for question in questions]
     arrived = trade(payloads, axis_name, entries)
     new_states = []
@@ -359,7 +379,7 @@ def _to_blocks(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _with_rows(replies: PyTree, entries: Int[Array, "devices capacity"], news: PyTree) -> PyTree:
-    """`replies` with the rows `entries` replaced by `news`."""
+    """Writes the replies of one round, `news`, to the rows `entries` of all replies."""
     arrays, tree = jax.tree.flatten(replies)
     if not arrays:
         return replies
@@ -372,17 +392,19 @@ def _cuts(
     takes_rounds: bool,
     axis_name: AxisName,
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """Per owner, whether all entries fit in this round, and the first entry that does not fit.
+    """Where the round ends for each owner, so that no row is split over two rounds.
 
-    Returns: 1 if the entries of all devices fit, else 0; and if not, the words of the smallest
-      entry that does not fit on some device. Only smaller entries are sent.
+    Returns: two arrays per owner. The first is 1 if the remaining entries of all devices fit into
+      this round, else 0. If it is 0, the second has the words of an entry, most significant first.
+      It is the smallest entry that does not fit into the block of some device, and in this round
+      all devices send only smaller entries.
     """
     if not takes_rounds:
         size = (len(queues), queues[0].cursor.shape[0])
         return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
     fit, first_left = api.block_ends(queues)
     lowest = jax.lax.pmin(fit, axis_name)
-    # A device where all entries fit takes no part in the minimum, unless all fit on every device.
+    # If the entries of some device do not fit, only such devices take part in the minimum.
     takes_part = fit == lowest
     cuts: list[Array] = []
     for words in first_left:

@@ -4,9 +4,9 @@
 init()  ─▶  mesh = make_mesh()  ─▶  your jitted step  ─▶  preempted(step): save and leave
 ```
 
-A script does not say how its processes find each other: `init` detects that. docs/distributed.md
-shows how to start runs. `launch` starts several processes on this machine, to test a script for
-Slurm, Kubernetes or a TPU pod.
+`init` detects how the processes of a run find each other, so that a script need not say it. The
+page docs/distributed.md shows how to start runs. `launch` starts several processes on this machine,
+to test a script for Slurm, Kubernetes or a TPU pod.
 """
 
 from __future__ import annotations
@@ -60,14 +60,16 @@ def init(
 
     Call `init` before any array is made.
 
-    Missing arguments are read from `RSEMBED_COORDINATOR_ADDRESS`, `RSEMBED_NUM_PROCESSES` and
-    `RSEMBED_PROCESS_ID` (or the same names with `JAX_`). If these are missing, `jax.distributed`
-    detects the processes (Slurm, Open MPI, Kubernetes, TPU pods). If there are no other processes,
-    `init` does nothing. A second call of `init` does nothing either.
+    Missing arguments are read from the environment variables `RSEMBED_COORDINATOR_ADDRESS`,
+    `RSEMBED_NUM_PROCESSES` and `RSEMBED_PROCESS_ID` (or the same names with `JAX_`). If the
+    variables are missing, `jax.distributed` detects the processes (Slurm, Open MPI, Kubernetes, TPU
+    pods). If there are no other processes, `init` does nothing. A second call of `init` does
+    nothing.
 
-    If a process dies, JAX aborts the others after `heartbeat_timeout_seconds` and names the
-    process. Without the abort, processes would wait in a collective without end. A process with an
-    uncaught exception exits at once. Processes without errors wait for each other at the end.
+    If a process dies, JAX aborts the other processes after `heartbeat_timeout_seconds` and names
+    the dead process. Without the abort, the other processes would wait forever in a collective. A
+    process with an uncaught exception exits at once. Processes without errors wait for each other
+    at the end of the script.
 
     Args:
       coordinator_address: `host:port` of process 0.
@@ -76,9 +78,10 @@ def init(
       process_id: index of this process, from 0.
       local_device_ids: accelerators that this process may use. None: all visible ones, or the ones
         that the cluster assigns.
-      preemption: whether SIGTERM announces that the machine will be taken away, see `preempted`.
-      heartbeat_timeout_seconds: silence after which a process counts as dead. Raise it if
-        long compilations or slow storage block the machine.
+      preemption: whether a SIGTERM means that the run will lose its machine and should save, see
+        `preempted`. False by default: SIGTERM ends the process.
+      heartbeat_timeout_seconds: a process that sends no heartbeat for this time counts as dead.
+        Raise it if long compilations or slow storage block the machine.
       initialization_timeout_seconds: time to wait for the other processes. After this time, JAX
         aborts this process. Before that, a warning names the run that the process waited for.
       shutdown_timeout_seconds: time that a finished process waits for the other processes.
@@ -112,7 +115,7 @@ def init(
             )
         is_alone = False
     else:
-        # The option is always set, because the default differs between versions of JAX.
+        # Versions of JAX differ in the default of this option, so it is always set.
         jax.config.update("jax_enable_preemption_service", preemption)
         is_alone = num_processes == 1
         if not is_alone:
@@ -152,7 +155,7 @@ def _connect(
     who = "init: this process"
     if is_requested:
         who = f"init: process {process_id} of {num_processes} at {address}"
-    # JAX aborts the process after the timeout, without an exception that could explain it.
+    # After the timeout JAX aborts the process and raises no exception, so a warning comes before.
     timeout = timeouts["initialization_timeout"]
     warning = (
         f"{who} still waits for the others, and will be ended after {timeout} s. Are all of them "
@@ -163,8 +166,8 @@ def _connect(
     timer.start()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES", ""))
     if local_device_ids is None and visible and "," not in visible:
-        # With Slurm's --gpus-per-task=1, each task sees one GPU, with index 0. JAX would use the
-        # index of the task as the index of the GPU.
+        # With Slurm's --gpus-per-task=1, each task sees one GPU, which has index 0. By default JAX
+        # would use the index of the task as the index of the GPU.
         local_device_ids = [0]
     try:
         jax.distributed.initialize(address, num_processes, process_id, local_device_ids, **timeouts)
@@ -191,9 +194,10 @@ def _connect(
 
 
 def _leave() -> None:
-    """Calls `say_goodbye`.
+    """Tells the other processes that this process ends, and exits at once after an error.
 
-    After an error, the process exits at once, because JAX would wait for others.
+    At exit, JAX waits for the other processes. After an error, these may be waiting for this
+    process.
     """
     say_goodbye()
     if getattr(sys, "last_value", None) is not None:
@@ -212,12 +216,12 @@ def _leave() -> None:
 def preempted(step: int) -> bool:
     """True if the run should save and exit now, because a process received SIGTERM.
 
-    All processes get True at the same step, one step or more after the signal, and only at that
-    step.
+    All processes get True at the same step, one step or more after the signal. At all other steps
+    the result is False.
 
     Args:
-      step: index of the step. Every process calls `preempted` once per step, with increasing
-        numbers.
+      step: index of the training step. Every process must call `preempted` once per step, with
+        increasing indices.
 
     Raises: RuntimeError: `init(preemption=True)` was not called.
     """
@@ -233,12 +237,13 @@ def preempted(step: int) -> bool:
 def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     """A mesh with one axis, over the devices of all processes, for sharded tables and batches.
 
-    The axis type is `Auto`. `jax.make_mesh` would make an `Explicit` axis, and then a sharded table
-    could not be indexed outside `shard_map`.
+    The axis type is `Auto`. By default `jax.make_mesh` makes `Explicit` axes, and an array that is
+    sharded over an `Explicit` axis cannot be indexed by ids outside `shard_map`.
 
     Args:
       axis: name of the axis.
-      num_devices: number of devices, the same number from every process. None: all.
+      num_devices: number of devices in the mesh. Every process contributes an equal number. None:
+        all devices.
 
     Raises: ValueError: there are too few devices, or the processes cannot contribute equal numbers
       of devices.
@@ -265,9 +270,9 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
 # Several processes on this machine
 
 GRACE_SECONDS = 3.0
-"""Seconds for other processes to report errors after a failure, or to clean up after Ctrl-C."""
+"""Time for processes to end by themselves after one has failed, or after Ctrl-C."""
 _POLL_SECONDS = 0.05
-# Exit status of a script that was preempted and asks to be started again.
+# A script that was preempted exits with this status, so that the scheduler starts it again.
 _START_AGAIN = getattr(os, "EX_TEMPFAIL", 75)
 _HINTS: dict[int, str] = {
     -_START_AGAIN: " (so a script that was preempted asks to be started again)",
@@ -287,9 +292,10 @@ def launch(
 ) -> int:
     """Runs a script in several processes with separate CPU devices, until all end or one fails.
 
-    Output lines start with the index of their process. If a process fails, the others are killed,
-    because they would wait for it, and standard error says which one failed, how, and what to do.
-    Ctrl-C and SIGTERM are passed to the processes. A second Ctrl-C kills the processes.
+    Each line of output starts with the index of the process that wrote it. If a process fails, the
+    other processes are killed, because they would wait for the failed one. A message on standard
+    error then says which process failed, how, and what to do. Ctrl-C and SIGTERM are passed to the
+    processes. A second Ctrl-C kills the processes.
 
     Args:
       script: path of a Python file that calls `rsembed.parallel.init()`.
@@ -297,21 +303,21 @@ def launch(
       num_processes: number of processes to start.
       devices_per_process: number of CPU devices of each process.
 
-    Returns: 0 if all succeed, the exit status of the first process that failed, or 128 plus the
-      signal number if a signal ended this process or the run.
+    Returns: exit status of the run. 0 if all processes succeed, else the exit status of the first
+      process that failed. If a signal ended a process or the run, 128 plus the signal number.
 
     Raises: ValueError: a count is below 1, or the script does not exist.
     """
     if not os.path.isfile(script):
         raise ValueError(f"launch: there is no script {script!r}.")
     with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))  # With port 0, the system chooses a free port.
+        probe.bind(("127.0.0.1", 0))  # Port 0 stands for a free port that the system chooses.
         _, port = probe.getsockname()
     address = f"127.0.0.1:{port}"
     children: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
     received: list[int] = []
-    ended: list[int] = []  # Indices of the processes, in the order of their ends.
+    ended: list[int] = []  # Indices of the processes that have ended, the first one first.
 
     def pass_on(number: int, frame: object) -> None:
         received.append(number)
@@ -332,7 +338,8 @@ def launch(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                # The terminal sends Ctrl-C to this process only, which passes it on.
+                # A process in a new session gets Ctrl-C from `pass_on`, but not also from the
+                # terminal.
                 start_new_session=True,
             )
             children.append(child)
@@ -360,7 +367,7 @@ def _environment_of(
         "RSEMBED_COORDINATOR_ADDRESS": address,
         "RSEMBED_NUM_PROCESSES": str(num_processes),
         "RSEMBED_PROCESS_ID": str(process),
-        # By default, JAX would listen to the whole network.
+        # By default, JAX would accept connections from the whole network.
         "JAX_COORDINATOR_BIND_ADDRESS": address,
         "JAX_PLATFORMS": "cpu",
         "JAX_NUM_CPU_DEVICES": str(num_devices),
@@ -371,10 +378,10 @@ def _environment_of(
 
 
 def _follow(process: int, child: subprocess.Popen[bytes], ended: list[int]) -> None:
-    """Copies the output of a process line by line, until the process has ended."""
+    """Prints the output of a process line by line, until the process has ended."""
     with cast(IO[bytes], child.stdout) as lines:
         for line in lines:
-            # Each line is one write, so lines of different processes do not mix.
+            # Each line is written by one call, so that lines of different processes do not mix.
             sys.stdout.write(f"[{process}] {line.decode(errors='replace').rstrip()}\n")
             sys.stdout.flush()
     child.wait()
@@ -388,19 +395,20 @@ def _wait(
 ) -> int:
     """Waits until all processes have ended or one has failed, and returns the run's exit status.
 
-    After a failure, the other processes have `GRACE_SECONDS` to end.
+    After a failure, the function waits up to `GRACE_SECONDS` for the other processes.
 
     Args:
       children: all processes that `launch` started.
-      ended: indices of the processes that have ended, in this order; another thread appends to it.
-      received: signals that this process received; the signal handler appends to it.
+      ended: indices of the processes that have ended, the first one first. Other threads append to
+        this list.
+      received: signals that this process received. The signal handler appends to this list.
     """
     start = time.monotonic()
     deadline = None
     while True:
         all_failed = [process for process in ended if children[process].returncode]
         failed = _first_failure(children, all_failed)
-        # SIGTERM alone sets no deadline: a script that handles it may take time to save.
+        # After SIGTERM there is no deadline, because a script may take time to save a checkpoint.
         if deadline is None and (failed is not None or signal.SIGINT in received):
             deadline = time.monotonic() + GRACE_SECONDS
         is_late = deadline is not None and time.monotonic() > deadline
@@ -440,12 +448,12 @@ def _first_failure(
     children: Sequence[subprocess.Popen[bytes]],
     all_failed: Sequence[int],
 ) -> int | None:
-    """Index of the process that failed first and caused the other failures; None if none failed.
+    """Index of the process that caused all failures. None if no process has failed.
 
-    If a signal killed a process, the first such process is the cause. The system closes the
-    connections of a killed process before it ends, so other processes may fail before the killed
-    process is seen to end. A process that ended with SIGABRT is skipped, because JAX aborts a
-    process if another process stops responding.
+    If a signal killed a process, the first killed process is the cause, even if another process
+    failed earlier: the system closes the connections of a killed process before it ends, so other
+    processes may fail earlier. SIGABRT does not count, because JAX aborts a process if a different
+    process stops responding.
     """
     for process in all_failed:
         status = children[process].returncode
