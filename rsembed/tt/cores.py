@@ -1,8 +1,8 @@
-"""Rows, pooled bags and the whole table of a tensor train, as functions of its spec and its cores.
+"""Computes rows, pooled bags or the whole table of a tensor train from its spec and its cores.
 
 The C++ kernels compute every distinct row of a call once and sum in a fixed order. The plain JAX
-version gathers one slice of every core for each lookup, tile by tile. Neither version saves rows
-for the backward pass, which computes them again.
+version gathers one slice of every core for each lookup, tile by tile. In both versions the backward
+pass computes the rows again, so that the forward pass saves no rows.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ MIN_PADDED_IDS = 32
 MAX_CORES = 16
 """Largest number of cores that the C++ kernels can multiply."""
 TILE_BYTES = 2**21
-"""Upper bound on the bytes of the slices and products that the plain version holds at a time."""
+"""Upper bound on the bytes of the slices and products that the plain JAX version holds at a time."""
 
 Cores = tuple[Array, ...]
 """One array `[p_t, R_{t-1} * q_t * R_t]` per core, as `TTSpec` describes."""
 AnyCores = Sequence[Array | np.ndarray]
 """Cores as users pass them: any sequence of JAX or NumPy arrays."""
 Digits = tuple[Int[Array, " nnz"], ...]
-"""For each core, the slice that every lookup reads."""
+"""For each core, the index of the slice that each lookup reads."""
 SliceShapes = tuple[tuple[int, int, int], ...]
-"""For each core, `(R_{t-1}, q_t, R_t)`."""
+"""For each core, the shape `(R_{t-1}, q_t, R_t)` of a slice."""
 
 
 def rows(
@@ -54,16 +54,16 @@ def rows(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*batch dim"]:
-    """Rows of the table for `ids`, in float32; zeros for an id outside the table.
+    """Rows of the table for `ids`, in float32. An id outside the table gives zeros.
 
-    The function works under `jit`, `grad`, `vmap` and `shard_map`. No rows are saved for the
-    backward pass, which computes them again. The plain JAX version needs memory for one row per
-    lookup and one tile of `TILE_BYTES`.
+    The function works under `jit`, `grad`, `vmap` and `shard_map`. The backward pass computes the
+    rows again, so that the forward pass saves no rows. The plain JAX version needs memory for one
+    row per lookup and one tile of `TILE_BYTES`.
 
     Args:
       spec: size, factors and ranks of the table.
       cores: cores of the table, float32 or bfloat16. Sums are computed in float32.
-      ids: row numbers. A table of 2^31 rows or more needs NumPy int64 ids, outside `jit`.
+      ids: row numbers. For a table of 2^31 rows or more, pass NumPy int64 ids outside `jit`.
       implementation: see `cores.pooled_rows`.
 
     Example:
@@ -85,7 +85,10 @@ def rows_of(
     *,
     implementation: str | None = None,
 ) -> Float[Array, "nnz dim"]:
-    """Rows of several tables with concatenated cores; for the arguments see `digits_of` and `rows`."""
+    """Rows of several tables with concatenated cores.
+
+    `digits_of` and `rows` describe the arguments.
+    """
     num_ids = ids.shape[0]
     digits, is_row = digits_of(specs, ids)
     bags = jnp.where(is_row, jnp.arange(num_ids, dtype=jnp.int32), NO_ROW)
@@ -108,7 +111,7 @@ def bag(
     mode: Mode = "sum",
     implementation: str | None = None,
 ) -> Float[Array, "bags dim"]:
-    """Weighted sum or mean of the rows of every bag, in float32; zeros for an empty bag.
+    """Weighted sum or mean of the rows of every bag, in float32. An empty bag gives zeros.
 
     Args:
       spec: size, factors and ranks of the table.
@@ -137,9 +140,10 @@ def bag(
 
 
 def full_weight(spec: TTSpec, cores: AnyCores) -> Float[Array, "vocab dim"]:
-    """The whole table in float32. The computation needs memory for the table and one block of it.
+    """The whole table in float32.
 
-    A block holds all rows with the same first digit.
+    The table is computed block by block. A block is all rows with the same first digit (see
+    `TTSpec`). Memory is needed for the table and for one block.
     """
     table: Array = _full_weight(spec, check_cores(spec, cores))
     return table
@@ -191,15 +195,16 @@ def check_cores(spec: TTSpec, cores: AnyCores) -> Cores:
 
 
 def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[Digits, Any]:
-    """The slice of every core that each id reads, and whether the id is a row of a table.
+    """Digits of each id, which are slice indices for every core, and whether the id is a table row.
 
     All arithmetic uses integers, because float32 cannot tell ids above 2^24 apart. NumPy ids are
     split into digits on the host, in 64 bits.
 
     Args:
-      specs: tables with concatenated cores, all with the same number of cores. The slice indices of
-        a table are offset by the slices of the tables before it.
-      ids: row indices, offset by the rows of the tables before their table.
+      specs: specs of the tables with concatenated cores, all with the same number of cores. The
+        slice indices of a table are offset by the number of slices of all earlier tables.
+      ids: row numbers of the concatenated tables. The row numbers of a table are offset by the
+        number of rows of all earlier tables.
 
     Raises: TypeError: ids are not integers.
     """
@@ -215,7 +220,7 @@ def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[Digits, Any]:
         table = xp.searchsorted(xp.asarray(first_rows), ids, side="right")
 
     def of_table(values: Sequence[int]) -> Any:
-        """The value for the table of each id; one scalar if the tables have equal values."""
+        """For each id, the entry of `values` for its table. If all entries are equal, a scalar."""
         by_table = np.minimum(values, max_id).astype(ids.dtype)
         if (by_table == by_table[0]).all():
             return by_table[0]
@@ -235,15 +240,16 @@ def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[Digits, Any]:
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Start of each part when parts of these sizes are concatenated."""
+    """Offset of each part in an array of concatenated parts with the sizes `sizes`."""
     return [0, *itertools.accumulate(sizes[:-1])]
 
 
 def entries_of(call: Call) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Float[Array, " nnz"]]:
-    """Row, output and gain of each entry of all lists.
+    """Row number, output index and gain of every entry of a call, list after list.
 
-    Outputs are the bags of all lists, numbered from list to list. An entry that contributes nothing
-    has the output `NO_ROW`. Lists without a combiner have one output per entry.
+    A list with a combiner has one output per bag. A list without a combiner has one output per
+    entry. Outputs are numbered through all lists. An entry that contributes nothing has the output
+    index `NO_ROW`.
     """
     rows = []
     outputs = []
@@ -260,7 +266,10 @@ def entries_of(call: Call) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Floa
 
 
 def call_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Call:
-    """A call that pools `rows` by `bags`; "mean" divides by the number of ids, weighted or not."""
+    """Kernel call that pools `rows`, which are the row numbers of the ids in `bags`.
+
+    In mode "mean", the weighted sum of a bag is divided by the number of its ids.
+    """
     weights = None
     if bags.weights is not None:
         weights = jnp.asarray(bags.weights, jnp.float32)
@@ -270,10 +279,10 @@ def call_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Call:
 
 
 def padded_bags(bags: Bags) -> Bags:
-    """The bags with ids padded to a power of two, so that few compiled programs handle all batches.
+    """Bags with ids padded to a power of two, so that a few compiled programs handle all batches.
 
-    The padding belongs to no bag. Dense arrays, traced bags and arrays on several devices are
-    returned unchanged.
+    The padding belongs to no bag. Bags from a dense array, traced bags, and bags with arrays on
+    several devices are returned unchanged.
     """
     if bags.dense_shape is not None or is_traced(bags):
         return bags
@@ -301,15 +310,15 @@ def pooled_rows(
 
     Args:
       cores: arrays `[p_t, R_{t-1} * q_t * R_t]`.
-      digits: for every core, the slice that each lookup reads.
+      digits: for every core, the index of the slice that each lookup reads.
       bags: bag of each lookup, in any order. A lookup with a bag outside `[0, num_bags)`
         contributes nothing.
-      gains: factor of each lookup.
-      slice_shapes: `(R_{t-1}, q_t, R_t)` of every core.
+      gains: factor of each row that is looked up.
+      slice_shapes: shape `(R_{t-1}, q_t, R_t)` of the slices of every core.
       num_bags: number of bags in the result.
-      implementation: "native" runs C++ kernels on CPUs; "plain" runs JAX operations and also offers
-        forward-mode and second derivatives. None, the default: "native" if it can run, else
-        "plain".
+      implementation: "native" runs C++ kernels on CPUs. "plain" runs JAX operations, which also
+        have forward-mode and second derivatives. None, the default, chooses "native" if it can run,
+        else "plain".
 
     Raises:
       ValueError: the implementation is unknown.
@@ -339,7 +348,8 @@ def _plain(
         *lookup_digits, gain = lookup
         product = gain.reshape(1, 1)
         for core, digit, (rank, q, next_rank) in zip(cores, lookup_digits, shapes, strict=True):
-            # Padding reads zeros, so a NaN in a core reaches only the bags that look it up.
+            # A lookup outside all bags reads zeros. A NaN in a core therefore reaches only the bags
+            # that read its slice.
             piece = core.at[digit].get(mode="fill", fill_value=0)
             piece = piece.astype(jnp.float32).reshape(rank, q * next_rank)
             product = jnp.matmul(product, piece, precision="highest").reshape(-1, next_rank)
@@ -409,7 +419,7 @@ def _operands(cores: Cores, digits: Digits) -> list[Array]:
 
 
 def _attributes(shapes: SliceShapes) -> dict[str, np.ndarray | np.int64]:
-    """Attributes of a kernel call: all slice shapes, and the core with the largest slices."""
+    """Attributes of a kernel call: all slice shapes, and the index of the core with the largest."""
     sizes = [math.prod(shape) for shape in shapes]
     return {
         "slice_shapes": np.asarray(shapes, np.int64).reshape(-1),

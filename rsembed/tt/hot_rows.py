@@ -4,9 +4,9 @@ A lookup of a cached row reads the stored vector instead of multiplying slices, 
 that row goes to the stored vector. Only `populate` changes which rows are cached. `populate`
 chooses rows by their counts of recent reads. A row that stays in the cache keeps its cache slot and
 its bits. A row that enters the cache is initialised from the cores. Rows that are evicted are
-*written back*: the first core takes the step that brings the whole table closest to its previous
-contents, and the remaining error is reported as `residual`. All functions are pure and work inside
-`jit`, except functions with "on the host" in the docstring.
+*written back*: the first core is changed so that the whole table comes as close as possible to its
+previous contents. The remaining error is reported as `residual`. All functions are pure and work
+inside `jit`, except `Directory.report`, which copies numbers to the host.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from rsembed.tt.spec import TTSpec
 COUNTS_PER_ROW = 16
 """Default number of counted ids per cached row."""
 MIN_COUNTS_PER_ROW = 6
-"""With fewer counted ids per cached row, the hit rate would be lower."""
+"""Smallest accepted number of counted ids per cached row. Fewer would lower the hit rate."""
 MAX_READS = 2**30
-"""Counts above this number are treated as equal."""
+"""Read counts are clipped to this number when rows are chosen for the cache."""
 DAMPING = 1e-3
 """Damping of the step in `written_back`, relative to the mean diagonal of its Gram matrix."""
 
@@ -51,7 +51,8 @@ class Directory(NamedTuple):
       places: cache slot of each counted id; `NO_ROW` if the id is not cached.
       ids: id in each cache slot; `NO_ROW` for a free slot.
       residual: see `CacheReport`.
-      totals: the sums of a `CacheReport`, 64 bits each, as a high and a low 32-bit word.
+      totals: the sums of a `CacheReport` (see `TOTALS`), 64 bits each. A sum is stored as a high
+        and a low 32-bit word.
     """
 
     counted: RowMap
@@ -77,7 +78,7 @@ class Directory(NamedTuple):
         )
 
     def report(self) -> CacheReport:
-        """Number of cached rows, residual and sums since the start, on the host."""
+        """Statistics of the cache, copied to the host."""
         num_cached = int((on_host(self.ids) != NO_ROW).sum())
         residual = float(on_host(self.residual))
         return CacheReport(num_cached, residual, *numbers_of(self.totals).tolist())
@@ -102,12 +103,13 @@ class CacheReport(NamedTuple):
 
     Attributes:
       cached_ids: number of rows in the cache now.
-      residual: largest error that writing rows back has caused in any entry of the table. For
-        evicted rows, the error is measured. For all other rows it is a bound: the norm of all
-        changes.
+      residual: largest error that one write-back has caused in an entry of the table. For evicted
+        rows, this is the measured difference between the new row and the cached row. For all other
+        rows, it is an upper bound: the norm of the change of the whole table.
       lookups: number of counted reads.
-      hits: number of reads of ids that were cached at that time.
-      uncounted: number of reads of ids that did not fit into the read counts.
+      hits: number of reads of ids that were cached at the time of the read.
+      uncounted: number of reads of ids without a read count, because the map of read counts was
+        full.
       evictions: number of rows that were evicted from the cache.
     """
 
@@ -120,18 +122,20 @@ class CacheReport(NamedTuple):
 
 
 TOTALS = CacheReport._fields[2:]
-"""Fields of a `CacheReport` that are sums over time."""
+"""Fields of a `CacheReport` that are sums over all steps."""
 
 
 def num_counts_of(cache_rows: int, counted_ids: int) -> int:
-    """Number of ids to count for a cache of `cache_rows` rows.
+    """Maximum number of ids with a read count, for a cache of `cache_rows` rows.
 
     Args:
       cache_rows: size of the cache, in rows.
-      counted_ids: the requested number. 0: 16 per cached row, rounded up to a power of two. A
-        number below six per cached row is replaced by this default, with a warning.
+      counted_ids: requested number of ids with a read count. 0 stands for the default, which is
+        `COUNTS_PER_ROW` (16) per cached row, rounded up to a power of two. If fewer than
+        `MIN_COUNTS_PER_ROW` (6) per cached row are requested, the function warns and returns the
+        default.
 
-    Raises: ValueError: fewer counted ids than cached rows are requested.
+    Raises: ValueError: `counted_ids` is positive and smaller than `cache_rows`.
     """
     if counted_ids and counted_ids < cache_rows:
         raise ValueError(f"hashtbl_size={counted_ids} must be at least cache_size={cache_rows}.")
@@ -140,21 +144,21 @@ def num_counts_of(cache_rows: int, counted_ids: int) -> int:
     num_counts = 1 << (COUNTS_PER_ROW * cache_rows - 1).bit_length()
     if counted_ids:
         warnings.warn(
-            f"hashtbl_size={counted_ids} counts few ids for cache_size={cache_rows}: below six "
-            f"times as many the hit rate would suffer, so {num_counts} are counted; leave it out, "
-            "or say at least six times cache_size.",
+            f"hashtbl_size={counted_ids} is less than six times cache_size={cache_rows}, which "
+            f"would lower the hit rate, so {num_counts} ids get a read count; leave hashtbl_size "
+            "out, or pass at least six times cache_size.",
             stacklevel=5,
         )
     return num_counts
 
 
 def empty(capacity: int, num_counts: int) -> Directory:
-    """A directory of an empty cache with no counts.
+    """Directory of an empty cache, without read counts.
 
     Args:
       capacity: number of cache slots.
-      num_counts: number of ids to count. Every cached id needs a count, so it must exceed
-        `capacity`.
+      num_counts: maximum number of ids with a read count. It must exceed `capacity`, because every
+        cached id needs a read count.
     """
     return Directory(
         counted=row_map.empty(num_counts),
@@ -166,19 +170,22 @@ def empty(capacity: int, num_counts: int) -> Directory:
 
 
 def _slot_of(directory: Directory, counted_rows: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-    """Cache slot of the ids in these rows of `directory.counted`; `NO_ROW` if an id is not cached."""
+    """Cache slot of each id, by the id's row in `directory.counted`.
+
+    An id that is not cached gets `NO_ROW`.
+    """
     return directory.places.at[counted_rows].get(mode="fill", fill_value=NO_ROW)
 
 
 def count(
     directory: Directory, ids: Int[Array, " nnz"], occurrences: Int[Array, " nnz"] | None = None
 ) -> Directory:
-    """The directory with the reads of `ids` counted.
+    """Counts the reads of `ids`, and returns the new directory.
 
     Args:
-      directory: the counts so far.
-      ids: ids that were read. Ids may repeat; `NO_ROW` is skipped.
-      occurrences: number of reads of each entry of `ids`; one each by default.
+      directory: the directory before the reads.
+      ids: ids that were read. Ids may repeat, and `NO_ROW` is skipped.
+      occurrences: number of reads of each entry of `ids`. Default: one read each.
     """
     if occurrences is None:
         occurrences = jnp.ones(ids.shape, jnp.int32)
@@ -206,12 +213,15 @@ def count(
 def _with_new_ids(
     directory: Directory, new: Keys, reads: Int[Array, " nnz"]
 ) -> tuple[Directory, Int[Array, ""]]:
-    """The directory with distinct, uncounted ids added, and the number of reads that did not fit."""
+    """Adds read counts for new, distinct ids.
+
+    Returns: the new directory, and the number of reads of ids that got no read count.
+    """
     positions = jnp.arange(new.shape[0])
 
     def make_room(directory: Directory) -> tuple[Directory, Array]:
-        # If halving does not free enough, the most read ids come first; among equals, lower ids
-        # first.
+        # If halving does not free enough rows for all new ids, the most read new ids get rows.
+        # Among ids with equal numbers of reads, lower ids come first.
         priority = jnp.where(new.is_key, -reads, 1)
         _, _, order = jax.lax.sort((priority, new.low, positions), num_keys=2)
         return halved(directory), order
@@ -231,7 +241,12 @@ def _with_new_ids(
 
 
 def _with_totals(directory: Directory, **added: Int[Array, ""]) -> Directory:
-    """The directory with numbers added to its totals, by their names in `TOTALS`."""
+    """Adds numbers to the totals, and returns the new directory.
+
+    Args:
+      directory: the directory before the addition.
+      added: numbers to add. Their keywords are names in `TOTALS`.
+    """
     numbers = [added.get(name, jnp.int32(0)) for name in TOTALS]
     addends = jnp.stack(numbers).astype(jnp.uint32)
     low = directory.totals[:, 1] + addends
@@ -241,9 +256,9 @@ def _with_totals(directory: Directory, **added: Int[Array, ""]) -> Directory:
 
 
 def halved(directory: Directory) -> Directory:
-    """The directory with all counts halved.
+    """Halves all read counts, and returns the new directory.
 
-    Ids with a count of zero are removed unless they are cached.
+    Ids with a read count of zero are then removed unless they are cached.
     """
     counted = directory.counted._replace(counts=directory.counted.counts >> 1)
     is_faded = (counted.last_step != FREE) & (counted.counts == 0) & (directory.places == NO_ROW)
@@ -254,20 +269,23 @@ def halved(directory: Directory) -> Directory:
 def populate(
     specs: Sequence[TTSpec], params: CachedTrain, slots: Slots, rule: OptimizerSpec
 ) -> tuple[CachedTrain, Slots]:
-    """Parameters and slots with the most read rows in the cache, and all counts halved.
+    """Fills the cache with the most read rows and halves all read counts.
 
-    Among ids with equal counts, cached ids come first, then lower ids.
+    Among ids with equal read counts, cached ids come first, then lower ids.
 
     Args:
-      specs: the tables with concatenated cores.
+      specs: specs of the tables with concatenated cores.
       params: cores, cached rows and read counts.
-      slots: optimizer state of the cached rows. A row that enters the cache starts with new slots.
-      rule: the optimizer, which makes the new slots.
+      slots: optimizer state of the cached rows. The state of a row that enters the cache is
+        initialised by `rule`.
+      rule: optimizer of the cached rows.
+
+    Returns: new parameters and new optimizer state of the cached rows.
     """
     cores, rows, directory = params
     capacity = directory.ids.shape[0]
 
-    # Rows that stay keep their cache slots. All other cache slots are free.
+    # Rows that stay in the cache keep their slots. All other slots are free for new rows.
     was_cached = directory.places != NO_ROW
     is_cached = _most_read(directory, capacity)
     slot_of_id = jnp.where(is_cached, directory.places, NO_ROW)
@@ -307,11 +325,14 @@ def populate(
 
 
 def _most_read(directory: Directory, capacity: int) -> Bool[Array, " counted"]:
-    """Whether each counted id is among the `capacity` most read ones; cached ids win against equals."""
+    """Whether each counted id is among the `capacity` most read ids.
+
+    Among ids with equal read counts, cached ids come first, then lower ids.
+    """
     reads = jnp.minimum(directory.counted.counts, MAX_READS).astype(jnp.uint32)
     was_cached = (directory.places != NO_ROW).astype(jnp.uint32)
     worth = 2 * reads + was_cached
-    # `least` chooses the smallest values, so its argument is the complement of the worth.
+    # `row_map.least` selects the smallest values, so it gets the bitwise complement of `worth`.
     return row_map.least(directory.counted, ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
 
 
@@ -322,12 +343,14 @@ def written_back(
     cores: Cores,
     residual: Float[Array, ""],
 ) -> tuple[Cores, Float[Array, ""]]:
-    """Cores with `targets` written into the rows of `ids`, as closely as the first core allows.
+    """Writes `targets` into the rows of `ids`, as closely as a change of the first core allows.
 
-    A table is linear in its first core. This is therefore one least-squares problem over all rows:
-    the rows of `ids` move to their targets, and all other rows stay unchanged.
+    Every row of the table is linear in the first core. The change therefore solves one
+    least-squares problem over the whole table, in which the rows of `ids` should equal `targets`,
+    and all other rows should stay unchanged.
 
-    Returns: the cores, and the larger of the old `residual` and the error of this step.
+    Returns: new cores, and the larger of `residual` and the error of this change. `CacheReport`
+      describes the error.
     """
     first, *others = [core.astype(jnp.float32) for core in cores]
     gram = _gram_matrices(specs, others)
@@ -344,8 +367,8 @@ def written_back(
     table = _table_of_slices(specs, 0)
     change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest")
     change = change.reshape(first.shape)
-    # A row with NaN or infinity is lost. Such numbers must not spread into the other rows of the
-    # slice.
+    # NaN and infinity in a cached row must not spread to other rows that read the slice, so the
+    # cached values of such a row are lost.
     new_first = (first + jnp.where(jnp.isfinite(change), change, 0.0)).astype(cores[0].dtype)
     new_cores = (new_first, *cores[1:])
 
@@ -359,7 +382,7 @@ def written_back(
 def _gram_matrices(
     specs: Sequence[TTSpec], others: Sequence[Array]
 ) -> Float[Array, "tables rank rank"]:
-    """Gram matrix of the product of all cores after the first, one per table."""
+    """For each table, the Gram matrix of the product of all cores after the first."""
     gram = jnp.ones((len(specs), 1, 1))
     for t in range(len(others), 0, -1):
         core = others[t - 1].reshape(-1, *specs[0].slice_shapes[t])
@@ -370,6 +393,6 @@ def _gram_matrices(
 
 
 def _table_of_slices(specs: Sequence[TTSpec], t: int) -> Int[np.ndarray, " slices"]:
-    """Index of the table that owns each slice of core `t`."""
+    """Index of the table that each slice of core `t` belongs to."""
     num_slices = [spec.tt_p_shapes[t] for spec in specs]
     return np.repeat(np.arange(len(specs)), num_slices)

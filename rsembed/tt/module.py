@@ -35,7 +35,10 @@ Rate = Annotated[float, "[0, inf)"]
 
 
 def _one_or_all(values: list[Any]) -> Any:
-    """The first value if all values are equal, else the list of all. Arrays are never compared."""
+    """The common value if all values are equal, else the list of values.
+
+    Arrays are not compared. A list of several arrays is returned unchanged.
+    """
     if len(values) == 1:
         return values[0]
     if isinstance(values[0], Array):
@@ -47,19 +50,22 @@ def _one_or_all(values: list[Any]) -> Any:
 
 
 def _no_cache(module: str) -> NotImplementedError:
-    """The error for a cache in a module with `sparse=False`, which an external optimizer trains."""
+    """Error that says why a module with `sparse=False` cannot have a cache."""
     return NotImplementedError(
-        f"{module}: sparse=False has no cache of rows. An optimizer outside keeps its state by "
-        "place in the cache, and cache_populate gives places to other rows, which would then "
-        "move by what the rows before them have learned. Take sparse=True, which moves the state "
-        "with the row, or use_cache=False; or train the table with any optax rule and a cache in "
-        "the core: TableSpec(optimizer=rsembed.from_optax(...), "
+        f"{module}: a module with sparse=False has no cache of rows. An external optimizer stores "
+        "its state by cache slot, and cache_populate puts other rows into the slots, which would "
+        "then be stepped with the state of earlier rows. Pass sparse=True, which moves the state "
+        "with the row, or use_cache=False; or train the table in an EmbeddingCollection with any "
+        "optax optimizer and a cache: TableSpec(optimizer=rsembed.from_optax(...), "
         "storage=rsembed.tt.TensorTrain(tt_ranks, cache_rows=...))."
     )
 
 
 def _table_property(read: Callable[[TTSpec], Any], doc: str) -> property:
-    """An attribute of FBTT: one value if all tables have the same, else a list of one per table."""
+    """Property that reads an attribute of FBTT from the spec of every table.
+
+    The property is one value if all tables have equal values, else a list with one value per table.
+    """
     return property(lambda self: _one_or_all([read(spec) for spec in self.specs]), doc=doc)
 
 
@@ -89,9 +95,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       weight_dist: distribution of the initial table, "normal" by default. See `init_cores`.
       dtype: dtype of the cores, float32 (default) or bfloat16. Rows and sums are float32.
       mode: "sum" (default) or "mean", which divides by the number of ids.
-      include_last_offset: whether `offsets` end with the end of the last bag. See `__call__`. A
-        module with one table needs this argument under `jit`.
-      enforce_embedding_dim: ignored. The dimension is always enforced.
+      include_last_offset: whether the last entry of `offsets` is the end of the last bag. None, the
+        default: the module decides in each call, as `__call__` describes. Under `jit`, a module
+        with one table cannot decide and needs True or False.
+      enforce_embedding_dim: ignored, because rows always have exactly `embedding_dim` columns.
       use_cache: whether to store the most read rows uncompressed and to train them directly. Rows
         enter the cache with the first `cache_populate`. None, the default: True for a
         `TTEmbeddingBag` with `sparse=True`, as in FBTT, and False otherwise. A cache needs
@@ -99,8 +106,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         slot can change.
       cache_size: number of cached rows of each group. 0, the default: a thousandth of the group's
         rows, but at least 32 (or all rows, if there are fewer).
-      hashtbl_size: maximum number of ids with a read count. 0, the default, or a number below six
-        per cached row: 16 per cached row.
+      hashtbl_size: maximum number of ids with a read count. 0, the default, chooses 16 per cached
+        row, rounded up to a power of two. A number below six per cached row is replaced by the
+        default, with a warning.
       rngs: random streams; `params` draws the cores. Default: `nnx.Rngs(0)`, because calls written
         for FBTT pass no random streams.
 
@@ -113,7 +121,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         per core.
       caches: for each group, the cached `rows`, their optimizer `state`, and the `directory` of
         cached ids.
-      learning_rate: learning rate of the fused step; a variable, so a change compiles nothing.
+      learning_rate: learning rate of the fused step. It is a variable, so a new value needs no new
+        compilation.
 
     Raises:
       ValueError: shapes do not match, the length of a sequence differs from the number of tables,
@@ -156,7 +165,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         include_last_offset: bool | None = None,
         rngs: nnx.Rngs | None = None,
     ):
-        del enforce_embedding_dim  # The dimension is always enforced.
+        del enforce_embedding_dim  # Rows always have exactly `embedding_dim` columns.
         if tt_ranks is None:
             raise TypeError(
                 "tt_ranks is missing: one rank per boundary between cores, such as tt_ranks=[16] for two cores."
@@ -176,7 +185,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.eps = eps
         rule = rule_of(optimizer, eps)
         if not sparse:
-            # SGD has no slots: an external optimizer stores the state.
+            # An external optimizer stores its state elsewhere. SGD adds no slots to the module.
             rule = rule_of(OptimType.SGD, eps)
         self.rule: OptimizerSpec = nnx.static(rule)
         self.sparse = sparse
@@ -215,7 +224,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     @staticmethod
     def _grouped(specs: Sequence[TTSpec]) -> list[list[int]]:
-        """Indices of the tables in each group: equal slices, and at most `MAX_ROWS` rows in all."""
+        """Indices of the tables in each group.
+
+        The tables of a group have slices of equal shapes, and together at most `MAX_ROWS` rows.
+        """
         by_shape: dict[SliceShapes, list[int]] = {}
         num_rows = {}
         for k, spec in enumerate(specs):
@@ -275,7 +287,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """Draws new cores, and resets optimizer state, step number, read counts and cache.
 
         Args:
-          weight_dist: distribution of the table. Default: the argument of the constructor.
+          weight_dist: distribution of the initial table. Default: the `weight_dist` that was passed
+            to the constructor.
           rngs: random streams. Default: `nnx.Rngs(0)`.
         """
         states = self._initial_states(weight_dist or self.weight_dist, rngs)
@@ -292,7 +305,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.learning_rate.set_value(jnp.asarray(lr, jnp.float32))
 
     def _place_of(self, table: int) -> tuple[int, int, int]:
-        """Index of a table's group, index of the table in the group, and its first row there."""
+        """Index of a table's group, index of the table in the group, and number of its first row.
+
+        Row numbers count the rows of all earlier tables of the group.
+        """
         for g, group in enumerate(self.groups):
             if table in group:
                 number = group.index(table)
@@ -312,14 +328,14 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """Replaces the cores of a table, for example by the result of `from_dense`.
 
         `set_cores` resets the optimizer state of the cores and removes the rows of the table from
-        the cache. Read counts are kept. The step counter is reset only if the module has no other
-        table.
+        the cache. The read counts of these rows are kept. The step counter is reset only if the
+        module has no other table.
 
         Args:
           cores: new cores with the shapes `specs[table].core_shapes`.
           table: index of the table.
 
-        Raises: ValueError: the shapes differ, or a number is not finite.
+        Raises: ValueError: a core has the wrong shape, or contains NaN or infinity.
         """
         g, number, first_row = self._place_of(table)
         spec = self.specs[table]
@@ -341,7 +357,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             self.step.set_value(jnp.zeros((), jnp.int32))
 
     def get_params(self) -> list[Array]:
-        """The values of all cores, group after group, then the cached rows of each group."""
+        """Values of all cores, group after group, followed by the cached rows of each group."""
         params = [core.get_value() for core in self.tt_cores]
         for cache in self.caches:
             params.append(cache.rows.get_value())
@@ -363,7 +379,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     @property
     def tt_cores(self) -> list[nnx.Variable]:
-        """The variables of all cores, group after group. A core is shared by all tables of its group."""
+        """Variables of all cores, group after group.
+
+        A core is shared by all tables of its group.
+        """
         variables = []
         for group in self.core_groups:
             variables += group
@@ -406,13 +425,14 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return rows
 
     def update_cache(self, indices: PyTree, offsets: object = None) -> None:
-        """Counts the ids as read, without a lookup.
+        """Counts a read of each id, without a lookup.
 
-        Lookups are also counted, except after `eval()`.
+        A lookup counts its reads, too, except after `eval()`.
 
         Args:
-          indices: ids as for a lookup. With one table, flat ids need no offsets.
-          offsets: offsets as for a lookup.
+          indices: ids, in any form that `__call__` accepts. With one table, flat ids need no
+            offsets.
+          offsets: start of each bag of flat ids, as for `__call__`.
 
         Raises: NotImplementedError: the module has `sparse=False`, so it has no cache.
         """
@@ -425,9 +445,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self._count(self._by_group(bags))
 
     def cache_populate(self) -> None:
-        """Fills the cache with the most read rows. Evicted rows are written back to the cores. See `hot_rows`.
+        """Fills the cache with the most read rows, and writes evicted rows back to the cores.
 
-        A warning is given if no read was counted, but not under `jit`.
+        See `hot_rows`. Outside `jit`, the method warns if no read has been counted.
 
         Raises: NotImplementedError: the module has `sparse=False`, so it has no cache.
         """
@@ -452,14 +472,15 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         for g, cache in enumerate(self.caches):
             params, _ = self._state(g)
             counted = programs.counted(params.directory, batch[g].ids)
-            # A module that is closed over by a plain `jax.jit` cannot change.
+            # A function under plain `jax.jit` that closes over the module cannot change its
+            # variables, so reads in such a function are not counted.
             with contextlib.suppress(TraceContextError):
                 cache.directory.set_value(counted)
 
     def reset_cache(self) -> None:
-        """Empties the cache and the read counts. The training of cached rows is lost.
+        """Empties the cache and the read counts. Updates of cached rows are lost.
 
-        To keep the trained values, read `full_weight` before.
+        To save the trained values, call `full_weight` before `reset_cache`.
         """
         if not self.caches:
             return
@@ -471,7 +492,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             self._put(g, new_params, new_slots)
 
     def cache_reports(self) -> list[CacheReport]:
-        """Number of cached rows, hits, evictions and more for each group of tables."""
+        """Statistics of the cache of each group of tables, such as cached rows, hits and evictions."""
         return [cache.directory.get_value().report() for cache in self.caches]
 
     def __call__(
@@ -481,7 +502,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         per_sample_weights: object = None,
         warmup: bool = True,
     ) -> PyTree:
-        """Pooled rows of every bag; zeros for an empty bag.
+        """Pooled rows of every bag. An empty bag gives zeros.
 
         The result is `[batch, dim]` for `TTEmbeddingBag` and `[tables, batch, dim]` for
         `TableBatchedTTEmbeddingBag`, or a list of one array per table if their dimensions differ.
@@ -494,11 +515,13 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             With one table, a last offset equal to the number of ids counts as the end of the last
             bag. If the last offset is the start of an empty bag, construct the module with
             `include_last_offset=False`.
-          per_sample_weights: one float per id; None, the default: ones.
+          per_sample_weights: one float per id. None, the default: all weights are 1.
           warmup: ignored.
 
-        Raises: ValueError or TypeError: an argument is wrong. The message names the id, bag or
-          offset.
+        Raises:
+          TypeError: ids or offsets are not integers.
+          ValueError: the forms of the arguments do not match, offsets decrease, an id is outside
+            its table, or a weight is not finite. The message names the id, bag or offset.
         """
         del warmup
         bags = self._read(indices, offsets, per_sample_weights)
@@ -510,9 +533,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
         """Pooled rows as from `__call__`, and a function `backward(d_output)`.
 
-        With `sparse=True`, `backward` can be called once. The call steps the cores and returns the
-        gradient of the weights in `TTGradients`, or None without weights. With `sparse=False`,
-        `backward` changes nothing and returns all gradients.
+        With `sparse=True`, `backward` steps the cores and can be called once. It then returns the
+        gradient of the weights in a `TTGradients`, or None if the lookup had no weights. With
+        `sparse=False`, `backward` changes nothing, and returns the gradients of cores and weights.
         """
         bags = self._read(indices, offsets, per_sample_weights)
         is_used = False
@@ -540,7 +563,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
                     d_weights.append(group_d_weights)
             d_weight = None
             if bags.weights is not None:
-                d_weight = sum(d_weights)[: bags.ids.shape[0]]  # Cut off the gradients of padding.
+                # Entries after the ids of the batch are gradients of padding.
+                d_weight = sum(d_weights)[: bags.ids.shape[0]]
             if self.sparse and d_weight is None:
                 return None
             return TTGradients(tuple(d_cores), d_weight)
@@ -550,7 +574,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def _gradients_by_group(
         self, d_output: PyTree, shapes: Sequence[tuple[int, ...]]
     ) -> list[Array]:
-        """Checked gradients of the outputs, in float32, concatenated for each group of tables."""
+        """Gradients of the outputs in float32, checked, and concatenated for each group of tables."""
         d_outputs = [d_output] if self.is_single else list(d_output)
         wide = []
         for table, (gradient, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
@@ -568,7 +592,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def _step(
         self, lookup_params: Sequence[PyTree], batch: Sequence[Bags], d_by_group: Sequence[Array]
     ) -> list[Any]:
-        """Steps the cores and caches of all groups, and returns the gradients of the weights of each."""
+        """Steps the cores and caches of all groups.
+
+        Returns: for each group, the gradients of the weights.
+        """
         rate = self.learning_rate.get_value()
         number = self.step.get_value()
         d_weights = []
@@ -591,7 +618,11 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return d_weights
 
     def _joined(self, tables: list[Array]) -> PyTree:
-        """The arrays of all tables as the module returns them: one array, a stacked array or a list."""
+        """Joins one array per table into the form that the module returns.
+
+        A `TTEmbeddingBag` returns its only array. Several tables return one stacked array if their
+        arrays have equal shapes, else a list.
+        """
         if self.is_single:
             return tables[0]
         if len({table.shape for table in tables}) == 1:
@@ -599,7 +630,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return tables
 
     def _look_up(self, bags: Bags) -> tuple[list[Array], list[PyTree], list[Bags]]:
-        """Pooled rows of every table, and the parameters and the `Bags` of every group."""
+        """Pooled rows of every table. Also returns the parameters and the `Bags` of every group."""
         batch = self._by_group(bags)
         if not self.deterministic:
             self._count(batch)
@@ -614,7 +645,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return [output_of_table[k] for k in range(len(self.specs))], params, batch
 
     def _by_group(self, bags: Bags) -> list[Bags]:
-        """The batch as one `Bags` per group, with the ids of a table offset by the tables before it."""
+        """The batch as one `Bags` per group. See `programs.rows_by_group`."""
         sizes = tuple(spec.num_embeddings for spec in self.specs)
         bags = padded_bags(dataclasses.replace(bags, ids=narrow_ids(bags.ids)))
         return programs.rows_by_group(self.groups, sizes, bags)

@@ -44,16 +44,16 @@ def init_cores(
     deviation of the uniform distribution on `±1/sqrt(num_embeddings)`.
 
     Args:
-      key: random key; equal keys mean equal cores.
+      key: random key. Equal keys give equal cores.
       spec: size, factors and ranks of the table.
-      weight_dist: one of these names.
+      weight_dist: name of the distribution.
 
         * "normal" (default): independent, normally distributed entries of the cores.
         * "uniform": independent, uniformly distributed entries of the cores, with mean zero.
-        * "approx-normal": normally distributed entries of the table, exactly so for up to three
-          cores.
+        * "approx-normal": normally distributed entries of the table. The distribution is exact for
+          two and three cores, and approximate for more.
         * "approx-uniform": uncorrelated, nearly uniform entries of the table. Ranks must be at
-          least 2, and larger ranks come closer to uniform.
+          least 2, and larger ranks give a more uniform distribution.
         * "naive-uniform": entries of the cores from `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The
           table is nearly zero, so a warning is raised.
 
@@ -106,13 +106,13 @@ def _split(spec: TTSpec, numbers: Array) -> list[Array]:
 
 
 def _parts(numbers: Array, sizes: Sequence[int]) -> list[Array]:
-    """Consecutive parts of a flat array with these sizes."""
+    """Splits a flat array into consecutive parts of the sizes `sizes`."""
     ends = list(itertools.accumulate(sizes))
     return jnp.split(numbers, ends[:-1])
 
 
 def _with_rms(x: Array, rms: float, axis: int) -> Array:
-    """Vectors along `axis`, rescaled to the root mean square `rms`."""
+    """Rescales the vectors along `axis` to the root mean square `rms`."""
     return x * (rms * jax.lax.rsqrt(jnp.mean(x * x, axis=axis, keepdims=True)))
 
 
@@ -122,8 +122,8 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
     An entry is the triangle wave of a sum of random angles, one angle per core. The triangle wave
     of a uniform angle is uniform. Two entries of the table differ in at least one angle, so they
     are uncorrelated. The Fourier series of the wave is a tensor train: core `t` rotates the pair
-    `(cos, sin)` of every harmonic by its angle. Each harmonic takes two ranks. A little noise, 1 %
-    of the size of the core, lets training use the remaining ranks.
+    `(cos, sin)` of every harmonic by its angle. Each harmonic takes two ranks. Noise of 1 % of the
+    root mean square of the core lets training use the remaining ranks.
     """
     if min(spec.tt_ranks) < 2:
         raise ValueError(
@@ -172,13 +172,14 @@ def from_dense(
 ) -> Cores:
     """Cores that approximate a dense table, by TT-SVD.
 
-    A trained table is seldom close to a small tensor train. To recover some of the loss, pass the
-    cores to `set_cores` of a `TTEmbeddingBag` and continue training.
+    A trained table is seldom close to a small tensor train, so the cores are less accurate than the
+    table. To recover some of the accuracy, pass the cores to `set_cores` of a `TTEmbeddingBag` and
+    continue training.
 
     Args:
       spec: factors and ranks, for example from `TTSpec.suggest` or `TTSpec.for_budget`. Ranks that
-        the table does not need are filled with zeros. With the ranks `max_ranks` the result is
-        exact; `round_cores` can then lower the ranks to a chosen error.
+        the table does not need are filled with zeros. With the ranks `spec.max_ranks` the cores are
+        exact, and `round_cores` can then lower the ranks to a chosen error.
       table: float table `[num_embeddings, embedding_dim]`.
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
@@ -221,18 +222,20 @@ def round_cores(
     ranks: Integers | None = None,
     max_relative_error: RelativeError = 0.0,
 ) -> tuple[TTSpec, Cores]:
-    """Spec and cores of the same table at lower ranks. The table itself is never built.
+    """Lowers the ranks of a tensor train. The dense table is never built.
 
     Errors are measured on the padded table, which has `prod(tt_p_shapes)` rows.
 
     Args:
       spec: size, factors and ranks of the table.
       cores: cores of the table.
-      ranks: upper bounds on the inner ranks, one per boundary between cores. Default: the present
-        ranks.
+      ranks: upper bounds on the inner ranks, one per boundary between cores. Default:
+        `spec.tt_ranks`.
       max_relative_error: largest allowed error, relative to the norm of the padded table. With 0,
-        the default, ranks are lowered only to `ranks` and to `TTSpec.max_ranks`. Low `ranks` can
-        make the error larger.
+        the default, ranks are lowered only to `ranks` and to `TTSpec.max_ranks`. If `ranks` are
+        low, the error can be larger.
+
+    Returns: spec with the lower ranks, and the cores.
 
     Raises: ValueError: the error is negative or not finite, or the number of ranks is wrong.
 
@@ -297,13 +300,13 @@ def from_tensorly(
 
 
 def _truncated(matrix: np.ndarray, rank: int, max_error: float) -> tuple[np.ndarray, np.ndarray]:
-    """Two factors with a product close to the matrix, by a truncated SVD.
+    """Two factors of a matrix from a truncated SVD. Their product is close to the matrix.
 
     Args:
       matrix: the matrix to factor.
       rank: upper bound on the number of columns of the first factor.
-      max_error: bound of the error in the Frobenius norm. As few columns as possible are kept. With
-        0, no column is left out.
+      max_error: upper bound on the error in the Frobenius norm. As many columns are left out as the
+        bound allows. `rank` can leave out more.
     """
     basis, values, rest = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
     num_small = int(np.searchsorted(np.sqrt(np.cumsum(values[::-1] ** 2)), max_error))
@@ -322,7 +325,10 @@ def _in_tensorly_layout(spec: TTSpec, cores: Cores) -> list[np.ndarray]:
 
 
 def _from_tensorly_layout(spec: TTSpec, parts: Sequence[np.ndarray], dtype: DTypeLike) -> Cores:
-    """Cores from tensorly's layout; parts of lower rank than the spec are padded with zeros."""
+    """Cores from arrays in tensorly's layout.
+
+    An array with lower ranks than the spec is padded with zeros.
+    """
     dtype_among(CORE_DTYPES, dtype, "dtype")
     cores = []
     for t, part in enumerate(parts):

@@ -32,7 +32,7 @@ from rsembed.tt.spec import TTSpec
 from rsembed.tt.storage import AllSlots, CachedTrain, Params, TensorTrain, cores_of
 
 MIN_CACHE_ROWS = 32
-"""The default cache has a thousandth of the tables' rows, but at least this number of rows."""
+"""Smallest default cache, in rows. For large groups of tables, a thousandth of the rows is cached."""
 
 
 class FusedParam(nnx.Variable):
@@ -47,8 +47,8 @@ class FusedParam(nnx.Variable):
         Raises: ValueError: always. The message names `set_cores`.
         """
         raise ValueError(
-            "the cores of a module with sparse=True have an optimizer state and cached rows "
-            "beside them, which would stay those of the old cores; use module.set_cores(cores, "
+            "cores of a module with sparse=True cannot be set alone, because their optimizer state "
+            "and cached rows would still belong to the old cores; use module.set_cores(cores, "
             "table)."
         )
 
@@ -88,11 +88,13 @@ class OptimType(enum.Enum):
 
 
 def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
-    """The optimizer of rsembed for a name of FBTT. Every step passes its learning rate separately.
+    """Optimizer of rsembed for an optimizer name of FBTT.
+
+    The learning rate of the result is not used, because every step passes a learning rate.
 
     Args:
       optimizer: FBTT's name of the optimizer.
-      eps: added to the denominator of both Adagrads. Adam always uses 1e-8.
+      eps: number that both Adagrads add to the denominator. Adam always adds 1e-8.
 
     Raises: NotImplementedError: the module does not offer the optimizer.
     """
@@ -161,7 +163,7 @@ def looked_up(
 def pulled(
     storage: TensorTrain, mode: Mode, params: Params, batch: Bags, d_output: Array
 ) -> tuple[Cores, Array | None]:
-    """Gradients of the cores and of the weights, from the gradient of the pooled rows."""
+    """Computes the gradients of cores and weights from the gradient of the pooled rows."""
 
     def output(params: Params, weights: Array | None) -> Array:
         weighted = dataclasses.replace(batch, weights=weights)
@@ -185,14 +187,15 @@ def stepped(
     rate: Array,
     number: Array,
 ) -> tuple[Params, AllSlots, Array | None]:
-    """Runs one step. Returns new parameters and slots, and the gradient of the weights.
+    """Runs one optimizer step. Returns new parameters and slots, and the gradient of the weights.
 
     Args:
       storage: storage of the group of tables.
       mode: "sum" or "mean".
-      params: present parameters, which the step changes.
-      slots: present optimizer state.
-      lookup_params: parameters at the time of the lookup, at which gradients are computed.
+      params: parameters before the step.
+      slots: optimizer state before the step.
+      lookup_params: parameters at the time of the lookup. Gradients are computed at these
+        parameters.
       batch: the bags that were looked up.
       d_output: gradient of the pooled rows.
       rate: learning rate of this step.
@@ -221,13 +224,16 @@ counted = jax.jit(hot_rows.count)
 def populated(
     storage: TensorTrain, params: CachedTrain, slots: AllSlots
 ) -> tuple[CachedTrain, AllSlots]:
-    """Parameters and slots with the most read rows in the cache."""
+    """Fills the cache with the most read rows, and returns new parameters and slots."""
     return storage.populate(params, slots, storage.tables[0])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def rows_by_group(groups: Sequence[Sequence[int]], sizes: Sequence[int], bags: Bags) -> list[Bags]:
-    """Bags of every group of tables, with the ids of a table offset by the tables before it.
+    """Splits the bags of all tables by groups of tables.
+
+    The ids in the result are row numbers of the concatenated tables of a group: the ids of a table
+    are offset by the number of rows of all earlier tables of the group.
 
     Args:
       groups: for every group, the indices of its tables.
@@ -263,18 +269,19 @@ def read_bags(
     name: str,
     last: bool | None,
 ) -> Bags:
-    """Checked bags of all tables: `batch` bags of table 0, then `batch` bags of table 1, and so on.
+    """Reads and checks a batch: `batch` bags of table 0, then `batch` bags of table 1, and so on.
 
     Args:
       specs: size, factors and ranks of every table.
       indices: with `offsets`, flat ids. Without `offsets`, a dense array
         `[tables * batch, ids per bag]` with -1 for no id, `Bags`, or a list of lists.
       offsets: start of each bag, optionally followed by the end of the last bag.
-      weights: one weight per id, in the same structure as `indices`; None: ones.
+      weights: one weight per id, in the same structure as `indices`. None: all weights are 1.
       name: name of the module in error messages.
-      last: whether `offsets` include the end of the last bag. None, the default of the modules: the
-        number of offsets decides if there are several tables. For one table, the last offset is
-        compared with the number of ids. The comparison is impossible under `jit`.
+      last: whether `offsets` include the end of the last bag. None, the default of the modules: for
+        several tables, the number of offsets decides. For one table, the offsets include the end of
+        the last bag if the last offset equals the number of ids. Under `jit`, this comparison is
+        impossible, so one table needs True or False.
 
     Raises:
       TypeError: ids or offsets are not integers.
@@ -347,7 +354,10 @@ def read_bags(
 def _with_last(
     offsets: object, num_ids: int, num_tables: int, last: bool | None
 ) -> Array | np.ndarray:
-    """Offsets that include the end of the last bag; `last` tells whether `offsets` already do."""
+    """Offsets that include the end of the last bag.
+
+    `last` says whether `offsets` include it already. None: see `read_bags`.
+    """
     check_type(offsets, Int[np.ndarray, " bags"], "offsets")
     if not isinstance(offsets, jax.Array):
         offsets = np.asarray(offsets)

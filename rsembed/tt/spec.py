@@ -20,7 +20,7 @@ CORE_DTYPES = ("float32", "bfloat16")
 Integers = Sequence[int] | Int[np.ndarray, "_"]
 
 
-@no_type_check  # __post_init__ converts sequences to tuples and rejects wrong values by name
+@no_type_check  # Arguments may be any sequences of integers, which `__post_init__` converts.
 @dataclasses.dataclass(frozen=True)
 class TTSpec:
     """Shape of a table of `num_embeddings` rows that is stored as a train of `d` cores.
@@ -180,15 +180,12 @@ class TTSpec:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """Distance, in rows, between neighbouring values of the digit of each core."""
+        """For each core, the distance in rows between consecutive values of its digit."""
         return tuple(math.prod(self.tt_p_shapes[t + 1 :]) for t in range(self.num_cores))
 
     @property
     def max_ranks(self) -> tuple[int, ...]:
-        """Inner ranks that represent any table of this shape exactly.
-
-        Larger ranks do not represent more tables.
-        """
+        """Inner ranks that are just large enough to represent any table of this shape exactly."""
         sizes = [p * q for p, q in zip(self.tt_p_shapes, self.tt_q_shapes, strict=True)]
         ranks = []
         for t in range(1, len(sizes)):
@@ -204,7 +201,10 @@ class TTSpec:
 
     @property
     def flops_per_lookup(self) -> int:
-        """Additions and multiplications that compute one row; a training step takes three times that."""
+        """Number of additions and multiplications that compute one row.
+
+        A training step takes about three times as many.
+        """
         flops = 0
         for t in range(1, self.num_cores):
             flops += 2 * math.prod(self.tt_q_shapes[:t]) * math.prod(self.slice_shapes[t])
@@ -257,7 +257,8 @@ def specs_of_tables(num_tables: int, **arguments: Any) -> list[TTSpec]:
     for name, value in arguments.items():
         is_per_table = isinstance(value, Sequence) and not isinstance(value, str)
         if is_per_table and name.startswith("tt_"):
-            # Ranks and factors of a single table are also a sequence.
+            # Ranks or factors for all tables are a sequence of numbers. With one value per table,
+            # the entries are sequences or None.
             is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
         if is_per_table and len(value) != num_tables:
             raise ValueError(
@@ -304,7 +305,7 @@ def suggested_tt_shapes(
     candidates = []
     for power in powers:
         candidates.append(_most_even_factors(-(-n // power) * power, d))
-    # `max` returns the first of several equal candidates.
+    # Among candidates with equal entropies, `max` returns the first.
     _, factors = max(candidates, key=lambda candidate: candidate[0])
     small = list(factors[: d // 2])
     large = list(factors[d // 2 :])
@@ -322,10 +323,11 @@ _SLACK = 1e-9
 
 
 def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
-    """Entropy and factors, in ascending order, of the most even `d` factors of `n`.
+    """Finds the most even `d` factors of `n`, and returns their entropy and the ascending factors.
 
-    Among equals, the lexicographically largest factors win. If `n` has fewer than `d` prime
-    factors, the result is these primes and ones. With `d` prime factors or more, no factor is 1.
+    Among factors with equal entropies, the lexicographically largest win. If `n` has fewer than `d`
+    prime factors, the result is these primes and ones. If `n` has `d` prime factors or more, no
+    factor is 1.
     """
     candidates = np.arange(1, math.isqrt(n) + 1)
     small = candidates[n % candidates == 0].tolist()
@@ -333,11 +335,11 @@ def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
     best: tuple[float, tuple[int, ...]] = (-1.0, ())
 
     def search(chosen: tuple[int, ...], remainder: int) -> None:
-        """Tries all ascending factors of `remainder` after the `chosen` ones, the most even first.
+        """Tries all ascending factors of `remainder` after the factors in `chosen`.
 
-        Splitting the remainder evenly bounds the best entropy that a factor can still reach. The
-        bound only decreases from one factor to the next, so the search stops below the best result
-        so far.
+        Factors are tried from the most even to the least even. For each factor, an even split of
+        the rest gives an upper bound on the entropy. The bound only decreases from one factor to
+        the next, so the search ends when the bound is below the best entropy so far.
         """
         nonlocal best
         count = d - len(chosen)
@@ -378,8 +380,8 @@ def _cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[
 
     The sum is smallest when all its terms are equal,
     `p_t = (num_embeddings * prod(a))^(1/d) / a_t`, where `a_t` is the slice size of core `t`. The
-    core with the largest slices therefore gets the fewest slices. The search tries integers around
-    that point, core after core, the core with the largest slices first.
+    core with the largest slices therefore gets the fewest slices. The search tries a few integers
+    around the ideal `p_t` of every core, and starts with the core that has the largest slices.
     """
     order = sorted(range(len(slice_sizes)), key=lambda t: -slice_sizes[t])
     _, factor_of_core = _cheapest_factors(num_embeddings, order, slice_sizes)
@@ -389,7 +391,10 @@ def _cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[
 def _cheapest_factors(
     rows: int, order: list[int], slice_sizes: Sequence[int]
 ) -> tuple[int, dict[int, int]]:
-    """Fewest parameters of the cores in `order` that together have `rows` rows, and their factors."""
+    """Smallest number of parameters of the cores in `order`, and the row factor of each core.
+
+    The product of the row factors is at least `rows`.
+    """
     core, *later_cores = order
     size = slice_sizes[core]
     if not later_cores:

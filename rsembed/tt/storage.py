@@ -43,12 +43,15 @@ from rsembed.tt.spec import TTSpec
 
 _FIRST_FACTOR = re.compile(r"(?<=tt_p_shapes=\()\d+")
 Params = Cores | CachedTrain
-"""Cores, and with a cache also the cached rows and their directory."""
+"""Parameters of a table: the cores, or a `CachedTrain` if the storage has a cache."""
 AllSlots = tuple[PyTree, ...]
-"""Slots of each core. With a cache a pair: the slots of the cores, and the slots of the cached rows."""
+"""Optimizer state: the slots of each core.
+
+With a cache, a pair: the slots of the cores, and the slots of the cached rows.
+"""
 
 
-@no_type_check  # __post_init__ converts sequences to tuples.
+@no_type_check  # Arguments may be any sequences, which `__post_init__` converts to tuples.
 @dataclasses.dataclass(frozen=True, repr=False)
 class TensorTrain(Storage):
     """Stores a table as tensor-train cores, in a small fraction of its bytes.
@@ -68,15 +71,15 @@ class TensorTrain(Storage):
         The initializer of the table has no effect.
       cache_rows: how many of the most read rows are cached as float32 vectors. A cached row is
         trained directly and costs no products. 0, the default: no cache. See `hot_rows`.
-      counted_ids: number of ids with a read count, from which the cached rows are chosen. 0, the
-        default: 16 per cached row.
+      counted_ids: maximum number of ids with a read count. Cached rows are chosen from these ids.
+        By default (0), the number is 16 per cached row, rounded up to a power of two.
       populate_every: number of steps between two choices of the cached rows, 100 by default. Each
         choice also halves the read counts.
-      tables: tables that share this storage. Only a collection sets this field. The cores of these
-        tables have equal slices and are concatenated along the first axis. Row numbers of the
-        tables are offset accordingly.
+      tables: tables that share this storage. Only a collection sets this field. The cores of the
+        tables have slices of equal shapes, and are concatenated along the first axis. The row
+        numbers of a table are offset by the number of rows of all earlier tables.
 
-    Raises: ValueError: either both or neither of ranks and bytes are set, or the distribution is
+    Raises: ValueError: both or neither of `tt_ranks` and `bytes` are set, or the distribution is
       unknown.
 
     Example:
@@ -142,9 +145,9 @@ class TensorTrain(Storage):
         return tuple(all_specs)
 
     def resolved(self, table: TableSpec) -> TensorTrain:
-        """The storage with explicit ranks and factors, and with the default distribution.
+        """A copy of the storage with explicit ranks and factors, and the distribution "normal".
 
-        Two storages that resolve to equal ones can load each other's cores.
+        Two storages can load each other's cores if `resolved` returns equal copies.
         """
         spec = self.spec_of(table)
         return dataclasses.replace(
@@ -176,17 +179,14 @@ class TensorTrain(Storage):
         return self.spec_of(table).tt_p_shapes
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Shapes of the slices: tables with equal shapes share a storage.
+        """Shapes of the slices of each core. Tables with equal slice shapes can share a storage.
 
-        None if the storage has a cache.
+        None if the storage has a cache, because it is then not shared.
         """
         return None if self.cache_rows else self.spec_of(table).slice_shapes
 
     def sharing(self, tables: Sequence[TableSpec]) -> TensorTrain:
-        """A copy of this storage that `tables` share.
-
-        The cores of these tables have slices of equal shapes.
-        """
+        """A copy of this storage for `tables`, which must have slices of equal shapes."""
         return dataclasses.replace(self, tables=tuple(tables))
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
@@ -198,8 +198,8 @@ class TensorTrain(Storage):
     ) -> list[tuple[Params, AllSlots]]:
         """Cores and slots of each table that shares the storage.
 
-        A table that shares its storage with no other keeps its parameters as they are, with the
-        cache.
+        If no tables share the storage, the result has one entry with `params` and `slots`, which
+        include the cache.
         """
         del num_shards
         if not self.tables:
@@ -219,10 +219,10 @@ class TensorTrain(Storage):
         return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
 
     def check(self, table: TableSpec) -> None:
-        """Checks that a tensor train with these factors can store the table.
+        """Checks that this storage can store the table.
 
-        Raises: ValueError: the products of the factors are not the table's sizes, or its dtype or
-          rounding is unsupported.
+        Raises: ValueError: the ranks, factors or bytes do not fit the sizes of the table, or the
+          dtype or rounding of the table is unsupported.
         """
         if table.dtype == "float16" or table.stochastic_rounding:
             raise ValueError(
@@ -246,7 +246,7 @@ class TensorTrain(Storage):
     def init(
         self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
     ) -> State:
-        """Random cores with their initial slots, and an empty cache."""
+        """Parameters with random cores and an empty cache, and their initial slots."""
         del shard, num_shards
         names = [member.name for member in self.tables_of(table)]
         return self.init_from_keys(table_keys(key, names), table)
@@ -254,12 +254,13 @@ class TensorTrain(Storage):
     def init_from_keys(
         self, keys: PRNGKeyArray, table: TableSpec, weight_dist: WeightDistribution | None = None
     ) -> tuple[Params, AllSlots]:
-        """Random cores with their initial slots, and an empty cache.
+        """Parameters with random cores and an empty cache, and their initial slots.
 
         Args:
           keys: one random key for each table that shares the storage.
           table: spec of any table that shares the storage.
-          weight_dist: distribution of all tables. None: the distribution of each table's storage.
+          weight_dist: distribution of the initial tables. None, the default: `weight_dist` of the
+            storage of each table.
         """
         tables = self.tables_of(table)
         numbers_by_kind: dict[tuple[TTSpec, WeightDistribution], list[int]] = {}
@@ -280,7 +281,7 @@ class TensorTrain(Storage):
     def with_empty_cache(
         self, cores: Cores, slots: AllSlots, table: TableSpec
     ) -> tuple[Params, AllSlots]:
-        """Parameters and slots of these cores, with an empty cache if the storage has one."""
+        """Adds an empty cache to cores and their slots, if the storage has a cache."""
         if not self.cache_rows:
             return cores, slots
         capacity = min(self.cache_rows, self.num_ids(table))
@@ -293,7 +294,10 @@ class TensorTrain(Storage):
         return sum(member.vocabulary_size for member in self.tables_of(table))
 
     def look_up(self, params: Params, call: Call, table: TableSpec) -> list[Float[Array, "_ dim"]]:
-        """Pooled rows of every list, in float32; differentiable in cores, cached rows and weights."""
+        """Pooled rows of every list of a call, in float32.
+
+        The result is differentiable in cores, cached rows and weights.
+        """
         all_specs = self.specs_of(table)
         output_shapes, _ = call.outputs([table.embedding_dim])
         sizes = [shape[0] for shape in output_shapes]
@@ -304,8 +308,8 @@ class TensorTrain(Storage):
         if isinstance(params, CachedTrain):
             cache_slots, cache_call = _cache_call(params.directory, call, rows, bags, gains)
             bags = jnp.where(cache_slots == NO_ROW, bags, NO_ROW)
-        # `pooled_rows` is compiled once per value of `implementation`, so the present default must
-        # be passed to it.
+        # `pooled_rows` is compiled once per value of `implementation`. The default implementation
+        # of kernels can change between calls, so `implementation` depends on it.
         implementation = "plain" if api.default_implementation() == "reference" else None
         pooled = pooled_rows(
             cores_of(params),
@@ -331,7 +335,7 @@ class TensorTrain(Storage):
         pool: Pool,
         ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
-        """See `Storage.pooled`. Rows are summed while they are computed unless they are quantized."""
+        """See `Storage.pooled`. Unless rows are quantized, they are summed as they are computed."""
         if table.quantization_config is not None:
             return super().pooled(params, keys, call, table, pool, ahead)
         return self.look_up(params, call, table), jnp.zeros((), jnp.int32)
@@ -339,14 +343,17 @@ class TensorTrain(Storage):
     def read(
         self, params: Params, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
     ) -> Vectors:
-        """Rows of `keys` in float32, from the cache or the cores; no key is ever unknown."""
+        """Rows of `keys` in float32, from the cache or the cores.
+
+        The number of keys without a row, which `Storage.read` also returns, is always 0.
+        """
         del ahead
         return self.vectors(params, _rows(keys), table), jnp.zeros((), jnp.int32)
 
     def vectors(
         self, params: Params, rows: Int[Array, " nnz"], table: TableSpec
     ) -> Float[Array, "nnz dim"]:
-        """Rows with these row numbers in float32, from the cache or the cores."""
+        """Rows with the row numbers `rows`, in float32, from the cache or the cores."""
         return self.look_up(params, Call.of([IdList.single(rows)], ["sum"]), table)[0]
 
     def whole(self, params: Params, table: TableSpec, number: int) -> Float[Array, "vocab dim"]:
@@ -382,7 +389,10 @@ class TensorTrain(Storage):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        """Row numbers of `keys`. With a cache, counts the reads and every few steps populates the cache."""
+        """Parameters, slots and the row number of each key.
+
+        With a cache, `find` counts the reads, and fills the cache every `populate_every` steps.
+        """
         rows = _rows(keys)
         if not self.cache_rows:
             return params, slots, rows
@@ -399,7 +409,10 @@ class TensorTrain(Storage):
     def populate(
         self, params: CachedTrain, slots: AllSlots, table: TableSpec
     ) -> tuple[CachedTrain, AllSlots]:
-        """Parameters and slots with the most read rows in the cache. See `hot_rows.populate`."""
+        """Fills the cache with the most read rows, and returns new parameters and slots.
+
+        See `hot_rows.populate`.
+        """
         core_slots, row_slots = slots
         specs = self.specs_of(table)
         params, row_slots = hot_rows.populate(specs, params, row_slots, table.optimizer)
@@ -416,7 +429,7 @@ class TensorTrain(Storage):
     ) -> State:
         """Steps all cores and the cached rows that were read, and returns new parameters and slots.
 
-        Other cached rows and their slots keep their bits.
+        Cached rows that were not read keep their bits, as do their slots.
 
         Args:
           params: cores, and with a cache also the cached rows.
@@ -440,11 +453,11 @@ class TensorTrain(Storage):
         return params._replace(cores=cores, rows=rows), (core_slots, row_slots)
 
     def core_slots(self, slots: AllSlots) -> AllSlots:
-        """Slots of the cores, without the slots of cached rows."""
+        """Optimizer state of the cores, without the optimizer state of cached rows."""
         return cast(AllSlots, slots[0]) if self.cache_rows else slots
 
     def gradients(self, params: Params, gradients: CallGradients, table: TableSpec) -> Cores:
-        """Gradients of all cores in float32, summed before any rounding."""
+        """Gradients of all cores in float32, before they are rounded to the dtype of the cores."""
 
         def widened(leaf: Array) -> Array:
             return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
@@ -459,7 +472,7 @@ class TensorTrain(Storage):
     ) -> State:
         """Steps all slices in float32, and returns new cores and slots.
 
-        Gradients are first rounded to the dtype of the cores.
+        Before the step, gradients are rounded to the dtype of the cores.
         """
         new_cores = []
         new_slots = []
@@ -476,13 +489,13 @@ class TensorTrain(Storage):
     def with_rows(
         self, params: Params, slots: AllSlots, rows: TableRows, table: TableSpec, num_shards: int
     ) -> State:
-        """Parameters with new cores and an empty cache; slots are unchanged.
+        """Replaces the cores and empties the cache. Returns new parameters and unchanged slots.
 
         Args:
           params: parameters before the replacement.
-          slots: slots before the replacement.
-          rows: a tuple of cores; a dictionary of cores by their numbers, as checkpoints have them;
-            or a dense table, which is decomposed by `from_dense`.
+          slots: optimizer state, which is returned unchanged.
+          rows: a tuple of cores, a dictionary of cores by core number (the form of checkpoints), or
+            a dense table, which `from_dense` decomposes.
           table: spec of the table.
           num_shards: not used, because every device has all cores.
 
@@ -495,7 +508,7 @@ class TensorTrain(Storage):
         where = f"table {table.name!r}"
         cores = rows
         if isinstance(rows, Mapping):
-            # The name "2" comes before "10".
+            # Names are core numbers, so "2" comes before "10".
             names = sorted(rows, key=lambda name: (len(name), name))
             cores = [rows[name] for name in names]
         if isinstance(cores, (tuple, list)) and _shapes(cores) == list(spec.core_shapes):
@@ -509,8 +522,8 @@ class TensorTrain(Storage):
             new_cores = from_dense(spec, as_dtype(cores, np.float32, where, "values"), dtype=dtype)
         else:
             raise ValueError(
-                f"{where} is kept as a tensor train: give a whole table {list(dense_shape)}, for "
-                f"the closest train, or a tuple of cores {list(spec.core_shapes)}."
+                f"{where} is kept as a tensor train: pass a whole table {list(dense_shape)}, which "
+                f"is decomposed, or a tuple of cores {list(spec.core_shapes)}."
             )
         if not isinstance(params, CachedTrain):
             return new_cores, slots
@@ -528,7 +541,10 @@ class TensorTrain(Storage):
         return spec.num_params + num_cached * table.embedding_dim, num_slot_values
 
     def counts(self, params: Params, num_shards: int) -> dict[str, np.ndarray]:
-        """Fields of the `CacheReport` by name, repeated for each shard; empty without a cache."""
+        """Fields of the `CacheReport` by name, repeated for each shard.
+
+        The dictionary is empty if the storage has no cache.
+        """
         if not isinstance(params, CachedTrain):
             return {}
         report = params.directory.report()
@@ -536,7 +552,7 @@ class TensorTrain(Storage):
 
 
 def joined(parts: Sequence[tuple[PyTree, ...]]) -> PyTree:
-    """The trees of several tables as one tree, with leaves concatenated along their first axis."""
+    """Concatenates the leaves of several trees, one tree per table, along the first axis."""
     if len(parts) == 1:
         return parts[0]
     return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
@@ -544,7 +560,7 @@ def joined(parts: Sequence[tuple[PyTree, ...]]) -> PyTree:
 
 @functools.cache
 def _spec_of(storage: TensorTrain, rows: int, dim: int, dtype: str) -> TTSpec:
-    """Factors and ranks that a storage chooses for a table of this size."""
+    """Factors and ranks of a storage for a table with `rows` rows and `dim` columns."""
     if storage.tt_ranks is None:
         return TTSpec.for_budget(rows, dim, bytes=cast(int, storage.bytes), dtype=dtype)
     return TTSpec.suggest(rows, dim, storage.tt_ranks, storage.tt_p_shapes, storage.tt_q_shapes)
@@ -560,21 +576,21 @@ def init_core_slots(rule: OptimizerSpec, cores: Sequence[PyTree]) -> tuple[Slots
 
 
 def cores_of(params: Params) -> Cores:
-    """Cores of parameters with or without a cache."""
+    """The cores in `params`, which may be the cores or a `CachedTrain`."""
     return params.cores if isinstance(params, CachedTrain) else params
 
 
 def _cache_call(
     directory: Directory, call: Call, rows: Array, bags: Array, gains: Array
 ) -> tuple[Int[Array, " nnz"], Call]:
-    """Cache slot of every entry of `call`, and the call that reads the cached rows.
+    """Cache slot of every entry of `call`, and a kernel call that reads the cached rows.
 
     Args:
       directory: the directory of the cache.
       call: kernel call of the lookup.
-      rows: row index of every entry, from `entries_of`.
-      bags: output of every entry; entries with `NO_ROW` are not searched in the cache.
-      gains: factor of every entry. The kernel call uses the gains as weights, because the gains of
+      rows: row number of every entry, from `entries_of`.
+      bags: output index of every entry. An entry with `NO_ROW` is not looked up in the cache.
+      gains: factor of every entry. The returned call has the gains as weights, because the gains of
         a mean depend on all entries of a bag, including entries that are not cached.
     """
     cache_slots = directory.find(jnp.where(bags == NO_ROW, NO_ROW, rows))
@@ -593,5 +609,5 @@ def _cache_call(
 
 
 def _rows(keys: Keys) -> Int[Array, " nnz"]:
-    """Row numbers of keys; `NO_ROW` for padding."""
+    """Row numbers of `keys`. Padding gets `NO_ROW`."""
     return jnp.where(keys.is_key, keys.low.astype(jnp.int32), NO_ROW)

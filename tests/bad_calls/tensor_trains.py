@@ -95,7 +95,7 @@ tt.init_cores(KEY(0), SPEC, "gauss") => ValueError: weight_dist ... 'normal' ...
 tt.init_cores(KEY(0), tt.TTSpec(9, (3, 3), (2, 2), (1,)), "approx-uniform") => ValueError: ranks of at least 2 ... [1]
 tt.init_cores(KEY(0), SPEC, dtype=jnp.int32) => ValueError: dtype 'int32 ... float32
 # From and to tables
-with_table(np.ones((8, 4))) => ValueError: table 'word' is kept as a tensor train: give a whole table [9, 4]
+with_table(np.ones((8, 4))) => ValueError: table 'word' is kept as a tensor train: pass a whole table [9, 4]
 with_table(tuple(np.full(shape, 1e300) for shape in SPEC.core_shapes))
     => ValueError: 'word': ... numbers of imported 'core 0' are too large for float32; clip them
 tt.from_dense(SPEC, DENSE * np.nan) => ValueError: from_dense: the table: nan in row 0 is not finite
@@ -125,7 +125,7 @@ tt.TTEmbeddingBag(9, 4, [2], None, None, tt.OptimType.SGD, 0.1, 1e-9, True, Fals
     => TypeError: takes from 4 to 16 positional arguments but 17
 in_jit(lambda one: one.cache_reports()) => RuntimeError: outside of jit
 module(use_cache=True).tt_cores[0].set_value(np.ones((3, 4), np.float32))
-    => ValueError: cached rows beside them ... use module.set_cores
+    => ValueError: cannot be set alone ... use module.set_cores
 bag().set_cores([np.full(shape, NAN, np.float32) for shape in SPEC.core_shapes])
     => ValueError: core 0 for table 0: nan in row 0 is not finite; clean the cores first
 # Their batches
@@ -138,8 +138,8 @@ bag()(IDS, np.array([0.0, 2.0])) => TypeError: offsets ... integers ... float64
 bag()(IDS, np.array([0, 3, 2])) => ValueError: offsets ... never fall
 bag()(np.array([9]), np.array([0]))
     => ValueError: id 9 in sample 0 ... TTEmbeddingBag ... vocabulary_size=9 ... or use -1 for missing ids.
-module(use_cache=True, sparse=False) => NotImplementedError: TTEmbeddingBag: sparse=False has no cache ... sparse=True
-module(sparse=False).cache_populate() => NotImplementedError: TTEmbeddingBag: sparse=False has no cache ... from_optax
+module(use_cache=True, sparse=False) => NotImplementedError: TTEmbeddingBag: a module ... has no cache ... sparse=True
+module(sparse=False).cache_populate() => NotImplementedError: TTEmbeddingBag: a module ... has no cache ... from_optax
 several()(np.array([[1], [9]])) => ValueError: id 9 in sample 0 ... table 'TableBatchedTTEmbeddingBag 1'
 bag()(rs.Bags.from_lists([[1]]), OFFSETS) => ValueError: neither beside them
 bag()(rs.Bags(IDS, np.array([0, 2]))) => ValueError: last offset is 2 ... 1 would be in no bag

@@ -287,7 +287,7 @@ def test_the_cache_hits_as_often_as_with_exact_counts(exponent, batch, hashtbl_s
     with (
         contextlib.nullcontext()
         if not hashtbl_size
-        else pytest.warns(UserWarning, match="16384 are counted")
+        else pytest.warns(UserWarning, match="16384 ids get a read count")
     ):
         emb = TTEmbeddingBag(
             100_000, 4, [2], [320, 320], [2, 2], cache_size=1000, hashtbl_size=hashtbl_size
