@@ -1,4 +1,6 @@
-"""The JAX SparseCore embedding API on any backend: stacking, partitioned input, fused lookup and update.
+"""The JAX SparseCore embedding API on any backend.
+
+The API has table stacking, partitioned input, and fused lookup and update.
 
 Modules have the names that jax-tpu-embedding gives them: `embedding`, `embedding_spec`,
 `table_stacking`, `utils`, `linen.embed`, `linen.embed_optimizer`, `nnx.embed` and
@@ -32,11 +34,12 @@ _MODULES = {
 def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
     """Makes `import jax_tpu_embedding.sparsecore...` import `rsembed.sparsecore` in this process.
 
-    Use it for libraries that call the JAX SparseCore API, such as
-    `keras_rs.layers.DistributedEmbedding`, and call it before these libraries are imported. To run
-    a script unchanged, use `python -m rsembed.sparsecore SCRIPT`.
+    After this call, libraries that use the JAX SparseCore API, such as
+    `keras_rs.layers.DistributedEmbedding`, run on rsembed. Call this function before such a library
+    is imported. To run a script unchanged, use `python -m rsembed.sparsecore SCRIPT`.
 
-    Returns: a context that removes the modules at its end. Without `with`, the modules stay.
+    Returns: a context that removes the alias modules from `sys.modules` at its end. Outside a
+      `with` statement, the alias modules stay.
 
     Raises: RuntimeError: jax-tpu-embedding itself has already been imported.
 
@@ -56,7 +59,7 @@ def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
     for path, rsembed_name in _MODULES.items():
         name = f"jax_tpu_embedding.sparsecore.{path}"
         modules[name] = importlib.import_module(rsembed_name)
-        # Add an empty package for each parent that is not there yet.
+        # An import of a module first imports its parent packages, so add an empty package for each.
         while (name := name.rpartition(".")[0]) and name not in modules:
             package = types.ModuleType(name, "A package with modules of rsembed.")
             package.__path__ = []

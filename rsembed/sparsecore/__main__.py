@@ -1,4 +1,4 @@
-"""Runs a program that was written for jax-tpu-embedding: `python -m rsembed.sparsecore [-m] PROGRAM ARGUMENTS`."""
+"""Runs a program for jax-tpu-embedding: `python -m rsembed.sparsecore [-m] PROGRAM ARGUMENTS`."""
 
 import os
 import runpy

@@ -1,7 +1,6 @@
 """All functions that a training program calls, named as in jax-tpu-embedding.
 
-Lookup and update of the stacks on one device turn preprocessed buffers into row indices for the
-engine:
+On every device, lookup and update convert preprocessed buffers to row indices for the engine:
 
 ```
 buffers ──entries by sample──▶ rows, samples, gains ──Rows, AskedRows──▶ activations; tables, slots
@@ -106,7 +105,9 @@ def auto_stack_tables(
     use_short_stack_names: bool = True,
     **options: Any,
 ) -> None:
-    """Stacks all tables that can share a stack, in place. See `table_stacking.auto_stack_tables`.
+    """Stacks all tables that can share a stack.
+
+    The specs are changed. See `table_stacking.auto_stack_tables`.
 
     `options` are other keyword arguments of `table_stacking.auto_stack_tables`.
     """
@@ -173,10 +174,10 @@ def init_embedding_variables(
       global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`. With
         `PartitionSpec(axis, None, None)`, arrays get a leading axis of devices, as `jax.pmap`
         needs.
-      num_sparsecore_per_device: cores per device. None, the default: the number that the tables
-        were placed for. Use the same number everywhere: variables do not store it, and with a
-        different number the specs read wrong rows of an array of the same shape.
-      bypass_mesh_check: ignored. Rows follow the mesh in any order of its devices.
+      num_sparsecore_per_device: cores per device, by default the number that the tables were placed
+        for. Pass the same number of cores to all functions. Variables do not store the number of
+        cores, so a function with a different number reads wrong rows without an error.
+      bypass_mesh_check: ignored. The mesh may have its devices in any order.
 
     Raises:
       ValueError: the sharding does not split rows over devices, or the tables were placed for a
@@ -190,7 +191,7 @@ def init_embedding_variables(
             "either needs to be in the format ('x', None) or, for jax.pmap, ('x', None, None); "
             f"got {global_sharding.spec}."
         )
-    mesh: Any = global_sharding.mesh  # The mesh may be abstract.
+    mesh: Any = global_sharding.mesh  # Any: the mesh may be abstract.
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
     variables = initialize(
         rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device
@@ -256,13 +257,14 @@ def sparse_dense_matmul(
       embedding_variables: this device's part of the variables, by stack.
       feature_specs: placed specs of all features.
       global_device_count: number of devices that share the tables.
-      sharding_strategy: "MOD", the only strategy.
-      num_sc_per_device: cores per device. None: the number that the specs were placed for.
-      enable_minibatching: value that was passed to preprocessing.
+      sharding_strategy: "MOD", the only sharding strategy.
+      num_sc_per_device: cores per device, by default the number that the specs were placed for.
+      enable_minibatching: whether the batch was preprocessed with `enable_minibatching=True`, False
+        by default.
       perform_unstacking: if False, the result is `{stack: activations}` in the layout of the stack.
-      use_activation_unstack_primitive: ignored; only the TPU library uses the option.
-      axis_name: mesh axes that shard the tables, outermost first. None: the axes that together have
-        `global_device_count` devices.
+      use_activation_unstack_primitive: ignored; only jax-tpu-embedding uses this option.
+      axis_name: mesh axes that shard the tables, outermost first. By default, these are the axes
+        that together have `global_device_count` devices.
 
     Returns:
       Activations `[samples of this device, output dim]` in a tree like `feature_specs`. Sums are
@@ -310,34 +312,38 @@ def sparse_dense_matmul_grad(
     embedding_var_limits: Mapping[str, RowLimits] | None = None,
     axis_name: AxisName | None = None,
 ) -> dict[str, PyTree]:
-    """Steps every row that was looked up, and returns the variables; in place if donated.
+    """Makes one optimizer step of every row that was looked up, and returns the new variables.
+
+    If the variables are donated to the surrounding `jit`, they are updated in place.
 
     Args:
-      activation_gradients: gradients in the tree of the activations. With `perform_stacking=False`,
-        `{stack: gradients}` in the layout of the stack.
-      preprocessed_inputs: the input of `sparse_dense_matmul`.
+      activation_gradients: gradients of the activations, in a tree like `feature_specs`. With
+        `perform_stacking=False`, `{stack: gradients}` in the layout of the stack.
+      preprocessed_inputs: this device's part of the batch, as passed to `sparse_dense_matmul`.
       embedding_variables: this device's part of the variables, by stack. A plain tuple of a table
         and its slots is also accepted.
       feature_specs: placed specs of all features.
-      global_device_count: number of devices that share the tables. None: the number follows from
-        the size of the gradients.
-      sharding_strategy: "MOD", the only strategy.
-      label: ignored; the TPU library uses it as the name of a program.
-      step: index of the step, from 0, for optimizers and learning rates that depend on it. None:
-        step 0 in every call.
-      num_sc_per_device: cores per device. None: the number that the specs were placed for.
-      enable_minibatching: value that was passed to preprocessing.
+      global_device_count: number of devices that share the tables. By default, the number is
+        computed from the number of samples in the gradients.
+      sharding_strategy: "MOD", the only sharding strategy.
+      label: ignored; jax-tpu-embedding uses the label as the name of a program.
+      step: index of the step, from 0. An optimizer, a learning rate or a stochastic rounding that
+        depends on the step needs the index.
+      num_sc_per_device: cores per device, by default the number that the specs were placed for.
+      enable_minibatching: whether the batch was preprocessed with `enable_minibatching=True`, False
+        by default.
       perform_stacking: if False, gradients are expected in the layout of the stack.
-      use_gradient_stacking_primitive: ignored; only the TPU library uses the option.
-      embedding_var_limits: `{stack: (minimum or None, maximum or None)}` for every stack, to which
-        updated rows are clipped. None: no clipping.
+      use_gradient_stacking_primitive: ignored; only jax-tpu-embedding uses this option.
+      embedding_var_limits: pairs `(minimum or None, maximum or None)` for all stacks, by stack
+        name. Updated rows are clipped to these limits. By default, rows are not clipped.
       axis_name: see `sparse_dense_matmul`.
 
-    Returns: `{stack: variables}`, each in the structure of its entry in `embedding_variables`.
+    Returns: `{stack: variables}`. The variables of a stack have the tree structure of its entry in
+      `embedding_variables`.
 
     Raises:
-      ValueError: limits do not name every stack, shapes of input and specs differ, a step is needed
-        and missing, or input, variables and specs do not belong together.
+      ValueError: `embedding_var_limits` does not name every stack, shapes of input and specs
+        differ, `step` is needed and None, or input, variables and specs do not belong together.
     """
     del label, use_gradient_stacking_primitive
     sharding_strategy_to_enum(sharding_strategy)
@@ -388,12 +394,12 @@ def unstack_embedding_activations(
       activations: activations of every stack on this device.
       feature_specs: placed specs of all features.
       global_device_count: number of devices that share the tables.
-      num_sc_per_device: cores per device. None: the number that the specs were placed for.
-      use_activation_unstack_primitive: ignored; only the TPU library uses the option.
+      num_sc_per_device: cores per device, by default the number that the specs were placed for.
+      use_activation_unstack_primitive: ignored; only jax-tpu-embedding uses this option.
 
     Raises: ValueError: the activations of a stack are missing, or have the wrong shape.
     """
-    del use_activation_unstack_primitive  # Only TPUs use this option.
+    del use_activation_unstack_primitive  # Only jax-tpu-embedding uses this option.
     layouts = stack_layouts(
         feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device
     )
@@ -421,7 +427,9 @@ def stack_embedding_gradients(
     global_device_count: int | None = None,
     use_gradient_stacking_primitive: bool = False,
 ) -> dict[str, Array]:
-    """Gradients of every stack on one device: the inverse of `unstack_embedding_activations`.
+    """Gradients of every stack on one device, from gradients in a tree like `feature_specs`.
+
+    The function is the inverse of `unstack_embedding_activations`.
 
     Columns of the stack beyond a feature's columns are zero.
 
@@ -429,7 +437,7 @@ def stack_embedding_gradients(
       ValueError: the tree differs from `feature_specs`, or a gradient has a different number of
         samples.
     """
-    del use_gradient_stacking_primitive  # Only TPUs use this option.
+    del use_gradient_stacking_primitive  # Only jax-tpu-embedding uses this option.
     features = features_of(feature_specs)
     leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
     for feature, leaf in zip(features, leaves, strict=True):
@@ -453,7 +461,8 @@ def stack_embedding_gradients(
                     f"expected ({expected}, {feature.output_dim}) on each of {num_devices} "
                     "devices."
                 )
-            # Output columns beyond the columns of the table are not parameters.
+            # Output columns beyond the table's columns are padding, and their gradients are
+            # ignored.
             gradient = gradient[:, : feature.table_spec.embedding_dim]
             padded = jnp.pad(gradient, ((0, 0), (0, width - gradient.shape[1])))
             pieces.append(padded.reshape(layout.num_cores, -1, width))
@@ -462,7 +471,10 @@ def stack_embedding_gradients(
 
 
 def _num_devices(gradients: ArrayLike, num_samples: int | None) -> int:
-    """Number of devices that share `num_samples`, from one device's gradients; 1 if uneven."""
+    """Number of devices that share `num_samples` samples, from the gradients of one device.
+
+    The result is 1 if the samples cannot be split into parts of that size.
+    """
     num_local = gradients.size // max(1, gradients.shape[-1])
     if not num_samples or not num_local or num_samples % num_local:
         return 1
@@ -477,11 +489,13 @@ def _stacks(
     enable_minibatching: bool,
     axis_name: AxisName | None,
 ) -> tuple[list[tuple[StackLayout, Occurrences, int]], Devices]:
-    """Layout, ids and exchange capacity of every stack that this device looks up, and the devices.
+    """Layout, ids and exchange capacity of every stack, and the devices that share the tables.
+
+    The ids are from this device's part of the batch.
 
     The capacity is the number of distinct rows that one exchange round can request from one owner.
-    All minibatches are read together, since only the memory of a SparseCore requires them to be
-    small.
+    All minibatches are looked up together, since only the memory of a SparseCore requires a batch
+    to be small.
     """
     if isinstance(inputs, SparseDenseMatmulInput):
         inputs = PreprocessedInput(inputs)
@@ -569,12 +583,13 @@ tpu_sparse_dense_matmul_grad = sparse_dense_matmul_grad
 
 
 def _table_devices(num_devices: int, axis_name: AxisName | None = None) -> Devices:
-    """The devices that share the tables: axes of the surrounding `shard_map` with `num_devices` devices.
+    """The devices that share the tables, as axes of the surrounding `shard_map`.
 
     Args:
       num_devices: number of devices that share the tables.
-      axis_name: names of the axes, outermost first. None, the default: all axes in the order of the
-        mesh if they have `num_devices` devices together, else the single axis that has.
+      axis_name: names of the axes, outermost first. By default, these are all axes of the
+        `shard_map` if they have `num_devices` devices together, else the only axis with
+        `num_devices` devices.
 
     Raises:
       ValueError: there is no surrounding `shard_map`, no axis fits, or several axes fit.

@@ -1,7 +1,8 @@
-"""Pipelined training: one program runs lookup and update concurrently with the dense step of another batch.
+"""Pipelined training: lookup and update run concurrently with the dense step of another batch.
 
-Training `n` batches takes `n + 2` cycles. Cycle `i` has three stages. The lookup runs after the
-update. The dense stage depends on neither, so the compiler can run it concurrently:
+Training `n` batches takes `n + 2` cycles. Cycle `i` has three stages. The lookup stage runs after
+the update stage. The dense stage depends on neither of these stages, so the compiler can run it
+concurrently with them:
 
 ```
 update    update of the tables with the gradients of batch i - 2
@@ -44,20 +45,20 @@ DenseInputs: TypeAlias = PyTree
 TrainState: TypeAlias = PyTree
 """State of the dense stage: parameters and optimizer state."""
 Aux: TypeAlias = PyTree
-"""What one stage passes to the next beside its results."""
+"""Auxiliary output of a stage: an argument of the next stage, or a result of `step`."""
 Output: TypeAlias = PyTree
 """What the dense stage returns to the user, such as the loss."""
 
 
 class CurrentStepInput(NamedTuple):
-    """Batch `i`: ids for the lookup of this cycle, and inputs for the dense stage of the next cycle."""
+    """Batch `i`: ids for the lookup of this cycle, and dense inputs for the next cycle."""
 
     sparse_inputs: SparseInputs
     dense_inputs: DenseInputs
 
 
 class LastStepInput(NamedTuple):
-    """Batch `i - 1`: inputs for the dense stage of this cycle, and ids for the update of the next cycle."""
+    """Batch `i - 1`: dense inputs for this cycle, and ids for the update of the next cycle."""
 
     sparse_inputs: SparseInputs
     embedding_activations: Activations
@@ -77,9 +78,9 @@ class PipelineState(NamedTuple):
     """State that a cycle passes to the next cycle.
 
     Attributes:
-      pipeline_step: index of the cycle, from 0, as an int32 array. In a tree of shardings None: the
-        compiler chooses.
-      last_step_inputs: the batch that the previous cycle looked up.
+      pipeline_step: index of the cycle, from 0, as an int32 array. In a tree of shardings, this
+        entry is None, so the compiler chooses the sharding.
+      last_step_inputs: batch that the previous cycle looked up, with its activations.
       step_before_last_step_inputs: batch that was looked up two cycles ago (`i - 2` in cycle `i`),
         with the gradients of its activations.
       placeholder_output: zeros with the structure and shapes of the dense stage's output, for
@@ -96,17 +97,22 @@ class PipelineState(NamedTuple):
 
 
 ScFwdStageFun = Callable[[SparseInputs, Variables], tuple[Activations, Aux]]
-"""Lookup stage: `(sparse_inputs, embedding_variables) -> (activations, aux for the dense step)`."""
+"""Lookup stage: `(sparse_inputs, embedding_variables) -> (activations, aux of the lookup)`."""
 TcStageFun = Callable[
     [Activations, DenseInputs, TrainState, Aux], tuple[Activations, Output, TrainState, Aux]
 ]
-"""Dense stage: `(embedding_activations, dense_inputs, train_state, sc_fwd_aux) -> (activation gradients, output, new
-train state, aux for the update)`."""
-ScBwdStageFun = Callable[..., tuple[Variables, Aux]]
-"""Update stage: `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux) -> (new variables, aux)`.
+"""Dense stage: trains the dense part of the model on one batch.
 
-A function with a parameter named `step` also gets the index, from 0, of the batch that the
-gradients belong to. The index is negative in the first two cycles, which have no gradients.
+The arguments are `(embedding_activations, dense_inputs, train_state, sc_fwd_aux)`, and the results
+are `(activation gradients, output, new train state, aux for the update stage)`.
+"""
+ScBwdStageFun = Callable[..., tuple[Variables, Aux]]
+"""Update stage: updates the tables with the gradients of one batch.
+
+The arguments are `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux)`, and the
+results are `(new variables, aux)`. A function with a parameter named `step` also gets the index,
+from 0, of the batch that the gradients belong to. The index is negative in the first two cycles,
+which have no gradients.
 """
 
 
@@ -116,7 +122,7 @@ def get_pipeline_train_steps(num_steps: int) -> int:
 
 
 def is_output_valid(pipeline_step: int, num_steps: int) -> bool:
-    """Whether a cycle has a dense stage, for batch `pipeline_step - 1`, and therefore an output."""
+    """True if the dense stage of a cycle has a batch, `pipeline_step - 1`, and so an output."""
     return 1 <= pipeline_step <= num_steps
 
 
@@ -134,14 +140,14 @@ def get_initial_state(
     The ids are all-zero buffers, which stand for a batch without ids.
 
     Args:
-      pipeline_input: any batch; only its shapes are used.
+      pipeline_input: any batch; only the shapes and dtypes of the batch are used.
       tc_train_state: state of the dense part.
       embedding_variables: tables and slots of all stacks, by stack name.
-      sc_fwd_function: the lookup.
-      tc_function: the dense step.
-      dense_input_sharding: sharding of dense inputs. None: the compiler chooses.
-      sparse_input_sharding: sharding of sparse inputs, activations and their gradients. None: the
-        compiler chooses.
+      sc_fwd_function: lookup stage, a `ScFwdStageFun`.
+      tc_function: dense stage, a `TcStageFun`.
+      dense_input_sharding: sharding of dense inputs, by default chosen by the compiler.
+      sparse_input_sharding: sharding of sparse inputs, activations and gradients of activations, by
+        default chosen by the compiler.
     """
     shapes = jax.eval_shape(lambda tree: tree, pipeline_input)
     activations, sc_fwd_aux = jax.eval_shape(
@@ -151,7 +157,7 @@ def get_initial_state(
         tc_function, activations, shapes.dense_inputs, tc_train_state, sc_fwd_aux
     )
     sparse = functools.partial(_zeros, sharding=sparse_input_sharding)
-    # Every leaf is a separate array: a donated state must not contain the same buffer twice.
+    # Every leaf is a separate array, because a donated state must not contain a buffer twice.
     return PipelineState(
         pipeline_step=jnp.zeros((), jnp.int32),
         last_step_inputs=LastStepInput(
@@ -185,14 +191,17 @@ def get_pipeline_state_sharding(
     pipeline_output_sharding: PyTree,
     tc_aux_sharding: PyTree,
 ) -> PipelineState:
-    """Shardings of a pipeline state, for `jit`. Activations and their gradients are sharded like dense inputs.
+    """Shardings of a pipeline state, for `jit`.
+
+    Activations and their gradients are sharded like dense inputs.
 
     Args:
       pipeline_state_cls: `PipelineState`.
       dense_input_sharding: sharding of dense inputs.
       sparse_input_sharding: sharding of preprocessed ids.
-      pipeline_output_sharding: sharding of the dense step's output.
-      tc_aux_sharding: sharding of the auxiliary output that the dense step passes to the update.
+      pipeline_output_sharding: sharding of the dense stage's output.
+      tc_aux_sharding: sharding of the auxiliary output that the dense stage passes to the update
+        stage.
     """
     return pipeline_state_cls(
         pipeline_step=None,
@@ -288,12 +297,12 @@ def get_default_sc_fwd_function(
     sharding_axis: str | tuple[str, ...] | None = None,
     enable_minibatching: bool = False,
 ) -> ScFwdStageFun:
-    """Lookup stage for all features on a mesh. Its auxiliary output is None.
+    """Lookup stage for all features on a mesh, with None as auxiliary output.
 
     Args:
       feature_specs: placed specs of all features.
       global_mesh: mesh of the devices that share the tables.
-      sharding_axis: mesh axis (or axes) that shards tables and batch. None: all axes.
+      sharding_axis: mesh axis (or axes) that shards tables and batch, by default all axes.
       enable_minibatching: whether batches are preprocessed with minibatching.
     """
     devices = Devices.of(global_mesh, sharding_axis)
@@ -316,10 +325,11 @@ def get_default_sc_bwd_function(
     sharding_axis: str | tuple[str, ...] | None = None,
     enable_minibatching: bool = False,
 ) -> ScBwdStageFun:
-    """Update stage for all tables on a mesh. Its auxiliary output is None.
+    """Update stage for all tables on a mesh, with None as auxiliary output.
 
-    Pass the same arguments as to `get_default_sc_fwd_function`. The update needs the index of the
-    step, which `step` of this module passes.
+    For the arguments see `get_default_sc_fwd_function`. The returned function has a keyword
+    argument `step`, the index of the batch that the gradients belong to. The function `step` of
+    this module passes this index.
     """
     devices = Devices.of(global_mesh, sharding_axis)
     tables = MeshTables(
@@ -343,7 +353,7 @@ def get_default_sc_bwd_function(
         def stepped(variables: Variables) -> Variables:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
-        if not moves_all_rows:  # A batch without gradients steps no rows.
+        if not moves_all_rows:  # Such optimizers change no row without a gradient.
             return stepped(embedding_variables), None
         new_variables = jax.lax.cond(
             step >= 0, stepped, lambda variables: variables, embedding_variables

@@ -186,7 +186,7 @@ class EmbeddingSpecRecord:
     def from_json(cls, text: str) -> EmbeddingSpecRecord:
         """The description from a JSON string.
 
-        Raises: ValueError: the string is not such a description.
+        Raises: ValueError: the string does not describe an `EmbeddingSpecRecord`.
         """
         try:
             return _restored(cls, json.loads(text))
@@ -202,7 +202,7 @@ _NESTED = {
 
 
 def _restored(record: Callable[..., Record], fields: Mapping[str, PyTree]) -> Record:
-    """An instance of a record class from its fields in JSON, which has lists instead of tuples."""
+    """Instance of the class `record` from its fields in JSON. Lists become tuples."""
     values: dict[str, PyTree] = {}
     for name, value in fields.items():
         if name in _NESTED:
@@ -223,7 +223,8 @@ def create_proto_from_feature_specs(
     Args:
       feature_specs: placed specs of all features.
       global_device_count: number of devices that the specs were placed for.
-      num_sparsecore_per_device: cores per device. None: the number that the specs were placed for.
+      num_sparsecore_per_device: cores per device, by default the number that the specs were placed
+        for.
 
     Raises: ValueError: the specs are not placed, or were placed for a different number of shards.
     """
@@ -242,7 +243,10 @@ def create_proto_from_feature_specs(
 
 
 def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, Any]:
-    """Fields, by name, that `source` and `record` both have; `recorded` replaces or adds fields."""
+    """Values, by field name, of the fields that the dataclasses `source` and `record` share.
+
+    `recorded` has additional values, which take precedence.
+    """
     names = {field.name for field in dataclasses.fields(record)} & {
         field.name for field in dataclasses.fields(source)
     }
@@ -292,7 +296,7 @@ def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
 def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
     """Description of an optimizer.
 
-    A function (a custom rule, a schedule) is stored only by name.
+    Only the name of a function is stored, such as a custom rule or a schedule.
     """
     learning_rate = opt.learning_rate
     tag = None
@@ -318,8 +322,7 @@ def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
 def proto_to_optimizer_spec(proto: OptimizerRecord) -> OptimizerSpec:
     """The optimizer that `optimizer_spec_to_proto` described.
 
-    Raises: ValueError: the rule or the learning rate was a function, of which `proto` holds only
-      the name.
+    Raises: ValueError: the rule or the learning rate was a function, and `proto` has only its name.
     """
     if proto.type == CUSTOM_CODE or proto.learning_rate is None:
         what = (
@@ -342,7 +345,7 @@ def compute_physical_row_ids(
     row_offset_in_shard: int,
     row_ids: Ids,
 ) -> Ids:
-    """Row of each id in the flat stacked array, `shard * rows per shard + local row`, for a number or an array."""
+    """Row of each id in the flat stacked array: `shard * rows per shard + local row`."""
     place = Place(0, row_offset_in_shard * num_sparse_cores, shard_rotation)
     return place.rows(
         row_ids, spread=num_sparse_cores, rows_per_shard=stack_vocab_size // num_sparse_cores
@@ -353,7 +356,7 @@ def compute_physical_row_ids(
 def get_row_ids_in_stacked_table(
     stack_table_spec: StackRecord, table_spec: TableRecord, row_ids: Sequence[int]
 ) -> list[int]:
-    """Rows of the flat stacked array that hold `ids` of one table.
+    """Index, in the flat stacked array, of the row of each id in `row_ids`.
 
     Raises: ValueError: an id is outside the table, or the table belongs to a different stack.
     """
@@ -376,9 +379,9 @@ def get_row_ids_in_stacked_table(
 def get_row_ids_in_stacked_tables(
     embedding_spec_proto: EmbeddingSpecRecord, row_ids: Mapping[str, Sequence[int]]
 ) -> dict[str, list[int]]:
-    """Rows of the flat stacked arrays that hold the ids of several tables, by stack name.
+    """Indices, in the flat stacked arrays, of rows of several tables, by stack name.
 
-    The rows of a stack are in the order of its tables in `table_specs`.
+    `row_ids` has ids by table name. The indices for a stack are in the order of its `table_specs`.
 
     Raises: ValueError: a table is unknown.
     """

@@ -50,10 +50,10 @@ MAX_MINIBATCHES = 64
 MAX_SAMPLES_PER_DEVICE = 2**26 - 1
 CORES_VARIABLE = "RSEMBED_CORES_PER_DEVICE"
 EMULATED_CORES = 4
-"""Number of cores, as on a TPU v5p, for a device without SparseCores, unless `CORES_VARIABLE` is set."""
+"""Number of cores that a device without SparseCores emulates by default, as on a TPU v5p."""
 
 NUM_SC_PER_DEVICE_MAP = {"TPU v5": 4, "TPU v5p": 4, "TPU v6 lite": 2, "TPU v6e": 2, "TPU7x": 2}
-"""SparseCores of a device, by its kind."""
+"""Number of SparseCores per device, by `device_kind`."""
 
 
 def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
@@ -61,13 +61,13 @@ def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
 
     CPUs and GPUs emulate 4 cores, like a TPU v5p, unless the environment variable
     `RSEMBED_CORES_PER_DEVICE` holds another number. Activations and updates do not depend on the
-    number of cores; limits and statistics do.
+    number of cores, but limits and statistics do.
 
     Args:
-      device: the device; None, the default: the first device of the process.
+      device: the device, by default the first of `jax.devices()`.
 
-    Raises: ValueError: the TPU is of an unknown kind, or the variable does not hold a number of
-      cores.
+    Raises: ValueError: the TPU is of an unknown kind, or `RSEMBED_CORES_PER_DEVICE` is not a number
+      of cores.
     """
     if device is None:
         device = jax.devices()[0]
@@ -88,7 +88,7 @@ def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
 
 
 def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> int:
-    """Cores per device: `num_sc_per_device`, or the default of this machine if it is None."""
+    """Cores per device: `num_sc_per_device`, or if it is None `num_sparsecores_per_device()`."""
     check_type(global_device_count, PositiveInt, "global_device_count")
     check_type(num_sc_per_device, PositiveInt | None, "num_sc_per_device")
     if num_sc_per_device is None:
@@ -101,7 +101,7 @@ ShardingStrategy = enum.Enum("ShardingStrategy", "MOD")
 
 
 def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
-    """The sharding strategy with a name; case is ignored.
+    """Member of `ShardingStrategy` with the name `sharding_strategy`, in any case.
 
     Raises: ValueError: the name is unknown.
     """
@@ -119,7 +119,9 @@ _PLACE_AGAIN = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackLayout:
-    """A stack on a number of devices: tables in the order of rows, features in the order of samples.
+    """Tables and features of a stack, and the number of devices that share it.
+
+    Tables are in the order of their rows in the stack, and features in the order of their samples.
 
     Functions that handle only rows use a layout without features, with all shards on one device.
     """
@@ -156,7 +158,10 @@ class StackLayout:
 
     @property
     def declared_ids(self) -> int | None:
-        """Number of ids in one device's part of the batch; None if a feature does not declare its ids per sample."""
+        """Number of ids in one device's part of the batch, or None.
+
+        The result is None if a feature does not declare its number of ids per sample.
+        """
         shapes = [feature.input_shape for feature in self.features]
         if any(shape is None or None in shape for shape in shapes):
             return None
@@ -164,7 +169,7 @@ class StackLayout:
 
     @property
     def plan(self) -> StackPlan:
-        """The placement of the stack, as `rsembed.stacking` plans it."""
+        """Placement of the stack, in the form of the plans of `rsembed.stacking`."""
         return StackPlan(
             spec=self.spec,
             dtype=self.tables[0].dtype,
@@ -180,7 +185,11 @@ class StackLayout:
         return RowLayout.as_planned(self.plan, self.num_cores)
 
     def check_features(self) -> None:
-        """Raises: ValueError: a feature is not placed as planned, or a batch does not split into equal parts."""
+        """Checks the placement and the batch size of every feature.
+
+        Raises: ValueError: a feature is not where the stack expects it, or its batch does not split
+          evenly.
+        """
         end = 0
         for feature in self.features:
             feature.check_pooled_as_table()
@@ -209,9 +218,9 @@ class StackLayout:
             )
 
     def checked_activations(self, activations: Array) -> Array:
-        """`activations` (or gradients) of one device, unchanged.
+        """Checks the shape of the activations (or gradients) of one device, and returns them.
 
-        Raises: ValueError: their shape is wrong.
+        Raises: ValueError: the shape is wrong.
         """
         shape = (self.samples_per_core * self.num_cores, self.spec.stack_embedding_dim)
         if activations.shape != shape:
@@ -224,8 +233,8 @@ class StackLayout:
     def buffer_size_per_device(self, enable_minibatching: bool = False) -> int:
         """Size of the input buffer of one device, in entries.
 
-        The size is the suggested size of the stack, or the size that all partitions need when they
-        reach their limit.
+        If the stack suggests a size, the buffer has this size, rounded up. By default, the buffer
+        has room for the case that all partitions reach their limit.
 
         Raises: ValueError: the suggested size is larger than the limits can fill.
         """
@@ -236,7 +245,9 @@ class StackLayout:
             return largest
         size = round_up(suggested, SUBLANES * self.num_cores)
         if size > largest and len(self.tables) > 1:
-            return largest  # For a stack, suggested sizes are summed over tables but limits are shared.
+            # The suggested size of a stack is a sum over its tables, which may exceed what the
+            # shared limits allow.
+            return largest
         if size > largest:
             raise ValueError(
                 f"stack {self.name!r}: suggested_coo_buffer_size_per_device={suggested} (rounded "
@@ -255,8 +266,8 @@ def compute_row_pointers_size_per_device(
 ) -> int:
     """Number of row pointers of one device for one stack.
 
-    Each core (with minibatching, each minibatch of a core) has one pointer per shard, but at least
-    8.
+    Each core has one pointer per shard, and at least 8 pointers. With minibatching, each of the 64
+    minibatches of a core has this number of pointers.
     """
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     pointers_per_block = max(global_device_count * num_cores, SUBLANES)
@@ -270,7 +281,10 @@ def compute_theoretical_max_coo_buffer_size(
     num_sc_per_device: int | None = None,
     enable_minibatching: bool = False,
 ) -> int:
-    """Size of a device's buffer, in entries, if every partition (of every minibatch) reaches its limit."""
+    """Size of a device's buffer, in entries, if every partition reaches its limit.
+
+    With minibatching, every minibatch has such partitions.
+    """
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     return coo_buffer_size(
         max_ids_per_partition, global_device_count, num_cores, enable_minibatching
@@ -280,7 +294,7 @@ def compute_theoretical_max_coo_buffer_size(
 def coo_buffer_size(
     max_ids: int, num_devices: int, num_cores: int, enable_minibatching: bool
 ) -> int:
-    """`compute_theoretical_max_coo_buffer_size` without checks, which take time per batch."""
+    """`compute_theoretical_max_coo_buffer_size`, without checks, which take time in every batch."""
     blocks_per_core = MAX_MINIBATCHES if enable_minibatching else 1
     num_partitions = num_cores * num_devices * num_cores * blocks_per_core
     return round_up(max_ids, SUBLANES) * num_partitions
@@ -292,7 +306,8 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
     Args:
       tables: specs of placed tables.
       num_devices: number of devices that share the tables.
-      num_sc_per_device: expected number of cores per device. None: any number.
+      num_sc_per_device: expected number of cores per device. With None, any number of cores is
+        accepted.
 
     Raises: ValueError: a table has not been placed, or was placed for a different number of shards.
     """
@@ -317,12 +332,14 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
 def stack_layouts(
     feature_specs: Nested[FeatureSpec], *, num_devices: int, num_cores: int | None
 ) -> dict[str, StackLayout]:
-    """Checked layouts of the stacks of `feature_specs`, by stack name, in the order of the leaves.
+    """Layouts of the stacks that the features read, by stack name, after checks of the placement.
+
+    The stacks are in the order in which the features first read them.
 
     Args:
       feature_specs: placed specs of all features.
       num_devices: number of devices that share the tables.
-      num_cores: cores per device. None: the number that the tables were placed for.
+      num_cores: expected number of cores per device. With None, any number of cores is accepted.
 
     Raises:
       ValueError: a table has not been placed, or was placed for a different number of shards or for
@@ -342,11 +359,11 @@ def stack_layouts(
                 "with update_preprocessing_parameters, which changes all of them."
             )
         features = sorted(readers[name], key=lambda feature: feature.id_transformation.row_offset)
+        # A stack that a user constructed does not have `num_shards` yet.
+        spec = layout.spec.replace(num_shards=num_shards)
         layouts[name] = dataclasses.replace(
             layout,
-            spec=layout.spec.replace(
-                num_shards=num_shards
-            ),  # None in a stack that a user constructed.
+            spec=spec,
             features=tuple(features),
             num_devices=num_devices,
         )
@@ -355,7 +372,7 @@ def stack_layouts(
 
 
 def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dict[str, StackLayout]:
-    """Layouts, without features, of the stacks that the tables form, by stack name.
+    """Layout of each stack that has some of the tables, without features, by stack name.
 
     Args:
       tables: specs of placed tables.
@@ -390,12 +407,12 @@ def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec
 def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
     """Leaves of `tree` in the order of the leaves of `specs`.
 
-    Leaves are matched by path. Containers may be of other types, for example a tuple instead of a
-    list.
+    Leaves are matched by path. The containers of the two trees may be of different types, for
+    example a tuple in place of a list.
 
     Args:
-      specs: the tree that defines order and paths.
-      tree: the tree to read.
+      specs: tree that defines order and paths of the leaves.
+      tree: tree with the leaves to return.
       name: name of `tree` in error messages.
 
     Raises: ValueError: `tree` has missing or additional entries.
@@ -404,7 +421,8 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
     try:
         return structure.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):
-        # The containers have other types, or the trees differ, so one level is compared at a time.
+        # The trees differ in their entries, or only in the types of containers, so compare level by
+        # level.
         children = jax.tree_util.tree_leaves_with_path(
             specs, is_leaf=lambda node: node is not specs
         )
@@ -430,7 +448,10 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
 
 
 def check_is_array(table: TableSpec) -> None:
-    """Raises: NotImplementedError: the table has a `storage`, which partitioned layouts do not support."""
+    """Checks that a table is a plain array, the only storage that partitioned layouts support.
+
+    Raises: NotImplementedError: the table has a `storage`.
+    """
     if table.storage is not None:
         raise NotImplementedError(
             f"table {table.name!r} has storage={type(table.storage).__name__}(...), which "
@@ -439,7 +460,10 @@ def check_is_array(table: TableSpec) -> None:
 
 
 def with_place(table: TableSpec, num_shards: int) -> TableSpec:
-    """The table if it is placed, else a copy that is placed in a stack for itself."""
+    """The table if it has been placed, else a placed copy of the table.
+
+    A table without a stack gets a stack with the name of the table.
+    """
     check_is_array(table)
     stack = table.stacked_table_spec
     setting = table.setting_in_stack
@@ -457,7 +481,7 @@ def with_place(table: TableSpec, num_shards: int) -> TableSpec:
 
 
 def placed_stack(table: TableSpec) -> StackedTableSpec:
-    """The stack of a table.
+    """Spec of the stack that a table was placed in.
 
     Raises: ValueError: the table has not been placed.
     """

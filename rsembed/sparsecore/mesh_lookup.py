@@ -36,7 +36,7 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
     """The devices that share the tables of a layer.
 
     Args:
-      mesh: the mesh. None: a mesh with all devices on one axis.
+      mesh: mesh of the devices. If None, the function makes a mesh with all devices on one axis.
       sharding_axis: name or names of the axes that shard tables and batch.
 
     Raises: ValueError: the mesh does not have the axes, or several axes are named without a mesh.
@@ -59,7 +59,7 @@ class MeshTables:
     Attributes:
       feature_specs: placed specs of all features.
       devices: devices that share the tables, without the other axes of their mesh.
-      num_sc_per_device: cores per device. None: the number used when the tables were placed.
+      num_sc_per_device: cores per device, by default the number that the tables were placed for.
       enable_minibatching: whether batches are preprocessed with minibatching.
     """
 
@@ -86,9 +86,10 @@ class MeshTables:
         step: Scalar | None,
         inputs: PreprocessedInput,
     ) -> Variables:
-        """Steps every row that `inputs` look up, and returns the variables in the same container.
+        """Makes one optimizer step of every row that `inputs` look up, and returns the variables.
 
-        `step` is the index of the step, from 0. With None, optimizers do not know the step.
+        The result has the tree structure of `variables`. `step` is the index of the step, from 0,
+        or None if no optimizer needs the index.
         """
         split = self.devices.split
         shards = self.devices.num_devices
@@ -105,7 +106,8 @@ class MeshTables:
 
         update = self._on_devices(on_device, P(), split, split, split)
         updated = update(step, d_activations, inputs, variables)
-        # Autodiff needs gradients in the structure of `variables`, which may be a FrozenDict of tuples.
+        # Autodiff needs gradients in the tree structure of `variables`, which may be a FrozenDict
+        # of tuples.
         leaves = {name: iter(jax.tree.leaves(stack)) for name, stack in updated.items()}
         return jax.tree_util.tree_map_with_path(
             lambda path, _: next(leaves[path[0].key]), variables
@@ -144,7 +146,7 @@ class MeshTables:
     def preprocess(
         self, features: PyTree, features_weights: PyTree = None, **options: Any
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-        """This process' part of a batch, partitioned for the devices that share the tables, on the host.
+        """This process' part of a batch, partitioned on the host for the devices of the tables.
 
         For the arguments see `embedding.preprocess_sparse_dense_matmul_input`.
         """
@@ -161,7 +163,7 @@ class MeshTables:
         )
 
     def _on_devices(self, function: Callable[..., PyTree], *in_specs: P) -> Callable[..., PyTree]:
-        """`function`, which computes one device's part, wrapped to take and return global arrays."""
+        """Function of global arrays that runs `function` on every device's part of the arrays."""
         on_device = functools.partial(
             function,
             feature_specs=self.feature_specs,
@@ -181,7 +183,7 @@ class MeshLayer:
     Attributes:
       feature_specs: placed specs of all features.
       sharding_axis: mesh axis (or axes) that shards tables and batch.
-      mesh: the mesh, which may have further axes.
+      mesh: mesh with the devices of the layer, which may have further axes.
       num_sc_per_device: cores per device.
       enable_minibatching: whether batches are preprocessed with minibatching.
     """
@@ -199,18 +201,19 @@ class MeshLayer:
         features_weights: PyTree,
         all_reduce_interface: AllReduce | None = None,
     ) -> PreprocessedInput:
-        """This process' part of a batch, preprocessed for the layer's devices, without statistics."""
+        """This process' part of a batch, partitioned on the host for the layer's devices."""
         options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
         return self._tables().preprocess(features, features_weights, **options)[0]
 
     def prepare_batch(
         self, features: PyTree, features_weights: PyTree = None, **options: object
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-        """A batch ready for the layer, as global arrays on its devices, and the statistics for `rsembed.fdo`.
+        """A batch as global arrays on the layer's devices, and its statistics for `rsembed.fdo`.
 
         Args:
           features: ids of this process' samples, in a tree like `feature_specs`.
-          features_weights: weights in the same tree, or None.
+          features_weights: weights, in a tree like `features`. None, the default, means weights of
+            1.
           options: keyword options of `embedding.preprocess_sparse_dense_matmul_input`, such as
             `allow_id_dropping` and `batch_number`.
         """
@@ -233,24 +236,24 @@ _PLACES = np.asarray([1, 2**8, 2**16], np.float32)
 
 
 def step_counter(step: Scalar) -> Float[Array, " digits"]:
-    """A step as three digits to base 256. The digits stay exact in a 16-bit dtype."""
+    """Counter for a step: the three digits of its index in base 256, exact in a 16-bit dtype."""
     return jnp.floor(jnp.asarray(step, jnp.float32) / _PLACES) % _PLACES[1]
 
 
 def step_number(counter: Float[Array, " digits"]) -> Float[Array, ""]:
-    """The step of a counter, as float32; exact for 16 million steps."""
+    """Index of the step that a counter has reached, as float32, which is exact below 2**24."""
     return jnp.sum(counter.astype(jnp.float32) * _PLACES)
 
 
 def next_step(counter: Float[Array, " digits"]) -> Float[Array, " digits"]:
-    """The counter of the next step, in the same dtype."""
+    """Counter for the next step, in the dtype of `counter`."""
     return step_counter(step_number(counter) + 1.0).astype(counter.dtype)
 
 
 def counter_at(counter: Float[Array, " digits"], step: Scalar | None) -> Float[Array, " digits"]:
-    """The counter set to `step`; unchanged if `step` is None.
+    """Counter for `step`, or `counter` itself if `step` is None.
 
-    The result is differentiable in `counter`.
+    The derivative of the result with respect to `counter` is one in both cases.
     """
     if step is None:
         return counter

@@ -31,11 +31,15 @@ from rsembed.sparsecore.partitioner import (
 from rsembed.stacking import SUBLANES, round_up
 
 THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"
-"""Environment variable with the most threads that partition a batch; by default one per available processor."""
+"""Environment variable with the maximum number of threads that partition a batch.
 
-# With fewer ids, starting a thread takes longer than partitioning the ids.
+By default, the maximum is the number of available processors.
+
+"""
+
+# A thread with fewer ids would take longer to start than to partition its ids.
 _MIN_IDS_PER_THREAD = 16384
-# csrc/partition.h has the same numbers.
+# Codes of combiners and id types, as in csrc/partition.h.
 _GAIN_RULES = {"sum": 0, "mean": 1, "sqrtn": 2}
 _ID_TYPES = {
     np.dtype(name): code
@@ -98,7 +102,7 @@ def _partition_function() -> Any:
 
 
 def unavailable_because() -> str | None:
-    """Reason why the C++ partitioner cannot run here. None if it can run."""
+    """Reason why the C++ partitioner cannot run on this machine; None if it can run."""
     function = _partition_function()
     return function if isinstance(function, str) else None
 
@@ -106,7 +110,7 @@ def unavailable_because() -> str | None:
 def num_threads() -> int:
     """Number of threads that partition a large batch.
 
-    Raises: ValueError: the environment variable is not a number, or is less than one.
+    Raises: ValueError: the environment variable `THREADS_VARIABLE` is not a number from 1 on.
     """
     available = granted_cores()
     wanted = os.environ.get(THREADS_VARIABLE)
@@ -136,9 +140,8 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
     status = _partition_function()(descriptors, len(tasks), batch.allow_id_dropping, threads)
     for task, descriptor in zip(tasks.values(), descriptors, strict=True):
-        task.descriptor = (
-            descriptor  # The array has copies of the structs, and the library wrote to the copies.
-        )
+        # `descriptors` has copies of the tasks' structs, and the library wrote to the copies.
+        task.descriptor = descriptor
     if status == _BAD_ENTRY:
         for feature in readers:
             feature.check_values()
@@ -186,7 +189,8 @@ class _StackTask:
         self.layout = layout = batch.layouts[name]
         num_cores = batch.local_device_count * layout.num_cores
         num_shards = layout.num_shards
-        # The library needs the features of one table in sequence, in the order of their samples.
+        # The library requires that features of one table follow each other, in the order of their
+        # samples.
         readers = sorted(batch.readers[name], key=operator.attrgetter(*_TABLE_AND_SAMPLE))
         self.inputs: list[np.ndarray | None] = []
         self.features = (_Feature * len(readers))(*(self._describe(reader) for reader in readers))
@@ -206,7 +210,7 @@ class _StackTask:
             *(len(readers), num_cores, num_shards, layout.samples_per_core),
             *(layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition),
             *(size // num_cores, pointers),
-            *(None, None, None, None),  # `place_buffers` sets the addresses of the buffers.
+            *(None, None, None, None),  # `place_buffers` sets these addresses of buffers.
             *(address, address + 8 * num_partitions, address + 16 * num_partitions),
             _GAIN_RULES[layout.spec.combiner],
         )
@@ -218,7 +222,7 @@ class _StackTask:
         num_shards = self.layout.num_shards
         ids = _plain(bags.ids)
         shape = bags.dense_shape
-        # Samples of equal size need no offsets.
+        # Without offsets, all samples have the same number of ids.
         offsets = np.asarray(bags.offsets, np.int64) if shape is None else None
         weights = None if bags.weights is None else _plain(bags.weights)
         arrays = (ids, offsets, weights)
@@ -254,7 +258,7 @@ class _StackTask:
 
 
 def _fits_keys(layout: StackLayout) -> bool:
-    """Whether shard, row and sample fit a 64-bit key, and a device has no more samples than allowed."""
+    """Whether shard, row and sample fit a 64-bit key, and no device has too many samples."""
     counts = (layout.num_shards, layout.rows_per_shard, layout.samples_per_core)
     is_allowed = layout.samples_per_core * layout.num_cores <= MAX_SAMPLES_PER_DEVICE
     return is_allowed and sum(max(count - 1, 0).bit_length() for count in counts) <= 64

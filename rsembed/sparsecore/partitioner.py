@@ -46,9 +46,9 @@ SETTINGS = {
     "unique_ids": "max_unique_ids_per_partition",
     "buffer": "suggested_coo_buffer_size_per_device",
 }
-"""The setting that causes each kind of drop, by the field of `TableDrops`."""
+"""Setting of a stack that makes the partitioner drop ids, for each field of `TableDrops`."""
 _warned: set[tuple[str, str, str]] = set()
-"""Table, stack and kind of each drop that a warning has already reported."""
+"""Table, stack and kind of drop, for each warning that was already logged."""
 BUFFER_DTYPES = {
     "row_pointers": "int32",
     "embedding_ids": "int32",
@@ -79,7 +79,7 @@ class HostFeature:
 
     @functools.cached_property
     def gains(self) -> Float32[np.ndarray, " nnz"]:
-        """Factor of each entry in its sample, before equal entries are merged.
+        """Factor of each entry's row in the activation of the sample, before entries are merged.
 
         The factor is 0 in a sample with a zero sum of weights ("mean") or of squares ("sqrtn").
         """
@@ -122,7 +122,9 @@ class HostFeature:
 class Entries:
     """Merged entries of all cores, in the order of the buffers: by partition, row and sample.
 
-    Partition index: `block * num_shards + shard`. Each core has one block per minibatch.
+    Each core has one block of partitions per minibatch. The partition for `shard` in `block` has
+    the index `block * num_shards + shard`. `multiplicity` is the number of ids of the batch that
+    were merged into an entry.
     """
 
     partition: np.ndarray
@@ -158,7 +160,7 @@ class Entries:
         return np.cumsum(self.is_new_row) - 1 - _starts(self.num_unique)[self.partition]
 
     def take(self, index: np.ndarray) -> Entries:
-        """The entries that a mask or an index array selects, in that order."""
+        """The entries that a mask or an array of indices selects, as in NumPy indexing."""
         return dataclasses.replace(
             self,
             partition=self.partition[index],
@@ -170,7 +172,7 @@ class Entries:
 
 
 class HostBatch(NamedTuple):
-    """A batch of ids before partitioning, with the layouts of its stacks and the statistics to fill.
+    """Ids of a batch before partitioning, with the layouts of the stacks and the statistics.
 
     Attributes:
       layouts: layouts of the stacks, by stack name.
@@ -266,16 +268,17 @@ def lay_out(
     entries: Entries,
     num_minibatches: int | None = None,
 ) -> StackBuffers:
-    """Input buffers of one stack. Entries above a limit are an error, or they are dropped and counted.
+    """Input buffers of one stack.
+
+    Entries above a limit are an error, or they are dropped and counted.
 
     Args:
       batch: ids, layouts and statistics of the batch.
       layout: layout of the stack.
-      batch_entries: entries in the partitions of the whole batch, for the statistics.
-      entries: the same entries in the order of the buffers.
+      batch_entries: entries of the batch, partitioned without minibatches, for the statistics.
+      entries: entries of the batch, in the partitions and in the order of the buffers.
       num_minibatches: number of minibatches. With minibatches, all cores of a device share one
-        buffer. None, the
-        default: each core has a part of the buffer, and there are no minibatches.
+        buffer. By default, there are no minibatches, and each core has a part of the buffer.
 
     Raises: ValueError: a limit is exceeded or the buffer is too small, and ids may not be dropped.
     """
@@ -287,7 +290,7 @@ def lay_out(
         raise ValueError(exceeded)
     if exceeded:
         is_within_ids = entries.rank < layout.spec.max_ids_per_partition
-        # Dropped entries still count towards the ranks of distinct rows.
+        # `row_rank` also counts the rows of entries that are above the limit of ids.
         is_within_unique = entries.row_rank < layout.spec.max_unique_ids_per_partition
         above_ids = ~is_within_ids
         above_unique = is_within_ids & ~is_within_unique
@@ -395,7 +398,8 @@ def _fill(
     ends = np.minimum(starts + counts, region_size).reshape(-1, num_blocks, num_shards)
     block_ends = np.minimum(round_up(ends[:, :, -1], SUBLANES), region_size)
     pointers = np.empty((num_regions, num_pointer_blocks, max(num_shards, SUBLANES)), np.int32)
-    pointers[:] = block_ends[:, -1, None, None]  # An unused block is an empty partition at the end.
+    # All pointers of an unused block mark the end of the last used block.
+    pointers[:] = block_ends[:, -1, None, None]
     pointers[:, :num_blocks, :num_shards] = ends
     pointers[:, :num_blocks, num_shards:] = block_ends[:, :, None]
 
@@ -414,7 +418,7 @@ def _fill(
 
 
 def _starts(counts: np.ndarray) -> np.ndarray:
-    """Start of each part when parts of these sizes are concatenated."""
+    """Offset of each part in a concatenation of parts with `counts` entries."""
     return np.cumsum(counts) - counts
 
 
@@ -423,13 +427,13 @@ def record_drops(
     layout: StackLayout,
     dropped: Mapping[str, tuple[np.ndarray, np.ndarray]],
 ) -> None:
-    """Adds dropped entries to the counts by stack and by table; warns once per table and limit.
+    """Counts dropped entries by stack and by table, and warns once per table and limit.
 
     Args:
       statistics: statistics of the batch.
       layout: layout of the stack.
-      dropped: for each kind of drop (`ids`, `unique_ids`, `buffer`), the rows, inside their shard,
-        that lost entries, and the number of entries that each lost.
+      dropped: by kind of drop (`ids`, `unique_ids`, `buffer`), a pair of arrays: rows of dropped
+        entries, inside their shard, and the number of dropped entries of each row.
     """
     first_rows = np.asarray([table.setting_in_stack.row_offset_in_shard for table in layout.tables])
     counts = {}
@@ -464,13 +468,13 @@ def partition_stacks_in_minibatches(
 ) -> tuple[dict[str, StackBuffers], int]:
     """Input buffers of all stacks, and the number of minibatches in them.
 
-    The statistics count partitions of the whole batch. Limits that are set from these statistics
-    therefore make minibatches unnecessary. Only the required buffer size describes the layout with
-    minibatches. If a single bucket exceeds a limit, or the buffer is too small, ids are dropped or
-    an error is raised, as without minibatches.
+    The largest counts in the statistics are those of partitions without minibatches, so limits that
+    are set from the statistics make minibatches unnecessary. Only the required buffer size in the
+    statistics is that of the minibatches. If a single bucket exceeds a limit, or the buffer is too
+    small, ids are dropped or an error is raised, as without minibatches.
 
     Args:
-      batch: the stacks and their ids.
+      batch: ids, layouts and statistics of the batch.
       any_process: function `(question, flags) -> flags` that returns the elementwise "or" of the
         flags of all processes. Question 0: is the batch too large? Question 1: at which nodes is
         the batch split?
@@ -517,9 +521,9 @@ def split_nodes(
 ) -> Bool[np.ndarray, "*parts nodes"]:
     """Mask of the nodes that must be split, for every partition.
 
-    The nodes of the binary tree over the buckets are ordered from the leaves to the root. A node is
-    set if its two halves together exceed the limit. A node that is set is split, so for its parent
-    it counts only as much as its fuller half.
+    The buckets are the leaves of a binary tree, and the mask has its other nodes, from the lowest
+    level to the root. A node must be split if its two halves together exceed the limit. The parent
+    of a split node counts only the larger half of the node.
 
     Example:
       >>> split_nodes(np.asarray([2, 5, 1, 6, 3, 4, 2, 0]), 7).astype(int).tolist()
@@ -536,7 +540,9 @@ def split_nodes(
 
 
 def minibatch_of_bucket(nodes: Bool[np.ndarray, " nodes"]) -> Int[np.ndarray, " buckets"]:
-    """Minibatch of every bucket: a new minibatch begins after the left half of every node that is set.
+    """Index of the minibatch that each bucket belongs to.
+
+    A new minibatch begins after the left half of every split node.
 
     Example:
       >>> minibatch_of_bucket(np.asarray([0, 0, 0, 0, 1, 1, 1], bool)).tolist()
@@ -555,7 +561,7 @@ def minibatch_of_bucket(nodes: Bool[np.ndarray, " nodes"]) -> Int[np.ndarray, " 
 
 
 def _nodes_to_split(layout: StackLayout, entries: Entries, buckets: np.ndarray) -> np.ndarray:
-    """The nodes at which any partition of the stack must be split, for ids or for distinct ids."""
+    """Mask of the nodes that any partition of the stack must split, for ids or for distinct ids."""
     buckets_of_ids = entries.partition * MAX_MINIBATCHES + buckets
     buckets_of_rows = buckets_of_ids[entries.is_new_row]
     nodes = np.zeros(MAX_MINIBATCHES - 1, bool)

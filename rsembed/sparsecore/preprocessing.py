@@ -1,8 +1,9 @@
 """Reads a batch on the host in any form of jax-tpu-embedding, checks it and partitions it.
 
-See `partitioner`. Shapes and dtypes are checked here. Values are checked during partitioning, which
-reads them anyway: the NumPy partitioner calls `HostFeature.check_values`. The native partitioner
-calls it when it meets a wrong value, for the error message.
+Shapes and dtypes are checked in this module. Values are checked during partitioning (see
+`partitioner`), which reads all values anyway. The NumPy partitioner calls
+`HostFeature.check_values`. The native partitioner checks values itself, and calls `check_values`
+only to raise the error.
 """
 
 from __future__ import annotations
@@ -44,7 +45,8 @@ from rsembed.specs import FeatureSpec, features_of
 class SparseDenseMatmulInput(NamedTuple):
     """Partitioned ids of a batch: for every core, one partition per shard that it reads from.
 
-    All four fields are dicts, by stack name, of flat arrays, device after device, core after core.
+    Each field has one flat array per stack, by stack name. An array is the concatenation of parts
+    for all devices, and the part of a device is the concatenation of parts for its cores.
 
     Attributes:
       lhs_row_pointers: end of each partition, as an offset into the core's part of the buffer.
@@ -66,12 +68,12 @@ class PreprocessedInput:
 
     Attributes:
       sparse_dense_matmul_input: partitioned ids of all stacks.
-      num_minibatches: one number per local device; 1 without minibatching.
+      num_minibatches: number of minibatches, repeated for every local device. Without minibatching,
+        the number is 1.
       limits: for every stack, its name and the maximum number of ids and of distinct ids in a
-        partition. The limits are static, so a jitted step is traced again when they change. Empty
-        if the limits are unknown; buffers then count as completely full.
-      layout: fingerprint of the row and sample layout, and of `enable_minibatching`. The
-        fingerprint is also static.
+        partition. The limits are static, so a jitted step is traced again when they change. If the
+        limits are unknown, the tuple is empty, and lookups assume that all buffers are full.
+      layout: static fingerprint of the row and sample layout, and of `enable_minibatching`.
     """
 
     sparse_dense_matmul_input: SparseDenseMatmulInput
@@ -102,7 +104,10 @@ class PreprocessedInput:
         return self.sparse_dense_matmul_input.lhs_gains
 
     def check_layout(self, layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> None:
-        """Raises: ValueError: the batch was preprocessed for other stacks, layouts or minibatching."""
+        """Checks that the batch was preprocessed for these layouts.
+
+        Raises: ValueError: stacks, layouts or `enable_minibatching` differ.
+        """
         if set(layouts) != set(self.lhs_row_pointers):
             raise ValueError(
                 f"the input was preprocessed for stacks {sorted(self.lhs_row_pointers)}, but "
@@ -140,13 +145,13 @@ def preprocess_sparse_dense_matmul_input(
       features: ids, in a tree like `feature_specs`. A leaf is a 2-D integer array
         `[local samples, ids per sample]`, a 1-D object array of 1-D arrays, a list of lists, or
         `rsembed.Bags`, which include their weights.
-      features_weights: weights in the same tree and shapes. Weights are 1 where the tree or a leaf
-        is None.
+      features_weights: weights, in a tree like `features` and with leaves of the same shapes. None
+        in place of the tree or a leaf means weights of 1.
       feature_specs: placed specs; their shapes describe the global batch.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device. None: the number that the specs were placed for.
-      sharding_strategy: "MOD", the only strategy.
+      num_sc_per_device: cores per device, by default the number that the specs were placed for.
+      sharding_strategy: "MOD", the only sharding strategy.
       has_leading_dimension: whether every array gets a leading axis of local devices, False by
         default.
       allow_id_dropping: whether ids that exceed a limit or the buffer are dropped and counted. By
@@ -157,9 +162,9 @@ def preprocess_sparse_dense_matmul_input(
         default. See `rsembed.sparsecore.partitioner`. Buffers are sized for 64 minibatches unless
         `suggested_coo_buffer_size_per_device` sets a smaller size. Pass the same value to lookup
         and update.
-      all_reduce_interface: the `AllReduce` with which processes agree on minibatches. None: a
-        collective of the devices. With this collective, do not run the function concurrently with a
-        training step.
+      all_reduce_interface: function by which processes agree on minibatches, by default
+        `agree_through_devices`. Preprocessing with the default function must not run concurrently
+        with a training step.
 
     Returns:
       The buffers, and the counts of this batch for `rsembed.fdo`.
@@ -210,20 +215,22 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     global_device_count: int,
     **options: Any,
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-    """Partitions a batch of sparse tensors without weights. See `preprocess_sparse_dense_matmul_input`.
+    """Partitions a batch of sparse tensors, which have no weights.
+
+    See `preprocess_sparse_dense_matmul_input`.
 
     Args:
       indices: tree of `[n, 2]` coordinates (sample, position).
       values: tree of `[n]` ids.
-      dense_shapes: tree of `[2]` shapes. The first number of a shape is the local batch size.
+      dense_shapes: tree of pairs (local batch size, maximum number of ids per sample).
       feature_specs: placed specs of all features.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
       options: keyword options of `preprocess_sparse_dense_matmul_input`.
 
     Raises:
-      ValueError: see `preprocess_sparse_dense_matmul_input`; or the shapes do not describe a sparse
-        tensor.
+      ValueError: the arrays do not describe a sparse tensor, or one of the reasons in
+        `preprocess_sparse_dense_matmul_input`.
       TypeError: ids are not integers.
     """
     trees = {"indices": indices, "values": values, "dense_shapes": dense_shapes}
@@ -239,8 +246,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     processed, statistics = preprocess_sparse_dense_matmul_input(
         features, None, feature_specs, local_device_count, global_device_count, **options
     )
-    # In jax-tpu-embedding, the function for sparse tensors returns this number as int32, and the
-    # function for dense input as int64.
+    # In jax-tpu-embedding, `num_minibatches` is int32 for sparse tensors and int64 for dense input.
     numbers = processed.num_minibatches.astype(np.int32)
     return dataclasses.replace(processed, num_minibatches=numbers), statistics
 
@@ -319,15 +325,16 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     has_leading_dimension: bool = False,
     enable_minibatching: bool = False,
 ) -> PreprocessedInput:
-    """Shapes and dtypes of the result of `preprocess_sparse_dense_matmul_input`, to compile a step early.
+    """Shapes and dtypes of a `PreprocessedInput`, to compile a step before there is a batch.
 
     Args:
       feature_specs: placed specs of all features.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device. None: the number that the specs were placed for.
-      has_leading_dimension: value that is passed to preprocessing.
-      enable_minibatching: value that is passed to preprocessing.
+      num_sc_per_device: cores per device, by default the number that the specs were placed for.
+      has_leading_dimension: whether every array has a leading axis of local devices, False by
+        default.
+      enable_minibatching: whether batches are preprocessed with minibatching, False by default.
 
     Returns:
       A tree of `jax.ShapeDtypeStruct` with the structure of the real input, including limits.
@@ -360,7 +367,10 @@ def read_features(
     local_device_count: int,
     global_device_count: int,
 ) -> list[HostFeature]:
-    """Checked ids and weights of every feature. See `preprocess_sparse_dense_matmul_input` for their forms."""
+    """Ids and weights of every feature, after checks of shapes and dtypes.
+
+    For the arguments see `preprocess_sparse_dense_matmul_input`.
+    """
     specs = features_of(feature_specs)
     leaves = leaves_like(feature_specs, features, "features")
     all_weights = (
@@ -391,7 +401,10 @@ def read_features(
 
 
 def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
-    """Bags of one feature from any accepted form, without padding after the last bag."""
+    """Bags of one feature, from ids and weights in any form that preprocessing accepts.
+
+    Padding after the last bag is removed.
+    """
     check_unmasked([leaf, weights], "ids or weights")
     if isinstance(leaf, Bags):
         if weights is not None:
@@ -419,7 +432,7 @@ def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
 
 
 def _as_lists(rows: PyTree) -> PyTree:
-    """NumPy arrays as lists of rows; anything else unchanged."""
+    """List of the rows of a NumPy array. A value of any other type is returned unchanged."""
     if not isinstance(rows, np.ndarray):
         return rows
     return rows.tolist() if rows.ndim > 1 else list(rows)

@@ -73,7 +73,9 @@ def auto_stack_tables(
     use_short_stack_names: bool = True,
     activation_mem_bytes_limit: PositiveInt | None = None,
 ) -> None:
-    """Stacks all tables with equal padded dim, optimizer, combiner and quantization, in place.
+    """Stacks tables with equal padded dim, optimizer, combiner and quantization.
+
+    The specs of the tables and features are changed.
 
     Tables that `stack_tables` has placed keep their stacks.
 
@@ -82,18 +84,19 @@ def auto_stack_tables(
         same spec twice, as in programs for jax-tpu-embedding. A repeated spec is placed once, and a
         batch contains its ids once.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device. Default: `utils.num_sparsecores_per_device()`.
+      num_sc_per_device: cores per device, by default `utils.num_sparsecores_per_device()`.
       rotation: number of shards by which each table of a stack is rotated against the table before
-        it. Default: the shards of one device.
-      stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` for stacks of
-        several tables. The returned limit replaces the limits of the tables. By default the limit
-        is 256, and the logger "rsembed" names tables that declare another limit.
-      stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` for distinct
-        ids.
+        it. The default rotation is the number of shards of one device.
+      stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` of ids per
+        partition, for stacks of several tables. The returned limit replaces the limits of the
+        tables. By default the limit is 256, and the logger "rsembed" names tables that declare
+        another limit.
+      stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` of distinct
+        ids per partition.
       use_short_stack_names: whether names over 50 characters are cut and get a hash, True by
         default.
-      activation_mem_bytes_limit: a group of tables is split if its activations need more bytes per
-        shard. Default: 2 MiB.
+      activation_mem_bytes_limit: maximum size of the activations of a stack in bytes per shard, 2
+        MiB by default. Tables that together need more are put into several stacks.
     """
     if isinstance(features, (list, tuple)):
         features = list({id(feature): feature for feature in features}.values())
@@ -140,23 +143,27 @@ def stack_tables(
     *,
     activation_mem_bytes_limit: PositiveInt | None = None,
 ) -> None:
-    """Stacks the named tables in this order, in place. Narrower tables are padded to the widest.
+    """Stacks tables in the order of `table_names`.
+
+    The specs of the tables and features are changed. All tables are padded to the number of columns
+    of the widest table.
 
     Args:
       features: specs of all features; the named tables are changed.
       table_names: names of the tables, in the order of their rows in the stack.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device. Default: `utils.num_sparsecores_per_device()`.
-      rotation: number of shards by which each table is rotated against the table before it.
-        Default: the shards of one device.
-      stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` for several tables;
-        256 by default, see `auto_stack_tables`.
-      stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` for distinct
-        ids.
-      stack_name: name of the stack. Default: the joined table names.
+      num_sc_per_device: cores per device, by default `utils.num_sparsecores_per_device()`.
+      rotation: number of shards by which each table is rotated against the table before it. The
+        default rotation is the number of shards of one device.
+      stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` of ids per
+        partition, for stacks of several tables. The default limit is 256. See `auto_stack_tables`.
+      stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` of distinct
+        ids per partition.
+      stack_name: name of the stack, by default the joined table names.
       fail_on_excess_padding: whether a table that is narrower than the widest one is an error,
         False by default.
-      activation_mem_bytes_limit: number that the stack stores, without a check. Default: 2 MiB.
+      activation_mem_bytes_limit: limit that is stored in the spec of the stack but not checked, 2
+        MiB by default.
 
     Raises:
       ValueError: a table is repeated, unknown or already stacked, the tables cannot share a stack,
@@ -208,7 +215,7 @@ def _warn_of_ignored_limits(
     max_ids: LimitsCallable,
     max_unique_ids: LimitsCallable,
 ) -> None:
-    """Warns if a stack of several tables replaces declared limits by its default limit."""
+    """Warns if the default limits of a stack replace limits that its tables declare."""
     if len(stack.tables) == 1:
         return
     chosen = {"max_ids_per_partition": max_ids, "max_unique_ids_per_partition": max_unique_ids}
@@ -233,13 +240,15 @@ def prepare_feature_specs_for_training(
     global_device_count: int,
     num_sc_per_device: int | None = None,
 ) -> None:
-    """Places every unplaced table in a separate stack, in place.
+    """Places every unplaced table in a separate stack.
+
+    The specs of the tables and features are changed.
 
     Args:
       feature_specs: specs of all features, with declared shapes.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device. Default: the number that other tables were placed for, or
-        `utils.num_sparsecores_per_device()`.
+      num_sc_per_device: cores per device. The default is the number that other tables were placed
+        for, or `utils.num_sparsecores_per_device()` if no table has been placed yet.
 
     Raises:
       ValueError: a name is used twice, a feature declares no batch, a table has the combiner
@@ -264,10 +273,10 @@ def prepare_feature_specs_for_training(
 
 
 def attach_placement(features: Nested[FeatureSpec], plan: StackingPlan) -> None:
-    """Writes a plan into the specs, in place. No other function changes a spec.
+    """Writes the placement of a plan into the specs of features and tables.
 
-    Raises: ValueError: a table outside the plan is placed on another number of shards, or the name
-      of its stack is the name of a planned stack.
+    Raises: ValueError: a table outside the plan was placed for a different number of shards, or its
+      stack has the name of a planned stack.
     """
     planned = {placement.name for stack in plan.stacks for placement in stack.tables}
     others = [table for name, table in tables_of(features).items() if name not in planned]
@@ -287,7 +296,8 @@ def attach_placement(features: Nested[FeatureSpec], plan: StackingPlan) -> None:
         settings = {placement.name: placement.setting for placement in stack.tables}
         for feature in stack.features:
             by_name[feature.name].id_transformation = feature.transformation
-            # Features may refer to equal copies of one table spec. Each copy gets the placement.
+            # Features of one table may have equal copies of its spec, and each copy needs the
+            # placement.
             spec = by_name[feature.name].table_spec
             spec.setting_in_stack = settings[spec.name]
             spec.stacked_table_spec = stack.spec
@@ -299,7 +309,10 @@ def _checked_sizes(
     num_sc_per_device: int | None,
     rotation: int | None = None,
 ) -> tuple[int, int]:
-    """Number of shards, and rotation in shards. The default rotation is the shards of one device."""
+    """Number of shards, and rotation in shards, after checks of the features.
+
+    The default rotation is the number of shards of one device.
+    """
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     for feature in features_of(features):
         table = feature.table_spec
@@ -334,10 +347,10 @@ def stack_and_shard_tables(
       tables: arrays `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name or in a
         tree like `table_specs`. In place of an array, a tree of arrays is accepted, such as a table
         and its slots.
-      num_shards: devices times cores.
+      num_shards: number of shards: devices times cores per device.
       pad_value: value of padding rows and columns, NaN by default.
-      allow_nonfinite: whether NaN, infinity and negative sums of squares are accepted. By default
-        such numbers are an error.
+      allow_nonfinite: whether NaN, infinity and negative sums of squares are accepted instead of
+        raising an error, False by default.
 
     Raises:
       ValueError: the tables were placed for a different number of shards, tables of a stack are
@@ -375,7 +388,7 @@ def _check_finite(tree: PyTree, table: TableSpec) -> None:
 
 
 def _replicated(array: Array | np.ndarray) -> NamedSharding | None:
-    """Sharding with a full copy on every device, if the array's mesh has explicit axes; else None."""
+    """Sharding with a full copy on every device; None if the mesh has no explicit axes."""
     mesh = jax.typeof(array).sharding.mesh
     return NamedSharding(mesh, P()) if AxisType.Explicit in mesh.axis_types else None
 
@@ -391,7 +404,8 @@ def _stacked(layout: RowLayout, pad_value: float, *tables: Any) -> Any:
                 f"table {placement.name!r}: got {len(array)} rows, but vocabulary_size={placement.rows}."
             )
         rows.append(np.r_[layout.all_rows(placement.name, placement.rows)])
-    # A slot with one number per row, for example, keeps its width.
+    # Arrays with other numbers of columns than the tables are not padded, such as a slot with one
+    # number per row.
     columns = arrays[0].shape[1]
     if [array.shape[1] for array in arrays] == [placement.dim for placement in placements]:
         columns = layout.stack.spec.stack_embedding_dim
@@ -423,8 +437,8 @@ def _unstacked(stacked: PyTree, layout: RowLayout) -> dict[str, PyTree]:
     """The logical tables of a stack by name, with rows in the order of ids and without padding.
 
     Args:
-      stacked: a tree of flat arrays. Padding columns are removed only from arrays as wide as the
-        stack.
+      stacked: tree of arrays `[rows of the stack, columns]`. Padding columns are removed only from
+        arrays as wide as the stack.
       layout: row layout of the stack.
     """
 
@@ -448,13 +462,13 @@ def unshard_and_unstack_tables(
     """Logical tables in a tree like `table_specs`: the inverse of `stack_and_shard_tables`.
 
     Args:
-      table_specs: the tables to return.
+      table_specs: specs of the tables to return.
       stacked_tables: arrays `[shards, rows, columns]` or `[shards * rows, columns]`, or trees of
-        them, by stack.
-      num_shards: devices times cores.
+        such arrays, by stack name.
+      num_shards: number of shards: devices times cores per device.
 
     Raises: ValueError: the tables were placed for a different number of shards, or an array has a
-      different number of rows.
+      different number of rows than its stack.
     """
     result: dict[str, PyTree] = {}
     specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
@@ -492,7 +506,8 @@ def stack_and_shard_feature_tables(
       embedding_specs: result of `create_proto_from_feature_specs`.
       delete_input: whether the tables of a stack are freed when the stack is built, False by
         default.
-      allow_nonfinite: whether NaN and infinity are accepted. By default such numbers are an error.
+      allow_nonfinite: whether NaN and infinity are accepted instead of raising an error, False by
+        default.
 
     Returns:
       One array per stack, with the sharding of its first table.
@@ -527,7 +542,7 @@ def stack_and_shard_feature_tables(
 def unstack_and_unshard_stacked_tables(
     stacked_tables: Mapping[str, Array], embedding_specs: EmbeddingSpecRecord, donate: bool = False
 ) -> dict[str, Array]:
-    """Logical tables by name: the inverse of `stack_and_shard_feature_tables`.
+    """Logical tables by name, from stacks: the inverse of `stack_and_shard_feature_tables`.
 
     Args:
       stacked_tables: arrays `[shards * rows, columns]` or `[shards, rows, columns]` by stack name.
@@ -565,7 +580,10 @@ _split_groups_by_memory_limit = split_by_memory
 def round_up_dim_and_vocab_size(
     tables: Mapping[str, TableSpec], num_sc: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Padded numbers of columns and of rows by table name; `num_sc` is the number of cores of all devices."""
+    """Padded numbers of columns, and padded numbers of rows, by table name.
+
+    `num_sc` is the number of cores of all devices.
+    """
     dims = {}
     vocab_sizes = {}
     for name, table in tables.items():
@@ -583,7 +601,7 @@ def compute_table_to_setting_in_stack(
     num_shards: PositiveInt,
     rotation: int,
 ) -> dict[str, TableSettingInStack]:
-    """Setting of each table in a stack, by table name.
+    """Placement of each table in a stack, by table name.
 
     The tables are stacked in the order of `table_names`.
 
@@ -610,7 +628,7 @@ def _entry(entries: Mapping[str, PyTree], name: str, what: str) -> PyTree:
 
 
 def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
-    """The plan that placed specs follow.
+    """Plan of the stacks that all tables of `feature_specs` were placed in.
 
     Print the plan to see memory and padding; its method `shard_load` computes the ids per shard.
 

@@ -39,9 +39,10 @@ def estimate_preprocessing_parameters(
       global_device_count: number of devices.
       num_sc_per_device: cores per device.
       valency: average number of ids per sample.
-      hot_shard_fraction: share of ids on the busiest shard, 0.2 by default. Raise it if a few ids
-        make up most of the data.
-      headroom_factor: factor on the estimate, 1.25 by default.
+      hot_shard_fraction: share of ids on the busiest shard, 0.2 by default. Try a larger share if a
+        few ids make up most of the data.
+      headroom_factor: number by which the estimated ids per partition are multiplied, 1.25 by
+        default.
 
     Returns:
       Keyword arguments for `TableSpec`.
@@ -92,7 +93,7 @@ def shard_emb_table(
     `S` is the number of shards, and `C` the number of cores per device.
 
     Args:
-      table: logical table, with a number of rows that the number of shards divides.
+      table: logical table. The number of rows must be a multiple of the number of shards.
       num_devices: number of devices that share the table.
       num_sc_per_device: cores per device.
       sharding_strategy: "MOD".

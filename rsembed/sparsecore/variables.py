@@ -1,9 +1,9 @@
-"""Creates and checks the variables of stacks, which are pytrees by stack name, and defines their optimizers.
+"""Creates and checks the variables of stacks, and defines their optimizers.
 
-Variables are plain arrays. Only their shapes and slots are compared with the specs. With another
-number of cores, another rotation or another order of tables, rows move although the shapes stay
-equal. Convert variables for other specs with the functions of `table_stacking`, which work table by
-table.
+Variables of several stacks are pytrees by stack name. Variables are plain arrays, so only shapes
+and slots can be compared with specs. If specs differ in the number of cores, the rotation or the
+order of tables, rows have different indices in arrays of equal shape. The functions of
+`table_stacking` convert variables to the layout of other specs.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ RowLimits = tuple[float | None, float | None]
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class BoundedRowRule(OptimizerSpec):
-    """Optimizer that applies another one to the first `num_columns` columns, and clips the updated rows.
+    """Optimizer that applies `inner` to the first `num_columns` columns, and clips updated rows.
 
     Clipping is part of the row update, so it happens in place and touches no other row. A slot with
     `num_columns` columns is padded to the width of the table.
 
     Args:
       inner: the optimizer to apply.
-      num_columns: number of columns to update. If None, all are updated. Columns from `num_columns`
-        on stay unchanged.
-      minimum: lower limit of updated entries. None: no limit.
-      maximum: upper limit of updated entries. None: no limit.
+      num_columns: number of columns to update, by default all. Columns from `num_columns` on stay
+        unchanged.
+      minimum: lower limit of updated entries, by default none.
+      maximum: upper limit of updated entries, by default none.
     """
 
     inner: OptimizerSpec = dataclasses.field(default_factory=SGD)
@@ -115,9 +115,9 @@ def checked_limits(
 def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerSpec:
     """Optimizer that updates the rows of a stack, without their padding if the padding matters.
 
-    Padding columns hold zeros. An elementwise optimizer keeps them zero. An optimizer of whole rows
-    (a row-wise accumulator, a norm, a custom function) must not see the padding, or its means would
-    be wrong.
+    Padding columns are zero, and an elementwise optimizer keeps padding columns zero. An optimizer
+    of whole rows (a row-wise accumulator, a norm, a custom function) must not see the padding,
+    because the padding would change its means.
 
     Args:
       layout: layout of the stack.
@@ -129,8 +129,8 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
     optimizer = layout.spec.optimizer
     num_columns = None
     dims = {table.name: table.embedding_dim for table in layout.tables}
-    # Limits without zero between them would change the padding. Clipping therefore also skips the
-    # padding, if possible.
+    # Limits that exclude zero would change the padding. Therefore, clipping skips the padding if
+    # all tables have the same dim.
     if optimizer.is_row_wise or (limits != (None, None) and len(set(dims.values())) == 1):
         if len(set(dims.values())) > 1:
             raise ValueError(
@@ -149,14 +149,14 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
 def stack_rows(
     layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, capacity: int | None = None
 ) -> Rows:
-    """Rows of a stack as the engine's `Rows`: on one device, or sharded over several.
+    """`Rows` of the engine for a stack, on one device or sharded over several devices.
 
     Args:
       layout: layout of the stack.
       devices: devices that share the stack.
       rule: optimizer that updates the rows.
-      capacity: maximum number of distinct rows requested from one owner per exchange round. None:
-        `asked_rows.default_capacity`.
+      capacity: maximum number of distinct rows requested from one owner per exchange round. The
+        default is `exchange.default_capacity`.
     """
     layout = dataclasses.replace(layout, num_devices=devices.num_devices)
     table = dataclasses.replace(
@@ -172,11 +172,13 @@ def stack_rows(
 
 
 class EmbeddingVariables(NamedTuple):
-    """One physical table and its optimizer state, or a tree of the same structure, such as shardings.
+    """One physical table and its optimizer state.
+
+    Trees with the same structure, such as shardings of tables and slots, also have this type.
 
     Attributes:
       table: rows of all shards, `[rows, columns]`, shard after shard.
-      slot: named tuple of the optimizer, with arrays of the same number of rows.
+      slot: the optimizer's named tuple of slots, arrays with one row per row of `table`.
     """
 
     table: PyTree
@@ -204,11 +206,11 @@ def initialize(
       key: random key of the model, typed or raw.
       tables: the tables. A table that has not been placed yet gets a stack for itself.
       devices: devices that share the tables.
-      num_cores: cores per device. None: the number that the tables were placed for.
+      num_cores: cores per device, by default the number that the tables were placed for.
 
     Raises:
       ValueError: a table was placed for a different number of shards, or tables of a stack are
-        missing. Outside `jit`: a user's initializer returns a number that is not finite.
+        missing. Outside `jit`, also: an initializer returned a number that is not finite.
     """
     num_shards = devices.num_devices * resolve_cores(num_cores, devices.num_devices)
     tables = [with_place(table, num_shards) for table in tables]
@@ -242,12 +244,14 @@ def variables_of(
     *,
     rule: OptimizerSpec | None = None,
 ) -> EmbeddingVariables:
-    """Variables of one stack on one device, from `EmbeddingVariables` or a plain tuple of a table and its slots.
+    """Variables of one stack on one device.
+
+    A plain tuple of a table and its slots is converted to `EmbeddingVariables`.
 
     Args:
       embedding_variables: variables of all stacks, by name.
       layout: layout of the stack.
-      rule: optimizer that defines the expected slots. None: the slots are not checked.
+      rule: optimizer that defines the expected slots. By default, slots are not checked.
 
     Raises: ValueError: the stack is missing, or the shapes of its variables do not match one
       device's part.
@@ -276,7 +280,7 @@ def variables_of(
     shapes = [leaf.shape for leaf in jax.tree.leaves(variables.slot)]
     expected_shapes = [leaf.shape for leaf in jax.tree.leaves(expected)]
     structure: jax.tree_util.PyTreeDef = jax.tree.structure(expected)
-    is_named = type(variables.slot) is not tuple  # The structure of a plain tuple is not compared.
+    is_named = type(variables.slot) is not tuple  # A plain tuple of slots may have any structure.
     if shapes != expected_shapes or (is_named and structure != jax.tree.structure(variables.slot)):
         raise ValueError(
             f"stack {layout.name!r}: its optimizer {optimizer.short_name()!r} keeps slots "

@@ -1,4 +1,4 @@
-"""The Linen layer: lookup in the forward pass, the optimizer step of the tables in the backward pass."""
+"""The Linen layer: looks up in the forward pass, and updates tables in the backward pass."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ with_sparsecore_layout = meta.with_partitioning
 class SparseCoreEmbed(MeshLayer, nn.Module):
     """Layer that looks up all features, and updates the tables in the backward pass.
 
-    For its parameters, `jax.grad` returns the UPDATED tables, slots and step counter, after one
-    optimizer step. `embed_optimizer` replaces these parameters, and updates all others with optax.
-    A loss may call the layer only once: with two calls, autodiff would add the two updated tables.
+    As gradients of the layer's parameters, `jax.grad` returns the UPDATED tables, slots and step
+    counter, after one optimizer step. `embed_optimizer` writes these values into the parameters,
+    and updates all other parameters with optax. A loss may call the layer only once: with two
+    calls, autodiff would add the two updated tables.
 
     The parameter `sc_embedding_step` counts the steps; `step_number` reads it. The counter stays
     exact if all parameters are cast to a 16-bit dtype.
@@ -42,12 +43,13 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
       sharding_axis: mesh axis (or axes) that shards tables and batch. Tables and batch are
         replicated along the other axes of the mesh.
-      mesh: the mesh. None: a mesh with all devices on one axis, which `mesh` then holds.
-      table_sharding_strategy: "MOD", the only strategy.
+      mesh: mesh with the devices of the layer. With None, the default, the layer makes a mesh with
+        all devices on one axis, and stores the mesh in this attribute.
+      table_sharding_strategy: "MOD", the only sharding strategy.
       enable_minibatching: whether batches that exceed a limit are split, instead of being an
         error. False by default.
-      num_sc_per_device: cores per device. None (or -1): the number that the specs were placed for.
-        The attribute then holds that number.
+      num_sc_per_device: cores per device. With None, the default, or -1, the layer stores the
+        number that the specs were placed for in this attribute.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -69,7 +71,7 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
 
     @property
     def embedding_table(self) -> dict[str, EmbeddingVariables]:
-        """The variables of a bound layer, by stack."""
+        """Tables and slots by stack name, if the layer is bound to its parameters."""
         if not self.has_variable("params", EMBEDDING_PARAM_NAME):
             raise ValueError(
                 "the layer has no parameters here; pass those that init or training returned."
@@ -84,9 +86,10 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
-          step: index, from 0, of the step that follows this lookup. The counter continues from
-            `step`. None, the default: the value of the counter. The layer of jax-tpu-embedding
-            always uses step 0, and so the bias correction of Adam's first step.
+          step: index, from 0, of the step that follows this lookup. The layer's counter continues
+            from this index. By default, the index is the value of the counter. In
+            jax-tpu-embedding, the index is always 0, so Adam applies the bias correction of its
+            first step to all steps.
         """
         tables = self._tables()
         # One entry of a partition spec may be several mesh axes.

@@ -19,8 +19,8 @@ def create_optimizer_for_sc_model(
 
     Args:
       params: the parameters of the model.
-      tc_optimizer: optimizer of the dense parameters. Norms and optimizer state do not include
-        tables.
+      tc_optimizer: optimizer of the dense parameters. Norms and the state of this optimizer do not
+        include tables.
     """
 
     def label(path: KeyPath, _: PyTree) -> str:
@@ -31,7 +31,7 @@ def create_optimizer_for_sc_model(
 
 
 def apply_updates_for_sc_model(params: PyTree, updates: PyTree) -> PyTree:
-    """Applies updates: they replace tables, slots and counters, and are added to other parameters.
+    """Applies updates, which replace tables, slots and counters and are added to other parameters.
 
     Args:
       params: the parameters of the model.

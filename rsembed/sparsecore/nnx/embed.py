@@ -1,4 +1,4 @@
-"""The NNX layer: lookup in the forward pass, the optimizer step of the tables in the backward pass."""
+"""The NNX layer: looks up in the forward pass, and updates tables in the backward pass."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ class EmbeddingVariablesParam(nnx.Param):
 
 
 def is_embedding_variables(path: object, value: object) -> bool:
-    """Filter for `nnx.state` and similar functions: selects the parameters of `SparseCoreEmbed` layers."""
+    """Filter for `nnx.state` that selects the variables of `SparseCoreEmbed` layers."""
     del path
     return isinstance(value, EmbeddingVariablesParam)
 
 
 def is_non_embedding_variables(path: object, value: object) -> bool:
-    """Filter for `nnx.state` and similar functions: all except the parameters of `SparseCoreEmbed` layers."""
+    """Filter for `nnx.state` that selects all variables but those of `SparseCoreEmbed` layers."""
     return not is_embedding_variables(path, value)
 
 
 class SparseCoreEmbed(MeshLayer, nnx.Module):
     """Layer that looks up all features, and updates the tables in the backward pass.
 
-    For this layer, `nnx.grad` returns the UPDATED tables, slots and step counter, after one
-    optimizer step. `PartitionedOptimizer` writes these values into the model. A loss may call the
-    layer only once: with two calls, autodiff would add the two updated tables.
+    As gradients of this layer, `nnx.grad` returns the UPDATED tables, slots and step counter, after
+    one optimizer step. `PartitionedOptimizer` writes the updated values into the model. A loss may
+    call the layer only once: with two calls, autodiff would add the two updated tables.
 
     The variable `step` counts the steps; `step_number` reads it. The counter stays exact if all
     parameters are cast to a 16-bit dtype.
@@ -54,13 +54,13 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
       feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
       sharding_axis: mesh axis (or axes) that shards tables and batch. Tables and batch are
         replicated along the other axes of the mesh.
-      mesh: the mesh. None: a mesh with all devices on one axis.
+      mesh: mesh with the devices of the layer, by default a mesh with all devices on one axis.
       rngs: random streams; the stream `params` has the key of the initial tables.
       enable_minibatching: whether batches that exceed a limit are split, instead of being an
         error. False by default.
-      table_sharding_strategy: "MOD", the only strategy.
-      num_sc_per_device: cores per device. None: the number that the specs were placed for. The
-        attribute `num_sc_per_device` then holds that number.
+      table_sharding_strategy: "MOD", the only sharding strategy.
+      num_sc_per_device: cores per device, by default the number that the specs were placed for. The
+        attribute `num_sc_per_device` has the number that the layer uses.
     """
 
     @validated
@@ -99,9 +99,9 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
-          step: index, from 0, of the step that follows this lookup. The counter continues from
-            `step`. None, the default: the value of the counter. Do not pass 0 in every call: Adam
-            would always use the bias correction of the first step.
+          step: index, from 0, of the step that follows this lookup. The layer's counter continues
+            from this index. By default, the index is the value of the counter. If all calls pass
+            index 0, Adam applies the bias correction of its first step to all steps.
         """
         counter = counter_at(self.step.get_value(), step)
         return self._tables().train(
@@ -111,7 +111,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
     def apply_gradient(
         self, gradients: PyTree, inputs: PreprocessedInput, step: Scalar | None = None
     ) -> None:
-        """Updates tables, slots and counter in place, without `nnx.grad` and `PartitionedOptimizer`.
+        """Updates tables, slots and counter of the layer, without `nnx.grad`.
 
         Args:
           gradients: gradients of the activations, in a tree like `feature_specs`.
@@ -130,12 +130,12 @@ def embedding_lookup(
     embedding_lookup_inputs: PreprocessedInput,
     step: Scalar | None = None,
 ) -> PyTree:
-    """The trainable lookup of a layer. See `SparseCoreEmbed.__call__`."""
+    """Looks up a batch in a layer, and returns the activations. See `SparseCoreEmbed.__call__`."""
     return embedding_layer(embedding_lookup_inputs, step)
 
 
 def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
-    """Backward pass of a lookup, for `nnx.custom_vjp`: the "gradients" of layer, inputs and step.
+    """Backward pass of a lookup, for `nnx.custom_vjp`: "gradients" of the layer, inputs and step.
 
     Args:
       res: layer, inputs and step of the lookup.
@@ -143,7 +143,8 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
         second entry has the gradients of the activations.
 
     Returns:
-      The state with updated tables and counter, and the gradients of inputs and step, unchanged.
+      The "gradients" of layer, inputs and step. The "gradient" of the layer is its state, with
+      updated tables and counter. The gradients of inputs and step are taken from `g`.
     """
     layer, inputs, step = res
     (state, *others), d_activations = g
@@ -152,17 +153,17 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
         d_activations, layer.embedding_table.get_value(), step_number(counter), inputs
     )
     new = {"embedding_table": variables, "step": next_step(counter)}
-    # In programs written for the layer of jax-tpu-embedding, the state holds only the tables.
+    # The state may lack `step`, because programs for jax-tpu-embedding have only tables in it.
     return type(state)({name: param.replace(new[name]) for name, param in state.items()}), *others
 
 
 class PartitionedOptimizer(nnx.Module):
-    """Optimizer of a model with tables: replaces the tables, and updates all other parameters with optax.
+    """Optimizer of a model: replaces tables, and updates all other parameters with optax.
 
     Args:
       model: a module with `SparseCoreEmbed` layers and dense layers.
-      dense_optimizer: optimizer of all other parameters. Norms and optimizer state do not include
-        tables.
+      dense_optimizer: optimizer of all other parameters. Norms and the state of this optimizer do
+        not include tables.
     """
 
     def __init__(self, model: nnx.Module, dense_optimizer: optax.GradientTransformation):
