@@ -1,9 +1,9 @@
 """Pictures of ids, tables, buffers and training.
 
-Every `plot_…` function takes the data first, and `ax=`, the axes to draw on. With None, the
-function creates a figure. The function draws nowhere else, passes further keyword arguments to its
-main artist, and returns the `Axes`. Functions that compute the numbers of some pictures are in the
-modules below.
+The first argument of every `plot_…` function is the data. The function draws only on `ax`, or on a
+new figure if `ax` is None, and returns the `Axes`. Most of these functions pass further keyword
+arguments to their main artist. The package also has functions that compute the numbers of some
+pictures.
 """
 
 from rsembed.plot.buffers import (

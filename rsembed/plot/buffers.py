@@ -1,4 +1,4 @@
-"""Pictures of a device's input buffer, and of what a limit costs."""
+"""Pictures of a device's input buffer, and of the costs of a limit on the ids of a partition."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def plot_buffer(
     ax: Axes | None = None,
     **mesh_kwargs: object,
 ) -> Axes:
-    """Draws the buffer of one device as a strip per core: coloured partitions, gaps, and the empty tail.
+    """Draws the buffer of one device as one strip for each core.
+
+    A strip shows coloured partitions, the gaps after them, and the empty tail.
 
     Args:
       places: content of each slot, as `buffer_places` returns it.
@@ -173,12 +175,12 @@ def limit_costs(
 ) -> tuple[float, int]:
     """Fraction of the entries that a limit drops, and bytes of the input buffers of all cores.
 
-    The buffers are large enough for full partitions. A suggested buffer size may make the buffers
-    smaller.
+    The number of bytes is for buffers in which every partition has as many entries as the limit
+    allows. Tables with a suggested buffer size can have smaller buffers.
 
     Args:
       entries: entries of each partition, as `partition_entries` returns them.
-      max_ids_per_partition: limit to compute the costs of.
+      max_ids_per_partition: maximum number of entries that one core sends to one shard.
     """
     dropped = np.maximum(entries - max_ids_per_partition, 0).sum() / entries.sum()
     _, num_cores, num_shards = entries.shape
@@ -194,19 +196,19 @@ def plot_limit_choice(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots the share of dropped entries (y) and the bytes of the buffers (x) for many limits.
+    """Plots the share of dropped entries (y) over the bytes of the buffers (x) for many limits.
 
     A dot marks the limit `max_ids_per_partition`.
 
     Args:
       entries: entries of each partition, as `partition_entries` returns them.
-      max_ids_per_partition: the limit to mark.
+      max_ids_per_partition: the limit that the dot marks.
       ax: the axes to draw on. None: a new figure.
       **line_kwargs: options of the curve.
     """
     ax = axes_or_new(ax)
     largest = max(int(entries.max()), max_ids_per_partition) / SUBLANES
-    # Partitions fill whole tiles of 8 slots, so a limit costs as much as the next multiple of 8.
+    # Partitions fill whole tiles of 8 slots, so only multiples of 8 differ in bytes.
     limits = SUBLANES * np.unique(np.ceil(np.linspace(1, max(largest, 1), 120)).astype(int))
     costs = [limit_costs(entries, int(limit)) for limit in limits]
     dropped, buffers = np.array(costs).T
@@ -226,12 +228,12 @@ def explore(
 ) -> Any:
     """A widget for notebooks: `plot_limit_choice` with a slider for the limit.
 
-    Make the call the last line of a notebook cell.
+    Jupyter shows the widget if the call is the last line of a cell.
 
     Args:
       entries: entries of each partition, as `partition_entries` returns them.
-      max_ids_per_partition: the limit at which the slider starts. None: the smallest limit that
-        drops nothing.
+      max_ids_per_partition: the limit at which the slider starts. If None, the slider starts at the
+        smallest limit that drops nothing.
 
     Raises: ImportError: ipywidgets is missing; the extra `notebooks` installs it.
     """

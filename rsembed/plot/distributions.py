@@ -35,7 +35,7 @@ def plot_id_frequency(
 ) -> Axes:
     """Plots how often each id occurs, most frequent first, on logarithmic axes.
 
-    Ids that never occur are left out. Call the function again with the same `ax` for more curves.
+    Ids that never occur are left out. Another call with the same `ax` adds a curve.
 
     Args:
       counts: occurrences of each id, for example from `np.bincount`.
@@ -62,16 +62,17 @@ def plot_coverage(
 ) -> Axes:
     """Plots the share of lookups that read the hottest rows, over a logarithmic axis of rows.
 
-    Call the function again with the same `ax` for more curves.
+    Another call with the same `ax` adds a curve.
 
     Args:
-      counts: lookups of each row, including rows without a lookup. Probabilities are also accepted.
-      num_rows: rows of the table, if `counts` leaves out rows without a lookup. None: the length of
-        `counts`.
+      counts: number of lookups of each row, 0 for rows without a lookup. Probabilities are also
+        accepted.
+      num_rows: number of rows of the table, for `counts` that leave out rows without a lookup. If
+        None, the table has one row for each count.
       ax: the axes to draw on. None: a new figure.
       **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
 
-    Raises: ValueError: a count is negative, all are 0, or there are more counts than rows.
+    Raises: ValueError: a count is negative, all counts are 0, or there are more counts than rows.
     """
     ax = axes_or_new(ax)
     hottest_first = np.sort(check_shares("plot_coverage: counts", counts))[::-1]
@@ -95,7 +96,7 @@ def plot_coverage(
 
 
 def _drawn_ranks(num_ranks: int) -> Int[np.ndarray, " ranks"]:
-    """Ranks to draw, from 1 on: all, or about 10,000 that are evenly spaced on a logarithmic axis."""
+    """Ranks to draw, starting at 1: all ranks, or about 10,000 ranks on a logarithmic scale."""
     if num_ranks <= MOST_DRAWN_RANKS:
         return np.arange(1, num_ranks + 1)
     return np.unique(np.geomspace(1, num_ranks, MOST_DRAWN_RANKS).astype(np.int64))
@@ -122,11 +123,11 @@ def treemap(
 ) -> Float[np.ndarray, "sizes 4"]:
     """Rectangles `(x, y, width, height)` that tile a box, with areas in proportion to `sizes`.
 
-    Rectangles are placed by size, the largest first, in rows along the shorter side of the rest of
-    the box. A row takes another rectangle as long as that makes its rectangles squarer.
+    Rectangles are placed by size, the largest first, in rows along the shorter side of the empty
+    part of the box. A row gets another rectangle if this makes the rectangles of the row squarer.
 
     Args:
-      sizes: a size for each rectangle. The rectangles are in the order of `sizes`.
+      sizes: the size of each rectangle. The result has the rectangles in the order of `sizes`.
       width: width of the box.
       height: height of the box that the rectangles tile.
 
@@ -189,12 +190,12 @@ def plot_shard_load(
 ) -> Axes:
     """Draws the number of ids that each shard looks up as bars, and the mean as a line.
 
-    Several layouts have their bars side by side.
+    Each shard has one bar for each layout. The legend shows, for each layout, the load of the
+    busiest shard divided by the mean load.
 
     Args:
-      loads: by name of the layout, the ids that each shard looks up, see `StackingPlan.shard_load`.
-        All layouts have the loads of the same ids. The legend shows, for each layout, the load of
-        the busiest shard divided by the mean load.
+      loads: by name of the layout, the number of ids that each shard looks up, see
+        `StackingPlan.shard_load`. Use the same ids for all layouts.
       ax: the axes to draw on. None: a new figure.
       **bar_kwargs: options of `Axes.bar`, for all bars.
 
@@ -217,7 +218,7 @@ def plot_shard_load(
     all_loads = np.array(list(loads.values()))
     ax.axhline(float(all_loads.mean()), **DASHED, label="mean")
     ax.legend(frameon=False, fontsize=LABEL_POINTS, loc="upper left")
-    # The legend has a line for each layout and one for the mean, above the bars.
+    # Leave space above the bars for the legend, which grows with the number of layouts.
     top = all_loads.max() / (0.86 - 0.065 * min(len(loads), 9))
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
     return finish(ax, "shard", "ids to look up", counts_on_x=True, ylim=(0, top))
@@ -227,7 +228,9 @@ def plot_shard_load(
 def plot_stack_bytes(
     sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **bar_kwargs: object
 ) -> Axes:
-    """Draws a bar for each stack: megabytes of embeddings, then of padding, with its share in percent.
+    """Draws a bar for each stack, with megabytes of embeddings, then megabytes of padding.
+
+    The share of padding is written beside each bar, in percent.
 
     Args:
       sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
@@ -256,7 +259,9 @@ def plot_stack_bytes(
 def plot_stack_treemap(
     sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **box_kwargs: object
 ) -> Axes:
-    """Draws the bytes of all stacks as areas: a rectangle for each stack, with its padding in grey.
+    """Draws a treemap of all stacks: the area of a rectangle shows the bytes of a stack.
+
+    The padding of each stack is the grey part of the rectangle.
 
     Args:
       sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
@@ -276,8 +281,8 @@ def plot_stack_treemap(
     )
     total = sum(used + padding for used, padding in sizes.values())
     total_padding = sum(padding for _, padding in sizes.values())
-    # Whether a rectangle is square depends on the size of the axes, which the layout engine decides
-    # when it draws. Labels and legend must be on the axes before the layout engine runs.
+    # `treemap` needs the size of the axes in inches, which the layout engine decides when it draws.
+    # The layout engine must already see the labels and the legend.
     finish(ax, "area", "one rectangle per stack", xticks=[], yticks=[])
     figure = ax.figure.canvas.figure
     figure.draw_without_rendering()
@@ -296,7 +301,8 @@ def plot_stack_treemap(
         full_text = f"{name}\n{(used + padding) / 1e6:,.1f} MB\n{1 - share:.0%} padding"
         for text in (full_text, name):
             lines = text.splitlines()
-            text_width = 0.075 * max(map(len, lines))  # Width in inches at 9 points.
+            # Inches for each letter and for each line, at a font size of 9 points.
+            text_width = 0.075 * max(map(len, lines))
             text_height = 0.17 * len(lines)
             if used_width > text_width and box_height > text_height:
                 centre = (left + used_width / 2, bottom + box_height / 2)

@@ -1,4 +1,4 @@
-"""Shared parts of pictures: colours, axes, styles of curves, notes, labels and legends."""
+"""Colours, axes, styles of curves, notes, labels and legends that all pictures share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def axes_or_new(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) 
 
 
 def with_defaults(options: dict[str, Any], **defaults: object) -> dict[str, Any]:
-    """Keyword arguments for an artist: the caller's `options`, and defaults for missing options."""
+    """Keyword arguments for an artist: `options`, and those `defaults` that `options` lacks."""
     return defaults | options
 
 
@@ -51,9 +51,9 @@ def colour_of(number: int) -> str:
 
 
 def next_colour(ax: Axes) -> str:
-    """Colour of the next curve on axes that may have curves already.
+    """Colour of the next curve on axes that may already have curves.
 
-    Grey lines at reference values do not count.
+    Grey lines, such as lines at reference values, are not counted as curves.
     """
     return colour_of(sum(line.get_color() != MUTED for line in ax.lines))
 
@@ -77,7 +77,7 @@ def note(ax: Axes, text: str, point: tuple[float, float], **text_kwargs: object)
 
 
 def note_at_height(ax: Axes, text: str, value: float) -> None:
-    """Writes a small grey string to the right of the axes, at the height of a value."""
+    """Writes a small grey string to the right of the axes, at a value of the y axis."""
     note(ax, text, (1.0, value), xycoords=("axes fraction", "data"))
 
 
@@ -155,7 +155,11 @@ def label_ends(
     colours: list[str],
     curves: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> None:
-    """Writes labels to the right of large markers, such as ends of curves, with thin lines in their colours."""
+    """Writes a label to the right of each point, with thin lines in the colours of the labels.
+
+    Labels are further away from their points than in `label_points`, to make space for large
+    markers.
+    """
     label_points(
         ax,
         points,
@@ -171,7 +175,7 @@ def label_ends(
 
 
 def reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:
-    """Draws dashed lines at reference values, with name and value beside the axes."""
+    """Draws a dashed line at each reference value, and writes its name and value beside the axes."""
     if references is None:
         return
     for text, value in references.items():

@@ -56,10 +56,10 @@ def nearest_neighbours(
 ) -> tuple[Int[np.ndarray, "queries k"], Float[np.ndarray, "queries k"]]:
     """The `k` rows of a table with the largest cosine to each queried row, and their cosines.
 
-    A row is not its own neighbour.
+    The queried row itself is not among its neighbours.
 
     Args:
-      table: the embedding table, or the rows of it to search.
+      table: the embedding table, or some rows of a table.
       ids: row indices of the queries.
       k: number of neighbours for each query, less than the number of rows.
 
@@ -96,9 +96,10 @@ def nearest_neighbours(
 def principal_plane(
     vectors: Float[np.ndarray, "points dim"],
 ) -> tuple[Float[np.ndarray, "points 2"], Float[np.ndarray, " 2"]]:
-    """Coordinates of points in their plane of largest variance, and each axis's share of the variance.
+    """Coordinates of points in their plane of largest variance, and the share of each axis.
 
-    The sign of an axis is chosen so that its largest coordinate by absolute value is positive.
+    The share of an axis is the part of the total variance along this axis. The sign of an axis is
+    chosen so that the coordinate with the largest absolute value is positive.
 
     Raises: ValueError: there are fewer than two points or columns, or a number is not finite.
     """
@@ -129,15 +130,15 @@ def plot_loss(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots a loss over training steps, with dashed lines at losses to compare it with.
+    """Plots a loss over training steps, with dashed lines at reference losses.
 
-    Call the function again with the same `ax` for more curves.
+    Another call with the same `ax` adds a curve.
 
     Args:
       losses: a loss for each point.
-      steps: the step after which each loss was measured. None: steps 1, 2, 3, ….
-      window: number of losses to average: each point shows the mean of its loss and of the losses
-        just before it. 1: no smoothing.
+      steps: the step after which each loss was measured. If None, the steps are 1, 2, 3, ….
+      window: number of losses to average. Each point shows the mean of a loss and of the
+        `window - 1` losses before it. With 1, the default, the curve is not smoothed.
       references: losses to compare with, by name, such as `{"unigram entropy": 5.3}`.
       ylabel: name of the loss, with its unit.
       ax: the axes to draw on. None: a new figure.
@@ -167,11 +168,13 @@ def plot_row_path(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots how one row moves under different rules, with a grey mark at every step that looks it up.
+    """Plots how training changes one value of a table row, with one curve for each optimizer.
+
+    A grey mark shows every step that looks the row up.
 
     Args:
-      paths: by name of the rule, the value after steps 1, 2, 3, ….
-      lookups: indices, from 1, of the steps that look the row up.
+      paths: by name of the optimizer, the value after steps 1, 2, 3, ….
+      lookups: the steps that look the row up, counted from 1.
       ylabel: name of the values, with their unit.
       ax: the axes to draw on. None: a new figure.
       **line_kwargs: options of all curves.
@@ -186,7 +189,7 @@ def plot_row_path(
     if len(lookups):
         xlabel = "training step (grey: the row is looked up)"
     finish(ax, xlabel, ylabel, counts_on_x=True)
-    # The legend is opaque, so that no mark is drawn through it.
+    # Without an opaque legend, the grey marks would cross its text.
     ax.legend(framealpha=1.0, edgecolor="none")
     return ax
 
@@ -200,10 +203,10 @@ def plot_loss_against_state(
     ax: Axes | None = None,
     **scatter_kwargs: object,
 ) -> Axes:
-    """Plots the loss of each optimizer against the bytes of its state.
+    """Plots the loss of each optimizer against the bytes of optimizer state.
 
     Args:
-      results: by name of the optimizer, bytes of state for each row, and the loss.
+      results: by name of the optimizer, the bytes of optimizer state for each row, and the loss.
       references: losses to compare with, by name, such as the lowest that can be reached.
       ylabel: name of the loss, with its unit.
       ax: the axes to draw on. None: a new figure.
@@ -216,7 +219,7 @@ def plot_loss_against_state(
     reference_lines(ax, references)
     ax.margins(x=0.2, y=0.15)
     low, high = ax.get_xlim()
-    # The margin on the left would have ticks for negative bytes.
+    # The margin on the left would otherwise have ticks for negative numbers of bytes.
     ax.set_xticks([tick for tick in ax.get_xticks() if 0 <= tick <= high])
     finish(ax, "optimizer state (bytes per row)", ylabel, xlim=(low, high))
     label_points(ax, np.stack([state_bytes, losses], axis=1), list(results))
@@ -232,14 +235,15 @@ def plot_limits(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots what each batch needs, and the limit. Crosses mark batches that exceed the limit.
+    """Plots a count of each batch, and the limit of the count.
 
-    A batch that exceeds its limit loses ids, or raises an error.
+    Crosses mark batches that exceed the limit: ids of such a batch are dropped, or preprocessing
+    raises an error.
 
     Args:
-      observed: the largest count of each batch.
-      limits: the limit for each batch, or one for all.
-      ylabel: name of the counted things.
+      observed: the largest count in each batch, such as ids in the fullest partition.
+      limits: the limit for each batch, or one limit for all batches.
+      ylabel: label of the y axis, the name of the count.
       ax: the axes to draw on. None: a new figure.
       **line_kwargs: options of the curve of `observed`.
 
@@ -261,11 +265,12 @@ def plot_limits(
         ax.plot(steps[is_above], needed[is_above], "kx", ms=8, mew=2, label="over the limit")
     top = 1.2 * max(needed.max(), allowed.max())
     finish(ax, "training step", ylabel, counts_on_x=True, ylim=(0, top))
-    ax.legend(frameon=False, loc="upper left", ncols=3)  # The legend is above all curves.
+    # `ylim` leaves space for the legend above the curves.
+    ax.legend(frameon=False, loc="upper left", ncols=3)
     return ax
 
 
-# Caches, bytes and speed
+# Cache sizes, bytes and speed
 
 
 @validated
@@ -276,10 +281,11 @@ def plot_miss_ratio(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots the share of lookups that caches miss, over their sizes on a logarithmic axis.
+    """Plots the share of lookups that miss a cache, over a logarithmic axis of cache sizes.
 
     Args:
-      measured: by name of the cache, its size and the share (0 to 1) of lookups that miss it.
+      measured: by name of the curve, a mapping from cache size to the share (0 to 1) of lookups
+        that miss a cache of this size.
       xlabel: name of the sizes, with their unit.
       ax: the axes to draw on. None: a new figure.
       **line_kwargs: options of all curves.
@@ -305,14 +311,14 @@ def plot_against_bytes(
     ylabel: str = "relative error",
     ax: Axes | None = None,
 ) -> Axes:
-    """Plots a result of each method against its bytes, on a logarithmic axis.
+    """Plots results of several methods, such as errors, over a logarithmic axis of table bytes.
 
-    The name of a method is beside its last point.
+    The name of each method is written beside the last point of the curve.
 
     Args:
       results: by name of the method, pairs of bytes and a value, such as a reconstruction error or
         a loss. For several values with the same bytes, such as the results of three seeds, the mean
-        is drawn, and a vertical line from the lowest to the highest.
+        is drawn, and a vertical line from the lowest to the highest value.
       references: values to compare with, by name, drawn as dashed lines.
       ylabel: name of the values, with their unit.
       ax: the axes to draw on. None: a new figure.
@@ -335,7 +341,8 @@ def plot_against_bytes(
         ends.append((sizes[-1], means[-1]))
         colours.append(colour_of(number))
     reference_lines(ax, references)
-    ax.set_xscale("log")  # `set_xscale` replaces the formatter, so our formatter is set after it.
+    # `set_xscale` replaces the formatter, so `set_xscale` comes before `set_major_formatter`.
+    ax.set_xscale("log")
     ax.margins(x=0.25)
     ax.xaxis.set_major_formatter(FuncFormatter(_bytes_label))
     finish(ax, "table (bytes)", ylabel)
@@ -352,11 +359,12 @@ def _bytes_label(num_bytes: float, _: int) -> str:
 
 
 class Work(NamedTuple):
-    """The least work that an operation has to do.
+    """The minimum work of an operation.
 
     Attributes:
       flops: number of additions and multiplications.
-      num_bytes: bytes read from and written to memory, if each is moved once.
+      num_bytes: number of bytes that are read from and written to memory, if every byte is moved
+        only once.
     """
 
     flops: float
@@ -377,16 +385,17 @@ def lookup_work(
     *,
     value_bytes: int = 4,
 ) -> Work:
-    """The least work of a pooled lookup: additions and multiplications, and bytes moved.
+    """The minimum work of a pooled lookup: additions and multiplications, and bytes moved.
 
-    Every entry is scaled and added, every distinct row is read once, and every bag is written once.
+    Every looked-up number is scaled and added. Every id and every distinct row is read once, and
+    every pooled output is written once.
 
     Args:
       num_ids: number of ids, duplicates included.
       num_distinct_rows: number of distinct rows among the ids.
       num_bags: number of pooled outputs.
-      dim: numbers in a row.
-      value_bytes: bytes of a number in the table.
+      dim: number of columns of the table.
+      value_bytes: bytes of each number in the table, 4 (float32) by default.
 
     Example:
       >>> lookup_work(num_ids=1000, num_distinct_rows=500, num_bags=100, dim=64).intensity
@@ -404,12 +413,12 @@ def roof(
 ) -> Any:
     """The most operations per second that a machine reaches at an arithmetic intensity.
 
-    Either memory or arithmetic limits the speed.
+    The result is the smaller of two limits: bandwidth times intensity, and the peak of arithmetic.
 
     Args:
       intensity: operations per byte of memory, as a number or an array.
       bytes_per_second: bandwidth of the memory.
-      flops_per_second: operations per second without any access to memory.
+      flops_per_second: peak of the machine, without any access to memory.
 
     Source: Williams, Waterman and Patterson (2009), "Roofline: An insightful visual performance
       model".
@@ -427,15 +436,15 @@ def plot_roofline(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots the speed of programs for one operation below the limits of a machine, its roof.
+    """Plots the speed of several programs for one operation, and the roof: the machine's limits.
 
     Both axes are logarithmic.
 
     Args:
-      work: the least work of the operation.
+      work: the minimum work of the operation.
       seconds: time of each program in seconds, by name.
-      bytes_per_second: bandwidth of the memory, as a large copy measures it.
-      flops_per_second: operations per second without any access to memory.
+      bytes_per_second: bandwidth of the memory, such as the speed of a large copy.
+      flops_per_second: peak of the machine, without any access to memory.
       ax: the axes to draw on. None: a new figure.
       **line_kwargs: options of the line of the roof.
     """
