@@ -52,13 +52,16 @@ def buffer_places(
             f"buffer_places: {len(row_pointers)} row pointers and {num_places} places are no buffer for "
             f"num_shards={num_shards}, which has {block} pointers per core; give those of one device and one stack."
         )
-    ends = np.asarray(row_pointers).reshape(num_cores, block)[:, :num_shards]
-    if (np.diff(ends, axis=1, prepend=0, append=num_places // num_cores) < 0).any():
+    places_per_core = num_places // num_cores
+    pointers = np.asarray(row_pointers).reshape(num_cores, block)
+    ends = pointers[:, :num_shards]
+    distances = np.diff(ends, axis=1, prepend=0, append=places_per_core)
+    if (distances < 0).any():
         raise ValueError(
-            f"buffer_places: partitions end at {ends.tolist()}, which must not fall, in the {num_places // num_cores} "
+            f"buffer_places: partitions end at {ends.tolist()}, which must not fall, in the {places_per_core} "
             "places of a core; buffers with minibatches are laid out otherwise."
         )
-    places = np.full((num_cores, num_places // num_cores), TAIL)
+    places = np.full((num_cores, places_per_core), TAIL)
     for core, core_ends in enumerate(ends.tolist()):
         start = 0
         for shard, end in enumerate(core_ends):
@@ -108,22 +111,41 @@ def plot_buffer(
         edgecolors="white",
         linewidth=0.8 * has_lines,
     )
-    edges = np.arange(num_places + 1)
+    x_edges = np.arange(num_places + 1)
     for core, strip in enumerate(places):
-        ax.pcolormesh(edges, [core - 0.36, core + 0.36], strip[None] - TAIL, **style)
+        y_edges = [core - 0.36, core + 0.36]
+        colour_numbers = strip[None] - TAIL
+        ax.pcolormesh(x_edges, y_edges, colour_numbers, **style)
     if labels is not None:
         for core, place in np.argwhere(places >= 0).tolist():
-            text = labels[core][place]
-            ax.text(place + 0.5, core, text, ha="center", va="center", color="white", fontsize=8.0)
+            ax.text(
+                place + 0.5,
+                core,
+                labels[core][place],
+                ha="center",
+                va="center",
+                color="white",
+                fontsize=8.0,
+            )
     handles = []
-    for shard, colour in enumerate(shard_colours[: len(COLOURS)]):
+    distinct_colours = shard_colours[: len(COLOURS)]
+    for shard, colour in enumerate(distinct_colours):
         handles.append(Patch(color=colour, label=f"shard {shard}"))
     if num_shards > len(COLOURS):
         handles[-1].set_label(f"shard {len(COLOURS) - 1}; colours repeat")
     handles.append(Patch(color=_GAP_COLOUR, label="gap"))
     handles.append(Patch(color=_TAIL_COLOUR, label="empty tail"))
-    ax.legend(handles=handles, frameon=False, loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    ax.set(xlim=(0, num_places), yticks=range(num_cores), ylim=(num_cores - 0.5, -0.5))
+    ax.legend(
+        handles=handles,
+        frameon=False,
+        loc="upper left",
+        bbox_to_anchor=(1.0, 1.0),
+    )
+    ax.set(
+        xlim=(0, num_places),
+        yticks=range(num_cores),
+        ylim=(num_cores - 0.5, -0.5),
+    )
     if has_lines:
         ax.xaxis.set_major_locator(MultipleLocator(SUBLANES))
     return finish(ax, "place in the core's part of the buffer", "core")
@@ -154,7 +176,10 @@ def partition_entries(
       [[[2, 0], [0, 1]], [[1, 1], [1, 0]]]
     """
     num_batches, num_samples, ids_per_sample = batches.shape
-    if num_samples % num_shards or (batches < -1).any() or not (batches >= 0).any():
+    is_cut_evenly = num_samples % num_shards == 0
+    has_bad_ids = (batches < -1).any()
+    has_ids = (batches >= 0).any()
+    if not is_cut_evenly or has_bad_ids or not has_ids:
         raise ValueError(
             f"partition_entries: {num_samples} samples are dealt to {num_shards} cores, which needs a multiple of "
             f"them, and at least one id among the {batches.size} places, and none below -1."
@@ -165,7 +190,8 @@ def partition_entries(
     for number, batch in enumerate(batches):
         ids = batch.reshape(-1)
         is_id = ids >= 0
-        entries[number], _ = partition_counts(ids[is_id], samples[is_id], cores[is_id], num_shards)
+        counts, _ = partition_counts(ids[is_id], samples[is_id], cores[is_id], num_shards)
+        entries[number] = counts
     return entries
 
 
@@ -182,10 +208,12 @@ def limit_costs(
       entries: entries of each partition, as `partition_entries` returns them.
       max_ids_per_partition: maximum number of entries that one core sends to one shard.
     """
-    dropped = np.maximum(entries - max_ids_per_partition, 0).sum() / entries.sum()
+    num_dropped = np.maximum(entries - max_ids_per_partition, 0).sum()
+    fraction = float(num_dropped / entries.sum())
     _, num_cores, num_shards = entries.shape
-    num_places = num_cores * num_shards * round_up(max_ids_per_partition, SUBLANES)
-    return float(dropped), num_places * BYTES_PER_PLACE
+    places_per_partition = round_up(max_ids_per_partition, SUBLANES)
+    num_places = num_cores * num_shards * places_per_partition
+    return fraction, num_places * BYTES_PER_PLACE
 
 
 @validated
@@ -207,19 +235,28 @@ def plot_limit_choice(
       **line_kwargs: options of the curve.
     """
     ax = axes_or_new(ax)
-    largest = max(int(entries.max()), max_ids_per_partition) / SUBLANES
+    largest = max(int(entries.max()), max_ids_per_partition)
+    most_tiles = max(largest / SUBLANES, 1)
     # Partitions fill whole tiles of 8 slots, so only multiples of 8 differ in bytes.
-    limits = SUBLANES * np.unique(np.ceil(np.linspace(1, max(largest, 1), 120)).astype(int))
+    num_tiles = np.ceil(np.linspace(1, most_tiles, 120))
+    limits = SUBLANES * np.unique(num_tiles.astype(int))
     costs = [limit_costs(entries, int(limit)) for limit in limits]
     dropped, buffers = np.array(costs).T
     style = with_defaults(line_kwargs, color=COLOURS[0], linewidth=2.0)
     ax.plot(buffers / 1e3, 100 * dropped, **style)
     fraction, num_bytes = limit_costs(entries, max_ids_per_partition)
-    ax.plot(num_bytes / 1e3, 100 * fraction, "o", color=COLOURS[1], markersize=9, zorder=3)
+    kilobytes = num_bytes / 1e3
+    percent = 100 * fraction
+    ax.plot(kilobytes, percent, "o", color=COLOURS[1], markersize=9, zorder=3)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    title = f"limit {max_ids_per_partition:,}: {num_bytes / 1e3:,.0f} kB, {fraction:.2%} dropped"
-    labels = ("input buffers (kB)", "entries dropped (%)")
-    return finish(ax, *labels, ylim=(-3.0, None), title=title)
+    title = f"limit {max_ids_per_partition:,}: {kilobytes:,.0f} kB, {fraction:.2%} dropped"
+    return finish(
+        ax,
+        "input buffers (kB)",
+        "entries dropped (%)",
+        ylim=(-3.0, None),
+        title=title,
+    )
 
 
 @validated
@@ -246,6 +283,7 @@ def explore(
         display(figure)
 
     largest = int(entries.max())
-    slider = ipywidgets.IntSlider(max_ids_per_partition or largest, 1, largest, description="limit")
+    start = max_ids_per_partition or largest
+    slider = ipywidgets.IntSlider(start, 1, largest, description="limit")
     picture = ipywidgets.interactive_output(draw, {"limit": slider})
     return ipywidgets.VBox([slider, picture])

@@ -31,7 +31,10 @@ MOST_DRAWN_RANKS = 10_000
 
 @validated
 def plot_id_frequency(
-    counts: Num[np.ndarray, " vocab"], *, ax: Axes | None = None, **line_kwargs: object
+    counts: Num[np.ndarray, " vocab"],
+    *,
+    ax: Axes | None = None,
+    **line_kwargs: object,
 ) -> Axes:
     """Plots how often each id occurs, most frequent first, on logarithmic axes.
 
@@ -49,7 +52,8 @@ def plot_id_frequency(
     style = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
     ax.loglog(ranks, seen[ranks - 1], **style)
     xlabel = "rank of the id (1 = most frequent)"
-    return finish(ax, xlabel, "occurrences", legend="label" in line_kwargs)
+    has_legend = "label" in line_kwargs
+    return finish(ax, xlabel, "occurrences", legend=has_legend)
 
 
 @validated
@@ -75,7 +79,8 @@ def plot_coverage(
     Raises: ValueError: a count is negative, all counts are 0, or there are more counts than rows.
     """
     ax = axes_or_new(ax)
-    hottest_first = np.sort(check_shares("plot_coverage: counts", counts))[::-1]
+    shares = check_shares("plot_coverage: counts", counts)
+    hottest_first = np.sort(shares)[::-1]
     if num_rows is None:
         num_rows = len(hottest_first)
     if num_rows < len(hottest_first):
@@ -91,15 +96,21 @@ def plot_coverage(
     style = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
     ax.semilogx(100 * ranks / num_rows, served, **style)
     ax.xaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
-    labels = ("hottest rows (% of the table)", "lookups they serve (%)")
-    return finish(ax, *labels, legend="label" in line_kwargs, ylim=(0, 103))
+    return finish(
+        ax,
+        "hottest rows (% of the table)",
+        "lookups they serve (%)",
+        legend="label" in line_kwargs,
+        ylim=(0, 103),
+    )
 
 
 def _drawn_ranks(num_ranks: int) -> Int[np.ndarray, " ranks"]:
     """Ranks to draw, starting at 1: all ranks, or about 10,000 ranks on a logarithmic scale."""
     if num_ranks <= MOST_DRAWN_RANKS:
         return np.arange(1, num_ranks + 1)
-    return np.unique(np.geomspace(1, num_ranks, MOST_DRAWN_RANKS).astype(np.int64))
+    ranks = np.geomspace(1, num_ranks, MOST_DRAWN_RANKS)
+    return np.unique(ranks.astype(np.int64))
 
 
 # Numbers
@@ -111,15 +122,19 @@ def stack_bytes(plan: StackingPlan) -> dict[str, tuple[int, int]]:
     sizes = {}
     for stack in plan.stacks:
         num_values = stack.spec.stack_vocab_size * stack.spec.stack_embedding_dim
+        value_bytes = stack.table_bytes // num_values
         num_used = sum(table.rows * table.dim for table in stack.tables)
-        used = num_used * (stack.table_bytes // num_values)
-        sizes[stack.name] = (used, stack.table_bytes - used)
+        used_bytes = num_used * value_bytes
+        padding_bytes = stack.table_bytes - used_bytes
+        sizes[stack.name] = (used_bytes, padding_bytes)
     return sizes
 
 
 @validated
 def treemap(
-    sizes: Sequence[float] | Float[np.ndarray, " sizes"], width: float, height: float
+    sizes: Sequence[float] | Float[np.ndarray, " sizes"],
+    width: float,
+    height: float,
 ) -> Float[np.ndarray, "sizes 4"]:
     """Rectangles `(x, y, width, height)` that tile a box, with areas in proportion to `sizes`.
 
@@ -178,7 +193,9 @@ def _worst(areas: np.ndarray, side: float) -> float:
     """Largest ratio of sides among rectangles of these areas that fill one row along `side`."""
     depth = areas.sum() / side
     ratios = areas / depth**2
-    return float(np.max(np.maximum(ratios, 1 / np.maximum(ratios, 1e-12))))
+    inverse_ratios = 1 / np.maximum(ratios, 1e-12)
+    worst = np.max(np.maximum(ratios, inverse_ratios))
+    return float(worst)
 
 
 # Drawing
@@ -186,7 +203,10 @@ def _worst(areas: np.ndarray, side: float) -> float:
 
 @validated
 def plot_shard_load(
-    loads: Mapping[str, Int[np.ndarray, " shards"]], *, ax: Axes | None = None, **bar_kwargs: object
+    loads: Mapping[str, Int[np.ndarray, " shards"]],
+    *,
+    ax: Axes | None = None,
+    **bar_kwargs: object,
 ) -> Axes:
     """Draws the number of ids that each shard looks up as bars, and the mean as a line.
 
@@ -209,24 +229,41 @@ def plot_shard_load(
     ax = axes_or_new(ax)
     shards = np.arange(num_shards.pop())
     width = 0.8 / len(loads)
+    middle = (len(loads) - 1) / 2
     for number, (name, load) in enumerate(loads.items()):
-        centres = shards + (number - (len(loads) - 1) / 2) * width
+        centres = shards + (number - middle) * width
         shares = check_shares("plot_shard_load: load", load)
-        label = f"{name}: busiest {shares.max() / shares.mean():.2f} × mean"
-        style = with_defaults(bar_kwargs, width=width, color=colour_of(number), label=label)
+        skew = shares.max() / shares.mean()
+        style = with_defaults(
+            bar_kwargs,
+            width=width,
+            color=colour_of(number),
+            label=f"{name}: busiest {skew:.2f} × mean",
+        )
         ax.bar(centres, load, **style)
     all_loads = np.array(list(loads.values()))
-    ax.axhline(float(all_loads.mean()), **DASHED, label="mean")
+    mean_load = float(all_loads.mean())
+    ax.axhline(mean_load, **DASHED, label="mean")
     ax.legend(frameon=False, fontsize=LABEL_POINTS, loc="upper left")
     # Leave space above the bars for the legend, which grows with the number of layouts.
-    top = all_loads.max() / (0.86 - 0.065 * min(len(loads), 9))
+    num_lines = min(len(loads), 9)
+    bar_space = 0.86 - 0.065 * num_lines
     ax.yaxis.set_major_formatter(StrMethodFormatter("{x:,.0f}"))
-    return finish(ax, "shard", "ids to look up", counts_on_x=True, ylim=(0, top))
+    return finish(
+        ax,
+        "shard",
+        "ids to look up",
+        counts_on_x=True,
+        ylim=(0, all_loads.max() / bar_space),
+    )
 
 
 @validated
 def plot_stack_bytes(
-    sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **bar_kwargs: object
+    sizes: Mapping[str, tuple[int, int]],
+    *,
+    ax: Axes | None = None,
+    **bar_kwargs: object,
 ) -> Axes:
     """Draws a bar for each stack, with megabytes of embeddings, then megabytes of padding.
 
@@ -240,16 +277,20 @@ def plot_stack_bytes(
     """
     ax = axes_or_new(ax)
     names = list(sizes)
-    megabytes = np.asarray(list(sizes.values()), np.float64).reshape(-1, 2) / 1e6
+    num_bytes = np.asarray(list(sizes.values()), np.float64).reshape(-1, 2)
+    megabytes = num_bytes / 1e6
     used, padding = megabytes.T
     ends = used + padding
-    ax.barh(names, used, **with_defaults(bar_kwargs, color=COLOURS[0], label="embeddings"))
+    style = with_defaults(bar_kwargs, color=COLOURS[0], label="embeddings")
+    ax.barh(names, used, **style)
     style = with_defaults(bar_kwargs, color=PADDING_COLOUR, label="padding")
     ax.barh(names, padding, left=used, **style)
     for position, end in enumerate(ends):
-        note(ax, f"{padding[position] / end:.1%} padding", (end, position))
+        share = padding[position] / end
+        note(ax, f"{share:.1%} padding", (end, position))
     # Leave space for the notes to the right of the bars.
-    ax.set_xlim(0, 1.6 * max(ends, default=1.0))
+    longest = max(ends, default=1.0)
+    ax.set_xlim(0, 1.6 * longest)
     ax.invert_yaxis()
     ax.legend(frameon=False, fontsize=LABEL_POINTS)
     return finish(ax, "table (MB over all shards)", "stack")
@@ -257,7 +298,10 @@ def plot_stack_bytes(
 
 @validated
 def plot_stack_treemap(
-    sizes: Mapping[str, tuple[int, int]], *, ax: Axes | None = None, **box_kwargs: object
+    sizes: Mapping[str, tuple[int, int]],
+    *,
+    ax: Axes | None = None,
+    **box_kwargs: object,
 ) -> Axes:
     """Draws a treemap of all stacks: the area of a rectangle shows the bytes of a stack.
 
@@ -279,8 +323,12 @@ def plot_stack_treemap(
         bbox_to_anchor=(1.0, 1.0),
         frameon=False,
     )
-    total = sum(used + padding for used, padding in sizes.values())
-    total_padding = sum(padding for _, padding in sizes.values())
+    areas = []
+    total_padding = 0
+    for used, padding in sizes.values():
+        areas.append(used + padding)
+        total_padding += padding
+    total = sum(areas)
     # `treemap` needs the size of the axes in inches, which the layout engine decides when it draws.
     # The layout engine must already see the labels and the legend.
     finish(ax, "area", "one rectangle per stack", xticks=[], yticks=[])
@@ -288,26 +336,36 @@ def plot_stack_treemap(
     figure.draw_without_rendering()
     width = ax.bbox.width / figure.dpi
     height = ax.bbox.height / figure.dpi
-    boxes = treemap([used + padding for used, padding in sizes.values()], width, height)
+    boxes = treemap(areas, width, height)
+    used_style = with_defaults(box_kwargs, facecolor=COLOURS[0], edgecolor="white", lw=1.5)
+    padding_style = with_defaults(box_kwargs, facecolor=PADDING_COLOUR, edgecolor="white", lw=1.5)
     for (name, (used, padding)), box in zip(sizes.items(), boxes.tolist(), strict=True):
         left, bottom, box_width, box_height = box
         share = used / max(used + padding, 1)
         used_width = box_width * share
-        style = with_defaults(box_kwargs, facecolor=COLOURS[0], edgecolor="white", lw=1.5)
-        ax.add_patch(Rectangle((left, bottom), used_width, box_height, **style))
-        style = with_defaults(box_kwargs, facecolor=PADDING_COLOUR, edgecolor="white", lw=1.5)
+        used_box = Rectangle((left, bottom), used_width, box_height, **used_style)
+        ax.add_patch(used_box)
+        padding_left = left + used_width
         padding_width = box_width * (1 - share)
-        ax.add_patch(Rectangle((left + used_width, bottom), padding_width, box_height, **style))
-        full_text = f"{name}\n{(used + padding) / 1e6:,.1f} MB\n{1 - share:.0%} padding"
+        padding_box = Rectangle((padding_left, bottom), padding_width, box_height, **padding_style)
+        ax.add_patch(padding_box)
+        megabytes = (used + padding) / 1e6
+        full_text = f"{name}\n{megabytes:,.1f} MB\n{1 - share:.0%} padding"
         for text in (full_text, name):
             lines = text.splitlines()
             # Inches for each letter and for each line, at a font size of 9 points.
             text_width = 0.075 * max(map(len, lines))
             text_height = 0.17 * len(lines)
             if used_width > text_width and box_height > text_height:
-                centre = (left + used_width / 2, bottom + box_height / 2)
-                style = {"ha": "center", "va": "center", "color": "white"}
-                ax.text(*centre, text, fontsize=LABEL_POINTS, **style)
+                ax.text(
+                    left + used_width / 2,
+                    bottom + box_height / 2,
+                    text,
+                    fontsize=LABEL_POINTS,
+                    ha="center",
+                    va="center",
+                    color="white",
+                )
                 break
     share = total_padding / total
     xlabel = f"area: {total / 1e6:,.1f} MB over all shards, {share:.0%} of it padding"

@@ -55,30 +55,41 @@ def next_colour(ax: Axes) -> str:
 
     Grey lines, such as lines at reference values, are not counted as curves.
     """
-    return colour_of(sum(line.get_color() != MUTED for line in ax.lines))
+    num_curves = 0
+    for line in ax.lines:
+        if line.get_color() != MUTED:
+            num_curves += 1
+    return colour_of(num_curves)
 
 
 def line_look(number: int) -> dict[str, Any]:
     """Colour and line style of curve `number`."""
-    return {"color": colour_of(number), "linestyle": _LINE_STYLES[number % len(_LINE_STYLES)]}
+    line_style = _LINE_STYLES[number % len(_LINE_STYLES)]
+    return {"color": colour_of(number), "linestyle": line_style}
 
 
 def marker_look(number: int) -> dict[str, Any]:
     """Colour and marker of curve `number`."""
-    return {"color": colour_of(number), "marker": _MARKERS[number % len(_MARKERS)]}
+    marker = _MARKERS[number % len(_MARKERS)]
+    return {"color": colour_of(number), "marker": marker}
 
 
 def note(ax: Axes, text: str, point: tuple[float, float], **text_kwargs: object) -> None:
     """Writes a small grey string to the right of a point."""
     style = with_defaults(
-        text_kwargs, xytext=(4, 0), va="center", fontsize=LABEL_POINTS, color=MUTED
+        text_kwargs,
+        xytext=(4, 0),
+        va="center",
+        fontsize=LABEL_POINTS,
+        color=MUTED,
     )
     ax.annotate(text, point, textcoords="offset points", **style)
 
 
 def note_at_height(ax: Axes, text: str, value: float) -> None:
     """Writes a small grey string to the right of the axes, at a value of the y axis."""
-    note(ax, text, (1.0, value), xycoords=("axes fraction", "data"))
+    right_end = (1.0, value)
+    note(ax, text, right_end, xycoords=("axes fraction", "data"))
 
 
 def measured_on() -> str:

@@ -32,7 +32,8 @@ from rsembed.plot.drawing import (
 
 @validated
 def running_mean(
-    values: Num[np.ndarray, " steps"], window: PositiveInt
+    values: Num[np.ndarray, " steps"],
+    window: PositiveInt,
 ) -> Float[np.ndarray, " steps"]:
     """The mean of each value and of up to `window - 1` values before it.
 
@@ -42,10 +43,13 @@ def running_mean(
       >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
       [1.0, 2.0, 4.0]
     """
-    sums = np.concatenate([[0.0], np.cumsum(values, dtype=np.float64)])
+    running_sums = np.cumsum(values, dtype=np.float64)
+    sums = np.concatenate([[0.0], running_sums])
     ends = np.arange(1, len(sums))
     starts = np.maximum(ends - window, 0)
-    return (sums[ends] - sums[starts]) / (ends - starts)
+    window_sums = sums[ends] - sums[starts]
+    window_lengths = ends - starts
+    return window_sums / window_lengths
 
 
 @validated
@@ -84,12 +88,17 @@ def nearest_neighbours(
         raise ValueError(
             f"nearest_neighbours: id {outside[0]} is none of the rows 0 to {len(table) - 1} of the table."
         )
-    norms = np.linalg.norm(np.asarray(table, np.float64), axis=1, keepdims=True)
-    unit = table / np.where(norms > 0, norms, 1.0)
+    rows = np.asarray(table, np.float64)
+    norms = np.linalg.norm(rows, axis=1, keepdims=True)
+    divisors = np.where(norms > 0, norms, 1.0)
+    unit = table / divisors
     cosines = unit[queries] @ unit.T
-    cosines[np.arange(len(queries)), queries] = -np.inf
-    nearest = np.argsort(-cosines, axis=1, kind="stable")[:, :k]
-    return nearest, np.take_along_axis(cosines, nearest, axis=1)
+    query_numbers = np.arange(len(queries))
+    cosines[query_numbers, queries] = -np.inf
+    most_similar_first = np.argsort(-cosines, axis=1, kind="stable")
+    nearest = most_similar_first[:, :k]
+    nearest_cosines = np.take_along_axis(cosines, nearest, axis=1)
+    return nearest, nearest_cosines
 
 
 @validated
@@ -103,17 +112,25 @@ def principal_plane(
 
     Raises: ValueError: there are fewer than two points or columns, or a number is not finite.
     """
-    if min(np.shape(vectors)) < 2 or not np.isfinite(vectors).all():
+    shape = np.shape(vectors)
+    if min(shape) < 2 or not np.isfinite(vectors).all():
         raise ValueError(
-            f"principal_plane: needs two points of two finite columns, got shape {np.shape(vectors)}."
+            f"principal_plane: needs two points of two finite columns, got shape {shape}."
         )
-    centred = np.asarray(vectors, np.float64) - np.mean(vectors, axis=0)
+    means = np.mean(vectors, axis=0)
+    centred = np.asarray(vectors, np.float64) - means
     left, singular, _ = np.linalg.svd(centred, full_matrices=False)
-    coordinates = left[:, :2] * singular[:2]
-    largest = coordinates[np.abs(coordinates).argmax(axis=0), [0, 1]]
-    coordinates *= np.sign(largest) + (singular[:2] == 0)
-    variance = max(float(np.sum(singular**2)), 1e-300)
-    return coordinates, singular[:2] ** 2 / variance
+    scales = singular[:2]
+    coordinates = left[:, :2] * scales
+    furthest_point = np.abs(coordinates).argmax(axis=0)
+    largest = coordinates[furthest_point, [0, 1]]
+    signs = np.sign(largest)
+    has_no_extent = scales == 0
+    coordinates *= signs + has_no_extent
+    total_variance = float(np.sum(singular**2))
+    variance = max(total_variance, 1e-300)
+    variance_shares = scales**2 / variance
+    return coordinates, variance_shares
 
 
 # Training
@@ -154,9 +171,11 @@ def plot_loss(
         raise ValueError(
             f"plot_loss: {len(steps)} steps for {len(values)} losses; give one for each."
         )
-    ax.plot(steps, values, **with_defaults(line_kwargs, color=next_colour(ax)))
+    style = with_defaults(line_kwargs, color=next_colour(ax))
+    ax.plot(steps, values, **style)
     reference_lines(ax, references)
-    return finish(ax, "training step", ylabel, counts_on_x=True, legend="label" in line_kwargs)
+    has_legend = "label" in line_kwargs
+    return finish(ax, "training step", ylabel, counts_on_x=True, legend=has_legend)
 
 
 @validated
@@ -183,8 +202,10 @@ def plot_row_path(
     for step in lookups:
         ax.axvline(step, color="#d9d9d9", linewidth=3, zorder=0)
     for number, (name, values) in enumerate(paths.items()):
-        style = with_defaults(line_kwargs, **line_look(number), linewidth=2.0, label=name)
-        ax.plot(np.arange(1, len(values) + 1), values, **style)
+        steps = np.arange(1, len(values) + 1)
+        look = line_look(number)
+        style = with_defaults(line_kwargs, **look, linewidth=2.0, label=name)
+        ax.plot(steps, values, **style)
     xlabel = "training step"
     if len(lookups):
         xlabel = "training step (grey: the row is looked up)"
@@ -213,16 +234,25 @@ def plot_loss_against_state(
       **scatter_kwargs: options of the points.
     """
     ax = axes_or_new(ax)
-    state_bytes, losses = np.array(list(results.values()), np.float64).reshape(-1, 2).T
-    style = with_defaults(scatter_kwargs, color=COLOURS[0], s=45, zorder=3)
+    names = list(results)
+    points = np.array(list(results.values()), np.float64).reshape(-1, 2)
+    state_bytes, losses = points.T
+    style = with_defaults(
+        scatter_kwargs,
+        color=COLOURS[0],
+        s=45,
+        zorder=3,
+    )
     ax.scatter(state_bytes, losses, **style)
     reference_lines(ax, references)
     ax.margins(x=0.2, y=0.15)
     low, high = ax.get_xlim()
     # The margin on the left would otherwise have ticks for negative numbers of bytes.
-    ax.set_xticks([tick for tick in ax.get_xticks() if 0 <= tick <= high])
-    finish(ax, "optimizer state (bytes per row)", ylabel, xlim=(low, high))
-    label_points(ax, np.stack([state_bytes, losses], axis=1), list(results))
+    ticks = [tick for tick in ax.get_xticks() if 0 <= tick <= high]
+    ax.set_xticks(ticks)
+    xlabel = "optimizer state (bytes per row)"
+    finish(ax, xlabel, ylabel, xlim=(low, high))
+    label_points(ax, points, names)
     return ax
 
 
@@ -251,20 +281,35 @@ def plot_limits(
     """
     ax = axes_or_new(ax)
     needed = np.asarray(observed)
-    if not needed.size or np.shape(limits) not in ((), needed.shape):
+    has_limits = np.shape(limits) in ((), needed.shape)
+    if not needed.size or not has_limits:
         raise ValueError(
             f"plot_limits: {np.size(limits)} limits for {needed.size} batches; give one, or one for each."
         )
     steps = np.arange(1, len(needed) + 1)
     allowed = np.broadcast_to(np.asarray(limits), needed.shape)
-    ax.step(steps, allowed, where="post", color=COLOURS[1], linewidth=2.0, label="limit")
-    style = with_defaults(line_kwargs, color=COLOURS[0], linewidth=1.5, label="observed")
+    ax.step(
+        steps,
+        allowed,
+        where="post",
+        color=COLOURS[1],
+        linewidth=2.0,
+        label="limit",
+    )
+    style = with_defaults(
+        line_kwargs,
+        color=COLOURS[0],
+        linewidth=1.5,
+        label="observed",
+    )
     ax.plot(steps, needed, **style)
     is_above = needed > allowed
     if is_above.any():
-        ax.plot(steps[is_above], needed[is_above], "kx", ms=8, mew=2, label="over the limit")
-    top = 1.2 * max(needed.max(), allowed.max())
-    finish(ax, "training step", ylabel, counts_on_x=True, ylim=(0, top))
+        steps_above = steps[is_above]
+        needed_above = needed[is_above]
+        ax.plot(steps_above, needed_above, "kx", ms=8, mew=2, label="over the limit")
+    highest = max(needed.max(), allowed.max())
+    finish(ax, "training step", ylabel, counts_on_x=True, ylim=(0, 1.2 * highest))
     # `ylim` leaves space for the legend above the curves.
     ax.legend(frameon=False, loc="upper left", ncols=3)
     return ax
@@ -295,10 +340,13 @@ def plot_miss_ratio(
     for number, (name, points) in enumerate(measured.items()):
         sizes, shares = zip(*sorted(points.items()), strict=True)
         all_sizes.update(sizes)
-        style = with_defaults(line_kwargs, **marker_look(number))
-        ax.semilogx(sizes, 100 * np.asarray(shares), label=name, **style)
+        percent = 100 * np.asarray(shares)
+        look = marker_look(number)
+        style = with_defaults(line_kwargs, **look)
+        ax.semilogx(sizes, percent, label=name, **style)
     ticks = sorted(all_sizes)
-    ax.set_xticks(ticks, [f"{size:,}" for size in ticks])
+    tick_labels = [f"{size:,}" for size in ticks]
+    ax.set_xticks(ticks, tick_labels)
     ax.minorticks_off()
     return finish(ax, xlabel, "lookups that miss (%)", ylim=(0, None), legend=True)
 
@@ -335,11 +383,13 @@ def plot_against_bytes(
             repeated = values[num_bytes == size]
             summaries.append((repeated.mean(), repeated.min(), repeated.max()))
         means, lowest, highest = np.array(summaries).T
-        ax.vlines(sizes, lowest, highest, color=colour_of(number), linewidth=1.5)
-        ax.plot(sizes, means, **marker_look(number), linewidth=1.5, label=name)
+        colour = colour_of(number)
+        look = marker_look(number)
+        ax.vlines(sizes, lowest, highest, color=colour, linewidth=1.5)
+        ax.plot(sizes, means, **look, linewidth=1.5, label=name)
         curves.append((sizes, means))
         ends.append((sizes[-1], means[-1]))
-        colours.append(colour_of(number))
+        colours.append(colour)
     reference_lines(ax, references)
     # `set_xscale` replaces the formatter, so `set_xscale` comes before `set_major_formatter`.
     ax.set_xscale("log")
@@ -449,25 +499,31 @@ def plot_roofline(
       **line_kwargs: options of the line of the roof.
     """
     ax = axes_or_new(ax)
+    intensity = work.intensity
     ridge = flops_per_second / bytes_per_second
-    span = np.geomspace(min(work.intensity, ridge) / 8, max(work.intensity, ridge) * 4, 200)
+    first = min(intensity, ridge) / 8
+    last = max(intensity, ridge) * 4
+    span = np.geomspace(first, last, 200)
     heights = roof(span, bytes_per_second, flops_per_second) / 1e9
-    ax.loglog(span, heights, **with_defaults(line_kwargs, color=MUTED, linewidth=2.0))
-    ax.axvline(work.intensity, color=MUTED, linewidth=0.8, linestyle=":")
-    best = roof(work.intensity, bytes_per_second, flops_per_second)
+    style = with_defaults(line_kwargs, color=MUTED, linewidth=2.0)
+    ax.loglog(span, heights, **style)
+    ax.axvline(intensity, color=MUTED, linewidth=0.8, linestyle=":")
+    best = roof(intensity, bytes_per_second, flops_per_second)
     points = []
     labels = []
     colours = []
     for number, (name, time) in enumerate(seconds.items()):
         speed = work.flops / time
         label = f"{name}: {100 * speed / best:.0f}% of the roof"
-        point = (work.intensity, speed / 1e9)
-        ax.plot(*point, **marker_look(number), linestyle="none", markersize=9, label=label)
+        point = (intensity, speed / 1e9)
+        look = marker_look(number)
+        ax.plot(*point, **look, linestyle="none", markersize=9, label=label)
         points.append(point)
         labels.append(label)
         colours.append(colour_of(number))
     bandwidth = f"{bytes_per_second / 1e9:.0f} GB/s"
-    note(ax, bandwidth, (span[20], heights[20]), xytext=(-4, 6), ha="right", va="baseline")
+    on_slope = (span[20], heights[20])
+    note(ax, bandwidth, on_slope, xytext=(-4, 6), ha="right", va="baseline")
     finish(ax, "operations per byte of memory", "10⁹ operations per second")
     label_ends(ax, points, labels, colours=colours, curves=[(span, heights)])
     return ax
