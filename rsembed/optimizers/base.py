@@ -25,19 +25,20 @@ Rows = Float[Array, "rows dim"]
 Slots = tuple[Array, ...]
 Hyperparameters = tuple[PyTree, ...]
 StepNumber = int | float | np.number | np.ndarray | Array | None
-"""Number of updates done so far. None means that the caller does not count updates."""
+"""Number of updates of the tables so far. None means that the caller does not count updates."""
 
 
-@no_type_check  # __post_init__ rejects wrong values and names the field.
+@no_type_check  # `OptimizerSpec.__post_init__` checks the fields, and names the field in errors.
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerSpec(abc.ABC):
     """Optimizer that steps the rows of a table that a batch has looked up.
 
     Args:
-      learning_rate: a number, or a function of no arguments or of the step number (from 0).
+      learning_rate: a number, or a function that returns one. The function has no arguments, or
+        takes the step number (0 in the first step).
 
     Raises:
-      ValueError: a number is NaN or outside the interval of its field.
+      ValueError: a field is NaN, or is outside the interval of allowed numbers.
       TypeError: a field has the wrong type or is a traced value.
     """
 
@@ -48,13 +49,19 @@ class OptimizerSpec(abc.ABC):
     rule_fields: ClassVar[tuple[str, ...]] = ()
     """Fields that the rule receives as hyperparameters, after the learning rate."""
     slot_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields that hold the initial value of each slot. If empty, named slots start at zero."""
-    non_negative_slots: ClassVar[tuple[str, ...]] = ()
-    """Slots that are never negative, such as sums of squares. Loading rejects negative values."""
-    fused_as: ClassVar[str | None] = None
-    """Native kernel that computes this rule.
+    """Names of the fields that hold the initial value of each slot.
 
-    Subclasses do not inherit the kernel, because their rule may differ.
+    If the tuple is empty, the slots in `slot_type` start at zero.
+    """
+    non_negative_slots: ClassVar[tuple[str, ...]] = ()
+    """Names of slots that are never negative, such as sums of squares.
+
+    Loading these slots from a file with negative values raises an error.
+    """
+    fused_as: ClassVar[str | None] = None
+    """Name of the native kernel that computes this rule, or None.
+
+    A subclass does not inherit the kernel, because the rule of the subclass may differ.
     """
 
     @property
@@ -69,12 +76,12 @@ class OptimizerSpec(abc.ABC):
 
     @property
     def is_row_wise(self) -> bool:
-        """True if columns of a row share state, so that padding columns would change results."""
+        """True if the columns of a row share state: padding columns would change the results."""
         return False
 
     @property
     def moves_all_rows(self) -> bool:
-        """True if a step moves even rows without a gradient, and so reads the whole table."""
+        """True if a step changes all rows of the table, including rows without a gradient."""
         return False
 
     def __post_init__(self) -> None:
@@ -90,7 +97,7 @@ class OptimizerSpec(abc.ABC):
         learning_rate_arity(self.learning_rate)
 
     def __repr__(self) -> str:
-        """Class name with empty parentheses. `str(optimizer)` also lists the hyperparameters."""
+        """Class name with empty parentheses; only `str(optimizer)` lists the hyperparameters."""
         return f"{type(self).__name__}()"
 
     def __str__(self) -> str:
@@ -113,9 +120,9 @@ class OptimizerSpec(abc.ABC):
         """Learning rate at `step` (0-based).
 
         Raises:
-          ValueError: the learning rate is a callable of step and `step` is None, or it returns a
-            number that is not finite (not checked inside `jit`).
-          TypeError: the callable does not return a scalar.
+          ValueError: the learning rate is a function of the step, and `step` is None. Or the
+            function returns a number that is not finite, which is not checked inside `jit`.
+          TypeError: the function does not return a scalar.
         """
         schedule: Any = self.learning_rate
         if not callable(schedule):
@@ -195,7 +202,10 @@ class OptimizerSpec(abc.ABC):
 
 
 SlotKind = tuple[bool, str]
-"""`(is_per_row, dtype)` of a slot: `[rows, 1]` if `is_per_row`, else shaped like the table."""
+"""`(is_per_row, dtype)` of a slot.
+
+The shape of the slot is `[rows, 1]` if `is_per_row`, else the shape of the table.
+"""
 FULL: SlotKind = (False, "float32")
 PER_ROW: SlotKind = (True, "float32")
 ITERATION: SlotKind = (True, "int32")
@@ -206,15 +216,16 @@ class CompactOptimizerSpec(OptimizerSpec):
     """Base of rules with slots that start at zero and may be stored in 16 bits.
 
     Rules compute in float32, whatever the dtype of the slots. Zero rows and zero gradients never
-    turn a row into NaN. `step` is the index of the step, from 0. `t` in a formula is `step + 1`.
+    turn a row into NaN. `step` is 0 in the first step, and `t` in a formula is `step + 1`.
 
     Args:
-      learning_rate: a number, or a function of no arguments or of the step number (from 0).
-      slot_dtypes: dtype of each slot. None: the default dtype. With an empty tuple, all slots have
-        their default dtype.
+      learning_rate: a number, or a function that returns one. The function has no arguments, or
+        takes the step number (0 in the first step).
+      slot_dtypes: dtype of each slot, or None for the default dtype of a slot. With an empty tuple,
+        the default, all slots have their default dtype.
 
-    Raises: ValueError: `slot_dtypes` has the wrong length, or a slot cannot have its dtype (float32
-      slots can be bfloat16 or float16, int32 slots cannot change).
+    Raises: ValueError: `slot_dtypes` has the wrong length, or a slot does not support the dtype.
+      Slots of float32 can also be bfloat16 or float16, and slots of int32 are always int32.
     """
 
     slot_dtypes: tuple[str | None, ...] = dataclasses.field(default=(), kw_only=True)
@@ -297,11 +308,11 @@ def as_float32(value: object) -> Array:
 
 
 def learning_rate_arity(learning_rate: object) -> int:
-    """Number of arguments to call a learning rate with: 1 (the step) or 0.
+    """Number of arguments of a learning-rate function: 1 (the step) or 0.
 
     For a learning rate that is a number, the result is 0.
 
-    Raises: ValueError: the callable needs two arguments or more, or a keyword argument.
+    Raises: ValueError: the function needs two arguments or more, or a keyword argument.
     """
     if not callable(learning_rate):
         return 0
@@ -330,13 +341,14 @@ class Custom(OptimizerSpec):
 
     Args:
       custom_computation_fn: `fn(gradient, row, *slots, learning_rate)` returns the new row, or
-        `(row, *slots)`. All arrays are `[1, dim]`. The function is mapped over the touched rows, so
-        its norms and means are per row.
+        `(row, *slots)`. The shape of each row, gradient and slot is `[1, dim]`. `jax.vmap` maps the
+        function over the looked-up rows, so norms and means inside the function are per row.
       slot_variable_initializers_tuple: initial value of each slot: a number, or an initializer
-        called with `(key, shape)`. Slots are `[1, dim]` per row.
+        called with `(key, shape)`.
       short_name_str: name of the rule in plans and files.
 
-    Raises: TypeError: the function does not take these arguments.
+    Raises: TypeError: the function does not take the arguments `(gradient, row, *slots,
+      learning_rate)`.
 
     Example:
       >>> import rsembed as rs
@@ -348,7 +360,8 @@ class Custom(OptimizerSpec):
     custom_computation_fn: Callable[..., PyTree] | None = None
     slot_variable_initializers_tuple: tuple[PyTree, ...] = ()
     short_name_str: str = "custom"
-    is_row_wise = True  # The function may compute row norms, so padding columns must not reach it.
+    # `custom_computation_fn` may compute row norms, which padding columns would change.
+    is_row_wise = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -398,24 +411,24 @@ class Custom(OptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptaxOptimizerSpec(OptimizerSpec):
-    """An optax transformation as a row rule. Every row is a separate parameter with its own state.
+    """Optimizer that applies an optax transformation to each row, with separate state for each row.
 
-    Counts (bias correction, schedules inside the transformation) count the steps of one row. Norms
-    (trust ratios, clipping) are norms of one row. Counts and norms change only when the row is
-    looked up. If every step touches every row, elementwise transformations compute the values of
-    dense optax. To clip the gradient of the whole batch, use `rsembed.clip_by_global_norm`.
+    The step counts of a transformation (for bias correction and schedules) count the steps of one
+    row. Norms inside a transformation (for trust ratios and clipping) are norms of one row. The
+    state of a row changes only when the row is looked up. In a training run that looks up every row
+    in every step, an elementwise transformation computes the same values as optax with a dense
+    table. To clip the gradient of the whole batch, use `rsembed.clip_by_global_norm`.
 
-    Three kinds of transformation are rejected, with an error that names them. Some transformations
-    need the loss or the function (`lbfgs`, `polyak_sgd`, line searches, `optax.contrib.momo`,
-    `sophia`, `reduce_on_plateau`). Some transformations have a random key, with which all rows
-    would get the same noise (`noisy_sgd`, `add_noise`, `optax.contrib.dpsgd`). `lookahead` keeps
-    two copies of its parameters.
+    The constructor rejects transformations that need the loss or the loss function (`lbfgs`,
+    `polyak_sgd`, line searches, `optax.contrib.momo`, `sophia`, `reduce_on_plateau`). Also rejected
+    are transformations with a random key, because all rows would get the same noise (`noisy_sgd`,
+    `add_noise`, `optax.contrib.dpsgd`), and `lookahead`, which keeps two copies of the parameters.
 
     Args:
       transformation: result of an optax function such as `optax.adam`.
-      learning_rate: factor of the transformation's updates. A callable of step is a schedule over
-        global steps. Use a negative factor for transformations that return a direction of ascent,
-        such as `optax.scale_by_adam`.
+      learning_rate: factor of the transformation's updates, 1 by default. A function of the step is
+        a schedule over global steps. Use a negative factor for transformations that return a
+        direction of ascent, such as `optax.scale_by_adam`.
 
     Raises: TypeError: `transformation` is not an `optax.GradientTransformation`, or cannot step a
       row from its gradient alone.
@@ -440,7 +453,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
         check_type(self.transformation, optax.GradientTransformation, name)
         maker = getattr(self.transformation.init, "__qualname__", "").partition(".")[0]
         if maker == "lookahead":
-            # optax's `init` would take the rows for the fast copy, and its `update` would fail.
+            # `lookahead` expects both copies of the parameters in one tree, so `update` would fail.
             raise TypeError(
                 "from_optax: optax.lookahead keeps two copies of its parameters "
                 "(optax.LookaheadParams), and a row is one; give the transformation inside it, or "
@@ -474,7 +487,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
         return tuple(jax.tree.leaves(jax.vmap(self.transformation.init)(rows)))
 
     def pack_slots(self, slots: Slots) -> PyTree:
-        """`slots` as the state type of the transformation. Every leaf has a leading row axis."""
+        """`slots` as optimizer state of the transformation, with a leading row axis in each leaf."""
         return jax.tree.unflatten(self._state_structure(1), slots)
 
     def step_rows(
@@ -482,8 +495,8 @@ class OptaxOptimizerSpec(OptimizerSpec):
     ) -> tuple[Rows, Slots]:
         (lr,) = hyper
         state = jax.tree.unflatten(self._state_structure(rows.shape[-1]), slots)
-        # optax needs JAX's standard promotion (a float power of an int count), but the user may
-        # have set strict promotion.
+        # optax computes powers of floats with integer step counts, an error under JAX's strict
+        # dtype promotion.
         with jax.numpy_dtype_promotion("standard"):
             updates, state = jax.vmap(self.transformation.update)(gradients, state, rows)
         return rows + lr * updates, tuple(jax.tree.leaves(state))

@@ -1,8 +1,8 @@
 """Settings of weight decay, row counters, gradient clipping and weight averages, as in FBGEMM.
 
-Names and defaults are FBGEMM's. Each settings class rejects values that are never valid. The
-optimizer rejects invalid combinations. The functions on whole tables are pure and traceable. `t` is
-the 1-based step that follows the next lookup.
+Names and defaults are those of FBGEMM. Each settings class rejects values that are never valid,
+and the optimizer rejects invalid combinations of settings. The functions on whole tables are pure
+and traceable. `t` is the number of the training step of the next lookup, 1 for the first step.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from rsembed.checks import validated, within
 
 
 class WeightDecayMode(enum.IntEnum):
-    """How row-wise Adagrad uses `weight_decay`. Other optimizers have at most one kind of decay."""
+    """How row-wise Adagrad uses `weight_decay`. Other optimizers support at most one of the modes."""
 
     NONE = 0
     L2 = 1
@@ -51,7 +51,7 @@ class LearningRateMode(enum.IntEnum):
 class GradSumDecay(enum.IntEnum):
     """Whether COUNTER decays the gradient sum.
 
-    CTR_DECAY is rejected: in FBGEMM this value has no effect.
+    The optimizer rejects CTR_DECAY, which has no effect in FBGEMM.
     """
 
     NO_DECAY = -1
@@ -77,16 +77,17 @@ class CounterBasedRegularizationDefinition:
     Args:
       counter_weight_decay_mode: kind of weight decay. L2 and DECOUPLE need a positive
         `counter_halflife`.
-      counter_halflife: number of steps in which a row's counter halves. If negative, counters do
-        not decay, and ADAGRADW uses a different learning rate for -1 and for -2. If 0, every
-        counter is 1.
-      adjustment_iter: last step without adjustments. With 0 or less, adjustments begin at the first
-        step.
-      adjustment_ub: bound of the adjustment. `learning_rate_mode` uses it as an exponent or a
-        factor, ADAGRADW with half-life -2 as the largest learning rate.
-      learning_rate_mode: adjustment for rows above the tail threshold.
+      counter_halflife: number of steps in which a row's counter halves. A negative half-life, such
+        as the default -1, keeps counters from decaying. ADAGRADW computes learning rates
+        differently for the half-lives -1 and -2. With a half-life of 0, every counter is 1.
+      adjustment_iter: last step before row counters change learning rates and decay. With 0 or
+        less, row counters are used from the first step.
+      adjustment_ub: exponent in the TAIL_ID modes of `learning_rate_mode`, factor of the counter in
+        COUNTER_SGD, and largest learning rate in ADAGRADW with half-life -2.
+      learning_rate_mode: how the counter changes the learning rate of rows that do not belong to
+        the tail. EQUAL, the default, changes nothing.
       grad_sum_decay: NO_DECAY, the only supported value.
-      tail_id_threshold: counter above which a row does not belong to the tail.
+      tail_id_threshold: rows with a counter up to this threshold belong to the tail.
       max_counter_update_freq: number of steps between two updates of the largest counter. With 0 or
         less, the largest counter is never updated.
     """
@@ -103,12 +104,12 @@ class CounterBasedRegularizationDefinition:
     def refreshed_max_counter(
         self, row_counters: Sequence[Float[Array, "_ ..."]], t: ArrayLike, old: ArrayLike
     ) -> Float[Array, ""]:
-        """Largest counter of all tables plus 1, for use in step `t`, or `old` if no update is due.
+        """Largest counter of all tables plus 1; `old` if step `t` does not update this number.
 
         Args:
           row_counters: counters of each table before step `t`.
-          t: current step, 1 for the first.
-          old: the previous result, or 1 at the start.
+          t: number of the current step, 1 for the first step.
+          old: the result of the previous call, or 1 in the first call.
         """
         old = jnp.asarray(old, jnp.float32)
         if self.max_counter_update_freq <= 0 or not row_counters:
@@ -140,7 +141,7 @@ class CowClipDefinition:
 
 
 class StepMode(enum.IntEnum):
-    """Whether the slow copy of an ensemble restarts at zero after each update (NONE) or is kept."""
+    """Whether each update then sets the slow copy of an ensemble to zero (NONE) or keeps the copy."""
 
     NONE = 0
     USE_COUNTER = 1
@@ -159,10 +160,10 @@ class EnsembleModeDefinition:
     Args:
       step_ema: number of steps between two updates of the slow copy.
       step_swap: number of steps between two swaps. A swap overwrites the table with the slow copy.
-      step_start: last step at which an update copies the whole table. Later updates move the slow
-        copy towards the table by `1 - step_ema_coef` of the difference.
+      step_start: last step at which an update copies the whole table into the slow copy. Later
+        updates move the slow copy towards the table by `1 - step_ema_coef` of the difference.
       step_ema_coef: weight of the old slow copy in an update.
-      step_mode: NONE sets the slow copy to zero after each update. The other modes keep the slow
+      step_mode: NONE sets the slow copy to zero after each update, and other modes keep the slow
         copy.
     """
 
@@ -173,12 +174,12 @@ class EnsembleModeDefinition:
     step_mode: StepMode = StepMode.USE_ITER
 
     def before_step(self, table: Table, copies: Copies, t: ArrayLike) -> tuple[Table, Copies]:
-        """Table and slow copy for the lookup of training step `t`, unchanged if no update is due.
+        """Table and slow copy after an update or a swap, if one is due before step `t`.
 
         Args:
-          table: the rows that training changes.
-          copies: list with one array, the slow copy.
-          t: current step, 1 for the first.
+          table: the table that training changes.
+          copies: tuple with one array, the slow copy.
+          t: number of the current step, 1 for the first step.
         """
         t = jnp.asarray(t, jnp.int32)
         is_update_due = t % int(self.step_ema) == 0
@@ -207,8 +208,9 @@ class EmainplaceModeDefinition:
 
     Args:
       step_ema: number of steps between two updates of the second half.
-      step_start: first step that may update.
-      step_ema_coef: share of the difference between the halves that an update adds.
+      step_start: first step at which the second half may be updated.
+      step_ema_coef: factor of the difference `first half - second half`, which an update adds to
+        the second half.
     """
 
     step_ema: float = within("[1, inf)", default=10)
@@ -216,12 +218,13 @@ class EmainplaceModeDefinition:
     step_ema_coef: float = within("[0, 1]", default=0.6)
 
     def before_step(self, table: Table, copies: Copies, t: ArrayLike) -> tuple[Table, Copies]:
-        """Table for the lookup of training step `t`, and `copies` unchanged.
+        """Table after an update of the second halves, if one is due before step `t`, and `copies`.
 
         Args:
-          table: rows with an even number of columns.
-          copies: not used; an argument because `EnsembleModeDefinition` has the same interface.
-          t: current step, 1 for the first.
+          table: table with an even number of columns.
+          copies: returned unchanged; an argument only because the method has the signature of
+            `EnsembleModeDefinition.before_step`.
+          t: number of the current step, 1 for the first step.
         """
         t = jnp.asarray(t, jnp.int32)
 
@@ -239,11 +242,12 @@ class EmainplaceModeDefinition:
 class GlobalWeightDecayDefinition:
     """Settings of `WeightDecayMode.DECOUPLE_GLOBAL`: every row decays in every step.
 
-    Untouched rows are not written. The next lookup or update of a row applies the missed decay.
+    A step does not write the rows that it did not look up. The next lookup or update of a row
+    applies the decay of the steps in between (the missed steps).
 
     Args:
       start_iter: first step with decay.
-      lower_bound: smallest factor for the missed steps of one row.
+      lower_bound: lower bound of the decay factor for all missed steps of a row together.
     """
 
     start_iter: int = 0
@@ -257,14 +261,16 @@ def global_decay_factor(
     weight_decay: ArrayLike,
     config: GlobalWeightDecayDefinition,
 ) -> Float[Array, "*rows"]:
-    """Factor of each row at step `t` for the decay of the steps since its last update.
+    """Factor of each row at step `t`: the decay of the steps between the row's last update and `t`.
 
     Args:
-      prev_iter: step of each row's last update, 0 if it had none (the factor is then 1).
-      t: current step, 1 for the first. Before `config.start_iter` the factor is 1.
+      prev_iter: step of each row's last update, 0 for a row without an update. The factor of a row
+        without an update is 1.
+      t: number of the current step, 1 for the first step. Before `config.start_iter`, all factors
+        are 1.
       learning_rate: current learning rate, used for all missed steps.
-      weight_decay: strength of decay. With 0, the factor is 1.
-      config: first step with decay, and smallest factor.
+      weight_decay: strength of decay. With 0, all factors are 1.
+      config: first step with decay, and lower bound of the factor.
 
     Source: FBGEMM, DECOUPLE_GLOBAL.
     """
@@ -272,9 +278,8 @@ def global_decay_factor(
     weight_decay = jnp.asarray(weight_decay, jnp.float32)
     missed = jnp.maximum(t - prev_iter - 1, 0).astype(jnp.float32)
     rate = jnp.asarray(learning_rate, jnp.float32) * weight_decay
-    # In float32, `1 - rate` is 1 if `rate` is below 6e-8, and its power would be 1 for any number
-    # of missed steps. `log1p(-rate)` is exact for small rates, but does not exist for rates of 1 or
-    # more.
+    # In float32, `1 - rate` is 1 if `rate` is below 3e-8, and `(1 - rate)**missed` would be 1, too.
+    # `log1p(-rate)` is accurate for small rates, but does not exist for rates of 1 or more.
     by_logarithm = jnp.exp(missed * jnp.log1p(-jnp.minimum(rate, 0.5)))
     factor = jnp.where(rate < 0.5, by_logarithm, jnp.power(1.0 - rate, missed))
     is_decayed = (t >= config.start_iter) & (weight_decay > 0) & (prev_iter > 0)

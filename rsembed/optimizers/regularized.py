@@ -40,7 +40,8 @@ from rsembed.optimizers.regularization import (
 )
 from rsembed.optimizers.rules import AdagradSlotVariables, AdamSlotVariables, one_minus_power
 
-# `prev_iter`: step of the row's last update, 0 before the first. `row_counter`: uses of the row.
+# `prev_iter` is the step of a row's last update, and 0 before the first update of the row.
+# `row_counter` is the number of updates of a row. Updates long ago may count less.
 TimedSlotVariables = namedtuple("TimedSlotVariables", "accumulator prev_iter")
 CountedSlotVariables = namedtuple("CountedSlotVariables", "accumulator prev_iter row_counter")
 CountedAdamSlotVariables = namedtuple("CountedAdamSlotVariables", "momentum velocity row_counter")
@@ -123,12 +124,13 @@ class AdamW(_DecayingAdam):
     Args:
       beta_1: decay of the first moment per update of the row.
       beta_2: decay of the second moment per update of the row.
-      epsilon: added to the root.
+      epsilon: number added to `sqrt(v)`.
       weight_decay: decay per update of the row, multiplied by the learning rate.
-      has_row_wise_second_moment: keep one second moment per row, of `mean(g²)`, instead of one per
-        column. A moment per row saves nearly half of the optimizer state.
-      has_row_wise_bias_correction: let `t` count the updates of the row instead of all steps.
-        The count of updates is a third slot with one value per row.
+      has_row_wise_second_moment: whether each row has one second moment, of `mean(g²)`, instead of
+        one per column, False by default. One moment per row saves nearly half of the optimizer
+        state.
+      has_row_wise_bias_correction: whether `t` counts the updates of the row instead of all steps,
+        False by default. The count of updates is a third slot with one value per row.
 
     Source: Kingma, Ba (2015), Loshchilov, Hutter (2019), FBGEMM `ADAM` and `PARTIAL_ROWWISE_ADAM`.
     """
@@ -140,8 +142,8 @@ class AdamW(_DecayingAdam):
 class LAMB(_DecayingAdam):
     """AdamW with step lengths proportional to the row norm: `w -= lr * norm(w) / norm(u) * u`.
 
-    `u` is the direction of `AdamW`, and the arguments are the same. The ratio of norms is 1 if
-    either norm is 0, because rows that start at zero could not move otherwise.
+    `u` is the direction of a step of `AdamW`, and `LAMB` has the arguments of `AdamW`. The ratio of
+    norms is 1 if either norm is 0, because rows that start at zero could not move otherwise.
 
     Source: You et al. (2020), FBGEMM `LAMB` and `PARTIAL_ROWWISE_LAMB`.
     """
@@ -171,7 +173,8 @@ class LARS(CompactOptimizerSpec):
     rule_name = "lars"
     slot_type = LARSSlotVariables
     slot_kinds = (FULL,)
-    is_row_wise = True  # LARS uses row norms.
+    # Padding columns would change the row norms.
+    is_row_wise = True
 
     def _step(
         self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
@@ -198,17 +201,17 @@ class DecayedAdagrad(CompactOptimizerSpec):
     Table-batched modules apply this decay to lookups as well (`global_decay_factor`).
 
     Args:
-      epsilon: added to the root.
+      epsilon: number added to `sqrt(A)`.
       weight_decay: strength of decay.
       weight_decay_mode: NONE, L2, DECOUPLE or DECOUPLE_GLOBAL.
-      max_norm: largest row norm. Longer rows are scaled down to this norm, in float32. 0 means no
-        bound.
+      max_norm: largest row norm. Rows with a larger norm are scaled down to `max_norm`. With 0, the
+        default, norms have no bound.
       global_weight_decay: settings of DECOUPLE_GLOBAL, None for the other modes.
       is_per_row: whether there is one accumulator per row. If False, there is one accumulator per
         entry (plain Adagrad).
 
-    Raises: ValueError: a different optimizer implements the mode, or the mode does not allow
-      `global_weight_decay`.
+    Raises: ValueError: a different optimizer implements `weight_decay_mode`, or `global_weight_decay`
+      is missing for DECOUPLE_GLOBAL or set for another mode.
     """
 
     epsilon: float = within("(0, inf)", default=1e-8)
@@ -298,11 +301,14 @@ class _CountingAdagrad(CompactOptimizerSpec):
 
     def _num_missed_steps(self, prev_iter: Array, t: Array) -> Array:
         """Steps since each row's last update, in float32, or 1 for a row without an update."""
-        # The subtraction is in integers, because float32 is exact only up to 2**24.
+        # Integers are subtracted, because float32 holds step numbers exactly only up to 2**24.
         return jnp.where(prev_iter == 0, 1, t - prev_iter).astype(jnp.float32)
 
     def _next_counter(self, row_counter: Array, gap: Array) -> Array:
-        """Row counters that include the present step. Older steps decay with the half-life."""
+        """Row counters that include the present step.
+
+        With a positive half-life, a step counts half after this number of further steps.
+        """
         halflife = self.regularization.counter_halflife
         if halflife == 0:
             return jnp.ones_like(row_counter)
@@ -325,15 +331,16 @@ class CounterAdagrad(_CountingAdagrad):
     that counts the updates of each row.
 
     Args:
-      epsilon: added to the root.
+      epsilon: number added to the square root of the accumulator.
       weight_decay: strength of decay. With `counter_weight_decay_mode` NONE, weight decay has no
         effect.
       regularization: settings of the counters, the decay and the learning rates.
-      max_counter: largest counter of all tables plus 1, or a callable that returns it. Some
-        learning rates and a relative tail threshold depend on `max_counter`. Table-batched modules
-        keep the number up to date.
+      max_counter: largest counter of all tables plus 1, or a function that returns this number.
+        Some learning rates and a relative tail threshold depend on `max_counter`. Table-batched
+        modules keep the number up to date.
 
-    Raises: ValueError: settings in `regularization` contradict each other.
+    Raises: ValueError: `regularization` has L2 or DECOUPLE without a positive half-life, or a
+      `grad_sum_decay` that is not supported.
     """
 
     regularization: CounterBasedRegularizationDefinition = CounterBasedRegularizationDefinition()
@@ -412,7 +419,7 @@ class CounterAdagrad(_CountingAdagrad):
         counter: Array,
         max_counter: Array,
     ) -> Array:
-        """Learning rate of rows above the tail threshold.
+        """Learning rate of rows with a counter above the tail threshold.
 
         `plain_rate` is the learning rate of plain row-wise Adagrad.
         """
@@ -433,17 +440,18 @@ class CounterAdagrad(_CountingAdagrad):
 class CowClipAdagrad(_CountingAdagrad):
     """Row-wise Adagrad with gradients clipped by row norm and row counter.
 
-    This is `WeightDecayMode.COWCLIP` of FBGEMM. `CowClipDefinition` has the formula of the
+    This is `WeightDecayMode.COWCLIP` of FBGEMM. `CowClipDefinition` documents the formula of
     clipping.
 
     Args:
-      epsilon: added to the root.
+      epsilon: number added to the square root of the accumulator.
       weight_decay: strength of decay. With `counter_weight_decay_mode` NONE, weight decay has no
         effect.
-      regularization: settings of the clipping and the decay. The defaults are those of the CowClip
+      regularization: settings of clipping and decay. The default settings are those of the CowClip
         paper.
 
-    Raises: ValueError: the settings would clip every gradient to zero, or ask for ADAGRADW.
+    Raises: ValueError: `regularization` would clip every gradient to zero, or has the weight decay
+      mode ADAGRADW.
 
     Source: Zheng et al., CowClip (2022), in FBGEMM's form.
     """

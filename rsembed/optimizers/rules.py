@@ -2,8 +2,7 @@
 
 Formulas and defaults agree with jax-tpu-embedding 0.2. A rule steps only the rows that a batch
 looked up (except `TensorFlowAdam`). Rows that were not looked up, and their slots, keep their bits.
-All rules compute in float32, whatever the dtype of the table. `step` is the index of the step, from
-0.
+All rules compute in float32, whatever the dtype of the table. `step` is 0 in the first step.
 """
 
 from __future__ import annotations
@@ -50,9 +49,9 @@ F2ASlotVariables.__doc__ = "Slots of F2A: sum of squared gradients and number of
 class SGD(OptimizerSpec):
     """Stochastic gradient descent: `w -= lr * g`.
 
-    The gradient of a row is summed over the samples that read it. If the loss is a mean over the
-    batch, each term is divided by the batch size, but only a few samples read one row. With a mean
-    loss, learning rates far above one are therefore needed.
+    The gradient of a row is summed over the samples that read the row. If the loss is a mean over
+    the batch, each term is divided by the batch size, but only a few samples read any one row.
+    With a mean loss, learning rates far above one are therefore needed.
     """
 
     rule_name = "sgd"
@@ -74,10 +73,10 @@ class Adagrad(OptimizerSpec):
     does not change.
 
     Args:
-      initial_accumulator_value: start of the accumulator. The default 0.1 is the default of
-        jax-tpu-embedding. The default is large compared with the squared gradients of a mean loss
-        over a large batch. `RowWiseAdagrad` starts at 0: set both to one value when you compare the
-        two optimizers.
+      initial_accumulator_value: initial value of the accumulator, 0.1 by default as in
+        jax-tpu-embedding. An accumulator of 0.1 is large compared with the squared gradients of a
+        mean loss over a large batch. `RowWiseAdagrad` starts at 0, so set both initial values to
+        one number when you compare `Adagrad` and `RowWiseAdagrad`.
 
     Source: Duchi, Hazan, Singer (2011).
     """
@@ -100,8 +99,8 @@ class TorchAdagrad(OptimizerSpec):
     """Adagrad of torch and FBGEMM: `A += g²`, then `w -= lr * g / (sqrt(A) + epsilon)`.
 
     Args:
-      initial_accumulator_value: start of the accumulator.
-      epsilon: added to the root, 1e-8 as in FBGEMM (torch has 1e-10).
+      initial_accumulator_value: initial value of the accumulator, 0 by default.
+      epsilon: number added to `sqrt(A)`, 1e-8 by default as in FBGEMM (torch has 1e-10).
 
     Source: `torch.optim.Adagrad` and FBGEMM `EXACT_ADAGRAD`.
     """
@@ -167,9 +166,10 @@ class RowWiseAdagrad(OptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _BiasCorrectedAdam(OptimizerSpec):
-    """Adam with bias correction by the global step, folded into the learning rate.
+    """Base of Adam rules with bias correction by the global step, folded into the learning rate.
 
-    With `corrects_epsilon`, epsilon is also scaled. The result is the formula of Kingma and Ba.
+    If `corrects_epsilon`, epsilon is multiplied by the bias correction of the second moment, and
+    rows are stepped by the formula of Kingma and Ba.
     """
 
     beta_1: float = within("[0, 1)", default=0.9)
@@ -202,10 +202,10 @@ class _BiasCorrectedAdam(OptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Adam(_BiasCorrectedAdam):
-    """Adam for the rows of a batch ("lazy"): other rows and their moments do not change.
+    """Adam that steps only the rows of a batch ("lazy"): other rows and moments do not change.
 
-    The bias correction counts global steps, not the steps of a row. `step=None` always means step
-    0: layers without a step counter pass None in every step.
+    The bias correction counts global steps, not the steps of a row. A step of None means step 0.
+    Layers without a step counter pass None in every step.
 
     Source: Kingma, Ba (2015), with the corrections folded into the learning rate and epsilon.
     """
@@ -235,7 +235,7 @@ class TensorFlowAdam(_BiasCorrectedAdam):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LazyAdam(_BiasCorrectedAdam):
-    """`TensorFlowAdam` for the rows of a batch only: other rows and their moments keep their bits.
+    """`TensorFlowAdam` that steps only the rows of a batch: other rows and moments keep their bits.
 
     Unlike `Adam`, `LazyAdam` adds epsilon to the root of the uncorrected second moment.
 
@@ -249,7 +249,7 @@ class LazyAdam(_BiasCorrectedAdam):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdagradMomentum(OptimizerSpec):
-    """Adagrad with momentum, a free choice of the root and optional decay of the accumulator.
+    """Adagrad with momentum, any exponent of the root, and optional decay of the accumulator.
 
     `A += g²`, or `A = beta2*A + (1-beta2)*g²` if `beta2 < 1`,
     `q = g * (A + epsilon)^(-1/exponent)`, `m = momentum*m + q`, `w -= lr*m`.
@@ -287,8 +287,8 @@ class AdagradMomentum(OptimizerSpec):
 class FTRL(OptimizerSpec):
     """Follow the regularised leader (FTRL-proximal): an L1 term makes the weights sparse.
 
-    Raises: ValueError: the learning rate is 0, and the linear term is divided by it (unless
-      `multiply_linear_by_learning_rate`).
+    Raises: ValueError: the learning rate is 0 without `multiply_linear_by_learning_rate`, so the
+      linear term would be divided by zero.
 
     Source: McMahan et al. (2013), with TensorFlow's learning-rate power and its
       `multiply_linear_by_learning_rate` variant.
@@ -345,7 +345,7 @@ class LaProp(OptimizerSpec):
     """Momentum of normalised gradients. The decay of the second moment rises from 0 to `b2`.
 
     `v = d*v + (1-d)*(g² + eps)`, `m = b1*m + sqrt(1-b1²) * g / sqrt(v)`, `w -= lr*m`,
-    with `d = b2 * (1-b2^step) / (1-b2^(step+1))`. Without a step, `d = b2` from the start.
+    with `d = b2 * (1-b2^step) / (1-b2^(step+1))`. If the step is None, `d` is always `b2`.
 
     Source: Ziyin, Wang, Ueda (2020).
     """
@@ -396,7 +396,7 @@ class F2A(OptimizerSpec):
     """Frequency-aware Adagrad: rows that are rarely looked up take larger steps.
 
     `n += 1`, `r = min((max(step, 1)/n)^rho, max_lr_multiplier)`, `A += g²`,
-    `w -= lr * (r*g/sqrt(A) + l1*sign(w) + l2*w)`, with `n`, the number of steps of the row so far.
+    `w -= lr * (r*g/sqrt(A) + l1*sign(w) + l2*w)`, where `n` counts the steps of the row.
     """
 
     learning_rate: LearningRate = within("[0, inf)", default=0.01)
@@ -437,13 +437,16 @@ class F2A(OptimizerSpec):
 def _positive(values: Array) -> Array:
     """`values`, with every 0 replaced by 1.
 
-    Division by the result gives 0, and not 0/0, for an entry that never had a gradient.
+    Dividing a zero gradient by the result gives 0, where the formula would be 0/0.
     """
     return jnp.where(values == 0, 1.0, values)
 
 
 def one_minus_power(decay: float, exponent: Array) -> Array:
-    """`1 - decay**exponent`. The direct form of `1 - 0.999` has four correct digits in float32."""
+    """`1 - decay**exponent`, computed as `-expm1(exponent * log(decay))`.
+
+    Float32 would compute `1 - 0.999` with only four correct digits.
+    """
     if decay == 0.0:
         return jnp.where(exponent > 0, 1.0, 0.0)
     return -jnp.expm1(exponent * as_float32(math.log(decay)))
