@@ -14,6 +14,6 @@ from rsembed.fdo.statistics import (
     limits_from_statistics as limits_from_statistics,
 )
 
-# jax-tpu-embedding has each client in a module of this name.
+# Programs for jax-tpu-embedding import the clients from modules with these names.
 file_fdo_client = client
 csv_file_fdo_client = client

@@ -29,11 +29,14 @@ _log = logging.getLogger("rsembed")
 
 
 History = dict[str, np.ndarray]
-"""Statistics of all stacks by their names in files. With several batches, each batch has a row."""
+"""Arrays of statistics by their names in files, `<stack>_<statistic>`.
+
+The statistics of one batch are one-dimensional. Those of several batches have one row per batch.
+"""
 
 
 def record_of(statistics: SparseDenseMatmulInputStats) -> History:
-    """The statistics of one batch as a history of one-dimensional arrays."""
+    """The statistics of one batch as one-dimensional arrays, by their names in files."""
     check_type(
         statistics,
         SparseDenseMatmulInputStats,
@@ -47,11 +50,11 @@ def record_of(statistics: SparseDenseMatmulInputStats) -> History:
 
 
 def append_history(history: History, later: History) -> History:
-    """One history of all batches, with later batches as rows after earlier ones.
+    """The batches of two histories in one history, those of `later` as the last rows.
 
     Raises:
-      ValueError: a statistic has a different length than before, because the layout changed or
-        because processes have different layouts.
+      ValueError: a statistic has different lengths in the two histories, because the layout changed
+        or because processes have different layouts.
     """
     result = dict(history)
     for key, rows in later.items():
@@ -73,7 +76,7 @@ def running_maximum(history: Mapping[str, np.ndarray]) -> History:
 
 
 def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
-    """The history of all processes: of one process as it is, of several the elementwise maximum.
+    """The elementwise maximum over the histories; a single history is returned unchanged.
 
     Raises: ValueError: the processes recorded different layouts.
     """
@@ -87,10 +90,10 @@ def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
 
 
 def to_statistics(history: Mapping[str, np.ndarray]) -> SparseDenseMatmulInputStats:
-    """Statistics with the values of a history.
+    """The statistics in a history, by kind and stack (inverse of `record_of`).
 
     Raises:
-      ValueError: a name does not end in a known kind of statistic.
+      ValueError: a name in the history does not end in a known kind of statistic.
     """
     statistics = SparseDenseMatmulInputStats()
     for key, values in history.items():
@@ -108,20 +111,20 @@ class FDOClient(abc.ABC):
 
     @abc.abstractmethod
     def record(self, data: SparseDenseMatmulInputStats) -> None:
-        """Adds the statistics of one batch."""
+        """Adds the statistics of one batch to the statistics that the client collects."""
 
     @abc.abstractmethod
     def publish(self) -> None:
-        """Makes the statistics of this process visible to others.
+        """Makes the recorded statistics of this process available to `load` in all processes.
 
-        All processes must call it at the same time.
+        `publish` is a collective call: all processes must call it.
         """
 
     @abc.abstractmethod
     def load(self) -> SparseDenseMatmulInputStats:
         """The statistics that all processes have published.
 
-        All processes must call it at the same time.
+        `load` is a collective call: all processes must call it.
         """
 
 
@@ -139,14 +142,14 @@ class FileFDOClient(FDOClient):
     @staticmethod
     @abc.abstractmethod
     def _encode(history: History) -> bytes:
-        """The content of a file with this history."""
+        """Bytes of a file that stores the history."""
 
     @staticmethod
     @abc.abstractmethod
     def _decode(content: bytes) -> History:
-        """The history in the content of a file.
+        """The history that a file with these bytes stores.
 
-        Raises: ValueError: the content has the wrong format.
+        Raises: ValueError: the bytes have the wrong format.
         """
 
     @validated
@@ -162,18 +165,18 @@ class FileFDOClient(FDOClient):
         self._known: set[Path] = set()
 
     def record(self, data: SparseDenseMatmulInputStats) -> None:
-        """Adds the statistics of one batch: as another row, or to the running maximum."""
+        """Adds the statistics of one batch as another row, or updates the running maximum."""
         self._unpublished = self._kept(append_history(self._unpublished, record_of(data)))
         self._history = self._kept(append_history(self._history, record_of(data)))
 
     def _kept(self, history: History) -> History:
-        """The history to keep in memory: one row per batch, or the maximum over all batches."""
+        """`history` itself if the client retains histories, else the maximum over all batches."""
         if self._retain_history:
             return history
         return running_maximum(history)
 
     def publish(self) -> None:
-        """Writes the statistics of all batches to one file, and removes the files that it replaces.
+        """Writes the statistics of all batches to one new file, and removes the replaced files.
 
         Files that this client has written or loaded are replaced. Files that other clients have
         published for the same process in the meantime are kept.
@@ -187,7 +190,8 @@ class FileFDOClient(FDOClient):
         try:
             partial.write_bytes(content)
             partial.replace(path)
-        except BaseException:  # After a full disk or Ctrl-C, an incomplete file must be deleted.
+        except BaseException:
+            # A full disk or Ctrl-C must not leave an incomplete file in the folder.
             partial.unlink(missing_ok=True)
             raise
         for other in self._known - {path}:
@@ -199,13 +203,14 @@ class FileFDOClient(FDOClient):
     def load(self) -> SparseDenseMatmulInputStats:
         """Reads the newest file of each client of each process.
 
-        The client keeps these statistics, and its statistics that have not been published yet.
+        The next file that this client writes also contains the loaded statistics.
 
         Returns:
-          The statistics of all batches if there is one file, else their elementwise maximum.
+          If there is only one file, the statistics of all batches in it. If there are several
+          files, the elementwise maximum over all files.
 
         Raises:
-          FileNotFoundError: no process has published yet.
+          FileNotFoundError: no process has published statistics yet.
           ValueError: a file is damaged, has the wrong format or layout, or holds an unknown
             statistic.
         """
@@ -214,14 +219,14 @@ class FileFDOClient(FDOClient):
         merged = merge_processes(histories)
         statistics = to_statistics(merged)
         self._history = self._kept(append_history(merged, self._unpublished))
-        # A process replaces only files with its process index.
+        # A process may replace only files that have its process index in their names.
         self._known = {
             path for path, (process, _) in files.items() if process == jax.process_index()
         }
         return statistics
 
     def _read(self) -> tuple[dict[Path, tuple[int, str]], list[History]]:
-        """Process and CRC of each file, and its history."""
+        """Process and CRC of each file, and the histories of the files in the same order."""
         while True:
             files = self._newest()
             histories = []
@@ -230,14 +235,15 @@ class FileFDOClient(FDOClient):
                     histories.append(self._checked(path.name, path.read_bytes(), crc))
                 return files, histories
             except FileNotFoundError:
-                continue  # A client has just replaced the file.
+                # A client has replaced the file since `_newest` listed the folder.
+                continue
             except IsADirectoryError as error:
                 raise ValueError(
                     f"{error.filename} cannot be read: it is a directory; remove it."
                 ) from None
 
     def _checked(self, name: str, content: bytes, crc: str) -> History:
-        """The history in a file.
+        """The history in a file, after a check of the CRC.
 
         Raises: ValueError: the file is damaged, or has the wrong format.
         """
@@ -288,14 +294,15 @@ class FileFDOClient(FDOClient):
 class NPZFileFDOClient(FileFDOClient):
     """Client that keeps statistics in npz files in a shared folder, with a row for each batch.
 
-    With several processes, `publish` and `load` wait for all of them. For this reason every process
-    must call `publish` and `load`, in the same order. Use a folder for one run only. Any number of
-    processes may read the folder, and each gets the maximum of all files.
+    With several processes, `publish` and `load` wait until every process has called the method.
+    Every process must therefore call `publish` and `load` in the same order. Use a separate folder
+    for each training run. Any number of processes may load the folder, and each process gets the
+    maximum over all files.
 
     Args:
-      base_dir: folder of the files, which all processes must see.
-      retain_history: whether to keep the statistics of every batch. False keeps only the running
-        maximum, so that files do not grow.
+      base_dir: folder of the files, which all processes must be able to read and write.
+      retain_history: whether to keep the statistics of every batch, True by default. If False, only
+        the running maximum is kept, and files do not grow.
 
     Example:
       >>> import tempfile
@@ -324,26 +331,25 @@ class NPZFileFDOClient(FileFDOClient):
 
 
 def _array_of(name: str, data: bytes) -> np.ndarray:
-    """The array of a member of an npz file.
+    """The array that one member of an npz file stores.
 
-    `np.load` would allocate the size in the header before it reads the numbers.
+    `np.load` is not used, because it allocates memory for the size in the header before it reads
+    the numbers, and a damaged header can state any size.
 
-    Raises: ValueError: the content is not an array of numbers, or its size differs from its header.
+    Raises: ValueError: the member is not an array of numbers, or the number of bytes differs from
+      the size in the header.
     """
     file = io.BytesIO(data)
     read_header = {
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,
     }
+    # The header is a Python literal, so Python's parser may raise the last three errors.
+    header_errors = (KeyError, ValueError, SyntaxError, RecursionError, MemoryError)
     try:
-        shape, is_transposed, dtype = read_header[np.lib.format.read_magic(file)](file)
-    except (
-        KeyError,
-        ValueError,
-        SyntaxError,
-        RecursionError,
-        MemoryError,
-    ) as error:  # Python parses the header of the array.
+        version = np.lib.format.read_magic(file)
+        shape, is_transposed, dtype = read_header[version](file)
+    except header_errors as error:
         raise ValueError(f"{name!r} has no header of an array: {error}") from error
     numbers = data[file.tell() :]
     if dtype.kind not in "biuf" or len(shape) > 2:
@@ -359,14 +365,14 @@ def _array_of(name: str, data: bytes) -> np.ndarray:
 class CSVFileFDOClient(FileFDOClient):
     """Client that keeps statistics in CSV files in a shared folder.
 
-    Except for the file format, `CSVFileFDOClient` equals `NPZFileFDOClient`. A line is
-    `<stack>_<statistic>,<values separated by blanks>`, and each batch has a line for each
-    statistic.
+    Except for the file format, `CSVFileFDOClient` works like `NPZFileFDOClient`. Each line of a
+    file is `<stack>_<statistic>,<values separated by spaces>`. A batch has one line for each stack
+    and statistic.
 
     Args:
-      base_dir: folder of the files, which all processes must see.
-      retain_history: whether to keep the statistics of every batch. False keeps only the running
-        maximum, so that files stay small.
+      base_dir: folder of the files, which all processes must be able to read and write.
+      retain_history: whether to keep the statistics of every batch, True by default. If False, only
+        the running maximum is kept, and files do not grow.
     """
 
     _extension = "csv"
@@ -408,7 +414,7 @@ class CSVFileFDOClient(FileFDOClient):
 
 
 def _wait_for_all_processes(reason: str) -> None:
-    """Waits until all processes have called it, so that files are written before they are read."""
+    """Waits until all processes have called this function: files are written before others read."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(reason)
 
@@ -445,8 +451,8 @@ class MemoryFDOClient(FDOClient):
             )
         merged = self._published
         if jax.process_count() > 1:
-            # JAX's widest integers have 32 bits by default. Counts fit, as a device holds at most
-            # 2^26 samples.
+            # JAX has no 64-bit integers by default. Counts fit 32 bits, because a device has at
+            # most 2^26 samples.
             narrow = {key: values.astype(np.int32) for key, values in merged.items()}
             gathered = multihost_utils.process_allgather(narrow)
             merged = {}

@@ -12,16 +12,16 @@ from rsembed.checks import PositiveInt, validated
 
 NUM_RANK_BLOCKS = 16_384
 FEWEST_PENDING_IDS = 2**20
-"""Number of ids to collect before they are merged into the sorted ids.
+"""Number of new ids that `IdCounter` collects before a merge into the sorted array of all ids.
 
-A larger number makes merges rarer, saves time and needs more memory.
+With a larger number, merges are rarer and counting is faster, but needs more memory.
 """
 
 
 def check_shares(name: str, values: Any) -> np.ndarray:
-    """Parts of a whole as a float64 array.
+    """Counts, sizes or probabilities as a float64 array, after a check of their values.
 
-    Raises: ValueError: a part is negative or not finite, or no part is above 0.
+    Raises: ValueError: a value is negative or not finite, or no value is above 0.
     """
     shares = np.asarray(values, np.float64)
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
@@ -37,19 +37,19 @@ def zipf_exponent(
 ) -> float:
     """The exponent `s` of the Zipf law `p(rank) ~ rank**-s` that fits best, by maximum likelihood.
 
-    0 means that all rows are equally popular. The counts also determine the ranks, so the exponent
-    of little data (a few lookups per row) is somewhat too large.
+    An exponent of 0 means that all rows are equally popular. Rows are ranked by their counts, so
+    with only a few lookups per row, the exponent is somewhat too large.
 
     Args:
-      counts: lookups of each row, in any order; rows without a lookup also count.
-      num_rows: rows of the table, if `counts` leaves out rows without a lookup. None: the length of
-        `counts`.
+      counts: number of lookups of each row, in any order.
+      num_rows: number of rows of the table, for `counts` that leave out rows without a lookup. If
+        None, the table has one row for each count.
 
     Raises: ValueError: fewer than two rows, a negative count, or no lookup.
 
     Source: Clauset, Shalizi, Newman, "Power-law distributions in empirical data", SIAM Review 2009,
-      for bounded ranks: the likelihood is largest if the mean of `log(rank)` under the law equals
-      the mean of the data.
+      applied to a finite number of ranks. The likelihood is largest for the exponent with which the
+      mean of `log(rank)` under the Zipf law equals the mean of `log(rank)` over all lookups.
 
     Example:
       >>> round(zipf_exponent(1e6 / np.arange(1.0, 1001.0) ** 1.2), 3)
@@ -61,13 +61,13 @@ def zipf_exponent(
         raise ValueError("zipf_exponent: needs counts of two rows at least.")
     logs_of_counts = np.log(np.arange(1, popular_first.size + 1))
     mean_log = float(popular_first @ logs_of_counts / popular_first.sum())
-    # Ranks are grouped into blocks to save time. Each of the first hundreds of ranks is a block by
-    # itself. Later blocks have less than 1 % relative width, even for 2^64 ranks. The blocks change
-    # the exponent by less than a millionth.
+    # Ranks are grouped into blocks to save time. The first few hundred blocks have one rank each.
+    # The width of a later block is less than 1 % of its ranks, even for 2^64 ranks. The blocks
+    # change the exponent by less than a millionth.
     starts = np.unique(np.floor(np.geomspace(1.0, num_ranks + 1.0, NUM_RANK_BLOCKS)))
     ranks_per_block = np.diff(starts)
     logs = np.log(starts[:-1] + (ranks_per_block - 1) / 2)
-    low = 0.0  # counts in descending order have an exponent of at least 0
+    low = 0.0  # The exponent is not negative, because counts are in descending order.
     high = 30.0
     for _ in range(60):
         middle = (low + high) / 2
@@ -90,8 +90,8 @@ def partition_counts(
     Args:
       ids: ids of one batch; id `i` belongs to shard `i % num_shards`.
       samples: the sample of each id. Equal ids of one sample are one entry.
-      cores: the core that each id's sample belongs to.
-      num_shards: number of cores, and of shards.
+      cores: index of the core that has the sample of each id.
+      num_shards: number of shards, which is also the number of cores.
     """
     shards = (ids % np.asarray(num_shards, ids.dtype)).astype(np.int64)
     partitions = cores * num_shards + shards
@@ -132,8 +132,8 @@ class IdCounter:
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_pending = 0
         self._num_batches = 0
-        # Rows by the batch that used them last. Batches before `_first_batch` are left out: even
-        # the largest cache has no row of these batches any more.
+        # For each batch from `_first_batch` on, the number of rows that this batch used last. The
+        # largest simulated cache has already evicted all rows that earlier batches used last.
         self._rows_by_last_batch: np.ndarray = np.zeros(0, np.int64)
         self._first_batch = 0
 
@@ -147,7 +147,7 @@ class IdCounter:
             self.merge()
 
     def merge(self) -> None:
-        """Brings `ids` (ascending) and `counts` up to date with all batches."""
+        """Updates `ids` (in ascending order), `counts` and cache hits with all added batches."""
         known = self.ids
         all_ids = [known]
         for ids, _ in self._pending:
@@ -170,7 +170,7 @@ class IdCounter:
         self._num_pending = 0
 
     def hit_rates(self) -> list[float]:
-        """Share of the distinct ids of all batches that each cache had, as of the last `merge`."""
+        """Hit rate of each cache until the last `merge`: the share of distinct ids that were hits."""
         rates: list[float] = (self._hits / max(self.num_distinct_by_batch, 1)).tolist()
         return rates
 
@@ -178,7 +178,7 @@ class IdCounter:
         """Adds the hits of one batch.
 
         Args:
-          last_batch: for each distinct id, the batch that used it last. -1 means none.
+          last_batch: for each distinct id of the batch, the previous batch with this id, or -1.
         """
         rows_by_batch = self._rows_by_last_batch
         used_later = np.cumsum(rows_by_batch[::-1])[::-1] - rows_by_batch
@@ -189,8 +189,8 @@ class IdCounter:
         again = last_batch[last_batch >= self._first_batch] - self._first_batch
         reused = np.bincount(again, minlength=rows_by_batch.size)
         for number, cache_rows in enumerate(self._cache_rows):
-            # Rows of one batch are equally recent. If only a part of them fits into the cache, that
-            # part counts as hits.
+            # All rows that one batch used last are equally recent. If a cache has space for only a
+            # share of these rows, the same share of lookups are hits.
             share = np.clip((cache_rows - used_later) / np.maximum(rows_by_batch, 1), 0.0, 1.0)
             self._hits[number] += reused @ share
         self._rows_by_last_batch = np.append(rows_by_batch - reused, last_batch.size)

@@ -26,7 +26,7 @@ from rsembed.specs import FeatureSpec, TableSpec
 CACHE_PERCENTS = (1, 10, 30)
 SHARDS_OF_ONE_DEVICE = 8
 MOST_CURVES = 7
-"""Maximum number of curves in one panel of a plot. There are seven colours."""
+"""Maximum number of curves in one panel of a plot: the number of colours in `rs.plot`."""
 _log = logging.getLogger("rsembed")
 
 
@@ -34,42 +34,45 @@ _log = logging.getLogger("rsembed")
 class IdFigures:
     """Figures of the ids of one feature, or of all features that read one table.
 
-    A *lookup* is an id that reads a row: it is neither missing nor out of range. Duplicates are
-    counted. For a table that several features read, the samples of all these features are counted.
+    A *lookup* is an id that reads a row: an id that is neither missing nor out of range. Duplicates
+    are counted as separate lookups. The samples of a table are the samples of all features that
+    read the table.
 
     Attributes:
       table: name of the table.
-      num_rows: rows of the table, its `vocabulary_size`.
-      num_samples: samples of all batches, including samples without ids.
-      num_lookups: lookups of all batches.
+      num_rows: number of rows of the table, `vocabulary_size`.
+      num_samples: number of samples in all batches, including samples without ids.
+      num_lookups: number of lookups in all batches.
       mean_ids_per_sample: lookups divided by samples.
       ids_per_sample_99th_percentile: the smallest number of lookups that 99 % of the samples do not
         exceed.
-      max_ids_per_sample: lookups of the longest sample.
-      num_missing: entries of -1, which means no id, including the padding of arrays.
-      num_out_of_range: ids outside the table, or keys that the table's `key_dtype` cannot hold.
-      num_distinct_ids: different ids among all lookups.
+      max_ids_per_sample: number of lookups of the longest sample.
+      num_missing: number of entries -1, which mean no id, including the padding of arrays.
+      num_out_of_range: number of ids outside the table, or of keys that the table's `key_dtype`
+        cannot hold.
+      num_distinct_ids: number of different ids among all lookups.
       hottest_share: share (0 to 1) of the lookups that read the hottest 1 % of the table's rows
-        (rounded up to whole rows). A cache that holds these rows from the start would have this hit
-        rate.
+        (rounded up to whole rows). A cache that holds the hottest rows from the start would have
+        this hit rate.
       zipf_exponent: exponent of the Zipf law that fits the lookups of all rows, see
-        `zipf_exponent`. For tables of keys, the rows are the keys that were seen. NaN without
-        lookups, or if there is only one row.
+        `zipf_exponent`. For a table with keys, only rows of keys in the batches are counted. The
+        exponent is NaN without lookups, or if there is only one row.
       ids_per_distinct_id: lookups divided by the sum of the distinct ids of each batch. If a lookup
-        merges the duplicates of a batch, `ids_per_distinct_id` is the factor by which it reads
-        fewer rows.
-      shard_loads: lookups of each shard. Id `i` belongs to shard `i % num_shards`.
-      max_ids_per_partition: the smallest limit that would have dropped nothing. Each batch is cut
-        by sample into `num_shards` nearly equal parts, one for each core. A partition holds what
-        one core sends to one shard; equal ids of one sample are sent once.
-      max_unique_ids_per_partition: the smallest limit for distinct ids that would have dropped
-        nothing.
-      hit_rates: by size in percent of the table's rows, the hit rate (0 to 1) of an LRU cache.
-        The cache starts empty. Before a batch is looked up, each of its distinct ids hits if
-        the cache has its row, else the row is fetched. The rate is therefore the share of the rows
-        of all batches that need not be fetched. Rows of one batch are equally recent: if only a
-        part of them fits into the cache, that part counts.
-      counts: lookups of each distinct id, the most frequent first.
+        merges the duplicates of a batch, `ids_per_distinct_id` is the factor by which the lookup
+        reads fewer rows.
+      shard_loads: number of lookups of each shard. Id `i` belongs to shard `i % num_shards`.
+      max_ids_per_partition: the smallest limit of ids per partition that would have dropped no id.
+        Each batch is cut by sample into `num_shards` nearly equal parts, one for each core. A
+        partition has the ids that one core sends to one shard; equal ids of one sample are sent
+        once.
+      max_unique_ids_per_partition: the smallest limit of distinct ids per partition that would have
+        dropped no id.
+      hit_rates: hit rate (0 to 1) of an LRU cache, by cache size in percent of the table's rows.
+        The cache starts empty. When a batch is looked up, each distinct id is a hit if the row is
+        cached, and the rows of all other ids are fetched. The hit rate is therefore the share of
+        rows that need not be fetched. All rows that one batch used last are equally recent: if only
+        a share of these rows fits into the cache, the same share of lookups are hits.
+      counts: number of lookups of each distinct id, the most frequent id first.
     """
 
     table: str
@@ -93,7 +96,7 @@ class IdFigures:
 
     @property
     def busiest_shard_load(self) -> float:
-        """Lookups of the busiest shard divided by the mean over shards; 1 is even."""
+        """Lookups of the busiest shard divided by the mean; 1 if all shards have equal loads."""
         return _ratio(float(self.shard_loads.max()), float(self.shard_loads.mean()))
 
 
@@ -108,7 +111,10 @@ DATA_COLUMNS = {
     "missing": "{0.num_missing:,}",
     "out of range": "{0.num_out_of_range:,}",
 }
-"""What the ids are like: formats of `IdFigures`, by the name of the printed column."""
+"""Columns of the first printed table, which describes the ids.
+
+A key is the heading of a column, and the value formats an `IdFigures` as a cell of this column.
+"""
 NEEDS_COLUMNS = {
     "hottest 1 %": "{0.hottest_share:.1%}",
     "Zipf": "{0.zipf_exponent:.2f}",
@@ -120,7 +126,11 @@ NEEDS_COLUMNS = {
     "LRU 10 %": "{0.hit_rates[10]:.1%}",
     "LRU 30 %": "{0.hit_rates[30]:.1%}",
 }
-"""What the ids need: formats of `IdFigures`, by the format of the name of the printed column."""
+"""Columns of the second printed table, on the limits, shards and caches that the ids need.
+
+A key formats an `IdFigures` as the heading of a column, and the value formats an `IdFigures` as a
+cell of this column.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -128,11 +138,11 @@ class IdReport:
     """Report of `describe`: prints as two text tables, draws itself, and holds every figure.
 
     Attributes:
-      features: figures of each feature, by its name.
-      tables: figures of each table, by its name.
-      num_batches: batches that were read.
-      num_shards: number of shards that the figures of shards and partitions are for.
-      is_complete: False if `describe` stopped early, at `max_distinct_ids`.
+      features: figures of each feature, by feature name.
+      tables: figures of each table, by table name.
+      num_batches: number of counted batches.
+      num_shards: number of shards for which loads and partitions are counted.
+      is_complete: whether all batches were counted. `describe` stops early at `max_distinct_ids`.
     """
 
     features: dict[str, IdFigures]
@@ -150,19 +160,20 @@ class IdReport:
             title += "; stopped early, at max_distinct_ids"
         rows = dict(self.features)
         for name, figures in self.tables.items():
-            if figures not in self.features.values():  # several features share the table
+            # A table that only one feature reads has the figures of this feature.
+            if figures not in self.features.values():
                 rows[f"(table) {name}"] = figures
         return "\n\n".join(
             [title, _text_table(rows, DATA_COLUMNS), _text_table(rows, NEEDS_COLUMNS)]
         )
 
     def plot(self) -> np.ndarray:
-        """Draws a new figure of four panels, with functions of `rs.plot`.
+        """Draws a new figure with four panels.
 
         The panels show how often ids occur, which share of the lookups the hottest rows serve, the
         load of each shard (over all tables), and the miss ratio of LRU caches. Curves are drawn for
-        the seven tables with the most lookups, because there are seven colours. For other tables,
-        pass figures such as `tables[name].counts` to these functions.
+        the seven tables with the most lookups, because there are seven colours. To draw other
+        tables, pass figures such as `tables[name].counts` to functions of `rs.plot`.
 
         Returns: the four `Axes`, as an array `[2, 2]`.
 
@@ -181,7 +192,8 @@ class IdReport:
         for name in drawn:
             figures = self.tables[name]
             counts = figures.counts
-            num_rows = max(figures.num_rows, len(counts))  # there can be more keys than rows
+            # A table with keys may have seen more keys than it has rows.
+            num_rows = max(figures.num_rows, len(counts))
             plot.plot_id_frequency(counts, ax=axes[0, 0], label=name)
             plot.plot_coverage(counts, num_rows=num_rows, ax=axes[0, 1], label=name)
             misses[name] = {percent: 1 - rate for percent, rate in figures.hit_rates.items()}
@@ -196,17 +208,18 @@ class IdReport:
 
 
 def _text_table(rows: Mapping[str, IdFigures], columns: Mapping[str, str]) -> str:
-    """A text table: a line with the names of the columns, and a line for each row.
+    """A text table: a line with the headings of the columns, and a line for each row.
 
     Args:
-      rows: figures of each row, by its name.
-      columns: format of the cells of each column, by the format of its name.
+      rows: figures of each row, by the name of the row.
+      columns: by the format of each heading, the format of the cells below the heading.
     """
     names = ["feature", *rows]
     width = max(map(len, names))
     lines = [name.ljust(width) for name in names]
     for heading, cell in columns.items():
-        texts = [heading.format(*rows.values())]  # takes figures of the first row
+        # A heading reads only the figures of the first row, `{0}`.
+        texts = [heading.format(*rows.values())]
         for figures in rows.values():
             texts.append(cell.format(figures))
         width = max(map(len, texts))
@@ -225,26 +238,26 @@ def describe(
 ) -> IdReport:
     """A report on the ids of batches, which prints as a table and draws itself.
 
-    The report shows how skewed the ids are, how many are missing or out of range, and the effect of
-    limits, shards and caches. `IdFigures` defines each figure. No table is read, and nothing is
-    compiled. Ids out of range are counted, even if `prepare` would reject them.
+    The report shows how skewed the ids are, how many ids are missing or out of range, and the
+    effect of limits, shards and caches. `IdFigures` defines each figure. `describe` reads no table
+    and compiles nothing. Ids out of range are counted, even if `prepare` would reject them.
 
-    Memory grows with the number of distinct ids (about 100 bytes each, at its peak), not with the
+    Memory grows with the number of distinct ids (at most about 100 bytes for each), not with the
     number of batches. A progress bar is shown in a terminal and in a notebook.
 
     Args:
-      collection: the features, and the tables that they read.
+      collection: the collection with the features, and the tables that they read.
       batches: any iterable of batches, each in a form that `collection.prepare` takes. With several
         processes, pass the batches of this process before they are prepared.
-      num_shards: number of shards for the figures of shards and partitions. None: the number of
-        devices on the collection's mesh, or 8 without a mesh.
-      max_distinct_ids: bound on the memory, which tables of 64-bit keys need. Counting stops with a
-        warning once a table has more distinct ids than this. The report then covers the batches
-        that were counted.
+      num_shards: number of shards for which loads and partitions are counted. If None, the number
+        is that of devices on the collection's mesh, or 8 without a mesh.
+      max_distinct_ids: maximum number of distinct ids of a table, 50 million by default. Counting
+        stops with a warning when a table has more, and the report covers the batches until then.
+        The maximum bounds memory, because tables of 64-bit keys can have any number of ids.
 
     Raises:
-      TypeError: `batches` is a single batch, or a batch has a form that `prepare` does not take.
-      ValueError: `batches` is empty, or a batch does not match the features.
+      TypeError: `batches` is a single batch, or `prepare` does not accept the form of a batch.
+      ValueError: `batches` is empty, or a batch lacks valid ids for a feature.
 
     Example:
       >>> import rsembed as rs
@@ -263,7 +276,7 @@ def describe(
         readers.setdefault(feature.table_spec.name, []).append(name)
         streams[(name,)] = _Stream(feature.table_spec, num_shards)
     for table, names in readers.items():
-        # A table that one feature reads has the stream of this feature.
+        # A table that only one feature reads shares the counters of this feature.
         streams.setdefault(tuple(names), _Stream(collection.table_specs[table], num_shards))
     num_batches = 0
     is_complete = True
@@ -299,14 +312,14 @@ def describe(
 
 
 class _Lookups(NamedTuple):
-    """Ids of one feature in one batch that read a row, and counts of the others.
+    """Lookups of one feature in one batch, and counts of missing ids and ids out of range.
 
     Attributes:
-      ids: ids of all samples, one sample after the other.
-      lengths: number of ids of each sample.
-      cores: the core that each sample belongs to.
-      num_missing: entries of -1.
-      num_out_of_range: ids that no row has.
+      ids: looked-up ids of all samples, one sample after the other.
+      lengths: number of lookups of each sample.
+      cores: index of the core that has each sample.
+      num_missing: number of entries -1.
+      num_out_of_range: number of ids outside the table.
     """
 
     ids: np.ndarray
@@ -317,7 +330,13 @@ class _Lookups(NamedTuple):
 
 
 def _lookups(feature: FeatureSpec, value: Any, num_shards: int) -> _Lookups:
-    """Lookups of a feature's part of a batch, and counts of its other ids."""
+    """Lookups of one feature in one batch.
+
+    Args:
+      feature: spec of the feature.
+      value: ids of the feature, in any form that `prepare` takes.
+      num_shards: number of cores among which the samples are divided.
+    """
     bags = as_bags(value, feature=feature.name)
     if is_unknown(bags):
         raise TypeError(
@@ -330,7 +349,7 @@ def _lookups(feature: FeatureSpec, value: Any, num_shards: int) -> _Lookups:
     is_lookup = ~(is_missing | is_outside)
     offsets = bags.offsets.astype(np.int64)
     samples = np.repeat(np.arange(bags.num_bags), np.diff(offsets))
-    used = slice(0, int(offsets[-1]))  # entries after the last offset are padding
+    used = slice(0, int(offsets[-1]))  # Entries after the last offset are padding.
     return _Lookups(
         ids=ids[used][is_lookup[used]],
         lengths=np.bincount(samples[is_lookup[used]], minlength=bags.num_bags),
@@ -356,7 +375,7 @@ def _numbers(bags: Bags, feature: FeatureSpec) -> tuple[np.ndarray, np.ndarray, 
 
 
 def _key_dtype(table: TableSpec) -> str | None:
-    """Dtype of the table's keys. None if its ids are row numbers."""
+    """Dtype of the table's keys, or None if the ids of the table are row numbers."""
     if table.storage is None:
         return None
     return table.storage.key_dtype
@@ -402,7 +421,7 @@ class _Stream:
         num_lookups = int(counts.sum())
         lengths, num_samples = np.array(sorted(self._samples_by_length.items())).T
         covered = np.cumsum(num_samples)
-        # The comparison is in integers, because 0.99 is not a binary fraction.
+        # Compare integers, because floats have no exact 0.99.
         percentile = np.searchsorted(100 * covered, 99 * covered[-1])
         num_rows = self._table.vocabulary_size
         if _key_dtype(self._table) is not None:

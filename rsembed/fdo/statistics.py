@@ -1,8 +1,8 @@
 """Statistics of preprocessed batches by stack, and limits and buffer sizes computed from them.
 
-Every change of a limit or a buffer size compiles the training step again. Limits that follow each
-batch exactly are small, but change all the time. Limits in buckets that only grow settle after a
-few changes.
+After every change of a limit or a buffer size, the training step is compiled again. Limits that
+follow each batch exactly are small, but change all the time. Limits that never decrease and are
+rounded up to one of a few sizes stop changing after a few batches.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ class TableDrops(NamedTuple):
     """Number of ids of a table that were dropped in one batch, by the limit that dropped them.
 
     Attributes:
-      ids: dropped by `max_ids_per_partition`. Every duplicate counts.
-      unique_ids: dropped by `max_unique_ids_per_partition` alone. Every duplicate counts.
-      buffer: dropped because the input buffer was full. Equal ids of a sample count once.
+      ids: number of ids dropped by `max_ids_per_partition`, duplicates included.
+      unique_ids: number of ids dropped by `max_unique_ids_per_partition` alone, duplicates included.
+      buffer: number of ids dropped because the input buffer was full. Equal ids of one sample are
+        counted once.
     """
 
     ids: int = 0
@@ -40,7 +41,7 @@ class TableDrops(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseDenseMatmulInputStats:
-    """Counts of one batch, or of many batches with a row for each, by name of the stack.
+    """Counts by name of the stack, for one batch or for many batches (with one row per batch).
 
     Entries are counted after equal ids of one sample were merged, and before any entry was dropped.
 
@@ -48,12 +49,12 @@ class SparseDenseMatmulInputStats:
       max_ids_per_partition: for each local device and shard, the most entries that one core of the
         device sends to the shard.
       max_unique_ids_per_partition: for each local device and shard, the most distinct rows that one
-        core of the device asks the shard for.
+        core of the device requests from the shard.
       required_buffer_size_per_sc: buffer slots that each core needs, padding included. A partition
         fills whole tiles of 8 slots.
-      id_drop_counters: number of dropped ids. Every duplicate counts.
-      id_drops_by_table: dropped ids by name of the table and by limit, for one batch only. Files do
-        not contain these counts.
+      id_drop_counters: number of dropped ids, duplicates included.
+      id_drops_by_table: number of dropped ids by name of the table and by limit, for one batch
+        only. FDO clients do not store the numbers of single tables.
     """
 
     max_ids_per_partition: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -77,11 +78,12 @@ class SparseDenseMatmulInputStats:
     ) -> int | None:
         """Buffer slots that a device needs: the largest need of a core times the number of cores.
 
-        The result is None for an unknown stack.
+        The result is None for a stack without statistics.
 
         Args:
           table_name: name of the stack.
-          num_sc_per_device: cores per device. None: one core per stored value.
+          num_sc_per_device: cores per device. If None, every stored buffer size belongs to a core
+            of one device.
         """
         if table_name not in self.required_buffer_size_per_sc:
             return None
@@ -95,15 +97,16 @@ class SparseDenseMatmulInputStats:
         required_buffer_size_per_device: int,
         num_sc_per_device: PositiveInt | None = None,
     ) -> None:
-        """Sets the buffer slots that a device needs, in equal parts for its cores.
+        """Sets the buffer slots that a device needs, and divides them equally among the cores.
 
         Args:
           table_name: name of the stack.
           required_buffer_size_per_device: number of slots for all cores of a device.
-          num_sc_per_device: cores per device. None: one core per stored value.
+          num_sc_per_device: cores per device. If None, the number of cores is the number of stored
+            buffer sizes.
 
         Raises:
-          ValueError: the stack is unknown and `num_sc_per_device` is missing.
+          ValueError: the stack has no statistics, and `num_sc_per_device` is None.
         """
         if num_sc_per_device is None:
             if table_name not in self.required_buffer_size_per_sc:
@@ -137,10 +140,7 @@ KINDS: dict[str, str] = {
     "required_buffer_size": "required_buffer_size_per_sc",
     "id_drop_counters": "id_drop_counters",
 }
-"""Attribute of each statistic by its name in files.
-
-In a file, a statistic is called `<stack>_<name>`.
-"""
+"""Attribute of each kind of statistic, by the end of its name in files, `<stack>_<end>`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -149,11 +149,13 @@ class LimitsPolicy:
     """Policy that turns observed maxima into new limits.
 
     Attributes:
-      headroom_fraction: room above the observed maximum (0.1 = 10%). Raise the fraction if later
-        batches still exceed a limit.
-      monotone: whether a limit never decreases, nor goes below the limit that the specs declare.
-      bucket: round limits up to multiples of 8 that grow by this factor, so that only a few limits
-        occur: at most 12 between 100 and 1000 with 1.25, 4 with 2.0. None: no rounding.
+      headroom_fraction: share of the observed maximum that is added to a limit (0.1 = 10%). Raise
+        the fraction if later batches still exceed a limit.
+      monotone: whether a limit never decreases, and is never below the limit in the specs. True by
+        default.
+      bucket: factor between the sizes to which limits are rounded up, 1.25 by default. All sizes
+        are multiples of 8. Between 100 and 1000, there are at most 12 sizes with a factor of 1.25,
+        and 4 with a factor of 2. If None, limits are not rounded.
 
     Raises: ValueError: the headroom is negative, or the factor is not above 1.
     """
@@ -167,9 +169,9 @@ class LimitsPolicy:
 
         Args:
           observed: the largest count that was observed.
-          current: the limit so far. None if there was no limit.
+          current: the present limit, or None if there is no limit.
         """
-        # A stack without ids gets a limit of one.
+        # A limit is at least 1, also for a stack without ids.
         value = max(1, math.ceil(round(observed * (1 + self.headroom_fraction), 6)))
         if self.bucket is not None:
             step = SUBLANES
@@ -186,7 +188,7 @@ EXACT = LimitsPolicy(headroom_fraction=0.0, monotone=False, bucket=None)
 
 
 class PartitionLimits(NamedTuple):
-    """Limits and buffer size of a stack, as statistics suggest them."""
+    """New limits and buffer size of a stack, computed from statistics."""
 
     max_ids_per_partition: int
     max_unique_ids_per_partition: int
@@ -201,15 +203,17 @@ def limits_from_statistics(
     *,
     policy: LimitsPolicy | None = None,
 ) -> dict[str, PartitionLimits]:
-    """New limits and buffer sizes by name of the stack. The stacks are not changed.
+    """New limits and buffer sizes by name of the stack.
+
+    The function returns the limits, but does not set them in `stacks`.
 
     Args:
       stacks: the stacks with their present limits.
       statistics: statistics of one or more batches, as returned by the `load` method of an FDO
         client. A limit without statistics does not change.
       num_sc_per_device: cores per device.
-      policy: how counts become limits. None: `LimitsPolicy()`, which adds headroom, never lowers a
-        limit and rounds up to one of a few sizes.
+      policy: rule that computes a limit from a count. If None, `LimitsPolicy()` adds headroom,
+        never lowers a limit and rounds up to one of a few sizes.
 
     Warns: the statistics or the number of cores belong to a different layout of a stack.
 
@@ -235,7 +239,7 @@ def _stack_limits(
 ) -> PartitionLimits:
     name = stack.stack_name
     buffer = stack.suggested_coo_buffer_size_per_device
-    # `num_shards` is 0 in a stack that was made by hand, which fits any number of cores.
+    # `num_shards` is 0 if a user constructed the stack, and then any number of cores is right.
     if stack.num_shards:
         _warn_of_other_cores(stack, statistics, num_cores)
 
@@ -252,8 +256,8 @@ def _stack_limits(
         per_core = None if buffer is None else -(-buffer // num_cores)
         observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
         buffer = policy.limit(observed, per_core) * num_cores
-        # `largest` is the number of slots of full partitions. A buffer with more slots would never
-        # be filled.
+        # `largest` is the number of slots if every partition has as many ids as the limit allows. A
+        # buffer with more slots would never be full.
         largest = round_up(max_ids, SUBLANES) * num_cores * stack.num_shards
         if stack.num_shards and buffer > largest >= observed * num_cores:
             buffer = largest
@@ -268,14 +272,16 @@ def _warn_of_other_cores(
     num_values = np.shape(np.atleast_1d(statistics.max_ids_per_partition.get(name, 0)))[-1]
     num_sizes = np.shape(np.atleast_1d(statistics.required_buffer_size_per_sc.get(name, 0)))[-1]
     num_devices, rest = divmod(num_values, num_shards)
-    # Statistics with other numbers of values were made by hand.
+    # Preprocessing returns a value for each device and shard. Statistics with a different number of
+    # values were made by a user and cannot be checked.
     is_whole = name in statistics.required_buffer_size_per_sc and num_devices and not rest
     # There is a buffer size for each core of every local device, or for each core of one device.
     fits = (
         num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
     )
     if num_shards % num_cores or (is_whole and not fits):
-        # jax-tpu-embedding accepts any number. Buffers that are too small raise an error later.
+        # This is not an error, because jax-tpu-embedding accepts any number of cores, and a buffer
+        # that is too small raises an error later.
         _log.warning(
             "rsembed.fdo: stack %r has %d shards, and its statistics %d partitions and %d buffer sizes, which does not "
             "fit num_sc_per_device=%d; its new buffer size is a guess. Pass the number of cores that it was placed "
