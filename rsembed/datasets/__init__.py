@@ -1,8 +1,8 @@
 """Data sets: text, Zipf ids, click logs and film ratings, from files or generated from a known law.
 
-Generated data need neither files nor network, and are equal for equal seeds. All arrays are numpy
-arrays. Each loader has an argument for a tiny size: `max_words`, `num_ids`, `num_samples`,
-`max_users`, `rows`.
+Generated data need neither files nor network, and equal seeds give equal data. All arrays are NumPy
+arrays. For a small data set, such as for a test, use the arguments `max_words`, `num_ids`,
+`num_samples`, `max_users` or `rows` of the loaders.
 """
 
 from rsembed.datasets.click_files import criteo as criteo, criteo_chunks as criteo_chunks

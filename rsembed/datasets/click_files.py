@@ -31,9 +31,9 @@ NUM_CATEGORIES = 26
 TRAINING_FILE = "train.txt"
 """Name of the labelled log inside the archive for Kaggle's competition."""
 LABEL_NAMES = ("label", "click")
-"""Names of the column of labels. A first line with one of these names is a header."""
+"""Possible names of the label column. A first line with one of these names is a header."""
 MOST_DIGITS = 16
-"""Hexadecimal digits of a 64-bit key."""
+"""Number of hexadecimal digits of a 64-bit key."""
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
 _PAD = 16
 _BAD_DIGIT = 17
@@ -46,17 +46,17 @@ for _digit in range(16):
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class CriteoLog:
-    """Rows of a click log: a label, numbers and categories for each.
+    """Rows of a click log. Each row has a label, numbers and categories.
 
     Attributes:
       labels: 1 for a click, else 0.
       dense: numbers in the order of `dense_names`, NaN for missing numbers.
-      sparse: 64-bit key of each row's category, by column, -1 for missing categories.
-        `collection.prepare(log.sparse)` accepts the keys if the features are named like the
-        columns.
-      dense_names: columns of numbers, "I1" to "I13" unless the header has other names.
-      first_line: index, from 1, of the line with the first row.
-      source: a sentence about the origin.
+      sparse: 64-bit keys of the categories, by name of the column. The key of a missing category is
+        -1, or the argument `missing` of the loader. `collection.prepare(log.sparse)` accepts the
+        keys if the features have the names of the columns.
+      dense_names: names of the columns of numbers, "I1" to "I13" unless the header has other names.
+      first_line: index of the line with the first row, counted from 1.
+      source: description of the file format and the path that the rows come from.
     """
 
     labels: Int32[np.ndarray, " rows"]
@@ -84,19 +84,21 @@ def criteo(
 
     The file can be Kaggle's `train.txt`, a day of the Terabyte log, or CSV or TSV with a header.
     The file may be compressed by gzip, or be in a zip or tar archive. `criteo_chunks` reads files
-    that do not fit in memory. `synthetic_clicks` has clicks without a file.
+    that do not fit in memory. `synthetic_clicks` generates clicks without a file.
 
     Args:
       path: a file with a label, 13 numbers and 26 hexadecimal categories in each line, separated by
         tabs or commas. Other numbers or orders of columns need a header with the names `label`,
-        `I1`, `I2`, ... and `C1`, `C2`, ... (`int_0` and `cat_0` are also read). In an archive, the
-        log is `train.txt` or the only file.
-      rows: number of rows to read from the beginning; None: all. A million rows take 0.3 GB.
+        `I1`, `I2`, ... and `C1`, `C2`, ... (names such as `int_0` and `cat_0` are also accepted).
+        In an archive, the log is `train.txt` or the only file.
+      rows: number of rows to read from the beginning of the log. If None, all rows are read. A
+        million rows take 0.3 GB.
       missing: key of missing categories. The default -1 means no id, so missing categories
-        contribute nothing. Any other number is the row of the table that missing categories read.
+        contribute nothing. With any other key, all missing categories read the row of this key.
 
     Returns:
-      The rows. The hexadecimal digits of a category are its key, which `rs.Hashed` tables take.
+      The rows of the log. The key of a category is the number that its hexadecimal digits form. Use
+      the keys with `rs.Hashed` tables.
 
     Raises:
       ValueError: a line is malformed, or the file is damaged or has no rows.
@@ -138,11 +140,12 @@ def criteo_chunks(
 
     Args:
       path: file or archive, see `criteo`.
-      rows: rows of each chunk, such as a batch or some of them. The last chunk may have fewer rows.
+      rows: number of rows of each chunk, such as one or more batches. The last chunk may have fewer
+        rows.
       missing: key of missing categories, see `criteo`.
 
-    Raises: ValueError, FileNotFoundError: see `criteo`. The error for a bad line is raised when its
-      chunk is read, after the chunks before it.
+    Raises: ValueError, FileNotFoundError: see `criteo`. A malformed line raises the error only when
+      the iterator reaches the chunk with this line.
     """
     chunks = _chunks("criteo_chunks", path, missing)
     return _regrouped(chunks, rows)
@@ -197,9 +200,9 @@ class Columns(NamedTuple):
     """Columns of a click log, as indices of the fields of a line.
 
     Attributes:
-      separator: the byte between fields.
-      num_columns: fields of each line.
-      label: column of the label.
+      separator: the byte between two fields, a tab or a comma.
+      num_columns: number of fields in each line.
+      label: index of the column of the label.
       numbers: index of the column of each numeric feature, by its name.
       categories: index of the column of each categorical feature, by its name.
     """
@@ -214,7 +217,10 @@ class Columns(NamedTuple):
 def _chunks(
     reader: str, path: str | os.PathLike[str], missing: int
 ) -> Generator[CriteoLog, None, None]:
-    """Iterator over the rows of each block of the file. The file must exist now, and is opened with the first chunk."""
+    """Iterator over chunks of rows, one chunk for each block of the file.
+
+    The call checks that the file exists, but only the first chunk opens the file.
+    """
     file_path = Path(path).expanduser()
     if not file_path.is_file():
         raise FileNotFoundError(
@@ -260,9 +266,9 @@ def _read_chunks(reader: str, path: Path, missing: int) -> Generator[CriteoLog, 
 
 
 def _log_in_archive(files: list[SourceFile]) -> SourceFile:
-    """`train.txt`, or the only file.
+    """The file `train.txt` of an archive, or the only file of the archive.
 
-    Raises: ValueError: neither exists.
+    Raises: ValueError: the archive has several files, but no `train.txt`, or has no files.
     """
     for file in files:
         if file.name.rpartition("/")[2] == TRAINING_FILE:
@@ -316,7 +322,7 @@ def _parsed(block: Block, columns: Columns, name: str, missing: int, origin: str
     """
     _check_num_fields(block, columns, name)
     fields = block.text.replace(b"\n", columns.separator).split(columns.separator)
-    del fields[-1]  # `fields` ends with the string after the last separator.
+    del fields[-1]  # After the last separator, `split` returns an empty string.
     labels = fields[columns.label :: columns.num_columns]
     for row, label in enumerate(labels):
         if label not in (b"0", b"1"):
@@ -381,8 +387,8 @@ def _numbers(texts: list[bytes], block: Block, name: str, column_name: str) -> n
         numbers = np.array(filled).astype(np.float64)
         with np.errstate(over="ignore"):
             narrow = numbers.astype(np.float32)
-        # Python reads 1_0 as 10. An underscore is an error in any column, so the whole block is
-        # searched in one call.
+        # Python would read 1_0 as 10. No column may have an underscore, so one search of the whole
+        # block is enough.
         is_good = np.isfinite(narrow).all() and b"_" not in block.text
     except ValueError:
         is_good = False
@@ -418,7 +424,8 @@ def _keys(
         longer = keys * np.uint64(16) + digits[:, position]
         keys = np.where(is_pad[:, position], keys, longer)
     signed = keys.view(np.int64)
-    # -1 means no id, so 16 digits f (which are -1) become -2, as in `rs.hash_keys`.
+    # A key of -1 means no id. The category with 16 digits f has these bits and gets the key -2, as
+    # in `rs.hash_keys`.
     signed[signed == -1] = -2
     signed[is_pad[:, 0]] = missing
     return signed

@@ -1,4 +1,4 @@
-"""Files of folders and archives, read in blocks of whole lines so that memory does not grow with the file."""
+"""Files in folders and archives, read in blocks of whole lines to bound the memory."""
 
 from __future__ import annotations
 
@@ -19,14 +19,17 @@ from rsembed import archives
 from rsembed.progress import progress
 
 BLOCK_BYTES = 1 << 20
-"""Bytes of a file that are in memory at a time."""
+"""Number of bytes of a file that are in memory at a time."""
 MOST_LINE_BYTES = 1 << 20
-"""Most bytes of a line.
+"""Maximum number of bytes in a line.
 
 Without a limit, a file without line ends would be read as one line.
 """
 MOST_RATIO = 16
-"""Most bytes of a member for each byte of its archive. Logs of ratings and clicks pack 3 to 6 times."""
+"""Maximum size of a member of an archive, as a multiple of the size of the archive.
+
+Compression makes logs of ratings and clicks only 3 to 6 times smaller.
+"""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _DAMAGED = (
     zipfile.BadZipFile,
@@ -46,7 +49,7 @@ class SourceFile:
 
     Attributes:
       name: path inside the folder or archive, as shown in error messages.
-      num_bytes: size after unpacking; None if the file does not contain it.
+      num_bytes: size after unpacking, or None if the size is unknown before the file is read.
       opener: function that returns the open file.
     """
 
@@ -56,9 +59,9 @@ class SourceFile:
 
     @contextlib.contextmanager
     def open(self) -> Iterator[io.BufferedIOBase]:
-        """The open file, closed at the end of the `with` block.
+        """Context manager that opens the file, and closes it at the end of the `with` block.
 
-        Raises: ValueError: the member is encrypted or damaged.
+        Raises: ValueError: the file is encrypted or damaged.
         """
         with damage_is_a_value_error(self.name):
             file = self.opener()
@@ -68,7 +71,7 @@ class SourceFile:
     def read(self) -> bytes:
         """Content of the whole file.
 
-        Raises: ValueError: the member is encrypted or damaged.
+        Raises: ValueError: the file is encrypted or damaged.
         """
         with self.open() as file, damage_is_a_value_error(self.name):
             content = file.read()
@@ -77,7 +80,11 @@ class SourceFile:
 
 @contextlib.contextmanager
 def damage_is_a_value_error(name: str) -> Iterator[None]:
-    """A context that turns the errors of damaged or encrypted archives into `ValueError` with the file's name."""
+    """Context manager that turns errors of damaged or encrypted archives into `ValueError`.
+
+    Args:
+      name: name of the file or member, at the start of the error message.
+    """
     try:
         yield
     except _DAMAGED as error:
@@ -87,13 +94,15 @@ def damage_is_a_value_error(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def files_in(path: Path) -> Iterator[list[SourceFile]]:
-    """Files of a folder (without its subfolders), or the members of a zip or tar archive.
+    """Context manager with the files of a folder, or the members of a zip or tar archive.
+
+    Files in subfolders of a folder are left out.
 
     Args:
       path: a folder, or an archive (zip, tar, tar.gz).
 
-    Raises: ValueError: `path` is a file and no archive, or a member is larger than an archive of
-      that size can hold.
+    Raises: ValueError: `path` is neither a folder nor an archive, or a member has more than
+      `MOST_RATIO` times the size of the archive (and more than `archives.MOST_UNPACKED_BYTES`).
     """
     with contextlib.ExitStack() as stack:
         if path.is_dir():
@@ -110,7 +119,7 @@ def files_in(path: Path) -> Iterator[list[SourceFile]]:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether the file is named like a zip or tar archive."""
+    """Whether the file name ends like the name of a zip or tar archive."""
     return path.name.lower().endswith((".zip", ".tar", ".tar.gz", ".tgz"))
 
 
@@ -123,7 +132,7 @@ def _folder_files(folder: Path) -> list[SourceFile]:
 
 
 def plain_file(path: Path) -> SourceFile:
-    """A file on the disk. A file that gzip has compressed is unpacked while it is read."""
+    """A plain file on the disk, or a gzip file, which is decompressed while it is read."""
     with path.open("rb") as file:
         is_gzip = file.read(2) == b"\x1f\x8b"
     if is_gzip:
@@ -140,7 +149,7 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> list[SourceFile]:
             continue
         _check_size(path, member.filename, member.file_size)
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            # zipfile unpacks other compression methods without a bound on memory.
+            # zipfile decompresses other methods without a bound on memory.
             raise ValueError(
                 f"member {member.filename!r} is neither stored nor deflated. Pack it so."
             )
@@ -152,7 +161,7 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> list[SourceFile]:
 def _tar_files(path: Path, archive: tarfile.TarFile) -> list[SourceFile]:
     files = []
     for member in archive:
-        # The size is checked before tarfile reads past the member to the next one.
+        # Check the size first: to find the next member, tarfile decompresses all of this member.
         _check_size(path, member.name, member.size)
         if not member.isfile() or _is_a_side_file(member.name):
             continue
@@ -162,12 +171,12 @@ def _tar_files(path: Path, archive: tarfile.TarFile) -> list[SourceFile]:
 
 
 def _is_a_side_file(name: str) -> bool:
-    """Whether macOS has added this member. Its name is a prefix and the name of a real member."""
+    """Whether macOS has added this member to the archive, to hold metadata of another member."""
     return name.startswith("__MACOSX/") or name.rpartition("/")[2].startswith("._")
 
 
 def _check_size(path: Path, name: str, num_bytes: int) -> None:
-    """Raises: ValueError: a member is larger than an archive of that size can hold."""
+    """Raises: ValueError: a member is too large for the size of the archive, see `files_in`."""
     most = max(archives.MOST_UNPACKED_BYTES, MOST_RATIO * path.stat().st_size)
     if num_bytes > most:
         raise ValueError(
@@ -190,7 +199,7 @@ def read_first_line(file: io.BufferedIOBase, name: str) -> bytes:
 
 
 def _check_line_bytes(num_bytes: int, name: str, number: int) -> None:
-    """Raises: ValueError: a line is longer than a log can have."""
+    """Raises: ValueError: a line has `MOST_LINE_BYTES` or more."""
     if num_bytes >= MOST_LINE_BYTES:
         raise ValueError(
             f"{name}, line {number} has {MOST_LINE_BYTES} bytes and no end. A log has one sample on each line."
@@ -203,7 +212,7 @@ class Block(NamedTuple):
     Attributes:
       first_line: index of the first line, from 1.
       text: the lines, including their line ends.
-      has_end: False if the file ends without an end of line. An end of line is then added to
+      has_end: whether the last line has a line end in the file. If False, a line end was added to
         `text`.
     """
 
@@ -220,9 +229,9 @@ def line_blocks(
     Carriage returns before line ends are dropped.
 
     Args:
-      file: `source`, opened, at the beginning of a line.
-      source: name and size of the file.
-      first_line: index of the first line to read, from 1, for errors.
+      file: open file, positioned at the beginning of a line.
+      source: the file that `file` was opened from, for name and size.
+      first_line: index of the first line to read, counted from 1, for error messages.
       description: text beside the progress bar.
 
     Raises: ValueError: a line has more than `MOST_LINE_BYTES`, or the file is damaged.
@@ -253,7 +262,7 @@ def _read_blocks(file: io.BufferedIOBase, name: str, first_line: int) -> Iterato
 
 
 def is_number(text: str) -> bool:
-    """Whether a string is a decimal number, without the underscores that Python allows in one."""
+    """Whether a string is a decimal number. Strings with underscores, such as `1_0`, are not."""
     try:
         float(text)
     except ValueError:
@@ -262,9 +271,10 @@ def is_number(text: str) -> bool:
 
 
 def decoded(content: bytes) -> str:
-    """String from UTF-8 if it is valid, else from Latin-1, the encoding of ml-1m and ml-100k.
+    """String from UTF-8 if the bytes are valid UTF-8, else from Latin-1.
 
-    Latin-1 titles are hardly ever valid UTF-8 by chance: a special character would have to follow each accent.
+    Some MovieLens files (ml-1m and ml-100k) are in Latin-1. Titles in Latin-1 are hardly ever valid
+    UTF-8 by chance, because a special character would have to follow each accented letter.
     """
     try:
         return content.decode("utf-8-sig")
@@ -273,5 +283,5 @@ def decoded(content: bytes) -> str:
 
 
 def shown(text: str) -> str:
-    """The first 80 characters of a line, quoted, as errors show it."""
+    """The first 80 characters of a string in quotes, for an error message."""
     return repr(text[:80]) + ("..." if len(text) > 80 else "")

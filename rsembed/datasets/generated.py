@@ -32,10 +32,9 @@ def zipf_probabilities(
     """Probabilities of the bounded Zipf law: rank `r = 1, 2, …` has probability `r**-exponent / sum`.
 
     Args:
-      vocabulary_size: number of ranks. Because the number is finite, every exponent from 0
-        (uniform) up is allowed.
-      exponent: 1.05 to 1.2 is usual for click logs and words. A larger exponent concentrates the
-        lookups on fewer ids.
+      vocabulary_size: number of ranks.
+      exponent: any number from 0 (a uniform law) up. Exponents of 1.05 to 1.2 are usual for click
+        logs and words. A larger exponent concentrates the lookups on fewer ids.
 
     Raises: ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or
       not finite.
@@ -62,13 +61,15 @@ def zipf_ids(
 
     Args:
       num_ids: number of ids to draw. 0 is allowed.
-      vocabulary_size: exclusive upper bound of the ids. Ten million take about 0.2 GB while drawing.
+      vocabulary_size: exclusive upper bound of the ids. A bound of ten million takes about 0.2 GB
+        of memory during the call.
       exponent: Zipf exponent, see `zipf_probabilities`.
-      seed: fixes the draws and, independently of `num_ids`, the shuffle.
-      shuffle: whether popular ids are spread over the whole range, as with hashed ids. False makes
-        id 0 the most frequent.
+      seed: seed of the draws and of the shuffle. The shuffle does not depend on `num_ids`.
+      shuffle: whether popular ids are spread over the whole range, as with hashed ids, True by
+        default. If False, id 0 is the most frequent id, then id 1, and so on.
 
-    Raises: ValueError: `num_ids` is negative, or see `zipf_probabilities`.
+    Raises: ValueError: `num_ids` is negative, or another argument is out of range (see
+      `zipf_probabilities`).
 
     Example:
       >>> ids = zipf_ids(1000, 10, exponent=1.0, seed=0, shuffle=False)
@@ -80,12 +81,12 @@ def zipf_ids(
 
 
 def _generator(purpose: str, *seeds: int) -> np.random.Generator:
-    """A random generator for one purpose: more draws for it do not change the draws for others."""
+    """A random generator for one purpose, independent of the generators for other purposes."""
     return np.random.Generator(np.random.PCG64([zlib.crc32(purpose.encode()), *seeds]))
 
 
 def id_of_rank(vocabulary_size: int, *seeds: int) -> np.ndarray:
-    """The order of ids that a seed shuffles to, the most popular first."""
+    """The id of each popularity rank, a random permutation that depends only on the seeds."""
     return _generator("zipf shuffle", *seeds).permutation(vocabulary_size).astype(np.int32)
 
 
@@ -94,7 +95,7 @@ def _zipf_ranks(
 ) -> np.ndarray:
     """Random ranks, from 0, that follow a Zipf law."""
     distribution = np.cumsum(zipf_probabilities(vocabulary_size, exponent=exponent))
-    # The distribution ends at exactly 1, above every uniform number.
+    # The last value is then exactly 1, and every number from `generator.random` is smaller.
     distribution /= distribution[-1]
     return np.searchsorted(distribution, generator.random(count), side="right").astype(np.int32)
 
@@ -134,22 +135,26 @@ def synthetic_clicks(
     exponent: float = 1.05,
     embedding_dim: PositiveInt = 4,
 ) -> ClickLog:
-    """A click log with Zipf ids, drawn from a known model: dense weights, id biases and pairs of id vectors.
+    """A click log with Zipf ids and with labels drawn from a known model, a factorisation machine.
 
-    The log-odds are `intercept + w·dense + sum_f b_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]>`. Labels are
-    Bernoulli draws.
+    The log-odds are `intercept + w·dense + sum_f b_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]>`, with
+    dense weights `w`, and a bias `b` and a vector `v` for each id. Labels are Bernoulli draws.
 
     Args:
-      num_samples: rows to draw. A few hundred for tests, 100_000 to come close to `best_log_loss`.
-      vocabulary_sizes: one per sparse feature. The features are called `sparse_0`, `sparse_1`, ….
+      num_samples: number of rows. A few hundred rows are enough for tests. With 100_000 rows, a
+        trained model comes close to `best_log_loss`.
+      vocabulary_sizes: number of ids of each sparse feature. The features are called `sparse_0`,
+        `sparse_1`, ….
       num_dense: number of standard normal dense features. 0 is allowed.
-      seed: fixes the true model and which ids are popular, whatever `num_samples` is.
-      sample_seed: fixes the rows. To draw a test set, change only `sample_seed`.
+      seed: seed of the true model and of the popularity of ids, which do not depend on
+        `num_samples`.
+      sample_seed: seed of the rows. To draw a test set, change only `sample_seed`.
       exponent: Zipf exponent of the ids, see `zipf_probabilities`.
       embedding_dim: length of the true id vectors. Models with at least this embedding dimension
         can fit the true vectors.
 
-    Raises: ValueError: a count is below 1 (`num_dense`: below 0), or see `zipf_probabilities`.
+    Raises: ValueError: `num_dense` is negative, another number is below 1, or `exponent` is
+      negative or not finite.
 
     Source: Model: Rendle, "Factorization Machines", ICDM 2010, equation 1.
 
@@ -175,7 +180,7 @@ def synthetic_clicks(
     for feature, vocabulary_size in enumerate(vocabulary_sizes):
         ranks = _zipf_ranks(rows, num_samples, vocabulary_size, exponent)
         ids = id_of_rank(vocabulary_size, seed, feature)[ranks]
-        # Column 0 is the bias of the id, and the other columns are its vector.
+        # Column 0 has the bias of each id, and the other columns have the vector of each id.
         shape = (vocabulary_size, 1 + embedding_dim)
         truth = _generator("click ids", seed, feature).standard_normal(shape)
         log_odds += CLICK_BIAS_STD / math.sqrt(num_features) * truth[ids, 0]
@@ -183,7 +188,7 @@ def synthetic_clicks(
         square_sum += truth[ids, 1:] ** 2
         sparse[f"sparse_{feature}"] = ids
     num_pairs = max(1, num_features * (num_features - 1) // 2)
-    # The sum over pairs f < g is half of (square of the sum - sum of the squares).
+    # The sum of `<v_f, v_g>` over pairs f < g is `(|sum of vectors|² - sum of |vector|²) / 2`.
     pairs = 0.5 * np.sum(vector_sum**2 - square_sum, axis=1)
     log_odds += CLICK_INTERACTION_STD / math.sqrt(embedding_dim * num_pairs) * pairs
 

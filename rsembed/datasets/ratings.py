@@ -21,34 +21,40 @@ FEWEST_RATINGS = 20
 NUM_VISITS = 4
 TASTE_DIM = 4
 TASTE_STRENGTH = 6.0
-"""Factor of the match between taste and item in the log-odds.
+"""Factor in the log-odds of the product of taste vector and item vector.
 
-With 0, the most popular films would be the best possible recommendation for everyone.
+With a factor of 0, the most popular films would be the best recommendations for every user.
 """
 TASTE_NOISE = 0.6
-"""Length of the random part of an item's or user's vector.
+"""Length of the random part of an item vector or a taste vector.
 
-The part that the genres determine has length 1.
+The part of a vector that the genres determine has length 1.
 """
 DRIFT_RADIANS = 0.8
-"""Angle between the taste of a user at the first visit and at the last."""
+"""Angle by which tastes turn between the first and the last visit, see `TasteLaw`."""
 NEW_SHARE = 0.3
+"""Share of films that come out while the log runs."""
 NEW_LOG_ODDS = 2.0
+"""Additional log-odds of a film on its release day."""
 NEW_DAYS = 60.0
-"""Share of films that come out while the log runs, their extra log-odds on that day, and its decay time."""
+"""Number of days in which the additional log-odds of a new film decay by a factor of e."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TasteLaw:
-    """Law of a generated log: popularity, tastes that turn, and films that are new for a while.
+    """Law of a generated log: popularity of items, tastes of users, and release days of items.
+
+    The taste of a user is `cos(angle) * first_taste + sin(angle) * last_taste`. The angle grows
+    from 0 on the first visit to `DRIFT_RADIANS` on the last visit.
 
     Attributes:
-      first_tastes, last_tastes: taste vector of every user on the first and on the last visit.
-      first_days, last_days: times of these visits, in days from the beginning of the log.
-      item_vectors: vector of every item. The product of a vector and a taste says how well the two
-        fit.
+      first_tastes, last_tastes: two vectors of every user, which are combined to the user's taste.
+      first_days, last_days: first and last visit of every user, in days from the beginning of the
+        log.
+      item_vectors: vector of every item. The larger the product of item vector and taste, the more
+        likely the user rates the item.
       log_popularity: logarithm of every item's popularity.
-      release_days: day on which each item came out, negative for items from before the log.
+      release_days: release day of each item, negative for a release before the log begins.
     """
 
     first_tastes: Float64[np.ndarray, "users dim"]
@@ -63,16 +69,14 @@ class TasteLaw:
     def log_odds(
         self, users: Int[np.ndarray, " samples"], days: Float64[np.ndarray, " samples"]
     ) -> Float64[np.ndarray, "samples items"]:
-        """Log of a number proportional to the probability that each item is next.
+        """Logarithm of the probability that a user rates each item next, up to a constant.
 
-        The result is `-inf` before an item came out.
-
-        No ranking of the items that a user has not rated yet is better than the ranking by the
-        returned numbers.
+        The result is `-inf` for items that are not released yet. The best possible ranking of the
+        items that a user has not rated yet is the order of the returned numbers.
 
         Args:
-          users: user of each choice, as an index.
-          days: time of each choice in days from the beginning of the log, see `RatingsLog.days`.
+          users: index of the user, for each ranking.
+          days: time of each ranking in days from the beginning of the log, see `RatingsLog.days`.
         """
         users = np.asarray(users)
         if np.shape(days) != users.shape or ((users < 0) | (users >= len(self.first_days))).any():
@@ -94,13 +98,14 @@ class RatingsLog:
 
     Attributes:
       users, items: user and item of each rating, as indices from 0.
-      ratings: stars, from 0.5 to 5. Some logs, such as generated ones, have whole stars only.
-      timestamps: seconds since 1970.
-      user_ids, item_ids: id of each user and item in the log's files, in ascending order. The ids
-        may have gaps.
+      ratings: stars of each rating, from 0.5 to 5. Some logs, such as generated logs, have only
+        whole stars.
+      timestamps: time of each rating in seconds since 1970.
+      user_ids, item_ids: id of each user and item in the files of the log, in ascending order. Some
+        ids between the first and the last may be missing.
       titles: title of every item.
       genres: mask of the `genre_names` of each item. An item without a known genre has only False.
-      source: a sentence about the origin.
+      source: description of the files that the log was read from, or of the generated log.
       law: law of a generated log. None if the ratings are real.
     """
 
@@ -124,15 +129,15 @@ class RatingsLog:
 
     @property
     def days(self) -> Float64[np.ndarray, " ratings"]:
-        """Time of each rating in days since the first one.
+        """Time of each rating in days since the first rating.
 
-        In a generated log, days are relative to the start of its law.
+        In a generated log, days are counted from the beginning of the log, as in `TasteLaw`.
         """
         start = START_SECONDS if self.law is not None else self.timestamps.min()
         return (self.timestamps - start) / DAY_SECONDS
 
     def is_last(self) -> Bool[np.ndarray, " ratings"]:
-        """Mask of each user's last rating. Leave these out of training, and let the model predict them.
+        """Mask of the last rating of each user, the usual test data of a recommender.
 
         Example:
           >>> log = generated_ratings(10, 80, seed=0)
@@ -181,26 +186,26 @@ def generated_ratings(
 ) -> RatingsLog:
     """Ratings log with the columns of MovieLens, drawn from a known law.
 
-    The best possible ranking is therefore known.
+    Because the law is known, the best possible ranking is known, too: see `TasteLaw.log_odds`.
 
     Films have Zipf popularity, one to three genres, and a vector similar to the vectors of their
-    genres. Users like films with a vector similar to their taste, and tastes turn with time. A user
-    comes a few times, rates many films at once, and rates none twice. Some films come out while the
-    log runs, and are in demand for some weeks. A model of the user, the latest ratings, the genres
-    and the time can therefore do better than popularity alone.
+    genres. Users like films with a vector similar to their taste, and tastes change with time. A
+    user visits a few times, rates many films in each visit, and rates no film twice. Some films
+    come out while the log runs, and are popular for some weeks. A model of the user, the latest
+    ratings, the genres and the time can therefore do better than popularity alone.
 
     Args:
-      num_users: number of users. A hundred make a test quick.
+      num_users: number of users. A hundred users are enough for a quick test.
       num_items: number of films, at least 40.
-      ratings_per_user: average number of ratings of a user. Every user has at least 20, as in
-        MovieLens, and at most half of the items.
+      ratings_per_user: average number of ratings of a user. Every user rates at least 20 films, as
+        in MovieLens, and at most half of all films.
       exponent: Zipf exponent of the popularity of films.
       seed: seed of all random numbers.
 
     Raises: ValueError: an argument is out of range.
 
-    Source: Choices without repetition, all of a visit at once, by Gumbel noise on log-odds:
-      Plackett, "The Analysis of Permutations", 1975.
+    Source: Plackett, "The Analysis of Permutations", 1975. The films of a visit are drawn without
+      repetition, by Gumbel noise on the log-odds.
 
     Example:
       >>> log = generated_ratings(100, 80, seed=0)
@@ -227,7 +232,7 @@ def generated_ratings(
     stars = 3.4 + 1.2 * affinity + 0.7 * generator.standard_normal(len(users))
     years = (1970 + (START_SECONDS / DAY_SECONDS + law.release_days) / 365.25).astype(int)
     first_genres = genres.argmax(axis=1)
-    # The ids of films have gaps, as in logs from which some films were removed.
+    # Some film ids are missing, as in logs from which films were removed.
     item_ids = np.sort(generator.choice(num_items + num_items // 20, num_items, replace=False)) + 1
     return RatingsLog(
         users=users.astype(np.int32),
@@ -268,7 +273,7 @@ def _law(
         )
 
     item_noise = TASTE_NOISE * _unit(generator.standard_normal((num_items, TASTE_DIM)))
-    # Most films came out before the log begins; the others come out while it runs.
+    # Some films come out while the log runs. All other films came out before the log begins.
     is_new = generator.permutation(num_items) < NEW_SHARE * num_items
     starts = generator.uniform(0.0, 0.7 * SPAN_DAYS, num_users)
     law = TasteLaw(
@@ -296,7 +301,13 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
 def _visits(
     generator: np.random.Generator, law: TasteLaw, counts: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """User, item and second of each rating. A user has `counts` ratings, spread over the visits."""
+    """User, item and time (in seconds) of each rating.
+
+    Args:
+      generator: source of random numbers.
+      law: law of the log.
+      counts: number of ratings of each user, which are spread over `NUM_VISITS` visits.
+    """
     num_users = len(counts)
     num_items = len(law.item_vectors)
     shares = np.diff(counts[:, None] * np.arange(NUM_VISITS + 1) // NUM_VISITS, axis=1)
@@ -304,7 +315,7 @@ def _visits(
     moments = np.concatenate([np.zeros((num_users, 1)), inner, np.ones((num_users, 1))], axis=1)
     visits = law.first_days[:, None] + moments * (law.last_days - law.first_days)[:, None]
     rated = []
-    # Users are handled in parts to bound the memory.
+    # At most 256 users at a time, to bound the memory.
     for user_part in np.array_split(np.arange(num_users), 1 + num_users // 256):
         is_rated = np.zeros((len(user_part), num_items), bool)
         for visit in range(NUM_VISITS):

@@ -69,11 +69,12 @@ class Form:
     """A file format of a log of ratings.
 
     Attributes:
-      ratings_name, films_name: endings of the names of the two files.
-      separator: string between the numbers of a rating.
+      ratings_name, films_name: names of the file of ratings and the file of films. Names that begin
+        with a dot are the ends of file names.
+      separator: string between two fields in a line of ratings.
       columns: header names of user, film, stars and time, in this order; empty for a file without a
         header.
-      films: function from the content of the file of films to its films.
+      films: function that takes the content of the file of films, and returns the films in it.
     """
 
     ratings_name: str
@@ -203,39 +204,43 @@ def movielens(
     download: bool = False,
     max_users: PositiveInt | None = None,
 ) -> RatingsLog:
-    """Ratings of MovieLens of any size, from a folder or an archive, in the order of time.
+    """Ratings of a MovieLens data set, from a folder or an archive, in chronological order.
 
-    The names of the files show the format:
+    All sizes of MovieLens can be read. The names of the files show the format:
 
     * ml-latest-small, ml-latest, ml-20m, ml-25m and ml-32m: `ratings.csv`, `movies.csv`
     * ml-1m and ml-10m: `ratings.dat`, `movies.dat`
     * ml-100k: `u.data`, `u.item`
-    * RecBole's files of any of these: `.inter`, `.item`
+    * RecBole's versions of these data sets: `.inter`, `.item`
 
-    The encodings of the files are recognised. Without a file, `generated_ratings` has a log of the
-    same form.
+    The files may be in UTF-8 or in Latin-1. `generated_ratings` generates a log with the same
+    attributes without a file.
 
-    Without `path`, a log is searched in the folder or archive that the environment variable `RSEMBED_DATA`
-    names, then ml-1m in pooch's cache. A log is downloaded only with `download=True`.
+    If `path` is None, `movielens` looks for a log in the folder or archive that the environment
+    variable `RSEMBED_DATA` names, then for ml-1m in pooch's cache. A log is downloaded only with
+    `download=True`.
 
-    MovieLens may be used for research, with acknowledgement and without a claim that GroupLens endorses it.
-    Commercial use needs the permission of GroupLens, and some sizes must not be redistributed. For
-    this reason MovieLens is not part of this library.
+    The licence of MovieLens allows research, with acknowledgement and without a claim that
+    GroupLens endorses the research. Commercial use needs the permission of GroupLens, and some
+    sizes must not be redistributed. For this reason MovieLens is not part of this library.
 
     Args:
-      path: a folder with the files, a zip or tar archive of them, or the file of ratings. A folder is searched
-        two levels deep, and must have one log.
+      path: a folder with the two files, a zip or tar archive of the two files, or the file of
+        ratings. A folder is searched two levels deep, and must have only one log.
       download: whether ml-1m (6 MB) may be downloaded into the cache folder, False by default. If
-        the server does not answer within seconds, the search continues as without a network.
-      max_users: number of users to read, by ascending id. A hundred make a test quick. None: all.
+        the server does not answer within 5 seconds, nothing is downloaded.
+      max_users: number of users to read, in ascending order of their ids. A hundred users are
+        enough for a quick test. If None, all users are read.
 
     Returns:
-      The log. Equal times stay in the order of the file. Reading takes about 120 bytes of memory a rating.
+      The log. Ratings with equal times stay in the order of the file. Reading takes about 120 bytes
+      of memory for each rating.
 
     Raises:
       ValueError: a line is malformed, a rated film is not in the file of films, an archive is
-        damaged, `ml-1m.zip` differs from GroupLens' file, or a folder has several logs.
-      FileNotFoundError: there is no log.
+        damaged, `ml-1m.zip` differs from the file that GroupLens publishes, or a folder has several
+        logs.
+      FileNotFoundError: no log was found.
 
     Source: Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
     """
@@ -290,7 +295,7 @@ def _find_log(path: str | os.PathLike[str] | None, download: bool) -> Path:
     """Path of the folder, archive or file of ratings to read.
 
     Raises:
-      FileNotFoundError: there is no log.
+      FileNotFoundError: no log was found.
       ValueError: a folder has several logs.
     """
     if path is not None:
@@ -318,7 +323,7 @@ def _form_names() -> str:
 
 
 def _log_at(path: Path) -> Path | None:
-    """`path`, or the one log inside the folder `path`. None if there is no log.
+    """Path of the only log at `path` or in the folder `path`, or None if there is no log.
 
     Raises: ValueError: the folder has several logs.
     """
@@ -330,7 +335,7 @@ def _log_at(path: Path) -> Path | None:
     if not path.is_dir():
         return None
     logs = _logs_below(path, SEARCH_DEPTH)
-    # An archive does not count as a second log beside the folder that was unpacked from it.
+    # A folder and an archive with the same name are one log, which is read from the folder.
     log_of_name: dict[str, Path] = {}
     for log_path in logs:
         name = log_path.name.partition(".")[0]
@@ -345,7 +350,12 @@ def _log_at(path: Path) -> Path | None:
 
 
 def _logs_below(folder: Path, depth: int) -> list[Path]:
-    """The folder, if it has a file of ratings; else the logs in its archives and subfolders."""
+    """`folder` itself if it has a file of ratings, else archives and subfolders with logs.
+
+    Args:
+      folder: the folder to search.
+      depth: number of levels of subfolders to search.
+    """
     children = sorted(folder.iterdir())
     for child in children:
         if child.is_file() and any(form.is_ratings_file(child.name) for form in FORMS):
@@ -361,9 +371,9 @@ def _logs_below(folder: Path, depth: int) -> list[Path]:
 
 @contextlib.contextmanager
 def _opened_log(log_path: Path) -> Iterator[tuple[Form, SourceFile, SourceFile]]:
-    """Format of the log, its file of ratings and its file of films.
+    """Context manager with the format of the log, its file of ratings and its file of films.
 
-    Raises: ValueError: the log has no file of ratings, several, or no file of films.
+    Raises: ValueError: the log does not have exactly one file of ratings and one file of films.
     """
     folder = log_path
     if log_path.is_file() and not is_archive(log_path):
@@ -438,7 +448,7 @@ def _read_ratings(
         if form.columns:
             header = read_first_line(opened, file.name)
             names = decoded(header).rstrip("\r\n").split(form.separator)
-            # RecBole's names have a type after a colon.
+            # RecBole adds a type to each name, such as `user_id:token`.
             names = [name.partition(":")[0] for name in names]
             missing = [name for name in form.columns if name not in names]
             if missing:
@@ -473,7 +483,7 @@ def _numbers(
       form: format of the file.
       name: name of the file, for errors.
       columns: indices of the columns of user, film, stars and time.
-      num_columns: columns of the file.
+      num_columns: number of columns in the file.
 
     Raises: ValueError: a line is malformed.
     """
@@ -499,7 +509,7 @@ def _numbers(
 def _first_bad_line(
     lines: list[str], first_line: int, form: Form, name: str, columns: list[int], num_columns: int
 ) -> str:
-    """Description of the first line that is not a rating, for an error."""
+    """Error message about the first line that is not a rating."""
     wanted = form.separator.join(("user", "film", "stars", "seconds"))
     for number, line in enumerate(lines, first_line):
         fields = line.split("\t")

@@ -1,7 +1,6 @@
 """Texts as word ids, and windows of ids: Shakespeare's plays, or a bundled text in their manner.
 
-Files from other publishers are read from a path, the cache or the network, and compared with a
-known checksum.
+`Published` reads files from a path, the cache or the network, and compares checksums.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ _log = logging.getLogger("rsembed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Published:
-    """File on the web that may be on the disk, in the cache or on the network.
+    """A published file with a known checksum, which may be on the disk, in the cache or on the web.
 
     Attributes:
       reader: name of the function that reads the file, for messages.
-      name: file name, in any folder and in the cache.
+      name: name of the file, in any folder and in the cache.
       title: description of the content.
-      url: address of the download.
+      url: address of the file on the web.
       known_hash: `algorithm:digest` of the content.
     """
 
@@ -42,24 +41,28 @@ class Published:
     known_hash: str
 
     def read(self, path: str | os.PathLike[str] | None, *, download: bool) -> tuple[bytes, str]:
-        """Content of the published file, or of a file at `path`, and a sentence about its origin.
+        """Content of the published file, or of a different file at `path`, and its origin.
 
         Args:
-          path: a file or folder. Without `path`, `RSEMBED_DATA` may name a file or folder, or
-            pooch's cache may have the file.
+          path: a file, or a folder with the file. If None, the environment variable `RSEMBED_DATA`
+            may name a file or folder. Else the file is read from pooch's cache.
           download: whether the file may be downloaded into the cache. If the server does not answer
-            within seconds, the file counts as missing.
+            within 5 seconds, nothing is downloaded.
+
+        Returns:
+          The content, and a description of the origin for the user.
 
         Raises:
-          FileNotFoundError: `path` has no such file, or none was found.
+          FileNotFoundError: there is no such file at `path`, or `path` is None and no file was
+            found.
           ValueError: a file with this `name` has a different checksum.
         """
         return self.check(self._find(path, download))
 
     def check(self, file: Path) -> tuple[bytes, str]:
-        """Content of a file, and a sentence about its origin.
+        """Content of a file, and a description of its origin.
 
-        Raises: ValueError: the file has this `name`, but another checksum.
+        Raises: ValueError: the file is called `name`, but its checksum is not `known_hash`.
         """
         content = file.read_bytes()
         algorithm, known = self.known_hash.split(":")
@@ -74,10 +77,7 @@ class Published:
         return content, f"a file of your own, {file}"
 
     def _find(self, path: str | os.PathLike[str] | None, download: bool) -> Path:
-        """Path of the published file.
-
-        The file is `path`, in the folder `path`, at `RSEMBED_DATA`, or in the cache.
-        """
+        """Path of the file: at `path`, else at the path in `RSEMBED_DATA`, else in the cache."""
         place = path if path is not None else os.environ.get("RSEMBED_DATA")
         if place:
             file = self._at(Path(place).expanduser())
@@ -94,13 +94,16 @@ class Published:
         return self.cached(download=download)
 
     def _at(self, place: Path) -> Path | None:
-        """The file `place`, or the file called `name` in the folder `place` or a subfolder."""
+        """The file `place`, or the file called `name` in the folder `place` or a subfolder.
+
+        None if there is no such file.
+        """
         if place.is_dir():
             for file in (place / self.name, *sorted(place.glob(f"*/{self.name}"))):
                 if file.is_file():
                     return file
         elif place.is_file() and (place.suffix == ".zip") == self.name.endswith(".zip"):
-            # An archive cannot replace a text file, nor a text file an archive.
+            # A zip archive is accepted only if the published file is one, too.
             return place
         return None
 
@@ -108,20 +111,22 @@ class Published:
         """Path of the file in pooch's cache.
 
         Args:
-          download: whether the file is downloaded if it is not in the cache.
+          download: whether the file may be downloaded if it is not in the cache.
 
         Raises: FileNotFoundError: the file is not in the cache, and was not downloaded.
         """
         import pooch
 
         cached = Path(pooch.os_cache("rsembed")) / self.name
-        if download:  # Download only a file that is not in the cache.
+        if download:
+            # `pooch.retrieve` downloads the file only if it is not in the cache.
             downloader = pooch.HTTPDownloader(timeout=5.0, progressbar=is_watched())
             try:
                 pooch.retrieve(
                     self.url, self.known_hash, cached.name, cached.parent, downloader=downloader
                 )
-            except OSError as error:  # The errors of requests are OSErrors.
+            except OSError as error:
+                # pooch downloads with requests, and all exceptions of requests are OSErrors.
                 _log.warning(
                     "%s: could not fetch %s (%s).", self.reader, self.url, type(error).__name__
                 )
@@ -154,18 +159,18 @@ BUNDLED = {
     ),
 }
 BEST_LOSS = 1.6432402670145951
-"""Best loss that is possible on the generated sentences, as `datasets/make_text.py` prints it."""
+"""Lowest possible loss on the generated sentences (nats per word), from `datasets/make_text.py`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
 class Text:
-    """A text as word ids, with its vocabulary and a sentence about its origin.
+    """A text as word ids, with its vocabulary and a description of its origin (`source`).
 
     `content` is the whole text of the file, for models of letters. `vocabulary[i]` is the word of
     id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. `vocabulary` is shorter than the requested
-    `vocabulary_size` if the text has fewer distinct words. `best_loss` is the mean surprise of a
-    word, in nats, under the law that the text was drawn from: no model can do better. `best_loss`
-    is None if there is no such law, or if words became id 0.
+    `vocabulary_size` if the text has fewer distinct words. `best_loss` is the expected loss, in
+    nats per word, of a model that knows the law of a generated text: no model can do better.
+    `best_loss` is None if the text has no such law, or if some words have id 0.
     """
 
     word_ids: Int32[np.ndarray, " words"]
@@ -190,40 +195,43 @@ def shakespeare(
     download: bool = False,
     max_words: PositiveInt | None = None,
 ) -> Text:
-    """Words of Shakespeare, or of a bundled text in his manner, with ids by how often they occur.
+    """Shakespeare's plays, or a bundled text in their manner, as word ids ranked by frequency.
 
-    The most frequent word gets id 1, ties go to the word that appears first, and id 0 stands for all words
-    beyond `vocabulary_size`. The real corpus (tinyshakespeare) is searched in `path`, then in the file or folder
-    named by the environment variable `RSEMBED_DATA`, then in pooch's cache, and downloaded only if
-    `download`.
+    The most frequent word has id 1, the next word has id 2, and so on. Of words that occur equally
+    often, the first in the text has the smaller id. Id 0 stands for all words beyond
+    `vocabulary_size`.
+
+    The real corpus (tinyshakespeare) is read from `path`, else from the file or folder that the
+    environment variable `RSEMBED_DATA` names, else from pooch's cache. The corpus is downloaded
+    only if `download` is True.
 
     Args:
       vocabulary_size: number of ids, id 0 included. A table for the words needs `vocabulary_size`
         rows.
-      source: "corpus" is the real corpus, and an error if there is no file. "generated" are 72,000
-        words of short sentences from a grammar, with speakers' names and full stops: a small model
-        learns to write them. "pastiche" is a short play, written by hand, with many rare words.
-        "generated" and "pastiche" are bundled. "auto" is the real corpus if there is a file, else
-        the generated text, and logs its choice to the logger "rsembed".
-      path: a text file, or a folder with `tinyshakespeare.txt`. A file with a different name may
-        have any content.
-      download: whether the corpus (1.1 MB) may be downloaded into the cache folder. A server that
-        does not answer within seconds counts as a missing file.
-      max_words: number of words to keep from the beginning. A few hundred make a test quick. None:
-        all.
+      source: "auto", the default, reads the real corpus if there is a file, else the generated
+        text, and logs the choice to the logger "rsembed". "corpus" reads the real corpus, and
+        raises an error if there is no file. "generated" reads 72,000 words of short sentences from
+        a grammar, with speakers' names and full stops: even a small model learns to write such
+        sentences. "pastiche" reads a short play, written by hand, with many rare words. The texts
+        of "generated" and "pastiche" are bundled with rsembed.
+      path: a text file, or a folder with `tinyshakespeare.txt`. The checksum of a file is checked
+        only if the file is called `tinyshakespeare.txt`.
+      download: whether the corpus (1.1 MB) may be downloaded into the cache folder, False by
+        default. If the server does not answer within 5 seconds, nothing is downloaded.
+      max_words: number of words to keep from the beginning. A few hundred words are enough for a
+        quick test. If None, all words are kept.
 
     Returns:
       The text. The attribute `source` describes where the text comes from.
 
     Raises:
-      ValueError: an argument is out of range, a file with the corpus' name has a different
+      ValueError: an argument is out of range, a file called `tinyshakespeare.txt` has a different
         checksum, or a text is empty or not UTF-8.
       FileNotFoundError: `path` has no text file, or `source="corpus"` and there is no file.
 
-    Source:
-      Ranking as in the Shakespeare example of jax-tpu-embedding, except that its most frequent word shares
-      id 0 with the unknown words. In rsembed every id is one higher, and id 0 only means an unknown
-      word.
+    Source: the Shakespeare example of jax-tpu-embedding, for the ranking of words. In the example,
+      the most frequent word has id 0, as all unknown words have. In rsembed, every id is larger by
+      one, and id 0 only means an unknown word.
 
     Example:
       >>> text = shakespeare(64, source="pastiche", max_words=2000)
@@ -267,7 +275,7 @@ def shakespeare(
 
 
 def _bundled_file(name: str) -> Path:
-    """Path of a bundled text, inside the installed package or in the checkout around it."""
+    """Path of a bundled text, in the installed package or in a checkout of the repository."""
     package = Path(__file__).resolve().parent.parent
     candidates = [package / "_bundled" / name, package.parent / "datasets" / name]
     for candidate in candidates:
@@ -282,8 +290,8 @@ def _bundled_file(name: str) -> Path:
 def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
     """Word ids as in jax-tpu-embedding's tutorial: 0 for the most frequent and all unknown words.
 
-    `shakespeare` has different ids for the most frequent word and unknown words. Use
-    `load_shakespeare` to compare with the tutorial. Both functions read the same text. Each of the
+    Use `load_shakespeare` to compare a model with the tutorial. `shakespeare` reads the same text,
+    but has different ids for the most frequent word (1) and for unknown words (0). Each of the
     `vocab_size` most frequent words has a different id.
 
     Example:
@@ -302,18 +310,18 @@ def word_id_batches(
     seq_len: PositiveInt,
     num_tables: PositiveInt = 1,
 ) -> tuple[dict[str, list[Int32[np.ndarray, "batch seq 1"]]], list[Int32[np.ndarray, " batch"]]]:
-    """Batches of jax-tpu-embedding's tutorial. All steps have the same first windows of the text.
+    """Batches of jax-tpu-embedding's tutorial: every step has the first windows of the text.
 
-    `features["words_<i>"][step][b, s, 0]` is word `b + s` and `labels[step][b]` is word `b + seq_len`.
-    Positions past the end continue at the start of the text, for features and labels alike, so a
-    batch larger than the text repeats windows. All steps and tables share one read-only array.
+    `features["words_<i>"][step][b, s, 0]` is word `b + s` and `labels[step][b]` is word
+    `b + seq_len`. Windows beyond the end of the text continue at its start, so a batch larger than
+    the text repeats windows. All steps and features share one read-only array.
 
     Args:
       word_ids: the text as word ids.
-      num_steps: length of each list.
-      batch_size: windows per step.
-      seq_len: context words per window.
-      num_tables: number of features, each holding the same words.
+      num_steps: number of steps, the length of each list.
+      batch_size: number of windows per step.
+      seq_len: number of words in a window, which predict the next word.
+      num_tables: number of features. All features have the same words.
 
     Raises: ValueError: a count is below 1, or the text is too short for one window and its label.
 

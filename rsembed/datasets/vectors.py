@@ -17,14 +17,14 @@ from jaxtyping import Bool, Float32
 from rsembed.checks import PositiveInt, describe, validated
 
 MAX_WORD_BYTES = 65_536
-"""Most bytes of a word in a file."""
+"""Maximum number of bytes of a word in a file."""
 MAX_NUMBER_BYTES = 64
-"""Bytes that a line may have for each number, including a space.
+"""Maximum mean number of bytes for a number in a line, including a space.
 
 `MAX_WORD_BYTES` and `MAX_NUMBER_BYTES` bound the memory for a line of a file.
 """
 MAX_DIGITS = 19
-"""Digits beyond which an integer in the first line is not a count of vectors."""
+"""The first line is not a header if one of its integers has this number of digits or more."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -36,9 +36,11 @@ class WordVectors:
       values: vector of each word, zeros for words without a vector in the file.
       is_found: whether the file has a vector for the word.
       num_vectors: number of vectors in the file, including words that were not requested.
-      num_duplicates: further vectors of a requested word. The first vector of a word is used.
-      num_bad_lines: lines that were skipped, 0 unless `bad_lines="skip"`.
-      num_announced: number of vectors in the file's header, None for a file without a header.
+      num_duplicates: number of vectors that were not used, because an earlier line has a vector of
+        the same requested word.
+      num_bad_lines: number of skipped lines, 0 unless `bad_lines="skip"`.
+      num_announced: number of vectors that the header of the file states, None for a file without a
+        header.
     """
 
     values: Float32[np.ndarray, "words dim"]
@@ -66,28 +68,29 @@ def word_vectors(
 ) -> WordVectors:
     """Pretrained vectors of some words, from a text file of word2vec, GloVe or fastText.
 
-    Each line is a word and `dim` numbers. A first line of two integers is a header, as word2vec and fastText write
-    it. The word may contain spaces, as some do in GloVe 840B. Lines are read one at a time, so
-    reading needs little more memory than the result. Of words that are not requested, the numbers
-    are counted, but not all are read.
+    Each line is a word and `dim` numbers. A first line of two integers is a header, as in files of
+    word2vec and fastText. A word may contain spaces, as some words of GloVe 840B. Lines are read
+    one at a time, so reading needs little more memory than the result. In lines of words that are
+    not requested, not every number is checked.
 
     Args:
-      source: path of a UTF-8 text file, which gzip may have compressed, or an iterable of lines.
-      words: words to find, one for each row of the result. A word may be listed twice.
-      dim: numbers in each line. A header with a different number is an error.
-      bad_lines: "raise" stops at the first bad line. "skip" leaves bad lines out, and counts them
-        in `num_bad_lines`. A line is bad with too few or too many numbers, with a word that is not
-        UTF-8, and with a number that float32 cannot hold. The last line of a file is bad without an
-        end of line: it may have been cut inside a number.
+      source: path of a UTF-8 text file, plain or compressed by gzip, or an iterable of lines.
+      words: the requested words, one for each row of the result. A word may be listed twice.
+      dim: length of a vector. A header with a different length raises an error.
+      bad_lines: "raise", the default, stops at the first bad line. "skip" skips bad lines and
+        counts them in `num_bad_lines`. A line is bad if it has too few or too many numbers, a word
+        that is not UTF-8, or a number that float32 cannot hold. The last line of a file is also bad
+        if it has no line end, because the line may have been cut inside a number.
 
     Returns:
-      The vectors, and which words have one: `np.where(found.is_found[:, None], found.values, initial)` keeps initial
-      values for the others.
+      The vectors, and a mask of the words with a vector. To keep initial values for words without a
+      vector, use `np.where(found.is_found[:, None], found.values, initial)`.
 
     Raises:
       TypeError: a line is neither a string nor bytes, or a word is not a string.
-      ValueError: a line is bad. Or the header has a different `dim` or, with `bad_lines="raise"`, a
-        different number of vectors; or a compressed file is damaged.
+      ValueError: a line is bad, the header has a different `dim`, or a compressed file is damaged.
+        With `bad_lines="raise"`, also if the number of vectors differs from the number in the
+        header.
 
     Example:
       >>> found = word_vectors(["2 3", "the 0.5 1 2", "New York 1 1 1"], ["New York", "cat"], dim=3)
@@ -150,7 +153,7 @@ def word_vectors(
 
 
 def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
-    """Rows of the result that belong to each word, by the word's UTF-8 bytes."""
+    """Indices of the rows of the result for each word, by the UTF-8 bytes of the word."""
     if isinstance(words, str):
         raise TypeError(f"word_vectors: words must be a list of texts, got {describe(words)}.")
     rows_of_word: dict[bytes, list[int]] = {}
@@ -162,7 +165,7 @@ def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
 
 
 def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Pairs of a line as bytes, without its end, and True, because the line is complete."""
+    """Pairs of a line as bytes, without its line end, and True, as in `_lines_of_file`."""
     for number, line in enumerate(lines, start=1):
         if isinstance(line, str):
             line = line.encode("utf-8", "surrogatepass")
@@ -174,12 +177,13 @@ def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
-    """Lines of a file, which gzip may have compressed, and whether each has its end of line.
+    """Pairs of a line as bytes, without its line end, and whether the line has a line end.
 
-    The memory for a line is bounded.
+    Args:
+      path: a text file, plain or compressed by gzip.
+      dim: length of a vector. `dim` bounds the bytes of a line, and so the memory.
 
-    Raises: ValueError: the file is a zip archive, a damaged gzip file, or has a line beyond the
-      bound.
+    Raises: ValueError: the file is a zip archive or a damaged gzip file, or a line is too long.
     """
     most = MAX_WORD_BYTES + dim * MAX_NUMBER_BYTES
     with contextlib.ExitStack() as stack:
@@ -235,13 +239,12 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     """
     stripped = line.rstrip(b" ")
     num_spaces = stripped.count(b" ")
-    # Most lines have words that were not requested. Numbers of such words are not split.
+    # Most words are not requested, so the numbers of a line are not split here.
     word = stripped.partition(b" ")[0] if num_spaces == dim else stripped.rsplit(b" ", dim)[0]
     numbers = stripped[len(word) + 1 :]
     first = numbers.partition(b" ")[0]
     last = numbers.rpartition(b" ")[2]
-    # If a number is missing, the first field holds a part of a word with spaces, or the word
-    # itself.
+    # If a number is missing, `first` is the last part of a word with spaces, or the word itself.
     if num_spaces < dim or not _is_number(first) or not _is_number(last):
         raise ValueError(f"it has not a word and {dim} numbers, {_shown(line)}")
     last_of_word = word.rpartition(b" ")[2]
@@ -284,6 +287,6 @@ def _is_number(piece: bytes) -> bool:
 
 
 def _shown(line: bytes) -> str:
-    """The beginning of a line, as errors show it."""
+    """The first 40 bytes of a line in quotes, for an error message."""
     text = line[:40].decode("utf-8", "replace")
     return repr(text) + ("..." if len(line) > 40 else "")
