@@ -97,7 +97,11 @@ def table_of(method: str, vocabulary: int, ratio: int) -> tuple[dict[str, Any], 
             "vocabulary_size": vocabulary // ratio,
             "initializer": jax.nn.initializers.normal(0.01),
         }, num_bytes
-    spec = tt.TTSpec.for_budget(vocabulary, DIM, bytes=num_bytes, num_cores=int(method.split()[1]))
+    num_cores = int(method.split()[1])
+    # A hundredth of a small table may be less than a train of rank 1 takes.
+    smallest = tt.TTSpec.suggest(vocabulary, DIM, [1] * (num_cores - 1)).num_bytes()
+    budget = max(num_bytes, smallest)
+    spec = tt.TTSpec.for_budget(vocabulary, DIM, bytes=budget, num_cores=num_cores)
     storage = tt.TensorTrain(spec.tt_ranks, spec.tt_p_shapes, spec.tt_q_shapes)
     return {"vocabulary_size": vocabulary, "storage": storage}, spec.num_bytes()
 
