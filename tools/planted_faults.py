@@ -30,7 +30,7 @@ MOST_SECONDS = 600
 FAULTS = """
 kernels/reference.py  kernels/test_contract.py -k reference
     divisor = jnp.sqrt(divisor) => pass
-    & (bag < entries.num_outputs) => & (bag <= entries.num_outputs)
+    & is_between(bag, 0, entries.num_outputs) => & is_between(bag, 0, entries.num_outputs + 1)
     rows + first_rows, NO_ROW) => rows, NO_ROW)
     jnp.where(by_bag(ids, segments, chosen, False), shares, gains) => shares
 kernels/contract.py  kernels/test_contract.py -k reference

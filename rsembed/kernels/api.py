@@ -38,6 +38,7 @@ from rsembed.kernels.contract import (
     Outputs,
     Step,
     Table,
+    is_between,
 )
 from rsembed.kernels.devices import target_device, warn_of_slow_cpu
 from rsembed.optimizers.base import Slots
@@ -197,8 +198,9 @@ def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
 
     The function takes the arguments of `meaning` and the keyword `implementation`.
     """
-    call = functools.wraps(meaning)(partial(dispatch, meaning.__name__))
-    return cast(Callable[Params, Result], call)
+    call = partial(dispatch, meaning.__name__)
+    documented = functools.wraps(meaning)(call)
+    return cast(Callable[Params, Result], documented)
 
 
 def _differentiable(function: str, pull: Callable[..., PyTree]) -> Callable[..., PyTree]:
@@ -269,14 +271,18 @@ def lookup(
     (table,) = tables
     # Quantization applies to single rows. Look up every row by itself, quantize, then combine.
     row_lists = []
+    num_rows = table.shape[0]
     for number in range(len(call.lists)):
-        row_lists.append(reference.rows_of_list(call, number, 0, table.shape[0]))
+        list_rows = reference.rows_of_list(call, number, 0, num_rows)
+        row_lists.append(list_rows)
     rows = jnp.concatenate(row_lists)
     single_rows = Call.of([IdList.single(rows)], ["sum"])
     (vectors,) = _lookup(implementation, (table,), single_rows)
-    is_valid = (rows >= 0) & (rows < table.shape[0])
-    entries = jnp.where(is_valid, jnp.arange(rows.shape[0], dtype=jnp.int32), NO_ROW)
-    return _lookup(implementation, (quantization.quantize(vectors),), call.with_ids(entries))
+    is_valid = is_between(rows, 0, num_rows)
+    positions = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    entries = jnp.where(is_valid, positions, NO_ROW)
+    quantized = quantization.quantize(vectors)
+    return _lookup(implementation, (quantized,), call.with_ids(entries))
 
 
 def _pull_lookup(
@@ -291,8 +297,9 @@ def _pull_lookup(
         gradients = CallGradients(call, tuple(d_outputs), dims, number)
         num_rows = table.shape[0]
         rows, values = dispatch("row_gradients", num_rows, gradients, implementation=implementation)
-        values = values.astype(table.dtype)
-        d_tables.append(jnp.zeros_like(table).at[rows].add(values, mode="drop"))
+        d_table = jnp.zeros_like(table)
+        d_table = d_table.at[rows].add(values.astype(table.dtype), mode="drop")
+        d_tables.append(d_table)
     d_weights: Sequence[Array | None] = [None] * len(call.lists)
     if any(ids.weights is not None for ids in call.lists):
         arguments = (tables, call, d_outputs)
@@ -311,7 +318,9 @@ def _pull_lookup(
 
 def _no_gradient(integers: Any) -> Any:
     """Gradient of an integer array: zeros of the dtype that JAX expects."""
-    return None if integers is None else np.zeros(integers.shape, jax.dtypes.float0)
+    if integers is None:
+        return None
+    return np.zeros(integers.shape, jax.dtypes.float0)
 
 
 _lookup = _differentiable("lookup", _pull_lookup)
@@ -365,7 +374,9 @@ def update(
 
 
 def pairwise_interaction(
-    vectors: Float[Array, "batch n dim"], *, implementation: str | None = None
+    vectors: Float[Array, "batch n dim"],
+    *,
+    implementation: str | None = None,
 ) -> Float[Array, "batch pairs"]:
     """Dot products of all pairs of a sample's vectors, float32: the feature interaction of DLRM.
 
@@ -400,7 +411,9 @@ def _pull_pair_products(
     arguments: tuple[Array, ...],
     d_products: Array,
 ) -> tuple[Array]:
-    return (dispatch("pull_pairs", *arguments, d_products, implementation=implementation),)
+    operands = (*arguments, d_products)
+    d_vectors = dispatch("pull_pairs", *operands, implementation=implementation)
+    return (d_vectors,)
 
 
 _pair_products = _differentiable("pair_products", _pull_pair_products)

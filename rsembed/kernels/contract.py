@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias, no_type_check
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, Int, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
 from rsembed.optimizers.base import Hyperparameters, OptimizerSpec
 
@@ -48,14 +48,22 @@ def as_rows(rows: ArrayLike) -> Int[Array, " nnz"]:
         return rows
     if rows.dtype.itemsize < 4:
         return rows.astype(jnp.int32)
-    return jnp.where((rows >= 0) & (rows < NO_ROW), rows, NO_ROW).astype(jnp.int32)
+    fits = is_between(rows, 0, NO_ROW)
+    return jnp.where(fits, rows, NO_ROW).astype(jnp.int32)
 
 
 def as_offsets(offsets: ArrayLike, num_entries: int) -> Int[Array, " bags_plus_1"]:
     """Offsets as int32, clipped to `[0, num_entries]`."""
     offsets = jnp.asarray(offsets)
-    wide = offsets.astype(jnp.int32) if offsets.dtype.itemsize < 4 else offsets
-    return jnp.clip(wide, 0, num_entries).astype(jnp.int32)
+    if offsets.dtype.itemsize < 4:
+        offsets = offsets.astype(jnp.int32)
+    clipped = jnp.clip(offsets, 0, num_entries)
+    return clipped.astype(jnp.int32)
+
+
+def is_between(numbers: Array, first: ArrayLike, stop: ArrayLike) -> Bool[Array, "..."]:
+    """Whether each number is in `[first, stop)`."""
+    return (numbers >= first) & (numbers < stop)
 
 
 Combiner = Literal["sum", "mean", "sqrtn", "none", "mean_by_count"]
@@ -100,7 +108,8 @@ class IdList:
     @staticmethod
     def single(ids: Int[Array, " nnz"], weights: Float[Array, " nnz"] | None = None) -> IdList:
         """A list with one entry in each bag."""
-        return IdList(ids, None, weights, (ids.shape[0], 1))
+        shape = (ids.shape[0], 1)
+        return IdList(ids, None, weights, shape)
 
     @property
     def num_entries(self) -> int:
@@ -158,6 +167,11 @@ class Segment(NamedTuple):
     first_row: int = 0
     num_rows: int = NO_ROW
 
+    @property
+    def bags(self) -> slice:
+        """Slice of the segment's bags in the list."""
+        return slice(self.first_bag, self.first_bag + self.num_bags)
+
     def rows_in(self, table_rows: int) -> int:
         """Number of rows that ids of this segment can select in a table with `table_rows` rows."""
         return min(self.num_rows, table_rows - self.first_row)
@@ -196,8 +210,9 @@ class Call:
     @staticmethod
     def of(lists: Sequence[IdList], combiners: Sequence[Combiner]) -> Call:
         """A call with one feature per list. All features read the same table."""
-        segments = []
-        for number, (ids, combiner) in enumerate(zip(lists, combiners, strict=True)):
+        segments: list[Segment] = []
+        for ids, combiner in zip(lists, combiners, strict=True):
+            number = len(segments)
             segments.append(Segment(number, 0, ids.num_bags, combiner))
         return Call(tuple(lists), tuple(segments))
 
@@ -215,11 +230,13 @@ class Call:
         first = 0
         for ids in self.lists:
             last = first + ids.num_entries
-            lists.append(dataclasses.replace(ids, ids=entries[first:last]))
+            new_list = dataclasses.replace(ids, ids=entries[first:last])
+            lists.append(new_list)
             first = last
         segments = []
         for segment in self.segments:
-            segments.append(segment._replace(table=0, first_row=0, num_rows=NO_ROW))
+            new_segment = segment._replace(table=0, first_row=0, num_rows=NO_ROW)
+            segments.append(new_segment)
         return Call(tuple(lists), tuple(segments), self.layout)
 
     def outputs(self, dims: Sequence[int]) -> tuple[list[tuple[int, ...]], list[Place]]:
@@ -229,31 +246,37 @@ class Call:
           dims: row length of every table.
         """
         columns = [dims[segment.table] for segment in self.segments]
+        output_places = []
         if self.layout == "each":
             shapes: list[tuple[int, ...]] = []
             for segment, dim in zip(self.segments, columns, strict=True):
-                is_pooled = segment.combiner != "none"
-                size = segment.num_bags if is_pooled else self.lists[segment.list].num_entries
+                size = segment.num_bags
+                if segment.combiner == "none":
+                    size = self.lists[segment.list].num_entries
+                number = len(shapes)
                 shapes.append((size, dim))
-            return shapes, [Place(number, 0, dim) for number, dim in enumerate(columns)]
+                output_places.append(Place(number, 0, dim))
+            return shapes, output_places
         if self.segments[0].combiner == "none":
             longest = max(columns)
-            return [(self.lists[0].num_entries, longest)], [Place(0, 0, longest)] * len(columns)
+            shape = (self.lists[0].num_entries, longest)
+            for _ in columns:
+                output_places.append(Place(0, 0, longest))
+            return [shape], output_places
         if self.layout == "columns":
             starts = itertools.accumulate(columns, initial=0)
             total = sum(columns)
-            side_by_side = []
             for start, _ in zip(starts, columns, strict=False):
-                side_by_side.append(Place(0, start, total))
-            return [(self.segments[0].num_bags, total)], side_by_side
+                output_places.append(Place(0, start, total))
+            shape = (self.segments[0].num_bags, total)
+            return [shape], output_places
         sizes = []
         for segment, dim in zip(self.segments, columns, strict=True):
             sizes.append(segment.num_bags * dim)
         starts = itertools.accumulate(sizes, initial=0)
-        blocks = []
         for start, dim in zip(starts, columns, strict=False):
-            blocks.append(Place(0, start, dim))
-        return [(sum(sizes),)], blocks
+            output_places.append(Place(0, start, dim))
+        return [(sum(sizes),)], output_places
 
 
 @no_type_check  # JAX puts placeholders into the fields of pytrees.
@@ -278,7 +301,8 @@ class CallGradients:
     def of_rows(rows: Int[Array, " n"], gradients: Float[Array, "n dim"]) -> CallGradients:
         """`CallGradients` from row numbers, which may repeat, and a gradient for each of them."""
         call = Call.of([IdList.single(rows)], ["sum"])
-        return CallGradients(call, (gradients,), (gradients.shape[1],))
+        dims = (gradients.shape[1],)
+        return CallGradients(call, (gradients,), dims)
 
     @property
     def dim(self) -> int:
@@ -291,7 +315,10 @@ class CallGradients:
 
         At most `num_entries` rows can get a gradient.
         """
-        return sum(self.call.lists[number].num_entries for number in self.lists_read())
+        num_entries = 0
+        for number in self.lists_read():
+            num_entries += self.call.lists[number].num_entries
+        return num_entries
 
     def lists_read(self) -> list[int]:
         """Indices of the lists that the table's segments read, ascending."""
@@ -332,5 +359,9 @@ class Step:
 
     def hyper_vector(self, least: int = 0) -> Float[Array, " hyper"]:
         """The hyperparameters in one array, padded with zeros to at least `least` numbers."""
-        absent = [0.0] * (least - len(self.hyper))
-        return jnp.stack([jnp.asarray(value, jnp.float32) for value in (*self.hyper, *absent)])
+        num_absent = least - len(self.hyper)
+        padding = [0.0] * num_absent
+        numbers = []
+        for value in (*self.hyper, *padding):
+            numbers.append(jnp.asarray(value, jnp.float32))
+        return jnp.stack(numbers)

@@ -336,7 +336,9 @@ def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
     cast = []
     for array, axes in zip(arrays, varying, strict=True):
         missing = tuple(sorted(all_axes - axes))
-        cast.append(jax.lax.pcast(array, missing, to="varying") if missing else array)
+        if missing:
+            array = jax.lax.pcast(array, missing, to="varying")
+        cast.append(array)
     return cast
 
 

@@ -33,6 +33,7 @@ from rsembed.kernels.contract import (
     Table,
     as_offsets,
     as_rows,
+    is_between,
 )
 from rsembed.kernels.devices import target_device, vary_alike
 from rsembed.kernels.reference import Entries
@@ -101,10 +102,11 @@ def _with_safe_weights(entries: Entries, num_rows: int) -> Entries:
     Without this scale, sums or squares of the weights could overflow or underflow float32. The
     scale does not change the pooled rows.
     """
-    is_divided = entries.combiner in ("mean", "sqrtn") and entries.weights is not None
-    if not is_divided or entries.num_outputs == 0:
+    is_divided = entries.combiner in ("mean", "sqrtn")
+    if not is_divided or entries.weights is None or entries.num_outputs == 0:
         return entries
-    bag, gains, _ = reference.entry_gains(entries._replace(combiner="sum"), num_rows)
+    summed = entries._replace(combiner="sum")
+    bag, gains, _ = reference.entry_gains(summed, num_rows)
     scales = reference._inverse_magnitudes(gains, bag, entries.num_outputs)
     return entries._replace(weights=gains * scales[bag])
 
@@ -124,14 +126,21 @@ def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
     return rows, sums
 
 
-def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
+def update(
+    table: Table,
+    slots: Slots,
+    gradients: CallGradients,
+    step: Step,
+) -> tuple[Table, Slots]:
     """Steps every row that has a gradient, and returns the new table and slots.
 
     One kernel sums the row gradients and steps the rows, without writing the gradients to memory.
     """
+    num_rows = table.shape[0]
     if step.rounds(table):
-        return reference.apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
-    rows, entries, group_of, d_output = reference.group_rows(table.shape[0], gradients, pool)
+        rows, values = row_gradients(num_rows, gradients)
+        return reference.apply_rows(table, slots, rows, values, step)
+    rows, entries, group_of, d_output = reference.group_rows(num_rows, gradients, pool)
     pieces = _pieces(d_output, entries, group_of)
     return _step(table, slots, rows, entries, d_output, step, pieces)
 
@@ -152,7 +161,9 @@ def apply_rows(
     # The gradient of `rows[k]` is `gradients[k]`, so bag `k` has the single entry `k`.
     numbers = jnp.arange(rows.shape[0] + 1, dtype=jnp.int32)
     entries = Entries(numbers[:-1], numbers, None)
-    return _step(table, slots, as_rows(rows), entries, gradients.astype(jnp.float32), step, ())
+    rows = as_rows(rows)
+    d_output = gradients.astype(jnp.float32)
+    return _step(table, slots, rows, entries, d_output, step, ())
 
 
 squared_norm = partial(reference.squared_norm, row_gradients=row_gradients)
@@ -218,8 +229,9 @@ def _sum_bags(
     length = tiling.piece_entries
     is_bag = bags < num_bags
     is_column = (columns < dim)[None, :]
-    start = triton.load(bounds_ref.at[stride * bags], mask=is_bag, other=0)
-    stop = triton.load(bounds_ref.at[stride * bags + 1], mask=is_bag, other=0)
+    bound = stride * bags
+    start = triton.load(bounds_ref.at[bound], mask=is_bag, other=0)
+    stop = triton.load(bounds_ref.at[bound + 1], mask=is_bag, other=0)
     first_piece = (start + length - 1) // length
     num_pieces = jnp.zeros_like(start)
     if has_pieces:
@@ -228,18 +240,23 @@ def _sum_bags(
     def read_entries(turn: Index) -> tuple[Array, Array]:
         """Gain and vector of entry `turn` of every bag. Entries of pieces are not counted."""
         entry = start + turn
-        entry = entry + jnp.where(entry >= first_piece * length, num_pieces * length, 0)
-        rows = triton.load(rows_ref.at[entry], mask=entry < stop, other=-1)
-        is_row = (rows >= 0) & (rows < num_rows)
+        is_after_pieces = entry >= first_piece * length
+        num_skipped = jnp.where(is_after_pieces, num_pieces * length, 0)
+        entry = entry + num_skipped
+        is_entry = entry < stop
+        rows = triton.load(rows_ref.at[entry], mask=is_entry, other=-1)
+        is_row = is_between(rows, 0, num_rows)
         gains = is_row.astype(jnp.float32)
         if others:
             # An entry without a valid row can have any weight. Its gain must be 0, because gain 0
             # prevents a read outside the table.
-            weights = triton.load(others[0].at[entry], mask=entry < stop, other=0.0)
+            weights = triton.load(others[0].at[entry], mask=is_entry, other=0.0)
             gains = jnp.where(is_row, weights, 0.0)
         # A row with gain 0 is not read, because it may hold NaN.
-        is_read = (gains != 0.0)[:, None] & is_column
-        index = (jnp.where(is_row, rows, 0)[:, None], columns[None, :])
+        contributes = gains != 0.0
+        is_read = contributes[:, None] & is_column
+        safe_rows = jnp.where(is_row, rows, 0)
+        index = (safe_rows[:, None], columns[None, :])
         vectors = triton.load(table.at[index], mask=is_read, other=0.0)
         return gains, vectors.astype(jnp.float32)
 
@@ -248,12 +265,15 @@ def _sum_bags(
         first = number * tiling.num_ahead
         entries = [read_entries(first + turn) for turn in range(tiling.num_ahead)]
         for gains, vectors in entries:
-            total = total + (gains[:, None] * vectors if others else vectors)
-            divisor = divisor + (gains if combiner == "mean" else gains * gains)
+            terms = gains[:, None] * vectors if others else vectors
+            total = total + terms
+            divisor_terms = gains if combiner == "mean" else gains * gains
+            divisor = divisor + divisor_terms
         return total, divisor
 
     def num_turns(counts: Array) -> Array:
-        return (jnp.max(counts) + tiling.num_ahead - 1) // tiling.num_ahead
+        rounded_up = jnp.max(counts) + tiling.num_ahead - 1
+        return rounded_up // tiling.num_ahead
 
     total = jnp.zeros((bags.shape[0], columns.shape[0]), jnp.float32)
     divisor = jnp.zeros(bags.shape[0], jnp.float32)
@@ -263,22 +283,28 @@ def _sum_bags(
     if sums_ref is not None:
 
         def read_piece(turn: Index) -> Array:
-            is_read = (turn < num_pieces)[:, None] & is_column
-            index = ((first_piece + turn)[:, None], columns[None, :])
+            is_piece = turn < num_pieces
+            is_read = is_piece[:, None] & is_column
+            piece = first_piece + turn
+            index = (piece[:, None], columns[None, :])
             return triton.load(sums_ref.at[index], mask=is_read, other=0.0)
 
         def add_pieces(number: Index, total: Array) -> Array:
+            first = number * tiling.num_ahead
             for turn in range(tiling.num_ahead):
-                total = total + read_piece(number * tiling.num_ahead + turn)
+                total = total + read_piece(first + turn)
             return total
 
-        total = jax.lax.fori_loop(0, num_turns(num_pieces), add_pieces, total)
+        turns = num_turns(num_pieces)
+        total = jax.lax.fori_loop(0, turns, add_pieces, total)
     if combiner in ("sum", "none"):
         return total
     if combiner == "sqrtn":
         divisor = jnp.sqrt(divisor)
     divisor = divisor[:, None]
-    return jnp.where(divisor == 0.0, 0.0, total / jnp.where(divisor == 0.0, 1.0, divisor))
+    is_zero = divisor == 0.0
+    safe_divisor = jnp.where(is_zero, 1.0, divisor)
+    return jnp.where(is_zero, 0.0, total / safe_divisor)
 
 
 def _pieces(
@@ -295,17 +321,25 @@ def _pieces(
     num_pieces = group_of.shape[0] // length
     if 0 in (num_pieces, *d_output.shape):
         return ()
-    groups = group_of[: num_pieces * length].reshape(num_pieces, length)
+    groups = group_of[: num_pieces * length]
+    groups = groups.reshape(num_pieces, length)
     start = jnp.arange(num_pieces, dtype=jnp.int32) * length
     rows, offsets, *weights = _operands(entries)
-    is_of_one_row = (groups[:, 0] == groups[:, -1]) & (start < offsets[-1])
-    stop = jnp.where(is_of_one_row, start + length, start)
+    has_one_row = groups[:, 0] == groups[:, -1]
+    contributes = start < offsets[-1]
+    stop = jnp.where(has_one_row & contributes, start + length, start)
     bounds = jnp.stack([start, stop], axis=1).reshape(-1)
-    return (_pool(d_output, [rows, bounds, *weights], num_pieces, "sum", stride=2),)
+    operands = [rows, bounds, *weights]
+    sums = _pool(d_output, operands, num_pieces, "sum", stride=2)
+    return (sums,)
 
 
 def _pool(
-    table: Array, operands: Sequence[Array], num_bags: int, combiner: str, **options: Any
+    table: Array,
+    operands: Sequence[Array],
+    num_bags: int,
+    combiner: str,
+    **options: Any,
 ) -> Float[Array, "num_bags dim"]:
     """Pooled rows of bags; `options` are further keyword arguments of `_sum_bags`."""
     from jax.experimental import pallas as pl
@@ -313,21 +347,43 @@ def _pool(
 
     dim = table.shape[1]
     out = jax.ShapeDtypeStruct((num_bags, dim), jnp.float32)
-    if 0 in (*table.shape, num_bags, operands[0].shape[0]):
+    num_entries = operands[0].shape[0]
+    if 0 in (*table.shape, num_bags, num_entries):
         return jnp.zeros(out.shape, jnp.float32)
     width = min(tiling.max_columns, _power_of_two(dim))
     height = max(tiling.num_bags, tiling.num_numbers // width)
 
     def kernel(table_ref: Ref, *refs: Ref) -> None:
         *others, out_ref = refs
-        bags = pl.program_id(0) * height + jnp.arange(height, dtype=jnp.int32)
-        columns = pl.program_id(1) * width + jnp.arange(width, dtype=jnp.int32)
-        pooled = _sum_bags(table_ref, others, bags, columns, combiner, num_bags=num_bags, **options)
-        is_number = (bags < num_bags)[:, None] & (columns < dim)[None, :]
-        triton.store(out_ref.at[bags[:, None], columns[None, :]], pooled, mask=is_number)
+        first_bag = pl.program_id(0) * height
+        bags = first_bag + jnp.arange(height, dtype=jnp.int32)
+        first_column = pl.program_id(1) * width
+        columns = first_column + jnp.arange(width, dtype=jnp.int32)
+        pooled = _sum_bags(
+            table_ref,
+            others,
+            bags,
+            columns,
+            combiner,
+            num_bags=num_bags,
+            **options,
+        )
+        is_bag = bags < num_bags
+        is_column = columns < dim
+        is_number = is_bag[:, None] & is_column[None, :]
+        index = (bags[:, None], columns[None, :])
+        triton.store(out_ref.at[index], pooled, mask=is_number)
 
     grid = (pl.cdiv(num_bags, height), pl.cdiv(dim, width))
-    return _call(kernel, "rsembed_pool", out, grid, tiling.num_warps, table, *operands)
+    return _call(
+        kernel,
+        "rsembed_pool",
+        out,
+        grid,
+        tiling.num_warps,
+        table,
+        *operands,
+    )
 
 
 def _call(
@@ -352,11 +408,12 @@ def _call(
     def varying_shape(array: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(array.shape, array.dtype, manual_axis_type=varying)
 
+    aliases = {number: number for number in range(num_stepped)}
     call = pl.pallas_call(
         kernel,
         out_shape=jax.tree.map(varying_shape, out),
         grid=grid,
-        input_output_aliases={number: number for number in range(num_stepped)},
+        input_output_aliases=aliases,
         interpret=target_device().platform != "gpu",
         name=name,
         compiler_params=triton.CompilerParams(num_warps=num_warps),
@@ -412,17 +469,20 @@ def _step(
                 # A slot with one number per row is repeated in all columns.
                 arguments.append(jnp.full(width, jnp.sum(value)))
         arguments.append((gradient,))
-        arguments += [jnp.full(width, number) for number in hyper]
-        results = evaluate(traced, arguments, dim=dim)
-        return [result[0] if isinstance(result, tuple) else result for result in results]
+        for number in hyper:
+            arguments.append(jnp.full(width, number))
+        stepped = []
+        for result in evaluate(traced, arguments, dim=dim):
+            stepped.append(result[0] if isinstance(result, tuple) else result)
+        return stepped
 
     def kernel(*refs: Ref) -> None:
         old = refs[:num_arrays]
         new = refs[-num_arrays:]
         rows_ref, d_ref, hyper_ref, *others = refs[num_arrays:-num_arrays]
-        groups = pl.program_id(0) * height + jnp.arange(height, dtype=jnp.int32)
+        first_group = pl.program_id(0) * height
+        groups = first_group + jnp.arange(height, dtype=jnp.int32)
         columns = jnp.arange(width, dtype=jnp.int32)
-        has_pieces = bool(pieces)
         gradients = _sum_bags(
             d_ref,
             others,
@@ -430,30 +490,42 @@ def _step(
             columns,
             "sum",
             num_bags=num_groups,
-            has_pieces=has_pieces,
+            has_pieces=bool(pieces),
         )
-        rows = triton.load(rows_ref.at[groups], mask=groups < num_groups, other=-1)
-        is_row = (rows >= 0) & (rows < num_rows)
+        is_group = groups < num_groups
+        rows = triton.load(rows_ref.at[groups], mask=is_group, other=-1)
+        is_row = is_between(rows, 0, num_rows)
         # Padding gets index `num_rows`. The masks prevent reads and writes of padding.
-        index = (jnp.where(is_row, rows, num_rows)[:, None], columns[None, :])
+        safe_rows = jnp.where(is_row, rows, num_rows)
+        index = (safe_rows[:, None], columns[None, :])
         masks = []
         values = []
         for ref, array in zip(old, state, strict=True):
-            mask = is_row[:, None] & (columns < array.shape[1])[None, :]
+            is_column = columns < array.shape[1]
+            mask = is_row[:, None] & is_column[None, :]
             value = triton.load(ref.at[index], mask=mask, other=0.0)
             masks.append(mask)
             values.append(value.astype(jnp.float32))
         hyper = [hyper_ref[number] for number in range(len(step.hyper))]
         in_axes = (0, None, *([0] * num_arrays))
-        results = jax.vmap(step_row, in_axes=in_axes)(gradients, hyper, *values)
+        step_rows = jax.vmap(step_row, in_axes=in_axes)
+        results = step_rows(gradients, hyper, *values)
         for ref, array, mask, value in zip(new, state, masks, results, strict=True):
             triton.store(ref.at[index], value.astype(array.dtype), mask=mask)
 
     out = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in state]
-    operands = (*state, rows, d_output, step.hyper_vector(), *_operands(entries), *pieces)
+    operands = (
+        *state,
+        rows,
+        d_output,
+        step.hyper_vector(),
+        *_operands(entries),
+        *pieces,
+    )
     grid = (pl.cdiv(num_groups, height),)
-    num_warps = min(height * width * tiling.num_warps // tiling.num_numbers, 16)
-    stepped = _call(
+    num_values = height * width
+    num_warps = min(num_values * tiling.num_warps // tiling.num_numbers, 16)
+    new_table, *new_slots = _call(
         kernel,
         "rsembed_step",
         out,
@@ -462,5 +534,4 @@ def _step(
         *operands,
         num_stepped=num_arrays,
     )
-    new_table, *new_slots = stepped
     return new_table, tuple(new_slots)

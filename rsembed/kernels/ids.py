@@ -16,7 +16,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from rsembed.bags import PAD_ID
-from rsembed.kernels.contract import NO_ROW, Call, as_rows
+from rsembed.kernels.contract import NO_ROW, Call, as_rows, is_between
 from rsembed.kernels.reference import by_bag, gather_rows
 from rsembed.places import Place
 
@@ -47,14 +47,20 @@ def rows_of_ids(
     """
     rows = []
     for number, ids in enumerate(call.lists):
-        readers = [k for k, segment in enumerate(call.segments) if segment.list == number]
-        segments = [call.segments[k] for k in readers]
+        segments = []
+        segment_places = []
+        segment_sizes = []
+        for segment, place, size in zip(call.segments, table_places, sizes, strict=True):
+            if segment.list == number:
+                segments.append(segment)
+                segment_places.append(place)
+                segment_sizes.append(size)
         fields = []
-        for values in zip(*[table_places[k] for k in readers], strict=True):
+        for values in zip(*segment_places, strict=True):
             fields.append(by_bag(ids, segments, list(values), 0))
-        num_ids = by_bag(ids, segments, [sizes[k] for k in readers], 0)
+        num_ids = by_bag(ids, segments, segment_sizes, 0)
         entries = as_rows(ids.ids)
-        is_valid = (entries >= 0) & (entries < num_ids)
+        is_valid = is_between(entries, 0, num_ids)
         place = Place(*fields)
         valid_ids = jnp.where(is_valid, entries, 0)
         list_rows = place.rows(valid_ids, spread=spread, rows_per_shard=rows_per_shard)
@@ -63,7 +69,9 @@ def rows_of_ids(
 
 
 def count_ids(
-    ids: Sequence[Int[Array, " _"]], offsets: Sequence[Int[Array, " _"]], sizes: Sequence[int]
+    ids: Sequence[Int[Array, " _"]],
+    offsets: Sequence[Int[Array, " _"]],
+    sizes: Sequence[int],
 ) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
     """For each feature, the number of ids inside its table and the number of ids outside.
 
@@ -73,8 +81,9 @@ def count_ids(
     for feature_ids, ends, size in zip(ids, offsets, sizes, strict=True):
         position = jnp.arange(feature_ids.shape[0], dtype=jnp.int32)
         is_used = (position >= ends[0]) & (position < ends[-1])
-        is_inside = (feature_ids >= 0) & (feature_ids < size)
-        is_outside = ~is_inside & (feature_ids != PAD_ID)
+        is_inside = is_between(feature_ids, 0, size)
+        is_id = feature_ids != PAD_ID
+        is_outside = ~is_inside & is_id
         num_inside = jnp.sum(is_used & is_inside, dtype=jnp.int32)
         num_outside = jnp.sum(is_used & is_outside, dtype=jnp.int32)
         counts.append((num_inside, num_outside))
@@ -89,7 +98,8 @@ def rows_by_bag(
 
     Entries with a bag outside `[0, num_bags)` come last, after the final offset.
     """
-    keys = jnp.where((bags >= 0) & (bags < num_bags), bags, num_bags)
+    is_bag = is_between(bags, 0, num_bags)
+    keys = jnp.where(is_bag, bags, num_bags)
     order = jnp.argsort(keys, stable=True).astype(jnp.int32)
     all_bags = jnp.arange(num_bags + 1, dtype=keys.dtype)
     offsets = jnp.searchsorted(keys[order], all_bags, side="left")
@@ -159,8 +169,10 @@ def _stack_entries_by_sample(stack: Partitions) -> SampleEntries:
     else:
         cores = partition[0] // (num_minibatches * stack.num_shards)
         shards = partition[0] % stack.num_shards
-    rows = jnp.where(is_entry, shards * stack.rows_per_shard + stack.embedding_ids, NO_ROW)
-    samples = jnp.where(is_entry, cores * stack.samples_per_core + stack.sample_ids, NO_ROW)
+    stack_rows = shards * stack.rows_per_shard + stack.embedding_ids
+    rows = jnp.where(is_entry, stack_rows, NO_ROW)
+    device_samples = cores * stack.samples_per_core + stack.sample_ids
+    samples = jnp.where(is_entry, device_samples, NO_ROW)
     gains = jnp.where(is_entry, stack.gains, 0.0)
     if num_minibatches is not None:
         order = jnp.lexsort((samples, rows))
@@ -172,23 +184,31 @@ def _stack_entries_by_sample(stack: Partitions) -> SampleEntries:
 
 
 def _partition_of_position(
-    stack: Partitions, num_parts: int, part_size: int
+    stack: Partitions,
+    num_parts: int,
+    part_size: int,
 ) -> tuple[Int[Array, "parts part_size"], Bool[Array, " places"]]:
     """Partition of every buffer position, and whether the position is inside the partition."""
-    blocks = stack.row_pointers.reshape(num_parts, -1, max(stack.num_shards, ALIGNMENT))
-    ends = blocks[:, :, : stack.num_shards].reshape(num_parts, -1)
-    starts = jnp.pad(-(-ends[:, :-1] // ALIGNMENT) * ALIGNMENT, ((0, 0), (1, 0)))
+    block_size = max(stack.num_shards, ALIGNMENT)
+    blocks = stack.row_pointers.reshape(num_parts, -1, block_size)
+    ends = blocks[:, :, : stack.num_shards]
+    ends = ends.reshape(num_parts, -1)
+    aligned_ends = -(-ends[:, :-1] // ALIGNMENT) * ALIGNMENT
+    starts = jnp.pad(aligned_ends, ((0, 0), (1, 0)))
     if stack.num_minibatches is not None:
         num_used = stack.num_cores * stack.num_minibatches * stack.num_shards
-        is_used = jnp.arange(ends.size, dtype=jnp.int32)[None, :] < num_used
+        partitions = jnp.arange(ends.size, dtype=jnp.int32)
+        is_used = partitions[None, :] < num_used
         starts = jnp.where(is_used, starts, part_size)
     # The number of partitions that start at or before a position determines its partition. If empty
     # partitions start at the same position, the number selects the last of them.
-    part = jnp.arange(num_parts, dtype=jnp.int32)[:, None]
-    num_starts = jnp.zeros((num_parts, part_size), jnp.int32).at[part, starts].add(1, mode="drop")
+    part = jnp.arange(num_parts, dtype=jnp.int32)
+    num_starts = jnp.zeros((num_parts, part_size), jnp.int32)
+    num_starts = num_starts.at[part[:, None], starts].add(1, mode="drop")
     partition = jnp.cumsum(num_starts, axis=1) - 1
-    position = jnp.arange(part_size, dtype=jnp.int32)[None, :]
-    is_entry = position < jnp.take_along_axis(ends, partition, axis=1)
+    position = jnp.arange(part_size, dtype=jnp.int32)
+    end = jnp.take_along_axis(ends, partition, axis=1)
+    is_entry = position[None, :] < end
     return partition, is_entry.reshape(-1)
 
 
@@ -229,11 +249,13 @@ def unpack_blocks(
       packed: result of `pack_blocks`, which devices may have exchanged.
       shapes: objects with the shape and dtype of each array's blocks.
     """
-    ends = list(itertools.accumulate(shape.shape[1] for shape in shapes))
+    capacities = [shape.shape[1] for shape in shapes]
+    ends = list(itertools.accumulate(capacities))
     parts = jnp.split(packed, ends[:-1], axis=1)
     blocks = []
     for part, shape in zip(parts, shapes, strict=True):
-        blocks.append(jax.lax.bitcast_convert_type(part, shape.dtype))
+        block = jax.lax.bitcast_convert_type(part, shape.dtype)
+        blocks.append(block)
     return tuple(blocks)
 
 
@@ -275,15 +297,22 @@ def block_ends(
     """
     fit = []
     first_left = []
+    num_levels = 0
     for queue in queues:
         ends = queue.offsets[:-1] + queue.cursor + queue.capacity
         fits = (ends >= queue.offsets[1:]).astype(jnp.int32)
-        lanes = queue.ordered_lanes(ends)
         fit.append(fits)
-        first_left.append([jnp.where(fits == 1, jnp.uint32(0), lane) for lane in lanes])
+        lanes = []
+        for lane in queue.ordered_lanes(ends):
+            lanes.append(jnp.where(fits == 1, jnp.uint32(0), lane))
+        first_left.append(lanes)
+        num_levels = max(num_levels, len(lanes))
     words = []
-    for level in range(max(map(len, first_left))):
-        level_lanes = [lanes[min(level, len(lanes) - 1)] for lanes in first_left]
+    for level in range(num_levels):
+        level_lanes = []
+        for lanes in first_left:
+            last_lane = len(lanes) - 1
+            level_lanes.append(lanes[min(level, last_lane)])
         words.append(jnp.stack(level_lanes))
     return jnp.stack(fit), jnp.stack(words)
 
@@ -309,7 +338,8 @@ def round_places(
     cursors = []
     are_left = []
     for number, queue in enumerate(queues):
-        ranks = queue.cursor[:, None] + jnp.arange(queue.capacity, dtype=jnp.int32)[None, :]
+        slots = jnp.arange(queue.capacity, dtype=jnp.int32)
+        ranks = queue.cursor[:, None] + slots[None, :]
         entries = queue.offsets[:-1, None] + ranks
         lengths = jnp.diff(queue.offsets)
         is_below = jnp.zeros(entries.shape, bool)
@@ -318,8 +348,11 @@ def round_places(
             queue_cut = cut[number][:, None]
             is_below |= is_equal & (word < queue_cut)
             is_equal &= word == queue_cut
-        is_sent = (ranks < lengths[:, None]) & (is_below | (fit[number][:, None] == 1))
-        cursor = queue.cursor + jnp.sum(is_sent, axis=1, dtype=jnp.int32)
+        is_entry = ranks < lengths[:, None]
+        all_fit = fit[number][:, None] == 1
+        is_sent = is_entry & (is_below | all_fit)
+        num_sent = jnp.sum(is_sent, axis=1, dtype=jnp.int32)
+        cursor = queue.cursor + num_sent
         sent.append(jnp.where(is_sent, entries, NO_ROW))
         cursors.append(cursor)
         are_left.append(jnp.any(cursor < lengths))
@@ -328,4 +361,6 @@ def round_places(
 
 def word_dtype(dtype: np.dtype[Any], is_lane: bool) -> np.dtype[Any]:
     """Dtype in which an array is sent: uint32 for 32-bit lanes, else the dtype of the array."""
-    return jnp.dtype(jnp.uint32) if is_lane and dtype.itemsize == 4 else dtype
+    if is_lane and dtype.itemsize == 4:
+        return jnp.dtype(jnp.uint32)
+    return dtype

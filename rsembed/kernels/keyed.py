@@ -21,14 +21,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
 from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped, UInt32
 
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, is_between
 from rsembed.kernels.reference import gather_rows
 from rsembed.keys import Keys
 
@@ -90,26 +89,37 @@ def distinct(
       padded with zeros.
     """
     num_occurrences = owners.shape[0]
-    owners = jnp.where((owners >= 0) & (owners < num_owners), owners, num_owners).astype(jnp.int32)
+    is_owned = is_between(owners, 0, num_owners)
+    owners = jnp.where(is_owned, owners, num_owners).astype(jnp.int32)
     positions = jnp.arange(num_occurrences, dtype=jnp.int32)
     operands = (owners, *lanes, positions)
     *keys, order = jax.lax.sort(operands, num_keys=1 + len(lanes), is_stable=True)
-    differs = functools.reduce(operator.or_, [key[1:] != key[:-1] for key in keys])
-    has_owner = keys[0] < num_owners
-    is_first = jnp.ones(owners.shape, bool).at[1:].set(differs) & has_owner
+    sorted_owners, *lanes_in_order = keys
+    differs = sorted_owners[1:] != sorted_owners[:-1]
+    for lane in lanes_in_order:
+        differs = differs | (lane[1:] != lane[:-1])
+    has_owner = sorted_owners < num_owners
+    starts_entry = jnp.ones(owners.shape, bool).at[1:].set(differs)
+    is_first = starts_entry & has_owner
     entries = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     no_rows = jnp.full(owners.shape, NO_ROW, jnp.int32)
-    entry_of = no_rows.at[order].set(jnp.where(has_owner, entries, NO_ROW))
+    sorted_entry_of = jnp.where(has_owner, entries, NO_ROW)
+    entry_of = no_rows.at[order].set(sorted_entry_of)
     first_entries = jnp.where(is_first, entries, NO_ROW)
     sorted_lanes = []
-    for lane in keys[1:]:
-        sorted_lanes.append(jnp.zeros_like(lane).at[first_entries].set(lane, mode="drop"))
+    for lane in lanes_in_order:
+        zeros = jnp.zeros_like(lane)
+        entry_lane = zeros.at[first_entries].set(lane, mode="drop")
+        sorted_lanes.append(entry_lane)
     first_of = no_rows.at[first_entries].set(order, mode="drop")
     num_entries = jnp.zeros(num_owners, jnp.int32)
-    num_entries = num_entries.at[keys[0]].add(is_first.astype(jnp.int32), mode="drop")
+    is_counted = is_first.astype(jnp.int32)
+    num_entries = num_entries.at[sorted_owners].add(is_counted, mode="drop")
     ends = jnp.cumsum(num_entries, dtype=jnp.int32)
-    offsets = jnp.zeros(num_owners + 1, jnp.int32).at[1:].set(ends)
-    counts = jnp.zeros(num_occurrences, jnp.int32).at[entry_of].add(1, mode="drop")
+    offsets = jnp.zeros(num_owners + 1, jnp.int32)
+    offsets = offsets.at[1:].set(ends)
+    counts = jnp.zeros(num_occurrences, jnp.int32)
+    counts = counts.at[entry_of].add(1, mode="drop")
     return tuple(sorted_lanes), entry_of, first_of, offsets, counts
 
 
@@ -128,7 +138,8 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
       each distinct key, at most `MAX_COUNT`, padded with zeros.
     """
     num_keys = keys.low.shape[0]
-    num_slots = 1 << (2 * max(num_keys, 1) - 1).bit_length()
+    least_slots = 2 * max(num_keys, 1)
+    num_slots = 1 << (least_slots - 1).bit_length()
 
     def probe(
         owner: Array,
@@ -148,22 +159,30 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
             is_same &= lane[first] == key_lane
         return owner, is_same, first
 
-    owner = jnp.full(num_slots, NO_ROW, jnp.int32) + varying_zero(keys.low, keys.is_key)
+    owner = jnp.full(num_slots, NO_ROW, jnp.int32)
+    owner = owner + varying_zero(keys.low, keys.is_key)
     high = keys.high
     if keys.table is not None:
-        high = high ^ (keys.table.astype(jnp.uint32) * jnp.uint32(0x9E3779B1))
-    homes = (mix(high, keys.low) & jnp.uint32(num_slots - 1)).astype(jnp.int32)
+        table_bits = keys.table.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
+        high = high ^ table_bits
+    homes = mix(high, keys.low) & jnp.uint32(num_slots - 1)
+    homes = homes.astype(jnp.int32)
     _, first = _probe_all(probe, owner, keys, homes, num_slots)
     is_first = first == jnp.arange(num_keys, dtype=jnp.int32)
     entries = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     entry_of = entries.at[first].get(mode="fill", fill_value=NO_ROW)
-    counts = jnp.zeros_like(entry_of).at[entry_of].add(occurrences, mode="drop")
+    counts = jnp.zeros_like(entry_of)
+    counts = counts.at[entry_of].add(occurrences, mode="drop")
     counts = jnp.where(counts < 0, MAX_COUNT, counts)  # An int32 sum that overflows is negative.
-    return entry_of, compact(is_first, num_keys)[0], counts
+    first_of, _ = compact(is_first, num_keys)
+    return entry_of, first_of, counts
 
 
 def find_keys(
-    lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys, num_tables: int = 1
+    lanes: UInt32[Array, "slots 2"],
+    rows: Int[Array, " slots"],
+    keys: Keys,
+    num_tables: int = 1,
 ) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
     """Slot and row of every key in its table, and the number of keys that are absent.
 
@@ -183,13 +202,18 @@ def find_keys(
         is_equal = (slot_lanes[:, 0] == high) & (slot_lanes[:, 1] == low)
         is_hit = active & (slot_rows >= 0) & is_equal
         is_absent = active & (slot_rows == EMPTY)
-        return zero, is_hit | is_absent, jnp.where(is_hit, slots, NO_ROW)
+        is_done = is_hit | is_absent
+        hits = jnp.where(is_hit, slots, NO_ROW)
+        return zero, is_done, hits
 
     size = rows.shape[0] // num_tables
     zero = varying_zero(rows, keys.low)
-    _, slots = _probe_all(probe, zero, keys, _homes(keys, size), size)
-    num_absent = jnp.sum(keys.is_key & (slots == NO_ROW), dtype=jnp.int32)
-    return slots, rows.at[slots].get(mode="fill", fill_value=NO_ROW), num_absent
+    homes = _homes(keys, size)
+    _, slots = _probe_all(probe, zero, keys, homes, size)
+    is_absent = keys.is_key & (slots == NO_ROW)
+    num_absent = jnp.sum(is_absent, dtype=jnp.int32)
+    key_rows = rows.at[slots].get(mode="fill", fill_value=NO_ROW)
+    return slots, key_rows, num_absent
 
 
 def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], Int[Array, ""]]:
@@ -197,8 +221,10 @@ def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], In
     counts = jnp.cumsum(mask, dtype=jnp.int32)
     ranks = jnp.arange(1, size + 1, dtype=jnp.int32)
     positions = jnp.searchsorted(counts, ranks).astype(jnp.int32)
-    positions = jnp.where(positions < mask.shape[0], positions, NO_ROW)
-    return positions, jnp.sum(mask, dtype=jnp.int32)
+    is_position = positions < mask.shape[0]
+    positions = jnp.where(is_position, positions, NO_ROW)
+    num_true = jnp.sum(mask, dtype=jnp.int32)
+    return positions, num_true
 
 
 def ranks(
@@ -216,13 +242,16 @@ def ranks(
       tell_apart: implementation of `distinct`, which sorts the entries by table.
     """
     if table is None:
-        return jnp.cumsum(marks, dtype=jnp.int32) - 1, jnp.sum(marks, dtype=jnp.int32)[None]
+        rank = jnp.cumsum(marks, dtype=jnp.int32) - 1
+        num_marked = jnp.sum(marks, dtype=jnp.int32)
+        return rank, num_marked[None]
     owners = jnp.where(marks, table, num_tables)
     # The only lane is the position, so all entries are distinct, and the entries of a table stay in
     # order.
     positions = jnp.arange(marks.shape[0], dtype=jnp.int32)
     _, entry_of, _, offsets, _ = tell_apart(owners, [positions], num_owners=num_tables)
-    return entry_of - offsets.at[table].get(mode="clip"), offsets[1:] - offsets[:-1]
+    rank = entry_of - offsets.at[table].get(mode="clip")
+    return rank, offsets[1:] - offsets[:-1]
 
 
 def take_rows(
@@ -251,9 +280,11 @@ def take_rows(
     first = jnp.int32(0)
     if table is not None:
         height = num_free.at[table].get(mode="clip")
-        first = table * (free.shape[0] // num_tables)
+        rows_per_table = free.shape[0] // num_tables
+        first = table * rows_per_table
     gets_row = wants & (rank < height)
-    positions = jnp.where(gets_row, first + height - 1 - rank, NO_ROW)
+    from_end = first + height - 1 - rank
+    positions = jnp.where(gets_row, from_end, NO_ROW)
     rows = free.at[positions].get(mode="fill", fill_value=NO_ROW)
     num_taken = jnp.minimum(num_wanted, num_free)
     rows = jnp.where(gets_row, first + rows, NO_ROW)
@@ -286,7 +317,9 @@ def insert_keys(
     size = num_slots // num_tables
     room = size * 3 // 4 - num_keys - num_deleted
     rank, num_wanted = ranks(keys.is_key, keys.table, num_tables)
-    key_room = room if keys.table is None else room.at[keys.table].get(mode="clip")
+    key_room = room
+    if keys.table is not None:
+        key_room = room.at[keys.table].get(mode="clip")
     keys = keys.only(rank < key_room)
 
     def probe(
@@ -298,19 +331,25 @@ def insert_keys(
     ) -> tuple[Array, Array, Array]:
         state = states[slots]
         claim = CLAIM + positions
-        is_free = active & ((state == EMPTY) | (state == DELETED))
-        states = states.at[jnp.where(is_free, slots, num_slots)].min(claim, mode="drop")
+        is_unused = (state == EMPTY) | (state == DELETED)
+        is_free = active & is_unused
+        claimed = jnp.where(is_free, slots, num_slots)
+        states = states.at[claimed].min(claim, mode="drop")
         is_won = is_free & (states[slots] == claim)
         return states, is_won, slots
 
     states = rows + varying_zero(rows, keys.low)
-    claimed, slots = _probe_all(probe, states, keys, _homes(keys, size), size)
-    was_deleted = rows.at[slots].get(mode="fill", fill_value=EMPTY) == DELETED
+    homes = _homes(keys, size)
+    claimed_rows, slots = _probe_all(probe, states, keys, homes, size)
+    old_states = rows.at[slots].get(mode="fill", fill_value=EMPTY)
+    was_deleted = old_states == DELETED
     reused = jnp.where(was_deleted, slots // size, num_tables)
+    key_lanes = jnp.stack([keys.high, keys.low], axis=1)
+    num_new = jnp.clip(num_wanted, 0, jnp.maximum(room, 0))
     return (
-        lanes.at[slots].set(jnp.stack([keys.high, keys.low], axis=1), mode="drop"),
-        claimed.at[slots].set(new_rows, mode="drop"),
-        num_keys + jnp.clip(num_wanted, 0, jnp.maximum(room, 0)),
+        lanes.at[slots].set(key_lanes, mode="drop"),
+        claimed_rows.at[slots].set(new_rows, mode="drop"),
+        num_keys + num_new,
         num_deleted.at[reused].add(-1, mode="drop"),
     )
 
@@ -330,7 +369,8 @@ def count_uses(
     sums = counts.at[rows].get(mode="fill", fill_value=0)
     sums = jnp.where(sums < 0, MAX_COUNT, sums)  # An int32 sum that overflows is negative.
     counts = counts.at[rows].set(sums, mode="drop")
-    return last_step.at[rows].set(step, mode="drop"), counts
+    last_step = last_step.at[rows].set(step, mode="drop")
+    return last_step, counts
 
 
 def varying_zero(*arrays: Array) -> Int[Array, ""]:
@@ -341,14 +381,18 @@ def varying_zero(*arrays: Array) -> Int[Array, ""]:
     """
     total = jnp.int32(0)
     for array in arrays:
-        total += jnp.sum(array.reshape(-1)[:1].astype(jnp.int32), dtype=jnp.int32)
+        first = array.reshape(-1)[:1].astype(jnp.int32)
+        total += jnp.sum(first, dtype=jnp.int32)
     return total * 0
 
 
 def _homes(keys: Keys, size: int) -> Int[Array, " nnz"]:
     """Slot where the search for each key starts, in tables of `size` slots."""
-    homes = (mix(keys.high, keys.low) & jnp.uint32(size - 1)).astype(jnp.int32)
-    return homes if keys.table is None else homes + keys.table * size
+    homes = mix(keys.high, keys.low) & jnp.uint32(size - 1)
+    homes = homes.astype(jnp.int32)
+    if keys.table is None:
+        return homes
+    return homes + keys.table * size
 
 
 Lanes = Sequence[Array]
@@ -362,7 +406,11 @@ already.
 
 
 def _probe_all(
-    probe: Probe, state: Array, keys: Keys, homes: Int[Array, " nnz"], size: int
+    probe: Probe,
+    state: Array,
+    keys: Keys,
+    homes: Int[Array, " nnz"],
+    size: int,
 ) -> tuple[Array, Int[Array, " nnz"]]:
     """Checks slot after slot for every key, until `probe` marks the key as done.
 
@@ -389,12 +437,12 @@ def _probe_all(
     active = keys.is_key & (zero == 0)
     results = jnp.full(num_keys, NO_ROW, jnp.int32)
     for width, next_width in itertools.pairwise([*widths, 0]):
-        search = (state, slots, active, jnp.full(width, NO_ROW, jnp.int32) + zero)
-        state, slots, still_active, last_results = jax.lax.while_loop(
-            functools.partial(_searches_more_than, next_width),
-            functools.partial(_probe_once, probe, lanes, positions, size),
-            search,
-        )
+        no_results = jnp.full(width, NO_ROW, jnp.int32) + zero
+        search = (state, slots, active, no_results)
+        goes_on = functools.partial(_searches_more_than, next_width)
+        step = functools.partial(_probe_once, probe, lanes, positions, size)
+        search = jax.lax.while_loop(goes_on, step, search)
+        state, slots, still_active, last_results = search
         if width == num_keys:
             results = last_results
         else:
@@ -403,7 +451,8 @@ def _probe_all(
             results = results.at[done].set(last_results, mode="drop")
         if next_width:
             kept, _ = compact(still_active, next_width)
-            *lanes, positions, slots = gather_rows((*lanes, positions, slots), kept)
+            arrays = (*lanes, positions, slots)
+            *lanes, positions, slots = gather_rows(arrays, kept)
             active = kept != NO_ROW
     return state, results
 
@@ -417,10 +466,19 @@ def _searches_more_than(limit: int, search: Search) -> Bool[Array, ""]:
     return jnp.sum(active, dtype=jnp.int32) > limit
 
 
-def _probe_once(probe: Probe, lanes: Lanes, positions: Array, size: int, search: Search) -> Search:
+def _probe_once(
+    probe: Probe,
+    lanes: Lanes,
+    positions: Array,
+    size: int,
+    search: Search,
+) -> Search:
     """Probes one slot for every key, and moves the search to the next slot of the key's table."""
     state, slots, active, results = search
     state, is_done, probed = probe(state, lanes, positions, slots, active)
     results = jnp.where(is_done, probed, results)
-    next_slots = (slots & -size) | ((slots + 1) & (size - 1))
-    return state, next_slots, active & ~is_done, results
+    table_start = slots & -size
+    next_in_table = (slots + 1) & (size - 1)
+    next_slots = table_start | next_in_table
+    still_active = active & ~is_done
+    return state, next_slots, still_active, results

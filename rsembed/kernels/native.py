@@ -32,6 +32,7 @@ from rsembed.kernels.contract import (
     Table,
     as_offsets,
     as_rows,
+    is_between,
 )
 from rsembed.kernels.devices import (
     call_handler,
@@ -71,7 +72,8 @@ def lookup(tables: Sequence[Float[Array, "_ _"]], call: Call) -> Outputs:
     if not call.segments:
         return ()
     operands, attributes = _call_operands(tables, call)
-    shapes, _ = call.outputs([table.shape[1] for table in tables])
+    dims = [table.shape[1] for table in tables]
+    shapes, _ = call.outputs(dims)
     results = [Result(shape, jnp.float32) for shape in shapes]
     return call_handler("rsembed_lookup", results, *operands, *tables, **attributes)
 
@@ -81,19 +83,29 @@ def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
     operands, attributes = _gradient_operands(gradients, num_rows)
     attributes["num_rows"] = num_rows
     capacity = min(gradients.num_entries, num_rows)
-    results = [Result((capacity,), jnp.int32), Result((capacity, gradients.dim), jnp.float32)]
+    results = [
+        Result((capacity,), jnp.int32),
+        Result((capacity, gradients.dim), jnp.float32),
+    ]
     return call_handler("rsembed_row_gradients", results, *operands, **attributes)
 
 
 def squared_norm(num_rows: int, gradients: CallGradients) -> Float[Array, ""]:
     """Sum of the squares of all row gradients. See `reference.squared_norm`."""
     operands, attributes = _gradient_operands(gradients, num_rows)
-    attributes |= {"num_rows": num_rows, "dim": gradients.dim}
+    attributes["num_rows"] = num_rows
+    attributes["dim"] = gradients.dim
     results = [Result((), jnp.float32)]
-    return call_handler("rsembed_squared_norm", results, *operands, **attributes)[0]
+    (norm,) = call_handler("rsembed_squared_norm", results, *operands, **attributes)
+    return norm
 
 
-def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
+def update(
+    table: Table,
+    slots: Slots,
+    gradients: CallGradients,
+    step: Step,
+) -> tuple[Table, Slots]:
     """Steps every row that has a gradient, and returns the new table and slots.
 
     For a rule with a C++ kernel, one native call sums the gradients and steps the rows. For other
@@ -102,7 +114,8 @@ def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> 
     _check_tables(table)
     code = _fused_code(table, slots, step)
     if code is None:
-        return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
+        rows, values = row_gradients(table.shape[0], gradients)
+        return apply_rows(table, slots, rows, values, step)
     operands, attributes = _gradient_operands(gradients, table.shape[0])
     return _step_in_place("rsembed_update", code, table, slots, step, operands, attributes)
 
@@ -135,7 +148,8 @@ def apply_rows(
         return table, slots
 
     def step_block(number: Array | int, state: tuple[Table, Slots]) -> tuple[Table, Slots]:
-        positions = number * STEP_BLOCK + jnp.arange(STEP_BLOCK, dtype=jnp.int32)
+        first = number * STEP_BLOCK
+        positions = first + jnp.arange(STEP_BLOCK, dtype=jnp.int32)
         block_rows, d_block = gather_rows((rows, gradients), positions, missing=NO_ROW)
         old_table, old_slots = state
         return reference.apply_rows(
@@ -150,16 +164,20 @@ def apply_rows(
 
     if num_blocks == 1:
         return step_block(0, (table, slots))
-    is_row = (rows >= 0) & (rows < table.shape[0])
-    num_used = jnp.max(jnp.where(is_row, jnp.arange(1, rows.shape[0] + 1, dtype=jnp.int32), 0))
-    num_used_blocks = jax.lax.div(num_used + jnp.int32(STEP_BLOCK - 1), jnp.int32(STEP_BLOCK))
+    is_row = is_between(rows, 0, table.shape[0])
+    ends = jnp.arange(1, rows.shape[0] + 1, dtype=jnp.int32)
+    num_used = jnp.max(jnp.where(is_row, ends, 0))
+    rounded_up = num_used + jnp.int32(STEP_BLOCK - 1)
+    num_used_blocks = jax.lax.div(rounded_up, jnp.int32(STEP_BLOCK))
     stepped: tuple[Table, Slots]
     stepped = jax.lax.fori_loop(0, num_used_blocks, step_block, (table, slots))
     return stepped
 
 
 def weight_gradients(
-    tables: Sequence[Float[Array, "_ _"]], call: Call, d_outputs: Outputs
+    tables: Sequence[Float[Array, "_ _"]],
+    call: Call,
+    d_outputs: Outputs,
 ) -> tuple[Float[Array, " nnz"] | None, ...]:
     """Gradient of each list's weights, None for a list without weights.
 
@@ -170,7 +188,8 @@ def weight_gradients(
     for segment in call.segments:
         if call.lists[segment.list].weights is not None:
             combiners.add(segment.combiner)
-    if not combiners or not combiners <= {"sum", "none", "mean_by_count"}:
+    are_supported = combiners <= {"sum", "none", "mean_by_count"}
+    if not combiners or not are_supported:
         return reference.weight_gradients(tables, call, d_outputs)
     operands, attributes = _call_operands(tables, call, with_weights=False)
     operands += [d_output.astype(jnp.float32) for d_output in d_outputs]
@@ -188,16 +207,20 @@ def weight_gradients(
 def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
     """Dot products of all pairs of a sample's vectors. See `reference.pair_products`."""
     batch, num_vectors, _ = vectors.shape
-    results = [Result((batch, num_vectors * (num_vectors - 1) // 2), jnp.float32)]
-    return call_handler("rsembed_pair_products", results, vectors)[0]
+    num_pairs = num_vectors * (num_vectors - 1) // 2
+    results = [Result((batch, num_pairs), jnp.float32)]
+    (products,) = call_handler("rsembed_pair_products", results, vectors)
+    return products
 
 
 def pull_pairs(
-    vectors: Float[Array, "batch n dim"], d_products: Float[Array, "batch pairs"]
+    vectors: Float[Array, "batch n dim"],
+    d_products: Float[Array, "batch pairs"],
 ) -> Float[Array, "batch n dim"]:
     """Gradient of the vectors, from the gradient of `pair_products`."""
     results = [Result(vectors.shape, jnp.float32)]
-    return call_handler("rsembed_pull_pairs", results, vectors, d_products)[0]
+    (d_vectors,) = call_handler("rsembed_pull_pairs", results, vectors, d_products)
+    return d_vectors
 
 
 def gather_rows(
@@ -213,8 +236,12 @@ def gather_rows(
       missing: value that int32 arrays return for a row number outside the array, 0 by default.
         Arrays of other dtypes return zeros.
     """
-    results = [Result((rows.shape[0], *array.shape[1:]), array.dtype) for array in arrays]
-    return call_handler("rsembed_gather_rows", results, as_rows(rows), *arrays, missing=missing)
+    results = []
+    for array in arrays:
+        shape = (rows.shape[0], *array.shape[1:])
+        results.append(Result(shape, array.dtype))
+    operands = (as_rows(rows), *arrays)
+    return call_handler("rsembed_gather_rows", results, *operands, missing=missing)
 
 
 def scatter_rows(
@@ -226,9 +253,12 @@ def scatter_rows(
 
     Row numbers outside an array are skipped. The arrays are updated in place if XLA allows it.
     """
-    values = [new.astype(array.dtype) for array, new in zip(arrays, values, strict=True)]
-    aliases = {1 + number: number for number in range(len(arrays))}
-    operands = (as_rows(rows), *arrays, *values)
+    new_values = []
+    aliases = {}
+    for number, (array, new) in enumerate(zip(arrays, values, strict=True)):
+        new_values.append(new.astype(array.dtype))
+        aliases[1 + number] = number
+    operands = (as_rows(rows), *arrays, *new_values)
     return call_handler("rsembed_scatter_rows", arrays, *operands, aliases=aliases, missing=0)
 
 
@@ -239,7 +269,8 @@ def pack_blocks(
     """One array with the blocks of all arrays side by side. See `ids.pack_blocks`."""
     gathers = rows[0] is not None
     first = arrays[0]
-    row_shape = first.shape[1:] if gathers else first.shape[2:]
+    num_axes = 1 if gathers else 2
+    row_shape = first.shape[num_axes:]
     operands: list[Array] = []
     num_places = 0
     for array, block_rows in zip(arrays, rows, strict=True):
@@ -251,7 +282,8 @@ def pack_blocks(
         operands.append(array)
     dtype = word_dtype(first.dtype, is_lane=not row_shape)
     results = [Result((num_devices, num_places, *row_shape), dtype)]
-    return call_handler("rsembed_pack_blocks", results, *operands, gathers=gathers)[0]
+    (packed,) = call_handler("rsembed_pack_blocks", results, *operands, gathers=gathers)
+    return packed
 
 
 def unpack_blocks(
@@ -270,9 +302,13 @@ def block_ends(
     See `ids.block_ends`.
     """
     operands, attributes = _queue_operands(queues)
-    shape = (len(queues), queues[0].cursor.shape[0])
-    num_levels = max(len(queue.lanes) for queue in queues)
-    results = [Result(shape, jnp.int32), Result((num_levels, *shape), jnp.uint32)]
+    num_devices = queues[0].cursor.shape[0]
+    shape = (len(queues), num_devices)
+    num_levels = max(attributes["num_lanes"])
+    results = [
+        Result(shape, jnp.int32),
+        Result((num_levels, *shape), jnp.uint32),
+    ]
     return call_handler("rsembed_block_ends", results, *operands, **attributes)
 
 
@@ -285,19 +321,25 @@ def round_places(
     operands, attributes = _queue_operands(queues)
     results = [Result((), jnp.bool_)]
     for queue in queues:
-        results += _integers((*queue.cursor.shape, queue.capacity), queue.cursor.shape)
+        shape = queue.cursor.shape
+        results += _integers((*shape, queue.capacity), shape)
     operands = [fit, cuts, *operands]
-    are_left, *sent = call_handler("rsembed_round_places", results, *operands, **attributes)
-    return tuple(sent[::2]), tuple(sent[1::2]), are_left
+    are_left, *arrays = call_handler("rsembed_round_places", results, *operands, **attributes)
+    sent = tuple(arrays[::2])
+    cursors = tuple(arrays[1::2])
+    return sent, cursors, are_left
 
 
 def _queue_operands(queues: Sequence[Queue]) -> tuple[list[Array], Attributes]:
     operands: list[Array] = []
+    num_lanes = []
+    capacities = []
     for queue in queues:
         operands += [queue.offsets, queue.cursor, *queue.lanes]
-    num_lanes = [len(queue.lanes) for queue in queues]
-    capacities = [queue.capacity for queue in queues]
-    return operands, {"num_lanes": num_lanes, "capacities": capacities}
+        num_lanes.append(len(queue.lanes))
+        capacities.append(queue.capacity)
+    attributes = {"num_lanes": num_lanes, "capacities": capacities}
+    return operands, attributes
 
 
 def rows_by_bag(
@@ -317,28 +359,39 @@ def rows_of_ids(
     rows_per_shard: int,
 ) -> tuple[Int[Array, " _"], ...]:
     """Row of every id of a call, one array per list. See `ids.rows_of_ids`."""
-    _check_ids([ids.ids for ids in call.lists])
+    all_ids = [ids.ids for ids in call.lists]
+    _check_ids(all_ids)
     operands, forms = _list_operands(call.lists, with_weights=False)
     numbers: list[int] = []
     for segment, place, size in zip(call.segments, table_places, sizes, strict=True):
-        numbers += [segment.list, segment.first_bag, segment.num_bags, *place, size]
-    attributes: Attributes = {"lists": forms, "places": numbers}
-    attributes |= {"spread": spread, "rows_per_shard": rows_per_shard}
-    results = _integers(*(ids.ids.shape for ids in call.lists))
+        bags = [segment.list, segment.first_bag, segment.num_bags]
+        numbers += [*bags, *place, size]
+    attributes: Attributes = {
+        "lists": forms,
+        "places": numbers,
+        "spread": spread,
+        "rows_per_shard": rows_per_shard,
+    }
+    results = [Result(ids.shape, jnp.int32) for ids in all_ids]
     return call_handler("rsembed_rows_of_ids", results, *operands, **attributes)
 
 
 def count_ids(
-    ids: Sequence[Int[Array, " _"]], offsets: Sequence[Int[Array, " _"]], sizes: Sequence[int]
+    ids: Sequence[Int[Array, " _"]],
+    offsets: Sequence[Int[Array, " _"]],
+    sizes: Sequence[int],
 ) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
     """For each feature, the number of ids inside and outside its table. See `ids.count_ids`."""
     operands: list[Array] = []
     for feature_ids, feature_offsets in zip(ids, offsets, strict=True):
         operands += [feature_ids, feature_offsets]
     _check_ids(operands)
-    results = _integers(*[()] * len(operands))
+    # Each feature has two operands and two results.
+    results = [Result((), jnp.int32)] * len(operands)
     counts = call_handler("rsembed_count_ids", results, *operands, sizes=list(sizes))
-    return tuple(zip(counts[::2], counts[1::2], strict=True))
+    num_inside = counts[::2]
+    num_outside = counts[1::2]
+    return tuple(zip(num_inside, num_outside, strict=True))
 
 
 def distinct(
@@ -351,7 +404,8 @@ def distinct(
         if lane.dtype not in (jnp.int32, jnp.uint32):
             raise NotImplementedError(f"native lanes are int32 or uint32, not {lane.dtype}")
     shape = owners.shape
-    results: list[Any] = [*_integers(shape, shape, (num_owners + 1,), shape), *lanes]
+    integers = _integers(shape, shape, (num_owners + 1,), shape)
+    results: list[Any] = [*integers, *lanes]
     arrays = call_handler("rsembed_distinct", results, as_rows(owners), *lanes)
     entry_of, first_of, offsets, counts, *sorted_lanes = arrays
     return tuple(sorted_lanes), entry_of, first_of, offsets, counts
@@ -360,11 +414,15 @@ def distinct(
 def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
     """Distinct keys in the order of their first occurrence. See `keyed.unique_keys`."""
     results = _integers(keys.shape, keys.shape, keys.shape)
-    return call_handler("rsembed_unique_keys", results, *_key_operands(keys), occurrences)
+    operands = (*_key_operands(keys), occurrences)
+    return call_handler("rsembed_unique_keys", results, *operands)
 
 
 def find_keys(
-    lanes: UInt32[Array, "slots 2"], rows: Int[Array, " slots"], keys: Keys, num_tables: int = 1
+    lanes: UInt32[Array, "slots 2"],
+    rows: Int[Array, " slots"],
+    keys: Keys,
+    num_tables: int = 1,
 ) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
     """Slot and row of every key, and the number of absent keys. See `keyed.find_keys`."""
     results = _integers(keys.shape, keys.shape, ())
@@ -374,7 +432,8 @@ def find_keys(
 
 def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], Int[Array, ""]]:
     """Positions of the first `size` True entries, padded with `NO_ROW`; number of True entries."""
-    return call_handler("rsembed_compact", _integers((size,), ()), mask)
+    results = _integers((size,), ())
+    return call_handler("rsembed_compact", results, mask)
 
 
 def take_rows(
@@ -438,16 +497,28 @@ def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
     results: list[Result] = []
     numbers: list[int] = []
     for stack in stacks:
+        minibatches = []
+        if stack.num_minibatches is not None:
+            minibatches.append(stack.num_minibatches)
         integers = [stack.row_pointers, stack.embedding_ids, stack.sample_ids]
-        minibatches = [] if stack.num_minibatches is None else [stack.num_minibatches]
         _check_ids([*integers, *minibatches])
-        operands += [*integers, stack.gains.astype(jnp.float32), *minibatches]
+        gains = stack.gains.astype(jnp.float32)
+        operands += [*integers, gains, *minibatches]
         shape = stack.embedding_ids.shape
-        results += [*_integers(shape, (stack.num_samples + 1,)), Result(shape, jnp.float32)]
-        numbers += [stack.num_cores, stack.num_shards, stack.rows_per_shard]
-        numbers += [stack.samples_per_core, len(minibatches)]
+        results += _integers(shape, (stack.num_samples + 1,))
+        results.append(Result(shape, jnp.float32))
+        numbers += [
+            stack.num_cores,
+            stack.num_shards,
+            stack.rows_per_shard,
+            stack.samples_per_core,
+            len(minibatches),
+        ]
     arrays = call_handler("rsembed_entries_by_sample", results, *operands, stacks=numbers)
-    return list(zip(arrays[::3], arrays[1::3], arrays[2::3], strict=True))
+    rows = arrays[::3]
+    offsets = arrays[1::3]
+    sorted_gains = arrays[2::3]
+    return list(zip(rows, offsets, sorted_gains, strict=True))
 
 
 def row_bits(
@@ -461,14 +532,17 @@ def row_bits(
     See `reference.row_bits`.
     """
     config: Any = jax.config  # Type stubs of JAX lack some settings.
-    if jax.random.key_impl(key) != "threefry2x32" or not config.jax_threefry_partitionable:
+    is_threefry = jax.random.key_impl(key) == "threefry2x32"
+    if not is_threefry or not config.jax_threefry_partitionable:
         raise NotImplementedError(
             "native random bits are those of threefry2x32 with jax_threefry_partitionable",
         )
     key_words = jax.random.key_data(key).reshape(-1, 2)
-    results = [Result((*lanes[0].shape, dim), jnp.uint32)]
+    shape = (*lanes[0].shape, dim)
+    results = [Result(shape, jnp.uint32)]
     operands = (key_words, _table_operand(table), *lanes)
-    return call_handler("rsembed_row_bits", results, *operands)[0]
+    (bits,) = call_handler("rsembed_row_bits", results, *operands)
+    return bits
 
 
 def allocate(
@@ -487,10 +561,15 @@ def allocate(
         raise NotImplementedError(
             f"native allocation fills elements of at most 8 bytes, not {dtype}",
         )
-    element = np.zeros((), dtype) if fill is None else np.asarray(fill).astype(dtype)
-    pattern = np.frombuffer(element.tobytes().ljust(8, b"\0"), np.int64)[0]
+    element = np.zeros((), dtype)
+    if fill is not None:
+        element = np.asarray(fill).astype(dtype)
+    eight_bytes = element.tobytes().ljust(8, b"\0")
+    (pattern,) = np.frombuffer(eight_bytes, np.int64)
+    attributes = {"pattern": pattern, "fill": fill is not None}
     results = [Result(tuple(shape), dtype)]
-    return call_handler("rsembed_allocate", results, pattern=pattern, fill=fill is not None)[0]
+    (array,) = call_handler("rsembed_allocate", results, **attributes)
+    return array
 
 
 def _check_ids(arrays: Sequence[Array]) -> None:
@@ -528,20 +607,32 @@ def _gradient_operands(gradients: CallGradients, num_rows: int) -> tuple[list[Ar
         raise ValueError(
             f"got {len(shapes)} outputs but {len(gradients.d_outputs)} gradients; pass one each.",
         )
-    lists = gradients.lists_read()
+    numbers = gradients.lists_read()
     readers = []
+    outputs_read = set()
     for segment, place in zip(call.segments, output_places, strict=True):
         if segment.table == gradients.table:
             readers.append((segment, place))
-    outputs = sorted({place.output for _, place in readers})
+            outputs_read.add(place.output)
+    outputs = sorted(outputs_read)
     segments: list[int] = []
     for segment, place in readers:
-        segment = segment._replace(list=lists.index(segment.list), table=0)
-        place = place._replace(output=outputs.index(place.output))
+        list_index = numbers.index(segment.list)
+        output_index = outputs.index(place.output)
+        segment = segment._replace(list=list_index, table=0)
+        place = place._replace(output=output_index)
         segments += _segment_numbers(segment, place, num_rows)
-    operands, forms = _list_operands([call.lists[number] for number in lists])
-    operands += [gradients.d_outputs[output].astype(jnp.float32) for output in outputs]
-    return operands, {"lists": forms, "segments": segments, "num_outputs": len(outputs)}
+    lists = [call.lists[number] for number in numbers]
+    operands, forms = _list_operands(lists)
+    for output in outputs:
+        d_output = gradients.d_outputs[output]
+        operands.append(d_output.astype(jnp.float32))
+    attributes = {
+        "lists": forms,
+        "segments": segments,
+        "num_outputs": len(outputs),
+    }
+    return operands, attributes
 
 
 def _call_operands(
@@ -552,11 +643,14 @@ def _call_operands(
 ) -> tuple[list[Array], Attributes]:
     """Operands and attributes of a native call that reads all lists and segments of `call`."""
     operands, forms = _list_operands(call.lists, with_weights=with_weights)
-    _, output_places = call.outputs([table.shape[1] for table in tables])
+    dims = [table.shape[1] for table in tables]
+    _, output_places = call.outputs(dims)
     segments: list[int] = []
     for segment, place in zip(call.segments, output_places, strict=True):
-        segments += _segment_numbers(segment, place, tables[segment.table].shape[0])
-    return operands, {"lists": forms, "segments": segments}
+        num_rows = tables[segment.table].shape[0]
+        segments += _segment_numbers(segment, place, num_rows)
+    attributes = {"lists": forms, "segments": segments}
+    return operands, attributes
 
 
 def _list_operands(
@@ -594,10 +688,16 @@ def _list_operands(
 
 def _segment_numbers(segment: Segment, place: Place, table_rows: int) -> list[int]:
     """Ten numbers that describe a segment, in the order that `Segments` of csrc/arguments.h reads."""
-    combiner = _COMBINER_CODES[segment.combiner]
-    num_rows = segment.rows_in(table_rows)
-    bags = [segment.list, segment.first_bag, segment.num_bags, combiner]
-    return [*bags, segment.table, segment.first_row, num_rows, *place]
+    return [
+        segment.list,
+        segment.first_bag,
+        segment.num_bags,
+        _COMBINER_CODES[segment.combiner],
+        segment.table,
+        segment.first_row,
+        segment.rows_in(table_rows),
+        *place,
+    ]
 
 
 def _fused_code(table: Array, slots: Slots, step: Step) -> int | None:
@@ -609,9 +709,11 @@ def _fused_code(table: Array, slots: Slots, step: Step) -> int | None:
     code = _FUSED_RULES[formula]
     if len(slots) != _NUM_SLOTS[code] or step.rounds(table):
         return None
-    width = 1 if formula == "rowwise_adagrad" else table.shape[1]
+    num_rows, width = table.shape
+    if formula == "rowwise_adagrad":
+        width = 1
     for slot in slots:
-        if slot.dtype != jnp.float32 or slot.shape != (table.shape[0], width):
+        if slot.dtype != jnp.float32 or slot.shape != (num_rows, width):
             return None
     return code
 
@@ -633,6 +735,11 @@ def _step_in_place(
     for number in range(1, len(results)):
         aliases[1 + number] = number
     attributes = attributes | {"rule": code}
-    stepped = call_handler(target, results, *operands, aliases=aliases, **attributes)
-    new_table, *new_slots = stepped
+    new_table, *new_slots = call_handler(
+        target,
+        results,
+        *operands,
+        aliases=aliases,
+        **attributes,
+    )
     return new_table, tuple(new_slots)

@@ -30,10 +30,13 @@ from rsembed.kernels.contract import (
     Step,
     Table,
     as_rows,
+    is_between,
 )
 from rsembed.optimizers.base import Slots
 
 NAME = "reference"
+# Mantissa bits of a float32 that a narrower dtype drops.
+_NUM_DROPPED_BITS = {jnp.dtype(jnp.float16): 13, jnp.dtype(jnp.bfloat16): 16}
 
 
 def unavailable_because() -> str | None:
@@ -69,7 +72,11 @@ Pool = Callable[[Table, Entries], Array]
 
 
 def entries_of(
-    call: Call, number: int, table: int, table_rows: int, pool: Pool | None = None
+    call: Call,
+    number: int,
+    table: int,
+    table_rows: int,
+    pool: Pool | None = None,
 ) -> Entries:
     """Entries of list `number` that read table `table`, with the bags of the list.
 
@@ -95,26 +102,30 @@ def entries_of(
     if combiners == {"none"}:
         if ids.offsets is not None:
             bag = bag_of_entries(ids)
-            rows = jnp.where((bag >= 0) & (bag < ids.num_bags), rows, NO_ROW)
+            is_in_bag = is_between(bag, 0, ids.num_bags)
+            rows = jnp.where(is_in_bag, rows, NO_ROW)
         return Entries(rows, None, ids.weights)
+    offsets = None
     is_single = ids.shape is not None and ids.shape[1] == 1
-    offsets = None if is_single else ids.all_offsets()
+    if not is_single:
+        offsets = ids.all_offsets()
     if len(combiners) == 1:
         (combiner,) = combiners
         if combiner == "mean_by_count" and ids.weights is None:
             combiner = "mean"
-        if combiner != "mean_by_count" and not (is_single and combiner != "sum"):
+        is_divided_single = is_single and combiner != "sum"
+        if combiner != "mean_by_count" and not is_divided_single:
             return Entries(rows, offsets, ids.weights, combiner)
-    offsets = ids.all_offsets()
+    in_bags = Entries(rows, ids.all_offsets(), ids.weights)
     gains: Array | None = None
     for combiner in sorted(combiners):
-        shares = _shares(Entries(rows, offsets, ids.weights), combiner, table_rows, pool)
+        shares = _shares(in_bags, combiner, table_rows, pool)
         if gains is None:
             gains = shares
             continue
         chosen = [segment.combiner == combiner for segment in segments]
         gains = jnp.where(by_bag(ids, segments, chosen, False), shares, gains)
-    return Entries(rows, None if is_single else offsets, gains)
+    return Entries(rows, offsets, gains)
 
 
 def _segments_of(call: Call, number: int, table: int) -> list[Segment]:
@@ -126,36 +137,59 @@ def _segments_of(call: Call, number: int, table: int) -> list[Segment]:
     return readers
 
 
-def rows_of_list(call: Call, number: int, table: int, table_rows: int) -> Int[Array, " nnz"]:
+def rows_of_list(
+    call: Call,
+    number: int,
+    table: int,
+    table_rows: int,
+) -> Int[Array, " nnz"]:
     """Row of table `table` that each entry of list `number` reads.
 
     An entry that reads no row of this table has a number outside `[0, table_rows)`.
     """
     ids = call.lists[number]
     segments = _segments_of(call, number, table)
-    is_whole = sum(segment.num_bags for segment in segments) == ids.num_bags
-    starts = [segment.first_row for segment in segments]
-    sizes = [segment.rows_in(table_rows) for segment in segments]
+    num_bags = 0
+    starts = []
+    sizes = []
+    for segment in segments:
+        num_bags += segment.num_bags
+        starts.append(segment.first_row)
+        sizes.append(segment.rows_in(table_rows))
     rows = as_rows(ids.ids)
-    if is_whole and set(starts) == {0} and set(sizes) == {table_rows}:
+    reads_all_bags = num_bags == ids.num_bags
+    reads_all_rows = set(starts) == {0} and set(sizes) == {table_rows}
+    if reads_all_bags and reads_all_rows:
         return rows
     first_rows = by_bag(ids, segments, starts, 0)
     num_rows = by_bag(ids, segments, sizes, 0)
-    return jnp.where((rows >= 0) & (rows < num_rows), rows + first_rows, NO_ROW)
+    is_valid = is_between(rows, 0, num_rows)
+    return jnp.where(is_valid, rows + first_rows, NO_ROW)
 
 
 def _shares(
-    entries: Entries, combiner: Combiner, num_rows: int, pool: Pool | None
+    entries: Entries,
+    combiner: Combiner,
+    num_rows: int,
+    pool: Pool | None,
 ) -> Float[Array, " nnz"]:
     """Gain of every entry if every bag is pooled with `combiner`."""
     if combiner != "mean_by_count":
-        return entry_gains(entries._replace(combiner=combiner), num_rows, pool)[1]
-    shares = entry_gains(entries._replace(weights=None, combiner="mean"), num_rows)[1]
-    return shares if entries.weights is None else shares * entries.weights
+        combined = entries._replace(combiner=combiner)
+        _, shares, _ = entry_gains(combined, num_rows, pool)
+        return shares
+    unweighted = entries._replace(weights=None, combiner="mean")
+    _, shares, _ = entry_gains(unweighted, num_rows)
+    if entries.weights is None:
+        return shares
+    return shares * entries.weights
 
 
 def by_bag(
-    ids: IdList, segments: Sequence[Segment], values: Sequence[object], other: object
+    ids: IdList,
+    segments: Sequence[Segment],
+    values: Sequence[object],
+    other: object,
 ) -> Array:
     """Value of each entry's segment, or `other` if the entry is in no segment.
 
@@ -163,10 +197,12 @@ def by_bag(
     """
     numbers = np.full(ids.num_bags + 1, other)
     for segment, value in zip(segments, values, strict=True):
-        numbers[segment.first_bag : segment.first_bag + segment.num_bags] = value
+        numbers[segment.bags] = value
     dtype = jnp.bool_ if numbers.dtype == np.bool_ else jnp.int32
-    if ids.num_bags and ids.offsets is None and (numbers[:-1] == numbers[0]).all():
-        return jnp.asarray(numbers[0], dtype)
+    if ids.num_bags and ids.offsets is None:
+        are_equal = numbers[:-1] == numbers[0]
+        if are_equal.all():
+            return jnp.asarray(numbers[0], dtype)
     bag = bag_of_entries(ids)
     # An entry outside all bags has bag -1 or `num_bags`. Both values are indices of the last entry
     # of `numbers`, which is `other`.
@@ -177,17 +213,23 @@ def bag_of_entries(ids: IdList) -> Int[Array, " nnz"]:
     """Bag of every entry: -1 before the first bag, the number of bags after the last."""
     if ids.offsets is not None:
         return _bag_of_entries(ids.offsets, ids.num_entries)
-    return jnp.arange(ids.num_entries, dtype=jnp.int32) // max(ids.array_shape[1], 1)
+    positions = jnp.arange(ids.num_entries, dtype=jnp.int32)
+    _, width = ids.array_shape
+    return positions // max(width, 1)
 
 
 def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], num_entries: Any) -> Int[Array, " nnz"]:
     # Counting the bags that start at or before an entry takes a third of the time of a binary search
     # per entry. In an export for any batch size, `num_entries` is a symbol, not an integer.
-    return jnp.cumsum(jnp.zeros(num_entries, jnp.int32).at[offsets].add(1, mode="drop")) - 1
+    num_starts = jnp.zeros(num_entries, jnp.int32)
+    num_starts = num_starts.at[offsets].add(1, mode="drop")
+    return jnp.cumsum(num_starts) - 1
 
 
 def entry_gains(
-    entries: Entries, num_rows: int, pool: Pool | None = None
+    entries: Entries,
+    num_rows: int,
+    pool: Pool | None = None,
 ) -> tuple[Int[Array, " nnz"], Float[Array, " nnz"], Bool[Array, " nnz"]]:
     """Output and gain of every entry, and whether the entry is in a bag and has a valid row.
 
@@ -200,34 +242,40 @@ def entry_gains(
         weights, in any order.
     """
     num_entries = entries.rows.shape[0]
-    is_listed = (entries.rows >= 0) & (entries.rows < num_rows)
+    is_listed = is_between(entries.rows, 0, num_rows)
     bag = jnp.arange(num_entries)
     if entries.offsets is not None:
         bag = _bag_of_entries(entries.offsets, num_entries)
-        is_listed = is_listed & (bag >= 0) & (bag < entries.num_outputs)
+        is_listed = is_listed & is_between(bag, 0, entries.num_outputs)
         bag = jnp.clip(bag, 0, max(entries.num_outputs - 1, 0))
     weights = jnp.float32(1.0)
     if entries.weights is not None:
         weights = entries.weights.astype(jnp.float32)
     gains = jnp.where(is_listed, weights, 0.0)
-    if entries.combiner in ("sum", "none") or entries.num_outputs == 0:
+    is_divided = entries.combiner not in ("sum", "none")
+    if not is_divided or entries.num_outputs == 0:
         return bag, gains, is_listed
     if entries.weights is not None:
-        gains = gains * _inverse_magnitudes(gains, bag, entries.num_outputs)[bag]
+        scales = _inverse_magnitudes(gains, bag, entries.num_outputs)
+        gains = gains * scales[bag]
         # Without the barrier, XLA may square the two factors separately and overflow float32.
         gains = jax.lax.optimization_barrier(gains)
-    terms = gains if entries.combiner == "mean" else gains * gains
+    terms = gains
+    if entries.combiner != "mean":
+        terms = gains * gains
     if pool is None or entries.weights is None:
         total = jax.ops.segment_sum(terms, bag, entries.num_outputs)
     else:
-        every = Entries(jnp.arange(num_entries, dtype=jnp.int32), entries.offsets, None)
-        total = pool(terms[:, None], every)[:, 0]
+        positions = jnp.arange(num_entries, dtype=jnp.int32)
+        all_terms = Entries(positions, entries.offsets, None)
+        total = pool(terms[:, None], all_terms)[:, 0]
     is_zero = total == 0.0
     # Replace zeros before taking the root, because the root has no derivative at zero.
     divisor = jnp.where(is_zero, 1.0, total)
     if entries.combiner == "sqrtn":
         divisor = jnp.sqrt(divisor)
-    return bag, gains * jnp.where(is_zero, 0.0, 1.0 / divisor)[bag], is_listed
+    factors = jnp.where(is_zero, 0.0, 1.0 / divisor)
+    return bag, gains * factors[bag], is_listed
 
 
 def _inverse_magnitudes(
@@ -240,19 +288,23 @@ def _inverse_magnitudes(
     Sums and squares of the scaled weights neither overflow nor underflow. The scale cancels in a
     mean. Scaling by a power of two does not round.
     """
-    largest = jax.ops.segment_max(jnp.abs(jax.lax.stop_gradient(weights)), bag, num_bags)
+    magnitudes = jnp.abs(jax.lax.stop_gradient(weights))
+    largest = jax.ops.segment_max(magnitudes, bag, num_bags)
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
     # The exponent of a float32 begins at bit 23. The reciprocal of 2**127 would be subnormal.
     exponent = jnp.clip(bits >> 23, 1, 253)
-    return jax.lax.bitcast_convert_type((254 - exponent) * (1 << 23), jnp.float32)
+    inverse_bits = (254 - exponent) * (1 << 23)
+    return jax.lax.bitcast_convert_type(inverse_bits, jnp.float32)
 
 
 def pooled(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
     """Pooled rows of every bag, float32."""
     bag, gains, _ = entry_gains(entries, table.shape[0])
-    vectors = gather_rows((table,), entries.rows)[0].astype(jnp.float32)
+    (rows,) = gather_rows((table,), entries.rows)
+    vectors = rows.astype(jnp.float32)
     # A row with gain 0 may hold NaN, so select instead of multiplying by zero.
-    terms = jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
+    is_zero = gains[:, None] == 0.0
+    terms = jnp.where(is_zero, 0.0, gains[:, None] * vectors)
     if entries.offsets is None:
         return terms
     return jax.ops.segment_sum(terms, bag, entries.num_outputs)
@@ -265,8 +317,10 @@ def _pooled_with_slopes(table: Table, entries: Entries) -> Float[Array, "outputs
     weight 0 are read, unlike in `pooled`.
     """
     bag, gains, is_listed = entry_gains(entries, table.shape[0])
-    vectors = gather_rows((table,), entries.rows)[0].astype(jnp.float32)
-    is_read = is_listed[:, None] & ((gains[:, None] != 0.0) | jnp.isfinite(vectors))
+    (rows,) = gather_rows((table,), entries.rows)
+    vectors = rows.astype(jnp.float32)
+    has_derivative = (gains[:, None] != 0.0) | jnp.isfinite(vectors)
+    is_read = is_listed[:, None] & has_derivative
     terms = gains[:, None] * jnp.where(is_read, vectors, 0.0)
     if entries.offsets is None:
         return terms
@@ -286,6 +340,7 @@ def lookup(
       call: lists of ids and the segments that read them.
       pool: kernel that pools the entries of one list. None, the default: `pooled`.
     """
+    pool_list = pooled if pool is None else pool
     vectors: list[Array] = [jnp.zeros(0)] * len(call.segments)
     for number, ids in enumerate(call.lists):
         tables_read = set()
@@ -293,19 +348,20 @@ def lookup(
             if segment.list == number:
                 tables_read.add(segment.table)
         for table in sorted(tables_read):
-            entries = entries_of(call, number, table, tables[table].shape[0], pool)
-            of_list = (pool or pooled)(tables[table], entries)
+            num_rows = tables[table].shape[0]
+            entries = entries_of(call, number, table, num_rows, pool)
+            of_list = pool_list(tables[table], entries)
             for position, segment in enumerate(call.segments):
                 if (segment.list, segment.table) != (number, table):
                     continue
                 if segment.combiner != "none":
-                    last_bag = segment.first_bag + segment.num_bags
-                    vectors[position] = of_list[segment.first_bag : last_bag]
+                    vectors[position] = of_list[segment.bags]
                 elif segment.num_bags == ids.num_bags:
                     vectors[position] = of_list
                 else:
                     vectors[position] = _of_bags(of_list, ids, segment)
-    return _joined(vectors, call, [table.shape[1] for table in tables])
+    dims = [table.shape[1] for table in tables]
+    return _joined(vectors, call, dims)
 
 
 def _of_bags(
@@ -315,7 +371,8 @@ def _of_bags(
 ) -> Float[Array, "nnz dim"]:
     """Vectors of the entries in a segment's bags, and zeros for all other entries."""
     bag = bag_of_entries(ids)
-    is_inside = (bag >= segment.first_bag) & (bag < segment.first_bag + segment.num_bags)
+    bags = segment.bags
+    is_inside = is_between(bag, bags.start, bags.stop)
     return jnp.where(is_inside[:, None], vectors, 0.0)
 
 
@@ -325,11 +382,18 @@ def _joined(vectors: Sequence[Array], call: Call, dims: Sequence[int]) -> Output
         return tuple(vectors)
     if call.segments[0].combiner == "none":
         longest = max(dims[segment.table] for segment in call.segments)
-        padded = [jnp.pad(part, ((0, 0), (0, longest - part.shape[1]))) for part in vectors]
-        return (sum(padded[1:], start=padded[0]),)
+        padded = []
+        for part in vectors:
+            missing = longest - part.shape[1]
+            padded.append(jnp.pad(part, ((0, 0), (0, missing))))
+        output = padded[0]
+        for part in padded[1:]:
+            output = output + part
+        return (output,)
     if call.layout == "columns":
         return (jnp.concatenate(vectors, axis=1),)
-    return (jnp.concatenate([part.reshape(-1) for part in vectors]),)
+    flat = [part.reshape(-1) for part in vectors]
+    return (jnp.concatenate(flat),)
 
 
 def bag_gradients(gradients: CallGradients, number: int) -> Float[Array, "outputs dim"]:
@@ -346,28 +410,35 @@ def bag_gradients(gradients: CallGradients, number: int) -> Float[Array, "output
         if (segment.list, segment.table) != (number, gradients.table):
             continue
         d_output = gradients.d_outputs[place.output].astype(jnp.float32)
-        if len(shapes[place.output]) == 1:
+        shape = shapes[place.output]
+        if len(shape) == 1:
             stop = place.start + segment.num_bags * dim
-            part = d_output.reshape(-1)[place.start : stop].reshape(-1, dim)
+            part = d_output.reshape(-1)[place.start : stop]
+            part = part.reshape(-1, dim)
         else:
-            part = d_output.reshape(shapes[place.output])
+            part = d_output.reshape(shape)
             if part.shape[1] != dim:
                 part = part[:, place.start : place.start + dim]
         parts.append((segment, part))
     first, d_first = parts[0]
-    if len(parts) == 1 and (first.num_bags == ids.num_bags or first.combiner == "none"):
+    has_no_combiner = first.combiner == "none"
+    if len(parts) == 1 and (has_no_combiner or first.num_bags == ids.num_bags):
         return d_first
-    if first.combiner == "none":
-        masked = [_of_bags(part, ids, segment) for segment, part in parts]
-        return sum(masked[1:], start=masked[0])
+    if has_no_combiner:
+        d_entries = _of_bags(d_first, ids, first)
+        for segment, part in parts[1:]:
+            d_entries = d_entries + _of_bags(part, ids, segment)
+        return d_entries
     d_bags = jnp.zeros((ids.num_bags, dim), jnp.float32)
     for segment, part in parts:
-        d_bags = d_bags.at[segment.first_bag : segment.first_bag + segment.num_bags].set(part)
+        d_bags = d_bags.at[segment.bags].set(part)
     return d_bags
 
 
 def weight_gradients(
-    tables: Sequence[Float[Array, "_ _"]], call: Call, d_outputs: Outputs
+    tables: Sequence[Float[Array, "_ _"]],
+    call: Call,
+    d_outputs: Outputs,
 ) -> tuple[Float[Array, " nnz"] | None, ...]:
     """Gradient of each list's weights, None for a list without weights.
 
@@ -381,16 +452,22 @@ def weight_gradients(
         weighted = dataclasses.replace(call, lists=tuple(lists))
         return lookup(tables, weighted, pool=_pooled_with_slopes)
 
-    shapes, _ = call.outputs([table.shape[1] for table in tables])
+    dims = [table.shape[1] for table in tables]
+    shapes, _ = call.outputs(dims)
     shaped = []
     for d_output, shape in zip(d_outputs, shapes, strict=True):
-        shaped.append(d_output.astype(jnp.float32).reshape(shape))
-    _, pull = jax.vjp(outputs, [ids.weights for ids in call.lists])
-    return tuple(pull(tuple(shaped))[0])
+        d_output = d_output.astype(jnp.float32)
+        shaped.append(d_output.reshape(shape))
+    all_weights = [ids.weights for ids in call.lists]
+    _, pull = jax.vjp(outputs, all_weights)
+    (d_weights,) = pull(tuple(shaped))
+    return tuple(d_weights)
 
 
 def group_rows(
-    num_rows: int, gradients: CallGradients, pool: Pool | None = None
+    num_rows: int,
+    gradients: CallGradients,
+    pool: Pool | None = None,
 ) -> tuple[Int[Array, " capacity"], Entries, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
     """Distinct rows that a batch reads, and the entries of each row.
 
@@ -423,12 +500,16 @@ def group_rows(
     for number in gradients.lists_read():
         entries = entries_of(gradients.call, number, gradients.table, num_rows, pool)
         bag, gain, is_listed = entry_gains(entries, num_rows, pool)
-        all_rows.append(jnp.where(is_listed, as_rows(entries.rows), NO_ROW))
-        all_outputs.append(bag.astype(jnp.int32) + first)
+        list_rows = jnp.where(is_listed, as_rows(entries.rows), NO_ROW)
+        list_outputs = bag.astype(jnp.int32) + first
+        all_rows.append(list_rows)
+        all_outputs.append(list_outputs)
         all_gains.append(gain)
         parts.append(bag_gradients(gradients, number))
         first += entries.num_outputs
-        is_plain = is_plain and entries.weights is None and entries.combiner in ("sum", "none")
+        is_summed = entries.combiner in ("sum", "none")
+        if not is_summed or entries.weights is not None:
+            is_plain = False
     rows = jnp.concatenate(all_rows)
     outputs = jnp.concatenate(all_outputs)
     gains = jnp.concatenate(all_gains)
@@ -444,21 +525,29 @@ def group_rows(
         weights = gains[order]
     is_real = in_order != NO_ROW
     no_row = jnp.full(min(num_entries, 1), -1, jnp.int32)
-    is_first = is_real & (in_order != jnp.concatenate([no_row, in_order[:-1]]))
+    previous = jnp.concatenate([no_row, in_order[:-1]])
+    is_first = is_real & (in_order != previous)
     group_of = jnp.where(is_real, jnp.cumsum(is_first) - 1, capacity)
     group_of_first = jnp.where(is_first, group_of, capacity + 1)
-    offsets = jnp.full(capacity + 1, jnp.sum(is_real, dtype=jnp.int32), jnp.int32)
+    num_real = jnp.sum(is_real, dtype=jnp.int32)
+    offsets = jnp.full(capacity + 1, num_real, jnp.int32)
     offsets = offsets.at[group_of_first].set(position, mode="drop")
     distinct = jnp.full(capacity, NO_ROW, jnp.int32)
     distinct = distinct.at[group_of_first].set(in_order, mode="drop")
     if not parts:
         parts = [jnp.zeros((0, gradients.dim), jnp.float32)]
-    d_outputs = parts[0] if len(parts) == 1 else jnp.concatenate(parts)
-    return distinct, Entries(outputs, offsets, weights), group_of, d_outputs
+    d_outputs = parts[0]
+    if len(parts) > 1:
+        d_outputs = jnp.concatenate(parts)
+    entries_by_row = Entries(outputs, offsets, weights)
+    return distinct, entries_by_row, group_of, d_outputs
 
 
 def row_gradients(
-    num_rows: int, gradients: CallGradients, *, pool: Pool | None = None
+    num_rows: int,
+    gradients: CallGradients,
+    *,
+    pool: Pool | None = None,
 ) -> RowsAndGradients:
     """Distinct rows in ascending order and the summed gradient of each, float32.
 
@@ -473,10 +562,12 @@ def row_gradients(
     rows, entries, group_of, d_output = group_rows(num_rows, gradients)
     if pool is not None:
         return rows, pool(d_output, entries)
-    terms = d_output[entries.rows] if d_output.shape[0] else jnp.zeros((1, d_output.shape[1]))
+    num_outputs, dim = d_output.shape
+    terms = jnp.zeros((1, dim)) if num_outputs == 0 else d_output[entries.rows]
     if entries.weights is not None:
         terms = entries.weights[:, None] * terms
-    return rows, jax.ops.segment_sum(terms, group_of, rows.shape[0], indices_are_sorted=True)
+    sums = jax.ops.segment_sum(terms, group_of, rows.shape[0], indices_are_sorted=True)
+    return rows, sums
 
 
 def squared_norm(
@@ -486,23 +577,28 @@ def squared_norm(
     row_gradients: Callable[..., RowsAndGradients] = row_gradients,
 ) -> Float[Array, ""]:
     """Sum of the squares of all row gradients, float32."""
-    return jnp.sum(jnp.square(row_gradients(num_rows, gradients)[1]))
+    _, values = row_gradients(num_rows, gradients)
+    return jnp.sum(jnp.square(values))
 
 
 def pair_products(vectors: Float[Array, "batch n dim"]) -> Float[Array, "batch pairs"]:
     """Dot products of all pairs of a sample's vectors, ordered as in `numpy.triu_indices(n, 1)`."""
     first, second = np.triu_indices(vectors.shape[1], 1)
-    return jnp.einsum("bid,bjd->bij", vectors, vectors, precision="highest")[:, first, second]
+    products = jnp.einsum("bid,bjd->bij", vectors, vectors, precision="highest")
+    return products[:, first, second]
 
 
 def pull_pairs(
-    vectors: Float[Array, "batch n dim"], d_products: Float[Array, "batch pairs"]
+    vectors: Float[Array, "batch n dim"],
+    d_products: Float[Array, "batch pairs"],
 ) -> Float[Array, "batch n dim"]:
     """Gradient of the vectors, from the gradient of `pair_products`."""
     batch, num_vectors, _ = vectors.shape
     first, second = np.triu_indices(num_vectors, 1)
-    half = jnp.zeros((batch, num_vectors, num_vectors)).at[:, first, second].set(d_products)
-    return jnp.einsum("bij,bjd->bid", half + half.swapaxes(1, 2), vectors, precision="highest")
+    half = jnp.zeros((batch, num_vectors, num_vectors))
+    half = half.at[:, first, second].set(d_products)
+    symmetric = half + half.swapaxes(1, 2)
+    return jnp.einsum("bij,bjd->bid", symmetric, vectors, precision="highest")
 
 
 def gather_rows(
@@ -520,9 +616,11 @@ def gather_rows(
     for array in arrays:
         filler = missing if array.dtype == jnp.int32 else 0
         if array.shape[0]:
-            gathered.append(array.at[rows].get(mode="fill", fill_value=filler))
+            values = array.at[rows].get(mode="fill", fill_value=filler)
         else:
-            gathered.append(jnp.full((*rows.shape, *array.shape[1:]), filler, array.dtype))
+            shape = (*rows.shape, *array.shape[1:])
+            values = jnp.full(shape, filler, array.dtype)
+        gathered.append(values)
     return tuple(gathered)
 
 
@@ -538,11 +636,13 @@ def scatter_rows(
     # `unique_indices` promises that all indices are distinct, so padding gets distinct indices.
     num_rows = arrays[0].shape[0]
     padding = num_rows + jnp.arange(rows.shape[0], dtype=rows.dtype)
-    indices = jnp.where((rows >= 0) & (rows < num_rows), rows, padding)
+    is_row = is_between(rows, 0, num_rows)
+    indices = jnp.where(is_row, rows, padding)
     scattered = []
     for array, new in zip(arrays, values, strict=True):
         new = new.astype(array.dtype)
-        scattered.append(array.at[indices].set(new, mode="drop", unique_indices=True))
+        array = array.at[indices].set(new, mode="drop", unique_indices=True)
+        scattered.append(array)
     return tuple(scattered)
 
 
@@ -571,7 +671,8 @@ def apply_rows(
       scatter: implementation of `scatter_rows`.
     """
     if step.rule.moves_all_rows:
-        (gradients,) = scatter_rows((jnp.zeros(table.shape, jnp.float32),), rows, (gradients,))
+        no_gradients = jnp.zeros(table.shape, jnp.float32)
+        (gradients,) = scatter_rows((no_gradients,), rows, (gradients,))
         rows = jnp.arange(table.shape[0], dtype=jnp.int32)
         old = table
         old_slots = slots
@@ -591,13 +692,21 @@ def apply_rows(
     return new_table, tuple(stepped_slots)
 
 
-def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
+def update(
+    table: Table,
+    slots: Slots,
+    gradients: CallGradients,
+    step: Step,
+) -> tuple[Table, Slots]:
     """Steps every row that has a gradient, and returns the new table and slots."""
-    return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
+    rows, values = row_gradients(table.shape[0], gradients)
+    return apply_rows(table, slots, rows, values, step)
 
 
 def allocate(
-    shape: tuple[int, ...], dtype: DTypeLike, fill: float | None = None
+    shape: tuple[int, ...],
+    dtype: DTypeLike,
+    fill: float | None = None,
 ) -> Shaped[Array, "*shape"]:
     """Array filled with `fill`, or with unspecified values if `fill` is None."""
     if fill is None:
@@ -626,8 +735,10 @@ def row_bits(
         return jax.random.bits(folded, (dim,), jnp.uint32)
 
     if table is None:
-        return jax.vmap(functools.partial(one_row, key))(*lanes)
-    return jax.vmap(one_row)(key.at[table].get(mode="clip"), *lanes)
+        row_of_lanes = functools.partial(one_row, key)
+        return jax.vmap(row_of_lanes)(*lanes)
+    keys = key.at[table].get(mode="clip")
+    return jax.vmap(one_row)(keys, *lanes)
 
 
 def round_stochastically(
@@ -656,7 +767,9 @@ def round_stochastically(
 
 
 def round_with_noise(
-    values: Float[Array, "*shape"], words: UInt32[Array, "*shape"], dtype: jnp.dtype
+    values: Float[Array, "*shape"],
+    words: UInt32[Array, "*shape"],
+    dtype: jnp.dtype,
 ) -> Float[Array, "*shape"]:
     """Each value rounded to one of its two neighbours in `dtype`, at random and unbiased.
 
@@ -674,19 +787,25 @@ def round_with_noise(
       FBGEMM, float16 values below 2**-14 are biased toward zero, because the noise is smaller than
       the spacing of subnormal numbers.
     """
-    dropped = {jnp.dtype(jnp.float16): 13, jnp.dtype(jnp.bfloat16): 16}[jnp.dtype(dtype)]
+    num_dropped = _NUM_DROPPED_BITS[jnp.dtype(dtype)]
     # Integer addition to the bits is like floating-point addition, but never flushes to zero.
-    bits = jax.lax.bitcast_convert_type(values, jnp.uint32) + (words >> jnp.uint32(32 - dropped))
-    kept_bits = jnp.uint32((0xFFFFFFFF << dropped) & 0xFFFFFFFF)
+    bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
+    noise = words >> jnp.uint32(32 - num_dropped)
+    bits = bits + noise
+    kept_bits = jnp.uint32((0xFFFFFFFF << num_dropped) & 0xFFFFFFFF)
     rounded = jax.lax.bitcast_convert_type(bits & kept_bits, jnp.float32)
     if dtype == jnp.float16:
         spacing = 2.0**-24
         smallest_normal = 2.0**-14
         steps = jnp.abs(values) / spacing
         whole = jnp.floor(steps)
-        is_up = (words >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24 < steps - whole
-        subnormal = jnp.copysign((whole + is_up.astype(jnp.float32)) * spacing, values)
-        rounded = jnp.where(jnp.abs(values) < smallest_normal, subnormal, rounded)
+        fractions = (words >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
+        is_up = fractions < steps - whole
+        magnitude = (whole + is_up.astype(jnp.float32)) * spacing
+        subnormal = jnp.copysign(magnitude, values)
+        is_subnormal = jnp.abs(values) < smallest_normal
+        rounded = jnp.where(is_subnormal, subnormal, rounded)
     # The comparison is False for NaN, so NaN is rounded to nearest.
-    is_finite = jnp.abs(values) <= float(jnp.finfo(dtype).max)
+    largest = float(jnp.finfo(dtype).max)
+    is_finite = jnp.abs(values) <= largest
     return jnp.where(is_finite, rounded, values).astype(dtype)

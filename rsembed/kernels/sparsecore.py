@@ -40,6 +40,7 @@ from rsembed.kernels.contract import (
     Table,
     as_offsets,
     as_rows,
+    is_between,
 )
 from rsembed.kernels.devices import target_device
 from rsembed.kernels.reference import Entries
@@ -96,7 +97,8 @@ def row_layout(sharding: Sharding) -> Any:
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
     """Pooled rows of every bag of a list, float32. One kernel computes all bags."""
     _check_table(table)
-    return _pooled(table.shape, _fill(table, num_lanes(), axis=1), entries)
+    filled = _fill(table, num_lanes(), axis=1)
+    return _pooled(table.shape, filled, entries)
 
 
 lookup = partial(reference.lookup, pool=pool)
@@ -138,20 +140,24 @@ def apply_rows(
     state = [_fill(array, lanes, axis=1) for array in wide]
     chunk = chunk_rows(state[0].shape[1], len(state) + 1)
     rows = as_rows(rows)
-    is_row = (rows >= 0) & (rows < num_rows)
-    ids = _fill(jnp.where(is_row, rows, NO_ID), chunk, NO_ID)
+    is_row = is_between(rows, 0, num_rows)
+    ids = jnp.where(is_row, rows, NO_ID)
+    ids = _fill(ids, chunk, NO_ID)
     numbers = []
     for number in reference.gather_rows(narrow, ids):
-        numbers.append(jnp.broadcast_to(number, (ids.shape[0], lanes)))
+        in_all_lanes = jnp.broadcast_to(number, (ids.shape[0], lanes))
+        numbers.append(in_all_lanes)
     gradients = _fill(gradients.astype(jnp.float32), lanes, axis=1)
+    gradients = _fill(gradients, chunk)
+    hyper = jnp.repeat(step.hyper_vector(), lanes)
     new_state, new_numbers = step_rows(
         traced,
         dim,
         state,
         numbers,
         ids,
-        _fill(gradients, chunk),
-        jnp.repeat(step.hyper_vector(), lanes),
+        gradients,
+        hyper,
         order,
     )
     stepped = [array[:, :dim] for array in new_state]
@@ -162,12 +168,18 @@ def apply_rows(
     return new_table, tuple(new_slots)
 
 
-def update(table: Table, slots: Slots, gradients: CallGradients, step: Step) -> tuple[Table, Slots]:
+def update(
+    table: Table,
+    slots: Slots,
+    gradients: CallGradients,
+    step: Step,
+) -> tuple[Table, Slots]:
     """Steps every row that has a gradient, and returns the new table and slots.
 
     One kernel sums the gradients, and a second kernel steps the rows.
     """
-    return apply_rows(table, slots, *row_gradients(table.shape[0], gradients), step)
+    rows, values = row_gradients(table.shape[0], gradients)
+    return apply_rows(table, slots, rows, values, step)
 
 
 row_gradients = partial(reference.row_gradients, pool=pool)
@@ -180,7 +192,13 @@ def _check_table(table: Array) -> None:
         )
 
 
-def _fill(array: Array, multiple: int, value: float = 0.0, *, axis: int = 0) -> Array:
+def _fill(
+    array: Array,
+    multiple: int,
+    value: float = 0.0,
+    *,
+    axis: int = 0,
+) -> Array:
     """The array with an axis padded with `value` to the next multiple of `multiple`."""
     missing = -array.shape[axis] % multiple
     if missing == 0:
@@ -200,27 +218,33 @@ def _pooled(shape: tuple[int, ...], table: Array, entries: Entries) -> Float[Arr
     """
     num_rows, dim = shape
     num_outputs = entries.num_outputs
-    if 0 in (num_rows, dim, num_outputs, entries.rows.shape[0]):
+    num_entries = entries.rows.shape[0]
+    if 0 in (num_rows, dim, num_outputs, num_entries):
         return jnp.zeros((num_outputs, dim), jnp.float32)
     bags, gains, _ = reference.entry_gains(entries, num_rows)
     ids = jnp.where(gains == 0.0, 0, as_rows(entries.rows))
+    width = table.shape[1]
     if entries.offsets is None:
-        chunk = chunk_rows(table.shape[1], 1)
-        vectors = gather(table, _fill(ids, chunk, 0))[:num_outputs, :dim]
-        return jnp.where(gains[:, None] == 0.0, 0.0, gains[:, None] * vectors)
-    chunk = chunk_rows(table.shape[1], 2)
+        chunk = chunk_rows(width, 1)
+        vectors = gather(table, _fill(ids, chunk, 0))
+        terms = gains[:, None] * vectors[:num_outputs, :dim]
+        return jnp.where(gains[:, None] == 0.0, 0.0, terms)
+    chunk = chunk_rows(width, 2)
     # For every chunk of bags, the range of chunks of entries that hold the entries of these bags.
     offsets = as_offsets(entries.offsets, ids.shape[0])
     starts = offsets[:-1:chunk] // chunk
-    ends = -(-jnp.concatenate([offsets[chunk:-1:chunk], offsets[-1:]]) // chunk)
-    bounds = _fill(jnp.stack([starts, ends], axis=1), num_lanes(), 0, axis=1)
+    last_entries = jnp.concatenate([offsets[chunk:-1:chunk], offsets[-1:]])
+    ends = -(-last_entries // chunk)
+    bounds = jnp.stack([starts, ends], axis=1)
+    bounds = _fill(bounds, num_lanes(), 0, axis=1)
+    num_chunks = -(-num_outputs // chunk)
     pooled = pool_on_tiles(
         table,
         _fill(ids, chunk, 0),
         _fill(gains, chunk, 0.0),
         _fill(bags.astype(jnp.int32), chunk, NO_ROW),
         bounds.reshape(-1),
-        -(-num_outputs // chunk) * chunk,
+        num_chunks * chunk,
     )
     return pooled[:num_outputs, :dim]
 
@@ -241,7 +265,8 @@ def num_lanes() -> int:
 
     Raises: RuntimeError: the chip has no SparseCores.
     """
-    return _pallas()[2].get_sparse_core_info().num_lanes
+    _, _, plsc = _pallas()
+    return plsc.get_sparse_core_info().num_lanes
 
 
 def chunk_rows(dim: int, num_buffers: int) -> int:
@@ -253,10 +278,11 @@ def chunk_rows(dim: int, num_buffers: int) -> int:
 
     Raises: NotImplementedError: a chunk of 8 rows is too large for the memory of a tile.
     """
+    row_bytes = num_buffers * dim * 4
     rows = MAX_CHUNK_ROWS
-    while rows > SUBLANES and num_buffers * rows * dim * 4 > TILE_BYTES:
+    while rows > SUBLANES and rows * row_bytes > TILE_BYTES:
         rows //= 2
-    if num_buffers * rows * dim * 4 > TILE_BYTES:
+    if rows * row_bytes > TILE_BYTES:
         raise NotImplementedError(
             f"{num_buffers} buffers of {rows} rows of {dim} numbers do not fit a tile's memory",
         )
@@ -264,7 +290,10 @@ def chunk_rows(dim: int, num_buffers: int) -> int:
 
 
 def _on_tiles(
-    body: Callable[..., None], *, out: object, scratch: Sequence[object]
+    body: Callable[..., None],
+    *,
+    out: object,
+    scratch: Sequence[object],
 ) -> Callable[..., Any]:
     """Function that runs `body` on every tile of every core.
 
@@ -296,25 +325,31 @@ def _deal(num_chunks: int, work: Callable[[Index], None]) -> None:
     """Runs `work(chunk)` for every chunk that this tile takes."""
     pl, _, plsc = _pallas()
     info = plsc.get_sparse_core_info()
-    tile = lax.axis_index("core") * info.num_subcores + lax.axis_index("tile")
-    pl.loop(tile, num_chunks, step=info.num_cores * info.num_subcores)(work)
+    first_tile = lax.axis_index("core") * info.num_subcores
+    tile = first_tile + lax.axis_index("tile")
+    num_tiles = info.num_cores * info.num_subcores
+    run = pl.loop(tile, num_chunks, step=num_tiles)
+    run(work)
 
 
 def _span(chunk: Index, size: int) -> Index:
     """Slice that selects chunk number `chunk` of an array, where a chunk has `size` entries."""
     pl, _, _ = _pallas()
-    return pl.ds(pl.multiple_of(chunk * size, size), size)
+    start = pl.multiple_of(chunk * size, size)
+    return pl.ds(start, size)
 
 
 def _lanes(dim: int) -> list[Index]:
     """Slices that divide a row of `dim` numbers into vectors."""
     pl, _, _ = _pallas()
-    return [pl.ds(start, num_lanes()) for start in range(0, dim, num_lanes())]
+    lanes = num_lanes()
+    return [pl.ds(start, lanes) for start in range(0, dim, lanes)]
 
 
 def _lane(vector: Array, lane: int) -> Array:
     """The number in one lane of a vector, as a scalar."""
-    return jnp.sum(jnp.where(lax.iota(jnp.int32, num_lanes()) == lane, vector, 0))
+    is_lane = lax.iota(jnp.int32, num_lanes()) == lane
+    return jnp.sum(jnp.where(is_lane, vector, 0))
 
 
 def gather(table: Float[Array, "rows dim"], ids: Int[Array, " nnz"]) -> Float[Array, "nnz dim"]:
@@ -324,19 +359,30 @@ def gather(table: Float[Array, "rows dim"], ids: Int[Array, " nnz"]) -> Float[Ar
     """
     _, pltpu, _ = _pallas()
     dim = table.shape[1]
+    num_ids = ids.shape[0]
     chunk = chunk_rows(dim, 1)
 
-    def body(table_hbm: Ref, ids_hbm: Ref, out_hbm: Ref, ids_v: Ref, rows_v: Ref) -> None:
+    def body(
+        table_hbm: Ref,
+        ids_hbm: Ref,
+        out_hbm: Ref,
+        ids_v: Ref,
+        rows_v: Ref,
+    ) -> None:
         def work(number: Index) -> None:
             pltpu.sync_copy(ids_hbm.at[_span(number, chunk)], ids_v)
             pltpu.sync_copy(table_hbm.at[ids_v], rows_v)
             pltpu.sync_copy(rows_v, out_hbm.at[_span(number, chunk)])
 
-        _deal(ids.shape[0] // chunk, work)
+        _deal(num_ids // chunk, work)
 
-    out = jax.ShapeDtypeStruct((ids.shape[0], dim), jnp.float32)
-    scratch = [pltpu.VMEM((chunk,), jnp.int32), pltpu.VMEM((chunk, dim), jnp.float32)]
-    return _on_tiles(body, out=out, scratch=scratch)(table, ids)
+    out = jax.ShapeDtypeStruct((num_ids, dim), jnp.float32)
+    scratch = [
+        pltpu.VMEM((chunk,), jnp.int32),
+        pltpu.VMEM((chunk, dim), jnp.float32),
+    ]
+    kernel = _on_tiles(body, out=out, scratch=scratch)
+    return kernel(table, ids)
 
 
 def pool_on_tiles(
@@ -383,9 +429,10 @@ def pool_on_tiles(
             gain = plsc.load_gather(gains_v, index)
             bag = plsc.load_gather(bags_v, index) - first_bag
             # A chunk of entries can also hold entries of other chunks of bags.
-            is_added = (bag >= 0) & (bag < chunk) & (gain != 0.0)
+            is_added = is_between(bag, 0, chunk) & (gain != 0.0)
             safe_bag = jnp.where(is_added, bag, 0)
-            for start, span in zip(range(0, dim, lanes), _lanes(dim), strict=True):
+            starts = range(0, dim, lanes)
+            for start, span in zip(starts, _lanes(dim), strict=True):
                 columns = lax.iota(jnp.int32, lanes) + start
                 terms = gain * rows_v[entry, span]
                 plsc.addupdate_scatter(out_v, [safe_bag, columns], terms, mask=is_added)
@@ -405,7 +452,8 @@ def pool_on_tiles(
                 pltpu.sync_copy(gains_hbm.at[_span(entries, chunk)], gains_v)
                 pltpu.sync_copy(bags_hbm.at[_span(entries, chunk)], bags_v)
                 pltpu.sync_copy(table_hbm.at[ids_v], rows_v)
-                pl.loop(0, chunk)(partial(add_entry, first_bag=number * chunk))
+                add_to_bag = partial(add_entry, first_bag=number * chunk)
+                pl.loop(0, chunk)(add_to_bag)
 
             pltpu.sync_copy(out_v, out_hbm.at[_span(number, chunk)])
 
@@ -413,10 +461,19 @@ def pool_on_tiles(
 
     integers = pltpu.VMEM((chunk,), jnp.int32)
     floats = pltpu.VMEM((chunk,), jnp.float32)
+    limits = pltpu.VMEM((lanes,), jnp.int32)
     rows = pltpu.VMEM((chunk, dim), jnp.float32)
-    scratch = [integers, floats, integers, pltpu.VMEM((lanes,), jnp.int32), rows, rows]
+    scratch = [
+        integers,
+        floats,
+        integers,
+        limits,
+        rows,
+        rows,
+    ]
     out = jax.ShapeDtypeStruct((num_bags, dim), jnp.float32)
-    return _on_tiles(body, out=out, scratch=scratch)(table, ids, gains, bags, bounds)
+    kernel = _on_tiles(body, out=out, scratch=scratch)
+    return kernel(table, ids, gains, bags, bounds)
 
 
 def step_rows(
@@ -464,25 +521,32 @@ def step_rows(
         state_v = take(num_state)
         numbers_v = take(len(numbers))
 
+        spans = _lanes(width)
+        first_span = pl.ds(0, lanes)
+
         def step_row(row: Index) -> None:
             arrays: list[Row | Array] = []
             for v in state_v:
-                arrays.append(tuple(v[row, span] for span in _lanes(width)))
+                pieces = tuple(v[row, span] for span in spans)
+                arrays.append(pieces)
             for v in numbers_v:
-                arrays.append(v[row, pl.ds(0, lanes)])
+                arrays.append(v[row, first_span])
             inputs = [arrays[position] for position in order]
-            inputs.append(tuple(gradients_v[row, span] for span in _lanes(width)))
+            gradient = tuple(gradients_v[row, span] for span in spans)
+            inputs.append(gradient)
             for number in range(num_hyper):
-                inputs.append(hyper_v[pl.ds(number * lanes, lanes)])
+                span = pl.ds(number * lanes, lanes)
+                inputs.append(hyper_v[span])
             swaps = {"sqrt": square_root, "rsqrt": reciprocal_root}
             stepped = evaluate(traced, inputs, dim=dim, swaps=swaps)
             for position, value in zip(order, stepped, strict=True):
                 if position >= num_state:
-                    numbers_v[position - num_state][row, pl.ds(0, lanes)] = value
+                    number_v = numbers_v[position - num_state]
+                    number_v[row, first_span] = value
                     continue
                 # If all columns of a row have the same value, a rule can return one vector.
-                pieces = value if isinstance(value, tuple) else (value,) * (width // lanes)
-                for span, piece in zip(_lanes(width), pieces, strict=True):
+                new_pieces = value if isinstance(value, tuple) else (value,) * len(spans)
+                for span, piece in zip(spans, new_pieces, strict=True):
                     state_v[position][row, span] = piece
 
         def work(number: Index) -> None:
@@ -504,12 +568,20 @@ def step_rows(
         _deal(ids.shape[0] // chunk, work)
 
     rows = pltpu.VMEM((chunk, width), jnp.float32)
-    scratch = [pltpu.VMEM((chunk,), jnp.int32), rows, pltpu.VMEM(hyper.shape, jnp.float32)]
-    scratch += [rows] * num_state + [pltpu.VMEM((chunk, lanes), jnp.float32)] * len(numbers)
+    chunk_numbers = pltpu.VMEM((chunk, lanes), jnp.float32)
+    scratch = [
+        pltpu.VMEM((chunk,), jnp.int32),
+        rows,
+        pltpu.VMEM(hyper.shape, jnp.float32),
+    ]
+    scratch += [rows] * num_state
+    scratch += [chunk_numbers] * len(numbers)
     out = [jax.ShapeDtypeStruct(array.shape, jnp.float32) for array in numbers]
     refs = [jax.new_ref(array) for array in state]
-    stepped = _on_tiles(body, out=out, scratch=scratch)(*refs, ids, gradients, hyper, *numbers)
-    return [jax.freeze(ref) for ref in refs], list(stepped)
+    kernel = _on_tiles(body, out=out, scratch=scratch)
+    new_numbers = kernel(*refs, ids, gradients, hyper, *numbers)
+    new_state = [jax.freeze(ref) for ref in refs]
+    return new_state, list(new_numbers)
 
 
 def reciprocal_root(x: Array) -> Array:
@@ -518,7 +590,8 @@ def reciprocal_root(x: Array) -> Array:
     JAX 0.10 lowers no square root for SparseCores.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
-    y = lax.bitcast_convert_type(0x5F3759DF - (bits >> 1), jnp.float32)
+    guess_bits = 0x5F3759DF - (bits >> 1)
+    y = lax.bitcast_convert_type(guess_bits, jnp.float32)
     for _ in range(3):  # Newton's method
         y = y * (1.5 - (0.5 * x * y) * y)
     return y
@@ -526,4 +599,6 @@ def reciprocal_root(x: Array) -> Array:
 
 def square_root(x: Array) -> Array:
     """`sqrt(x)` of zero and positive normal numbers, NaN below zero."""
-    return jnp.where(x > 0.0, x * reciprocal_root(x), jnp.where(x == 0.0, 0.0, jnp.nan))
+    root = x * reciprocal_root(x)
+    zero_or_nan = jnp.where(x == 0.0, 0.0, jnp.nan)
+    return jnp.where(x > 0.0, root, zero_or_nan)

@@ -64,16 +64,21 @@ def trace_rule(
       that the kernel cannot compute.
     """
     num_rows, dim = table.shape
+    shapes = {(num_rows, dim), (num_rows, 1)}
     for number, slot in enumerate(slots):
-        if slot.dtype != jnp.float32 or slot.shape not in {(num_rows, dim), (num_rows, 1)}:
+        if slot.dtype != jnp.float32 or slot.shape not in shapes:
             raise NotImplementedError(
                 f"slot {number} of {rule.short_name()} is {slot.dtype}{list(slot.shape)}; kernels "
                 "step slots that are float32 and have one entry per row, or as many as the row"
             )
     row = jax.ShapeDtypeStruct((1, dim), jnp.float32)
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
-    state = tuple(jax.ShapeDtypeStruct((1, slot.shape[1]), jnp.float32) for slot in slots)
-    jaxpr = jax.make_jaxpr(rule.step_rows)(row, state, row, (scalar,) * num_hyperparameters)
+    state = []
+    for slot in slots:
+        state.append(jax.ShapeDtypeStruct((1, slot.shape[1]), jnp.float32))
+    hyper = (scalar,) * num_hyperparameters
+    trace = jax.make_jaxpr(rule.step_rows)
+    jaxpr = trace(row, tuple(state), row, hyper)
     for primitive, params in _primitives(jaxpr, dim):
         is_sum = primitive == "reduce_sum" and params["axes"] == (1,)
         if primitive not in elementwise and not is_sum:
@@ -94,16 +99,20 @@ def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[st
     for eqn in closed.jaxpr.eqns:
         name = eqn.primitive.name
         result: Any = eqn.outvars[0].aval
+        size = math.prod(result.shape)
         if name in CALLS:
             yield from _primitives(called_jaxpr(eqn), dim)
-        elif name not in _RESHAPES or math.prod(result.shape) not in (1, dim):
+        elif name not in _RESHAPES or size not in (1, dim):
             yield name, eqn.params
 
 
 def called_jaxpr(call: Any) -> ClosedJaxpr:
     """The jaxpr that an equation calls."""
-    inner = call.params[CALLS[call.primitive.name]]
-    return inner if isinstance(inner, ClosedJaxpr) else ClosedJaxpr(inner, ())
+    parameter = CALLS[call.primitive.name]
+    inner = call.params[parameter]
+    if isinstance(inner, ClosedJaxpr):
+        return inner
+    return ClosedJaxpr(inner, ())
 
 
 def evaluate(
@@ -163,7 +172,8 @@ class _Evaluation(NamedTuple):
 
     def repeat(self, number: Any, variable: Any) -> Array:
         """Piece that repeats a number, in the dtype of the variable."""
-        return jnp.full(self.shape, np.asarray(number).reshape(()), variable.aval.dtype)
+        scalar = np.asarray(number).reshape(())
+        return jnp.full(self.shape, scalar, variable.aval.dtype)
 
     def add_up(self, value: Row | Array) -> Array:
         """Piece that repeats the sum of a row without its padding."""
@@ -174,18 +184,29 @@ class _Evaluation(NamedTuple):
         for number, part in enumerate(value):
             num_entries = self.dim - number * size
             if num_entries < size:
-                part = jnp.where(jax.lax.iota(jnp.int32, size) < num_entries, part, 0.0)
+                is_entry = jax.lax.iota(jnp.int32, size) < num_entries
+                part = jnp.where(is_entry, part, 0.0)
             total = total + part
-        return jnp.full(size, jnp.sum(total), jnp.float32)
+        row_sum = jnp.sum(total)
+        return jnp.full(size, row_sum, jnp.float32)
 
 
 def _apply_to_pieces(function: Callable[..., Array], inputs: Sequence[Row | Array]) -> Row | Array:
     """Result of an elementwise function: a row if any input is a row, else a piece."""
-    num_pieces = max((len(value) for value in inputs if isinstance(value, tuple)), default=0)
+    num_pieces = 0
+    for value in inputs:
+        if isinstance(value, tuple):
+            num_pieces = len(value)
     if num_pieces == 0:
         return function(*inputs)
-    rows = [value if isinstance(value, tuple) else (value,) * num_pieces for value in inputs]
-    return tuple(function(*pieces) for pieces in zip(*rows, strict=True))
+    rows = []
+    for value in inputs:
+        row = value if isinstance(value, tuple) else (value,) * num_pieces
+        rows.append(row)
+    results = []
+    for pieces in zip(*rows, strict=True):
+        results.append(function(*pieces))
+    return tuple(results)
 
 
 def _elementwise(eqn: Any, swaps: Mapping[str, Callable[[Array], Array]]) -> Callable[..., Array]:
@@ -197,7 +218,8 @@ def _elementwise(eqn: Any, swaps: Mapping[str, Callable[[Array], Array]]) -> Cal
     if name in swaps:
         return swaps[name]
     if name in ("square", "integer_pow"):
-        return functools.partial(_power, exponent=eqn.params.get("y", 2))
+        exponent = eqn.params.get("y", 2)
+        return functools.partial(_power, exponent=exponent)
     if name == "convert_element_type":
         return lambda x: x.astype(eqn.params["new_dtype"])
     return functools.partial(eqn.primitive.bind, **eqn.params)
@@ -208,4 +230,6 @@ def _power(x: Array, *, exponent: int) -> Array:
     product = x
     for _ in range(abs(exponent) - 1):
         product = product * x
-    return product if exponent > 0 else 1.0 / product
+    if exponent < 0:
+        return 1.0 / product
+    return product
