@@ -78,9 +78,9 @@ storage/host_cached.py  storage/test_corners.py -k leave_the_device
 storage/logical_rows.py  storage/test_evict.py
     np.lexsort(lanes) => np.lexsort((lanes[0], -lanes[1]))
 collection/rows.py  storage/test_contract.py
-    gains = entry_gains(entries, NO_ROW)[1] => gains = ids.weights
+    _, gains, _ = entry_gains(bags, NO_ROW) => gains = ids.weights
 collection/asked_rows.py  storage/test_contract.py -k many
-    count + jnp.sum(is_row, dtype=jnp.int32), => count,
+    count + jnp.sum(is_row, dtype=jnp.int32) => count
     if self.table.optimizer.moves_all_rows: => if False:
 collection/asked_rows.py  storage/test_policies.py
     (rows,), order.entry_of) => (rows,), order.first_of)
@@ -89,7 +89,7 @@ storage/dense_rows.py  collection/test_mesh.py
 collection/engine.py  collection/test_embeddings.py
     output[:, : feature.output_dim] => output[:, -feature.output_dim :]
 collection/occurrences.py  storage/test_contract.py
-    list_of(bags, jnp.where(keys.is_key, index, NO_ROW)) => list_of(bags, index)
+    list_of(bags, index_or_padding) => list_of(bags, index)
 collection/occurrences.py  storage/test_like_tables.py
     names.index(feature.table_name) => 0
 parallel/exchange.py  parallel/test_rounds.py

@@ -90,7 +90,10 @@ class AskedRows(Rows):
         return row_numbers(batch, layout)
 
     def look_up(
-        self, params: Params, batch: Occurrences, number: Int[Array, ""] | None
+        self,
+        params: Params,
+        batch: Occurrences,
+        number: Int[Array, ""] | None,
     ) -> Asking[LookupResult]:
         """See `Rows`."""
         wanted = self._distinct(batch.all_keys())
@@ -101,25 +104,26 @@ class AskedRows(Rows):
             ahead = None
             if number is not None:
                 ahead = occurrences, number, self._arrival(request, num_ids)
-            vectors, more = self.storage.read(params, keys, self.table, ahead)
-            return num_unknown + more, vectors
+            vectors, num_new = self.storage.read(params, keys, self.table, ahead)
+            return num_unknown + num_new, vectors
 
-        vector = jax.ShapeDtypeStruct(
-            (self.table.embedding_dim,), self.storage.vector_dtype(self.table)
+        vector_dtype = self.storage.vector_dtype(self.table)
+        answers = yield Question(
+            wanted=wanted,
+            payload=self._request(wanted),
+            answer=answer,
+            state=jnp.zeros((), jnp.int32),
+            capacity=self._capacity(wanted),
+            reply=jax.ShapeDtypeStruct((self.table.embedding_dim,), vector_dtype),
         )
-        num_unknown, vectors, rounds = yield Question(
-            wanted,
-            self._request(wanted),
-            answer,
-            jnp.zeros((), jnp.int32),
-            self._capacity(wanted),
-            vector,
-        )
-        pooled = self._pooled(vectors, batch.call.with_ids(wanted.entry_of))
-        return pooled, num_unknown, rounds
+        call = batch.call.with_ids(wanted.entry_of)
+        pooled = self._pooled(answers.replies, call)
+        return pooled, answers.state, answers.num_rounds
 
     def row_gradients(
-        self, batch: Occurrences, d_outputs: Sequence[Array]
+        self,
+        batch: Occurrences,
+        d_outputs: Sequence[Array],
     ) -> Asking[tuple[Array, Array]]:
         """See `Rows`."""
         wanted = self._distinct(batch.all_keys())
@@ -128,28 +132,31 @@ class AskedRows(Rows):
 
         def collect(state: PyTree, arrived: tuple[Request, Array]) -> tuple[PyTree, None]:
             count, all_rows, all_values = state
-            rows, values, is_row = self._combined(*arrived)
+            request, gradients = arrived
+            rows, values, is_row = self._combined(request, gradients)
             # All gradients of a row arrive in one round, so the rows of different rounds differ.
             # They are appended after the rows of earlier rounds.
-            position = count + jnp.arange(is_row.shape[0], dtype=jnp.int32)
-            position = jnp.where(is_row, position, most_rows)
+            index = jnp.arange(is_row.shape[0], dtype=jnp.int32)
+            position = jnp.where(is_row, count + index, most_rows)
             all_rows, all_values = api.scatter_rows(
-                (all_rows, all_values), position, (rows, values)
+                (all_rows, all_values),
+                position,
+                (rows, values),
             )
-            return (
-                count + jnp.sum(is_row, dtype=jnp.int32),
-                all_rows,
-                all_values,
-            ), None
+            new_count = count + jnp.sum(is_row, dtype=jnp.int32)
+            return (new_count, all_rows, all_values), None
 
-        no_values = jnp.zeros((most_rows, self.table.embedding_dim), jnp.float32)
+        shape = most_rows, self.table.embedding_dim
+        no_values = jnp.zeros(shape, jnp.float32)
         gradients = self._gradients_of_entries(wanted.entry_of, batch, d_outputs)
+        request = self._request(wanted)
+        count = jnp.zeros((), jnp.int32)
         answers = yield Question(
-            wanted,
-            (self._request(wanted), gradients),
-            collect,
-            (jnp.zeros((), jnp.int32), no_rows, no_values),
-            self._capacity(wanted),
+            wanted=wanted,
+            payload=(request, gradients),
+            answer=collect,
+            state=(count, no_rows, no_values),
+            capacity=self._capacity(wanted),
         )
         _, rows, values = answers.state
         return rows, values
@@ -165,19 +172,24 @@ class AskedRows(Rows):
         """See `Rows`."""
 
         def answer(state: State, arrived: tuple[Request, Array]) -> tuple[PyTree, None]:
+            params, slots = state
             request, gradients = arrived
-            params, slots, rows = self._found(*state, request, step)
-            return self._step(params, slots, CallGradients.of_rows(rows, gradients), step), None
+            params, slots, rows = self._found(params, slots, request, step)
+            gradients_of_rows = CallGradients.of_rows(rows, gradients)
+            stepped = self._step(params, slots, gradients_of_rows, step)
+            return stepped, None
 
-        wanted = self._distinct(self.storage.keys_after(batch.all_keys(), d_outputs))
+        keys = self.storage.keys_after(batch.all_keys(), d_outputs)
+        wanted = self._distinct(keys)
         gradients = self._gradients_of_entries(wanted.entry_of, batch, d_outputs)
         params = yield from self._with_keys_held(params, wanted, step)
+        request = self._request(wanted)
         answers = yield Question(
-            wanted,
-            (self._request(wanted), gradients),
-            answer,
-            (params, slots),
-            self._capacity(wanted),
+            wanted=wanted,
+            payload=(request, gradients),
+            answer=answer,
+            state=(params, slots),
+            capacity=self._capacity(wanted),
         )
         stepped: State = answers.state
         return stepped
@@ -186,11 +198,9 @@ class AskedRows(Rows):
 
     def _distinct(self, keys: Keys) -> Wanted:
         """Distinct keys of this device's batch, grouped by owner."""
-        return distinct(
-            self.storage.owners(keys, self.num_shards),
-            self._lanes(keys),
-            num_devices=self.num_shards,
-        )
+        owners = self.storage.owners(keys, self.num_shards)
+        lanes = self._lanes(keys)
+        return distinct(owners, lanes, num_devices=self.num_shards)
 
     def _lanes(self, keys: Keys) -> list[Array]:
         """Integer arrays (lanes) that together identify each key."""
@@ -198,7 +208,8 @@ class AskedRows(Rows):
 
     def _request(self, wanted: Wanted) -> Request:
         """Content of a request: the row number of every distinct entry, `NO_ROW` for padding."""
-        return jnp.where(wanted.first_of == NO_ROW, NO_ROW, wanted.lanes[0])
+        (row,) = wanted.lanes
+        return jnp.where(wanted.first_of == NO_ROW, NO_ROW, row)
 
     def _received(self, request: Request) -> tuple[Keys, Int[Array, " nnz"]]:
         """Keys in a request that an owner received, and the number of occurrences of each key."""
@@ -225,13 +236,15 @@ class AskedRows(Rows):
     def _no_rows(self, wanted: Wanted) -> Array:
         """Array of padding for `RowGradients.rows`, with room for every row that can arrive."""
         most_rows = wanted.entry_of.shape[0] * self.num_shards
-        rows_of_shard = -(-self.storage.num_ids(self.table) // self.num_shards)
-        return jnp.full(min(most_rows, rows_of_shard), NO_ROW, jnp.int32)
+        num_rows = self.storage.num_ids(self.table)
+        rows_per_shard = -(-num_rows // self.num_shards)
+        return jnp.full(min(most_rows, rows_per_shard), NO_ROW, jnp.int32)
 
     def _combined(self, request: Request, gradients: Array) -> Combined:
         """Distinct rows of a request, and the sum of the gradients of each row."""
-        summands = CallGradients.of_rows(request, gradients)
-        rows, values = self._summed(summands, self.storage.num_ids(self.table))
+        gradients_of_rows = CallGradients.of_rows(request, gradients)
+        num_rows = self.storage.num_ids(self.table)
+        rows, values = self._summed(gradients_of_rows, num_rows)
         return Combined(rows, values, rows != NO_ROW)
 
     def _with_keys_held(self, params: Params, wanted: Wanted, step: Step) -> Asking[Params]:
@@ -243,7 +256,8 @@ class AskedRows(Rows):
     # Helpers
 
     def _keys_here(self, keys: Keys) -> Keys:
-        return keys.only(self.storage.owners(keys, self.num_shards) == self.shard)
+        owners = self.storage.owners(keys, self.num_shards)
+        return keys.only(owners == self.shard)
 
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]
@@ -251,7 +265,8 @@ class AskedRows(Rows):
             # An optimizer with `moves_all_rows` steps every row in each exchange round. For one
             # step, one round must hold all entries.
             return num_entries
-        return min(self.capacity or default_capacity(num_entries, self.num_shards), num_entries)
+        capacity = self.capacity or default_capacity(num_entries, self.num_shards)
+        return min(capacity, num_entries)
 
 
 class AskedArrayRows(AskedRows):
@@ -285,8 +300,9 @@ class AskedKeys(AskedRows):
 
     def _arrival(self, request: Request, num_ids: int) -> Int[Array, " nnz"]:
         first_of = request[-1]
-        numbers = self._asking_devices(first_of) * num_ids + first_of
-        return jnp.where(first_of == NO_ROW, NO_ROW, numbers)
+        device = self._asking_devices(first_of)
+        rank = device * num_ids + first_of
+        return jnp.where(first_of == NO_ROW, NO_ROW, rank)
 
     def _found(self, params: Params, slots: SlotTree, request: Request, step: Step) -> Found:
         keys, occurrences, order = self._in_order(request)
@@ -296,34 +312,43 @@ class AskedKeys(AskedRows):
 
     def _no_rows(self, wanted: Wanted) -> Array:
         most_rows = wanted.entry_of.shape[0] * self.num_shards
-        return jnp.zeros((most_rows, len(wanted.lanes) + 1), jnp.uint32)
+        num_columns = len(wanted.lanes) + 1  # The last column counts occurrences.
+        return jnp.zeros((most_rows, num_columns), jnp.uint32)
 
     def _combined(self, request: Request, gradients: Array) -> Combined:
         keys, occurrences, order = self._in_order(request)
         (gradients,) = api.gather_rows((gradients,), order.first_of)
         rows, values = combine(keys, occurrences, gradients)
-        return Combined(rows, values, unnamed(rows)[0].is_key)
+        combined_keys, _ = unnamed(rows)
+        return Combined(rows, values, combined_keys.is_key)
 
     def _with_keys_held(self, params: Params, wanted: Wanted, step: Step) -> Asking[Params]:
         capacity = self._capacity(wanted)
-        if not self.storage.makes_room or capacity == wanted.entry_of.shape[0]:
+        takes_one_round = capacity == wanted.entry_of.shape[0]
+        if takes_one_round or not self.storage.makes_room:
             return params
+
+        def hold(params: Params, received: Keys) -> tuple[Params, None]:
+            held = self.storage.hold(params, received, step)
+            return held, None
+
         # Without `hold`, a new key of an early round could evict a key that this step requests in a
         # later round.
-        keys = Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW)
         answers = yield Question(
-            wanted,
-            keys,
-            lambda params, received: (self.storage.hold(params, received, step), None),
-            params,
-            capacity,
+            wanted=wanted,
+            payload=Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW),
+            answer=hold,
+            state=params,
+            capacity=capacity,
         )
         return answers.state
 
     def _asking_devices(self, entries: Array) -> Int[Array, " nnz"]:
         """Index of the device that sent each entry to this owner."""
-        blocks = self.num_shards, entries.shape[0] // self.num_shards
-        return jax.lax.broadcasted_iota(jnp.int32, blocks, 0).reshape(-1)
+        entries_per_device = entries.shape[0] // self.num_shards
+        blocks = self.num_shards, entries_per_device
+        device = jax.lax.broadcasted_iota(jnp.int32, blocks, 0)
+        return device.reshape(-1)
 
     def _in_order(self, request: Request) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
         """Received keys sorted by device and first occurrence, their counts, and the sort order.
@@ -335,10 +360,8 @@ class AskedKeys(AskedRows):
         first_of = request[-1]
         position = jnp.arange(first_of.shape[0], dtype=jnp.int32)
         # With `position` as a lane, all entries differ, so `distinct` only sorts the entries.
-        order = distinct(
-            self._asking_devices(position), [first_of, position], num_devices=self.num_shards
-        )
-        is_key, occurrences, *lanes = api.gather_rows(
-            (keys.is_key, occurrences, *keys.lanes), order.first_of
-        )
+        device = self._asking_devices(position)
+        order = distinct(device, [first_of, position], num_devices=self.num_shards)
+        arrays = keys.is_key, occurrences, *keys.lanes
+        is_key, occurrences, *lanes = api.gather_rows(arrays, order.first_of)
         return Keys.of_lanes(lanes, is_key), occurrences, order

@@ -127,7 +127,10 @@ class Devices:
         return jax.tree.map(placed, tree)
 
     def on_each(
-        self, function: Callable[..., PyTree], in_specs: PyTree, out_specs: PyTree
+        self,
+        function: Callable[..., PyTree],
+        in_specs: PyTree,
+        out_specs: PyTree,
     ) -> Callable[..., PyTree]:
         """Compiled function of global arrays that runs `function` on every device.
 
@@ -143,7 +146,11 @@ class Devices:
             return function
         # Kernels do not declare over which mesh axes their results vary, so `check_vma` is off.
         mapped = jax.shard_map(
-            function, mesh=self.mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+            function,
+            mesh=self.mesh,
+            in_specs=in_specs,
+            out_specs=out_specs,
+            check_vma=False,
         )
 
         @functools.wraps(function)

@@ -135,7 +135,10 @@ class EmbeddingCollection:
         self._list_of_feature = list_of_feature
         self._engine = Engine(self.features, self._stacks, self.devices, implementation)
         self._made_for = identity_of(
-            self.features, self._list_of_feature, self.devices, bounds_check
+            self.features,
+            self._list_of_feature,
+            self.devices,
+            bounds_check,
         )
         self.logical = LogicalTables(self.table_specs, self._stacks)
         self._on_host = self.logical.on_host
@@ -246,7 +249,10 @@ class EmbeddingCollection:
         return template
 
     def check_state(
-        self, state: EmbeddingState, *, parts: Sequence[str] = ("tables", "slots", "step")
+        self,
+        state: EmbeddingState,
+        *,
+        parts: Sequence[str] = ("tables", "slots", "step"),
     ) -> None:
         """Checks that a state belongs to this collection.
 
@@ -419,7 +425,11 @@ class EmbeddingCollection:
         """
         self.check_state(state, parts=["tables"])
         return self.logical.evicted(
-            state, table, keep=keep, unused_for=unused_for, norm_below=norm_below
+            state,
+            table,
+            keep=keep,
+            unused_for=unused_for,
+            norm_below=norm_below,
         )
 
     # Forward
@@ -457,7 +467,11 @@ class EmbeddingCollection:
         )
 
     def lookup(
-        self, state: EmbeddingState, batch: Batch, *, return_statistics: bool = False
+        self,
+        state: EmbeddingState,
+        batch: Batch,
+        *,
+        return_statistics: bool = False,
     ) -> PyTree:
         """Float32 activations of every feature. On a mesh, activations are split by sample.
 
@@ -478,7 +492,9 @@ class EmbeddingCollection:
     # Backward
 
     def lookup_vjp(
-        self, state: EmbeddingState, batch: Batch
+        self,
+        state: EmbeddingState,
+        batch: Batch,
     ) -> tuple[Activations, Callable[[PyTree], RowGradients]]:
         """Activations of a batch, and the pullback: activation gradients to `RowGradients`.
 
@@ -534,7 +550,10 @@ class EmbeddingCollection:
         return self._stepped(state, rows, self._engine.apply, gradients)
 
     def update(
-        self, state: EmbeddingState, batch: Batch, d_activations: ActivationGradients
+        self,
+        state: EmbeddingState,
+        batch: Batch,
+        d_activations: ActivationGradients,
     ) -> EmbeddingState:
         """Runs one step with the gradients of a batch, and returns the new state.
 
@@ -608,7 +627,10 @@ def _shown(leaf: object) -> str:
 
 @validated
 def value_and_grad(
-    loss_fn: Callable[..., Any], collection: EmbeddingCollection, *, has_aux: bool = False
+    loss_fn: Callable[..., Any],
+    collection: EmbeddingCollection,
+    *,
+    has_aux: bool = False,
 ) -> Callable[..., Any]:
     """Function that computes a loss, its dense gradients, and sparse gradients of the tables.
 
@@ -646,7 +668,9 @@ def value_and_grad(
                     f"{where} must hold floats, got {describe(leaf)}; pass it to loss_fn behind the batch."
                 )
         value, (d_params, d_activations) = jax.value_and_grad(
-            checked_loss, argnums=(0, 1), has_aux=has_aux
+            checked_loss,
+            argnums=(0, 1),
+            has_aux=has_aux,
         )(params, activations, *args)
         return value, (d_params, pullback(d_activations))
 

@@ -21,7 +21,14 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.occurrences import Occurrences
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import ArrayRows, LookupResult, Rows
-from rsembed.collection.stack import Activations, ArrayStack, Batch, ByName, Stack, call_of
+from rsembed.collection.stack import (
+    Activations,
+    ArrayStack,
+    Batch,
+    ByName,
+    Stack,
+    call_of,
+)
 from rsembed.kernels import api
 from rsembed.kernels.contract import Call
 from rsembed.keys import Keys, as_keys, is_invalid, num_invalid
@@ -95,12 +102,19 @@ class Engine:
         self._has_all_rows = all(isinstance(stack, ArrayStack) for stack in stacks.values())
         everywhere = PartitionSpec()
         split = devices.split
-        default_implementation = "reference" if implementation == "reference" else None
-        state = {name: stack.partition for name, stack in stacks.items()}
-        gradients = {name: stack.rows.gradient_partitions for name, stack in stacks.items()}
+        default_implementation = None
+        if implementation == "reference":
+            default_implementation = "reference"
+        state = {}
+        gradients = {}
+        for name, stack in stacks.items():
+            state[name] = stack.partition
+            gradients[name] = stack.rows.gradient_partitions
 
         def on_each(
-            function: Callable[..., PyTree], partitions: PyTree, results: PyTree
+            function: Callable[..., PyTree],
+            partitions: PyTree,
+            results: PyTree,
         ) -> Callable[..., PyTree]:
             @functools.wraps(function)
             def traced(*args: PyTree) -> PyTree:
@@ -109,17 +123,42 @@ class Engine:
 
             return jax.jit(devices.on_each(traced, partitions, results))
 
-        self.init = on_each(self._init, (everywhere,), (state, state))
-        self._look_up = on_each(self._lookup, (state, everywhere, split), (split, everywhere))
-        self.row_gradients = on_each(self._row_gradients, (split, split), gradients)
-        self.squared_norm = on_each(self._squared_norm, (split, split), everywhere)
-        self.apply = on_each(self._apply, (state, state, gradients, everywhere), (state, state))
+        self.init = on_each(
+            self._init,
+            (everywhere,),
+            (state, state),
+        )
+        self._look_up = on_each(
+            self._lookup,
+            (state, everywhere, split),
+            (split, everywhere),
+        )
+        self.row_gradients = on_each(
+            self._row_gradients,
+            (split, split),
+            gradients,
+        )
+        self.squared_norm = on_each(
+            self._squared_norm,
+            (split, split),
+            everywhere,
+        )
+        self.apply = on_each(
+            self._apply,
+            (state, state, gradients, everywhere),
+            (state, state),
+        )
         self.update = on_each(
-            self._update, (state, state, split, split, everywhere), (state, state)
+            self._update,
+            (state, state, split, split, everywhere),
+            (state, state),
         )
 
     def lookup(
-        self, tables: ByName, batch: Batch | Call, numbers: ByName | None = None
+        self,
+        tables: ByName,
+        batch: Batch | Call,
+        numbers: ByName | None = None,
     ) -> tuple[PyTree, LookupStatistics]:
         """Activations of all features, and the counts of the lookup.
 
@@ -146,10 +185,10 @@ class Engine:
             return None
         shardings = []
         for name in sorted(self.stacks):
-            of_rows, of_values = self.stacks[name].rows.gradient_partitions
-            shardings.append(
-                (name, self.devices.sharding(of_rows), self.devices.sharding(of_values))
-            )
+            rows, values = self.stacks[name].rows.gradient_partitions
+            sharding_of_rows = self.devices.sharding(rows)
+            sharding_of_values = self.devices.sharding(values)
+            shardings.append((name, sharding_of_rows, sharding_of_values))
         return tuple(shardings)
 
     # On one device
@@ -161,11 +200,13 @@ class Engine:
         quantization.
         """
         groups: dict[tuple[str | None, str], list[str]] = {}
+        if self.devices.num_devices > 1:
+            return []
         for name, stack in self.stacks.items():
             is_quantized = stack.table.quantization_config is not None
-            is_array = isinstance(stack.rows, ArrayRows)
-            if self.devices.num_devices == 1 and is_array and not is_quantized:
-                groups.setdefault((stack.rows.implementation, stack.table.dtype), []).append(name)
+            if isinstance(stack.rows, ArrayRows) and not is_quantized:
+                kind = stack.rows.implementation, stack.table.dtype
+                groups.setdefault(kind, []).append(name)
         return [names for names in groups.values() if len(names) > 1]
 
     def _looked_up_together(self, tables: ByName, batch: PreparedBatch) -> dict[str, LookupResult]:
@@ -175,9 +216,9 @@ class Engine:
         for names in self._joint_stacks:
             stacks = [self.stacks[name] for name in names]
             arrays = [tables[name] for name in names]
-            outputs = api.lookup(
-                arrays, call_of(stacks, batch), implementation=stacks[0].rows.implementation
-            )
+            call = call_of(stacks, batch)
+            implementation = stacks[0].rows.implementation
+            outputs = api.lookup(arrays, call, implementation=implementation)
             first = 0
             for name, stack in zip(names, stacks, strict=True):
                 last = first + len(stack.layout.stack.features)
@@ -186,31 +227,43 @@ class Engine:
         return results
 
     def _init(self, key: PRNGKeyArray) -> tuple[ByName, ByName]:
-        return unzip_dict({name: stack.rows.init(key) for name, stack in self.stacks.items()})
+        states = {}
+        for name, stack in self.stacks.items():
+            states[name] = stack.rows.init(key)
+        return unzip_dict(states)
 
     def _lookup(
-        self, tables: ByName, numbers: ByName | None, batch: Batch | Call
+        self,
+        tables: ByName,
+        numbers: ByName | None,
+        batch: Batch | Call,
     ) -> tuple[PyTree, LookupStatistics]:
         if isinstance(batch, Call):
-            (output,) = api.lookup([tables[name] for name in self.stacks], batch)
+            arrays = [tables[name] for name in self.stacks]
+            (output,) = api.lookup(arrays, batch)
             return output, LookupStatistics({}, {}, {}, {})
         batch = PreparedBatch.of(batch)
         activations: Activations = {}
-        unknown, rounds = dict[str, Array](), dict[str, Array]()
+        unknown: dict[str, Array] = {}
+        rounds: dict[str, Array] = {}
         looked_up = self._looked_up_together(tables, batch)
         asked: list[Asked[LookupResult]] = []
         for name, stack in self.stacks.items():
             if name in looked_up:
                 asked.append(looked_up[name])
                 continue
-            number = None if numbers is None else numbers[name]
-            asked.append(stack.rows.look_up(tables[name], stack.occurrences(batch), number))
+            number = None
+            if numbers is not None:
+                number = numbers[name]
+            occurrences = stack.occurrences(batch)
+            asked.append(stack.rows.look_up(tables[name], occurrences, number))
         results = together(asked, self.devices.axes)
         for (name, stack), result in zip(self.stacks.items(), results, strict=True):
             outputs, num_unknown, rounds[name] = result
             if stack.storage.takes_keys:
                 unknown[name] = self.devices.gather(num_unknown[None])
-            for feature, output in zip(stack.layout.stack.features, outputs, strict=True):
+            features = stack.layout.stack.features
+            for feature, output in zip(features, outputs, strict=True):
                 spec = self.features[feature.name]
                 dense_shape = None
                 if spec.pooling == "none":
@@ -240,8 +293,9 @@ class Engine:
                 numbered[name] = as_bags(batch.in_list(name), feature=name)
             elif place is not None:
                 offsets = batch.lists[place.list].offsets
+                last_bag = place.first_bag + place.num_bags
                 first = offsets[place.first_bag]
-                last = offsets[place.first_bag + place.num_bags]
+                last = offsets[last_bag]
                 num_keys, num_bad = running_counts[place.list]
                 num_ids[name] = num_keys[last] - num_keys[first]
                 num_out_of_range[name] = num_bad[last] - num_bad[first]
@@ -250,21 +304,25 @@ class Engine:
                 keys = as_keys(bags.ids).only(in_some_bag(bags))
                 num_ids[name] = jnp.sum(keys.is_key, dtype=jnp.int32)
                 num_out_of_range[name] = num_invalid(keys)
-        counts = api.count_ids(
-            [jnp.asarray(bags.ids) for bags in numbered.values()],
-            [jnp.asarray(bags.offsets) for bags in numbered.values()],
-            [self.features[name].table_spec.vocabulary_size for name in numbered],
-        )
+        ids = [jnp.asarray(bags.ids) for bags in numbered.values()]
+        offsets_of_ids = [jnp.asarray(bags.offsets) for bags in numbered.values()]
+        sizes = [self.features[name].table_spec.vocabulary_size for name in numbered]
+        counts = api.count_ids(ids, offsets_of_ids, sizes)
         for name, (num_inside, num_outside) in zip(numbered, counts, strict=True):
             num_ids[name] = num_inside
             num_out_of_range[name] = num_outside
         return num_ids, num_out_of_range
 
     def _row_gradients(
-        self, batch: Batch | Call, d_outputs: PyTree
+        self,
+        batch: Batch | Call,
+        d_outputs: PyTree,
     ) -> dict[str, tuple[Array, Array]]:
         def row_gradients(
-            name: str, rows: Rows, occurrences: Occurrences, gradients: list[Array]
+            name: str,
+            rows: Rows,
+            occurrences: Occurrences,
+            gradients: list[Array],
         ) -> Asked[tuple[Array, Array]]:
             del name
             return rows.row_gradients(occurrences, gradients)
@@ -273,7 +331,10 @@ class Engine:
 
     def _squared_norm(self, batch: Batch | Call, d_outputs: PyTree) -> dict[str, Array]:
         def squared_norm(
-            name: str, rows: Rows, occurrences: Occurrences, gradients: list[Array]
+            name: str,
+            rows: Rows,
+            occurrences: Occurrences,
+            gradients: list[Array],
         ) -> Array:
             del name
             return cast(ArrayRows, rows).squared_norm(occurrences, gradients)
@@ -287,24 +348,48 @@ class Engine:
         gradients: Mapping[str, tuple[Array, Array]],
         steps: ByName,
     ) -> tuple[ByName, ByName]:
-        stepped = {
-            name: stack.rows.apply(tables[name], slots[name], *gradients[name], steps[name])
-            for name, stack in self.stacks.items()
-        }
+        stepped = {}
+        for name, stack in self.stacks.items():
+            rows, values = gradients[name]
+            stepped[name] = stack.rows.apply(
+                tables[name],
+                slots[name],
+                rows,
+                values,
+                steps[name],
+            )
         return unzip_dict(stepped)
 
     def _update(
-        self, tables: ByName, slots: ByName, batch: Batch | Call, d_outputs: PyTree, steps: ByName
+        self,
+        tables: ByName,
+        slots: ByName,
+        batch: Batch | Call,
+        d_outputs: PyTree,
+        steps: ByName,
     ) -> tuple[ByName, ByName]:
         def update(
-            name: str, rows: Rows, occurrences: Occurrences, gradients: list[Array]
+            name: str,
+            rows: Rows,
+            occurrences: Occurrences,
+            gradients: list[Array],
         ) -> Asked[tuple[PyTree, PyTree]]:
-            return rows.update(tables[name], slots[name], occurrences, gradients, steps[name])
+            return rows.update(
+                tables[name],
+                slots[name],
+                occurrences,
+                gradients,
+                steps[name],
+            )
 
-        return unzip_dict(self._backward(batch, d_outputs, update))
+        stepped = self._backward(batch, d_outputs, update)
+        return unzip_dict(stepped)
 
     def _backward(
-        self, batch: Batch | Call, d_outputs: PyTree, function: Callable[..., Asked[PyTree]]
+        self,
+        batch: Batch | Call,
+        d_outputs: PyTree,
+        function: Callable[..., Asked[PyTree]],
     ) -> ByName:
         """Calls `function` for every stack, and returns the results by stack.
 
@@ -313,20 +398,23 @@ class Engine:
           d_outputs: output gradients of all features, or of the output of a `Call`.
           function: function of a stack's name, `Rows`, `Occurrences` and output gradients.
         """
-        asked: list[Asked[PyTree]] = []
         if isinstance(batch, Call):
+            results_of_call: ByName = {}
             dims = tuple(stack.table.embedding_dim for stack in self.stacks.values())
             for number, (name, stack) in enumerate(self.stacks.items()):
                 occurrences = Occurrences(batch, None, number, dims)
-                asked.append(function(name, stack.rows, occurrences, [d_outputs]))
-            return dict(zip(self.stacks, asked, strict=True))
+                results_of_call[name] = function(name, stack.rows, occurrences, [d_outputs])
+            return results_of_call
         batch = PreparedBatch.of(batch)
         if self.side_by_side:
             d_outputs = self._by_feature(d_outputs)
+        asked: list[Asked[PyTree]] = []
         for name, stack in self.stacks.items():
             gradients = [d_outputs[feature.name] for feature in stack.layout.stack.features]
-            asked.append(function(name, stack.rows, stack.occurrences(batch), gradients))
-        return dict(zip(self.stacks, together(asked, self.devices.axes), strict=True))
+            occurrences = stack.occurrences(batch)
+            asked.append(function(name, stack.rows, occurrences, gradients))
+        results = together(asked, self.devices.axes)
+        return dict(zip(self.stacks, results, strict=True))
 
     def _by_feature(
         self, d_output: Float[Array, "batch dims"]
@@ -343,12 +431,14 @@ class Engine:
 
 def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, " nnz_plus_1"]]:
     """Two running counts for a list of ids: keys, and invalid ids, before each position."""
+    masks = bags.ids.is_key, is_invalid(bags.ids)
     counts = []
-    for is_counted in (bags.ids.is_key, is_invalid(bags.ids)):
-        counts.append(
-            jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(is_counted, dtype=jnp.int32)])
-        )
-    return counts[0], counts[1]
+    for is_counted in masks:
+        none = jnp.zeros(1, jnp.int32)
+        count_to_here = jnp.cumsum(is_counted, dtype=jnp.int32)
+        counts.append(jnp.concatenate([none, count_to_here]))
+    num_keys, num_invalid_ids = counts
+    return num_keys, num_invalid_ids
 
 
 def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByName]:
@@ -362,7 +452,9 @@ def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByNa
 
 
 def to_activation(
-    feature: FeatureSpec, dense_shape: tuple[Any, ...] | None, output: Array
+    feature: FeatureSpec,
+    dense_shape: tuple[Any, ...] | None,
+    output: Array,
 ) -> Array:
     """Reshapes the pooled rows of a feature to the shape of its activations.
 

@@ -57,7 +57,10 @@ class Prefetch:
         self._scatter_in_place = jax.jit(scatter, donate_argnums=0)
 
     def with_room(
-        self, params: DynamicTable, slots: SlotTree, wanted: Batch | Array
+        self,
+        params: DynamicTable,
+        slots: SlotTree,
+        wanted: Batch | Array,
     ) -> tuple[DynamicTable, Moves]:
         """Reserves cache slots for the rows that a batch reads.
 
@@ -92,7 +95,12 @@ class Prefetch:
         return with_room._replace(rows=params.rows), jax.tree.map(on_host, moves)
 
     def moved(
-        self, params: DynamicTable, slots: SlotTree, moves: Moves, *, donates: bool
+        self,
+        params: DynamicTable,
+        slots: SlotTree,
+        moves: Moves,
+        *,
+        donates: bool,
     ) -> tuple[DynamicTable, PyTree]:
         """Makes the moves that `with_room` returned, and returns new parameters and slots.
 
@@ -129,7 +137,9 @@ class Prefetch:
         return params._replace(rows=rows), tuple(slots)
 
     def _room_on_device(
-        self, params: DynamicTable, wanted: PyTree
+        self,
+        params: DynamicTable,
+        wanted: PyTree,
     ) -> tuple[DynamicTable, Moves, Int[Array, "1"]]:
         """Calls `HostCached.make_room` on one device, for a batch or the rows of `RowGradients`."""
         if isinstance(wanted, Mapping):
@@ -166,7 +176,10 @@ def fetched(
         tables[name], moves[name] = prefetch.with_room(tables[name], slots.get(name), wanted[name])
     for name, prefetch in prefetches.items():
         tables[name], slots[name] = prefetch.moved(
-            tables[name], slots[name], moves[name], donates=donates
+            tables[name],
+            slots[name],
+            moves[name],
+            donates=donates,
         )
     return state._replace(tables=tables, slots=slots)
 

@@ -52,17 +52,29 @@ class HostStack(Stack):
     ) -> State:
         """See `Stack.replaced`. The tables in `rows` include slots, and `new_slots` is empty."""
         del new_slots
-        written = self.storage.with_tables(params, slots, rows, self.table, self.num_shards, {})
+        written = self.storage.with_tables(
+            params,
+            slots,
+            rows,
+            self.table,
+            self.num_shards,
+            {},
+        )
         placed: State = self.devices.place_from_host(written, self.partition)
         return placed
 
     def slot_shapes(
-        self, params: Params, slots: SlotTree, table: TableSpec, num_rows: int
+        self,
+        params: Params,
+        slots: SlotTree,
+        table: TableSpec,
+        num_rows: int,
     ) -> PyTree:
         """Shapes and dtypes of the optimizer state of one table with `num_rows` rows."""
         shapes = []
         for slot in slots:
-            shapes.append(jax.ShapeDtypeStruct((num_rows, *slot.shape[1:]), slot.dtype))
+            shape = num_rows, *slot.shape[1:]
+            shapes.append(jax.ShapeDtypeStruct(shape, slot.dtype))
         packed: PyTree = tuple(shapes)
         return table.optimizer.pack_slots(packed)
 
@@ -86,18 +98,25 @@ class HostStack(Stack):
         Raises: ValueError, TypeError: slots have the wrong names, shapes or dtypes for the table.
         """
         whole = self._replaced_rows(params, slots, table, rows)
-        template = self.slot_shapes(params, slots, table, len(whole.get("values", ())))
+        num_rows = len(whole.get("values", ()))
+        template = self.slot_shapes(params, slots, table, num_rows)
         arrays = jax.tree.leaves(checked_slots(new_slots, template, table))
-        return whole | dict(zip(array_names(table, slots)[1:], arrays, strict=True))
+        _, *slot_names = array_names(table, slots)
+        return whole | dict(zip(slot_names, arrays, strict=True))
 
     def _replaced_rows(
-        self, params: Params, slots: SlotTree, table: TableSpec, rows: TableRows
+        self,
+        params: Params,
+        slots: SlotTree,
+        table: TableSpec,
+        rows: TableRows,
     ) -> ByName:
         """Arrays of a table by name: `values`, and one `slot_<name>` per slot.
 
         Arrays that `rows` lacks are arrays of the state. None: all arrays are arrays of the state.
         """
-        whole: ByName = self._by_table(self.storage.rows, params, slots)[table.name]
+        rows_by_table = self._by_table(self.storage.rows, params, slots)
+        whole: ByName = rows_by_table[table.name]
         if rows is None:
             return whole
         if not isinstance(rows, Mapping):
@@ -110,8 +129,11 @@ class HostStack(Stack):
         """Rows by table name, and slots by table name, as files store them."""
         values_by_table = {}
         slots_by_table = {}
-        for table_name, rows in self._by_table(self.storage.rows, params, slots).items():
-            arrays = {name.removeprefix("slot_"): array for name, array in rows.items()}
+        rows_by_table = self._by_table(self.storage.rows, params, slots)
+        for table_name, rows in rows_by_table.items():
+            arrays = {}
+            for name, array in rows.items():
+                arrays[name.removeprefix("slot_")] = array
             values_by_table[table_name] = arrays.pop("values")
             slots_by_table[table_name] = arrays
         return values_by_table, slots_by_table
@@ -125,7 +147,8 @@ class HostStack(Stack):
         rows_by_table = {}
         for table in self.tables:
             rows = {"values": tables[table.name]}
-            for name, array in slots.get(table.name, {}).items():
+            slots_of_table = slots.get(table.name, {})
+            for name, array in slots_of_table.items():
                 rows[f"slot_{name}"] = array
             rows_by_table[table.name] = rows
         return self.replaced(params, fresh_slots, rows_by_table)
@@ -133,7 +156,9 @@ class HostStack(Stack):
     def _fresh(self) -> State:
         """Initial parameters and slots. The caller overwrites all rows, so any PRNG key will do."""
         start = self.devices.on_each(
-            self.rows.init, PartitionSpec(), (self.partition, self.partition)
+            self.rows.init,
+            PartitionSpec(),
+            (self.partition, self.partition),
         )
         fresh: State = jax.jit(start)(jax.random.key(0))
         return fresh
@@ -144,23 +169,32 @@ class KeyedStack(HostStack):
 
     def values(self, params: Params, slots: SlotTree) -> ByName:
         """Tables by name. Each is a dictionary of keys, rows, slots, last steps and counts."""
-        return self._by_table(self.storage.rows, params, () if slots is None else slots)
+        if slots is None:
+            slots = ()
+        return self._by_table(self.storage.rows, params, slots)
 
     def check_start(self, params: Params, slots: SlotTree) -> None:
         """See `Stack.check_start`. No rows exist yet, so one row per table is drawn and checked."""
         if is_traced((params, slots)):
             return
         for table in self._with_initializer():
-            row = table.initializer(jax.random.key(0), (1, table.embedding_dim))
+            shape = 1, table.embedding_dim
+            row = table.initializer(jax.random.key(0), shape)
             where = f"table {table.name!r}: what its initializer gives for a row"
             check_finite(row, where, way_out=WAY_OUT)
 
     def _replaced_rows(
-        self, params: Params, slots: SlotTree, table: TableSpec, rows: TableRows
+        self,
+        params: Params,
+        slots: SlotTree,
+        table: TableSpec,
+        rows: TableRows,
     ) -> ByName:
         if rows is None:
             return super()._replaced_rows(params, slots, table, rows)
-        return dict(rows) if isinstance(rows, Mapping) else {"values": rows}
+        if isinstance(rows, Mapping):
+            return dict(rows)
+        return {"values": rows}
 
     # Files
 
@@ -192,12 +226,12 @@ class KeyedStack(HostStack):
             rows = dict(tables[table.name])
             first_keys.append(rows.pop(FIRST_KEY))
             rows_by_table[table.name] = rows
-        key_data = [np.asarray(jax.random.key_data(key)) for key in first_keys]
-        (placed,) = self.devices.place_from_host(
-            [np.stack(key_data * self.num_shards)], self.partition
-        )
+        data_of_shard = [np.asarray(jax.random.key_data(key)) for key in first_keys]
+        data_of_all = np.stack(data_of_shard * self.num_shards)
+        (placed,) = self.devices.place_from_host([data_of_all], self.partition)
         impl = jax.random.key_impl(first_keys[0])
-        params = params._replace(key=jax.random.wrap_key_data(placed, impl=impl))
+        key = jax.random.wrap_key_data(placed, impl=impl)
+        params = params._replace(key=key)
         return self.replaced(params, fresh_slots, rows_by_table)
 
     # Eviction
@@ -220,16 +254,24 @@ class KeyedStack(HostStack):
         table_numbers = np.arange(params.num_tables) % len(self.tables)
         rows_of_table = params.rows.shape[0] // params.num_tables
         is_of_table = np.repeat(table_numbers == number, rows_of_table)
-        places, evicted = rows_to_leave(
-            params, table, policy, is_of_table, **reasons, step=int(on_host(step))
+        rows, evicted = rows_to_leave(
+            params,
+            table,
+            policy,
+            is_of_table,
+            **reasons,
+            step=int(on_host(step)),
         )
-        padded = np.pad(places, (0, padded_size(places.size) - places.size))
+        num_padding = padded_size(rows.size) - rows.size
+        padded = np.pad(rows, (0, num_padding))
         blocks = np.split(padded, range(MOST_KEYS, padded.size, MOST_KEYS))
-        for name, array in zip(array_names(table, slots), (params.rows, *slots), strict=True):
+        names = array_names(table, slots)
+        arrays = params.rows, *slots
+        for name, array in zip(names, arrays, strict=True):
             values = [on_host(_picked(array, block)) for block in blocks]
-            evicted[name] = np.concatenate(values)[: places.size]
+            evicted[name] = np.concatenate(values)[: rows.size]
         leaves = np.zeros(is_of_table.shape, bool)
-        leaves[places] = True
+        leaves[rows] = True
         (leaves,) = self.devices.place_from_host([leaves], self.partition)
         # On a mesh, the compiled program would return a copy of the rows, so it gets the parameters
         # without rows.
@@ -238,7 +280,11 @@ class KeyedStack(HostStack):
         if unused_for is None:
             unused_for = 2**31 - 1  # Longer than any key can be unused.
         remaining = self._without(
-            params._replace(rows=nothing), leaves, step, np.int32(unused_for), np.int32(number)
+            params._replace(rows=nothing),
+            leaves,
+            step,
+            np.int32(unused_for),
+            np.int32(number),
         )
         return remaining._replace(rows=params.rows), evicted
 
@@ -246,7 +292,8 @@ class KeyedStack(HostStack):
     def _without(self) -> Callable[..., DynamicTable]:
         part = self.partition
         everywhere = PartitionSpec()
-        on_each = self.devices.on_each(_without, (part, part, *[everywhere] * 3), part)
+        partitions = part, part, everywhere, everywhere, everywhere
+        on_each = self.devices.on_each(_without, partitions, part)
         return jax.jit(on_each, donate_argnums=0)
 
 
@@ -265,7 +312,10 @@ def _without(params: DynamicTable, leaves: Bool[Array, " rows"], *forget: Array)
         wait for admission for too long.
     """
     rows = jnp.arange(leaves.shape[0], dtype=jnp.int32)
-    remaining = row_map.release(params.keys, jnp.where(leaves, rows, NO_ROW))
-    counters = params.counters.add(evicted=remaining.num_free - params.keys.num_free)
-    without_keys = hashed_rows.with_keys(params, remaining)._replace(counters=counters)
+    freed_rows = jnp.where(leaves, rows, NO_ROW)
+    remaining = row_map.release(params.keys, freed_rows)
+    num_evicted = remaining.num_free - params.keys.num_free
+    counters = params.counters.add(evicted=num_evicted)
+    without_keys = hashed_rows.with_keys(params, remaining)
+    without_keys = without_keys._replace(counters=counters)
     return hashed_rows.forget_older(without_keys, *forget)

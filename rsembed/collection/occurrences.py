@@ -45,7 +45,10 @@ class Occurrences(NamedTuple):
 
         If the call reads a single table, `d_outputs` may have only some columns of the outputs.
         """
-        dims = self.dims or (d_outputs[0].shape[-1],)
+        dims = self.dims
+        if not dims:
+            num_columns = d_outputs[0].shape[-1]
+            dims = (num_columns,)
         return CallGradients(self.call, tuple(d_outputs), dims, self.table)
 
     def all_keys(self) -> Keys:
@@ -69,23 +72,30 @@ class Occurrences(NamedTuple):
         segments = list(self.call.segments)
         for number, ids in enumerate(self.call.lists):
             readers = [k for k, segment in enumerate(segments) if segment.list == number]
-            weights = None if ids.weights is None else devices.gather(ids.weights)
+            weights = None
+            if ids.weights is not None:
+                weights = devices.gather(ids.weights)
+            all_ids = devices.gather(ids.ids)
             if ids.offsets is None:
                 num_bags, width = ids.array_shape
-                gathered = IdList(
-                    devices.gather(ids.ids), None, weights, (num_bags * num_devices, width)
-                )
+                array_shape = num_bags * num_devices, width
+                gathered = IdList(all_ids, None, weights, array_shape)
             else:
-                parts = Bags(devices.gather(ids.ids), devices.gather(ids.offsets), weights)
-                bags_of_readers = [Listed("", *segments[k][1:3]) for k in readers]
-                gathered = list_of(
-                    in_order_of_features(parts, bags_of_readers, num_devices, NO_ROW)
-                )
+                parts = Bags(all_ids, devices.gather(ids.offsets), weights)
+                bags_of_readers = []
+                for k in readers:
+                    segment = segments[k]
+                    bags_of_readers.append(Listed("", segment.first_bag, segment.num_bags))
+                bags = in_order_of_features(parts, bags_of_readers, num_devices, NO_ROW)
+                gathered = list_of(bags)
             lists.append(gathered)
             first_bag = 0
             for k in readers:
                 num_bags = segments[k].num_bags * num_devices
-                segments[k] = segments[k]._replace(first_bag=first_bag, num_bags=num_bags)
+                segments[k] = segments[k]._replace(
+                    first_bag=first_bag,
+                    num_bags=num_bags,
+                )
                 first_bag += num_bags
         return Occurrences(Call(tuple(lists), tuple(segments)))
 
@@ -104,14 +114,25 @@ def bags_of(
         place = batch.place(feature.name)
         if place is None:
             bags = as_bags(batch.arrays[feature.name], feature=feature.name)
-            segments.append(Segment(len(all_bags), 0, bags.num_bags, feature.combiner))
+            segment = Segment(
+                list=len(all_bags),
+                first_bag=0,
+                num_bags=bags.num_bags,
+                combiner=feature.combiner,
+            )
+            segments.append(segment)
             all_bags.append(bags)
             continue
         if place.list not in number_of:
             number_of[place.list] = len(all_bags)
             all_bags.append(batch.lists[place.list])
-        number = number_of[place.list]
-        segments.append(Segment(number, place.first_bag, place.num_bags, feature.combiner))
+        segment = Segment(
+            list=number_of[place.list],
+            first_bag=place.first_bag,
+            num_bags=place.num_bags,
+            combiner=feature.combiner,
+        )
+        segments.append(segment)
     return all_bags, segments
 
 
@@ -120,7 +141,8 @@ def rows_of_array(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
 
     An id outside its table contributes nothing.
     """
-    return Occurrences(layout.call(*bags_of(batch, layout.stack.features)))
+    all_bags, segments = bags_of(batch, layout.stack.features)
+    return Occurrences(layout.call(all_bags, segments))
 
 
 def row_numbers(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
@@ -133,7 +155,8 @@ def row_numbers(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
     call = RowLayout.whole(layout.stack).call(all_bags, segments)
     lists = []
     for ids, bags in zip(call.lists, all_bags, strict=True):
-        lists.append(replace(ids, ids=jnp.where(in_some_bag(bags), ids.ids, NO_ROW)))
+        rows = jnp.where(in_some_bag(bags), ids.ids, NO_ROW)
+        lists.append(replace(ids, ids=rows))
     return Occurrences(replace(call, lists=tuple(lists)))
 
 
@@ -145,17 +168,23 @@ def keys_in_bags(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
     first = 0
     for number, bags in enumerate(all_bags):
         keys = as_keys(bags.ids).only(in_some_bag(bags))
-        keys = keys._replace(table=_tables_of_keys(layout, number, bags, segments))
+        tables = _tables_of_keys(layout, number, bags, segments)
+        keys = keys._replace(table=tables)
         index = first + jnp.arange(keys.shape[0], dtype=jnp.int32)
-        lists.append(list_of(bags, jnp.where(keys.is_key, index, NO_ROW)))
+        index_or_padding = jnp.where(keys.is_key, index, NO_ROW)
+        lists.append(list_of(bags, index_or_padding))
         all_keys.append(keys)
         first += keys.shape[0]
+    call = Call(tuple(lists), tuple(segments))
     joined = jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys)
-    return Occurrences(Call(tuple(lists), tuple(segments)), joined)
+    return Occurrences(call, joined)
 
 
 def _tables_of_keys(
-    layout: RowLayout, number: int, bags: Bags, segments: Sequence[Segment]
+    layout: RowLayout,
+    number: int,
+    bags: Bags,
+    segments: Sequence[Segment],
 ) -> Int[Array, " nnz"] | None:
     """Index of the table that each key of a list belongs to. None if the stack has one table.
 
@@ -173,15 +202,20 @@ def _tables_of_keys(
         if segment.list == number:
             last_bag = segment.first_bag + segment.num_bags
             table_of_bag[segment.first_bag : last_bag] = names.index(feature.table_name)
-    if (table_of_bag[:-1] == table_of_bag[0]).all():
-        return jnp.full(bags.ids.shape, table_of_bag[0], jnp.int32)
-    entries = list_of(bags, jnp.zeros(bags.ids.shape, jnp.int32))
-    return jnp.asarray(table_of_bag)[bag_of_entries(entries)]
+    first_table = table_of_bag[0]
+    has_one_table = (table_of_bag[:-1] == first_table).all()
+    if has_one_table:
+        return jnp.full(bags.ids.shape, first_table, jnp.int32)
+    no_ids = jnp.zeros(bags.ids.shape, jnp.int32)
+    bag_of_key = bag_of_entries(list_of(bags, no_ids))
+    return jnp.asarray(table_of_bag)[bag_of_key]
 
 
 def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
     """Converts row numbers to `Keys`. `NO_ROW` becomes padding."""
-    return Keys(jnp.zeros(rows.shape, jnp.uint32), rows.astype(jnp.uint32), rows != NO_ROW)
+    high = jnp.zeros(rows.shape, jnp.uint32)
+    low = rows.astype(jnp.uint32)
+    return Keys(high, low, is_key=rows != NO_ROW)
 
 
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:

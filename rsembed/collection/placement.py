@@ -19,7 +19,14 @@ from rsembed.collection.asked_rows import AskedArrayRows, AskedKeys, AskedRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.host_rows import Prefetch
 from rsembed.collection.host_stack import HostStack, KeyedStack
-from rsembed.collection.rows import ArrayRows, ColumnRows, KeyedRows, NumberedRows, Rows, TrainRows
+from rsembed.collection.rows import (
+    ArrayRows,
+    ColumnRows,
+    KeyedRows,
+    NumberedRows,
+    Rows,
+    TrainRows,
+)
 from rsembed.collection.stack import ArrayStack, ByName, EmbeddingState, Stack
 from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec, tables_of
@@ -37,7 +44,9 @@ PLACEMENTS = ("row", "table", "column", "replicated")
 
 
 def placement_of_tables(
-    tables: Mapping[str, TableSpec], devices: Devices, placement: str | Mapping[str, str] | None
+    tables: Mapping[str, TableSpec],
+    devices: Devices,
+    placement: str | Mapping[str, str] | None,
 ) -> dict[str, str]:
     """Placement of every table by name: "row", "table", "column" or "replicated".
 
@@ -85,23 +94,30 @@ def placement_of_tables(
             )
     if devices.mesh is None:
         return dict.fromkeys(tables, "replicated")
-    return {name: wanted.get(name, supported[name][0]) for name in tables}
+    placements = {}
+    for name in tables:
+        default = supported[name][0]
+        placements[name] = wanted.get(name, default)
+    return placements
 
 
 def plan_placed(features: PyTree, placements: Mapping[str, str]) -> StackingPlan:
     """Plans stacks: tables share a stack if their specs allow it and their placements are equal."""
     tables = tables_of(features)
     placed: dict[tuple[int, str], list[str]] = {}
-    for number, group in enumerate(group_tables(features, num_shards=1, pad=False)):
+    groups_by_spec = group_tables(features, num_shards=1, pad=False)
+    for number, group in enumerate(groups_by_spec):
         for name in group:
-            placed.setdefault((number, placements[name]), []).append(name)
+            group_and_placement = number, placements[name]
+            placed.setdefault(group_and_placement, []).append(name)
     groups: list[list[str]] = []
     for names in placed.values():
         storage = cast(Storage | None, tables[names[0]].storage)
         if storage is None:
             groups.append(names)
             continue
-        for part in storage.sharing_groups([tables[name] for name in names]):
+        specs = [tables[name] for name in names]
+        for part in storage.sharing_groups(specs):
             groups.append([table.name for table in part])
     return plan_stacking(features, groups=groups, pad=False)
 
@@ -144,7 +160,12 @@ def make_stacks(
         num_parts = devices.num_devices if placement == "column" else 1
         storage = _storage_of(tables, layout, num_parts, implementation)
         rows = _choose_rows(
-            storage, tables[0], placement, devices, exchange_capacity, implementation
+            storage,
+            tables[0],
+            placement,
+            devices,
+            exchange_capacity,
+            implementation,
         )
         stacks[stack.name] = _choose_stack(layout, rows)
     return stacks
@@ -189,7 +210,10 @@ def _choose_stack(layout: RowLayout, rows: Rows) -> Stack:
 
 
 def _storage_of(
-    tables: tuple[TableSpec, ...], layout: RowLayout, num_parts: int, implementation: str | None
+    tables: tuple[TableSpec, ...],
+    layout: RowLayout,
+    num_parts: int,
+    implementation: str | None,
 ) -> Storage:
     """Storage object that holds the rows of all tables of a stack."""
     storage = cast(Storage | None, tables[0].storage)
@@ -204,7 +228,8 @@ def _storage_of(
 
 def _check_columns(stack: StackPlan, num_devices: int) -> None:
     """Raises: ValueError: the stack cannot be split by column."""
-    rule, dim = stack.spec.optimizer, stack.spec.stack_embedding_dim
+    rule = stack.spec.optimizer
+    dim = stack.spec.stack_embedding_dim
     problems = []
     if dim % num_devices:
         problems.append(f"embedding_dim={dim} is not divisible by {num_devices} devices")
@@ -268,8 +293,8 @@ class LogicalTables:
             table = self.specs[table_name]
             self._check_outside_jit(table, (values, state.step))
             name = self._stack_of[table_name]
-            checked = self.stacks[name].storage.checked_rows(values, table, state.step)
-            new_rows[name][table_name] = checked
+            storage = self.stacks[name].storage
+            new_rows[name][table_name] = storage.checked_rows(values, table, state.step)
         for table_name, table_slots in slots.items():
             self._check_known(table_name)
             table = self.specs[table_name]
@@ -282,7 +307,10 @@ class LogicalTables:
             if isinstance(stack, HostStack):
                 rows = new_rows[name].get(table_name)
                 new_rows[name][table_name] = stack.rows_with_slots(
-                    *arrays, table, rows, table_slots
+                    *arrays,
+                    table,
+                    rows,
+                    table_slots,
                 )
             else:
                 template = stack.slot_shapes(*arrays, table, table.vocabulary_size)
@@ -291,8 +319,12 @@ class LogicalTables:
         all_slots = dict(state.slots)
         for name in self._host_last(self.stacks):
             if new_rows[name] or new_slots[name]:
-                all_tables[name], all_slots[name] = self.stacks[name].replaced(
-                    all_tables[name], all_slots[name], new_rows[name], new_slots[name]
+                stack = self.stacks[name]
+                all_tables[name], all_slots[name] = stack.replaced(
+                    all_tables[name],
+                    all_slots[name],
+                    new_rows[name],
+                    new_slots[name],
                 )
         return state._replace(tables=all_tables, slots=all_slots)
 
@@ -322,7 +354,8 @@ class LogicalTables:
 
     def _check_outside_jit(self, table: TableSpec, values: PyTree) -> None:
         """Raises: RuntimeError: a table with keys or on the host would be written inside `jit`."""
-        if self._stack_of[table.name] in self.apart and is_traced(values):
+        stack = self._stack_of[table.name]
+        if stack in self.apart and is_traced(values):
             raise RuntimeError(
                 f"table {table.name!r} is kept as {table.storage}: with_tables writes its rows beside compiled "
                 "programs; call it outside of jit, between two steps."
@@ -347,9 +380,14 @@ class LogicalTables:
                 "storage=Hashed(...)."
             )
         params, rows = stack.evicted(
-            state.tables[name], state.slots.get(name, ()), spec, state.step, reasons
+            state.tables[name],
+            state.slots.get(name, ()),
+            spec,
+            state.step,
+            reasons,
         )
-        return state._replace(tables=state.tables | {name: params}), rows
+        tables = state.tables | {name: params}
+        return state._replace(tables=tables), rows
 
     def _check_known(self, table_name: str) -> None:
         if table_name not in self.specs:
@@ -369,20 +407,28 @@ class LogicalTables:
         tables: ByName = {}
         slots: ByName = {}
         for name, stack in self.apart.items():
-            rows_by_table, slots_by_table = stack.saved(state.tables[name], state.slots[name])
+            params = state.tables[name]
+            rows_by_table, slots_by_table = stack.saved(params, state.slots[name])
             tables |= rows_by_table
             slots |= slots_by_table
         return self.without_apart(state), tables, slots
 
     def without_apart(self, state: EmbeddingState) -> EmbeddingState:
         """A state without the stacks `apart`. `state` may have shapes instead of arrays."""
-        facts = {} if state.layout is None else state.layout.facts
+        facts: Mapping[str, PyTree] = {}
+        if state.layout is not None:
+            facts = state.layout.facts
         layout = Fingerprint.of(self._not_apart(facts))
         tables = self._not_apart(state.tables)
-        return EmbeddingState(tables, self._not_apart(state.slots), state.step, state.key, layout)
+        slots = self._not_apart(state.slots)
+        return EmbeddingState(tables, slots, state.step, state.key, layout)
 
     def _not_apart(self, by_stack: Mapping[str, PyTree]) -> ByName:
-        return {name: value for name, value in by_stack.items() if name not in self.apart}
+        kept = {}
+        for name, value in by_stack.items():
+            if name not in self.apart:
+                kept[name] = value
+        return kept
 
     def whole(
         self,
@@ -395,7 +441,8 @@ class LogicalTables:
         all_tables = dict(state.tables)
         all_slots = dict(state.slots)
         for name in self._host_last(self.apart):
-            all_tables[name], all_slots[name] = self.apart[name].restored(tables, slots)
+            stack = self.apart[name]
+            all_tables[name], all_slots[name] = stack.restored(tables, slots)
         return EmbeddingState(all_tables, all_slots, state.step, state.key, layout)
 
 

@@ -96,7 +96,10 @@ class Rows(abc.ABC):
 
     @abc.abstractmethod
     def look_up(
-        self, params: Params, batch: Occurrences, number: Int[Array, ""] | None
+        self,
+        params: Params,
+        batch: Occurrences,
+        number: Int[Array, ""] | None,
     ) -> Asked[LookupResult]:
         """Pooled rows of a batch. The parameters do not change.
 
@@ -110,7 +113,9 @@ class Rows(abc.ABC):
 
     @abc.abstractmethod
     def row_gradients(
-        self, batch: Occurrences, d_outputs: Sequence[Array]
+        self,
+        batch: Occurrences,
+        d_outputs: Sequence[Array],
     ) -> Asked[tuple[Array, Array]]:
         """This device's part of `RowGradients`: distinct ids of the global batch, and gradients.
 
@@ -132,22 +137,27 @@ class Rows(abc.ABC):
         """
 
     def apply(
-        self, params: Params, slots: SlotTree, rows: Array, values: Array, step: Step
+        self,
+        params: Params,
+        slots: SlotTree,
+        rows: Array,
+        values: Array,
+        step: Step,
     ) -> State:
         """Steps the rows of distinct ids or keys, and returns new parameters and slots.
 
         `rows` and `values` are results of `row_gradients`, possibly with changed values.
         """
-        keys, occurrences = keys_of_gradients(rows)
-        keys = self.storage.keys_after(self._keys_here(keys), [values])
+        all_keys, occurrences = keys_of_gradients(rows)
+        keys = self.storage.keys_after(self._keys_here(all_keys), [values])
         params, slots, rows = self.storage.find(params, slots, keys, occurrences, self.table, step)
-        return self.storage.step_distinct(
-            params, slots, rows, values, self.table, self._rounded(step)
-        )
+        rounded = self._rounded(step)
+        return self.storage.step_distinct(params, slots, rows, values, self.table, rounded)
 
     def own_keys(self, batch: Occurrences) -> Keys:
         """Keys of the global batch. Keys that a different device owns are replaced by padding."""
-        return self._keys_here(batch.of_all(self.devices).all_keys())
+        global_batch = batch.of_all(self.devices)
+        return self._keys_here(global_batch.all_keys())
 
     # Helpers
 
@@ -164,23 +174,33 @@ class Rows(abc.ABC):
         return dataclasses.replace(step, rounding=rounding)
 
     def _step(self, params: Params, slots: SlotTree, gradients: CallGradients, step: Step) -> State:
-        return self.storage.step(params, slots, gradients, self.table, self._rounded(step))
+        rounded = self._rounded(step)
+        return self.storage.step(params, slots, gradients, self.table, rounded)
 
     def _pooled(self, vectors: Array, call: Call) -> Sequence[Array]:
         quantization = self.table.quantization_config
         return api.lookup(
-            (vectors,), call, quantization=quantization, implementation=self.implementation
+            (vectors,),
+            call,
+            quantization=quantization,
+            implementation=self.implementation,
         )
 
     def _summed(self, gradients: CallGradients, num_rows: int) -> tuple[Array, Array]:
         """Distinct ids in ascending order, and the sum of the gradients of each id."""
         summed: tuple[Array, Array] = api.dispatch(
-            "row_gradients", num_rows, gradients, implementation=self.implementation
+            "row_gradients",
+            num_rows,
+            gradients,
+            implementation=self.implementation,
         )
         return summed
 
     def _gradients_of_entries(
-        self, entry_of: Array, batch: Occurrences, d_outputs: Sequence[Array]
+        self,
+        entry_of: Array,
+        batch: Occurrences,
+        d_outputs: Sequence[Array],
     ) -> Array:
         """Sum of the gradients of each distinct key.
 
@@ -190,7 +210,8 @@ class Rows(abc.ABC):
           d_outputs: gradients of the pooled outputs.
         """
         num_entries = entry_of.shape[0]
-        gradients = Occurrences(batch.call.with_ids(entry_of)).gradients(d_outputs)
+        of_entries = Occurrences(batch.call.with_ids(entry_of))
+        gradients = of_entries.gradients(d_outputs)
         # Every distinct key occurs at least once, so row `e` of the result belongs to key `e`.
         _, values = self._summed(gradients, num_entries)
         return values
@@ -201,7 +222,8 @@ class Rows(abc.ABC):
 
     def _gradients_of_all(self, batch: Occurrences, d_outputs: Sequence[Array]) -> CallGradients:
         """The kernels' description of the global batch and its output gradients."""
-        return batch.of_all(self.devices).gradients(self._of_all(d_outputs))
+        global_batch = batch.of_all(self.devices)
+        return global_batch.gradients(self._of_all(d_outputs))
 
 
 class ArrayRows(Rows):
@@ -217,14 +239,20 @@ class ArrayRows(Rows):
         return rows_of_array(batch, layout)
 
     def look_up(
-        self, params: Params, batch: Occurrences, number: Int[Array, ""] | None
+        self,
+        params: Params,
+        batch: Occurrences,
+        number: Int[Array, ""] | None,
     ) -> Asked[LookupResult]:
         """See `Rows`."""
         none = jnp.zeros((), jnp.int32)
-        return self._pooled(params, batch.call), none, none
+        outputs = self._pooled(params, batch.call)
+        return outputs, none, none
 
     def row_gradients(
-        self, batch: Occurrences, d_outputs: Sequence[Array]
+        self,
+        batch: Occurrences,
+        d_outputs: Sequence[Array],
     ) -> Asked[tuple[Array, Array]]:
         """See `Rows`."""
         gradients = self._gradients_of_all(batch, d_outputs)
@@ -235,7 +263,10 @@ class ArrayRows(Rows):
         gradients = batch.gradients(d_outputs)
         num_rows = self.storage.num_ids(self.table)
         norm: Array = api.dispatch(
-            "squared_norm", num_rows, gradients, implementation=self.implementation
+            "squared_norm",
+            num_rows,
+            gradients,
+            implementation=self.implementation,
         )
         return norm
 
@@ -248,7 +279,8 @@ class ArrayRows(Rows):
         step: Step,
     ) -> Asked[State]:
         """See `Rows`."""
-        return self._step(params, slots, self._gradients_of_all(batch, d_outputs), step)
+        gradients = self._gradients_of_all(batch, d_outputs)
+        return self._step(params, slots, gradients, step)
 
 
 class ColumnRows(ArrayRows):
@@ -277,12 +309,17 @@ class ColumnRows(ArrayRows):
         return self.devices.index()
 
     def look_up(
-        self, params: Params, batch: Occurrences, number: Int[Array, ""] | None
+        self,
+        params: Params,
+        batch: Occurrences,
+        number: Int[Array, ""] | None,
     ) -> Asked[LookupResult]:
         """See `Rows`."""
         none = jnp.zeros((), jnp.int32)
-        outputs = self._pooled(params, batch.of_all(self.devices).call)
-        return [self.devices.rows_of_all(output) for output in outputs], none, none
+        global_batch = batch.of_all(self.devices)
+        columns = self._pooled(params, global_batch.call)
+        outputs = [self.devices.rows_of_all(output) for output in columns]
+        return outputs, none, none
 
     def _of_all(self, d_outputs: Sequence[Array]) -> list[Array]:
         """This device's columns of the output gradients of the global batch."""
@@ -297,13 +334,17 @@ class NumberedRows(Rows):
         return row_numbers(batch, layout)
 
     def look_up(
-        self, params: Params, batch: Occurrences, number: Int[Array, ""] | None
+        self,
+        params: Params,
+        batch: Occurrences,
+        number: Int[Array, ""] | None,
     ) -> Asked[LookupResult]:
         """See `Rows`."""
         keys = batch.all_keys()
         ahead = None
         if number is not None:
-            ahead = jnp.ones(keys.shape, jnp.int32), number, None
+            occurrences = jnp.ones(keys.shape, jnp.int32)
+            ahead = occurrences, number, None
 
         def pool(vectors: Array, index_of_vector: Array) -> Sequence[Array]:
             return self._pooled(vectors, batch.call.with_ids(index_of_vector))
@@ -312,7 +353,9 @@ class NumberedRows(Rows):
         return pooled, num_unknown, jnp.zeros((), jnp.int32)
 
     def row_gradients(
-        self, batch: Occurrences, d_outputs: Sequence[Array]
+        self,
+        batch: Occurrences,
+        d_outputs: Sequence[Array],
     ) -> Asked[tuple[Array, Array]]:
         """See `Rows`."""
         gradients = self._gradients_of_all(batch, d_outputs)
@@ -332,8 +375,9 @@ class NumberedRows(Rows):
         keys = self.storage.keys_after(batch.all_keys(), d_outputs)
         occurrences = jnp.ones(keys.shape, jnp.int32)
         params, slots, rows = self.storage.find(params, slots, keys, occurrences, self.table, step)
-        call = self._call_of_rows(batch.call, rows)
-        return self._step(params, slots, Occurrences(call).gradients(d_outputs), step)
+        of_rows = Occurrences(self._call_of_rows(batch.call, rows))
+        gradients = of_rows.gradients(d_outputs)
+        return self._step(params, slots, gradients, step)
 
     def _call_of_rows(self, call: Call, rows: Int[Array, " nnz"]) -> Call:
         """`call` with ids replaced by the rows that the storage found for them."""
@@ -348,12 +392,17 @@ class KeyedRows(NumberedRows):
         return keys_in_bags(batch, layout)
 
     def row_gradients(
-        self, batch: Occurrences, d_outputs: Sequence[Array]
+        self,
+        batch: Occurrences,
+        d_outputs: Sequence[Array],
     ) -> Asked[tuple[Array, Array]]:
         """See `Rows`."""
         all_keys = batch.all_keys()
-        entry_of, keys, _, counts = entries(all_keys, jnp.ones(all_keys.shape, jnp.int32))
-        return named(keys, counts), self._gradients_of_entries(entry_of, batch, d_outputs)
+        occurrences = jnp.ones(all_keys.shape, jnp.int32)
+        entry_of, keys, _, counts = entries(all_keys, occurrences)
+        rows = named(keys, counts)
+        values = self._gradients_of_entries(entry_of, batch, d_outputs)
+        return rows, values
 
     def _call_of_rows(self, call: Call, rows: Int[Array, " nnz"]) -> Call:
         """`call` with the row of each key, and with the weights that the lookup used.
@@ -366,10 +415,11 @@ class KeyedRows(NumberedRows):
         segments = list(call_of_rows.segments)
         for number, ids in enumerate(lists):
             readers = [k for k, segment in enumerate(segments) if segment.list == number]
-            if not {segments[k].combiner for k in readers} & {"mean", "sqrtn"}:
+            combiners = {segments[k].combiner for k in readers}
+            if combiners.isdisjoint(("mean", "sqrtn")):
                 continue
-            entries = entries_of(call, number, 0, NO_ROW)
-            gains = entry_gains(entries, NO_ROW)[1]
+            bags = entries_of(call, number, 0, NO_ROW)
+            _, gains, _ = entry_gains(bags, NO_ROW)
             lists[number] = dataclasses.replace(ids, weights=gains)
             for k in readers:
                 segments[k] = segments[k]._replace(combiner="sum")
@@ -393,24 +443,37 @@ class TrainRows(NumberedRows):
         step: Step,
     ) -> Asked[State]:
         """See `Rows`."""
-        return self._step_all(params, slots, batch.gradients(d_outputs), step)
+        gradients = batch.gradients(d_outputs)
+        return self._step_all(params, slots, gradients, step)
 
     def apply(
-        self, params: Params, slots: SlotTree, rows: Array, values: Array, step: Step
+        self,
+        params: Params,
+        slots: SlotTree,
+        rows: Array,
+        values: Array,
+        step: Step,
     ) -> State:
         """See `Rows`."""
         # Every device has the gradients of all rows, and `_step_all` sums over devices. So each
         # device keeps a different part of the rows, and no gradient is counted twice.
         device_of_row = jnp.arange(rows.shape[0]) % self.devices.num_devices
         rows_here = jnp.where(device_of_row == self.devices.index(), rows, NO_ROW)
-        return self._step_all(params, slots, CallGradients.of_rows(rows_here, values), step)
+        gradients = CallGradients.of_rows(rows_here, values)
+        return self._step_all(params, slots, gradients, step)
 
     def _step_all(
-        self, params: Params, slots: SlotTree, gradients: CallGradients, step: Step
+        self,
+        params: Params,
+        slots: SlotTree,
+        gradients: CallGradients,
+        step: Step,
     ) -> State:
         """Steps all parameters, and returns new parameters and slots.
 
         Every device passes different `gradients`. The step applies their sum over devices.
         """
-        total = self.devices.total(self.storage.gradients(params, gradients, self.table))
-        return self.storage.step_all(params, slots, total, self.table, self._rounded(step))
+        gradients_here = self.storage.gradients(params, gradients, self.table)
+        total = self.devices.total(gradients_here)
+        rounded = self._rounded(step)
+        return self.storage.step_all(params, slots, total, self.table, rounded)

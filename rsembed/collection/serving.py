@@ -10,7 +10,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from rsembed.bags import as_bags, check_ids_dtype
 from rsembed.checks import check_finite, describe, dtype_among, validated
@@ -84,11 +84,11 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     """Converts an entry of `EmbeddingCollection.tables` to a served table."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
-        # `_rows_of_keys` compares the words of keys as unsigned integers, so keys are sorted as
-        # unsigned integers.
+        # Sort keys as unsigned integers, as `_rows_of_keys` compares their words.
         order = np.argsort(values["keys"].astype(np.uint64))
         lanes = split_keys(values["keys"][order])
-        keys = {"high": jnp.asarray(lanes.high), "low": jnp.asarray(lanes.low)}
+        keys["high"] = jnp.asarray(lanes.high)
+        keys["low"] = jnp.asarray(lanes.low)
         values = values["values"][order]
     rows = jnp.asarray(values)
     where = f"for_serving: table {table!r}"
@@ -110,13 +110,17 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
 def _int8(rows: Array) -> tuple[Array, Array]:
     """Rows as int8, and the scale of each row: its largest absolute value divided by 127."""
     rows = rows.astype(jnp.float32)
-    scales = jnp.max(jnp.abs(rows), axis=1) / 127.0
-    steps = jnp.round(rows / jnp.where(scales == 0.0, 1.0, scales)[:, None])
+    largest = jnp.max(jnp.abs(rows), axis=1)
+    scales = largest / 127.0
+    divisors = jnp.where(scales == 0.0, 1.0, scales)
+    steps = jnp.round(rows / divisors[:, None])
     return steps.astype(jnp.int8), scales
 
 
 def lookup(
-    features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable], batch: Batch
+    features: Mapping[str, FeatureSpec],
+    tables: Mapping[str, ServedTable],
+    batch: Batch,
 ) -> Activations:
     """Activations of every feature, as in `EmbeddingCollection.lookup`.
 
@@ -127,7 +131,10 @@ def lookup(
     """
     check_names(features, batch, "batch")
     _check_tables(features, tables)
-    return {name: _activation(feature, tables, batch[name]) for name, feature in features.items()}
+    activations = {}
+    for name, feature in features.items():
+        activations[name] = _activation(feature, tables, batch[name])
+    return activations
 
 
 def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, ServedTable]) -> None:
@@ -153,9 +160,9 @@ def _check_tables(features: Mapping[str, FeatureSpec], tables: Mapping[str, Serv
             wanted = f"keys, and rows of {spec.embedding_dim} columns"
             is_right = has_keys and np.shape(rows)[1:] == (spec.embedding_dim,)
         else:
-            shape = (spec.vocabulary_size, spec.embedding_dim)
-            wanted = f"rows {list(shape)}"
-            is_right = not has_keys and np.shape(rows) == shape
+            expected_shape = spec.vocabulary_size, spec.embedding_dim
+            wanted = f"rows {list(expected_shape)}"
+            is_right = not has_keys and np.shape(rows) == expected_shape
         if not is_right:
             raise ValueError(
                 f"lookup: table {spec.name!r} must have {wanted}, got {describe(rows)}; {way_out}."
@@ -170,12 +177,16 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
     if "high" in table:
         storage = cast(Storage, feature.table_spec.storage)
         check_not_cut(bags.ids, storage.key_dtype, f"feature {feature.name!r}")
-        rows, is_id = _rows_of_keys(table, as_keys(bags.ids))
+        keys = as_keys(bags.ids)
+        is_id = keys.is_key
+        rows = _rows_of_keys(table, keys)
     else:
         check_ids_dtype(bags, feature=feature.name)
         # Compare 64-bit ids while they are numpy arrays: JAX would cut them to 32 bits first.
-        is_id = (bags.ids >= 0) & (bags.ids < table["rows"].shape[0])
-        rows = jnp.where(is_id, bags.ids, NO_ROW).astype(jnp.int32)
+        num_rows = table["rows"].shape[0]
+        is_id = (bags.ids >= 0) & (bags.ids < num_rows)
+        rows = jnp.where(is_id, bags.ids, NO_ROW)
+        rows = rows.astype(jnp.int32)
     (vectors,) = reference.gather_rows((table["rows"],), rows)
     vectors = vectors.astype(jnp.float32)
     if "scales" in table:
@@ -183,7 +194,8 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
         vectors = vectors * scales[:, None]
     # A key without a row reads zeros, but a mean counts it.
     counted = jnp.where(is_id, jnp.int32(0), NO_ROW)
-    entries = reference.entries_of(Call.of([list_of(bags, counted)], [combiner]), 0, 0, 1)
+    call = Call.of([list_of(bags, counted)], [combiner])
+    entries = reference.entries_of(call, 0, 0, 1)
     bag, gains, _ = reference.entry_gains(entries, 1)
     terms = gains[:, None] * vectors
     if combiner == "none" or entries.offsets is None:
@@ -194,29 +206,33 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
         # If all bags have one length, XLA can fuse this sum with the gather of rows.
         num_bags = bags.dense_shape[0]
         width = math.prod(bags.dense_shape[1:])
-        pooled = jnp.sum(terms.reshape(num_bags, width, terms.shape[1]), axis=1)
+        terms_of_bags = terms.reshape(num_bags, width, terms.shape[1])
+        pooled = jnp.sum(terms_of_bags, axis=1)
     return to_activation(feature, bags.dense_shape, pooled)
 
 
-def _rows_of_keys(table: ServedTable, keys: Keys) -> tuple[Int[Array, " nnz"], Bool[Array, " nnz"]]:
-    """Row of each key, by binary search, and a mask of the entries that are keys, not padding.
-
-    A key that is not in the table gets `NO_ROW`.
-    """
+def _rows_of_keys(table: ServedTable, keys: Keys) -> Int[Array, " nnz"]:
+    """Row of each key, by binary search. `NO_ROW` for padding and for keys without a row."""
     num_rows = table["rows"].shape[0]
 
     def halved(_: PyTree, bounds: tuple[Array, Array]) -> tuple[Array, Array]:
         first, last = bounds
         middle = (first + last) // 2
-        high, low = table["high"][middle], table["low"][middle]
+        high = table["high"][middle]
+        low = table["low"][middle]
         is_less = (high < keys.high) | ((high == keys.high) & (low < keys.low))
-        return jnp.where(is_less, middle + 1, first), jnp.where(is_less, last, middle)
+        new_first = jnp.where(is_less, middle + 1, first)
+        new_last = jnp.where(is_less, last, middle)
+        return new_first, new_last
 
     if num_rows == 0:
-        return jnp.full_like(keys.low, NO_ROW, jnp.int32), keys.is_key
-    bounds = jnp.zeros_like(keys.low, jnp.int32), jnp.full_like(keys.low, num_rows, jnp.int32)
+        return jnp.full_like(keys.low, NO_ROW, jnp.int32)
+    first = jnp.zeros_like(keys.low, jnp.int32)
+    last = jnp.full_like(keys.low, num_rows, jnp.int32)
     num_halvings = int(np.ceil(np.log2(num_rows))) + 1
-    row, _ = jax.lax.fori_loop(0, num_halvings, halved, bounds)
+    row, _ = jax.lax.fori_loop(0, num_halvings, halved, (first, last))
     candidate = jnp.minimum(row, num_rows - 1)
-    is_same = (table["high"][candidate] == keys.high) & (table["low"][candidate] == keys.low)
-    return jnp.where(keys.is_key & is_same, row, NO_ROW), keys.is_key
+    is_same_high = table["high"][candidate] == keys.high
+    is_same_low = table["low"][candidate] == keys.low
+    is_same = is_same_high & is_same_low
+    return jnp.where(keys.is_key & is_same, row, NO_ROW)

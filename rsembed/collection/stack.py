@@ -91,7 +91,10 @@ class Stack:
         """Rows of every table by name, as in `EmbeddingCollection.tables`."""
         del slots
         rows_by_table = self._by_table(self.storage.rows, params, ())
-        return {name: rows["values"] for name, rows in rows_by_table.items()}
+        values = {}
+        for name, rows in rows_by_table.items():
+            values[name] = rows["values"]
+        return values
 
     def each_table(self, params: Params, slots: SlotTree) -> Iterator[tuple[str, PyTree]]:
         """Yields the name and rows of each table, as in `EmbeddingCollection.each_table`.
@@ -137,7 +140,12 @@ class Stack:
         if new_slots:
             slots = self.devices.place(slots, everywhere)
         params, slots = self.storage.with_tables(
-            params, slots, rows, self.table, self.num_shards, new_slots
+            params,
+            slots,
+            rows,
+            self.table,
+            self.num_shards,
+            new_slots,
         )
         if rows:
             params = self.devices.place(params, self.partition)
@@ -146,7 +154,11 @@ class Stack:
         return params, slots
 
     def slot_shapes(
-        self, params: Params, slots: SlotTree, table: TableSpec, num_rows: int
+        self,
+        params: Params,
+        slots: SlotTree,
+        table: TableSpec,
+        num_rows: int,
     ) -> PyTree:
         """Shapes and dtypes of the optimizer state of one table with `num_rows` rows."""
         del num_rows
@@ -157,10 +169,11 @@ class Stack:
         counts = self.storage.counts(params, self.num_shards * len(self.tables))
         counts_by_table = {}
         for number, table in enumerate(self.tables):
-            counts_by_table[table.name] = {
-                name: numbers.reshape(self.num_shards, -1)[:, number]
-                for name, numbers in counts.items()
-            }
+            counts_of_table = {}
+            for name, numbers in counts.items():
+                by_shard = numbers.reshape(self.num_shards, -1)
+                counts_of_table[name] = by_shard[:, number]
+            counts_by_table[table.name] = counts_of_table
         return counts_by_table
 
     def check_start(self, params: Params, slots: SlotTree) -> None:
@@ -189,7 +202,8 @@ class ArrayStack(Stack):
             yield from super().each_table(params, slots)
             return
         for table in self.tables:
-            yield table.name, params[self.layout.all_rows(table.name, table.vocabulary_size)]
+            rows = self.layout.all_rows(table.name, table.vocabulary_size)
+            yield table.name, params[rows]
 
     def slots(self, params: Params, slots: SlotTree) -> ByName:
         """See `Stack.slots`. Reading slots does not copy the array of rows, which may be large."""
@@ -198,8 +212,10 @@ class ArrayStack(Stack):
 
     def check_start(self, params: Params, slots: SlotTree) -> None:
         """See `Stack.check_start`."""
+        if is_traced((params, slots)):
+            return
         draws_slots = any(callable(value) for value in self.rule.slot_initial_values())
-        if is_traced((params, slots)) or not (self._with_initializer() or draws_slots):
+        if not draws_slots and not self._with_initializer():
             return
         try:
             for array in (params, *slots):
