@@ -1,9 +1,9 @@
-"""Checks the batch that a user passes, and converts it to canonical form.
+"""Checks the batch that a user passes, and converts it to the canonical form: a `PreparedBatch`.
 
-The bags of ragged features become one list of ids for each stack; see `prepared`. On a mesh, the
-list has a part for each device, and device `d` of `D` gets sample `b` of `B` if `d == b * D // B`.
-An array `[batch, ids]` stays an array. On a mesh, a ragged feature without pooling also becomes an
-array, padded to its longest bag.
+For each stack, the bags of ragged features become one list of ids; see `prepared`. On a mesh, the
+list has one part per device. Of `B` samples on `D` devices, sample `b` goes to device `b * D // B`.
+An array `[batch, ids]` stays an array. On a mesh, a ragged feature without pooling becomes an
+array, too, padded to its longest bag.
 """
 
 from __future__ import annotations
@@ -76,20 +76,20 @@ def prepare(
     lists: Mapping[str, str] | None = None,
     made_for: str | None = None,
 ) -> PreparedBatch:
-    """The batch in canonical form; see `EmbeddingCollection.prepare`.
+    """Checks a batch and converts it to canonical form; see `EmbeddingCollection.prepare`.
 
     Args:
       features: features by name.
       source: the batch, or the argument of `read`.
       devices: devices of the mesh.
       bounds_check: "raise" or "ignore", see `EmbeddingCollection`.
-      what: subject of the error if processes disagree.
-      read: function that checks `source` and returns the batch. Errors of `read` are raised in all
-        processes.
-      lists: by feature, name of the list that takes its bags if they are ragged. None: no feature
-        is put into a list.
-      made_for: identity of features and tables. A batch that was prepared for the same identity is
-        returned unchanged.
+      what: subject of the error message if the batches of two processes do not match.
+      read: function that checks `source` and returns the batch. If it raises an error in one
+        process, all processes raise an error. None: `source` is the batch.
+      lists: by feature name, the list (one per stack) to put the feature's bags into if they are
+        ragged. None: no feature is put into a list.
+      made_for: identity of the collection, from `identity_of`. A prepared batch with this identity
+        is returned unchanged.
     """
     if isinstance(source, PreparedBatch) and made_for is not None and source.made_for == made_for:
         return source
@@ -98,7 +98,7 @@ def prepare(
         batch = source if read is None else read(source)
         check_names(features, batch, "batch")
         if not isinstance(batch, Jagged):
-            # The arrays of a `Jagged` are on the host already.
+            # A `Jagged` is in host memory already.
             _start_copies_to_host(batch)
             if devices.mesh is None:
                 plain = _of_arrays(features, batch, bounds_check)
@@ -147,7 +147,7 @@ def prepare(
 
 
 def _start_copies_to_host(batch: Batch) -> None:
-    """Starts copying all arrays from an accelerator to the host, before they are read in turn."""
+    """Starts copies of all arrays to the host at once, so that reading them waits only once."""
     values = [value for value in batch.values() if isinstance(value, (Bags, jax.Array))]
     for leaf in jax.tree.leaves(values):
         if isinstance(leaf, jax.Array) and not is_unknown(leaf):
@@ -155,12 +155,12 @@ def _start_copies_to_host(batch: Batch) -> None:
 
 
 def _on_mesh(batch: PreparedBatch, devices: Devices) -> PreparedBatch:
-    """The global batch in arrays split over devices, from the samples of this process."""
+    """Makes global arrays, split over devices, from the samples of every process."""
     sharding = devices.sharding(devices.split)
 
     def placed(leaf: PyTree) -> jax.Array:
         if is_unknown(leaf):
-            # A global or traced array needs no conversion.
+            # The array is global already, or it is traced.
             return leaf
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
@@ -182,9 +182,11 @@ def _members(
 def _places(
     members: Mapping[str, Sequence[str]], num_bags: Mapping[str, int]
 ) -> tuple[tuple[str, Listed], ...]:
-    """Position of each feature in its list, as sorted pairs.
+    """Pairs of a feature's name and its position in its list, sorted by name.
 
-    Features of a list follow each other.
+    Args:
+      members: names of the features in each list, in the order of their bags.
+      num_bags: by feature name, number of its bags in each part of the list.
     """
     places = {}
     for stack, names in members.items():
@@ -235,9 +237,9 @@ def _in_one_pass(
 ) -> Ragged | None:
     """The bags of all features with checked ids (int32), or None if they need the slow path.
 
-    The result is None for keyed tables, declared batch sizes, features without a combiner, data
-    that is neither numpy arrays nor lists of integers, and every mistake. The caller then reads the
-    features one by one, and its error names the wrong one.
+    The result is None if a table has keys, a feature declares its batch size or has no combiner,
+    the data are neither numpy arrays nor lists of integers, or the batch has an error. The caller
+    then checks one feature after the other, so that its error message names the feature.
     """
     for name, feature in features.items():
         is_declared = feature.num_samples is not None or feature.pooling == "none"
@@ -314,8 +316,8 @@ def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> Ragged | N
             return None
         if offsets.ndim != 1 or not offsets.size or offsets[0] != 0 or offsets[-1] != ids.size:
             return None
-    # `diff` also subtracts the last offset of a feature from the first offset of the next feature.
-    # These differences are not lengths, so they are deleted.
+    # Where two features meet, `steps` has the first offset of one feature minus the last offset of
+    # the feature before it. This is no length of a bag, so `np.delete` removes it.
     steps = np.diff(np.concatenate([value.offsets for value in values]))
     ends = np.cumsum([value.offsets.size for value in values])[:-1] - 1
     lengths = np.delete(steps, ends)
@@ -329,11 +331,12 @@ def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> Ragged | N
 def _of_arrays(
     features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: str
 ) -> ByName | None:
-    """Canonical form of a batch of integer arrays, made in one call; None for the slow path.
+    """Canonical form of a batch of integer arrays, or None if the batch needs the slow path.
 
-    The result is None for other data, keyed tables, declared batch sizes and ids out of range. The
-    slow path through `Bags` then checks the features one by one and names the wrong one. For 26
-    features of one sample, the slow path takes ten times as long.
+    All arrays are checked and copied to the device together. For 26 features of one sample, the
+    slow path, which makes `Bags` of each feature, takes ten times as long. The result is None if a
+    table has keys, a feature declares its batch size, an id is out of range, or the batch has
+    anything but integer arrays. In the slow path, the error message names the feature.
     """
     values: ByName = {}
     are_on_device = True
@@ -363,18 +366,21 @@ def _of_arrays(
 
 
 def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
-    """Checked bags of a feature, with ids and weights in the dtypes of the canonical form."""
+    """Checks the value of a feature, and converts it to bags with int32 ids and float32 weights.
+
+    A keyed table has 64-bit `Keys` instead of int32 ids.
+    """
     if (
         isinstance(value, jax.Array)
         and jnp.issubdtype(value.dtype, np.integer)
         and not is_unknown(value)
     ):
-        value = np.asarray(value)  # numpy checks ids without compiling a program.
+        value = np.asarray(value)  # Checks of a JAX array would compile programs.
     bags = as_bags(value, feature=feature.name)
     table = feature.table_spec
     visible = bags
     if isinstance(bags.weights, jax.core.Tracer):
-        # Under `jax.grad`, only the weights may be tracers, so the ids can be checked.
+        # If the user differentiates by the weights, they are tracers, but the ids can be checked.
         visible = dataclasses.replace(bags, weights=None)
     ids: PyTree
     if _has_keys(table):
@@ -398,21 +404,21 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
 
 
 def is_unknown(values: PyTree) -> bool:
-    """True if values cannot be read: inside `jit`, or if other processes hold a part of them."""
+    """True if values cannot be read: they are traced, or other processes hold a part of them."""
     return is_traced(values) or any(map(is_global, jax.tree.leaves(values)))
 
 
 def _canonical(feature: FeatureSpec, bags: Bags, value: PyTree) -> PyTree:
-    """Checked bags of a feature for compiled programs: an array, or `Bags`.
+    """Converts checked bags of a feature to the form for compiled programs: an array, or `Bags`.
 
-    `Bags` are padded to a power of two of ids, so a stream of batches needs few compiled programs.
-    Bags do not change if they are padded already or traced, or if the feature has no combiner: it
-    has one activation vector per id.
+    The ids of `Bags` are padded to a power of two, so a stream of batches needs few compiled
+    programs. `Bags` that are traced or already padded do not change. `Bags` of a feature without a
+    combiner are not padded, because the feature has one activation per id.
 
     Args:
       feature: spec of the feature.
       bags: checked bags of the feature.
-      value: the user's value, which is returned if it is already a suitable JAX array.
+      value: the user's value. If it is a JAX array of the right dtype, it is returned unchanged.
     """
     if bags.dense_shape is not None:
         has_numbers = isinstance(value, jax.Array) and not isinstance(bags.ids, Keys)
@@ -452,9 +458,10 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
 
 
 def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int]:
-    """String about a feature that must be equal in all processes, and the width to pad its bags to.
+    """Form of a feature's batch, and width of the array for ragged bags that are in no list.
 
-    The width is 0 if the feature is not padded by itself.
+    The form is a string that must be equal in all processes. The width holds the longest bag of
+    this process (`common_width`). For arrays, and for bags in a list, the width is 0.
 
     Raises: ValueError: ragged bags are traced, so they cannot be split over the mesh.
     """
@@ -474,10 +481,10 @@ def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int
 
 
 def _padded(bags: Bags, width: int) -> PyTree:
-    """Ids as an array, in a pair with the weights if there are any.
+    """Converts bags to an array of ids, or with weights, to a pair of arrays of ids and weights.
 
-    Ragged bags become arrays `[bags, width]`, with ids padded by `-1` and weights by 0. Ids of bags
-    from an array get the shape of that array.
+    Ragged bags become arrays `[bags, width]`, with ids padded by `-1` and weights by 0. Bags that
+    were made from an array get the array's shape again.
     """
     weights = bags.weights
     if bags.dense_shape is not None:
@@ -518,12 +525,12 @@ def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -
 def d_outputs(
     features: Mapping[str, FeatureSpec], batch: Batch, d_activations: ActivationGradients
 ) -> ByName:
-    """Gradients of the kernel outputs of each feature, float32 `[outputs, dim]`.
+    """Converts gradients of activations to gradients of kernel outputs, float32 `[outputs, dim]`.
 
     Args:
       features: features by name.
       batch: batch of the lookup.
-      d_activations: gradients of the activations by feature.
+      d_activations: gradients of the activations, by feature name.
 
     Raises:
       ValueError: a gradient and its activations differ in shape.

@@ -1,4 +1,4 @@
-"""Prepared batches: one list of ids for the ragged features of a stack, and arrays."""
+"""Prepared batches, in which all ragged features of a stack share one list of ids."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Listed(NamedTuple):
     num_bags: int
 
 
-@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
+@no_type_check  # JAX puts placeholders into the fields of pytrees, so their types differ.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PreparedBatch(Mapping[str, PyTree]):
@@ -51,11 +51,14 @@ class PreparedBatch(Mapping[str, PyTree]):
     `[parts * (bags + 1)]`, which start at 0 in each part.
 
     Args:
-      lists: by stack, the bags of its ragged features, feature after feature in each part.
-      arrays: for every other feature, its array, its pair of ids and weights, or its `Bags`.
-      listed: sorted pairs of a ragged feature and its position in the lists.
+      lists: by stack, a list with the bags of the stack's ragged features. Within each part of the
+        list, the bags of a feature are consecutive.
+      arrays: for every feature that is in no list, its array of ids, its pair of ids and weights,
+        or its `Bags`.
+      listed: for every feature in a list, a pair of its name and its position, sorted by name.
       features: names of all features, in the order of the collection.
-      made_for: identity of the features, tables and devices that the batch was checked for.
+      made_for: identity (`identity_of`) of the collection that checked the batch. None: the batch
+        was not checked.
     """
 
     lists: dict[str, Bags]
@@ -68,25 +71,26 @@ class PreparedBatch(Mapping[str, PyTree]):
 
     @staticmethod
     def of(batch: Mapping[str, PyTree]) -> PreparedBatch:
-        """`batch` unchanged if it is prepared, else a prepared batch without lists."""
+        """A prepared batch without lists from a mapping. A prepared batch is returned unchanged."""
         if isinstance(batch, PreparedBatch):
             return batch
         return PreparedBatch({}, dict(batch), features=tuple(batch))
 
     def place(self, feature: str) -> Listed | None:
-        """Position of a ragged feature in the lists; None if the feature is in no list."""
+        """Position of a ragged feature in its list. None if the feature is in no list."""
         return dict(self.listed).get(feature)
 
     def num_parts(self, name: str) -> int:
-        """Number of parts of a list. Inside `shard_map` it is 1, because a device has one part."""
+        """Number of parts of a list: one per device. Inside `shard_map`, a list has one part."""
         num_bags = sum(place.num_bags for _, place in self.listed if place.list == name)
         return self.lists[name].offsets.shape[-1] // (num_bags + 1)
 
     def in_list(self, feature: str) -> PyTree:
-        """The feature's array, or `Bags` that select the feature from the list that holds its ids.
+        """The feature's array, or its `Bags` without a copy of the ids.
 
-        The `Bags` have the ids of the whole list, which has one part, and the offsets of the
-        feature.
+        The list of the feature must have one part, as inside `shard_map`. The `Bags` have the
+        offsets of the feature and the ids of the whole list, so ids before the first offset and
+        after the last offset belong to other features.
         """
         place = self.place(feature)
         if place is None:
@@ -96,12 +100,12 @@ class PreparedBatch(Mapping[str, PyTree]):
         return Bags(bags.ids, bags.offsets[..., place.first_bag : last_bag + 1], bags.weights)
 
     def __getitem__(self, feature: str) -> PyTree:
-        """The feature's array or `Bags`. With several processes, the bags of this process.
+        """Ids of a feature: its array, or `Bags` with the samples of this process.
 
-        Inside `jit`, `Bags` may have ids of other features before the first offset and after the
-        last one, so read ids by the offsets.
+        Inside `jit`, the `Bags` may have ids of other features before the first offset and after
+        the last offset. Read the ids of a bag from its first offset to its last.
 
-        Raises: ValueError: several batches of a mesh are stacked here.
+        Raises: ValueError: this is a stack of several batches on a mesh, made for `lax.scan`.
         """
         place = self.place(feature)
         if place is None:
@@ -149,27 +153,28 @@ class PreparedBatch(Mapping[str, PyTree]):
 
 
 def _part_of_process(array: PyTree) -> np.ndarray:
-    """The part of a global array that this process holds. The array is split along axis 0."""
+    """The rows of a global array that this process holds, if the array is split along axis 0."""
     if not is_global(array):
         return np.asarray(array)
     parts = {}
-    # Several devices may hold copies of one part, so parts are collected by their first index.
+    # Several devices may hold copies of one part. A dictionary keeps one copy of each part.
     for shard in array.addressable_shards:
         parts[shard.index[0].start or 0] = np.asarray(shard.data)
     return np.concatenate([parts[start] for start in sorted(parts)])
 
 
 def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, fill: int) -> Bags:
-    """The bags of some features from all parts of a list, feature after feature.
+    """Joins the parts of a list into one list with all bags of some features.
 
-    The bags of one feature are in the order of parts.
+    All bags of the first feature come first, then those of the second feature. The bags of one
+    feature are in the order of the parts.
 
     Args:
-      bags: a list of several parts.
+      bags: a list of one or more parts.
       places: positions of the features in the list.
       num_parts: number of parts of the list.
-      fill: padding id. Inside `jit`, the result is padded to the length of the whole list, with
-        weights 0.
+      fill: padding id. Inside `jit`, the result is as long as the list: ids are padded with `fill`,
+        and weights with 0.
     """
     is_known = not is_traced(bags)
     xp: Any = np if is_known else jnp
@@ -204,9 +209,10 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
 
 
 def room_for(bags: Sequence[Bags], num_parts: int) -> int:
-    """Length of each part of a list with the bags of several features, from `size_of_list`.
+    """Length that each part of a list needs for the bags of several features.
 
-    If the bags of all features are padded already, the parts hold at least their padded lengths.
+    The length is one of the few sizes of `size_of_list`. If the user has padded the bags of all
+    features, the list is at least as long as all padded bags together.
     """
     if not bags:
         return 0
@@ -228,17 +234,17 @@ def room_for(bags: Sequence[Bags], num_parts: int) -> int:
 
 
 def _ends_of_parts(bags: Bags, num_parts: int) -> np.ndarray:
-    """Index of the first id of each part, and the end of the last part."""
+    """Indices of the ids at which the parts of a feature's bags begin, and the end of the ids."""
     return np.asarray(bags.offsets)[np.arange(num_parts + 1) * (bags.num_bags // num_parts)]
 
 
 def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
-    """The bags of several features in one list on the host.
+    """Joins the bags of several features into one list, in host memory.
 
     Args:
-      bags: bags of each feature. Bag `b` of `B` goes to part `b * num_parts // B`.
-      room: length of each part, in ids.
-      num_parts: number of parts.
+      bags: bags of each feature. Of `B` bags, bag `b` goes to part `b * num_parts // B`.
+      room: number of ids in each part, with padding.
+      num_parts: number of parts of the list.
     """
     ends_of_features = [_ends_of_parts(bags_of_feature, num_parts) for bags_of_feature in bags]
 
@@ -280,9 +286,9 @@ def identity_of(
     devices: Devices,
     bounds_check: str,
 ) -> str:
-    """Digest of everything that a prepared batch depends on.
+    """Digest of everything in a collection that a prepared batch depends on.
 
-    The digest covers the features, the ids that their tables admit, the lists, and the devices.
+    The digest covers the features, the valid ids of their tables, the lists, and the devices.
     """
     facts = [f"{devices.identity} {bounds_check}"]
     for name, feature in features.items():
