@@ -74,7 +74,8 @@ def rows(
     """
     check_type(ids, Int[Array, "..."], "rows: ids")
     arrays = check_cores(spec, cores)
-    vectors = rows_of((spec,), arrays, ids.reshape(-1), implementation=implementation)
+    flat_ids = ids.reshape(-1)
+    vectors = rows_of((spec,), arrays, flat_ids, implementation=implementation)
     return vectors.reshape(*ids.shape, spec.embedding_dim)
 
 
@@ -91,12 +92,14 @@ def rows_of(
     """
     num_ids = ids.shape[0]
     digits, is_row = digits_of(specs, ids)
-    bags = jnp.where(is_row, jnp.arange(num_ids, dtype=jnp.int32), NO_ROW)
+    positions = jnp.arange(num_ids, dtype=jnp.int32)
+    bags = jnp.where(is_row, positions, NO_ROW)
+    gains = jnp.ones(num_ids)
     return pooled_rows(
         cores,
         digits,
         bags,
-        jnp.ones(num_ids),
+        gains,
         slice_shapes=specs[0].slice_shapes,
         num_bags=num_ids,
         implementation=implementation,
@@ -126,7 +129,9 @@ def bag(
     arrays = check_cores(spec, cores)
     bags = padded_bags(bags)
     digits, is_row = digits_of((spec,), bags.ids)
-    call = call_of(bags, jnp.where(is_row, 0, NO_ROW), mode)
+    # Only whether an id has a row matters here: `digits` say which slices are read.
+    rows = jnp.where(is_row, 0, NO_ROW)
+    call = call_of(bags, rows, mode)
     _, outputs, gains = entries_of(call)
     return pooled_rows(
         arrays,
@@ -139,18 +144,25 @@ def bag(
     )
 
 
-def full_weight(spec: TTSpec, cores: AnyCores) -> Float[Array, "vocab dim"]:
+def full_weight(
+    spec: TTSpec,
+    cores: AnyCores,
+) -> Float[Array, "vocab dim"]:
     """The whole table in float32.
 
     The table is computed block by block. A block is all rows with the same first digit (see
     `TTSpec`). Memory is needed for the table and for one block.
     """
-    table: Array = _full_weight(spec, check_cores(spec, cores))
+    arrays = check_cores(spec, cores)
+    table: Array = _full_weight(spec, arrays)
     return table
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _full_weight(spec: TTSpec, cores: Cores) -> Float[Array, "vocab dim"]:
+def _full_weight(
+    spec: TTSpec,
+    cores: Cores,
+) -> Float[Array, "vocab dim"]:
     num_rows = spec.num_embeddings
     block_rows = spec.strides[0]
     num_full_blocks = num_rows // block_rows
@@ -158,16 +170,23 @@ def _full_weight(spec: TTSpec, cores: Cores) -> Float[Array, "vocab dim"]:
     shapes = spec.slice_shapes
 
     def block(first_digit: Array | int) -> Float[Array, "block dim"]:
-        # The product so far is an array [rows, columns, rank].
-        product = cores[0][first_digit].astype(jnp.float32).reshape(1, *shapes[0][1:])
+        # The product of the first cores is an array [rows, columns, rank].
+        _, q, next_rank = shapes[0]
+        first_slice = cores[0][first_digit].astype(jnp.float32)
+        product = first_slice.reshape(1, q, next_rank)
+        num_block_rows = 1
         for t in range(1, spec.num_cores):
-            core = cores[t].astype(jnp.float32).reshape(p[t], *shapes[t])
+            next_rank = shapes[t][2]
+            num_block_rows *= p[t]
+            core = cores[t].astype(jnp.float32)
+            core = core.reshape(p[t], *shapes[t])
             product = jnp.einsum("acr,prqs->apcqs", product, core, precision="highest")
-            product = product.reshape(math.prod(p[1 : t + 1]), -1, shapes[t][2])
+            product = product.reshape(num_block_rows, -1, next_rank)
         return product.reshape(block_rows, spec.embedding_dim)
 
     def with_block(k: Array | int, table: Array) -> Array:
-        return jax.lax.dynamic_update_slice_in_dim(table, block(k), k * block_rows, 0)
+        first_row = k * block_rows
+        return jax.lax.dynamic_update_slice_in_dim(table, block(k), first_row, 0)
 
     zero = varying_zero(*cores).astype(jnp.float32)
     table = jnp.full((num_rows, spec.embedding_dim), zero)
@@ -188,13 +207,16 @@ def check_cores(spec: TTSpec, cores: AnyCores) -> Cores:
     """
     check_type(spec, TTSpec, "spec")
     check_type(cores, Sequence[Any], "cores")
-    shapes = tuple(np.shape(core) for core in cores)
+    shapes = tuple(map(np.shape, cores))
     if shapes != spec.core_shapes:
         raise ValueError(f"cores have shapes {shapes}, but the spec asks for {spec.core_shapes}.")
     return tuple(map(jnp.asarray, cores))
 
 
-def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[Digits, Any]:
+def digits_of(
+    specs: Sequence[TTSpec],
+    ids: Any,
+) -> tuple[Digits, Any]:
     """Digits of each id, which are slice indices for every core, and whether the id is a table row.
 
     All arithmetic uses integers, because float32 cannot tell ids above 2^24 apart. NumPy ids are
@@ -208,20 +230,27 @@ def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[Digits, Any]:
 
     Raises: TypeError: ids are not integers.
     """
-    xp: Any = np if isinstance(ids, np.ndarray) else jnp
     if not jnp.issubdtype(ids.dtype, jnp.integer):
         raise TypeError(f"ids must be integers, got {ids.dtype}.")
-    ids = ids.astype(np.int64) if xp is np else narrow_ids(ids)
+    xp: Any
+    if isinstance(ids, np.ndarray):
+        xp = np
+        ids = ids.astype(np.int64)
+    else:
+        xp = jnp
+        ids = narrow_ids(ids)
     max_id = np.iinfo(ids.dtype).max
     sizes = [spec.num_embeddings for spec in specs]
     table = None
     if len(specs) > 1:
-        first_rows = np.minimum(np.cumsum(sizes[:-1]), max_id).astype(ids.dtype)
-        table = xp.searchsorted(xp.asarray(first_rows), ids, side="right")
+        ends = np.minimum(np.cumsum(sizes[:-1]), max_id)
+        first_rows = xp.asarray(ends.astype(ids.dtype))
+        table = xp.searchsorted(first_rows, ids, side="right")
 
     def of_table(values: Sequence[int]) -> Any:
         """For each id, the entry of `values` for its table. If all entries are equal, a scalar."""
-        by_table = np.minimum(values, max_id).astype(ids.dtype)
+        by_table = np.minimum(values, max_id)
+        by_table = by_table.astype(ids.dtype)
         if (by_table == by_table[0]).all():
             return by_table[0]
         return xp.asarray(by_table)[table]
@@ -232,19 +261,24 @@ def digits_of(specs: Sequence[TTSpec], ids: Any) -> tuple[Digits, Any]:
     digits = []
     for t in range(specs[0].num_cores):
         num_slices = [spec.tt_p_shapes[t] for spec in specs]
+        strides = [spec.strides[t] for spec in specs]
         offset = of_table(_offsets(num_slices))
-        stride = of_table([spec.strides[t] for spec in specs])
-        digit = ids // stride % of_table(num_slices) + offset
-        digits.append(jnp.asarray(digit, jnp.int32))
+        stride = of_table(strides)
+        digit = ids // stride % of_table(num_slices)
+        slice_index = digit + offset
+        digits.append(jnp.asarray(slice_index, jnp.int32))
     return tuple(digits), is_row
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
     """Offset of each part in an array of concatenated parts with the sizes `sizes`."""
-    return [0, *itertools.accumulate(sizes[:-1])]
+    ends = itertools.accumulate(sizes[:-1])
+    return [0, *ends]
 
 
-def entries_of(call: Call) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Float[Array, " nnz"]]:
+def entries_of(
+    call: Call,
+) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Float[Array, " nnz"]]:
     """Row number, output index and gain of every entry of a call, list after list.
 
     A list with a combiner has one output per bag. A list without a combiner has one output per
@@ -258,14 +292,22 @@ def entries_of(call: Call) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Floa
     for number in range(len(call.lists)):
         entries = reference.entries_of(call, number, 0, NO_ROW)
         bag, gain, is_listed = reference.entry_gains(entries, NO_ROW)
+        output = jnp.where(is_listed, bag + first_output, NO_ROW)
         rows.append(entries.rows)
-        outputs.append(jnp.where(is_listed, bag + first_output, NO_ROW))
+        outputs.append(output)
         gains.append(gain)
         first_output += entries.num_outputs
-    return jnp.concatenate(rows), jnp.concatenate(outputs), jnp.concatenate(gains)
+    all_rows = jnp.concatenate(rows)
+    all_outputs = jnp.concatenate(outputs)
+    all_gains = jnp.concatenate(gains)
+    return all_rows, all_outputs, all_gains
 
 
-def call_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Call:
+def call_of(
+    bags: Bags,
+    rows: Int[Array, " nnz"],
+    mode: Mode,
+) -> Call:
     """Kernel call that pools `rows`, which are the row numbers of the ids in `bags`.
 
     In mode "mean", the weighted sum of a bag is divided by the number of its ids.
@@ -273,7 +315,8 @@ def call_of(bags: Bags, rows: Int[Array, " nnz"], mode: Mode) -> Call:
     weights = None
     if bags.weights is not None:
         weights = jnp.asarray(bags.weights, jnp.float32)
-    ids = IdList(rows, jnp.asarray(bags.offsets), weights)
+    offsets = jnp.asarray(bags.offsets)
+    ids = IdList(rows, offsets, weights)
     combiner = "mean_by_count" if mode == "mean" else mode
     return Call.of([ids], [combiner])
 
@@ -287,10 +330,15 @@ def padded_bags(bags: Bags) -> Bags:
     if bags.dense_shape is not None or is_traced(bags):
         return bags
     for array in jax.tree.leaves(bags):
-        if isinstance(array, jax.Array) and len(array.sharding.device_set) > 1:
+        if not isinstance(array, jax.Array):
+            continue
+        num_devices = len(array.sharding.device_set)
+        if num_devices > 1:
             return bags
     host_bags: Bags = jax.tree.map(np.asarray, bags)
-    return host_bags.pad_to(max(MIN_PADDED_IDS, padded_size(bags.ids.shape[0])))
+    num_ids = bags.ids.shape[0]
+    num_padded_ids = max(MIN_PADDED_IDS, padded_size(num_ids))
+    return host_bags.pad_to(num_padded_ids)
 
 
 @functools.partial(jax.jit, static_argnames=("slice_shapes", "num_bags", "implementation"))
@@ -331,28 +379,38 @@ def pooled_rows(
     if implementation == "native" and reason is not None:
         raise NotImplementedError(f"implementation 'native' cannot run here: {reason}")
     zero = varying_zero(*cores, *digits, bags, gains)
-    cores, gains = jax.tree.map(lambda x: x + zero.astype(x.dtype), (cores, gains))
+    cores = tuple(core + zero.astype(core.dtype) for core in cores)
+    gains = gains + zero.astype(gains.dtype)
     bags = jnp.where(bags < 0, NO_ROW, bags)  # JAX would count negative indices from the end.
     if bags.shape[0] == 0:
-        return jnp.full((num_bags, _dim(slice_shapes)), zero.astype(jnp.float32))
+        shape = (num_bags, _dim(slice_shapes))
+        return jnp.full(shape, zero.astype(jnp.float32))
     if implementation == "plain" or reason is not None:
         return _plain(slice_shapes, num_bags, cores, digits, bags, gains)
     return _native(slice_shapes, num_bags, cores, digits, bags, gains)
 
 
 def _plain(
-    shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array
+    shapes: SliceShapes,
+    num_bags: int,
+    cores: Cores,
+    digits: Digits,
+    bags: Array,
+    gains: Array,
 ) -> Array:
     @jax.checkpoint
     def row(lookup: tuple[Array, ...]) -> Array:
         *lookup_digits, gain = lookup
         product = gain.reshape(1, 1)
-        for core, digit, (rank, q, next_rank) in zip(cores, lookup_digits, shapes, strict=True):
+        for t, core in enumerate(cores):
+            rank, q, next_rank = shapes[t]
             # A lookup outside all bags reads zeros. A NaN in a core therefore reaches only the bags
             # that read its slice.
-            piece = core.at[digit].get(mode="fill", fill_value=0)
-            piece = piece.astype(jnp.float32).reshape(rank, q * next_rank)
-            product = jnp.matmul(product, piece, precision="highest").reshape(-1, next_rank)
+            piece = core.at[lookup_digits[t]].get(mode="fill", fill_value=0)
+            piece = piece.astype(jnp.float32)
+            piece = piece.reshape(rank, q * next_rank)
+            product = jnp.matmul(product, piece, precision="highest")
+            product = product.reshape(-1, next_rank)
         return product.reshape(-1)
 
     is_in_bag = bags < num_bags
@@ -361,45 +419,75 @@ def _plain(
     floats_per_lookup = 0
     for rank, q, next_rank in shapes:
         columns *= q
-        floats_per_lookup += columns * next_rank + rank * q * next_rank
-    tile = max(1, min(bags.shape[0], TILE_BYTES // (4 * floats_per_lookup)))
+        product_size = columns * next_rank
+        slice_size = rank * q * next_rank
+        floats_per_lookup += product_size + slice_size
+    max_lookups = TILE_BYTES // (4 * floats_per_lookup)
+    tile = max(1, min(bags.shape[0], max_lookups))
     rows = jax.lax.map(row, (*valid_digits, gains), batch_size=tile)
-    return jnp.zeros((num_bags, rows.shape[1])).at[bags].add(rows, mode="drop")
+    pooled = jnp.zeros((num_bags, rows.shape[1]))
+    return pooled.at[bags].add(rows, mode="drop")
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _native(
-    shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array
+    shapes: SliceShapes,
+    num_bags: int,
+    cores: Cores,
+    digits: Digits,
+    bags: Array,
+    gains: Array,
 ) -> Array:
     pooled, _ = _forward(shapes, num_bags, cores, digits, bags, gains)
     return pooled
 
 
 def _forward(
-    shapes: SliceShapes, num_bags: int, cores: Cores, digits: Digits, bags: Array, gains: Array
+    shapes: SliceShapes,
+    num_bags: int,
+    cores: Cores,
+    digits: Digits,
+    bags: Array,
+    gains: Array,
 ) -> tuple[Array, PyTree]:
     """Pooled rows, and the arguments that the backward pass needs."""
     result = jax.ShapeDtypeStruct((num_bags, _dim(shapes)), jnp.float32)
     call = jax.ffi.ffi_call("rsembed_train_rows", result, vmap_method="sequential")
-    pooled = call(bags, gains, *_operands(cores, digits), **_attributes(shapes))
-    return pooled + varying_zero(gains).astype(jnp.float32), (cores, digits, bags, gains)
+    operands = _operands(cores, digits)
+    pooled = call(bags, gains, *operands, **_attributes(shapes))
+    zero = varying_zero(gains).astype(jnp.float32)
+    saved = (cores, digits, bags, gains)
+    return pooled + zero, saved
 
 
 def _backward(
-    shapes: SliceShapes, num_bags: int, saved: PyTree, d_pooled: Array
+    shapes: SliceShapes,
+    num_bags: int,
+    saved: PyTree,
+    d_pooled: Array,
 ) -> tuple[PyTree, ...]:
     """Gradients of cores and gains. Digits and bags are integers, so they have no gradients."""
     cores, digits, bags, gains = saved
-    results = [jax.ShapeDtypeStruct(x.shape, jnp.float32) for x in (*cores, gains)]
+    results = []
+    for array in (*cores, gains):
+        results.append(jax.ShapeDtypeStruct(array.shape, jnp.float32))
     call = jax.ffi.ffi_call("rsembed_train_pull", results, vmap_method="sequential")
-    attributes = _attributes(shapes) | {"num_bags": np.int64(num_bags)}
-    *d_cores, d_gains = call(bags, gains, d_pooled, *_operands(cores, digits), **attributes)
+    operands = _operands(cores, digits)
+    attributes = _attributes(shapes)
+    attributes["num_bags"] = np.int64(num_bags)
+    *d_cores, d_gains = call(bags, gains, d_pooled, *operands, **attributes)
     zero = varying_zero(gains).astype(jnp.float32)
     core_gradients = []
     for d_core, core in zip(d_cores, cores, strict=True):
-        core_gradients.append((d_core + zero).astype(core.dtype))
-    no_gradient = jax.tree.map(lambda x: np.zeros(x.shape, jax.dtypes.float0), (digits, bags))
-    return tuple(core_gradients), *no_gradient, d_gains + zero
+        gradient = d_core + zero
+        core_gradients.append(gradient.astype(core.dtype))
+
+    def no_gradient(integers: Array) -> np.ndarray:
+        return np.zeros(integers.shape, jax.dtypes.float0)
+
+    d_digits = tuple(map(no_gradient, digits))
+    d_bags = no_gradient(bags)
+    return tuple(core_gradients), d_digits, d_bags, d_gains + zero
 
 
 _native.defvjp(_forward, _backward)
@@ -410,7 +498,10 @@ def _dim(shapes: SliceShapes) -> int:
     return math.prod(q for _, q, _ in shapes)
 
 
-def _operands(cores: Cores, digits: Digits) -> list[Array]:
+def _operands(
+    cores: Cores,
+    digits: Digits,
+) -> list[Array]:
     """Operands of a kernel call: the digits of core 0, core 0, the digits of core 1, core 1, ..."""
     operands = []
     for core, digit in zip(cores, digits, strict=True):
@@ -420,8 +511,9 @@ def _operands(cores: Cores, digits: Digits) -> list[Array]:
 
 def _attributes(shapes: SliceShapes) -> dict[str, np.ndarray | np.int64]:
     """Attributes of a kernel call: all slice shapes, and the index of the core with the largest."""
-    sizes = [math.prod(shape) for shape in shapes]
+    slice_sizes = [math.prod(shape) for shape in shapes]
+    flat_shapes = np.asarray(shapes, np.int64).reshape(-1)
     return {
-        "slice_shapes": np.asarray(shapes, np.int64).reshape(-1),
-        "grouped": np.int64(np.argmax(sizes)),
+        "slice_shapes": flat_shapes,
+        "grouped": np.int64(np.argmax(slice_sizes)),
     }

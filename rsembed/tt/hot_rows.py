@@ -63,7 +63,9 @@ class Directory(NamedTuple):
 
     def find(self, ids: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
         """Cache slot of every id; `NO_ROW` if the id is not cached."""
-        return _slot_of(self, row_map.find(self.counted, keys_of_rows(ids)))
+        keys = keys_of_rows(ids)
+        counted_rows = row_map.find(self.counted, keys)
+        return _slot_of(self, counted_rows)
 
     def forget(self, first: int, last: int) -> Directory:
         """Frees the cache slots of all ids in `[first, last)`.
@@ -79,9 +81,11 @@ class Directory(NamedTuple):
 
     def report(self) -> CacheReport:
         """Statistics of the cache, copied to the host."""
-        num_cached = int((on_host(self.ids) != NO_ROW).sum())
+        is_cached = on_host(self.ids) != NO_ROW
+        num_cached = int(is_cached.sum())
         residual = float(on_host(self.residual))
-        return CacheReport(num_cached, residual, *numbers_of(self.totals).tolist())
+        totals = numbers_of(self.totals).tolist()
+        return CacheReport(num_cached, residual, *totals)
 
 
 class CachedTrain(NamedTuple):
@@ -169,7 +173,10 @@ def empty(capacity: int, num_counts: int) -> Directory:
     )
 
 
-def _slot_of(directory: Directory, counted_rows: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
+def _slot_of(
+    directory: Directory,
+    counted_rows: Int[Array, " nnz"],
+) -> Int[Array, " nnz"]:
     """Cache slot of each id, by the id's row in `directory.counted`.
 
     An id that is not cached gets `NO_ROW`.
@@ -178,7 +185,9 @@ def _slot_of(directory: Directory, counted_rows: Int[Array, " nnz"]) -> Int[Arra
 
 
 def count(
-    directory: Directory, ids: Int[Array, " nnz"], occurrences: Int[Array, " nnz"] | None = None
+    directory: Directory,
+    ids: Int[Array, " nnz"],
+    occurrences: Int[Array, " nnz"] | None = None,
 ) -> Directory:
     """Counts the reads of `ids`, and returns the new directory.
 
@@ -192,26 +201,39 @@ def count(
     _, distinct, _, reads = row_map.entries(keys_of_rows(ids), occurrences)
     counted_rows = row_map.find(directory.counted, distinct)
     is_hit = _slot_of(directory, counted_rows) != NO_ROW
-    counted = row_map.use(directory.counted, counted_rows, jnp.zeros((), jnp.int32), reads)
+    step = jnp.zeros((), jnp.int32)
+    counted = row_map.use(directory.counted, counted_rows, step, reads)
     directory = directory._replace(counted=counted)
     new = distinct.only(counted_rows == NO_ROW)
 
-    def add_new_ids(_: Array, state: tuple[Directory, Array]) -> tuple[Directory, Array]:
+    def add_new_ids(
+        _: Array,
+        state: tuple[Directory, Array],
+    ) -> tuple[Directory, Array]:
         directory, _ = state
         return _with_new_ids(directory, new, reads)
 
     # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
     num_iterations = jnp.any(new.is_key).astype(jnp.int32)
     directory, num_uncounted = jax.lax.fori_loop(
-        0, num_iterations, add_new_ids, (directory, jnp.int32(0))
+        0,
+        num_iterations,
+        add_new_ids,
+        (directory, jnp.int32(0)),
     )
-    num_hits = jnp.sum(jnp.where(is_hit, reads, 0), dtype=jnp.int32)
-    num_lookups = jnp.sum(reads, dtype=jnp.int32)
-    return _with_totals(directory, lookups=num_lookups, hits=num_hits, uncounted=num_uncounted)
+    hit_reads = jnp.where(is_hit, reads, 0)
+    return _with_totals(
+        directory,
+        lookups=jnp.sum(reads, dtype=jnp.int32),
+        hits=jnp.sum(hit_reads, dtype=jnp.int32),
+        uncounted=num_uncounted,
+    )
 
 
 def _with_new_ids(
-    directory: Directory, new: Keys, reads: Int[Array, " nnz"]
+    directory: Directory,
+    new: Keys,
+    reads: Int[Array, " nnz"],
 ) -> tuple[Directory, Int[Array, ""]]:
     """Adds read counts for new, distinct ids.
 
@@ -229,30 +251,38 @@ def _with_new_ids(
     def keep(directory: Directory) -> tuple[Directory, Array]:
         return directory, positions
 
-    is_full = jnp.sum(new.is_key, dtype=jnp.int32) > directory.counted.num_free[0]
+    num_new = jnp.sum(new.is_key, dtype=jnp.int32)
+    is_full = num_new > directory.counted.num_free[0]
     directory, order = jax.lax.cond(is_full, make_room, keep, directory)
     new = jax.tree.map(lambda lane: lane[order], new)
     reads = reads[order]
     step = jnp.zeros((), jnp.int32)
     counted, counted_rows, _, _ = row_map.assign(directory.counted, new, step, reads)
     is_uncounted = new.is_key & (counted_rows == NO_ROW)
-    num_uncounted = jnp.sum(jnp.where(is_uncounted, reads, 0), dtype=jnp.int32)
+    uncounted_reads = jnp.where(is_uncounted, reads, 0)
+    num_uncounted = jnp.sum(uncounted_reads, dtype=jnp.int32)
     return directory._replace(counted=counted), num_uncounted
 
 
-def _with_totals(directory: Directory, **added: Int[Array, ""]) -> Directory:
+def _with_totals(
+    directory: Directory,
+    **added: Int[Array, ""],
+) -> Directory:
     """Adds numbers to the totals, and returns the new directory.
 
     Args:
       directory: the directory before the addition.
       added: numbers to add. Their keywords are names in `TOTALS`.
     """
-    numbers = [added.get(name, jnp.int32(0)) for name in TOTALS]
+    numbers = []
+    for name in TOTALS:
+        numbers.append(added.get(name, jnp.int32(0)))
     addends = jnp.stack(numbers).astype(jnp.uint32)
     low = directory.totals[:, 1] + addends
     carry = (low < addends).astype(jnp.uint32)
     high = directory.totals[:, 0] + carry
-    return directory._replace(totals=jnp.stack([high, low], axis=1))
+    totals = jnp.stack([high, low], axis=1)
+    return directory._replace(totals=totals)
 
 
 def halved(directory: Directory) -> Directory:
@@ -260,14 +290,21 @@ def halved(directory: Directory) -> Directory:
 
     Ids with a read count of zero are then removed unless they are cached.
     """
-    counted = directory.counted._replace(counts=directory.counted.counts >> 1)
-    is_faded = (counted.last_step != FREE) & (counted.counts == 0) & (directory.places == NO_ROW)
-    faded_rows = jnp.where(is_faded, jnp.arange(is_faded.shape[0], dtype=jnp.int32), NO_ROW)
+    counts = directory.counted.counts >> 1
+    counted = directory.counted._replace(counts=counts)
+    is_counted = counted.last_step != FREE
+    is_cached = directory.places != NO_ROW
+    is_faded = is_counted & (counts == 0) & ~is_cached
+    positions = jnp.arange(is_faded.shape[0], dtype=jnp.int32)
+    faded_rows = jnp.where(is_faded, positions, NO_ROW)
     return directory._replace(counted=row_map.release(counted, faded_rows))
 
 
 def populate(
-    specs: Sequence[TTSpec], params: CachedTrain, slots: Slots, rule: OptimizerSpec
+    specs: Sequence[TTSpec],
+    params: CachedTrain,
+    slots: Slots,
+    rule: OptimizerSpec,
 ) -> tuple[CachedTrain, Slots]:
     """Fills the cache with the most read rows and halves all read counts.
 
@@ -289,31 +326,44 @@ def populate(
     was_cached = directory.places != NO_ROW
     is_cached = _most_read(directory, capacity)
     slot_of_id = jnp.where(is_cached, directory.places, NO_ROW)
-    is_free = jnp.ones(capacity, bool).at[slot_of_id].set(False, mode="drop")
+    is_free = jnp.ones(capacity, bool)
+    is_free = is_free.at[slot_of_id].set(False, mode="drop")
 
     # Rows that enter the cache take the first free slots.
-    new, num_new = api.compact(is_cached & ~was_cached, capacity)
+    is_new = is_cached & ~was_cached
+    new, num_new = api.compact(is_new, capacity)
     free_slots, _ = api.compact(is_free, capacity)
-    new_slots = jnp.where(jnp.arange(capacity) < num_new, free_slots, NO_ROW)
-    new_ids = directory.counted.low.at[new].get(mode="fill", fill_value=NO_ROW).astype(jnp.int32)
+    is_taken = jnp.arange(capacity) < num_new
+    new_slots = jnp.where(is_taken, free_slots, NO_ROW)
+    new_ids = directory.counted.low.at[new].get(mode="fill", fill_value=NO_ROW)
+    new_ids = new_ids.astype(jnp.int32)
     new_rows = rows_of(specs, cores, new_ids)
 
     evicted_ids = jnp.where(is_free, directory.ids, NO_ROW)
     is_evicted = evicted_ids != NO_ROW
     targets = jnp.where(is_evicted[:, None], rows, 0.0)
 
-    def write_back(_: Array, state: tuple[Cores, Array]) -> tuple[Cores, Array]:
+    def write_back(
+        _: Array,
+        state: tuple[Cores, Array],
+    ) -> tuple[Cores, Array]:
         cores, residual = state
         return written_back(specs, evicted_ids, targets, cores, residual)
 
     # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
     num_iterations = jnp.any(is_evicted).astype(jnp.int32)
-    cores, residual = jax.lax.fori_loop(0, num_iterations, write_back, (cores, directory.residual))
-
-    rows, *slots_of_rows = api.scatter_rows(
-        (rows, *slots), new_slots, (new_rows, *rule.init_slots(new_rows))
+    cores, residual = jax.lax.fori_loop(
+        0,
+        num_iterations,
+        write_back,
+        (cores, directory.residual),
     )
-    num_evicted = jnp.sum(was_cached & ~is_cached, dtype=jnp.int32)
+
+    old_arrays = (rows, *slots)
+    new_values = (new_rows, *rule.init_slots(new_rows))
+    rows, *slots_of_rows = api.scatter_rows(old_arrays, new_slots, new_values)
+    is_removed = was_cached & ~is_cached
+    num_evicted = jnp.sum(is_removed, dtype=jnp.int32)
     directory = _with_totals(directory, evictions=num_evicted)
     kept_ids = jnp.where(is_free, NO_ROW, directory.ids)
     directory = directory._replace(
@@ -321,19 +371,25 @@ def populate(
         ids=kept_ids.at[new_slots].set(new_ids, mode="drop"),
         residual=residual,
     )
-    return CachedTrain(cores, rows, halved(directory)), tuple(slots_of_rows)
+    params = CachedTrain(cores, rows, halved(directory))
+    return params, tuple(slots_of_rows)
 
 
-def _most_read(directory: Directory, capacity: int) -> Bool[Array, " counted"]:
+def _most_read(
+    directory: Directory,
+    capacity: int,
+) -> Bool[Array, " counted"]:
     """Whether each counted id is among the `capacity` most read ids.
 
     Among ids with equal read counts, cached ids come first, then lower ids.
     """
-    reads = jnp.minimum(directory.counted.counts, MAX_READS).astype(jnp.uint32)
-    was_cached = (directory.places != NO_ROW).astype(jnp.uint32)
-    worth = 2 * reads + was_cached
+    reads = jnp.minimum(directory.counted.counts, MAX_READS)
+    reads = reads.astype(jnp.uint32)
+    was_cached = directory.places != NO_ROW
+    worth = 2 * reads + was_cached.astype(jnp.uint32)
+    num_wanted = jnp.full(1, capacity, jnp.int32)
     # `row_map.least` selects the smallest values, so it gets the bitwise complement of `worth`.
-    return row_map.least(directory.counted, ~worth, worth > 0, jnp.full(1, capacity, jnp.int32))
+    return row_map.least(directory.counted, ~worth, worth > 0, num_wanted)
 
 
 def written_back(
@@ -354,45 +410,59 @@ def written_back(
     """
     first, *others = [core.astype(jnp.float32) for core in cores]
     gram = _gram_matrices(specs, others)
-    mean = jnp.trace(gram, axis1=1, axis2=2) / gram.shape[1]
-    damping = jnp.maximum(DAMPING * mean, jnp.finfo(jnp.float32).tiny)[:, None, None]
-    inverse = jnp.linalg.inv(gram + damping * jnp.eye(gram.shape[1])[None])
+    rank = gram.shape[1]
+    mean = jnp.trace(gram, axis1=1, axis2=2) / rank
+    smallest = jnp.finfo(jnp.float32).tiny
+    damping = jnp.maximum(DAMPING * mean, smallest)
+    damping_matrix = damping[:, None, None] * jnp.eye(rank)[None]
+    inverse = jnp.linalg.inv(gram + damping_matrix)
 
     def rows_with(first: Array) -> Array:
         return rows_of(specs, (first, *others), ids)
 
     old_rows, pull = jax.vjp(rows_with, first)
     (downhill,) = pull(targets - old_rows)
-    downhill = downhill.reshape(-1, *specs[0].slice_shapes[0][1:])
+    _, q, next_rank = specs[0].slice_shapes[0]
+    downhill = downhill.reshape(-1, q, next_rank)
     table = _table_of_slices(specs, 0)
     change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest")
     change = change.reshape(first.shape)
     # NaN and infinity in a cached row must not spread to other rows that read the slice, so the
     # cached values of such a row are lost.
-    new_first = (first + jnp.where(jnp.isfinite(change), change, 0.0)).astype(cores[0].dtype)
+    finite_change = jnp.where(jnp.isfinite(change), change, 0.0)
+    new_first = (first + finite_change).astype(cores[0].dtype)
     new_cores = (new_first, *cores[1:])
 
-    rounded_change = (new_first.astype(jnp.float32) - first).reshape(downhill.shape)
+    rounded_change = new_first.astype(jnp.float32) - first
+    rounded_change = rounded_change.reshape(downhill.shape)
     product = jnp.einsum("pqi,pij->pqj", rounded_change, gram[table], precision="highest")
     norm_of_changes = jnp.sqrt(jnp.sum(product * rounded_change))
-    largest_error = jnp.max(jnp.abs(rows_of(specs, new_cores, ids) - targets))
-    return new_cores, jnp.maximum(residual, jnp.maximum(largest_error, norm_of_changes))
+    errors = rows_of(specs, new_cores, ids) - targets
+    largest_error = jnp.max(jnp.abs(errors))
+    step_error = jnp.maximum(largest_error, norm_of_changes)
+    return new_cores, jnp.maximum(residual, step_error)
 
 
 def _gram_matrices(
-    specs: Sequence[TTSpec], others: Sequence[Array]
+    specs: Sequence[TTSpec],
+    others: Sequence[Array],
 ) -> Float[Array, "tables rank rank"]:
     """For each table, the Gram matrix of the product of all cores after the first."""
-    gram = jnp.ones((len(specs), 1, 1))
+    num_tables = len(specs)
+    gram = jnp.ones((num_tables, 1, 1))
     for t in range(len(others), 0, -1):
         core = others[t - 1].reshape(-1, *specs[0].slice_shapes[t])
         table = _table_of_slices(specs, t)
         squares = jnp.einsum("piqk,pkl,pjql->pij", core, gram[table], core, precision="highest")
-        gram = jax.ops.segment_sum(squares, table, len(specs))
+        gram = jax.ops.segment_sum(squares, table, num_tables)
     return gram
 
 
-def _table_of_slices(specs: Sequence[TTSpec], t: int) -> Int[np.ndarray, " slices"]:
+def _table_of_slices(
+    specs: Sequence[TTSpec],
+    t: int,
+) -> Int[np.ndarray, " slices"]:
     """Index of the table that each slice of core `t` belongs to."""
     num_slices = [spec.tt_p_shapes[t] for spec in specs]
-    return np.repeat(np.arange(len(specs)), num_slices)
+    tables = np.arange(len(specs))
+    return np.repeat(tables, num_slices)

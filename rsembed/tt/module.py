@@ -61,12 +61,20 @@ def _no_cache(module: str) -> NotImplementedError:
     )
 
 
-def _table_property(read: Callable[[TTSpec], Any], doc: str) -> property:
+def _table_property(
+    read: Callable[[TTSpec], Any],
+    doc: str,
+) -> property:
     """Property that reads an attribute of FBTT from the spec of every table.
 
     The property is one value if all tables have equal values, else a list with one value per table.
     """
-    return property(lambda self: _one_or_all([read(spec) for spec in self.specs]), doc=doc)
+
+    def read_all(self: TableBatchedTTEmbeddingBag) -> Any:
+        values = [read(spec) for spec in self.specs]
+        return _one_or_all(values)
+
+    return property(read_all, doc=doc)
 
 
 class TableBatchedTTEmbeddingBag(nnx.Module):
@@ -208,8 +216,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.slots: nnx.List[Any] = nnx.List([])
         initial_states = self._initial_states(weight_dist, rngs)
         for storage, (params, slots) in zip(storages, initial_states, strict=True):
-            self.core_groups.append(nnx.List([core_variable(core) for core in cores_of(params)]))
-            self.slots.append(FusedState(storage.core_slots(slots)))
+            variables = [core_variable(core) for core in cores_of(params)]
+            core_slots = storage.core_slots(slots)
+            self.core_groups.append(nnx.List(variables))
+            self.slots.append(FusedState(core_slots))
         self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
         self.step = FusedState(jnp.zeros((), jnp.int32))
         self.caches: nnx.List[Any] = nnx.List([])
@@ -236,7 +246,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return split_by_memory(by_shape.values(), num_rows, MAX_ROWS)
 
     def _initial_states(
-        self, weight_dist: WeightDistribution, rngs: nnx.Rngs | None
+        self,
+        weight_dist: WeightDistribution,
+        rngs: nnx.Rngs | None,
     ) -> list[State]:
         """Initial parameters and slots of every group."""
         if not rngs:
@@ -248,7 +260,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         states = []
         for storage, group in zip(self.storages, self.groups, strict=True):
             group_keys = keys[np.asarray(group)]
-            states.append(storage.init_from_keys(group_keys, storage.tables[0], weight_dist))
+            table = storage.tables[0]
+            states.append(storage.init_from_keys(group_keys, table, weight_dist))
         return states
 
     def _state(self, g: int) -> State:
@@ -261,8 +274,11 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         state: State = (cores, slots)
         if self.caches:
             cache = self.caches[g]
-            params = CachedTrain(cores, cache.rows.get_value(), cache.directory.get_value())
-            state = (params, (slots, cache.state.get_value()))
+            rows = cache.rows.get_value()
+            directory = cache.directory.get_value()
+            params = CachedTrain(cores, rows, directory)
+            row_slots = cache.state.get_value()
+            state = (params, (slots, row_slots))
         way_out = (
             "where an error or Ctrl-C broke that step off, nnx.update(module, state) with the "
             "nnx.state that was saved last; where a copy that shared the arrays took it, go on "
@@ -271,18 +287,28 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         check_not_taken(state, f"{type(self).__name__} has lost its cores", way_out)
         return state
 
-    def _put(self, g: int, params: PyTree, slots: PyTree) -> None:
+    def _put(
+        self,
+        g: int,
+        params: PyTree,
+        slots: PyTree,
+    ) -> None:
         """Sets the variables of group `g` from parameters and slots of its storage."""
         for variable, core in zip(self.core_groups[g], cores_of(params), strict=True):
             nnx.Variable.set_value(variable, core)
-        self.slots[g].set_value(self.storages[g].core_slots(slots))
+        core_slots = self.storages[g].core_slots(slots)
+        self.slots[g].set_value(core_slots)
         if self.caches:
-            nnx.Variable.set_value(self.caches[g].rows, params.rows)
-            self.caches[g].state.set_value(slots[1])
-            self.caches[g].directory.set_value(params.directory)
+            cache = self.caches[g]
+            nnx.Variable.set_value(cache.rows, params.rows)
+            cache.state.set_value(slots[1])
+            cache.directory.set_value(params.directory)
 
     def reset_parameters(
-        self, weight_dist: WeightDistribution | None = None, *, rngs: nnx.Rngs | None = None
+        self,
+        weight_dist: WeightDistribution | None = None,
+        *,
+        rngs: nnx.Rngs | None = None,
     ) -> None:
         """Draws new cores, and resets optimizer state, step number, read counts and cache.
 
@@ -312,7 +338,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         for g, group in enumerate(self.groups):
             if table in group:
                 number = group.index(table)
-                first_row = sum(self.specs[k].num_embeddings for k in group[:number])
+                first_row = 0
+                for earlier_table in group[:number]:
+                    first_row += self.specs[earlier_table].num_embeddings
                 return g, number, first_row
         raise ValueError(f"there is no table {table}, only {len(self.specs)} tables.")
 
@@ -321,10 +349,15 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         g, number, _ = self._place_of(table)
         storage = self.storages[g]
         params, slots = self._state(g)
-        table_params, _ = storage.unstack(params, slots, storage.tables[0], 1)[number]
+        parts = storage.unstack(params, slots, storage.tables[0], 1)
+        table_params, _ = parts[number]
         return cores_of(table_params)
 
-    def set_cores(self, cores: AnyCores, table: int = 0) -> None:
+    def set_cores(
+        self,
+        cores: AnyCores,
+        table: int = 0,
+    ) -> None:
         """Replaces the cores of a table, for example by the result of `from_dense`.
 
         `set_cores` resets the optimizer state of the cores and removes the rows of the table from
@@ -339,16 +372,19 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """
         g, number, first_row = self._place_of(table)
         spec = self.specs[table]
-        new_cores = tuple(core.astype(self.dtype) for core in check_cores(spec, cores))
+        arrays = check_cores(spec, cores)
+        new_cores = tuple(core.astype(self.dtype) for core in arrays)
         for t, core in enumerate(new_cores):
             check_finite(core, f"core {t} for table {table}", way_out="clean the cores first")
+        new_slots = init_core_slots(self.rule, new_cores)
         storage = self.storages[g]
         params, slots = self._state(g)
         parts = storage.unstack(params, slots, storage.tables[0], 1)
-        parts[number] = (new_cores, init_core_slots(self.rule, new_cores))
+        parts[number] = (new_cores, new_slots)
         all_cores, core_slots = storage.stack(parts, params, 1)
         if self.caches:
-            directory = params.directory.forget(first_row, first_row + spec.num_embeddings)
+            end_row = first_row + spec.num_embeddings
+            directory = params.directory.forget(first_row, end_row)
             new_params = params._replace(cores=all_cores, directory=directory)
             self._put(g, new_params, (core_slots, slots[1]))
         else:
@@ -391,7 +427,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     @property
     def optimizer_state(self) -> list[Array]:
         """State of the fused optimizer: one array per core and slot."""
-        return jax.tree.leaves([slots.get_value() for slots in self.slots])
+        slots_of_groups = [slots.get_value() for slots in self.slots]
+        return jax.tree.leaves(slots_of_groups)
 
     @property
     def use_cache(self) -> bool:
@@ -406,7 +443,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """
         if not self.caches:
             return None
-        return _one_or_all([cache.rows.get_value() for cache in self.caches])
+        rows_of_groups = [cache.rows.get_value() for cache in self.caches]
+        return _one_or_all(rows_of_groups)
 
     def full_weight(self, table: int | None = None) -> PyTree:
         """All rows of one table or of all tables, including cached rows.
@@ -417,14 +455,19 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             `TTEmbeddingBag` returns `[vocab, dim]`.
         """
         if table is None:
-            return self._joined([self.full_weight(k) for k in range(len(self.specs))])
+            tables = [self.full_weight(k) for k in range(len(self.specs))]
+            return self._joined(tables)
         g, number, _ = self._place_of(table)
         storage = self.storages[g]
         params, _ = self._state(g)
         rows: Array = storage.whole(params, storage.tables[0], number)
         return rows
 
-    def update_cache(self, indices: PyTree, offsets: object = None) -> None:
+    def update_cache(
+        self,
+        indices: PyTree,
+        offsets: object = None,
+    ) -> None:
         """Counts a read of each id, without a lookup.
 
         A lookup counts its reads, too, except after `eval()`.
@@ -487,7 +530,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         for g, storage in enumerate(self.storages):
             params, slots = self._state(g)
             new_params, new_slots = storage.with_empty_cache(
-                params.cores, slots[0], storage.tables[0]
+                params.cores,
+                slots[0],
+                storage.tables[0],
             )
             self._put(g, new_params, new_slots)
 
@@ -529,7 +574,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return self._joined(outputs)
 
     def vjp(
-        self, indices: object, offsets: object = None, per_sample_weights: object = None
+        self,
+        indices: object,
+        offsets: object = None,
+        per_sample_weights: object = None,
     ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
         """Pooled rows as from `__call__`, and a function `backward(d_output)`.
 
@@ -557,14 +605,19 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             else:
                 for g, storage in enumerate(self.storages):
                     group_d_cores, group_d_weights = programs.pulled(
-                        storage, self.mode, params[g], batch[g], d_by_group[g]
+                        storage,
+                        self.mode,
+                        params[g],
+                        batch[g],
+                        d_by_group[g],
                     )
                     d_cores.append(group_d_cores)
                     d_weights.append(group_d_weights)
             d_weight = None
             if bags.weights is not None:
                 # Entries after the ids of the batch are gradients of padding.
-                d_weight = sum(d_weights)[: bags.ids.shape[0]]
+                num_ids = bags.ids.shape[0]
+                d_weight = sum(d_weights)[:num_ids]
             if self.sparse and d_weight is None:
                 return None
             return TTGradients(tuple(d_cores), d_weight)
@@ -572,7 +625,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return self._joined(outputs), backward
 
     def _gradients_by_group(
-        self, d_output: PyTree, shapes: Sequence[tuple[int, ...]]
+        self,
+        d_output: PyTree,
+        shapes: Sequence[tuple[int, ...]],
     ) -> list[Array]:
         """Gradients of the outputs in float32, checked, and concatenated for each group of tables."""
         d_outputs = [d_output] if self.is_single else list(d_output)
@@ -586,11 +641,15 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             wide.append(jnp.asarray(gradient, jnp.float32))
         by_group = []
         for group in self.groups:
-            by_group.append(jnp.concatenate([wide[k] for k in group]))
+            group_gradients = [wide[k] for k in group]
+            by_group.append(jnp.concatenate(group_gradients))
         return by_group
 
     def _step(
-        self, lookup_params: Sequence[PyTree], batch: Sequence[Bags], d_by_group: Sequence[Array]
+        self,
+        lookup_params: Sequence[PyTree],
+        batch: Sequence[Bags],
+        d_by_group: Sequence[Array],
     ) -> list[Any]:
         """Steps the cores and caches of all groups.
 
@@ -625,7 +684,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """
         if self.is_single:
             return tables[0]
-        if len({table.shape for table in tables}) == 1:
+        shapes = {table.shape for table in tables}
+        if len(shapes) == 1:
             return jnp.stack(tables)
         return tables
 
@@ -642,15 +702,21 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             pooled = programs.looked_up(self.storages[g], self.mode, group_params, batch[g])
             outputs = pooled.reshape(len(group), -1, pooled.shape[1])
             output_of_table.update(zip(group, outputs, strict=True))
-        return [output_of_table[k] for k in range(len(self.specs))], params, batch
+        all_outputs = [output_of_table[k] for k in range(len(self.specs))]
+        return all_outputs, params, batch
 
     def _by_group(self, bags: Bags) -> list[Bags]:
         """The batch as one `Bags` per group. See `programs.rows_by_group`."""
         sizes = tuple(spec.num_embeddings for spec in self.specs)
-        bags = padded_bags(dataclasses.replace(bags, ids=narrow_ids(bags.ids)))
-        return programs.rows_by_group(self.groups, sizes, bags)
+        bags = dataclasses.replace(bags, ids=narrow_ids(bags.ids))
+        return programs.rows_by_group(self.groups, sizes, padded_bags(bags))
 
-    def _read(self, indices: PyTree, offsets: PyTree, weights: PyTree) -> Bags:
+    def _read(
+        self,
+        indices: PyTree,
+        offsets: PyTree,
+        weights: PyTree,
+    ) -> Bags:
         """Checked bags of all tables. See `programs.read_bags`."""
         return programs.read_bags(
             self.specs,
@@ -687,7 +753,13 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
 
     is_single = True
 
-    def __init__(self, num_embeddings: int, embedding_dim: int, *published: Any, **options: Any):
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *published: Any,
+        **options: Any,
+    ):
         if "tt_ranks" in options:
             published = (options.pop("tt_ranks"), *published)
         super().__init__(1, num_embeddings, embedding_dim, *published, **options)

@@ -67,9 +67,12 @@ def init_cores(
     # Each entry of the table is a sum of `prod(tt_ranks)` products. Each product has one factor
     # from every core.
     table_std = 1 / math.sqrt(3 * spec.num_embeddings)
-    std = (table_std**2 / math.prod(spec.tt_ranks)) ** (1 / (2 * spec.num_cores))
+    product_variance = table_std**2 / math.prod(spec.tt_ranks)
+    std = product_variance ** (1 / (2 * spec.num_cores))
+    shape = (spec.num_params,)
     if weight_dist in ("normal", "approx-normal"):
-        cores = _split(spec, std * jax.random.normal(key, (spec.num_params,)))
+        numbers = std * jax.random.normal(key, shape)
+        cores = _split(spec, numbers)
         if weight_dist == "approx-normal":
             # The product of a normal matrix with vectors of fixed length on both sides is normally
             # distributed.
@@ -78,7 +81,7 @@ def init_cores(
                 cores[-1] = _with_rms(cores[-1], std, axis=1)
     elif weight_dist == "uniform":
         bound = std * math.sqrt(3)
-        numbers = jax.random.uniform(key, (spec.num_params,), minval=-bound, maxval=bound)
+        numbers = jax.random.uniform(key, shape, minval=-bound, maxval=bound)
         cores = _split(spec, numbers)
     elif weight_dist == "naive-uniform":
         warnings.warn(
@@ -87,36 +90,54 @@ def init_cores(
             stacklevel=2,
         )
         bound = 1 / math.sqrt(spec.num_embeddings)
-        cores = _split(spec, jax.random.uniform(key, (spec.num_params,), maxval=bound))
+        numbers = jax.random.uniform(key, shape, maxval=bound)
+        cores = _split(spec, numbers)
     else:
         cores = _triangle_wave_cores(key, spec)
     shaped = []
-    for core, shape in zip(cores, spec.core_shapes, strict=True):
-        shaped.append(core.reshape(shape).astype(dtype))
+    for t, core in enumerate(cores):
+        core = core.reshape(spec.core_shapes[t])
+        shaped.append(core.astype(dtype))
     return tuple(shaped)
 
 
-def _split(spec: TTSpec, numbers: Array) -> list[Array]:
+def _split(
+    spec: TTSpec,
+    numbers: Array,
+) -> list[Array]:
     """Cores `[p_t, R_{t-1}, q_t, R_t]` cut out of one flat array of `spec.num_params` numbers."""
     sizes = [math.prod(shape) for shape in spec.core_shapes]
     cores = []
     for t, part in enumerate(_parts(numbers, sizes)):
-        cores.append(part.reshape(spec.tt_p_shapes[t], *spec.slice_shapes[t]))
+        shape = (spec.tt_p_shapes[t], *spec.slice_shapes[t])
+        cores.append(part.reshape(shape))
     return cores
 
 
-def _parts(numbers: Array, sizes: Sequence[int]) -> list[Array]:
+def _parts(
+    numbers: Array,
+    sizes: Sequence[int],
+) -> list[Array]:
     """Splits a flat array into consecutive parts of the sizes `sizes`."""
     ends = list(itertools.accumulate(sizes))
     return jnp.split(numbers, ends[:-1])
 
 
-def _with_rms(x: Array, rms: float, axis: int) -> Array:
+def _with_rms(
+    x: Array,
+    rms: float,
+    axis: int,
+) -> Array:
     """Rescales the vectors along `axis` to the root mean square `rms`."""
-    return x * (rms * jax.lax.rsqrt(jnp.mean(x * x, axis=axis, keepdims=True)))
+    mean_square = jnp.mean(x * x, axis=axis, keepdims=True)
+    scale = rms * jax.lax.rsqrt(mean_square)
+    return x * scale
 
 
-def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
+def _triangle_wave_cores(
+    key: PRNGKeyArray,
+    spec: TTSpec,
+) -> list[Array]:
     """Cores `[p, R_left, q, R_right]` of a table with uniform, uncorrelated entries.
 
     An entry is the triangle wave of a sum of random angles, one angle per core. The triangle wave
@@ -132,43 +153,66 @@ def _triangle_wave_cores(key: PRNGKeyArray, spec: TTSpec) -> list[Array]:
         )
     d = spec.num_cores
     num_harmonics = min(spec.tt_ranks) // 2
-    k = (2 * jnp.arange(num_harmonics, dtype=jnp.float32) + 1)[None, None, None, :]
-    amplitudes = (8 / (jnp.pi * k) ** 2 / math.sqrt(spec.num_embeddings)) ** (1 / d)
+    harmonics = 2 * jnp.arange(num_harmonics, dtype=jnp.float32) + 1
+    harmonics = harmonics[None, None, None, :]
+    coefficients = 8 / (jnp.pi * harmonics) ** 2 / math.sqrt(spec.num_embeddings)
+    amplitudes = coefficients ** (1 / d)
     angle_key, noise_key = jax.random.split(key)
-    noises = _split(spec, 0.01 * jax.random.normal(noise_key, (spec.num_params,)))
-    num_angles = [p * q for p, q in zip(spec.tt_p_shapes, spec.tt_q_shapes, strict=True)]
+    noise = 0.01 * jax.random.normal(noise_key, (spec.num_params,))
+    core_noises = _split(spec, noise)
+    num_angles = []
+    for p, q in zip(spec.tt_p_shapes, spec.tt_q_shapes, strict=True):
+        num_angles.append(p * q)
     all_angles = jax.random.uniform(angle_key, (sum(num_angles),), maxval=2 * jnp.pi)
     core_angles = _parts(all_angles, num_angles)
     cores = []
     for t in range(d):
         p = spec.tt_p_shapes[t]
         rank, q, next_rank = spec.slice_shapes[t]
-        angles = core_angles[t].reshape(p, 1, q, 1) * k
+        angles = core_angles[t].reshape(p, 1, q, 1) * harmonics
         cos = amplitudes * jnp.cos(angles)
         sin = amplitudes * jnp.sin(angles)
         from_cos = jnp.stack([cos, sin], -1)
         from_sin = jnp.stack([-sin, cos], -1)
         # One rotation matrix per harmonic: [p, row, q, harmonic, column].
-        rotation = jnp.stack([from_cos, from_sin], 1).reshape(p, 2, q, num_harmonics, 2)
+        rotation = jnp.stack([from_cos, from_sin], 1)
+        rotation = rotation.reshape(p, 2, q, num_harmonics, 2)
         if t == 0:
-            core = rotation[:, :1].reshape(p, 1, q, -1)
+            first_row = rotation[:, :1]
+            core = first_row.reshape(p, 1, q, -1)
         elif t == d - 1:
-            core = rotation[..., 0].transpose(0, 3, 1, 2).reshape(p, -1, q, 1)
+            first_column = rotation[..., 0].transpose(0, 3, 1, 2)
+            core = first_column.reshape(p, -1, q, 1)
         else:
             diagonal = jnp.eye(num_harmonics)[None, :, None, None, :, None]
-            core = (rotation[:, None] * diagonal).reshape(
-                p, 2 * num_harmonics, q, 2 * num_harmonics
-            )
-        unused_left = rank - core.shape[1]
-        unused_right = next_rank - core.shape[3]
-        core = jnp.pad(core, [(0, 0), (0, unused_left), (0, 0), (0, unused_right)])
-        cores.append(core + jnp.sqrt(jnp.mean(core * core)) * noises[t])
+            block_diagonal = rotation[:, None] * diagonal
+            core = block_diagonal.reshape(p, 2 * num_harmonics, q, 2 * num_harmonics)
+        core = jnp.pad(core, _unused_ranks(core.shape, rank, next_rank))
+        rms = jnp.sqrt(jnp.mean(core * core))
+        cores.append(core + rms * core_noises[t])
     return cores
+
+
+def _unused_ranks(
+    shape: Sequence[int],
+    rank: int,
+    next_rank: int,
+) -> list[tuple[int, int]]:
+    """Padding of a core of four axes, so that axis 1 has length `rank` and axis 3 `next_rank`."""
+    return [
+        (0, 0),
+        (0, rank - shape[1]),
+        (0, 0),
+        (0, next_rank - shape[3]),
+    ]
 
 
 @validated
 def from_dense(
-    spec: TTSpec, table: Float[Array | np.ndarray, "vocab dim"], *, dtype: Any = jnp.float32
+    spec: TTSpec,
+    table: Float[Array | np.ndarray, "vocab dim"],
+    *,
+    dtype: Any = jnp.float32,
 ) -> Cores:
     """Cores that approximate a dense table, by TT-SVD.
 
@@ -197,20 +241,24 @@ def from_dense(
             f"{spec.embedding_dim} numbers; choose another spec."
         )
     check_finite(dense, "from_dense: the table", way_out="clean it before")
-    padded = np.zeros((math.prod(p), spec.embedding_dim), np.float32)
+    num_padded_rows = math.prod(p)
+    padded = np.zeros((num_padded_rows, spec.embedding_dim), np.float32)
     padded[: spec.num_embeddings] = dense
     # One axis per digit, in the order row digit 1, column digit 1, row digit 2, column digit 2, ...
     axes: list[int] = []
     for t in range(d):
         axes += [t, d + t]
-    remainder = padded.reshape(*p, *q).transpose(axes).reshape(1, -1)
+    digits = padded.reshape(*p, *q).transpose(axes)
+    remainder = digits.reshape(1, -1)
     cores = []
     for t in progress(range(d - 1), description="TT-SVD", delay=1.0, leave=False):
         rank = remainder.shape[0]
         matrix = remainder.reshape(rank * p[t] * q[t], -1)
         basis, remainder = _truncated(matrix, spec.tt_ranks[t], 0.0)
-        cores.append(basis.reshape(rank, p[t], q[t], -1))
-    cores.append(remainder.reshape(-1, p[-1], q[-1], 1))
+        core = basis.reshape(rank, p[t], q[t], -1)
+        cores.append(core)
+    last_core = remainder.reshape(-1, p[-1], q[-1], 1)
+    cores.append(last_core)
     return _from_tensorly_layout(spec, cores, dtype)
 
 
@@ -244,7 +292,8 @@ def round_cores(
     arrays = check_cores(spec, cores)
     max_ranks = spec.tt_ranks
     if ranks is not None:
-        max_ranks = dataclasses.replace(spec, tt_ranks=tuple(ranks)).tt_ranks
+        bounds = dataclasses.replace(spec, tt_ranks=tuple(ranks))
+        max_ranks = bounds.tt_ranks
     parts = []
     for core in _in_tensorly_layout(spec, arrays):
         parts.append(core.astype(np.float64))
@@ -252,18 +301,23 @@ def round_cores(
     # the norm of the error in the table.
     for t in range(spec.num_cores - 1, 0, -1):
         rank, p, q, next_rank = parts[t].shape
-        basis, factor = np.linalg.qr(parts[t].reshape(rank, -1).T)
+        matrix = parts[t].reshape(rank, -1)
+        basis, factor = np.linalg.qr(matrix.T)
         parts[t] = basis.T.reshape(-1, p, q, next_rank)
         parts[t - 1] = parts[t - 1] @ factor.T
-    max_error = max_relative_error * float(np.linalg.norm(parts[0])) / math.sqrt(spec.num_cores - 1)
-    for t in progress(range(spec.num_cores - 1), description="rounding", delay=1.0, leave=False):
+    num_boundaries = spec.num_cores - 1
+    table_norm = float(np.linalg.norm(parts[0]))
+    max_error = max_relative_error * table_norm / math.sqrt(num_boundaries)
+    for t in progress(range(num_boundaries), description="rounding", delay=1.0, leave=False):
         rank, p, q, next_rank = parts[t].shape
-        basis, rest = _truncated(parts[t].reshape(-1, next_rank), max_ranks[t], max_error)
+        matrix = parts[t].reshape(-1, next_rank)
+        basis, rest = _truncated(matrix, max_ranks[t], max_error)
         parts[t] = basis.reshape(rank, p, q, -1)
         parts[t + 1] = np.tensordot(rest, parts[t + 1], 1)
     new_ranks = [part.shape[3] for part in parts[:-1]]
     rounded = dataclasses.replace(spec, tt_ranks=tuple(new_ranks))
-    return rounded, _from_tensorly_layout(rounded, parts, arrays[0].dtype)
+    dtype = arrays[0].dtype
+    return rounded, _from_tensorly_layout(rounded, parts, dtype)
 
 
 def to_tensorly(spec: TTSpec, cores: AnyCores) -> Any:
@@ -271,12 +325,16 @@ def to_tensorly(spec: TTSpec, cores: AnyCores) -> Any:
     import tensorly
     from tensorly.tt_matrix import TTMatrix
 
+    arrays = check_cores(spec, cores)
     with tensorly.backend_context("numpy"):
-        return TTMatrix(_in_tensorly_layout(spec, check_cores(spec, cores)))
+        return TTMatrix(_in_tensorly_layout(spec, arrays))
 
 
 def from_tensorly(
-    tt_matrix: object, num_embeddings: int | None = None, *, dtype: Any = jnp.float32
+    tt_matrix: object,
+    num_embeddings: int | None = None,
+    *,
+    dtype: Any = jnp.float32,
 ) -> tuple[TTSpec, Cores]:
     """Spec and cores of a `TTMatrix`, or of any sequence of arrays `[R_{t-1}, p_t, q_t, R_t]`.
 
@@ -299,7 +357,11 @@ def from_tensorly(
     return spec, _from_tensorly_layout(spec, parts, dtype)
 
 
-def _truncated(matrix: np.ndarray, rank: int, max_error: float) -> tuple[np.ndarray, np.ndarray]:
+def _truncated(
+    matrix: np.ndarray,
+    rank: int,
+    max_error: float,
+) -> tuple[np.ndarray, np.ndarray]:
     """Two factors of a matrix from a truncated SVD. Their product is close to the matrix.
 
     Args:
@@ -308,23 +370,35 @@ def _truncated(matrix: np.ndarray, rank: int, max_error: float) -> tuple[np.ndar
       max_error: upper bound on the error in the Frobenius norm. As many columns are left out as the
         bound allows. `rank` can leave out more.
     """
-    basis, values, rest = np.linalg.svd(matrix.astype(np.float64), full_matrices=False)
-    num_small = int(np.searchsorted(np.sqrt(np.cumsum(values[::-1] ** 2)), max_error))
+    wide_matrix = matrix.astype(np.float64)
+    basis, values, rest = np.linalg.svd(wide_matrix, full_matrices=False)
+    # Entry `n` is the error if the `n + 1` smallest singular values are left out.
+    errors = np.sqrt(np.cumsum(values[::-1] ** 2))
+    num_small = int(np.searchsorted(errors, max_error))
     num_kept = max(1, min(rank, values.size - num_small))
+    kept_basis = basis[:, :num_kept]
     scaled_rest = values[:num_kept, None] * rest[:num_kept]
-    return basis[:, :num_kept].astype(matrix.dtype), scaled_rest.astype(matrix.dtype)
+    return kept_basis.astype(matrix.dtype), scaled_rest.astype(matrix.dtype)
 
 
-def _in_tensorly_layout(spec: TTSpec, cores: Cores) -> list[np.ndarray]:
+def _in_tensorly_layout(
+    spec: TTSpec,
+    cores: Cores,
+) -> list[np.ndarray]:
     """NumPy cores `[R_{t-1}, p_t, q_t, R_t]`, the layout of tensorly."""
     parts = []
     for t, core in enumerate(cores):
-        slices = np.asarray(core, np.float32).reshape(spec.tt_p_shapes[t], *spec.slice_shapes[t])
+        shape = (spec.tt_p_shapes[t], *spec.slice_shapes[t])
+        slices = np.asarray(core, np.float32).reshape(shape)
         parts.append(slices.transpose(1, 0, 2, 3))
     return parts
 
 
-def _from_tensorly_layout(spec: TTSpec, parts: Sequence[np.ndarray], dtype: DTypeLike) -> Cores:
+def _from_tensorly_layout(
+    spec: TTSpec,
+    parts: Sequence[np.ndarray],
+    dtype: DTypeLike,
+) -> Cores:
     """Cores from arrays in tensorly's layout.
 
     An array with lower ranks than the spec is padded with zeros.
@@ -333,9 +407,8 @@ def _from_tensorly_layout(spec: TTSpec, parts: Sequence[np.ndarray], dtype: DTyp
     cores = []
     for t, part in enumerate(parts):
         rank, _, next_rank = spec.slice_shapes[t]
-        unused_left = rank - part.shape[0]
-        unused_right = next_rank - part.shape[3]
-        padded = np.pad(part, ((0, unused_left), (0, 0), (0, 0), (0, unused_right)))
-        core = padded.transpose(1, 0, 2, 3).reshape(spec.core_shapes[t])
+        slices = part.transpose(1, 0, 2, 3)
+        padded = np.pad(slices, _unused_ranks(slices.shape, rank, next_rank))
+        core = padded.reshape(spec.core_shapes[t])
         cores.append(jnp.asarray(core, dtype))
     return tuple(cores)

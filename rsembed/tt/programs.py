@@ -41,7 +41,11 @@ class FusedParam(nnx.Variable):
     `FusedParam` is not an `nnx.Param`, so neither `nnx.grad` nor optax sees the cores.
     """
 
-    def set_value(self, value: object, **options: object) -> None:
+    def set_value(
+        self,
+        value: object,
+        **options: object,
+    ) -> None:
         """Always raises an error, because cores must change together with optimizer state and cache.
 
         Raises: ValueError: always. The message names `set_cores`.
@@ -153,7 +157,10 @@ def storage_of(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def looked_up(
-    storage: TensorTrain, mode: Mode, params: Params, batch: Bags
+    storage: TensorTrain,
+    mode: Mode,
+    params: Params,
+    batch: Bags,
 ) -> Float[Array, "bags dim"]:
     """Pooled rows of a group of tables, read from the cache or computed from the cores."""
     return storage.look_up(params, call_of(batch, batch.ids, mode), storage.tables[0])[0]
@@ -161,7 +168,11 @@ def looked_up(
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
 def pulled(
-    storage: TensorTrain, mode: Mode, params: Params, batch: Bags, d_output: Array
+    storage: TensorTrain,
+    mode: Mode,
+    params: Params,
+    batch: Bags,
+    d_output: Array,
 ) -> tuple[Cores, Array | None]:
     """Computes the gradients of cores and weights from the gradient of the pooled rows."""
 
@@ -222,14 +233,20 @@ counted = jax.jit(hot_rows.count)
 
 @functools.partial(jax.jit, static_argnums=0)
 def populated(
-    storage: TensorTrain, params: CachedTrain, slots: AllSlots
+    storage: TensorTrain,
+    params: CachedTrain,
+    slots: AllSlots,
 ) -> tuple[CachedTrain, AllSlots]:
     """Fills the cache with the most read rows, and returns new parameters and slots."""
     return storage.populate(params, slots, storage.tables[0])
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))
-def rows_by_group(groups: Sequence[Sequence[int]], sizes: Sequence[int], bags: Bags) -> list[Bags]:
+def rows_by_group(
+    groups: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+    bags: Bags,
+) -> list[Bags]:
     """Splits the bags of all tables by groups of tables.
 
     The ids in the result are row numbers of the concatenated tables of a group: the ids of a table
@@ -346,13 +363,19 @@ def read_bags(
         table_bags = Bags(ids[first : table_offsets[-1]], table_offsets - first)
         table_name = name if len(specs) == 1 else f"{name} {k}"
         check_values(
-            table_bags, feature="indices", table=table_name, vocabulary_size=spec.num_embeddings
+            table_bags,
+            feature="indices",
+            table=table_name,
+            vocabulary_size=spec.num_embeddings,
         )
     return bags
 
 
 def _with_last(
-    offsets: object, num_ids: int, num_tables: int, last: bool | None
+    offsets: object,
+    num_ids: int,
+    num_tables: int,
+    last: bool | None,
 ) -> Array | np.ndarray:
     """Offsets that include the end of the last bag.
 

@@ -59,7 +59,8 @@ class TTSpec:
     def __post_init__(self) -> None:
         check_fields(self)
         for name in ("tt_p_shapes", "tt_q_shapes", "tt_ranks"):
-            object.__setattr__(self, name, tuple(np.asarray(getattr(self, name)).tolist()))
+            numbers = np.asarray(getattr(self, name)).tolist()
+            object.__setattr__(self, name, tuple(numbers))
         object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
         check_fields(self)  # Checks again, because the first check does not look inside arrays.
         d = len(self.tt_p_shapes)
@@ -143,7 +144,9 @@ class TTSpec:
         # The number of parameters grows with the rank, so the largest rank is found by bisection.
         ranks = range(1, max(rows, dim) + 1)
         num_fitting = bisect.bisect_right(
-            ranks, max_params, key=lambda rank: of_rank(rank).num_params
+            ranks,
+            max_params,
+            key=lambda rank: of_rank(rank).num_params,
         )
         if not num_fitting:
             raise ValueError(
@@ -181,7 +184,11 @@ class TTSpec:
     @property
     def strides(self) -> tuple[int, ...]:
         """For each core, the distance in rows between consecutive values of its digit."""
-        return tuple(math.prod(self.tt_p_shapes[t + 1 :]) for t in range(self.num_cores))
+        strides = []
+        for t in range(self.num_cores):
+            later_factors = self.tt_p_shapes[t + 1 :]
+            strides.append(math.prod(later_factors))
+        return tuple(strides)
 
     @property
     def max_ranks(self) -> tuple[int, ...]:
@@ -207,7 +214,9 @@ class TTSpec:
         """
         flops = 0
         for t in range(1, self.num_cores):
-            flops += 2 * math.prod(self.tt_q_shapes[:t]) * math.prod(self.slice_shapes[t])
+            num_columns = math.prod(self.tt_q_shapes[:t])
+            slice_size = math.prod(self.slice_shapes[t])
+            flops += 2 * num_columns * slice_size
         return flops
 
     def num_bytes(self, dtype: DTypeLike = jnp.float32) -> int:
@@ -227,7 +236,12 @@ class TTSpec:
         )
 
 
-def _equal_rank(rows: int, dim: int, d: int, rank: int) -> TTSpec:
+def _equal_rank(
+    rows: int,
+    dim: int,
+    d: int,
+    rank: int,
+) -> TTSpec:
     """Spec with `rank` at every boundary between cores, capped at the useful ranks."""
     q_shapes = suggested_tt_shapes(dim, d, False)
     ranks = [rank] * (d - 1)
@@ -244,7 +258,10 @@ def _equal_rank(rows: int, dim: int, d: int, rank: int) -> TTSpec:
         ranks = capped
 
 
-def specs_of_tables(num_tables: int, **arguments: Any) -> list[TTSpec]:
+def specs_of_tables(
+    num_tables: int,
+    **arguments: Any,
+) -> list[TTSpec]:
     """The spec of each table, from arguments of `TTSpec.suggest`.
 
     Args:
@@ -275,7 +292,9 @@ def specs_of_tables(num_tables: int, **arguments: Any) -> list[TTSpec]:
 
 @validated
 def suggested_tt_shapes(
-    n: PositiveInt, d: PositiveInt = 3, allow_round_up: bool = True
+    n: PositiveInt,
+    d: PositiveInt = 3,
+    allow_round_up: bool = True,
 ) -> list[int]:
     """The `d` most even integer factors of `n`, or of a slightly larger round number.
 
@@ -322,7 +341,10 @@ _SLACK = 1e-9
 """Tolerance when entropies of rounded roots are compared."""
 
 
-def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
+def _most_even_factors(
+    n: int,
+    d: int,
+) -> tuple[float, tuple[int, ...]]:
     """Finds the most even `d` factors of `n`, and returns their entropy and the ascending factors.
 
     Among factors with equal entropies, the lexicographically largest win. If `n` has fewer than `d`
@@ -331,10 +353,14 @@ def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
     """
     candidates = np.arange(1, math.isqrt(n) + 1)
     small = candidates[n % candidates == 0].tolist()
-    divisors = sorted({*small, *(n // factor for factor in small)})
+    large = [n // factor for factor in small]
+    divisors = sorted({*small, *large})
     best: tuple[float, tuple[int, ...]] = (-1.0, ())
 
-    def search(chosen: tuple[int, ...], remainder: int) -> None:
+    def search(
+        chosen: tuple[int, ...],
+        remainder: int,
+    ) -> None:
         """Tries all ascending factors of `remainder` after the factors in `chosen`.
 
         Factors are tried from the most even to the least even. For each factor, an even split of
@@ -372,10 +398,15 @@ def _most_even_factors(n: int, d: int) -> tuple[float, tuple[int, ...]]:
 def _entropy(factors: tuple[float, ...]) -> float:
     """Entropy of the factors divided by their sum, rounded to 12 decimals to make ties exact."""
     total = sum(factors)
-    return round(-sum(x / total * math.log(x / total) for x in factors), 12)
+    shares = [factor / total for factor in factors]
+    entropy = -sum(share * math.log(share) for share in shares)
+    return round(entropy, 12)
 
 
-def _cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[int]:
+def _cheapest_p_shapes(
+    num_embeddings: int,
+    slice_sizes: Sequence[int],
+) -> list[int]:
     """Row factors with the fewest parameters of the cores, `sum(p * slice_size)`.
 
     The sum is smallest when all its terms are equal,
@@ -389,7 +420,9 @@ def _cheapest_p_shapes(num_embeddings: int, slice_sizes: Sequence[int]) -> list[
 
 
 def _cheapest_factors(
-    rows: int, order: list[int], slice_sizes: Sequence[int]
+    rows: int,
+    order: list[int],
+    slice_sizes: Sequence[int],
 ) -> tuple[int, dict[int, int]]:
     """Smallest number of parameters of the cores in `order`, and the row factor of each core.
 
@@ -401,10 +434,12 @@ def _cheapest_factors(
         return rows * size, {core: rows}
     log_sizes = [math.log(slice_sizes[t]) for t in order]
     log_product = math.log(rows) + sum(log_sizes)
-    ideal = math.floor(math.exp(log_product / len(order) - math.log(size)))
+    log_ideal = log_product / len(order) - math.log(size)
+    ideal = math.floor(math.exp(log_ideal))
     candidates = []
     for p in range(max(1, ideal - 1), ideal + 3):
-        cost, factors = _cheapest_factors(-(-rows // p), later_cores, slice_sizes)
-        candidates.append((cost + p * size, p, factors))
+        later_rows = -(-rows // p)
+        later_cost, factors = _cheapest_factors(later_rows, later_cores, slice_sizes)
+        candidates.append((later_cost + p * size, p, factors))
     cost, p, factors = min(candidates, key=lambda candidate: candidate[:2])
     return cost, {core: p, **factors}

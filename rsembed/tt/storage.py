@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
+import math
 import re
 from collections.abc import Hashable, Mapping, Sequence
 from typing import cast, no_type_check
@@ -106,7 +107,8 @@ class TensorTrain(Storage):
         check_fields(self)
         for name in ("tt_ranks", "tt_p_shapes", "tt_q_shapes"):
             value = getattr(self, name)
-            object.__setattr__(self, name, None if value is None else tuple(value))
+            if value is not None:
+                object.__setattr__(self, name, tuple(value))
         if (self.tt_ranks is None) == (self.bytes is None):
             raise ValueError("TensorTrain needs either tt_ranks or bytes.")
         if self.bytes is not None and (self.tt_p_shapes or self.tt_q_shapes):
@@ -141,7 +143,8 @@ class TensorTrain(Storage):
         """Factors and ranks of all tables that share the storage with `table`."""
         all_specs = []
         for member in self.tables_of(table):
-            all_specs.append(cast(TensorTrain, member.storage).spec_of(member))
+            storage = cast(TensorTrain, member.storage)
+            all_specs.append(storage.spec_of(member))
         return tuple(all_specs)
 
     def resolved(self, table: TableSpec) -> TensorTrain:
@@ -159,7 +162,11 @@ class TensorTrain(Storage):
             weight_dist="normal",
         )
 
-    def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
+    def resizable(
+        self,
+        table: TableSpec,
+        saved: str,
+    ) -> tuple[tuple[str, ...], ...] | None:
         """Paths in the state of the first core and its slots, if `table` may be resized.
 
         The result is None if the table differs from `saved` in more than the first row factor.
@@ -194,7 +201,11 @@ class TensorTrain(Storage):
         return self.tables or (table,)
 
     def unstack(
-        self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
+        self,
+        params: Params,
+        slots: AllSlots,
+        table: TableSpec,
+        num_shards: int,
     ) -> list[tuple[Params, AllSlots]]:
         """Cores and slots of each table that shares the storage.
 
@@ -212,11 +223,15 @@ class TensorTrain(Storage):
         return list(zip(cores, core_slots, strict=True))
 
     def stack(
-        self, parts: Sequence[tuple[Params, AllSlots]], like: Params, num_shards: int
+        self,
+        parts: Sequence[tuple[Params, AllSlots]],
+        like: Params,
+        num_shards: int,
     ) -> State:
         """All tables in shared arrays, from the arrays of each table (inverse of `unstack`)."""
         del like, num_shards
-        return joined([cores for cores, _ in parts]), joined([slots for _, slots in parts])
+        cores, slots = zip(*parts, strict=True)
+        return joined(cores), joined(slots)
 
     def check(self, table: TableSpec) -> None:
         """Checks that this storage can store the table.
@@ -244,7 +259,11 @@ class TensorTrain(Storage):
             raise ValueError(f"table {table.name!r}: {error}") from error
 
     def init(
-        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+        self,
+        key: PRNGKeyArray,
+        table: TableSpec,
+        shard: Int[Array, ""],
+        num_shards: int,
     ) -> State:
         """Parameters with random cores and an empty cache, and their initial slots."""
         del shard, num_shards
@@ -252,7 +271,10 @@ class TensorTrain(Storage):
         return self.init_from_keys(table_keys(key, names), table)
 
     def init_from_keys(
-        self, keys: PRNGKeyArray, table: TableSpec, weight_dist: WeightDistribution | None = None
+        self,
+        keys: PRNGKeyArray,
+        table: TableSpec,
+        weight_dist: WeightDistribution | None = None,
     ) -> tuple[Params, AllSlots]:
         """Parameters with random cores and an empty cache, and their initial slots.
 
@@ -272,28 +294,44 @@ class TensorTrain(Storage):
         # One vmapped program draws all tables of equal shape and distribution.
         for (spec, dist), numbers in numbers_by_kind.items():
             draw = functools.partial(init_cores, spec=spec, weight_dist=dist, dtype=table.dtype)
-            batched_cores = jax.vmap(draw)(keys[np.asarray(numbers)])
+            kind_keys = keys[np.asarray(numbers)]
+            batched_cores = jax.vmap(draw)(kind_keys)
             for k, number in enumerate(numbers):
                 cores_by_number[number] = tuple(core[k] for core in batched_cores)
-        cores = joined([cores_by_number[number] for number in range(len(tables))])
-        return self.with_empty_cache(cores, init_core_slots(table.optimizer, cores), table)
+        cores_of_tables = [cores_by_number[number] for number in range(len(tables))]
+        cores = joined(cores_of_tables)
+        slots = init_core_slots(table.optimizer, cores)
+        return self.with_empty_cache(cores, slots, table)
 
     def with_empty_cache(
-        self, cores: Cores, slots: AllSlots, table: TableSpec
+        self,
+        cores: Cores,
+        slots: AllSlots,
+        table: TableSpec,
     ) -> tuple[Params, AllSlots]:
         """Adds an empty cache to cores and their slots, if the storage has a cache."""
         if not self.cache_rows:
             return cores, slots
         capacity = min(self.cache_rows, self.num_ids(table))
         rows = jnp.zeros((capacity, table.embedding_dim), jnp.float32)
-        directory = hot_rows.empty(capacity, hot_rows.num_counts_of(capacity, self.counted_ids))
-        return CachedTrain(cores, rows, directory), (slots, table.optimizer.init_slots(rows))
+        row_slots = table.optimizer.init_slots(rows)
+        num_counts = hot_rows.num_counts_of(capacity, self.counted_ids)
+        directory = hot_rows.empty(capacity, num_counts)
+        return CachedTrain(cores, rows, directory), (slots, row_slots)
 
     def num_ids(self, table: TableSpec) -> int:
         """Number of rows of all tables that share the storage."""
-        return sum(member.vocabulary_size for member in self.tables_of(table))
+        num_rows = 0
+        for member in self.tables_of(table):
+            num_rows += member.vocabulary_size
+        return num_rows
 
-    def look_up(self, params: Params, call: Call, table: TableSpec) -> list[Float[Array, "_ dim"]]:
+    def look_up(
+        self,
+        params: Params,
+        call: Call,
+        table: TableSpec,
+    ) -> list[Float[Array, "_ dim"]]:
         """Pooled rows of every list of a call, in float32.
 
         The result is differentiable in cores, cached rows and weights.
@@ -320,11 +358,15 @@ class TensorTrain(Storage):
             num_bags=sum(sizes),
             implementation=implementation,
         )
-        outputs = jnp.split(pooled, np.cumsum(sizes)[:-1].tolist())
+        ends = np.cumsum(sizes).tolist()
+        outputs = jnp.split(pooled, ends[:-1])
         if not isinstance(params, CachedTrain) or cache_call is None:
             return outputs
         cache_outputs = api.lookup((params.rows,), cache_call)
-        return [a + b for a, b in zip(outputs, cache_outputs, strict=True)]
+        sums = []
+        for output, cache_output in zip(outputs, cache_outputs, strict=True):
+            sums.append(output + cache_output)
+        return sums
 
     def pooled(
         self,
@@ -338,44 +380,71 @@ class TensorTrain(Storage):
         """See `Storage.pooled`. Unless rows are quantized, they are summed as they are computed."""
         if table.quantization_config is not None:
             return super().pooled(params, keys, call, table, pool, ahead)
-        return self.look_up(params, call, table), jnp.zeros((), jnp.int32)
+        num_missing = jnp.zeros((), jnp.int32)
+        return self.look_up(params, call, table), num_missing
 
     def read(
-        self, params: Params, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
+        self,
+        params: Params,
+        keys: Keys,
+        table: TableSpec,
+        ahead: ReadAhead | None = None,
     ) -> Vectors:
         """Rows of `keys` in float32, from the cache or the cores.
 
         The number of keys without a row, which `Storage.read` also returns, is always 0.
         """
         del ahead
-        return self.vectors(params, _rows(keys), table), jnp.zeros((), jnp.int32)
+        num_missing = jnp.zeros((), jnp.int32)
+        return self.vectors(params, _rows(keys), table), num_missing
 
     def vectors(
-        self, params: Params, rows: Int[Array, " nnz"], table: TableSpec
+        self,
+        params: Params,
+        rows: Int[Array, " nnz"],
+        table: TableSpec,
     ) -> Float[Array, "nnz dim"]:
         """Rows with the row numbers `rows`, in float32, from the cache or the cores."""
-        return self.look_up(params, Call.of([IdList.single(rows)], ["sum"]), table)[0]
+        call = Call.of([IdList.single(rows)], ["sum"])
+        return self.look_up(params, call, table)[0]
 
-    def whole(self, params: Params, table: TableSpec, number: int) -> Float[Array, "vocab dim"]:
+    def whole(
+        self,
+        params: Params,
+        table: TableSpec,
+        number: int,
+    ) -> Float[Array, "vocab dim"]:
         """All rows, in float32, of table `number` among the tables that share the storage."""
         specs = self.specs_of(table)
-        first = sum(spec.num_embeddings for spec in specs[:number])
-        table_cores = parts(cores_of(params), [spec.tt_p_shapes for spec in specs])[number]
-        rows = full_weight(specs[number], table_cores)
+        sizes = [spec.tt_p_shapes for spec in specs]
+        cores_of_tables = parts(cores_of(params), sizes)
+        rows = full_weight(specs[number], cores_of_tables[number])
         if not isinstance(params, CachedTrain):
             return rows
+        first_row = 0
+        for spec in specs[:number]:
+            first_row += spec.num_embeddings
         ids = params.directory.ids
-        table_ids = jnp.where(ids < first, NO_ROW, ids - first)
+        table_ids = jnp.where(ids < first_row, NO_ROW, ids - first_row)
         return rows.at[table_ids].set(params.rows, mode="drop")
 
     def rows(
-        self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
+        self,
+        params: Params,
+        slots: AllSlots,
+        table: TableSpec,
+        num_shards: int,
     ) -> dict[str, Array]:
         """All rows of a table in float32, from the cache or the cores, under the name "values"."""
-        return {"values": cast(TensorTrain, table.storage).whole(params, table, 0)}
+        storage = cast(TensorTrain, table.storage)
+        return {"values": storage.whole(params, table, 0)}
 
     def optimizer_state(
-        self, params: Params, slots: AllSlots, table: TableSpec, num_shards: int
+        self,
+        params: Params,
+        slots: AllSlots,
+        table: TableSpec,
+        num_shards: int,
     ) -> AllSlots:
         """Copies of the slots of the cores and, with a cache, of the cached rows."""
         return jax.tree.map(jnp.copy, slots)
@@ -396,18 +465,28 @@ class TensorTrain(Storage):
         rows = _rows(keys)
         if not self.cache_rows:
             return params, slots, rows
-        params = params._replace(directory=hot_rows.count(params.directory, rows, occurrences))
+        directory = hot_rows.count(params.directory, rows, occurrences)
+        params = params._replace(directory=directory)
         number = jnp.int32(0) if step.number is None else step.number
-        is_due = (number % self.populate_every == self.populate_every - 1).astype(jnp.int32)
-        populate = functools.partial(self.populate, table=table)
+        is_due = number % self.populate_every == self.populate_every - 1
+
+        def populate(
+            _: Array,
+            state: tuple[CachedTrain, AllSlots],
+        ) -> tuple[CachedTrain, AllSlots]:
+            params, slots = state
+            return self.populate(params, slots, table)
+
         # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
-        params, slots = jax.lax.fori_loop(
-            0, is_due, lambda _, state: populate(*state), (params, slots)
-        )
+        num_iterations = is_due.astype(jnp.int32)
+        params, slots = jax.lax.fori_loop(0, num_iterations, populate, (params, slots))
         return params, slots, rows
 
     def populate(
-        self, params: CachedTrain, slots: AllSlots, table: TableSpec
+        self,
+        params: CachedTrain,
+        slots: AllSlots,
+        table: TableSpec,
     ) -> tuple[CachedTrain, AllSlots]:
         """Fills the cache with the most read rows, and returns new parameters and slots.
 
@@ -454,21 +533,37 @@ class TensorTrain(Storage):
 
     def core_slots(self, slots: AllSlots) -> AllSlots:
         """Optimizer state of the cores, without the optimizer state of cached rows."""
-        return cast(AllSlots, slots[0]) if self.cache_rows else slots
+        if self.cache_rows:
+            return cast(AllSlots, slots[0])
+        return slots
 
-    def gradients(self, params: Params, gradients: CallGradients, table: TableSpec) -> Cores:
+    def gradients(
+        self,
+        params: Params,
+        gradients: CallGradients,
+        table: TableSpec,
+    ) -> Cores:
         """Gradients of all cores in float32, before they are rounded to the dtype of the cores."""
 
         def widened(leaf: Array) -> Array:
             return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
+        def outputs(params: Params) -> list[Array]:
+            return self.look_up(params, gradients.call, table)
+
         wide_params = jax.tree.map(widened, params)
-        _, pull = jax.vjp(lambda params: self.look_up(params, gradients.call, table), wide_params)
-        (d_params,) = pull([d_output.astype(jnp.float32) for d_output in gradients.d_outputs])
+        _, pull = jax.vjp(outputs, wide_params)
+        d_outputs = [d_output.astype(jnp.float32) for d_output in gradients.d_outputs]
+        (d_params,) = pull(d_outputs)
         return cores_of(d_params)
 
     def step_all(
-        self, params: Cores, slots: AllSlots, gradients: Cores, table: TableSpec, step: Step
+        self,
+        params: Cores,
+        slots: AllSlots,
+        gradients: Cores,
+        table: TableSpec,
+        step: Step,
     ) -> State:
         """Steps all slices in float32, and returns new cores and slots.
 
@@ -480,14 +575,22 @@ class TensorTrain(Storage):
             rounded = gradient.astype(core.dtype).astype(jnp.float32)
             wide = core.astype(jnp.float32)
             stepped, stepped_slots = table.optimizer.step_rows(
-                wide, core_slots, rounded, step.hyper
+                wide,
+                core_slots,
+                rounded,
+                step.hyper,
             )
             new_cores.append(stepped.astype(core.dtype))
             new_slots.append(stepped_slots)
         return tuple(new_cores), tuple(new_slots)
 
     def with_rows(
-        self, params: Params, slots: AllSlots, rows: TableRows, table: TableSpec, num_shards: int
+        self,
+        params: Params,
+        slots: AllSlots,
+        rows: TableRows,
+        table: TableSpec,
+        num_shards: int,
     ) -> State:
         """Replaces the cores and empties the cache. Returns new parameters and unchanged slots.
 
@@ -534,32 +637,48 @@ class TensorTrain(Storage):
         """Number of values in the cores and the cache, and number of values in their slots."""
         spec = self.spec_of(table)
         num_cached = min(self.cache_rows, table.vocabulary_size)
-        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in spec.core_shapes]
-        arrays.append(jax.ShapeDtypeStruct((num_cached, table.embedding_dim), jnp.float32))
-        slots = jax.eval_shape(lambda arrays: init_core_slots(table.optimizer, arrays), arrays)
+        cache_shape = (num_cached, table.embedding_dim)
+        arrays = []
+        for shape in (*spec.core_shapes, cache_shape):
+            arrays.append(jax.ShapeDtypeStruct(shape, jnp.float32))
+        init_slots = functools.partial(init_core_slots, table.optimizer)
+        slots = jax.eval_shape(init_slots, arrays)
         num_slot_values = sum(leaf.size for leaf in jax.tree.leaves(slots))
-        return spec.num_params + num_cached * table.embedding_dim, num_slot_values
+        return spec.num_params + math.prod(cache_shape), num_slot_values
 
-    def counts(self, params: Params, num_shards: int) -> dict[str, np.ndarray]:
+    def counts(
+        self,
+        params: Params,
+        num_shards: int,
+    ) -> dict[str, np.ndarray]:
         """Fields of the `CacheReport` by name, repeated for each shard.
 
         The dictionary is empty if the storage has no cache.
         """
         if not isinstance(params, CachedTrain):
             return {}
-        report = params.directory.report()
-        return {name: np.full(num_shards, value) for name, value in report._asdict().items()}
+        report = params.directory.report()._asdict()
+        return {name: np.full(num_shards, value) for name, value in report.items()}
 
 
 def joined(parts: Sequence[tuple[PyTree, ...]]) -> PyTree:
     """Concatenates the leaves of several trees, one tree per table, along the first axis."""
     if len(parts) == 1:
         return parts[0]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+
+    def concatenated(*leaves: Array) -> Array:
+        return jnp.concatenate(leaves)
+
+    return jax.tree.map(concatenated, *parts)
 
 
 @functools.cache
-def _spec_of(storage: TensorTrain, rows: int, dim: int, dtype: str) -> TTSpec:
+def _spec_of(
+    storage: TensorTrain,
+    rows: int,
+    dim: int,
+    dtype: str,
+) -> TTSpec:
     """Factors and ranks of a storage for a table with `rows` rows and `dim` columns."""
     if storage.tt_ranks is None:
         return TTSpec.for_budget(rows, dim, bytes=cast(int, storage.bytes), dtype=dtype)
@@ -570,9 +689,16 @@ def _shapes(arrays: Sequence[PyTree]) -> list[tuple[int, ...]]:
     return [np.shape(array) for array in arrays]
 
 
-def init_core_slots(rule: OptimizerSpec, cores: Sequence[PyTree]) -> tuple[Slots, ...]:
+def init_core_slots(
+    rule: OptimizerSpec,
+    cores: Sequence[PyTree],
+) -> tuple[Slots, ...]:
     """Initial optimizer state of each core."""
-    return tuple(rule.init_slots(core.astype(jnp.float32)) for core in cores)
+    slots = []
+    for core in cores:
+        wide_core = core.astype(jnp.float32)
+        slots.append(rule.init_slots(wide_core))
+    return tuple(slots)
 
 
 def cores_of(params: Params) -> Cores:
@@ -581,7 +707,11 @@ def cores_of(params: Params) -> Cores:
 
 
 def _cache_call(
-    directory: Directory, call: Call, rows: Array, bags: Array, gains: Array
+    directory: Directory,
+    call: Call,
+    rows: Array,
+    bags: Array,
+    gains: Array,
 ) -> tuple[Int[Array, " nnz"], Call]:
     """Cache slot of every entry of `call`, and a kernel call that reads the cached rows.
 
@@ -593,7 +723,8 @@ def _cache_call(
       gains: factor of every entry. The returned call has the gains as weights, because the gains of
         a mean depend on all entries of a bag, including entries that are not cached.
     """
-    cache_slots = directory.find(jnp.where(bags == NO_ROW, NO_ROW, rows))
+    read_rows = jnp.where(bags == NO_ROW, NO_ROW, rows)
+    cache_slots = directory.find(read_rows)
     lists = []
     first = 0
     for ids in call.with_ids(cache_slots).lists:
@@ -610,4 +741,5 @@ def _cache_call(
 
 def _rows(keys: Keys) -> Int[Array, " nnz"]:
     """Row numbers of `keys`. Padding gets `NO_ROW`."""
-    return jnp.where(keys.is_key, keys.low.astype(jnp.int32), NO_ROW)
+    rows = keys.low.astype(jnp.int32)
+    return jnp.where(keys.is_key, rows, NO_ROW)
