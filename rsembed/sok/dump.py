@@ -27,11 +27,11 @@ from rsembed.storage.logical_rows import array_names, places_by_key, room_needed
 def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
     """Host copies of all keys of a table in ascending order, with their rows and optimizer state.
 
-    Equal tables are saved as equal arrays, for any number of devices.
+    The arrays do not depend on the number of devices.
 
-    Returns: `keys`, `values` and one `slot_<name>` per optimizer slot. A hash table also saves
-      `last_step` and `count`, and with admission by count `waiting_keys`, `waiting_last_step` and
-      `waiting_count`.
+    Returns: arrays `keys`, `values` and one `slot_<name>` per optimizer slot. For a hash table,
+      there are also `last_step` and `count`. If the table admits keys by their count, there are
+      also `waiting_keys`, `waiting_last_step` and `waiting_count`.
     """
     tables = variable.table.collection.tables(state_of(variable))
     rows: dict[str, np.ndarray] = tables[variable.table.spec.name]
@@ -45,12 +45,13 @@ def assign_rows(
     *,
     allow_nonfinite: bool = False,
 ) -> None:
-    """Writes rows by key. Rows of known keys are overwritten, and a hash table adds the other keys.
+    """Writes rows by key. Rows of known keys are overwritten, and a hash table adds new keys.
 
     Args:
       variable: table to write to.
       rows: `keys [n]`, `values [n, dim]` and any other arrays that `export_rows` returns. Missing
-        slots start at their initial values. Without `last_step`, the keys count as used now.
+        slots start at their initial values. Without `last_step`, all keys count as used at the
+        current step.
       allow_nonfinite: see `EmbeddingCollection.with_tables`.
 
     Raises: ValueError: a number is not finite, an array has the wrong shape or dtype, or keys
@@ -75,7 +76,7 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
 
     Args:
       path: a folder that does not exist yet.
-      variables: `EmbeddingVariable`s, or a model that has some.
+      variables: list of `EmbeddingVariable`s, or a model that contains such variables.
       optimizer: ignored; accepted because SOK's function has this argument. In rsembed the tables
         have the optimizer state.
 
@@ -106,18 +107,19 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
 
     The number of devices may differ from that of the dump.
 
-    Rows are read a few MiB at a time. If there is an error, no table changes.
+    Rows are read a few MiB at a time. If an error is raised, no table has changed.
 
     Args:
       path: folder of the dump.
-      variables: as for `dump`. Keys that are not in the dump become new keys.
+      variables: list of `EmbeddingVariable`s, or a model that contains such variables. Keys of a
+        table that are not in the dump lose their rows.
       optimizer: ignored; accepted because the function of the Sparse Operation Kit has this
         argument.
 
     Raises:
       ValueError: the dump has other tables, or a table has a different dim or optimizer, a dtype
         that cannot hold the dumped values, or too few rows for the dumped keys.
-      CorruptCheckpointError: the files are damaged.
+      CorruptCheckpointError: files of the dump are damaged.
     """
     del optimizer
     folder = Path(path)
@@ -132,7 +134,7 @@ def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
         arrays = _arrays_of_table(folder, manifest, name)
         _check_fits(path, facts[name], arrays, variable.table)
         loaded[name] = _loaded_copy(variable, arrays, facts[name]["step"])
-    # All rows have been read, so all tables change.
+    # All rows have been read without an error, so the tables can change.
     for name, variable in variable_of.items():
         variable.set_metadata(table=loaded[name].table)
         variable.set_value(loaded[name].get_value())
@@ -152,7 +154,7 @@ def _loaded_copy(
     arrays: Mapping[str, SavedArray],
     step: int,
 ) -> EmbeddingVariable:
-    """A new variable like `variable`, with the rows and the step of a dump."""
+    """Copy of `variable` with the rows and the step of a dump."""
     rows: dict[str, PyTree] = {}
     for array_name, array in arrays.items():
         is_matrix = len(array.shape) > 1
@@ -217,7 +219,7 @@ def _check_fits(
 
 
 def _description(table: VariableTable) -> dict[str, Any]:
-    """Metadata that must be equal in a dump and in the table that loads it."""
+    """Metadata of a table that must equal the metadata in a dump."""
     spec = table.spec
     return {
         "use_hashtable": isinstance(spec.storage, Hashed),

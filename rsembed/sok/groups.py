@@ -30,7 +30,7 @@ from rsembed.sok.variables import EmbeddingVariable, embedding_variable
 from rsembed.specs import Combiner, FeatureSpec, TableSpec
 
 Table = EmbeddingVariable | Float[Array, "rows dim"] | nnx.Variable
-"""A variable that trains itself, or a plain table that `jax.grad` differentiates."""
+"""An `EmbeddingVariable`, which has an optimizer, or a plain table for `jax.grad`."""
 
 
 def group_embedding_lookup_sparse(
@@ -52,7 +52,8 @@ def group_embedding_lookup_sparse(
     Args:
       params: one table per output, of any dim: `EmbeddingVariable`s, or plain tables `[rows, dim]`
         (arrays or `nnx.Param`s, which `jax.grad` differentiates).
-      sp_ids: ids for each table: `Bags`, lists, or an integer array `[batch, ids]` with padding -1.
+      sp_ids: ids for each table, as `Bags`, lists, or an integer array `[batch, ids]` with padding
+        -1.
       combiners: "sum", "mean" or "sqrtn" for each table.
       partition_strategy: "mod", the only supported value.
       sp_weights: weights for each table, with None for a table without weights.
@@ -60,11 +61,11 @@ def group_embedding_lookup_sparse(
       training: if True, a new key of an embedding variable reads the initial values of its row. If
         False, a key without a row reads zeros.
 
-    Returns: `[batch, dim]` for each table.
+    Returns: one array `[batch, dim]` per table, in the order of `params`.
 
     Raises:
-      ValueError: the lists differ in length, or an entry is wrong. The message names the group, and
-        the position of a wrong entry.
+      ValueError: the lists differ in length, or an entry is invalid. The message names the group,
+        and the position of an invalid entry.
       NotImplementedError: `partition_strategy` is not "mod".
 
     Source: DeepRec, `tf.nn.group_embedding_lookup_sparse`.
@@ -82,7 +83,7 @@ def group_embedding_lookup_vjp(
     sp_weights: Sequence[WeightsOfKeys] | None = None,
     name: str | None = None,
 ) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[ArrayLike]], None]]:
-    """Pooled rows of many tables for training, and `backward(d_outputs)`, which steps these rows.
+    """Pooled rows of many tables for training, and `backward(d_outputs)`, which updates the rows.
 
     See `group_embedding_lookup_sparse` for the arguments, but `params` must be
     `EmbeddingVariable`s.
@@ -186,8 +187,8 @@ def _features_of(
 ) -> tuple[dict[str, FeatureSpec], dict[str, EmbeddingVariable], dict[str, Array]]:
     """Feature specs, embedding variables and plain tables of a group, by name.
 
-    The names are positions in `params`, as strings. A `FeatureSpec` determines how rsembed reads
-    the ids.
+    A name contains the position of the table in `params`. A `FeatureSpec` determines how rsembed
+    reads the ids.
 
     Raises:
       TypeError: an entry of `params` is not a table.
@@ -229,7 +230,7 @@ def _pool(
 ) -> Float[Array, "batch dim"]:
     """Pooled rows of a table that is a plain array.
 
-    Each device has a copy of the table and pools its samples.
+    Each device has a copy of the table, and pools its part of the samples.
     """
 
     def on_device(values: Array, batch: PyTree) -> Array:
@@ -245,11 +246,11 @@ def _pool(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EmbeddingColumn:
-    """A feature and the table that has the rows of its ids.
+    """A feature, and the table that has a row for each id of the feature.
 
     Attributes:
       feature: name of the feature in the batch.
-      variable: table to look up in.
+      variable: table that the feature reads.
       combiner: "sum", "mean" or "sqrtn".
     """
 
@@ -259,12 +260,12 @@ class EmbeddingColumn:
 
 
 def group_embedding_column_scope(name: str | None = None) -> contextlib.AbstractContextManager[str]:
-    """DeepRec's scope for columns.
+    """Context manager that yields the name of a group of columns, as in DeepRec.
 
-    The scope has no effect: `input_layer` always groups its columns.
+    The context has no effect, because `input_layer` groups all its columns.
 
     Args:
-      name: name of the group, which the scope yields.
+      name: name of the group, by default "group".
 
     Source: DeepRec, `tf.feature_column.group_embedding_column_scope`.
 
@@ -287,7 +288,7 @@ def embedding_column(
     combiner: str = "mean",
     **options: Any,
 ) -> EmbeddingColumn:
-    """A column that looks up `feature` in a new table with the same name.
+    """A column that looks up `feature` in a new table with the name of the feature.
 
     For a column with an existing table, call `EmbeddingColumn`.
 
@@ -325,9 +326,9 @@ def input_layer_vjp(
     features: Mapping[str, KeysOfBags],
     columns: Sequence[EmbeddingColumn],
 ) -> tuple[Float[Array, "batch _"], Callable[[ArrayLike], None]]:
-    """`input_layer` for training, and `backward(d_output)`, which steps the rows that were read.
+    """Result of `input_layer` for training, and `backward(d_output)`, which updates the rows.
 
-    Raises: ValueError: see `input_layer`. `backward` raises ValueError, before anything changes, if
+    Raises: ValueError: see `input_layer`. `backward` raises ValueError before it changes a table if
       the shapes of gradient and output differ.
     """
     outputs, step = _read_columns(features, columns, training=True)

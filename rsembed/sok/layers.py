@@ -26,7 +26,7 @@ Batch = tuple[KeysOfBags, WeightsOfKeys]
 
 
 class _Layer(nnx.Module):
-    """Base of both layers: a sharded table, and batches with `slot_num` features per sample."""
+    """Base of both layers: a sharded table that the `slot_num` features of a sample share."""
 
     def __init__(
         self,
@@ -53,12 +53,12 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        # The engine is made and cached here, so that the first step is not slower.
+        # Make and cache the engine now, so that the first step is not slower than later steps.
         lookups.engine_of(((self.variable.table.kind, (combiner,), False),))
 
     @property
     def embedding_variable(self) -> EmbeddingVariable:
-        """The table of the layer, by SOK's name."""
+        """Table of the layer. The attribute has the name that SOK uses."""
         return self.variable
 
     def _look_up(
@@ -68,7 +68,7 @@ class _Layer(nnx.Module):
         training: bool,
         *axes: int,
     ) -> tuple[Array, StepOnce]:
-        """Rows of a batch in the shape `[*axes, dim]`, and the function that trains them."""
+        """Rows of a batch in the shape `[*axes, dim]`, and the function that trains the table."""
         table = self.variable.table
         bags = inputs.prepare(
             table.collection.features,
@@ -89,7 +89,7 @@ class _Layer(nnx.Module):
         return output, backward
 
     def _read(self, batch: Batch) -> dict[str, Bags]:
-        """Bags of a batch, by the name of the layer.
+        """Bags of a batch, after checks of their number and sizes, by the name of the layer.
 
         Raises: ValueError: the bags are not whole samples, or a bag has a wrong number of keys.
         """
@@ -100,10 +100,10 @@ class _Layer(nnx.Module):
                 f"{what}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} "
                 "each; pass [batch, slot_num, keys] or [batch * slot_num, keys]."
             )
-        if bags.dense_shape is not None:  # The shape is known even inside `jit`.
+        if bags.dense_shape is not None:  # The shape is also known inside `jit`.
             lengths = np.full(bags.num_bags, math.prod(bags.dense_shape[1:]))
         elif inputs.is_unknown(bags):
-            return {self.name: bags}  # `as_bags` rejects traced ragged bags.
+            return {self.name: bags}  # Numbers of keys are unknown inside `jit`.
         else:
             lengths = np.diff(np.asarray(bags.offsets))
         if self.combiner == "none":
@@ -126,22 +126,23 @@ class DistributedEmbedding(_Layer):
     """Pooled rows of `slot_num` features that share one table, sharded over all devices.
 
     `layer(keys)` looks up rows and trains nothing. A key without a row reads zeros.
-    `out, backward = layer.vjp(keys)` is the lookup of a training step. New keys read the initial
-    values of their rows. `backward(d_out)` stores the rows of new keys and steps every row that was
-    read. `backward` can be called once. Lookups and `backward` work eagerly and under `nnx.jit`.
-    `nnx.jit` copies the table unless it is donated (`donate_argnums`). The result does not depend
-    on the number of devices.
+    `out, backward = layer.vjp(keys)` is the lookup of a training step. In this lookup, new keys
+    read the initial values of their rows. `backward(d_out)` stores the rows of new keys and updates
+    every row that was read. `backward` can be called once per lookup. Lookups and `backward` work
+    eagerly and under `nnx.jit`. `nnx.jit` copies the table unless it is donated (`donate_argnums`).
+    The result does not depend on the number of devices.
 
     Args:
       combiner: "sum", "mean" or "sqrtn" over the keys of a slot, in any case.
       max_vocabulary_size_per_gpu: number of rows on each device.
       embedding_vec_size: number of columns of the table.
-      slot_num: number of features per sample. All features read the same rows for the same key. To
-        separate them, make the feature a part of the key.
-      max_nnz: largest number of keys per slot.
-      max_feature_num: ignored. In SOK's layer, it is the largest number of keys per sample.
-      use_hashtable: if True, keys are any integers and get rows in their first training step. If
-        False, keys are row numbers below `max_vocabulary_size_per_gpu * devices`.
+      slot_num: number of features per sample. All features read the same rows for the same key. For
+        different rows, make the index of the feature a part of the key.
+      max_nnz: maximum number of keys per slot.
+      max_feature_num: ignored. In SOK's layer, this argument is the maximum number of keys per
+        sample.
+      use_hashtable: if True, the default, keys are any integers and get rows in their first
+        training step. If False, keys are row numbers below `max_vocabulary_size_per_gpu * devices`.
       name: name of the table, for errors and dumps. The initial rows depend on the name.
       **options: `key_dtype`, `embedding_initializer`, `optimizer`, `context`, `rngs` and policies,
         see `embedding_variable`.
@@ -201,7 +202,7 @@ class DistributedEmbedding(_Layer):
           keys: integers or `Keys` of shape `[batch, slot_num, keys]` or `[batch * slot_num, keys]`,
             with padding -1 for signed dtypes. `Bags`, or lists with one bag per sample and slot,
             are also accepted. With several processes, each process passes its part of the batch.
-          weights: one weight per key. None: ones.
+          weights: one weight per key, 1 by default.
           training: if True, new keys read the initial values of their rows. If False, new keys read
             zeros.
 
@@ -229,17 +230,18 @@ class All2AllDenseEmbedding(_Layer):
     """One row per key, without pooling, from a table that is sharded over all devices.
 
     Use the layer like `DistributedEmbedding`. With `dynamic_input`, `keys` is a flat list of any
-    length, such as the result of `unique`, and the rows are in its order. With several processes,
-    every process passes the same number of keys (pad with -1). The result has one row per key, and
-    zero rows at the end if the device count does not divide the number of keys.
+    length, such as the result of `unique`, and the result has the rows in the order of this list.
+    With several processes, every process passes the same number of keys (pad with -1). The result
+    then has one row per key, and rows of zeros at the end if the number of keys is not a multiple
+    of the number of devices.
 
     Args:
       max_vocabulary_size_per_gpu: number of rows on each device.
       embedding_vec_size: number of columns of the table.
       slot_num: number of features per sample. All features read the same rows for the same key.
       nnz_per_slot: number of keys in every slot.
-      dynamic_input: if True, keys are `[num_keys]`. If False, keys are
-        `[batch, slot_num, nnz_per_slot]`.
+      dynamic_input: if True, `keys` has the shape `[num_keys]`. If False, the default, `keys` has
+        the shape `[batch, slot_num, nnz_per_slot]`.
       use_hashtable: see `DistributedEmbedding`.
       name: name of the table, for errors and dumps. The initial rows depend on the name.
       **options: see `DistributedEmbedding`.
@@ -285,8 +287,8 @@ class All2AllDenseEmbedding(_Layer):
         """Row of each key: `[batch, slot_num, nnz_per_slot, dim]`, or `[num_keys, dim]`.
 
         Args:
-          keys: `[batch, slot_num, nnz_per_slot]`, or with `dynamic_input` `[num_keys]`. A key of -1
-            is padding and reads zeros.
+          keys: keys of shape `[batch, slot_num, nnz_per_slot]`, or `[num_keys]` with
+            `dynamic_input`. A key of -1 is padding and reads zeros.
           training: if True, new keys read the initial values of their rows. If False, new keys read
             zeros.
 
@@ -316,7 +318,7 @@ class All2AllDenseEmbedding(_Layer):
         return output, backward
 
     def _read_list(self, batch: Batch) -> dict[str, Bags]:
-        """One bag per key, padded to a multiple of the number of devices, by the layer's name.
+        """Bags of one key each, padded to a multiple of the number of devices, by the layer's name.
 
         Raises: ValueError: the keys are not a flat list.
         """
@@ -332,8 +334,7 @@ class All2AllDenseEmbedding(_Layer):
             keys = split_keys(keys, feature=what)
         num_shares = devices.num_devices
         if not inputs.is_unknown(bags):
-            # A local array has the keys of this process. Traced and global arrays have the keys of
-            # all.
+            # An array that is neither traced nor global has only the keys of this process.
             num_shares = num_shares // devices.num_processes
         xp: Any = np if isinstance(keys.low, np.ndarray) else jnp
         num_padded = -keys.low.shape[0] % num_shares

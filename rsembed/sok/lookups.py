@@ -1,7 +1,7 @@
 """Lookups of several embedding variables in one exchange, and the optimizer step that may follow.
 
-`rsembed.collection.engine.Engine` has the compiled programs. An engine is built for the tables of
-some variables.
+A `rsembed.collection.engine.Engine` is built for the tables of some variables, and has the compiled
+programs for these tables.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ KeysOfBags = Keys | Bags | ArrayLike | Sequence[object]
 WeightsOfKeys = ArrayLike | Sequence[object] | None
 ByStack = dict[str, PyTree]
 STACKS_TOGETHER = 25
-"""Largest number of variables that one compiled program looks up."""
+"""Maximum number of variables that one compiled program looks up."""
 
 
 def checked_combiner(combiner: str, what: str) -> Combiner:
-    """The combiner in lower case.
+    """`combiner` in lower case, after a check.
 
     Args:
       combiner: "sum", "mean" or "sqrtn", in any case.
@@ -59,7 +59,7 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str) -> Bags:
     Args:
       keys: integer array or `Keys` of shape `[..., keys per bag]` with padding -1, or any input of
         `as_bags`.
-      weights: one float per key, in the same structure as `keys`. None: ones.
+      weights: one float per key, in the structure of `keys`, 1 by default.
       feature: name of the feature, for errors.
 
     Raises: TypeError, ValueError: keys or weights are invalid. The message names the feature.
@@ -85,10 +85,12 @@ def engine_of(tables: tuple[EngineTable, ...]) -> Engine:
     """The `Engine` with the compiled programs for some tables on the same devices.
 
     Stacks are named by the position of their table, and features by the positions of table and
-    combiner, such as "0.1". Tables with equal sizes and rules therefore share compiled programs.
+    combiner, such as "0.1". Because these names do not contain the names of tables, tables with
+    equal sizes and optimizers share compiled programs.
 
     Args:
-      tables: a table that grows between a lookup and its step always has room in the lookup.
+      tables: tables of the engine. In a lookup, a table that grows before the step has room for all
+        keys.
     """
     stacks: dict[str, Stack] = {}
     features: dict[str, FeatureSpec] = {}
@@ -137,15 +139,16 @@ def _programs(
     *,
     grow: Sequence[bool],
 ) -> Iterator[_Program]:
-    """Engines that together look up all features, each for at most `STACKS_TOGETHER` variables.
+    """Engines that together look up all features.
 
-    The compile time of a program grows with the square of its number of tables. Variables with
-    equal tables are put together, so that their programs are equal and compiled once.
+    An engine has at most `STACKS_TOGETHER` variables, because the compile time of a program grows
+    with the square of its number of tables. Variables with equal tables are put into the same
+    engine, so that equal programs are compiled once.
 
     Args:
       variables: distinct embedding variables of all features.
       features: variable and combiner of each feature.
-      grow: for each variable, whether it grows between this lookup and its step.
+      grow: for each variable, whether its table grows between this lookup and the step.
     """
     numbers_by_kind: dict[int, list[int]] = {}
     for number, variable in enumerate(variables):
@@ -195,7 +198,7 @@ def _step(
     batch: Mapping[str, PyTree],
     d_outputs: Mapping[str, Float[Array, "_ _"]],
 ) -> Arrays:
-    """Runs one step, and returns new parameters, slots and step counts. `arrays` are donated."""
+    """Makes one step, and returns new parameters, slots and step counts. `arrays` is donated."""
     params, slots, numbers = arrays
     steps = {}
     for name, stack in engine.stacks.items():
@@ -215,10 +218,10 @@ class StepOnce:
       variables: distinct variables of the lookup.
       features: variable and combiner of each output.
       batch: keys of each output.
-      wanted: for each index in `variables`, the number of new keys on each device.
+      wanted: number of new keys on each device, by index in `variables`.
       shapes: shapes of the gradients.
       num_padded: trailing output rows that are padding and get a zero gradient.
-      is_used: whether the object has been called.
+      is_used: whether the function has been called.
     """
 
     variables: Sequence[EmbeddingVariable]
@@ -232,16 +235,17 @@ class StepOnce:
     def __call__(self, *d_outputs: ArrayLike) -> None:
         """Makes one optimizer step of every row that the lookup read. New keys get rows first.
 
-        The lookup of many tables is stepped by several programs. After an error, each table is
-        either stepped or unchanged, as the `step` of its state shows.
+        Many tables are updated by several programs, one after the other. After an error in a
+        program, the tables of earlier programs have been updated, and the other tables are
+        unchanged. The `step` of a table's state shows whether the table was updated.
 
         Args:
           *d_outputs: gradient of the loss over the global batch, for each output.
 
         Raises:
-          RuntimeError: this is the second call, or a table with `when_full="error"` has become full
-            since the lookup.
-          ValueError: the number of gradients, or the shape of one, differs from the outputs.
+          RuntimeError: the function has been called before, or a table with `when_full="error"` has
+            become full since the lookup.
+          ValueError: the gradients differ from the outputs in number or shape.
         """
         gradients = self._checked_gradients(d_outputs)
         if self.is_used:
@@ -255,10 +259,10 @@ class StepOnce:
             for number in range(len(self.variables)):
                 if self._may_fail_after_growth(number):
                     num_failed_before[number] = self._num_failed(number)
-        never_grow = [False] * len(self.variables)  # The tables were enlarged above.
+        never_grow = [False] * len(self.variables)  # Tables that grow were enlarged above.
         for program in _programs(self.variables, self.features, grow=never_grow):
-            # A program donates the old arrays, so the new ones are stored before the next program
-            # runs. If that program fails, the stored arrays are valid.
+            # A program donates the old arrays of its tables, so the new arrays are stored before
+            # the next program runs. If the next program fails, the stored arrays are still valid.
             self._run(program, gradients)
         for number, before in num_failed_before.items():
             num_failed = self._num_failed(number) - before
@@ -266,9 +270,9 @@ class StepOnce:
                 raise _full(self.variables[number], num_failed)
 
     def _checked_gradients(self, d_outputs: Sequence[ArrayLike]) -> list[Array]:
-        """Gradients of the outputs, checked, as float32 `[rows of the output, dim]`.
+        """Gradients of the outputs as float32 `[rows of the output, dim]`, after checks.
 
-        Padding rows have zeros.
+        Gradients of padding rows are zero.
         """
         if len(d_outputs) != len(self.shapes):
             problem = f"{len(d_outputs)} gradients came"
@@ -307,7 +311,10 @@ class StepOnce:
         return int(self.variables[number].counts()["failed"].sum())
 
     def _may_fail_after_growth(self, number: int) -> bool:
-        """Enlarges a full table if that is allowed. True if new keys may still get no row."""
+        """Enlarges a full table with `when_full="grow"`.
+
+        Returns: True if some new keys may still get no row.
+        """
         variable = self.variables[number]
         table = variable.table
         if table.when_full not in ("error", "grow"):
@@ -320,7 +327,7 @@ class StepOnce:
             num_missing = 0
         if num_missing > 0 or params.waiting is None:
             return num_missing > 0
-        # At most all keys of the batch wait for admission.
+        # In the worst case, all keys of the batch are new and wait for admission.
         num_keys = 0
         for (feature_variable, _), keys in zip(self.features, self.batch, strict=True):
             if feature_variable is variable:
@@ -340,12 +347,13 @@ def look_up_variables(
     Args:
       variables: table of each feature. Features may share a table.
       batch: keys `[bags, width]` of each feature, or pairs `(keys, weights)`, sharded by bag.
-      combiners: combiner of each feature. With "none", the shape is `[bags * width, dim]`.
+      combiners: combiner of each feature. With "none", the output has the shape
+        `[bags * width, dim]`.
       training: if True, new keys read the initial values of their rows. If False, new keys read
-        zeros. Keys without a free row read zeros for any `training`.
+        zeros. New keys without a free row always read zeros.
 
     Raises: RuntimeError: a table with `when_full="error"` has no room for the new keys. Inside
-      `jit`, there is no error, and `counts` has the number of failed keys.
+      `jit`, no error is raised, and `EmbeddingVariable.counts` has the number of failed keys.
     """
     by_identity = {id(variable): variable for variable in variables}
     distinct = list(by_identity.values())
@@ -372,7 +380,10 @@ def look_up_variables(
 
 
 def _check_room(variables: Sequence[EmbeddingVariable], wanted: Mapping[int, Array]) -> None:
-    """Raises: RuntimeError: a table with `when_full="error"` has no room for its new keys."""
+    """Checks that every table with `when_full="error"` has rows for its new keys.
+
+    Raises: RuntimeError: a table lacks rows.
+    """
     for number, variable in enumerate(variables):
         if variable.table.when_full != "error":
             continue
@@ -383,7 +394,10 @@ def _check_room(variables: Sequence[EmbeddingVariable], wanted: Mapping[int, Arr
 
 
 def _num_missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
-    """Number of rows that each device lacks for its new keys. A negative number means free rows."""
+    """Number of rows that each device lacks for its new keys.
+
+    The number is negative if rows remain free.
+    """
     num_free = on_host(keys.num_free).astype(np.int64)
     missing: np.ndarray = on_host(wanted) - num_free
     return missing

@@ -1,6 +1,6 @@
 """TensorFlow's two variants of Adam, by TensorFlow's names.
 
-All optimizers of `rsembed.optimizers` are accepted.
+Embedding variables also accept all optimizers of `rsembed.optimizers`.
 """
 
 from rsembed import optimizers

@@ -36,9 +36,9 @@ class Context:
     """Devices that share tables, and the size of the global batch.
 
     Attributes:
-      mesh: mesh of the devices. Tables are sharded over all its axes.
-      global_batch_size: number of samples per step on all devices. None: any multiple of the number
-        of devices.
+      mesh: mesh of the devices. Tables are sharded over all axes of the mesh.
+      global_batch_size: number of samples per step on all devices, by default any multiple of the
+        number of devices.
     """
 
     mesh: Mesh
@@ -46,7 +46,7 @@ class Context:
 
     @property
     def num_devices(self) -> int:
-        """Number of devices, and of shards of every table."""
+        """Number of devices, which is also the number of shards of every table."""
         return self.mesh.size
 
     @functools.cached_property
@@ -72,7 +72,10 @@ class Context:
             )
 
     def place(self, tree: PyTree) -> PyTree:
-        """Global arrays, sharded over all devices, from copies of the arrays of each process."""
+        """Global arrays, sharded over all devices, from the arrays of each process.
+
+        The arrays are copied.
+        """
         sharding = self.devices.sharding(self.devices.split)
 
         def place_copy(array: ArrayLike) -> jax.Array:
@@ -91,17 +94,17 @@ def Init(
     mesh: Mesh | None = None,
     **distributed: Any,
 ) -> Context:
-    """Connects the processes, if there are several, and chooses the devices that share tables.
+    """Connects the processes of a run, and chooses the devices that share tables.
 
     Call `Init` once, before the first layer. A second call affects only layers that are made later.
 
     Args:
       global_batch_size: number of samples per step on all devices. A batch of a different size is
-        an error. None: any size.
-      mesh: mesh of the devices that share tables. None: all devices.
+        an error. By default, batches may have any size.
+      mesh: mesh of the devices that share tables, by default a mesh of all devices.
       **distributed: options of `parallel.init`.
 
-    Raises: ValueError: the batch does not divide among the devices.
+    Raises: ValueError: `global_batch_size` is not a multiple of the number of devices.
 
     Source: Sparse Operation Kit, `sok.Init`.
 
@@ -132,9 +135,9 @@ class VariableTable:
     Attributes:
       spec: spec of the table, with storage `Hashed` or `RowNumbers`.
       context: devices that share the table.
-      when_full: what happens to new keys if a hash table is full. "grow" enlarges the table. None
-        for a table without a hash table.
-      evict_option: keys that `EmbeddingVariable.evict` evicts by default. None: no default.
+      when_full: policy for new keys of a full hash table, see `embedding_variable`. None for a
+        table without hashing.
+      evict_option: rule for the keys that `EmbeddingVariable.evict` evicts by default, or None.
     """
 
     spec: TableSpec
@@ -151,16 +154,16 @@ class VariableTable:
     def collection(self) -> EmbeddingCollection:
         """Collection with only this table.
 
-        The collection's methods take the value of the variable as state.
+        The methods of the collection take the value of the variable as state.
         """
         feature = FeatureSpec(name=self.spec.name, table_spec=self.spec)
         return EmbeddingCollection([feature], mesh=self.context.mesh)
 
     @functools.cached_property
     def kind(self) -> VariableTable:
-        """The first table that equals this table except for the name.
+        """The first table of this process for which the same programs are compiled.
 
-        Tables of equal kind share compiled programs.
+        Tables of one kind share compiled programs.
         """
         spec = self.spec
         key = (
@@ -175,7 +178,7 @@ class VariableTable:
         return _first_of_kind.setdefault(key, self)
 
     def init(self, key: PRNGKeyArray) -> EmbeddingState:
-        """Initial state: no rows in a hash table, else all rows.
+        """Initial state, with no rows for a hash table and all rows for another table.
 
         The initial rows depend on `key`.
         """
@@ -186,7 +189,7 @@ class VariableTable:
 class EmbeddingVariable(nnx.Variable):
     """A sharded table as a variable of a model.
 
-    The row optimizer of the table trains it, not optax.
+    The optimizer in the spec of the table updates the rows. Do not pass the variable to optax.
 
     `embedding_variable` and the layers make such variables. The attribute `table` is a
     `VariableTable`. The value of the variable is an `EmbeddingState`, and `table.collection`, an
@@ -212,16 +215,17 @@ class EmbeddingVariable(nnx.Variable):
         """Evicts keys and returns their rows. Call `evict` only outside `jit`.
 
         Args:
-          option: selects the keys to evict. If `option` and `keep` are None, the `evict_option` of
+          option: rule for the keys to evict. If `option` and `keep` are None, the `evict_option` of
             the table is used.
-          keep: number of keys on all devices that are not evicted. The policy `eviction` of the
-            table chooses these keys.
+          keep: number of keys, on all devices together, that are not evicted. The policy `eviction`
+            of the table chooses these keys.
 
         Returns: the evicted rows, as `export_rows` returns them. `assign_rows` restores these rows.
 
         Raises:
-          ValueError: `option` and the table's option are both None, or `keep` is negative.
-          NotImplementedError: the table has no hash table.
+          ValueError: neither `keep`, `option` nor the table's `evict_option` selects keys to evict,
+            or `keep` is negative.
+          NotImplementedError: the table is not a hash table.
           RuntimeError: the call is inside `jit`.
         """
         table = self.table
@@ -275,7 +279,7 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int) -> None:
     `admission_capacity`.
 
     Args:
-      variable: variable with a hash table.
+      variable: variable of a hash table.
       rows_per_device: new number of rows on each device.
     """
     table = variable.table
@@ -304,7 +308,7 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int) -> None:
 @dataclasses.dataclass(frozen=True)
 @validated
 class CounterFilter:
-    """Admits a key when it has occurred more than `filter_freq` times.
+    """Gives a key a row after more than `filter_freq` occurrences of the key.
 
     Source: DeepRec, `tf.CounterFilter`.
     """
@@ -317,8 +321,8 @@ class CounterFilter:
 class GlobalStepEvict:
     """Evicts keys that were not used for more than `steps_to_live` steps.
 
-    Keys that wait for admission are removed after the same number of steps. `steps_to_live` None:
-    no key is evicted.
+    Keys that wait for admission are removed after the same number of steps. If `steps_to_live` is
+    None, no key is evicted.
 
     Source: DeepRec, `tf.GlobalStepEvict`.
     """
@@ -339,8 +343,8 @@ class L2WeightEvict:
 
     A negative threshold evicts no key.
 
-    Source: the code of DeepRec's `tf.L2WeightEvict`. DeepRec's documentation compares the norm
-      instead.
+    Source: the code of DeepRec's `tf.L2WeightEvict`. According to DeepRec's documentation, the norm
+      is compared.
     """
 
     l2_weight_threshold: float = -1.0
@@ -358,8 +362,9 @@ class EmbeddingVariableOption:
     """Options of an embedding variable.
 
     Args:
-      evict_option: keys that `variable.evict()` evicts by default. None: no default.
-      filter_option: keys that get rows. None: every key gets a row when it is first trained.
+      evict_option: rule for the keys that `variable.evict()` evicts by default.
+      filter_option: rule for the keys that get rows. By default, every key gets a row when it is
+        first trained.
 
     Source: DeepRec, `tf.EmbeddingVariableOption`.
     """
@@ -390,21 +395,21 @@ def embedding_variable(
       name: name of the table, unique in a model. The initial rows depend on the name.
       embedding_dim: number of columns.
       rows_per_device: number of rows on each device.
-      use_hashtable: if True, keys are any integers and get rows in their first training step. If
-        False, keys are row numbers from 0 to `rows_per_device * n - 1`.
-      key_dtype: int32, int64, uint32 or uint64.
+      use_hashtable: if True, the default, keys are any integers and get rows in their first
+        training step. If False, keys are row numbers from 0 to `rows_per_device * n - 1`.
+      key_dtype: dtype of the keys: int32, int64 (the default), uint32 or uint64.
       initializer: a function `(key, shape) -> array`, which is called for single rows. A number or
         one of these names is also accepted: "uniform" (from -0.05 to 0.05), "normal" (standard
         deviation 0.05), "truncated_normal", "zeros" and "ones". Keras class names such as
         `RandomUniform` are accepted. The initial row of a key depends only on `rngs`, the name of
         the table and the key.
-      optimizer: optimizer of the rows that a batch looked up. None: Adagrad. `sok.optimizers` has
-        TensorFlow's variants of Adam.
-      context: devices that share the table. If None, the devices that `Init` chose share it.
-      rngs: random streams; the stream `params` has the key of the initial rows. None:
-        `nnx.Rngs(0)`.
+      optimizer: optimizer of the rows that a batch looked up, by default Adagrad. `sok.optimizers`
+        has TensorFlow's variants of Adam.
+      context: devices that share the table, by default the devices that `Init` chose.
+      rngs: random streams, by default `nnx.Rngs(0)`. The stream `params` has the key of the initial
+        rows.
       dtype: dtype of the rows: float32, bfloat16 or float16.
-      ev_option: eviction and admission with DeepRec's options.
+      ev_option: DeepRec's options for eviction and admission.
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and
         `admission_probability` of a hash table, see `rsembed.Hashed`. Two values of `when_full`
         differ from those of `rsembed.Hashed`: "error" raises in the lookup, before anything
@@ -433,7 +438,7 @@ def embedding_variable(
         hash_options.append("evict_option")
     when_full = policies.get("when_full", "error") if use_hashtable else None
     if when_full == "grow":
-        # The storage itself cannot grow. The variable replaces its storage by a larger one.
+        # A `Hashed` storage cannot grow, so the variable replaces a full storage by a larger one.
         policies["when_full"] = "error"
     key_dtype = dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")
     storage: Hashed | RowNumbers = Hashed(key_dtype=key_dtype, **policies)
@@ -503,7 +508,7 @@ def split_embedding_variable_from_others(
 ) -> tuple[tuple[EmbeddingVariable, ...], tuple[PyTree, ...]]:
     """Embedding variables in `variables`, and all other entries.
 
-    Both lists keep the order of `variables`.
+    Both tuples keep the order of `variables`.
 
     Args:
       variables: a list or tuple, such as `jax.tree.leaves(nnx.state(model), is_leaf=...)`.
