@@ -3,13 +3,14 @@
 ```
 0000/
   zarr.json        shape, dtype and chunk shape
-  c.0.0, c.1.0 ... one chunk each: some rows (padded in the last chunk) and their CRC32C
+  c.0.0, c.1.0 ... one chunk of rows each (the last is padded), followed by a CRC32C
 ```
 
 A scalar is stored as an array of one row.
 
 Zarr reads a missing chunk as zeros and does not notice that two chunks were swapped. Therefore the
-manifest also has the checksums, and `open_array` compares all files with it before it reads one.
+manifest also has the checksums of all files, and `open_array` compares all files of an array with
+the manifest before any row is read.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rsembed.storage.logical_rows import Blocks, SavedArray
 
 CHUNK_BYTES = 1 << 22
 _BYTES_IN_FLIGHT = 1 << 24
-"""Memory that a save needs in addition to the arrays."""
+"""Maximum number of bytes that a save keeps in memory while they are being written."""
 _CHUNKS_IN_FLIGHT = 4
 """Number of chunks that a load reads at the same time."""
 _CHECKSUM_BYTES = 4
@@ -46,7 +47,7 @@ _METADATA = "zarr.json"
 _WAY_OUT = "take an older checkpoint"
 
 ArrayToSave = np.ndarray | jax.Array | PickedRows
-"""An array of numbers that can be written: the first result of `as_saved`."""
+"""An array of numbers that `write_arrays` can write."""
 
 
 class Chunk(NamedTuple):
@@ -61,10 +62,11 @@ class Chunk(NamedTuple):
 
 
 def as_saved(leaf: Leaf, name: str) -> tuple[ArrayToSave, str | None]:
-    """The array of numbers to write for a leaf, and the PRNG implementation if the leaf holds keys.
+    """The array of numbers to write for a leaf, and the kind of the leaf.
 
-    Instead of the PRNG implementation, the second item is None for ordinary arrays, and the kind
-    for arrays of row numbers, ids or key lanes that reject arithmetic (see `rsembed.opaque`).
+    The kind of an array of PRNG keys is the PRNG implementation. Arrays of row numbers, ids or key
+    lanes that reject arithmetic have a kind of `rsembed.opaque`. The kind of any other leaf is
+    None.
 
     Raises:
       TypeError: the leaf is not a plain array of numbers.
@@ -98,11 +100,11 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
 
     Many chunks are written at once, because most of the time goes into waiting for the disk. All
     processes must call `write_arrays`. Even if a write to the disk fails, all processes gather all
-    rows. Otherwise a process would wait forever for a process that stopped.
+    rows, because a process that stopped would let the other processes wait forever.
 
     Args:
       path: folder to create, None for processes that do not write.
-      arrays: first results of `as_saved`.
+      arrays: arrays to write, the first items of results of `as_saved`.
 
     Raises: OSError: the operating system reports that a write failed.
     """
@@ -122,7 +124,7 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
 
 
 Block = tuple[int, int, np.ndarray]
-"""Rows of an array: index of the array, index of the first row, the rows."""
+"""Some rows of an array: index of the array, index of the first row, and the rows."""
 
 
 def _blocks_of(entries: Sequence[Entry], arrays: Sequence[ArrayToSave]) -> Iterator[Block]:
@@ -149,7 +151,7 @@ def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[Block])
         for _, write in writes:
             write.result()
     finally:
-        # Wait for all writes even after a failure: the caller removes the folder.
+        # Wait for all writes even after a failure, because the caller removes the folder.
         for store in stores:
             store.exception()
         for _, write in writes:
@@ -190,7 +192,7 @@ def _new_entry(number: int, array: ArrayToSave) -> Entry:
         "folder": f"{number:04d}",
         "shape": list(array.shape),
         "dtype": array.dtype.name,
-        # Chunks of nearly equal size need little padding in the last one.
+        # If chunks have nearly equal sizes, the last chunk needs little padding.
         "rows_per_chunk": max(1, -(-num_rows // num_chunks)),
     }
 
@@ -209,7 +211,7 @@ def _file_checksum(file: Path) -> str:
 
 
 def _chunk_checksum(file: Path) -> str:
-    """The CRC32C at the end of a chunk's file, in hexadecimal."""
+    """The stored CRC32C of a chunk, from the end of its file, in hexadecimal."""
     with open(file, "rb") as data:
         num_bytes = os.fstat(data.fileno()).st_size
         data.seek(max(0, num_bytes - _CHECKSUM_BYTES))
@@ -217,7 +219,7 @@ def _chunk_checksum(file: Path) -> str:
 
 
 def _rows(array: ArrayToSave, chunk: Chunk) -> np.ndarray:
-    """Rows of a host or global array.
+    """The rows of a chunk of a host array or a global array.
 
     All processes must call `_rows`, and process 0 gets all rows.
     """
@@ -241,7 +243,8 @@ def _rows(array: ArrayToSave, chunk: Chunk) -> np.ndarray:
             values[(is_in_shard, *shard.index[1:])] = _host_rows(shard.data, shard_rows)
     if source.is_fully_addressable:
         return values
-    # One process has the first replica of an element, and all others send zeros: the sum is exact.
+    # For each element, one process sends its bytes and all other processes send zeros, so the sum
+    # of the bytes is exact.
     gathered = multihost_utils.process_allgather(values.reshape(-1).view(np.uint8))
     return gathered.sum(axis=0, dtype=np.uint8).view(source.dtype).reshape(values.shape)
 
@@ -250,12 +253,12 @@ def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
     device = next(iter(data.devices()))
     if device.platform == "cpu":
         return np.asarray(data)[_index(rows)]
-    # np.asarray(data) would keep a host copy of the whole array.
+    # JAX would keep the host copy that `np.asarray(data)` makes of the whole array.
     return np.asarray(data[rows.astype(np.int32)])
 
 
 def _index(rows: np.ndarray) -> np.ndarray | slice:
-    """A slice if the rows are consecutive, because a slice copies nothing; `rows` otherwise."""
+    """An index for `rows`: a slice if the rows are consecutive, because a slice copies nothing."""
     is_run = rows.size > 0 and rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all()
     if is_run:
         return slice(int(rows[0]), int(rows[-1]) + 1)
@@ -280,7 +283,7 @@ def _chunks(entry: Entry) -> list[Chunk]:
 
 
 def _store(path: Path, entry: Entry, *, create: bool = False) -> Any:
-    """A future of the open TensorStore of a manifest entry."""
+    """Future of the opened TensorStore for a manifest entry."""
     shape = entry["shape"] or [1]
     chunk_shape = [entry["rows_per_chunk"]]
     for size in shape[1:]:
@@ -299,8 +302,8 @@ def _store(path: Path, entry: Entry, *, create: bool = False) -> Any:
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": str(path / entry["folder"])},
         "metadata": metadata,
-        # Write even chunks of zeros, so that a missing file is always an error. A file may be
-        # deleted after the comparison with the manifest, so reads must not fill in zeros either.
+        # Chunks of zeros are written too, so a missing file is always an error. Reads do not fill
+        # in zeros for a file that was deleted after the comparison with the manifest.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
@@ -315,10 +318,10 @@ def _store(path: Path, entry: Entry, *, create: bool = False) -> Any:
 
 
 def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
-    """Reader of the array of a manifest entry, after a check of its files.
+    """The array of a manifest entry, which is read later, after a check of its files.
 
-    The check compares the size and the stored checksum of every file. The data is compared with the
-    checksum when it is read.
+    The check compares the size and the stored checksum of every file with the manifest. The rows
+    are compared with the checksum when they are read.
 
     Raises: CorruptCheckpointError: a file is missing or differs from the manifest.
     """
@@ -332,14 +335,15 @@ def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
     checksums = zip(_chunks(entry), entry["crc32c"], strict=True)
     for number, (chunk, checksum) in enumerate(checksums):
         file = folder / chunk.file
-        # With files of the declared size, a reader cannot allocate more than is on the disk.
+        # If a file has the declared size, a reader does not allocate more memory than the file has
+        # bytes.
         has_size = file.is_file() and file.stat().st_size == num_bytes
         if not has_size or _chunk_checksum(file) != checksum:
             raise _corrupt_chunk(folder, number, chunk, name)
     try:
         store = _store(path, entry)
     except ValueError as error:
-        # zarr does not support arrays with the shape and dtype of the entry.
+        # zarr does not support the shape or the dtype of the entry.
         raise _corrupt_array(folder, name, error) from error
     read = functools.partial(_read, store, folder, entry, name)
     return SavedArray(tuple(entry["shape"]), jnp.dtype(entry["dtype"]), read)

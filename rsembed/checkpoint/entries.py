@@ -1,7 +1,7 @@
-"""Checks of a manifest's fields, before a load allocates memory or lists files because of them.
+"""Checks the fields of a manifest, before a load uses them to allocate memory or to open files.
 
-The checksum of a manifest shows only that its bytes are intact. Another program may have written
-the manifest.
+A correct checksum of the manifest is not enough, because another program may have written the
+manifest.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import numpy as np
 from rsembed.checkpoint.states import CorruptCheckpointError
 
 MAX_DIMENSIONS = 32
-"""Largest number of dimensions of a zarr array."""
+"""Maximum number of dimensions of an array in a checkpoint."""
 MAX_BYTES = 2**63
 _HEXADECIMAL = re.compile(r"[0-9a-f]{8}")
 
@@ -61,7 +61,7 @@ def refuse(file: Path, why: str) -> NoReturn:
 
 
 def num_chunks(shape: list[int], rows_per_chunk: int) -> int:
-    """Number of chunks of an array; 0 for an array of size 0."""
+    """Number of chunks of an array, which is 0 for an array of size 0."""
     if 0 in shape:
         return 0
     num_rows = shape[0] if shape else 1
@@ -69,7 +69,7 @@ def num_chunks(shape: list[int], rows_per_chunk: int) -> int:
 
 
 def chunk_bytes(entry: Entry) -> int:
-    """Bytes of numbers in each chunk of an array. The last chunk is padded to the same size."""
+    """Size of a chunk in bytes, without its checksum. The last chunk is padded to this size."""
     num_columns = math.prod(max(1, size) for size in entry["shape"][1:])
     return entry["rows_per_chunk"] * num_columns * jnp.dtype(entry["dtype"]).itemsize
 

@@ -2,18 +2,19 @@
 
 ```
 checkpoint/
-  manifest.json   names, shapes, dtypes, step, fingerprints of states, checksums of all files and
-  its own 0000/ ...       one zarr array each: the rows in order, in chunks of about 4 MiB
+  manifest.json   names, shapes, dtypes, step, fingerprints of states, checksums
+  0000/ ...       one zarr array each: the rows in order, in chunks of about 4 MiB
 ```
 
 A save writes to a hidden folder, syncs it to the disk and renames it. A checkpoint is therefore
-complete or absent, and no save replaces one. A load verifies every byte. The error for a mismatch
-names the file or array. Files do not depend on stacking, mesh or number of processes: a state of
-embedding tables, anywhere in the tree, is written by table name with rows in id order (`states`).
+complete or absent, and no save replaces one. A load verifies every byte, and the error for a
+damaged file names the file or the array. Files do not depend on stacking, mesh or number of
+processes, because a state of embedding tables, anywhere in the tree, is written by table name with
+rows in id order (see `states`).
 
-TensorStore reads and writes the arrays, and other zarr readers can open them. This module adds
-states by table name, all arrays of a checkpoint or none, and the detection of missing or swapped
-files.
+TensorStore reads and writes the arrays, and other zarr readers can open them. This module stores
+states by table name, writes either all arrays of a checkpoint or none, and detects missing or
+swapped files.
 """
 
 from __future__ import annotations
@@ -67,7 +68,9 @@ Metadata = Mapping[str, Any]
 
 @validated
 def manifest(path: str | os.PathLike[str]) -> dict[str, PyTree]:
-    """The verified manifest of a checkpoint: `step`, `metadata`, `arrays`, ... No arrays are read.
+    """The verified manifest of a checkpoint, with `step`, `metadata`, `arrays` and other entries.
+
+    The arrays are not read.
 
     Raises: FileNotFoundError, CorruptCheckpointError, ValueError: see `load`.
     """
@@ -95,9 +98,9 @@ def manifest(path: str | os.PathLike[str]) -> dict[str, PyTree]:
 
 
 def encoded(body: Body) -> bytes:
-    """Manifest and checksum as JSON bytes.
+    """Manifest and its checksum as JSON bytes.
 
-    A load encodes the manifest again, and compares the bytes.
+    To verify a manifest, a load encodes it again and compares the bytes with the file.
     """
     checksum = zlib.crc32(json.dumps(body, sort_keys=True).encode())
     document = {"crc32": f"{checksum:08x}", "manifest": body}
@@ -107,7 +110,7 @@ def encoded(body: Body) -> bytes:
 def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf]:
     """Arrays of some manifest entries, by path.
 
-    Ordinary arrays stay on disk as `SavedArray`s. PRNG keys and opaque arrays are loaded.
+    PRNG keys and opaque arrays are loaded. Other arrays stay on disk as `SavedArray`s.
     """
     arrays: dict[tuple[str, ...], Leaf] = {}
     for entry in entries:
@@ -129,7 +132,7 @@ def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf
 
 
 def nested(arrays: Mapping[tuple[str, ...], Leaf], folder: Path) -> PyTree:
-    """Arrays of a file in host memory, in nested dictionaries by the parts of their paths.
+    """Arrays of a checkpoint in host memory, in nested dictionaries by the parts of their paths.
 
     Raises: CorruptCheckpointError: the path of an array is the beginning of another path.
     """
@@ -151,7 +154,7 @@ class Contents(NamedTuple):
     """Contents of a checkpoint, collected before the checkpoint is written.
 
     Attributes:
-      leaves: results of `as_saved` by path: an array, and the implementation if it holds PRNG keys.
+      leaves: results of `as_saved` (an array and its kind), by path in the tree.
       body: body of the manifest, without the entries of arrays.
     """
 
@@ -164,7 +167,7 @@ class Contents(NamedTuple):
 
         Args:
           tree: tree to save, see `save`.
-          owners: fingerprints of the states in `tree`. A load compares the fingerprints.
+          owners: fingerprints of the states in `tree`, which a load compares.
           step: number of updates done so far.
           metadata: values that JSON can hold, see `save`.
 
@@ -180,8 +183,9 @@ class Contents(NamedTuple):
             "belongs_to": dict(owners),
             "metadata": dict(metadata or {}),
         }
-        # Encode now: an error after an hour of writing would be too late. Decode to get the
-        # body that a load will see, for example with dictionary keys as strings.
+        # Encode before the arrays are written, because an error after an hour of writing would be
+        # too late. Decode to get the body that a load will see, for example with dictionary keys as
+        # strings.
         try:
             body = json.loads(json.dumps(body))
         except (TypeError, ValueError) as error:
@@ -194,17 +198,17 @@ class Contents(NamedTuple):
     def in_memory(self) -> Contents:
         """The contents with copies of all arrays in the memory of process 0.
 
-        No later step changes the copies.
-
-        All processes must call `in_memory`, because it gathers the arrays. Processes other than 0
-        get no arrays.
+        A later step that donates the arrays does not change the copies. All processes must call
+        `in_memory`, because they gather the arrays. Processes other than 0 get no arrays.
         """
         copies = {path: (copied(array), prng) for path, (array, prng) in self.leaves.items()}
         return Contents(copies, self.body)
 
 
 def write(path: Path, contents: Contents) -> None:
-    """Writes a checkpoint. All processes must call `write`.
+    """Writes a checkpoint.
+
+    All processes must call `write`.
 
     Raises: FileExistsError, OSError: see `save`.
     """
@@ -216,7 +220,7 @@ def write(path: Path, contents: Contents) -> None:
 
 @contextlib.contextmanager
 def same_error_everywhere(path: Path) -> Iterator[None]:
-    """Raises an error in all processes if the block raised one in process 0, the writer."""
+    """Context manager that raises an error in all processes if the block fails in process 0."""
     failure: Exception | None = None
     try:
         yield
@@ -227,7 +231,7 @@ def same_error_everywhere(path: Path) -> Iterator[None]:
 
 
 def write_folder(path: Path, contents: Contents) -> None:
-    """Writes a complete checkpoint folder, or nothing.
+    """Writes the folder of a checkpoint. No folder remains if the write fails.
 
     Args:
       path: folder of the checkpoint.
@@ -252,7 +256,7 @@ def write_folder(path: Path, contents: Contents) -> None:
         try:
             partial.rename(path)
         except OSError:
-            if path.exists():  # Another save to the same path finished first.
+            if path.exists():  # Another save created `path`.
                 raise already_exists(path) from None
             raise
         _sync_folder(path.parent)
@@ -262,7 +266,7 @@ def write_folder(path: Path, contents: Contents) -> None:
 
 
 def from_first_process(number: int) -> int:
-    """Returns, in every process, the number (or truth value) that process 0 passed.
+    """The number (or truth value) that process 0 passed, in every process.
 
     All processes must call `from_first_process`.
     """
@@ -295,9 +299,9 @@ class Checkpoint(NamedTuple):
     """A loaded checkpoint.
 
     Attributes:
-      tree: the arrays, in the structure of `like` or in nested dictionaries.
-      step: number of updates, which was passed to `save`.
-      metadata: values that were passed to `save`.
+      tree: loaded arrays, in the structure of `like` or in nested dictionaries.
+      step: number of updates that was passed to `save`.
+      metadata: metadata that was passed to `save`.
     """
 
     tree: PyTree
@@ -313,12 +317,13 @@ def save(
     step: NonNegativeInt = 0,
     metadata: Mapping[str, PyTree] | None = None,
 ) -> None:
-    """Writes a checkpoint folder. The folder is complete, or does not exist if the save failed.
+    """Writes the folder of a checkpoint. No folder remains if the save fails.
 
-    With several processes, all must call `save` with the same tree, and `path` is on storage that
-    process 0 can write. Process 0 gathers the arrays chunk by chunk and writes them. If two saves
-    use the same path, the first to finish succeeds, and the other gets an error. A save that is
-    killed leaves a hidden folder `.<name>.<number>.partial`, which can be removed.
+    In a run of several processes, all processes must call `save` with the same tree. Process 0
+    gathers the arrays chunk by chunk and writes them, so `path` is on storage that process 0 can
+    write. If two saves use the same path, the save that finishes first succeeds, and the other save
+    raises an error. A save that is killed leaves a hidden folder `.<name>.<number>.partial`, which
+    can be removed.
 
     Args:
       path: a folder that does not exist yet, such as `runs/a/step_001000`.
@@ -330,7 +335,7 @@ def save(
 
     Raises:
       FileExistsError: `path` exists.
-      OSError: a write to the storage fails. After this error, no folder remains.
+      OSError: a write to the storage fails.
       TypeError: a leaf is not a plain array of numbers (but, for example, a masked or structured
         array), or JSON cannot hold `metadata`.
       ValueError: two leaves have the same path, or the tree lacks part of a state, such as rows on
@@ -345,17 +350,18 @@ def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
 
     Args:
       path: folder of the checkpoint.
-      like: pytree of arrays or `jax.ShapeDtypeStruct`s with the wanted structure. An array with a
-        sharding gets this sharding, which may differ from the saved one. An `EmbeddingState`, such
-        as `collection.template`, is filled with the saved rows and keeps its layout. None: the
-        result has nested dictionaries of numpy arrays, with positions and field names as keys.
+      like: template for the result, a pytree of arrays or `jax.ShapeDtypeStruct`s. A loaded array
+        has the sharding of its template, which may differ from the saved sharding. An
+        `EmbeddingState` in the template, such as `collection.template`, defines the layout that the
+        saved rows are loaded into. By default, the result has nested dictionaries of numpy arrays,
+        with positions and field names as keys.
 
     Raises:
       FileNotFoundError: `path` has no checkpoint.
-      CorruptCheckpointError: a byte differs from what was written. The message names the file,
-        chunk, array and rows.
+      CorruptCheckpointError: a file is missing or damaged. The message names the file and, for
+        damaged rows, the chunk, the array and the rows.
       ValueError: the checkpoint does not match `like` (the message names the arrays, or the
-        differences of their tables), or another version of the library wrote it.
+        differences of the tables), or another version of rsembed wrote the checkpoint.
       TypeError: `like` is a collection.
     """
     if isinstance(like, EmbeddingCollection):
@@ -387,16 +393,16 @@ def save_collection(
 
     The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`. Rows are in id
     order on any mesh, even for tables on the host. A keyed table has `tables/<table>/keys`,
-    `tables/<table>/values` and further arrays with one value per key, such as `last_step`. A
-    tensor-train table is saved as its cores.
+    `tables/<table>/values` and further arrays with one value per key, such as `last_step`. For a
+    tensor-train table, the cores are saved.
 
     Args:
       path: see `save`.
       collection: collection that the state belongs to.
       state: state with all parts from the same step.
       others: any pytree, such as dense parameters and their optimizer state.
-      metadata: values that JSON can hold. `manifest(path)["metadata"]["user"]` returns the
-        metadata.
+      metadata: values that JSON can hold. After the save, `manifest(path)["metadata"]["user"]` has
+        these values.
 
     Raises:
       ValueError: the state does not belong to the collection.
@@ -443,17 +449,18 @@ def load_collection(
     Args:
       path: see `load`.
       collection: collection with the saved tables. Learning rates and other hyperparameters are
-        those of `collection`, not those of the file.
-      others: template for the saved `others`, see `like` of `load`. None: `others` are not read.
-      resize: whether tables may differ from the file. False rejects other sizes and dtypes,
-        because a wrong size is usually a mistake. True allows more rows and another dtype. New rows
-        and their slots are as in `collection.init(state.key)` for the returned `state`. Saved rows,
-        slots, step and key are kept. Values are rounded to nearest for a narrower dtype. "shrink"
-        also allows fewer rows and leaves out the last rows. Keyed tables load all their keys in
-        each case, if there is room. A tensor train can be resized if only its first row factor
-        differs: pass the old `tt_p_shapes` with a different first number.
+        taken from `collection`, not from the checkpoint.
+      others: template for the saved `others`, see `like` of `load`. By default, `others` are not
+        read.
+      resize: whether tables may differ from the checkpoint in size or dtype. False, the default,
+        rejects other sizes and dtypes, because a wrong size is usually a mistake. True allows more
+        rows and another dtype. New rows and their slots have the initial values of
+        `collection.init(state.key)` for the returned `state`. Saved values are rounded to nearest
+        for a narrower dtype. "shrink" also allows fewer rows and leaves out the last rows. A keyed
+        table loads all saved keys with any `resize`, if there is room. To resize a tensor train,
+        pass the old `tt_p_shapes` with a different first number.
 
-    Returns: the `EmbeddingState`, or with `others` the pair of the state and the others.
+    Returns: the `EmbeddingState`, or with `others` a pair of the state and the loaded `others`.
 
     Raises:
       CorruptCheckpointError, FileNotFoundError: see `load`.
@@ -486,8 +493,8 @@ def load_collection(
     if resize:
         arrays = resized(arrays, collection.table_specs, saved_facts, key)
 
-    # Keyed tables and tables on the host are read apart: only the file knows how many keys they
-    # have.
+    # Only the file has the number of keys of a keyed table, so keyed tables are read separately,
+    # without templates. Tables on the host are also read separately.
     apart = _pop_tables(arrays, _names_of_tables_apart(collection))
     tables_apart = nested(apart, path)
     check_apart(path, collection, tables_apart)
@@ -495,7 +502,7 @@ def load_collection(
     without_apart = collection.logical.without_apart(template)
     like = logical(without_apart) | {"others": logical(others)}
     del like["step"]  # The manifest contains the step.
-    del like["key"]  # The key may have any PRNG implementation.
+    del like["key"]  # The saved key may have any PRNG implementation.
     tree = restored(arrays, like, path)
     tree["key"] = placed(key, template.key)
     tree["step"] = placed(np.asarray(body["step"], np.int32), template.step)
@@ -513,7 +520,7 @@ def load_collection(
 
 
 def _names_of_tables_apart(collection: EmbeddingCollection) -> set[str]:
-    """Names of the tables with rows by key or on the host."""
+    """Names of the keyed tables and of the tables on the host."""
     names = set()
     for stack in collection.logical.apart.values():
         names |= {table.name for table in stack.tables}
@@ -523,7 +530,7 @@ def _names_of_tables_apart(collection: EmbeddingCollection) -> set[str]:
 def _pop_tables(
     arrays: dict[tuple[str, ...], Leaf], names: set[str]
 ) -> dict[tuple[str, ...], Leaf]:
-    """Removes the values and slots of some tables from `arrays`, and returns them."""
+    """Moves the values and slots of the tables `names` from `arrays` into the result."""
     popped = {}
     for path in list(arrays):
         if len(path) > 1 and path[0] in ("tables", "slots") and path[1] in names:
@@ -561,7 +568,7 @@ def check_apart(path: Path, collection: EmbeddingCollection, arrays: Mapping[str
 
 
 def check_owners(path: Path, saved: Facts, expected: Facts) -> None:
-    """Compares fingerprints in a file with the fingerprints of the tree or collection to load.
+    """Compares fingerprints in a checkpoint with fingerprints of the tree or collection to load.
 
     Raises: ValueError: fingerprints differ. The message lists the differences.
     """
@@ -580,7 +587,7 @@ def check_owners(path: Path, saved: Facts, expected: Facts) -> None:
 def verify(path: str | os.PathLike[str]) -> None:
     """Reads every byte of a checkpoint and compares the checksums.
 
-    The check needs a few MiB of memory.
+    At most a few MiB of a checkpoint are in memory at the same time.
 
     Raises: FileNotFoundError, CorruptCheckpointError, ValueError: see `load`.
     """

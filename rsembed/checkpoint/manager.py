@@ -1,4 +1,4 @@
-"""Checkpoints of a long run: written during training. A restore skips damaged checkpoints.
+"""Checkpoints of a long run, which are written by a thread while training continues.
 
 ```
 save ──copy──▶ memory ──thread──▶ step_000000100/
@@ -54,22 +54,24 @@ _NAME = re.compile(r"step_(\d{9,})")
 class CheckpointManager:
     """Saves, keeps and restores the checkpoints of one run, in a folder that only this run writes.
 
-    `save` copies the arrays and returns. A thread writes the copies while training continues. With
-    several processes, all processes make equal calls: process 0 collects the copies, and its thread
-    writes. The end of the `with` block, like `close`, waits for the last write.
+    `save` copies the arrays and returns. A thread writes the copies while training continues. In a
+    run of several processes, all processes must make equal calls. Process 0 collects the copies,
+    and its thread writes them. `close` and the end of the `with` block wait for the last write.
+    `restore` skips damaged checkpoints.
 
     Args:
-      folder: folder of the run. A second writer gets an error.
-      collection: collection that the saved states belong to. None: any tree can be saved.
-      max_to_keep: number of checkpoints to keep, the last ones written. Damaged checkpoints that
-        `restore` skipped are removed first. None: all.
-      keep_period: checkpoints with a step that is a multiple of `keep_period` are always kept.
-      read_only: if True, the manager writes and locks nothing, for a folder that another process
-        writes or that is not writable.
+      folder: folder of the run. Only one process may write to the folder.
+      collection: collection that the saved states belong to. By default, any tree can be saved.
+      max_to_keep: number of checkpoints to keep, by default all. Damaged checkpoints that `restore`
+        skipped are removed first, then the oldest checkpoints.
+      keep_period: number of steps. Checkpoints with a step that is a multiple of `keep_period` are
+        always kept. By default, all checkpoints can be removed.
+      read_only: whether the manager neither writes nor locks, False by default. Pass True for a
+        folder that is not writable, or that another process writes to.
 
     Raises:
       RuntimeError: another process writes to the folder. The message names the process.
-      ValueError: a number is below 1.
+      ValueError: `max_to_keep` or `keep_period` is below 1.
 
     Example:
       >>> import tempfile, jax, rsembed as rs
@@ -109,8 +111,7 @@ class CheckpointManager:
             if jax.process_index() == 0 and not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(_only_writer(self.folder))
-                # Partial files remain if an earlier process of this run was killed while it wrote a
-                # checkpoint.
+                # An earlier process that was killed during a write has left a partial checkpoint.
                 for partial in self.folder.glob(".step_*.partial"):
                     shutil.rmtree(partial, ignore_errors=True)
 
@@ -125,21 +126,22 @@ class CheckpointManager:
         others: PyTree = None,
         metadata: Mapping[str, PyTree] | None = None,
     ) -> None:
-        """Saves a checkpoint `step_<step>` in a thread, after the previous write has ended.
+        """Waits for the previous write, copies the arrays, and writes `step_<step>` in a thread.
 
-        If a damaged checkpoint of this step exists, it is replaced and a warning is logged.
+        A damaged checkpoint of the same step is replaced, and a warning is logged.
 
         Args:
           tree: a state of the collection, or any tree for a manager without a collection.
-          step: step of a tree. Leave `step` out for a state, which contains its step.
-          others: any pytree to save with a state, such as dense parameters.
+          step: number of updates done so far. Leave `step` out for a state, which contains this
+            number.
+          others: any pytree to save together with a state, such as dense parameters.
           metadata: values that JSON can hold, such as the position of the input
             (`{"input": iterator.get_state()}`).
 
         Raises:
           FileExistsError: there is an undamaged checkpoint of this step.
-          OSError: the previous checkpoint could not be written. Nothing of the new checkpoint was
-            written. The next call of `save` may succeed.
+          OSError: the previous checkpoint could not be written. The new checkpoint was not started,
+            and another call of `save` may succeed.
           RuntimeError: this manager is closed or read-only.
           TypeError, ValueError: see `save_collection` and `save`.
         """
@@ -165,9 +167,9 @@ class CheckpointManager:
         self._pending = self._writer.submit(self._write, path, contents.in_memory())
 
     def wait_until_finished(self) -> None:
-        """Waits for the checkpoint that is being written.
+        """Waits until the last checkpoint has been written.
 
-        Raises: OSError: the checkpoint could not be written. The next save may succeed.
+        Raises: OSError: the checkpoint could not be written. The next call of `save` may succeed.
         """
         pending = self._pending
         self._pending = None
@@ -197,8 +199,7 @@ class CheckpointManager:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            # An error of the write is logged. The logged error must not replace the error of the
-            # block.
+            # `_write` logs an error of the thread, which must not replace the error of the block.
             self._pending = None
         self.close()
 
@@ -218,22 +219,24 @@ class CheckpointManager:
         step: NonNegativeInt | None = None,
         resize: Resize = False,
     ) -> PyTree:
-        """State of the checkpoint at `step`, by default of the undamaged one with the largest step.
+        """State of the checkpoint at `step`, by default of the latest undamaged checkpoint.
 
-        To return to an earlier step for good, remove the folders of later steps.
+        To continue a run from an earlier step, remove the folders of later steps.
 
         Args:
           like: template for a tree, see `load`. Leave `like` out if the manager has a collection.
-          others: template for trees that were saved with a state, see `load_collection`.
-          step: step to restore. None: the newest undamaged checkpoint, with a warning for each
-            damaged one that is skipped.
-          resize: lets tables of a collection have a different size or dtype, see `load_collection`.
+          others: template for the `others` that were saved with a state, see `load_collection`.
+          step: step to restore, by default the largest step with an undamaged checkpoint. A warning
+            names each damaged checkpoint that is skipped.
+          resize: whether tables of the collection may differ from the checkpoint in size or dtype,
+            see `load_collection`. False by default.
 
         Returns: the result of `load_collection`, or of `load` without a collection.
 
         Raises:
           FileNotFoundError: there is no checkpoint.
-          CorruptCheckpointError: the checkpoint of `step` is damaged, or all checkpoints are.
+          CorruptCheckpointError: the checkpoint of `step` is damaged, or all checkpoints are
+            damaged.
           ValueError: see `load_collection` and `load`.
         """
         refused = like if self.collection is not None else others
@@ -269,7 +272,7 @@ class CheckpointManager:
 
     @validated
     def metadata(self, step: NonNegativeInt) -> dict[str, PyTree]:
-        """The metadata passed to `save` at a step, such as the position of the input.
+        """The metadata that was passed to `save` at a step, such as the position of the input.
 
         Raises:
           FileNotFoundError: there is no checkpoint of this step.
@@ -286,9 +289,10 @@ class CheckpointManager:
         return self.folder / f"step_{step:09d}"
 
     def _newest_first(self) -> Iterator[Path]:
-        """Checkpoint folders that process 0 sees, the latest step first.
+        """Checkpoint folders that process 0 sees, from the latest step to the first.
 
-        The folder is listed for every step, because another process may write to it.
+        The folder of the run is listed again for every step, because another process may write to
+        it.
         """
         tried: set[int] = set()
         while True:
@@ -300,7 +304,7 @@ class CheckpointManager:
             yield self._path(step)
 
     def _is_taken(self, path: Path) -> bool:
-        """True if `path` has a checkpoint that must stay. A damaged checkpoint is removed."""
+        """True if `path` has a checkpoint that must be kept. A damaged checkpoint is removed."""
         if not path.exists():
             return False
         try:
@@ -325,7 +329,7 @@ class CheckpointManager:
             raise
 
     def _remove_old(self, newest: Path) -> None:
-        """Removes damaged checkpoints, then the oldest, until `max_to_keep` remain."""
+        """Removes damaged checkpoints, then the oldest checkpoints, until `max_to_keep` remain."""
         if self.max_to_keep is None:
             return
 
@@ -344,7 +348,7 @@ def _step(path: Path) -> int:
 
 
 def _written(path: Path) -> tuple[int, int]:
-    """Sort key by age: time of the manifest, which is written last, and the step."""
+    """Key to sort checkpoints by age: modification time of the manifest, and step."""
     try:
         return (path / MANIFEST).stat().st_mtime_ns, _step(path)
     except OSError:
@@ -364,7 +368,9 @@ def _remove(path: Path) -> None:
 
 @contextlib.contextmanager
 def _only_writer(folder: Path) -> Iterator[None]:
-    """Locks a folder for this process until the block, or the process, ends.
+    """Context manager that locks a folder for this process.
+
+    The lock ends with the block, or with the process.
 
     Raises: RuntimeError: another process has the lock.
     """

@@ -1,7 +1,8 @@
-"""Changes arrays of a file to the size and dtype of other tables: adds, removes or rounds rows.
+"""Changes arrays of a checkpoint to the sizes and dtypes of other tables.
 
-`EmbeddingCollection.init` defines new rows, by the key of the saved state. New rows are made in
-blocks while the file is read, so that a larger table needs no second copy of itself.
+Rows are added, removed or rounded. New rows have the values of `EmbeddingCollection.init` for the
+key of the saved state. The rows are made in blocks while the file is read, so an enlarged table is
+not in memory twice.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rsembed.storage.protocol import Storage
 ROWS_PER_BLOCK = 1 << 14
 """Number of new rows that are made at the same time."""
 MakeRows = Callable[[int, int], np.ndarray]
-"""Function from a first row number and an end to new rows."""
+"""Function `(first, end) -> rows` that makes the new rows `first` to `end - 1`."""
 
 
 class WantedArray(NamedTuple):
@@ -43,13 +44,13 @@ def accepted_facts(
     *,
     shrinks: bool,
 ) -> Tables:
-    """Metadata of the saved tables, with each size and dtype replaced if a load can change it.
+    """Metadata of the saved tables, with the expected sizes and dtypes if a load can change them.
 
     Args:
       saved: metadata of the tables in the file, by name.
       tables: specs of the collection, by name.
-      expected: metadata of the tables of the collection.
-      shrinks: whether a table may lose rows at its end.
+      expected: metadata of the tables of the collection, by name.
+      shrinks: whether a table may have fewer rows than in the file, and loses the last rows.
 
     Raises: ValueError: a table is smaller than in the file, and `shrinks` is False. The message
       names the table.
@@ -90,7 +91,7 @@ def resized(
     saved: Facts,
     key: PRNGKeyArray,
 ) -> dict[Path, Leaf]:
-    """Arrays of a file, with the size and dtype of `tables` for the arrays of tables.
+    """Arrays of a file, in which the arrays of tables have the size and dtype of `tables`.
 
     Arrays of keyed tables do not change, because a keyed table loads as many keys as it has free
     rows for.
@@ -133,7 +134,7 @@ def _resized_array(array: SavedArray, wanted: WantedArray, path: Path) -> SavedA
 
 
 def _arrays_by_id(table: TableSpec, key: PRNGKeyArray) -> dict[Path, WantedArray]:
-    """Values and slots of a table that a file has in id order."""
+    """Wanted arrays, by path, for the values and slots of a table with rows in id order."""
     num_rows = table.vocabulary_size
     key = table_key(key, table.name)
     make_fresh = functools.partial(fresh_rows, table=table)
@@ -162,7 +163,10 @@ def _make_block(
     first: int,
     last: int,
 ) -> np.ndarray:
-    """New rows `first` to `last - 1`. All blocks have one size, so the program is compiled once."""
+    """New rows `first` to `last - 1`.
+
+    All blocks have the same size, so the program is compiled once.
+    """
     ids = np.arange(first, first + ROWS_PER_BLOCK)
     ids = np.minimum(ids, num_rows - 1).astype(np.int32)
     return np.asarray(program(key, ids))[: last - first]
@@ -174,7 +178,9 @@ def _arrays_of_train(
     description: str,
     key: PRNGKeyArray,
 ) -> dict[Path, WantedArray]:
-    """All parameters of a tensor train, and the slots that grow with the table.
+    """Wanted arrays, by path, for the parameters of a tensor train and for growing slots.
+
+    The slots of the first core grow with the table.
 
     Args:
       table: spec of the table.
@@ -209,7 +215,7 @@ def _read(
     name: str,
     into: np.ndarray | None,
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields saved rows, then new rows, in blocks as `SavedArray.read` does.
+    """Yields blocks of saved rows, then blocks of new rows, as `SavedArray.read` does.
 
     The file is read to its end even if the table has fewer rows, so that all bytes are verified.
     """

@@ -1,8 +1,8 @@
-"""Converts an `EmbeddingState` to tables in id order, the form of files, and back.
+"""Converts an `EmbeddingState` to tables in id order, as stored in files, and back.
 
-The `layout` of a state records the table and id of each row of its arrays. A save reads the tables
-in id order, block by block. A load writes the rows in the layout of the requested state. Therefore
-a file does not depend on a mesh or on stacking.
+The `layout` of a state records the table and id of each row of its arrays. With the layout, a save
+reads the rows of each table in id order, and a load writes the rows into a state with another
+layout. Therefore a file does not depend on a mesh or on stacking.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from rsembed.storage.logical_rows import SavedArray
 from rsembed.storage.protocol import parts
 
 Path = tuple[str, ...]
-"""Path of a leaf in a tree: dictionary keys, positions and field names as strings."""
+"""Path of a leaf in a tree: a tuple of dictionary keys, positions and field names as strings."""
 Leaf = Any
 """Leaf of a tree: an array, a number, a PRNG key, `PickedRows` or a `SavedArray`."""
 Tables = dict[str, Any]
@@ -37,9 +37,9 @@ Facts = Mapping[str, Any]
 Index = tuple[slice, ...]
 """Slices that select a block of an array."""
 Bounds = tuple[tuple[int, int], ...]
-"""First index and end of a block of an array, along each axis."""
+"""Start and end of a block of an array, along each axis."""
 Blocks = Iterable[tuple[np.ndarray, np.ndarray]]
-"""Pairs `(indices, rows)`: some rows of an array, and their indices in the array."""
+"""Pairs `(indices, rows)`: some rows of an array, and the indices of these rows."""
 
 
 class CorruptCheckpointError(ValueError):
@@ -52,15 +52,15 @@ def sharded(
     sharding: jax.sharding.Sharding | None,
     pieces: Blocks,
 ) -> jax.Array:
-    """An array on the devices of a sharding, filled with rows that arrive in blocks.
+    """An array with a sharding, filled with rows that are read in blocks.
 
-    The host memory of a process holds the shards of its devices only, not the whole array.
+    The host memory of a process needs room for the shards of its devices, not for the whole array.
 
     Args:
       shape: shape of the whole array, with at least one dimension.
       dtype: dtype of the array.
-      sharding: sharding of the result. None: JAX's default device.
-      pieces: pairs of row indices and rows. Rows that no pair contains are zero.
+      sharding: sharding of the result. None means JAX's default device.
+      pieces: pairs of row indices and rows. Rows of the result that are in no pair are zero.
     """
     whole = (slice(None),) * len(shape)
     indices: list[Index | None] = [whole]
@@ -88,7 +88,7 @@ def sharded(
 
 
 def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
-    """First index and end of a block along each axis, from the slices that select the block."""
+    """Start and end of a block along each axis, from the slices that select the block."""
     bounds = []
     for part, size in zip(index, shape, strict=True):
         start, stop, _ = part.indices(size)
@@ -98,7 +98,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class PickedRows:
-    """Rows of an array, in the order of the file. The array is written block by block.
+    """Rows of an array, in the order in which a save writes them to a file.
 
     Attributes:
       array: array that contains the rows, such as the array of a stack.
@@ -127,7 +127,10 @@ def is_state(node: object) -> TypeGuard[EmbeddingState]:
 
 
 def logical(tree: PyTree) -> PyTree:
-    """`tree` with tables and slots by table name instead of each state. No array is copied."""
+    """`tree` in which each state is replaced by its tables and slots, by table name.
+
+    No array is copied.
+    """
 
     def convert(node: object) -> Any:
         if is_state(node):
@@ -138,10 +141,10 @@ def logical(tree: PyTree) -> PyTree:
 
 
 def with_states(like: PyTree, tree: PyTree) -> PyTree:
-    """Inverse of `logical`: packs the tables of `tree` into states with the layouts of `like`.
+    """Packs the tables of `tree` into states with the layouts of `like`; the inverse of `logical`.
 
     Args:
-      like: tree with states, which have the layout.
+      like: tree with states of the wanted layouts.
       tree: result of `restored` for `logical(like)`.
     """
 
@@ -172,19 +175,19 @@ def flattened(tree: PyTree) -> dict[Path, Leaf]:
 
 
 def joined(path: Path | list[str]) -> str:
-    """A path as one string, for errors."""
+    """A path as one string, for error messages."""
     return "/".join(path) or "the array"
 
 
 def restored(arrays: Mapping[Path, Leaf], like: PyTree, where: object) -> PyTree:
-    """Arrays of a file in the structure of `like`.
+    """Arrays of a file in the structure of `like`, after a check of shapes and dtypes.
 
-    Rows of tables stay on disk, as `SavedArray`s. `with_states` reads the rows.
+    Rows of tables stay on disk as `SavedArray`s, which `with_states` reads.
 
     Args:
       arrays: result of `files.opened`.
-      like: tree without states, with the wanted shapes, dtypes and shardings.
-      where: the checkpoint's folder, for errors.
+      like: tree without states, which has the wanted shapes, dtypes and shardings.
+      where: folder of the checkpoint, for error messages.
 
     Raises: ValueError: the arrays do not match `like`. The message names each array.
     """
@@ -207,7 +210,7 @@ def restored(arrays: Mapping[Path, Leaf], like: PyTree, where: object) -> PyTree
 
 
 def _mismatch(array: Leaf, template: Leaf) -> str | None:
-    """Message why an array of a file cannot be loaded into its template; None if it can."""
+    """Reason why an array of a file does not fit its template, or None if it fits."""
     is_for_numpy = isinstance(template, (bool, int, float, np.ndarray, np.generic, PickedRows))
     if not hasattr(template, "shape"):
         template = np.asarray(template)
@@ -227,7 +230,7 @@ def _mismatch(array: Leaf, template: Leaf) -> str | None:
 def placed(array: Leaf, template: Leaf) -> Leaf:
     """An array of a file with the type and sharding of its template.
 
-    If the template is on several devices, the host never holds the whole array.
+    If the template is on several devices, the whole array is never in the memory of the host.
     """
     sharding = getattr(template, "sharding", None)
     if isinstance(template, PickedRows):
@@ -241,19 +244,19 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
     if isinstance(template, (np.ndarray, np.generic)):
         return array
     if sharding is None or not getattr(template, "committed", True):
-        # The array is uncommitted, like the template. A committed array would compile every step
-        # again.
+        # Like the template, the array must be uncommitted. With a committed array, `jit` would
+        # compile every step again.
         return jax.device_put(array)
     if isinstance(array, jax.Array):
-        # For a PRNG key, the numbers are placed: `device_put` rejects some arrays if the sharding
-        # spans several processes.
+        # The numbers of a PRNG key are placed and then wrapped, because `device_put` rejects an
+        # array of keys if the sharding spans several processes.
         data = placed(np.asarray(jax.random.key_data(array)), template)
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
 
 
 def _numbered_blocks(saved: SavedArray) -> Blocks:
-    """Blocks of saved rows, each with its row numbers in the file."""
+    """Blocks of saved rows, with the row numbers in the file."""
     for first, rows in saved.blocks():
         yield np.arange(first, first + len(rows)), rows
 
@@ -266,9 +269,9 @@ def in_memory(array: Leaf) -> Leaf:
 
 
 def belongings(tree: PyTree) -> dict[str, Any]:
-    """Metadata of all fingerprints in a tree, by path.
+    """Metadata of the fingerprints in a tree, by path.
 
-    States of embedding tables have fingerprints.
+    A state of embedding tables has a fingerprint, its layout.
 
     Raises: TypeError: keys of a dictionary in the tree cannot be sorted.
     """
@@ -294,7 +297,10 @@ def belongings(tree: PyTree) -> dict[str, Any]:
 
 
 def _state_facts(state: EmbeddingState) -> Tables:
-    """Metadata of the tables of a state, and the tables that a file of the state does not hold."""
+    """Metadata of the tables of a state.
+
+    The entry `ELSEWHERE` names tables that the state alone does not contain, such as keyed tables.
+    """
     facts = tables_of(state)
     not_in_state = []
     for name, table in _tables_in(state).items():
@@ -307,7 +313,7 @@ def _state_facts(state: EmbeddingState) -> Tables:
 
 
 def _fingerprint_of(node: object) -> Fingerprint | None:
-    """`node` if it is a fingerprint; the layout of `node` if it is a state; else None."""
+    """`node` itself if it is a fingerprint, its layout if it is a state, or None."""
     if isinstance(node, tuple):
         node = getattr(node, "layout", None)
     if isinstance(node, Fingerprint):
@@ -316,7 +322,7 @@ def _fingerprint_of(node: object) -> Fingerprint | None:
 
 
 def stacks_of(state: EmbeddingState) -> dict[str, Any]:
-    """Facts of each stack in the layout of a state; empty without a layout."""
+    """Metadata of each stack in the layout of a state. The result is empty without a layout."""
     if state.layout is None:
         return {}
     return state.layout.facts
@@ -344,7 +350,7 @@ def _tables_in(state: EmbeddingState) -> Tables:
 
 
 def _by_table(state: EmbeddingState) -> dict[str, Any]:
-    """Tables and slots of a state by table name, and its step and key."""
+    """Tables and slots of a state by table name, and the state's step and key."""
     tables: Tables = {}
     slots: Tables = {}
     for stack_name, stack in stacks_of(state).items():
@@ -357,7 +363,7 @@ def _by_table(state: EmbeddingState) -> dict[str, Any]:
                 slots[name] = {}
                 for slot, array in zip(stack["slots"], stack_slots, strict=True):
                     slots[name][slot] = _picked_rows(table, stack, array)
-            elif "part_sizes" in table:  # In this stack, several tables share one storage.
+            elif "part_sizes" in table:  # Several tables of this stack share one storage.
                 tables[name] = parts(stack_params, part_sizes)[number]
                 slots[name] = parts(stack_slots, part_sizes)[number]
             else:
@@ -367,7 +373,7 @@ def _by_table(state: EmbeddingState) -> dict[str, Any]:
 
 
 def _picked_rows(table: Facts, stack: Facts, array: Any) -> PickedRows:
-    """Rows of a table in the array of its stack."""
+    """The rows of one table in an array of its stack, in id order."""
     positions = functools.partial(
         Place(table["owner"], table["first"]).rows,
         spread=stack["spread"],
@@ -403,7 +409,7 @@ def _state_from_tables(like: EmbeddingState, values: Mapping[str, Any]) -> Embed
 
 
 def _concatenated(trees: Mapping[str, PyTree], names: list[str]) -> PyTree:
-    """Trees of the tables that share a storage, concatenated leaf by leaf."""
+    """Concatenation, leaf by leaf, of the trees of tables that share a storage."""
     if len(names) == 1:
         return trees.get(names[0])
     of_tables = [trees.get(name) for name in names]
@@ -415,14 +421,14 @@ Pieces = list[tuple[PickedRows, SavedArray]]
 
 
 def _stack_array(pieces: Pieces, stack: Facts) -> jax.Array:
-    """Array of a stack with the rows of its tables from the file; padding rows are zero."""
+    """Array of a stack with the rows of its tables from the file. Padding rows are zero."""
     like = pieces[0][0].array
     sharding = getattr(like, "sharding", None)
     blocks = _positioned_blocks(pieces)
     is_distributed = sharding is not None and len(sharding.device_set) > 1
     if stack["spread"] > 1 or is_distributed:
         return sharded(like.shape, like.dtype, sharding, blocks)
-    # Memory is allocated as for new tables, and blocks are written in place.
+    # Memory is allocated as for the initial values of tables, and blocks are written in place.
     num_rows = sum(table.count for table, _ in pieces)
     fill = None
     if num_rows < like.shape[0]:
@@ -441,7 +447,7 @@ def _stack_array(pieces: Pieces, stack: Facts) -> jax.Array:
 
 
 def _positioned_blocks(pieces: Pieces) -> Blocks:
-    """Blocks of saved rows with their row indices in the array of the stack."""
+    """Blocks of saved rows, with the row indices in the array of the stack."""
     for table, saved in pieces:
         for numbers, rows in _numbered_blocks(saved):
             yield table.positions(numbers), rows
