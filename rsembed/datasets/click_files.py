@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 import os
 import re
 from collections.abc import Generator, Iterator
@@ -248,16 +249,13 @@ def _read_chunks(reader: str, path: Path, missing: int) -> Generator[CriteoLog, 
                 has_end = line.endswith(b"\n")
                 text = line.rstrip(b"\r\n") + b"\n"
                 first_block.append(Block(1, text, has_end))
-            for blocks in (
-                first_block,
-                line_blocks(file, source, first_line=2, description=f"reading {source.name}"),
-            ):
-                for block in blocks:
-                    part = _parsed(
-                        block, columns, source.name, missing, f"Criteo's format, from {path}"
-                    )
-                    num_rows += len(part)
-                    yield part
+            description = f"reading {source.name}"
+            other_blocks = line_blocks(file, source, first_line=2, description=description)
+            origin = f"Criteo's format, from {path}"
+            for block in itertools.chain(first_block, other_blocks):
+                part = _parsed(block, columns, source.name, missing, origin)
+                num_rows += len(part)
+                yield part
             if not num_rows:
                 raise ValueError(f"{source.name} has no rows")
     except ValueError as error:
@@ -321,7 +319,8 @@ def _parsed(block: Block, columns: Columns, name: str, missing: int, origin: str
     Raises: ValueError: a line is malformed.
     """
     _check_num_fields(block, columns, name)
-    fields = block.text.replace(b"\n", columns.separator).split(columns.separator)
+    flat_text = block.text.replace(b"\n", columns.separator)
+    fields = flat_text.split(columns.separator)
     del fields[-1]  # After the last separator, `split` returns an empty string.
     labels = fields[columns.label :: columns.num_columns]
     for row, label in enumerate(labels):
@@ -350,7 +349,8 @@ def _check_num_fields(block: Block, columns: Columns, name: str) -> None:
     characters = np.frombuffer(block.text, np.uint8)
     is_line_end = characters == ord("\n")
     ends = np.flatnonzero(is_line_end)
-    num_separators = np.diff(np.cumsum(characters == columns.separator[0])[ends], prepend=0)
+    separators_before = np.cumsum(characters == columns.separator[0])
+    num_separators = np.diff(separators_before[ends], prepend=0)
     is_bad = num_separators != columns.num_columns - 1
     if not is_bad.any():
         return
@@ -411,10 +411,13 @@ def _keys(
     """
     padded = np.array(texts, np.bytes_)
     width = padded.dtype.itemsize
-    digits = _DIGIT_OF_BYTE[padded.view(np.uint8).reshape(len(texts), width)]
+    characters = padded.view(np.uint8).reshape(len(texts), width)
+    digits = _DIGIT_OF_BYTE[characters]
     is_pad = digits == _PAD
-    is_bad = (digits == _BAD_DIGIT).any(axis=1) | (is_pad[:, :-1] & ~is_pad[:, 1:]).any(axis=1)
-    is_bad |= (~is_pad).sum(axis=1) > MOST_DIGITS
+    has_bad_digit = (digits == _BAD_DIGIT).any(axis=1)
+    has_inner_pad = (is_pad[:, :-1] & ~is_pad[:, 1:]).any(axis=1)
+    num_digits = (~is_pad).sum(axis=1)
+    is_bad = has_bad_digit | has_inner_pad | (num_digits > MOST_DIGITS)
     if is_bad.any():
         row = int(is_bad.argmax())
         reason = f"no category of at most {MOST_DIGITS} hexadecimal digits; make keys of texts by rs.hash_keys"

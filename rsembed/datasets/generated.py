@@ -76,18 +76,23 @@ def zipf_ids(
       >>> int(np.bincount(ids).argmax()), ids.dtype
       (0, dtype('int32'))
     """
-    ranks = _zipf_ranks(_generator("zipf ranks", seed), num_ids, vocabulary_size, exponent)
-    return id_of_rank(vocabulary_size, seed)[ranks] if shuffle else ranks
+    generator = _generator("zipf ranks", seed)
+    ranks = _zipf_ranks(generator, num_ids, vocabulary_size, exponent)
+    if not shuffle:
+        return ranks
+    return id_of_rank(vocabulary_size, seed)[ranks]
 
 
 def _generator(purpose: str, *seeds: int) -> np.random.Generator:
     """A random generator for one purpose, independent of the generators for other purposes."""
-    return np.random.Generator(np.random.PCG64([zlib.crc32(purpose.encode()), *seeds]))
+    purpose_number = zlib.crc32(purpose.encode())
+    return np.random.Generator(np.random.PCG64([purpose_number, *seeds]))
 
 
 def id_of_rank(vocabulary_size: int, *seeds: int) -> np.ndarray:
     """The id of each popularity rank, a random permutation that depends only on the seeds."""
-    return _generator("zipf shuffle", *seeds).permutation(vocabulary_size).astype(np.int32)
+    generator = _generator("zipf shuffle", *seeds)
+    return generator.permutation(vocabulary_size).astype(np.int32)
 
 
 def _zipf_ranks(
@@ -97,7 +102,9 @@ def _zipf_ranks(
     distribution = np.cumsum(zipf_probabilities(vocabulary_size, exponent=exponent))
     # The last value is then exactly 1, and every number from `generator.random` is smaller.
     distribution /= distribution[-1]
-    return np.searchsorted(distribution, generator.random(count), side="right").astype(np.int32)
+    draws = generator.random(count)
+    ranks = np.searchsorted(distribution, draws, side="right")
+    return ranks.astype(np.int32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)

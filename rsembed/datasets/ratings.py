@@ -83,13 +83,18 @@ class TasteLaw:
             raise ValueError(
                 f"log_odds: give users from 0 to {len(self.first_days) - 1}, and as many days."
             )
-        career = np.maximum(self.last_days[users] - self.first_days[users], 1e-9)
-        turn = DRIFT_RADIANS * np.clip((days - self.first_days[users]) / career, 0.0, 1.0)[:, None]
-        tastes = np.cos(turn) * self.first_tastes[users] + np.sin(turn) * self.last_tastes[users]
+        first_days = self.first_days[users]
+        career = np.maximum(self.last_days[users] - first_days, 1e-9)
+        progress = np.clip((days - first_days) / career, 0.0, 1.0)
+        angle = DRIFT_RADIANS * progress[:, None]
+        first_part = np.cos(angle) * self.first_tastes[users]
+        last_part = np.sin(angle) * self.last_tastes[users]
+        tastes = first_part + last_part
+        matches = TASTE_STRENGTH * tastes @ self.item_vectors.T
         age = days[:, None] - self.release_days
-        fresh = NEW_LOG_ODDS * np.exp(-np.maximum(age, 0.0) / NEW_DAYS)
-        likely = self.log_popularity + TASTE_STRENGTH * tastes @ self.item_vectors.T + fresh
-        return np.where(age >= 0, likely, -np.inf)
+        decay = np.exp(-np.maximum(age, 0.0) / NEW_DAYS)
+        log_probability = self.log_popularity + matches + NEW_LOG_ODDS * decay
+        return np.where(age >= 0, log_probability, -np.inf)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -144,9 +149,12 @@ class RatingsLog:
           >>> int(log.is_last().sum())
           10
         """
-        last = np.zeros(len(self.users), bool)
-        last[len(self.users) - 1 - np.unique(self.users[::-1], return_index=True)[1]] = True
-        return last
+        num_ratings = len(self.users)
+        latest_first = self.users[::-1]
+        _, positions = np.unique(latest_first, return_index=True)
+        is_last = np.zeros(num_ratings, bool)
+        is_last[num_ratings - 1 - positions] = True
+        return is_last
 
     @validated
     def histories(self, length: PositiveInt) -> Int32[np.ndarray, "ratings length"]:
@@ -163,13 +171,16 @@ class RatingsLog:
         order = np.argsort(self.users, kind="stable")
         items = self.items[order]
         users = self.users[order]
+        num_ratings = len(users)
         # `num_before` is the number of earlier ratings by the user of each rating.
-        num_before = np.arange(len(users)) - np.searchsorted(users, users)
-        sorted_histories = np.full((len(users), length), -1, np.int32)
-        for back in range(1, min(length, len(users) - 1) + 1):
-            sorted_histories[back:, back - 1] = np.where(
-                num_before[back:] >= back, items[:-back], -1
-            )
+        first_of_user = np.searchsorted(users, users)
+        num_before = np.arange(num_ratings) - first_of_user
+        sorted_histories = np.full((num_ratings, length), -1, np.int32)
+        longest = min(length, num_ratings - 1)
+        for back in range(1, longest + 1):
+            has_item = num_before[back:] >= back
+            earlier_items = np.where(has_item, items[:-back], -1)
+            sorted_histories[back:, back - 1] = earlier_items
         histories = np.empty_like(sorted_histories)
         histories[order] = sorted_histories
         return histories
@@ -230,21 +241,24 @@ def generated_ratings(
     seconds = seconds[order]
     affinity = np.einsum("nd,nd->n", law.first_tastes[users], law.item_vectors[items])
     stars = 3.4 + 1.2 * affinity + 0.7 * generator.standard_normal(len(users))
-    years = (1970 + (START_SECONDS / DAY_SECONDS + law.release_days) / 365.25).astype(int)
+    whole_stars = np.clip(np.rint(stars), 1, 5)
+    release_days = START_SECONDS / DAY_SECONDS + law.release_days
+    years = (1970 + release_days / 365.25).astype(int)
     first_genres = genres.argmax(axis=1)
+    titles = []
+    for item, (genre, year) in enumerate(zip(first_genres, years, strict=True)):
+        titles.append(f"{GENRES[genre]} {item} ({year})")
     # Some film ids are missing, as in logs from which films were removed.
-    item_ids = np.sort(generator.choice(num_items + num_items // 20, num_items, replace=False)) + 1
+    largest_id = num_items + num_items // 20
+    item_ids = np.sort(generator.choice(largest_id, num_items, replace=False)) + 1
     return RatingsLog(
         users=users.astype(np.int32),
         items=items.astype(np.int32),
-        ratings=np.clip(np.rint(stars), 1, 5).astype(np.float32),
+        ratings=whole_stars.astype(np.float32),
         timestamps=seconds,
         user_ids=np.arange(1, num_users + 1),
         item_ids=item_ids,
-        titles=tuple(
-            f"{GENRES[g]} {i} ({year})"
-            for i, (g, year) in enumerate(zip(first_genres, years, strict=True))
-        ),
+        titles=tuple(titles),
         genres=genres,
         genre_names=GENRES,
         source=f"generated, seed {seed}: nobody rated these films, and there are none",
@@ -256,40 +270,43 @@ def _law(
     generator: np.random.Generator, num_users: int, num_items: int, exponent: float
 ) -> tuple[TasteLaw, np.ndarray]:
     """Random `TasteLaw`, and a mask of the genres of each item."""
-    centres = _unit(generator.standard_normal((len(GENRES), TASTE_DIM)))
+    num_genres = len(GENRES)
+    centres = _unit(generator.standard_normal((num_genres, TASTE_DIM)))
     # `ranks[g]` is the popularity rank of genre `g`: some genres are more frequent than others.
-    ranks = np.argsort(id_of_rank(len(GENRES), 3))
-    weights = zipf_probabilities(len(GENRES), exponent=0.5)[ranks]
-    drawn = np.argsort(-np.log(weights) - generator.gumbel(size=(num_items, len(GENRES))), axis=1)
-    genres = np.zeros((num_items, len(GENRES)), bool)
-    for number, how_many in enumerate(1 + generator.integers(0, 3, num_items)):
-        genres[number, drawn[number, :how_many]] = True
+    ranks = np.argsort(id_of_rank(num_genres, 3))
+    weights = zipf_probabilities(num_genres, exponent=0.5)[ranks]
+    noise = generator.gumbel(size=(num_items, num_genres))
+    drawn = np.argsort(-np.log(weights) - noise, axis=1)
+    genre_counts = 1 + generator.integers(0, 3, num_items)
+    genres = np.zeros((num_items, num_genres), bool)
+    for item, genre_count in enumerate(genre_counts):
+        genres[item, drawn[item, :genre_count]] = True
 
     def tastes() -> np.ndarray:
-        favourites = centres[generator.integers(0, len(GENRES), (num_users, 2))].sum(axis=1)
-        return _unit(
-            _unit(favourites)
-            + TASTE_NOISE * _unit(generator.standard_normal((num_users, TASTE_DIM)))
-        )
+        favourite_genres = generator.integers(0, num_genres, (num_users, 2))
+        favourites = _unit(centres[favourite_genres].sum(axis=1))
+        noise = _unit(generator.standard_normal((num_users, TASTE_DIM)))
+        return _unit(favourites + TASTE_NOISE * noise)
 
     item_noise = TASTE_NOISE * _unit(generator.standard_normal((num_items, TASTE_DIM)))
+    item_vectors = _unit(_unit(genres @ centres) + item_noise)
     # Some films come out while the log runs. All other films came out before the log begins.
     is_new = generator.permutation(num_items) < NEW_SHARE * num_items
-    starts = generator.uniform(0.0, 0.7 * SPAN_DAYS, num_users)
+    first_days = generator.uniform(0.0, 0.7 * SPAN_DAYS, num_users)
+    first_tastes = tastes()
+    last_tastes = tastes()
+    careers = generator.uniform(0.1, 0.3, num_users) * SPAN_DAYS
+    popularity = generator.permutation(zipf_probabilities(num_items, exponent=exponent))
+    days_if_new = generator.uniform(0.0, SPAN_DAYS, num_items)
+    days_if_old = -generator.uniform(300.0, 9_000.0, num_items)
     law = TasteLaw(
-        first_tastes=tastes(),
-        last_tastes=tastes(),
-        first_days=starts,
-        last_days=starts + generator.uniform(0.1, 0.3, num_users) * SPAN_DAYS,
-        item_vectors=_unit(_unit(genres @ centres) + item_noise),
-        log_popularity=np.log(
-            generator.permutation(zipf_probabilities(num_items, exponent=exponent))
-        ),
-        release_days=np.where(
-            is_new,
-            generator.uniform(0.0, SPAN_DAYS, num_items),
-            -generator.uniform(300.0, 9_000.0, num_items),
-        ),
+        first_tastes=first_tastes,
+        last_tastes=last_tastes,
+        first_days=first_days,
+        last_days=first_days + careers,
+        item_vectors=item_vectors,
+        log_popularity=np.log(popularity),
+        release_days=np.where(is_new, days_if_new, days_if_old),
     )
     return law, genres
 
@@ -310,23 +327,38 @@ def _visits(
     """
     num_users = len(counts)
     num_items = len(law.item_vectors)
-    shares = np.diff(counts[:, None] * np.arange(NUM_VISITS + 1) // NUM_VISITS, axis=1)
+    ends = counts[:, None] * np.arange(NUM_VISITS + 1) // NUM_VISITS
+    counts_of_visits = np.diff(ends, axis=1)
+    # The first visit is at moment 0 of a user's career, and the last visit at moment 1.
     inner = np.sort(generator.random((num_users, NUM_VISITS - 2)), axis=1)
-    moments = np.concatenate([np.zeros((num_users, 1)), inner, np.ones((num_users, 1))], axis=1)
-    visits = law.first_days[:, None] + moments * (law.last_days - law.first_days)[:, None]
-    rated = []
+    first = np.zeros((num_users, 1))
+    last = np.ones((num_users, 1))
+    moments = np.concatenate([first, inner, last], axis=1)
+    careers = law.last_days - law.first_days
+    visit_days = law.first_days[:, None] + moments * careers[:, None]
+    all_users = []
+    all_items = []
+    all_seconds = []
     # At most 256 users at a time, to bound the memory.
-    for user_part in np.array_split(np.arange(num_users), 1 + num_users // 256):
+    num_parts = 1 + num_users // 256
+    for user_part in np.array_split(np.arange(num_users), num_parts):
         is_rated = np.zeros((len(user_part), num_items), bool)
         for visit in range(NUM_VISITS):
-            days = visits[user_part, visit]
-            share = shares[user_part, visit]
-            noisy = law.log_odds(user_part, days) + generator.gumbel(size=is_rated.shape)
-            order = np.argsort(np.where(is_rated, np.inf, -noisy), axis=1)[:, : share.max()]
-            rows, ranks = np.nonzero(np.arange(share.max()) < share[:, None])
-            items = order[rows, ranks]
+            days = visit_days[user_part, visit]
+            num_ratings = counts_of_visits[user_part, visit]
+            most = num_ratings.max()
+            log_odds = law.log_odds(user_part, days)
+            noisy = log_odds + generator.gumbel(size=is_rated.shape)
+            costs = np.where(is_rated, np.inf, -noisy)
+            best_items = np.argsort(costs, axis=1)[:, :most]
+            rows, ranks = np.nonzero(np.arange(most) < num_ratings[:, None])
+            items = best_items[rows, ranks]
             is_rated[rows, items] = True
-            seconds = START_SECONDS + (days[rows] * DAY_SECONDS).astype(np.int64) + 20 * ranks
-            rated.append((user_part[rows], items, seconds))
-    all_users, all_items, all_seconds = zip(*rated, strict=True)
-    return np.concatenate(all_users), np.concatenate(all_items), np.concatenate(all_seconds)
+            visit_seconds = (days[rows] * DAY_SECONDS).astype(np.int64)
+            all_users.append(user_part[rows])
+            all_items.append(items)
+            all_seconds.append(START_SECONDS + visit_seconds + 20 * ranks)
+    users = np.concatenate(all_users)
+    items = np.concatenate(all_items)
+    seconds = np.concatenate(all_seconds)
+    return users, items, seconds

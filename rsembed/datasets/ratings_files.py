@@ -319,7 +319,8 @@ def _form_names() -> str:
     names = []
     for form in FORMS:
         names.append(form.ratings_name)
-    return ", ".join(names[:-1]) + f" or a file *{names[-1]}"
+    whole_names = ", ".join(names[:-1])
+    return f"{whole_names} or a file *{names[-1]}"
 
 
 def _log_at(path: Path) -> Path | None:
@@ -492,18 +493,21 @@ def _numbers(
         text = text.removeprefix(BYTE_ORDER_MARK)
     if not text.strip():
         return np.zeros((0, 4))
-    lines = text.decode("latin-1").replace(form.separator, "\t").split("\n")
+    tab_separated = text.decode("latin-1").replace(form.separator, "\t")
+    lines = tab_separated.split("\n")
     try:
         numbers = np.loadtxt(lines, delimiter="\t", comments=None, dtype=np.float64, ndmin=2)
     except ValueError:
         numbers = np.zeros((1, 0))
     if numbers.shape[1] == num_columns:
         numbers = numbers[:, columns]
-        whole = numbers[:, [0, 1, 3]]
-        is_whole = (whole >= 0) & (whole < MOST_EXACT) & (whole == np.floor(whole))
-        if is_whole.all() and np.isfinite(numbers).all():
+        ids_and_times = numbers[:, [0, 1, 3]]
+        is_in_range = (ids_and_times >= 0) & (ids_and_times < MOST_EXACT)
+        is_whole = ids_and_times == np.floor(ids_and_times)
+        if (is_in_range & is_whole).all() and np.isfinite(numbers).all():
             return numbers
-    raise ValueError(_first_bad_line(lines, block.first_line, form, name, columns, num_columns))
+    message = _first_bad_line(lines, block.first_line, form, name, columns, num_columns)
+    raise ValueError(message)
 
 
 def _first_bad_line(

@@ -186,11 +186,14 @@ class IdCounter:
         rows_by_batch = rows_by_batch[num_stale:]
         used_later = used_later[num_stale:]
         self._first_batch += num_stale
-        again = last_batch[last_batch >= self._first_batch] - self._first_batch
-        reused = np.bincount(again, minlength=rows_by_batch.size)
+        is_recent = last_batch >= self._first_batch
+        recent_batches = last_batch[is_recent] - self._first_batch
+        reused = np.bincount(recent_batches, minlength=rows_by_batch.size)
+        divisors = np.maximum(rows_by_batch, 1)
         for number, cache_rows in enumerate(self._cache_rows):
             # All rows that one batch used last are equally recent. If a cache has space for only a
             # share of these rows, the same share of lookups are hits.
-            share = np.clip((cache_rows - used_later) / np.maximum(rows_by_batch, 1), 0.0, 1.0)
-            self._hits[number] += reused @ share
+            free_rows = cache_rows - used_later
+            cached_share = np.clip(free_rows / divisors, 0.0, 1.0)
+            self._hits[number] += reused @ cached_share
         self._rows_by_last_batch = np.append(rows_by_batch - reused, last_batch.size)

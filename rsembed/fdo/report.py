@@ -188,22 +188,24 @@ class IdReport:
         if not drawn:
             raise ValueError(f"plot: none of the tables {sorted(self.tables)} was looked up.")
         _, axes = plt.subplots(2, 2, figsize=(11.0, 7.6), layout="constrained")
+        frequency_ax, coverage_ax, load_ax, cache_ax = axes.flat
         misses = {}
         for name in drawn:
             figures = self.tables[name]
             counts = figures.counts
             # A table with keys may have seen more keys than it has rows.
             num_rows = max(figures.num_rows, len(counts))
-            plot.plot_id_frequency(counts, ax=axes[0, 0], label=name)
-            plot.plot_coverage(counts, num_rows=num_rows, ax=axes[0, 1], label=name)
+            plot.plot_id_frequency(counts, ax=frequency_ax, label=name)
+            plot.plot_coverage(counts, num_rows=num_rows, ax=coverage_ax, label=name)
             misses[name] = {percent: 1 - rate for percent, rate in figures.hit_rates.items()}
         load = np.sum([figures.shard_loads for figures in self.tables.values()], axis=0)
-        plot.plot_shard_load({"all tables": load}, ax=axes[1, 0])
-        plot.plot_miss_ratio(misses, xlabel="LRU cache (% of the table's rows)", ax=axes[1, 1])
-        axes[1, 1].set_ylabel("rows of batches to fetch (%)")
-        titles = ("How often ids occur", "What the hottest rows serve", "Load of shards", "Caches")
-        for ax, title in zip(axes.flat, titles, strict=True):
-            ax.set_title(title)
+        plot.plot_shard_load({"all tables": load}, ax=load_ax)
+        plot.plot_miss_ratio(misses, xlabel="LRU cache (% of the table's rows)", ax=cache_ax)
+        cache_ax.set_ylabel("rows of batches to fetch (%)")
+        frequency_ax.set_title("How often ids occur")
+        coverage_ax.set_title("What the hottest rows serve")
+        load_ax.set_title("Load of shards")
+        cache_ax.set_title("Caches")
         return np.asarray(axes)
 
 
@@ -349,13 +351,16 @@ def _lookups(feature: FeatureSpec, value: Any, num_shards: int) -> _Lookups:
     is_lookup = ~(is_missing | is_outside)
     offsets = bags.offsets.astype(np.int64)
     samples = np.repeat(np.arange(bags.num_bags), np.diff(offsets))
+    num_bags = bags.num_bags
     used = slice(0, int(offsets[-1]))  # Entries after the last offset are padding.
+    is_used_lookup = is_lookup[used]
+    is_out_of_range = is_outside & ~is_missing
     return _Lookups(
-        ids=ids[used][is_lookup[used]],
-        lengths=np.bincount(samples[is_lookup[used]], minlength=bags.num_bags),
-        cores=np.arange(bags.num_bags) * num_shards // max(bags.num_bags, 1),
+        ids=ids[used][is_used_lookup],
+        lengths=np.bincount(samples[is_used_lookup], minlength=num_bags),
+        cores=np.arange(num_bags) * num_shards // max(num_bags, 1),
         num_missing=int(is_missing[used].sum()),
-        num_out_of_range=int((is_outside & ~is_missing)[used].sum()),
+        num_out_of_range=int(is_out_of_range[used].sum()),
     )
 
 
@@ -409,8 +414,10 @@ class _Stream:
             self._num_out_of_range += part.num_out_of_range
         samples = np.repeat(np.arange(lengths.size), lengths)
         entries, distinct = partition_counts(ids, samples, cores[samples], self._num_shards)
-        self._max_ids = max(self._max_ids, int(entries.max()))
-        self._max_unique = max(self._max_unique, int(distinct.max()))
+        most_entries = int(entries.max())
+        most_distinct = int(distinct.max())
+        self._max_ids = max(self._max_ids, most_entries)
+        self._max_unique = max(self._max_unique, most_distinct)
 
     def figures(self) -> IdFigures:
         """All figures of the batches that were added."""

@@ -188,11 +188,14 @@ class EnsembleModeDefinition:
 
         def update(fast: Array, copies: Copies) -> tuple[Array, Copies]:
             (slow,) = copies
-            moved = share * fast.astype(jnp.float32) + (1.0 - share) * slow.astype(jnp.float32)
+            fast_part = share * fast.astype(jnp.float32)
+            slow_part = (1.0 - share) * slow.astype(jnp.float32)
+            moved = fast_part + slow_part
             slow = jnp.where(is_update_due, moved.astype(slow.dtype), slow)
             fast = jnp.where(is_swap_due, slow.astype(fast.dtype), fast)
             if self.step_mode == StepMode.NONE:
-                slow = jnp.where(is_update_due, jnp.zeros_like(slow), slow)
+                zeros = jnp.zeros_like(slow)
+                slow = jnp.where(is_update_due, zeros, slow)
             return fast, (slow,)
 
         def keep(fast: Array, copies: Copies) -> tuple[Array, Copies]:
@@ -229,12 +232,18 @@ class EmainplaceModeDefinition:
         t = jnp.asarray(t, jnp.int32)
 
         def update(table: Array) -> Array:
-            fast, slow = jnp.split(table.astype(jnp.float32), 2, axis=1)
+            wide_table = table.astype(jnp.float32)
+            fast, slow = jnp.split(wide_table, 2, axis=1)
             moved = slow + self.step_ema_coef * (fast - slow)
-            return table.at[:, table.shape[1] // 2 :].set(moved.astype(table.dtype))
+            middle = table.shape[1] // 2
+            return table.at[:, middle:].set(moved.astype(table.dtype))
+
+        def keep(table: Array) -> Array:
+            return table
 
         is_due = (t % int(self.step_ema) == 0) & (t >= int(self.step_start))
-        return jax.lax.cond(is_due, update, lambda table: table, table), copies
+        new_table = jax.lax.cond(is_due, update, keep, table)
+        return new_table, copies
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +289,11 @@ def global_decay_factor(
     rate = jnp.asarray(learning_rate, jnp.float32) * weight_decay
     # In float32, `1 - rate` is 1 if `rate` is below 3e-8, and `(1 - rate)**missed` would be 1, too.
     # `log1p(-rate)` is accurate for small rates, but does not exist for rates of 1 or more.
-    by_logarithm = jnp.exp(missed * jnp.log1p(-jnp.minimum(rate, 0.5)))
-    factor = jnp.where(rate < 0.5, by_logarithm, jnp.power(1.0 - rate, missed))
+    log_factor = jnp.log1p(-jnp.minimum(rate, 0.5))
+    by_logarithm = jnp.exp(missed * log_factor)
+    is_small = rate < 0.5
+    by_power = jnp.power(1.0 - rate, missed)
+    factor = jnp.where(is_small, by_logarithm, by_power)
     is_decayed = (t >= config.start_iter) & (weight_decay > 0) & (prev_iter > 0)
-    return jnp.where(is_decayed, jnp.maximum(factor, config.lower_bound), 1.0)
+    bounded_factor = jnp.maximum(factor, config.lower_bound)
+    return jnp.where(is_decayed, bounded_factor, 1.0)
