@@ -1,4 +1,4 @@
-"""The command line: `python -m rsembed doctor | run NOTEBOOK [NAME=VALUE ...] | launch SCRIPT`."""
+"""Command line: `python -m rsembed doctor | run NOTEBOOK [NAME=VALUE ...] | launch SCRIPT`."""
 
 import argparse
 import ast
@@ -24,15 +24,15 @@ def find_notebook(name: str) -> Path:
     """Path of the notebook that a user names.
 
     Args:
-      name: a path ending in `.ipynb`, the name of a tutorial, or its beginning (`01`) if no other
-        tutorial begins with it.
+      name: a path ending in `.ipynb`, the name of a tutorial, or the beginning of its name (`01`),
+        if only one tutorial has this beginning.
 
-    Raises: ValueError: no tutorial, or more than one, begins with `name`. The message lists the
-      tutorials.
+    Raises: ValueError: no tutorial, or more than one, begins with `name`. The message of the error
+      lists the tutorials.
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
-    # The first folder is in the wheel, the second in a checkout.
+    # An installed package has the first folder, a checkout of the repository the second.
     folders = (
         _PACKAGE / "_bundled" / "notebooks",
         _PACKAGE.parent / "notebooks",
@@ -52,12 +52,12 @@ def with_settings(source: str, settings: dict[str, str]) -> str:
 
     Args:
       source: the cell's code.
-      settings: new values as Python literals, by name. If the cell assigns a string to the name,
-        plain text is also accepted.
+      settings: new values as Python literals, by name. A parameter that is a string in the cell can
+        also be set without quotes.
 
     Raises:
-      ValueError: the cell does not assign a name (the message lists the names that it assigns), or
-        a value is not a Python literal.
+      ValueError: a name is not among the parameters, which the message lists. Or a value is not a
+        Python literal.
 
     Example:
       >>> print(with_settings("STEPS = 20  # 5_000 in the docs", {"STEPS": "10"}))
@@ -115,12 +115,13 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
     """Runs all cells of a notebook, with the Python that runs this function.
 
     Args:
-      notebook: an `nbformat` notebook. Cell outputs are written into the notebook, including those
-        of cells that ran before a failure.
-      beside: folder of the notebook. Cells can import modules from this folder.
-      after_cell: called after each code cell with `cell=` and `cell_index=`, its index from 0.
+      notebook: an `nbformat` notebook. Outputs of cells are written into the notebook. If a cell
+        fails, the notebook has the outputs of all cells until then.
+      beside: folder of the notebook, from which cells can import modules.
+      after_cell: function that is called after each code cell with `cell=` and `cell_index=`, the
+        index of the cell from 0.
 
-    Returns: None, or a description of the failure in one line.
+    Returns: None if all cells ran, or a description of the failure in one line.
     """
     from jupyter_client.kernelspec import KernelSpecManager
     from jupyter_client.manager import AsyncKernelManager
@@ -131,11 +132,11 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
     with tempfile.TemporaryDirectory() as folder:
         manager = AsyncKernelManager(
             kernel_name="python3",
-            kernel_spec_manager=KernelSpecManager(
-                kernel_dirs=[]
-            ),  # Notebook kernels installed in folders may belong to a different Python.
+            # Without folders, the manager starts this Python. Kernels in folders may belong to a
+            # different Python.
+            kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
             connection_file=f"{folder}/connection.json",
-            # The kernel communicates through files that only this user can open, not through ports.
+            # Use sockets in the temporary folder, because other users could connect to ports.
             transport="ipc",
         )
         client = NotebookClient(notebook, km=manager, timeout=None, on_cell_executed=after_cell)
@@ -144,7 +145,7 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
         except CellExecutionError as error:
             text = _COLOUR_CODES.sub("", error.evalue)
             if not text:
-                # A bare assert has no message, so its line of code is shown.
+                # An assert without a message has an empty text, so show its line of code.
                 lines = _FAILED_LINE.findall(_COLOUR_CODES.sub("", error.traceback))
                 text = lines[0].strip() if lines else ""
             return f"cell {_failed_cell(notebook)}: {error.ename}: {text}"
@@ -172,7 +173,7 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
       settings: see `with_settings`.
       output: folder for `<notebook>.ipynb` and the pictures under `<notebook>/`.
 
-    Returns: 0, or 1 if a cell failed.
+    Returns: the exit status, 0 or, if a cell failed, 1.
 
     Raises: ValueError: the notebook or a parameter is unknown, the file is not a notebook, the
       folder cannot be written to, or the `notebooks` extra is not installed.
@@ -206,7 +207,8 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         # Write before the run, so that a folder without write access raises an error at once.
         nbformat.write(notebook, executed)
-        for picture in folder.glob("cell-*.png"):  # Delete the pictures of an earlier run.
+        # Delete the pictures of an earlier run.
+        for picture in folder.glob("cell-*.png"):
             picture.unlink()
     except OSError as error:
         raise ValueError(
@@ -251,9 +253,9 @@ def _first_line(error: Exception) -> str:
 
 
 def doctor() -> int:
-    """Prints versions, devices, the state of each kernel implementation and of each backend.
+    """Prints versions and devices, and which kernels and backends work on this machine.
 
-    Raises: ValueError: the environment asks for devices or kernels that do not exist.
+    Raises: ValueError: an environment variable requests devices or kernels that do not exist.
     """
     import jax
 
@@ -282,7 +284,8 @@ def doctor() -> int:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command of the command line.
 
-    Returns: the exit status: 0, 1 if a notebook failed, 2 if the arguments are wrong.
+    Returns: the exit status: 1 if a notebook failed, 2 if the arguments are wrong, else 0. `launch`
+      returns the exit status of the script.
     """
     parser = argparse.ArgumentParser(prog="rsembed", description="Embedding tables in JAX.")
     commands = parser.add_subparsers(dest="command", required=True)
@@ -311,7 +314,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
-            # If the terminal has no such character, print a question mark.
+            # Print a question mark for a character that the encoding of the terminal lacks.
             stream.reconfigure(errors="replace")
     try:
         if options.command == "launch":
@@ -325,7 +328,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "run":
             return run(options.notebook, parse_settings(options.settings), options.output)
         return doctor()
-    except ValueError as error:  # The user can fix a ValueError. Other errors show a traceback.
+    except ValueError as error:
+        # A ValueError is a mistake of the user. All other errors print a traceback.
         print(f"rsembed: {error}", file=sys.stderr)
         return 2
 

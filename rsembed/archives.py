@@ -11,11 +11,12 @@ import zlib
 from collections.abc import Sequence
 
 MOST_UNPACKED_BYTES = 1 << 28
-"""Maximum size of all members that are read: ten times a MovieLens log of a million ratings.
+"""Maximum total size in bytes of the members that are read from one archive.
 
-If the archive itself is larger, the limit is the size of the archive.
+The maximum is ten times a MovieLens log of a million ratings. If the archive itself is larger than
+the maximum, the size of the archive is the limit.
 """
-# Only with these methods can a read be limited to a number of bytes.
+# Compression methods with which zipfile decompresses only the requested number of bytes.
 _COMPRESSIONS = (
     zipfile.ZIP_STORED,
     zipfile.ZIP_DEFLATED,
@@ -27,11 +28,11 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
 
     Args:
       content: bytes of the archive.
-      names: members to read. None: all.
+      names: names of the members to read. If None, all members are read.
 
     Raises: ValueError: the bytes are not a zip archive, the archive is damaged or encrypted, a
-      member is missing or there twice, or the members exceed `MOST_UNPACKED_BYTES` and the size of
-      the archive.
+      member is missing, two members have one name, or the members are larger than
+      `MOST_UNPACKED_BYTES` and the archive.
 
     Example:
       >>> import io, zipfile
@@ -53,7 +54,7 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
                 bytes_left -= len(contents[name])
     except KeyError as error:
         raise ValueError(f"the archive lacks a member: {error}") from error
-    # Errors of zipfile for archives that are damaged, encrypted or of an unknown kind.
+    # zipfile raises these errors for archives that are damaged, encrypted or in an unknown format.
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -67,9 +68,17 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
 
 
 def _read(archive: zipfile.ZipFile, name: str, bytes_left: int, most: int) -> bytes:
-    """Content of a member of at most `bytes_left` bytes.
+    """Content of one member, after a check of its size.
 
-    The declared size is checked first, then the size of the unpacked content.
+    The size in the header is checked first, then the size of the decompressed content.
+
+    Args:
+      archive: the open archive.
+      name: name of the member.
+      bytes_left: maximum size of this member.
+      most: maximum size of all members, for the error message.
+
+    Raises: ValueError: the member has more than `bytes_left` bytes.
     """
     member = archive.getinfo(name)
     if member.compress_type not in _COMPRESSIONS:

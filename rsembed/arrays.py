@@ -1,4 +1,4 @@
-"""Helpers for arrays on the host and on devices: checks of traced, masked and donated ones."""
+"""Checks of traced, masked and donated arrays, and copies of arrays to the device."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from jax.typing import ArrayLike, DTypeLike
 from jaxtyping import Array, PyTree
 
 AnyArray: TypeAlias = Array | np.ndarray
-"""An array of JAX, traced or not, or of NumPy."""
+"""A NumPy array or a JAX array, which may be traced."""
 
 
 def is_traced(tree: PyTree) -> bool:
@@ -30,25 +30,29 @@ def numpy_or_jax(tree: PyTree) -> Any:
 
 
 def foreign_to_numpy(value: object) -> Any:
-    """`value` as a numpy array if it has `__array__`, as a tensor has.
+    """`value` as a NumPy array if it has the method `__array__`, such as a torch tensor.
 
-    Other values, and JAX and numpy arrays, are returned unchanged.
+    JAX arrays, NumPy arrays and all other values are returned unchanged.
     """
     if not hasattr(value, "__array__") or isinstance(value, (jax.Array, np.ndarray)):
         return value
     try:
         return np.asarray(value)
     except TypeError:
-        # `value` may be a torch tensor of bfloat16: numpy has no such dtype, but JAX has.
+        # NumPy has no bfloat16, so JAX reads a torch tensor of this dtype.
         if not hasattr(value, "__dlpack__"):
             raise
         return np.asarray(jnp.from_dlpack(value))
 
 
 def check_unmasked(value: object, name: str) -> None:
-    """Checks for masked arrays, because a conversion would lose their masks.
+    """Checks that a value is not a masked array, because later conversions ignore masks.
 
-    Raises: TypeError: `value` or one of its rows is a masked array.
+    Args:
+      value: any value.
+      name: name of the value, at the start of the error message.
+
+    Raises: TypeError: `value`, or a row in the list `value`, is a masked array.
     """
     rows: Any = ()
     if isinstance(value, (list, tuple)):
@@ -65,11 +69,11 @@ def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
     """Checks that no array of a tree was donated to a step.
 
     Args:
-      tree: arrays that are to be used.
-      what: beginning of the message, which names the lost arrays.
-      way_out: end of the message: what the user can do.
+      tree: arrays that the caller is about to use.
+      what: beginning of the message, such as "the state was passed".
+      way_out: end of the message, which says what the user can do.
 
-    Raises: RuntimeError: an array was deleted, because it was donated to a step.
+    Raises: RuntimeError: an array was donated to a step, so JAX has deleted the array.
     """
     for leaf in jax.tree.leaves(tree):
         if not isinstance(leaf, jax.Array) or isinstance(leaf, jax.core.Tracer):
@@ -79,11 +83,11 @@ def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
 
 
 def device_copy(array: ArrayLike, dtype: DTypeLike) -> Array:
-    """The array on the device, as from `jnp.asarray`. A numpy array is copied first.
+    """The array on the device, as `jnp.asarray` returns it, but never in the memory of a NumPy array.
 
-    Data loaders often write the next batch into the same memory. JAX may use the memory of a numpy
-    array without a copy if it gets the array with a dtype. Without a dtype, JAX copies the array,
-    but it compiles a copying program for every shape.
+    A NumPy array is copied first, because data loaders often write the next batch into the memory
+    of the present batch. `jnp.asarray` with a dtype may use the memory of a NumPy array. Without a
+    dtype, `jnp.asarray` copies, but compiles a program for every shape.
     """
     if isinstance(array, np.ndarray):
         array = np.array(array, dtype)
@@ -91,17 +95,17 @@ def device_copy(array: ArrayLike, dtype: DTypeLike) -> Array:
 
 
 def on_device(tree: PyTree) -> PyTree:
-    """The tree with copies of numpy arrays on the device.
+    """The tree, with a copy on the device in place of every NumPy array.
 
-    Numpy arrays are copied, because data loaders often write the next batch into the same memory.
-    The arrays are passed to a compiled function: for 26 arrays, this takes a third of the time of
-    `device_put`.
+    Later changes of a NumPy array do not change the copy, so a data loader may write the next batch
+    into the same memory. A compiled function makes the copies: for 26 arrays, the call takes a third
+    of the time of `device_put`.
     """
     if is_traced(tree):
         return tree
     leaves, form = jax.tree.flatten(tree)
     positions = [k for k, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
-    # The caller requested a transfer, so a transfer guard must permit it.
+    # The user requested this transfer, so a transfer guard must not reject it.
     with jax.transfer_guard_host_to_device("allow"):
         copies = _returned([leaves[k] for k in positions])
     for k, copy in zip(positions, copies, strict=True):
@@ -113,7 +117,7 @@ _returned = jax.jit(lambda arrays: arrays)
 
 
 def cut_on_device(values: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    """Arrays of these shapes on the device, cut from one flat array that holds them in order."""
+    """Arrays with the requested shapes on the device, cut from one flat array in this order."""
     with jax.transfer_guard_host_to_device("allow"):
         return _cut(values, shapes)
 

@@ -1,10 +1,11 @@
 """Fingerprints of the tables and the layout that a state, an input or a file belongs to.
 
-An array does not record what its rows mean: on two and on four devices, one table can have equal
-array shapes but different row orders. A `Fingerprint` holds the metadata that define the meaning
-(tables, sizes, optimizers, shards, owners) as plain JSON values. A fingerprint is a static part of
-a pytree, so `jit` and `tree.map` keep it, and raise an error if two different ones are mixed. Files
-contain fingerprints. `check_same` compares two and names their differences.
+The shape of an array does not tell which row belongs to which id: the arrays of one table on two
+and on four devices can have equal shapes, but different orders of rows. A `Fingerprint` holds the
+metadata that define the meaning of arrays (tables, sizes, optimizers, shards, owners) as JSON
+values. A fingerprint is a static part of a pytree, so `jit` and `tree.map` keep it, and trees with
+different fingerprints cannot be combined. Files contain fingerprints. `check_same` compares two
+fingerprints and names their differences.
 """
 
 from __future__ import annotations
@@ -23,19 +24,21 @@ import numpy as np
 
 MAX_DIFFERENCES_SHOWN = 6
 ELSEWHERE = "elsewhere"
-"""Name of the entry which records that a part of a state is stored outside it.
+"""Name of the metadata entry for a state that lacks a part, such as rows that are on the host.
 
-The value of this entry tells users what to save instead.
+The value of the entry tells users what to save in place of the state.
 """
 
 
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Fingerprint:
-    """Facts about an array or a state, compared and hashed by value.
+    """Metadata of an array or a state, compared and hashed by value.
+
+    `Fingerprint.of` makes a fingerprint from JSON values.
 
     Args:
-      text: the metadata as a canonical JSON string. Use `Fingerprint.of` to make a fingerprint.
+      text: the metadata as a canonical JSON string.
 
     Example:
       >>> Fingerprint.of({"tables": {"word": {"rows": 10}}, "shards": 4}).text
@@ -46,7 +49,7 @@ class Fingerprint:
 
     @classmethod
     def of(cls, facts: Mapping[str, object]) -> Fingerprint:
-        """The fingerprint of JSON values. The order of keys does not matter."""
+        """The fingerprint of JSON values. The order of entries in dictionaries does not matter."""
         return cls(json.dumps(facts, sort_keys=True, separators=(",", ":")))
 
     @property
@@ -55,7 +58,8 @@ class Fingerprint:
         return json.loads(self.text)
 
     def __hash__(self) -> int:
-        return hash(self.text)  # jit hashes in every call. Python caches the hash of a string.
+        # `jit` hashes the fingerprint in every call, and Python caches the hash of a string.
+        return hash(self.text)
 
     def __repr__(self) -> str:
         return f"Fingerprint({hashlib.sha256(self.text.encode()).hexdigest()[:12]})"
@@ -86,9 +90,9 @@ def identity(value: object) -> str:
     """Name and structure of an optimizer or function, without the values of its numbers.
 
     Two optimizers with interchangeable state have the same identity, for any learning rates.
-    Booleans, strings and functions in an optimizer are part of its identity, since they select
-    formulas (`nesterov=True`). Optax transformations are closures; the variables in the closure are
-    included. A lambda is identified by the names in its code.
+    Booleans, strings and functions in an optimizer are part of its identity, because they select
+    formulas (`nesterov=True`). For an optax transformation, which is a closure, the variables of the
+    closure are part of the identity. A lambda is identified by the names in its code.
 
     Example:
       >>> import optax
@@ -133,10 +137,11 @@ def _identity(value: object, above: frozenset[int]) -> str:
     code = value.__code__
     closed = {}
     for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-        if cell != CellType():  # A cell is empty until its variable is assigned.
+        # The cell of a closure variable is empty until the variable is assigned.
+        if cell != CellType():
             closed[name] = inside(cell.cell_contents)
     name = value.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
-    # The functions that optax wraps here depend on the version of optax.
+    # Leave this wrapper out: which functions have it depends on the version of optax.
     if name == "with_extra_args_support.update":
         return next(iter(closed.values()), name)
     if name.endswith("<lambda>"):
@@ -150,7 +155,7 @@ def _call(name: str, arguments: Mapping[str, str]) -> str:
 
 
 def _differences(actual: object, expected: object, path: str) -> Iterator[str]:
-    """One line for every entry that differs between two fingerprints."""
+    """A description of every entry that differs between the metadata of two fingerprints."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         for key in sorted(actual.keys() | expected.keys()):
             where = f"{path}/{key}" if path else key
@@ -165,6 +170,6 @@ def _differences(actual: object, expected: object, path: str) -> Iterator[str]:
 
 
 def _shortened(fact: object) -> str:
-    """A value of the metadata as JSON with at most 120 characters."""
+    """A metadata value as JSON, cut to at most 120 characters."""
     text = json.dumps(fact)
     return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,10 +1,11 @@
-"""Initial table values that depend only on the key, the table and the row.
+"""Initial table values that depend only on the random key, the table and the row.
 
-An initializer for a whole table, `initializer(key, (vocabulary, dim))`, is evaluated for any subset
-of rows without building the table. The initializer is traced at the full logical shape, so that
-scales computed from the shape are right. The trace is then evaluated for the requested rows, with
-random bits that depend on the row. Stacking, sharding and the number of devices therefore never
-change a table, and building a table needs no second copy of it.
+`initial_rows` evaluates the initializer of a whole table, `initializer(key, (vocabulary, dim))`,
+for any rows without building the table. The initializer is traced for the logical shape of the
+table, so that scales computed from the shape are right. The trace is then evaluated for the
+requested rows, with random bits that depend on the row. Stacking, sharding and the number of
+devices therefore never change initial values, and memory for a second copy of a table is not
+needed.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from rsembed.specs import CallableTableInitializer, TableSpec
 
 
 def table_key(key: PRNGKeyArray, table_name: str) -> PRNGKeyArray:
-    """The key of one table, from the key of the model and the name of the table."""
+    """The random key of one table, from the random key of the model and the name of the table."""
     return jax.random.fold_in(key, zlib.crc32(table_name.encode()))
 
 
 def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> KeyOrKeys:
-    """The keys of several tables, equal to the keys from `table_key` but computed at once."""
+    """The random keys of several tables, equal to results of `table_key`, in one array."""
     numbers = np.asarray([zlib.crc32(name.encode()) for name in table_names], np.uint32)
     return jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
 
@@ -46,29 +47,31 @@ def initial_rows(
     """Initial float32 values of some rows of a table.
 
     Args:
-      key: key of the table, `table_key(model_key, table.name)`.
-      table: the table. The table's initializer gets the logical shape
+      key: random key of the table, `table_key(model_key, table.name)`.
+      table: the table. The initializer of the table is called with the logical shape
         `(vocabulary_size, embedding_dim)`.
       rows: row numbers, in any order.
 
     Raises:
       TypeError: the initializer does not accept `(key, shape)`.
-      ValueError: the initializer does not return one array of the requested shape.
+      ValueError: the initializer does not return one array with the logical shape.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace = traced_initializer(table, shape)
     try:
         return _RowEvaluator(rows, shape[0]).evaluate(trace, key).astype(jnp.float32)
     except _MixesRowsError:
-        # The rows of an orthogonal matrix, for example, depend on the whole table.
+        # A row may depend on the whole table, as in an orthogonal matrix.
         return table.initializer(key, shape).astype(jnp.float32)[rows]
 
 
 def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) -> tuple[Array, ...]:
-    """Initial values of some rows in the table's dtype, and their slots, as in `EmbeddingCollection.init`.
+    """Initial values of some rows in the dtype of the table, and the initial slots of the rows.
+
+    `EmbeddingCollection.init` computes the same values for all rows.
 
     Args:
-      key: key of the table, `table_key(model_key, table.name)`.
+      key: random key of the table, `table_key(model_key, table.name)`.
       ids: row numbers, in any order.
       table: the table with initializer and optimizer.
     """
@@ -77,12 +80,12 @@ def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) ->
 
 
 def form(table: TableSpec) -> Hashable:
-    """Key that is equal for tables that can share one compiled program of `initial_rows`.
+    """Cache key that is equal for tables that can share one compiled program of `initial_rows`.
 
     If the initializer computes every row independently, and no value depends on the number of rows,
-    the key is the trace of the initializer and the row length. Separate but equal functions, as in
-    `[normal(0.01) for _ in tables]`, therefore share a program. Else the key is the initializer
-    function and the shape.
+    the cache key is the trace of the initializer and the row length. Separate but equal functions,
+    as in `[normal(0.01) for _ in tables]`, therefore share a program. For all other initializers,
+    the cache key is the initializer function and the shape.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace = traced_initializer(table, shape)
@@ -94,7 +97,7 @@ def form(table: TableSpec) -> Hashable:
         jax.eval_shape(functools.partial(evaluator.evaluate, trace), jax.random.key(0))
     except _MixesRowsError:
         return exact_key
-    # The line breaks of a printed trace depend on the number of digits.
+    # Line breaks in a printed trace depend on the number of digits, so replace them by spaces.
     text = " ".join(str(trace).split())
     return shape[1], re.sub(rf"(?<=[\[(]){shape[0]}(?=,)", "rows", text)
 
@@ -109,11 +112,11 @@ def keyed_rows(
     """Float32 rows `initializer(row_key, (1, dim))`; each `row_key` is `key` folded with `lanes`.
 
     Args:
-      key: key of the table; with `table`, one key for each of several tables.
+      key: random key of the table or, with `table`, one random key for each of several tables.
       initializer: function `(key, shape)`.
-      lanes: 32-bit numbers that identify each row, such as the two halves of its 64-bit key.
+      lanes: 32-bit numbers that identify each row, such as the two halves of a 64-bit id.
       dim: length of a row.
-      table: index of the table of each row; None, the default, if there is one table.
+      table: index of the table of each row. None, the default, if there is only one table.
     """
     trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
     evaluator = _RowEvaluator(
@@ -121,8 +124,8 @@ def keyed_rows(
     )
     try:
         return evaluator.evaluate(trace, key).astype(jnp.float32)
-    except _MixesRowsError:  # The initializer splits its key, or sums over a row.
-
+    except _MixesRowsError:
+        # An initializer that splits its random key or sums over a row is called for single rows.
         def one_row(key: PRNGKeyArray, *row_lanes: Array) -> Array:
             row_key = functools.reduce(jax.random.fold_in, row_lanes, key)
             return initializer(row_key, (1, dim))[0].astype(jnp.float32)
@@ -133,7 +136,7 @@ def keyed_rows(
 
 
 def keyed_form(initializer: CallableTableInitializer, dim: int) -> Hashable:
-    """Key that is equal for initializers with equal rows in `keyed_rows`."""
+    """Cache key that is equal for initializers with which `keyed_rows` computes equal rows."""
     trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
     return (initializer if _has_constants(trace) else str(trace)), dim
 
@@ -143,7 +146,7 @@ def traced_initializer(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
 
     Raises:
       TypeError: the initializer does not accept `(key, shape)`.
-      ValueError: the initializer does not return one array of that shape.
+      ValueError: the initializer does not return one array of `shape`.
     """
     try:
         trace = jax.make_jaxpr(lambda key: table.initializer(key, shape))(jax.random.key(0))
@@ -165,7 +168,8 @@ def traced_initializer(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
 def _has_constants(trace: ClosedJaxpr) -> bool:
     """Whether the trace contains constant arrays.
 
-    `str(trace)` does not show their values, so equal strings do not mean equal initializers.
+    `str(trace)` does not show the values of constant arrays, so different initializers can have
+    equal strings.
     """
     if trace.consts:
         return True
@@ -187,7 +191,7 @@ _ELEMENTWISE = """
 """
 """Primitives that work elementwise."""
 _Value = tuple[Any, bool]
-"""An array, and whether it is cut: it holds only the requested rows of an array of all rows."""
+"""A pair `(array, is_cut)`. A cut array holds only the requested rows of an array of all rows."""
 
 
 class _MixesRowsError(Exception):
@@ -195,19 +199,22 @@ class _MixesRowsError(Exception):
 
 
 class _RowEvaluator:
-    """Evaluates a traced computation for some rows of its arrays. Arrays without a row axis are computed in full.
+    """Evaluates a traced computation for some rows of its arrays.
+
+    Arrays without a row axis are computed in full.
 
     Args:
       rows: row numbers to evaluate.
-      num_rows: length of the row axis, the leading axis of an array of all rows.
-      lanes: 32-bit numbers to fold into the key of each requested row, in this order. None: the row
-        index is folded in.
-      only_key: key of the initializer. With `only_key`, only random bits drawn directly from this
-        key can be cut; a computation that splits the key is rejected.
-      table: index of the table of each requested row, if `only_key` has one key for each of several
-        tables.
-      only_cuts: whether an uncut array with an axis of `num_rows` is rejected, since its values may
-        depend on the number of rows. False by default.
+      num_rows: length of the row axis, the first axis of an array of all rows.
+      lanes: 32-bit numbers to fold into the random key for each requested row, in this order. If
+        None, the row number is folded in.
+      only_key: random key of the initializer. With `only_key`, only random bits that are drawn
+        directly from this key can be evaluated for single rows, and a computation that splits the
+        key is rejected.
+      table: index of the table of each requested row, if `only_key` has one random key for each of
+        several tables.
+      only_cuts: whether to reject an array of `num_rows` rows that is computed in full, because its
+        values may depend on the number of rows. False by default.
     """
 
     def __init__(
@@ -268,7 +275,8 @@ class _RowEvaluator:
         has_row_axis = len(shape) == 2 and shape[0] == self.num_rows
         if has_row_axis and name == "random_bits":
             bit_width = params["bit_width"]
-            # With `only_key`, 16-bit numbers are not cut: their values depend on XLA's fusion.
+            # With `only_key`, random bits of 16-bit numbers are not evaluated for single rows,
+            # because the values would depend on how XLA fuses operations.
             is_direct = self.only_key is None or (arrays[0] is self.only_key and bit_width == 32)
             if is_direct:
                 return [(_row_bits(arrays[0], self.lanes, bit_width, shape[1], self.table), True)]
@@ -293,7 +301,7 @@ def _spans_rows(array: ArrayLike) -> bool:
 def _row_bits(
     key: Array, lanes: Sequence[Array], bit_width: int, dim: int, table: Array | None
 ) -> Array:
-    """Random bits of each row, from `key` folded with the row's `lanes`."""
+    """Random bits of each row, drawn from `key` folded with the `lanes` of the row."""
     if bit_width == 32:
         return api.row_bits(key, lanes, dim, table)
 

@@ -21,9 +21,9 @@ ALL_BITS = 0xFFFFFFFF
 KEY_DTYPES = ("int32", "int64", "uint32", "uint64")
 
 Lane: TypeAlias = Any
-"""Array of NumPy or JAX with one number for each key."""
+"""NumPy array or JAX array with one 32-bit word (or flag, or table index) for each key."""
 Ids: TypeAlias = PyTree
-"""Ids in an array of integers of NumPy or JAX, or as `Keys`."""
+"""Ids as an integer array of NumPy or JAX, or as `Keys`."""
 
 
 class Keys(NamedTuple):
@@ -32,8 +32,9 @@ class Keys(NamedTuple):
     Attributes:
       high: upper 32 bits, uint32.
       low: lower 32 bits, uint32.
-      is_key: mask, False for padding. The other arrays have no meaning for padding.
-      table: index of the table of each key, int32; None if there is only one table.
+      is_key: mask, False for padding. Where the mask is False, `high`, `low` and `table` have no
+        meaning.
+      table: index of the table of each key, int32. None if there is only one table.
     """
 
     high: Lane
@@ -43,20 +44,20 @@ class Keys(NamedTuple):
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
-        """The arrays that identify each key, most significant first."""
+        """The words that identify each key, most significant first: `(table,) high, low`."""
         return (self.high, self.low) if self.table is None else (self.table, self.high, self.low)
 
     @staticmethod
     def of_lanes(lanes: Sequence[Lane], is_key: Lane) -> Keys:
-        """Keys from the arrays that `lanes` returns, and the mask of keys."""
+        """Keys from words, as the property `lanes` returns them, and the mask `is_key`."""
         *table, high, low = lanes
         return Keys(high, low, is_key, *table)
 
     @property
     def shape(self) -> tuple[Any, ...]:
-        """Shape of all lanes.
+        """Shape of `high`, `low` and `is_key`.
 
-        The sizes are symbols in a program that is exported for any batch size.
+        In a program that is exported for any batch size, the sizes are symbolic dimensions.
         """
         return self.is_key.shape
 
@@ -81,30 +82,28 @@ def hash_keys(
 ) -> Int64[np.ndarray, "..."] | list[Int64[np.ndarray, " ids"]]:
     """64-bit keys of strings or bytes, equal in every process, machine and release.
 
-    Use such keys for tables with `rs.Hashed`. For other tables,
-    `rs.hash_keys(column) % vocabulary_size` gives ids, with the chance that several strings share a
-    row. The key of a string depends on its UTF-8 bytes: an "é" in one code point and an "e" with a
-    combining accent have different keys. Each distinct value of a column is hashed once.
+    Use keys for tables with the storage `rs.Hashed`. For other tables, use the ids
+    `rs.hash_keys(column) % vocabulary_size`, with which several strings can share a row. The key of
+    a string depends on its UTF-8 bytes: an "é" in one code point and an "e" with a combining accent
+    have different keys. Each distinct value of a column is hashed once.
 
     Args:
       column: strings or bytes as a list, a NumPy array of any shape, or a column of pandas, polars
         or Arrow (including categories). A column of lists gives a list of arrays, which `prepare`
         reads as one bag per row.
-      missing: key of all missing values (None, NaN, pandas.NA, masked), for example -1 (no id).
-        None, the default: missing values are an error.
+      missing: key of all missing values (None, NaN, pandas.NA, masked), for example -1 (no id). If
+        None, the default, a missing value raises an error.
 
     Returns:
-      int64 keys, including negative ones, in the shape of the column. -1 is returned only for
-      missing values.
+      int64 keys, negative or not, in the shape of the column. Only missing values can have the key
+      -1.
 
     Raises:
-      TypeError: a value is neither a string nor bytes (integers are keys already). The message
-        names its row.
-      ValueError: a value is missing, or a string is not Unicode. The message names its row. Or
-        `missing` is too large for 64 bits.
+      TypeError: a value is neither a string nor bytes. Integers are keys already.
+      ValueError: a value is missing, a string is not Unicode, or `missing` does not fit 64 bits.
 
-    Source: BLAKE2b with a digest of 8 bytes (RFC 7693), read as a signed little-endian number; -1
-      becomes -2.
+    Source: BLAKE2b with a digest of 8 bytes (RFC 7693), read as a signed little-endian number. The
+      number -1 is replaced by -2.
 
     Example:
       >>> hash_keys(["apple", "pear", "apple"]).tolist()
@@ -127,9 +126,9 @@ def hash_keys(
 
 
 def _values_of_column(column: object) -> tuple[list[Any], tuple[int, ...]]:
-    """All values of a column, and its shape.
+    """All values of a column as a flat list, and the shape of the column.
 
-    Raises: TypeError: `column` is not a column of strings or bytes.
+    Raises: TypeError: `column` is not a list or array, or has integers.
     """
     if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
         raise TypeError(
@@ -149,7 +148,7 @@ def _is_list(value: object) -> bool:
 
 
 def _entries(values: Any) -> list[Any]:
-    """Values of a list or array as a list, with None for masked values."""
+    """Values of a list or array as a list. Masked values become None."""
     entries: list[Any] = values.tolist() if isinstance(values, np.ndarray) else list(values)
     return entries
 
@@ -162,13 +161,13 @@ def _keys_of(
     row: int | None = None,
     num_per_row: int = 1,
 ) -> Int64[np.ndarray, " ids"]:
-    """Keys of flat values.
+    """Keys of values in a flat list.
 
     Args:
       values: strings, bytes or missing values.
-      known: keys of values that have already been hashed; new values are added.
-      missing: key of missing values. None: missing values are an error.
-      row: row of the column that all of `values` belong to, for error messages. None, the default:
+      known: keys of values that have already been hashed. The function adds the keys of new values.
+      missing: key of missing values. If None, a missing value raises an error.
+      row: row of the column that contains all `values`, for error messages. If None, the default,
         each row has `num_per_row` values.
       num_per_row: number of values in a row of the column, 1 by default.
     """
@@ -185,7 +184,7 @@ def _keys_of(
             known[value] = _key_of(value, missing)
         except (TypeError, ValueError) as error:
             if row is None:
-                # `==` with pandas.NA is neither true nor false.
+                # Compare with `is`, because `==` with pandas.NA is neither true nor false.
                 is_value = [other is value for other in values]
                 row = is_value.index(True) // num_per_row
             kind = TypeError if isinstance(error, TypeError) else ValueError
@@ -196,8 +195,8 @@ def _keys_of(
 def _key_of(value: object, missing: int | None) -> int:
     """64-bit key of one string or bytes value.
 
-    Raises: TypeError, ValueError: the value has no key. The message continues the words "row 3
-      has".
+    Raises: TypeError, ValueError: the value has no key. The caller puts words such as "row 3 has"
+      before the message.
     """
     if isinstance(value, str):
         try:
@@ -215,7 +214,8 @@ def _key_of(value: object, missing: int | None) -> int:
         raise TypeError(f"{describe(value)}, neither text nor bytes; {way_out}.")
     digest = hashlib.blake2b(value, digest_size=8, usedforsecurity=False).digest()
     key = int.from_bytes(digest, "little", signed=True)
-    if key == -1:  # -1 is not a key: it means no id.
+    # A key of -1 would mean no id.
+    if key == -1:
         key = -2
     return key
 
@@ -226,19 +226,20 @@ def is_missing(value: Any) -> bool:
         return value is None
     try:
         return bool(np.ndim(value) == 0 and value != value)
-    except TypeError:  # Comparisons of pandas.NA are neither true nor false.
+    except TypeError:
+        # `value` is pandas.NA, and comparisons with pandas.NA have no truth value.
         return True
 
 
 def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
     """Error message for non-integer ids.
 
-    The message names the row of the first missing value, if any, and says how to fix the ids.
+    If a value is missing, the message names the row of the first missing value. The message also
+    says how to fix the ids.
 
     Args:
-      ids: an array with rows along its first axis.
-      offsets: starts of bags in flat ids. With `offsets`, the message counts bags instead of rows.
-        None for ids without bags.
+      ids: an array with rows along its first axis, or a flat array of ids in bags.
+      offsets: start of each bag, if `ids` is a flat array. The index of a bag is then the row.
     """
     if not isinstance(ids, np.ndarray):
         return f"ids must be integers, got {ids.dtype}; convert them."
@@ -258,17 +259,17 @@ def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
 
 FILL = "fill missing values with -1, which is no id."
 HASH = "rs.hash_keys makes keys of texts."
-"""How to get keys from strings, for the error messages about missing values and strings."""
+"""Advice at the end of error messages about ids that are strings."""
 
 
 def split_keys(keys: object, *, feature: str = "keys") -> Keys:
     """Keys from an integer array. NumPy arrays stay on the host, JAX arrays stay on their device.
 
     Args:
-      keys: array of any integer dtype. In a signed dtype, -1 is padding; other negative numbers
-        have the key of their 64-bit two's complement. Pass 64-bit keys as NumPy arrays: without its
-        64-bit mode, JAX silently truncates them to 32 bits.
-      feature: name in error messages.
+      keys: array of any integer dtype. In a signed dtype, -1 is padding, and other negative numbers
+        are the keys of their 64-bit two's complement. Pass 64-bit keys as NumPy arrays, because JAX
+        without its 64-bit mode silently truncates integers to 32 bits.
+      feature: name of the keys in error messages.
 
     Raises: TypeError: the keys are not integers.
 
@@ -294,14 +295,15 @@ def split_keys(keys: object, *, feature: str = "keys") -> Keys:
 
 
 def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
-    """Keys that fit `dtype`, from any accepted form.
+    """`Keys` that fit `dtype`, from `Keys` or an integer array.
 
-    Traced keys that do not fit become padding; `num_invalid` counts them.
+    If this process cannot read the keys, because they are traced or partly on other hosts, keys
+    that do not fit `dtype` become padding. `num_invalid` counts these keys.
 
     Args:
       keys: `Keys` or an integer array.
       dtype: `key_dtype` of the table.
-      feature: name in error messages.
+      feature: name of the keys in error messages.
 
     Raises: TypeError or ValueError: keys are not integers, do not fit `dtype`, or may have been
       truncated by JAX.
@@ -310,7 +312,7 @@ def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
     split = keys if isinstance(keys, Keys) else split_keys(keys, feature=feature)
     if any(map(_is_hidden, jax.tree.leaves(split))):
         is_lost = is_beyond(split, dtype)
-        # `is_invalid` recognises keys with these words.
+        # `is_invalid` recognises lost keys by these words.
         high = jnp.where(is_lost, jnp.uint32(ALL_BITS), split.high)
         low = jnp.where(is_lost, 0, split.low)
         return split._replace(high=high, low=low).only(~is_lost)
@@ -319,20 +321,22 @@ def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
 
 
 def _is_hidden(lane: Lane) -> bool:
-    """Whether this process cannot read an array, because it is traced or partly on other hosts."""
+    """Whether an array cannot be read here: the array is traced, or is partly on other hosts."""
     return isinstance(lane, jax.core.Tracer) or not getattr(lane, "is_fully_addressable", True)
 
 
 def check_not_cut(keys: Ids, dtype: str, feature: str) -> None:
-    """Raises: TypeError: `keys` is a traced 32-bit array, but the table has 64-bit keys.
+    """Checks that JAX has not truncated 64-bit keys to 32 bits.
 
-    JAX truncates 64-bit arguments of a jitted function to 32 bits. `Keys`, and arrays outside
-    `jit`, have all their bits.
+    JAX truncates 64-bit arguments of a jitted function. `Keys`, and arrays outside `jit`, have all
+    bits.
 
     Args:
       keys: the keys that a user passed.
       dtype: `key_dtype` of the table.
-      feature: name in the error message.
+      feature: name of the keys in the error message.
+
+    Raises: TypeError: `keys` is a traced 32-bit array, but the table has 64-bit keys.
     """
     is_wide = np.dtype(dtype).itemsize == 8
     if not is_wide or isinstance(keys, Keys) or not isinstance(keys, jax.core.Tracer):
@@ -349,7 +353,7 @@ def check_not_cut(keys: Ids, dtype: str, feature: str) -> None:
 
 
 def as_keys(ids: Ids) -> Keys:
-    """`ids` as JAX `Keys`, from `Keys` or an integer array. NumPy ids keep their 64 bits."""
+    """`ids` as `Keys` of JAX arrays. All bits of 64-bit ids in NumPy arrays are kept."""
     keys: Keys = ids if isinstance(ids, Keys) else jax.tree.map(jnp.asarray, split_keys(ids))
     return keys
 
@@ -371,15 +375,18 @@ def is_beyond(keys: Keys, dtype: str) -> Lane:
 
 
 def check_fits(keys: Keys, dtype: str, feature: str) -> None:
-    """Raises: ValueError: a key, in arrays on the host, does not fit `dtype`."""
+    """Checks that all keys, which are on the host, fit `dtype`.
+
+    Raises: ValueError: a key does not fit `dtype`.
+    """
     misfits = np.argwhere(is_beyond(keys, dtype))
     if misfits.size:
         index = tuple(misfits[0])
         (key,) = join_keys(keys.high[index][None], keys.low[index][None])
         key = int(key)
         shown = str(key)
-        # The key may come from a signed number, so the message also shows that number. -1 is
-        # padding.
+        # A large key may be a negative number in the data of the user, so show this number, too.
+        # The largest key would be -1, which is padding.
         if 2**63 <= key < 2**64 - 1:
             shown = f"{key} (of signed numbers: {key - 2**64})"
         raise ValueError(
@@ -389,13 +396,19 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
 
 
 def is_invalid(keys: Keys) -> Bool[Array, " nnz"]:
-    """Mask of the keys that `checked_keys` replaced by padding because they do not fit; works inside `jit`."""
+    """Mask of keys that `checked_keys` replaced by padding, because they do not fit the dtype.
+
+    The function also works inside `jit`.
+    """
     ones = jnp.uint32(ALL_BITS)
     return ~keys.is_key & (keys.high == ones) & (keys.low != ones)
 
 
 def num_invalid(keys: Keys) -> Int[Array, ""]:
-    """Number of keys that `checked_keys` replaced by padding because they do not fit; works inside `jit`."""
+    """Number of keys that `checked_keys` replaced by padding, because they do not fit the dtype.
+
+    The function also works inside `jit`.
+    """
     return jnp.sum(is_invalid(keys), dtype=jnp.int32)
 
 
@@ -440,16 +453,16 @@ def _remainder(keys: Keys, num_shards: int) -> Lane:
     n = np.uint32(num_shards)
     wrap = np.uint32(2**32 % num_shards)
     if not wrap:
-        # If `num_shards` is a power of two, the last bits are the remainder. A mask is one
-        # operation, and each `%` is seven.
+        # `num_shards` is a power of two, so the last bits are the remainder. A mask is a single
+        # operation, while JAX computes each `%` with seven operations.
         return keys.low & np.uint32(num_shards - 1)
     return ((keys.high % n) * wrap + keys.low % n) % n
 
 
 def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
-    """The row `key // num_shards` of every key in a table without an index, as int32.
+    """The row `key // num_shards` of every key, as int32, for tables whose keys are row numbers.
 
-    The row is `NO_ROW` for padding and for keys of at least `num_shards * rows_per_shard`.
+    The row is `NO_ROW` for padding and for keys of `num_shards * rows_per_shard` or more.
 
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`.
     """
@@ -457,8 +470,8 @@ def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
     xp = numpy_or_jax(keys.high)
     n = np.uint32(num_shards)
     half = np.uint32(16)
-    # Long division with digits of 16 bits. The quotient fits 32 bits if the high word is below the
-    # divisor.
+    # This is a long division by `n` with digits of 16 bits. The quotient fits 32 bits if the high
+    # word is below `n`.
     upper = (keys.high % n << half) | (keys.low >> half)
     lower = (upper % n << half) | (keys.low & np.uint32(0xFFFF))
     rows = (upper // n << half) | (lower // n)
@@ -467,6 +480,9 @@ def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
 
 
 def check_num_shards(num_shards: int) -> None:
-    """Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, where the 32-bit arithmetic is exact."""
+    """Checks that `num_shards` is in the range in which the 32-bit arithmetic is exact.
+
+    Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`.
+    """
     if not 1 <= num_shards <= MAX_SHARDS:
         raise ValueError(f"num_shards must lie in [1, {MAX_SHARDS}], got {num_shards}.")

@@ -23,11 +23,11 @@ _TRAIN_STATE = "rs.linen.TrainState"
 
 
 class Embeddings(nn.Module):
-    """Layer with the tables of a collection, trained by `rs.linen.value_and_grad` and `rs.linen.TrainState`.
+    """Layer with the tables of a collection.
 
-    The `EmbeddingState` is the variable `tables` of the variable collection `embeddings`. No result
-    depends on the parameter `guard`. Because of `guard`, differentiating the model without the
-    tables is an error.
+    `rs.linen.value_and_grad` and `rs.linen.TrainState` train the tables. The `EmbeddingState` is the
+    variable `tables` of the variable collection `embeddings`. The parameter `guard` changes no
+    result: it only raises an error if a model is differentiated without its tables.
 
     Attributes:
       collection: the tables, in any storage, on one device or a mesh.
@@ -62,17 +62,17 @@ class Embeddings(nn.Module):
         return taps.look_up("/".join(self.path), self.collection, state, batch, guard)
 
 
-@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
+@no_type_check  # Types are not checked, because JAX puts placeholders into the fields of pytrees.
 class TrainState(struct.PyTreeNode):
-    """State of a training run, like `flax.training.train_state.TrainState`, with tables.
+    """State of a training run: that of Flax's `TrainState`, and the tables of all layers.
 
     Args:
       step: number of updates so far.
       apply_fn: the `apply` method of the model.
-      params: the variable collection `params`.
-      embeddings: tables with their optimizer state, by the path of their layer. Set the field with
-        `replace` after a `prefetch`, or to load the tables of a checkpoint.
-      variables: other variable collections, such as `batch_stats`.
+      params: the parameters of the model, its variable collection `params`.
+      embeddings: tables with their optimizer state, by the path of their layer. After a `prefetch`,
+        or after loading tables from a checkpoint, set this field with `replace`.
+      variables: other variable collections of the model, such as `batch_stats`.
       tx: optax transformation of `params`. Clipping, schedules, weight decay and other changes of
         gradients by `tx` have no effect on tables.
       opt_state: state of `tx`.
@@ -95,13 +95,13 @@ class TrainState(struct.PyTreeNode):
 
         Args:
           apply_fn: the `apply` method of the model.
-          variables: the variables that `init` of the model returned.
+          variables: the variables that the model's `init` returned.
           tx: optax transformation of the parameters.
 
         Raises:
-          ValueError: `variables` has no parameters.
-          TypeError, ValueError: `tx` can skip steps, like `optax.MultiSteps` and
-            `optax.apply_if_finite`; the tables would not skip them.
+          ValueError: `variables` has no parameters, or `tx` can skip steps, as
+            `optax.apply_if_finite` does. Steps of tables are never skipped.
+          TypeError: `tx` is not an optax transformation (a bare `optax.MultiSteps` is none).
         """
         taps.check_transformation(tx, _TRAIN_STATE)
         if "params" not in variables:
@@ -123,7 +123,12 @@ class TrainState(struct.PyTreeNode):
         return cls(jnp.zeros((), jnp.int32), apply_fn, params, embeddings, others, tx, opt_state)
 
     def apply(self, *args: PyTree, **options: object) -> PyTree:
-        """Output of the model with all its variables; `options` are keyword arguments of Flax's `apply`."""
+        """Output of the model, called with all variables of this state.
+
+        Args:
+          args: arguments of the model.
+          options: keyword arguments of Flax's `apply`, such as `mutable` and `rngs`.
+        """
         flat = {f"{layer}/tables".lstrip("/"): state for layer, state in self.embeddings.items()}
         embeddings = traverse_util.unflatten_dict(flat, sep="/")
         variables = {"params": self.params, **self.variables, "embeddings": embeddings}
@@ -137,12 +142,12 @@ class TrainState(struct.PyTreeNode):
           replacements: new values of other fields, such as `variables`.
 
         Raises:
-          TypeError: the gradients come from `jax.grad`, which computes none for tables.
+          TypeError: the gradients come from `jax.grad`, which has no gradients of tables.
           ValueError: the gradients belong to a different model.
         """
         taps.check_steps_always(self.opt_state, _TRAIN_STATE)
         stepped = taps.stepped(gradients, self.embeddings)
-        # optax mixes integer step counts with floats, which strict promotion would reject.
+        # optax mixes integer step counts with floats, an error under strict dtype promotion.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self.tx.update(gradients.dense, self.opt_state, self.params)
             params = optax.apply_updates(self.params, updates)
@@ -156,17 +161,17 @@ class TrainState(struct.PyTreeNode):
 
 @validated
 def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tuple[Any, Gradients]]:
-    """A function that returns the value of a loss, and its gradients for parameters and tables of a model.
+    """A function that returns a loss, and the gradients of the loss for parameters and tables.
 
     Args:
-      loss_fn: function `loss_fn(apply, ...)` that returns the loss, or `(loss, aux)`. The loss is
-        traced twice. `apply` is `TrainState.apply`.
+      loss_fn: function `loss_fn(apply, ...)` that returns the loss, or `(loss, aux)`. `apply` is
+        `TrainState.apply`. JAX traces `loss_fn` twice.
       has_aux: whether `loss_fn` returns `(loss, aux)`, False by default.
 
     Returns: a function `(train_state, ...) -> (value, gradients)`.
 
-    Raises: RuntimeError: the loss calls a layer inside another transformation, in which it cannot
-      be recorded.
+    Raises: RuntimeError: the loss calls an `Embeddings` layer inside another JAX transformation,
+      such as a loop, where lookups cannot be recorded.
     """
 
     def with_gradients(state: TrainState, *args: PyTree, **kwargs: object) -> tuple[Any, Gradients]:
@@ -179,7 +184,7 @@ def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tup
         def recorded(
             params: Params, tap_arrays: list[Activations], embeddings: dict[str, EmbeddingState]
         ) -> Any:
-            """The loss, and as auxiliary output the result of `loss_fn` and its recorded lookups."""
+            """The loss, and as auxiliary output the result of `loss_fn` and all recorded lookups."""
             recording = taps.Recording({name: name for name in embeddings}, tap_arrays)
             apply = partial(
                 recording.run, state.replace(params=params, embeddings=embeddings).apply

@@ -1,4 +1,4 @@
-"""Tables in Flax NNX models: one step trains tables by their optimizers and all other parameters by optax."""
+"""Tables in Flax NNX models: one step trains tables by their optimizers and parameters by optax."""
 
 from __future__ import annotations
 
@@ -21,31 +21,32 @@ _OPTIMIZER = "rs.nnx.Optimizer"
 
 
 class Tables(nnx.Variable):
-    """Variable of an `EmbeddingState`.
+    """NNX variable that holds the `EmbeddingState` of a layer.
 
-    The class is not an `nnx.Param`, so `nnx.grad` and optax do not see the variable.
+    `Tables` is not a subclass of `nnx.Param`, so `nnx.grad` and optax ignore the tables.
     """
 
 
 class Guard(nnx.Param):
-    """Parameter that no result depends on.
+    """Parameter that changes no result.
 
-    Differentiating a loss by the guard but not by the tables raises an error.
+    Differentiating a loss by the guard, but not by the tables, raises an error.
     """
 
 
 class Embeddings(nnx.Module):
-    """Layer with the tables of a collection, trained by `rs.nnx.value_and_grad` and `rs.nnx.Optimizer`.
+    """Layer with the tables of a collection.
 
-    If a loss calls the layer several times, one step applies the summed gradients. A loss cannot
-    call the layer inside another JAX transformation, such as a loop or `nnx.remat`: call it before.
+    `rs.nnx.value_and_grad` and `rs.nnx.Optimizer` train the tables. If a loss calls the layer
+    several times, one step applies the summed gradients. A loss cannot call the layer inside another
+    JAX transformation, such as a loop or `nnx.remat`: call the layer before the transformation.
 
     Args:
       collection: the tables, in any storage, on one device or a mesh.
-      rngs: random streams; the stream `params` has the key of the initial tables.
-      frozen: whether tables are only read, False by default. The attribute can be set at any time:
-        `layer.frozen = True`, or for all layers
-        `model.set_attributes(rs.nnx.Embeddings, frozen=True)`.
+      rngs: NNX random streams. The stream `params` provides the random key of the initial tables.
+      frozen: whether tables are only read, False by default. To freeze a layer later, set
+        `layer.frozen = True`, or call `model.set_attributes(rs.nnx.Embeddings, frozen=True)` for
+        all layers of a model.
 
     Example:
       >>> import rsembed as rs
@@ -75,11 +76,11 @@ class Embeddings(nnx.Module):
 
     @property
     def state(self) -> EmbeddingState:
-        """The tables with their optimizer state, for the methods of the collection and for checkpoints."""
+        """The tables with their optimizer state, for checkpoints and methods of the collection."""
         return self.tables.get_value()
 
     def set_state(self, state: EmbeddingState) -> None:
-        """Replaces the state of the layer, for example by one from a checkpoint.
+        """Replaces the state of the layer, for example by a state from a checkpoint.
 
         Raises: ValueError: the state belongs to a different collection.
         """
@@ -98,24 +99,24 @@ class Embeddings(nnx.Module):
 def value_and_grad(
     loss_fn: Loss, *, has_aux: bool = False, wrt: Any = nnx.Param
 ) -> Callable[..., tuple[Any, Gradients]]:
-    """A function that returns the value of a loss, and its gradients for dense parameters and tables of a model.
+    """A function that returns a loss, and the gradients of the loss for parameters and tables.
 
     Args:
-      loss_fn: function `loss_fn(model, ...)` that returns the loss, or `(loss, aux)`. The loss is
-        traced twice.
+      loss_fn: function `loss_fn(model, ...)` that returns the loss, or `(loss, aux)`. JAX traces
+        `loss_fn` twice.
       has_aux: whether `loss_fn` returns `(loss, aux)`, False by default.
       wrt: filter of the dense parameters, `nnx.Param` by default.
 
     Returns: a function `(model, ...) -> (value, gradients)`.
 
-    Raises: RuntimeError: the loss calls a layer inside another transformation, in which it cannot
-      be recorded.
+    Raises: RuntimeError: the loss calls an `Embeddings` layer inside another JAX transformation,
+      such as a loop, where lookups cannot be recorded.
     """
 
     def recorded(
         model: object, tap_arrays: list[Activations], *args: PyTree, **kwargs: object
     ) -> Any:
-        """The loss, and as auxiliary output the result of `loss_fn` and its recorded lookups."""
+        """The loss, and as auxiliary output the result of `loss_fn` and all recorded lookups."""
         layers = {id(layer): name for name, layer in _trained_layers(model).items()}
         recording = taps.Recording(layers, tap_arrays)
         result = check_loss(recording.run(loss_fn, model, *args, **kwargs), has_aux=has_aux)
@@ -123,8 +124,8 @@ def value_and_grad(
 
     def with_gradients(model: Any, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
         def recorded_calls(model_copy: object) -> Any:
-            # The model is cloned, because changes that the loss makes here must have no effect
-            # outside.
+            # This call only determines shapes. Clones protect modules among the arguments from
+            # changes that the loss makes.
             _, (_, calls) = recorded(model_copy, [], *nnx.clone(args), **nnx.clone(kwargs))
             return calls
 
@@ -147,10 +148,13 @@ class Optimizer(nnx.Module):
       model: a model with `Embeddings` layers.
       tx: optax transformation for the dense parameters. Clipping, schedules, weight decay and other
         changes of gradients by `tx` have no effect on tables.
-      wrt: filter of the dense parameters, the same as for `value_and_grad`.
+      wrt: filter of the dense parameters, `nnx.Param` by default. Pass the same filter to
+        `value_and_grad`.
 
-    Raises: TypeError, ValueError: `tx` can skip steps, like `optax.MultiSteps` and
-      `optax.apply_if_finite`; the tables would not skip them.
+    Raises:
+      TypeError: `tx` is not an optax transformation (a bare `optax.MultiSteps` is none).
+      ValueError: `tx` can skip steps, as `optax.apply_if_finite` does. Steps of tables are never
+        skipped.
     """
 
     @validated
@@ -163,12 +167,12 @@ class Optimizer(nnx.Module):
         """Makes one optimizer step of the model, in place.
 
         Args:
-          model: model with the layers to step.
+          model: the model to update.
           gradients: the `Gradients` of `value_and_grad`.
-          kwargs: further arguments of optax's `update`.
+          kwargs: keyword arguments that are passed on to optax's `update`.
 
         Raises:
-          TypeError: the gradients come from `nnx.grad`, which computes none for tables.
+          TypeError: the gradients come from `nnx.grad`, which has no gradients of tables.
           ValueError: the gradients belong to a different model.
         """
         taps.check_steps_always(self.dense.opt_state, _OPTIMIZER)
@@ -176,13 +180,13 @@ class Optimizer(nnx.Module):
         states = {name: layer.state for name, layer in layers.items()}
         for name, state in taps.stepped(gradients, states).items():
             layers[name].set_state(state)
-        # optax mixes integer step counts with floats, which strict promotion would reject.
+        # optax mixes integer step counts with floats, an error under strict dtype promotion.
         with jax.numpy_dtype_promotion("standard"):
             self.dense.update(model, gradients.dense, **kwargs)
 
 
 def _trained_layers(model: Any) -> dict[str, Embeddings]:
-    """The layers that are not frozen, by path."""
+    """The `Embeddings` layers of a model that are not frozen, by path."""
     layers = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Embeddings) and not module.frozen:

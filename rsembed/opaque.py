@@ -2,9 +2,9 @@
 
 Programs add, scale and average pytrees leaf by leaf. The sum of two row numbers is the row number
 of another row, so `jax.tree.map(jnp.add, ...)` of plain row numbers returns wrong rows without an
-error. JAX has arrays that reject arithmetic: its random keys. `wrap` returns an array of random
-keys that holds the numbers. The result can be moved, indexed, concatenated, compared, carried
-through loops and split over a mesh. `jnp.add` of it is a `TypeError`, also inside `jit`.
+error. Arrays of JAX's random keys reject arithmetic. `wrap` returns an array of random keys that
+holds numbers. Wrapped numbers can be moved, indexed, concatenated, compared, carried through loops
+and split over a mesh. `jnp.add` of wrapped numbers is a `TypeError`, also inside `jit`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from jax.extend.random import define_prng_impl
 from jaxtyping import Array, Integer, PyTree
 
 DTYPES = {"row": jnp.int32, "place": jnp.int32, "id": jnp.int32, "key_lane": jnp.uint32}
-"""Dtype of the numbers of each kind."""
+"""Dtype of each kind of numbers: row numbers, places of rows, ids, and 32-bit words of keys."""
 
 _IN_ERRORS = {
     "row": "row number: add row gradients by + or rs.combine",
@@ -26,7 +26,7 @@ _IN_ERRORS = {
     "id": "id: add gradients by +",
     "key_lane": "key: add row gradients by + or rs.combine, not states",
 }
-"""Name of a kind in JAX's errors: `add does not accept dtype key<row number: ...>`."""
+"""Text for each kind in JAX's errors, such as `add does not accept dtype key<row number: ...>`."""
 
 
 def _refuse(*arguments: object, **options: object) -> Any:
@@ -58,7 +58,7 @@ def wrap(numbers: Array, kind: str) -> Array:
 
     Args:
       numbers: array with the dtype of the kind.
-      kind: a key of `DTYPES`. JAX's errors name the kind.
+      kind: kind of the numbers, a key of `DTYPES`. Errors about arithmetic name the kind.
 
     Raises: TypeError: the numbers have a different dtype.
     """
@@ -78,7 +78,7 @@ def _numbers(array: Array, kind: str) -> Integer[Array, "*shape"]:
 
 
 def kind_of(array: object) -> str | None:
-    """The kind of numbers in a result of `wrap`; None for every other value."""
+    """The kind of wrapped numbers, or None for a value that is not a result of `wrap`."""
     if not isinstance(array, jax.Array) or not jax.dtypes.issubdtype(
         array.dtype, jax.dtypes.prng_key
     ):
@@ -87,7 +87,7 @@ def kind_of(array: object) -> str | None:
 
 
 def unwrap(array: object) -> Any:
-    """The numbers in a result of `wrap`. Every other value is returned unchanged."""
+    """The numbers in a result of `wrap`. A value that is not wrapped is returned unchanged."""
     kind = kind_of(array)
     if kind is None:
         return array
@@ -114,9 +114,9 @@ def unwrap_all(tree: PyTree) -> PyTree:
 
 
 def implementation(name: str) -> Any:
-    """The argument `impl` of `jax.random.wrap_key_data`.
+    """The argument `impl` of `jax.random.wrap_key_data` for an array with this implementation.
 
     Args:
-      name: name of an implementation of `wrap`, or of a random number generator of JAX.
+      name: a kind of wrapped numbers, or the name of a random number generator of JAX.
     """
     return _IMPLEMENTATIONS.get(name, name)

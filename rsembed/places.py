@@ -1,14 +1,14 @@
-"""Computes the row of each id. All layouts use one formula, with a `Place` of parameters per table.
+"""Computes the row of each id. One formula serves all layouts; each table has a `Place` in it.
 
 ```
 table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ──ids, tables_and_ids──▶  table, id
 ```
 
-* Whole: all rows of a table are in one shard, alone or after other tables (`spread=1`).
-* Interleaved: neighbouring ids are in different shards, so frequent ids are spread (`spread` =
-  number of shards).
-* Rotated: interleaved, and each table of a stack starts some shards after the table before it, so
-  the first ids are also spread.
+* Whole layout: all rows of a table are in one shard, alone or after other tables (`spread=1`).
+* Interleaved layout: consecutive ids are in different shards, so frequent ids are spread over all
+  shards (`spread` = number of shards).
+* Rotated layout: tables are interleaved, and each table of a stack starts in a different shard, so
+  the first ids of the tables are also spread.
 
 The functions accept and return numbers, NumPy arrays or JAX arrays, which may be traced.
 """
@@ -24,7 +24,7 @@ import numpy as np
 from jaxtyping import Int
 
 Numbers: TypeAlias = Any
-"""A number, or numbers in an array of NumPy or JAX, traced or not."""
+"""A number, a NumPy array of numbers, or a JAX array of numbers, which may be traced."""
 
 
 class Place(NamedTuple):
@@ -33,9 +33,9 @@ class Place(NamedTuple):
     Id `i` is row `(first + i) // spread` of shard `owner + (first + rotation + i) % spread`.
 
     Args:
-      owner: the first of the `spread` shards that hold rows of the table.
-      first: number of rows before the table, summed over these shards.
-      rotation: ids are shifted by this number of shards, 0 by default.
+      owner: index of the first shard that holds rows of the table. `spread` shards hold its rows.
+      first: number of rows of earlier tables in these shards, summed over the shards.
+      rotation: number of shards by which ids are shifted, 0 by default.
     """
 
     owner: Numbers
@@ -47,16 +47,16 @@ class Place(NamedTuple):
         return self.owner + (ids + (self.first + self.rotation) % spread) % spread
 
     def rows_in_shard(self, ids: Numbers, *, spread: int) -> Numbers:
-        """Row of each id in its shard."""
+        """Row of each id, counted in the shard that holds the row."""
         return (self.first + ids) // spread
 
     def rows(self, ids: Numbers, *, spread: int, rows_per_shard: int) -> Numbers:
         """Row of each id in an array `[num_shards * rows_per_shard, dim]`.
 
-        Ids must be inside the table.
+        For ids outside the table, the result has no meaning.
         """
-        # With `spread` 1, one addition is enough. Fewer operations matter in a program of a
-        # thousand features.
+        # With `spread` 1, a single addition is enough. Programs with a thousand features compile
+        # faster with fewer operations.
         if spread == 1:
             return ids + (self.owner * rows_per_shard + self.first)
         first_rows = self.shards(ids, spread=spread) * rows_per_shard
@@ -65,10 +65,15 @@ class Place(NamedTuple):
     def all_rows(
         self, count: int, *, spread: int, rows_per_shard: int
     ) -> slice | Int[np.ndarray, " vocab"]:
-        """Index of all rows of a table, in the order of the ids, in the array of the stack.
+        """Index that selects all rows of a table from the array of its stack, in order of the ids.
 
-        `count` is the number of rows of the table. The array of the stack is `[num_shards *
-        rows_per_shard, dim]`. The index is a slice if the rows are contiguous.
+        The index is a slice if all rows are in one shard.
+
+        Args:
+          count: number of rows of the table.
+          spread: number of shards that hold rows of the table.
+          rows_per_shard: number of rows of the stack in each shard. The array of the stack is
+            `[num_shards * rows_per_shard, dim]`.
         """
         if spread > 1:
             return self.rows(np.arange(count), spread=spread, rows_per_shard=rows_per_shard)
@@ -76,9 +81,9 @@ class Place(NamedTuple):
         return slice(first, first + count)
 
     def ids(self, shard: Numbers, row: Numbers, *, spread: int) -> Numbers:
-        """Id in a row of a shard, the inverse of `rows`.
+        """Id of each row of a shard, the inverse of `rows`.
 
-        For rows of other tables the result is -1 or an id outside the table.
+        For a row of another table, the result is -1 or an id outside this table.
         """
         phase = shard - self.owner
         ids = row * spread + (phase - self.rotation) % spread - self.first

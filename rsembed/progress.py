@@ -16,10 +16,11 @@ def is_watched() -> bool:
 
 
 def progress(items: Iterable[Item], *, description: str, **bar_options: object) -> Iterable[Item]:
-    """The items, with a progress bar in terminals and notebooks; elsewhere `items` itself.
+    """The items, with a progress bar in terminals and notebooks. Elsewhere, `items` is returned.
 
     Args:
-      items: any iterable. If it has no length, pass `total=` to show the remaining time.
+      items: any iterable. For an iterable without a length, pass `total=`, and the progress bar
+        shows the remaining time.
       description: string before the bar, such as "training".
       **bar_options: further options of tqdm.
 

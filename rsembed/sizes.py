@@ -10,7 +10,7 @@ import numpy as np
 from rsembed.bags import Bags
 
 FEWEST_OF_ONE_LENGTH = 16
-"""Fewest bags of equal length for which the length is taken to be fixed, and not a coincidence."""
+"""If at least this number of bags have one length, the feature probably has a fixed length."""
 
 
 def padded_size(count: int) -> int:
@@ -19,10 +19,10 @@ def padded_size(count: int) -> int:
 
 
 def size_of_list(count: int) -> int:
-    """The smallest size of a fixed series that holds `count` ids.
+    """The smallest allowed size of a list that holds `count` ids.
 
-    The series has the powers of two from 8 to 64, then eight sizes per octave, with at most 1/8
-    padding.
+    Allowed sizes are the powers of two from 8 to 64, then eight sizes between two powers of two, so
+    that at most 1/8 of a long list is padding.
     """
     if count <= 64:
         return max(padded_size(count), 8)
@@ -33,8 +33,8 @@ def size_of_list(count: int) -> int:
 def common_width(bags: Bags) -> int:
     """Width of an array `[bags, ids]` that holds these bags and probably the bags of later batches.
 
-    The width is a power of two. If many bags all have one length, the width is that length, because
-    such a feature probably has a fixed length.
+    If many bags all have one length, the width is this length, because the feature probably has a
+    fixed length. For other features, the width is a power of two.
     """
     lengths = np.diff(np.asarray(bags.offsets))
     longest = int(lengths.max(initial=1))
