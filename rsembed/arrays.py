@@ -70,7 +70,7 @@ def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
 
     Args:
       tree: arrays that the caller is about to use.
-      what: beginning of the message, such as "the state was passed".
+      what: beginning of the message, such as "the state has lost its rows".
       way_out: end of the message, which says what the user can do.
 
     Raises: RuntimeError: an array was donated to a step, so JAX has deleted the array.
@@ -83,7 +83,7 @@ def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
 
 
 def device_copy(array: ArrayLike, dtype: DTypeLike) -> Array:
-    """The array on the device, as `jnp.asarray` returns it, but never in the memory of a NumPy array.
+    """The array on the device, in memory that is not shared with a NumPy array.
 
     A NumPy array is copied first, because data loaders often write the next batch into the memory
     of the present batch. `jnp.asarray` with a dtype may use the memory of a NumPy array. Without a
@@ -98,8 +98,8 @@ def on_device(tree: PyTree) -> PyTree:
     """The tree, with a copy on the device in place of every NumPy array.
 
     Later changes of a NumPy array do not change the copy, so a data loader may write the next batch
-    into the same memory. A compiled function makes the copies: for 26 arrays, the call takes a third
-    of the time of `device_put`.
+    into the same memory. A compiled function makes the copies. For 26 arrays, this function takes a
+    third of the time of `device_put`.
     """
     if is_traced(tree):
         return tree

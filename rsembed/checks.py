@@ -55,12 +55,13 @@ _MAX_ENTRIES = 1000  # Entries after the first 1000 of a list or mapping are not
 
 
 def validated(function: Function) -> Function:
-    """Decorator that makes a function check its arguments, or a dataclass its fields, against annotations.
+    """Decorator that checks the arguments of a function, or the fields of a dataclass.
 
-    Put the decorator below `@dataclass`. Use it for functions that run seldom: to declare, plan,
-    load or save. Functions that run in every step, or take `*args`, check their arguments
-    themselves. An example of an error:
-    `plan_stacking: num_shards must be an integer, got '2' (str).`
+    Values are checked against annotations. An example of an error is
+    `plan_stacking: num_shards must be an integer, got '2' (str).` Decorate functions that run
+    seldom, such as functions that declare, plan, load or save. Functions that run in every step, or
+    take `*args`, check their arguments themselves. For a dataclass, put `@validated` below
+    `@dataclass`.
     """
     if isinstance(function, type):
         function.__post_init__ = check_fields  # type: ignore[attr-defined]
@@ -90,9 +91,7 @@ def validated(function: Function) -> Function:
 def within(interval: str, *, default: object = dataclasses.MISSING) -> Any:
     """A dataclass field for a number in `interval`, such as `(0, inf]`.
 
-    `check_fields` checks the number.
-
-    NaN is in no interval.
+    `check_fields` raises an error for NaN and for a number outside the interval.
     """
     return dataclasses.field(default=default, metadata={"interval": interval})
 
@@ -102,9 +101,9 @@ def check_fields(record: Any, where: str | None = None) -> None:
 
     Args:
       record: instance of a dataclass.
-      where: start of the error message. Default: the name of the class.
+      where: start of the error message, by default the name of the class.
 
-    Raises: TypeError, ValueError: a value does not match.
+    Raises: TypeError, ValueError: a value does not match its annotation or interval.
     """
     kind: Any = type(record)
     hints = _hints(kind)
@@ -120,9 +119,11 @@ def check_fields(record: Any, where: str | None = None) -> None:
 
 
 def check_within(interval: str, value: Any, name: str) -> None:
-    """Raises: TypeError, ValueError: `value` is not a number, or is outside `interval`.
+    """Checks that a value is a number in `interval`.
 
-    None, functions (such as schedules) and traced values are accepted unchecked.
+    None, functions (such as schedules) and traced values are accepted without a check.
+
+    Raises: TypeError, ValueError: `value` is not a number, or is outside `interval`.
     """
     if value is None or callable(value) or isinstance(value, jax.core.Tracer):
         return
@@ -136,7 +137,7 @@ def check_within(interval: str, value: Any, name: str) -> None:
 
 
 _BYTES_PER_BLOCK = 1 << 22
-"""Bytes of a host array that are checked at a time, so that the masks need little memory."""
+"""Number of bytes of a host array that are checked at a time, so that masks need little memory."""
 ALLOW_NONFINITE = "clean the numbers, or pass allow_nonfinite=True"
 
 
@@ -145,18 +146,18 @@ def check_finite(
 ) -> None:
     """Checks that a user's array has no NaN, no infinity and, if required, no negative number.
 
-    The array is read once in its present memory: on its device, or block by block on the host.
-    Traced values are accepted unchecked.
+    An array on a device is checked there, and an array on the host is checked block by block.
+    Traced values are accepted without a check.
 
     Args:
       values: array or nested list of numbers.
-      name: description of the array, at the start of the message.
-      may_be_negative: whether negative numbers are accepted, True by default. False for sums of
-        squares, counts and other numbers that an optimizer never makes negative.
-      way_out: end of the message.
+      name: description of the array, at the start of the error message.
+      may_be_negative: whether negative numbers are accepted, True by default. Pass False for sums
+        of squares, counts and other numbers that an optimizer never makes negative.
+      way_out: end of the error message, which says what the user can do.
 
-    Raises: ValueError: a number is not finite, or negative. The message names the first such number
-      and its row.
+    Raises: ValueError: a number is not finite, or negative. If possible, the error message names
+      the first such number and the row of the number.
     """
     if isinstance(values, jax.core.Tracer):
         return
@@ -170,8 +171,8 @@ def check_finite(
         devices: Any = array.sharding.device_set
         is_in_host_memory = all(device.platform == "cpu" for device in devices)
         if is_in_host_memory and array.is_fully_addressable and array.ndim:
-            # The array is read without a copy. A JAX program would write a mask of a quarter of its
-            # bytes.
+            # NumPy reads the memory of the array in blocks. A JAX program would write a mask for
+            # the whole array.
             parts = [(shard.index[0].start or 0, shard.data) for shard in array.addressable_shards]
         elif bool(jax.device_get(_all_are_good(array, may_be_negative))):
             # `device_get` is an explicit transfer, which `jax.transfer_guard` permits.
@@ -187,9 +188,9 @@ def check_finite(
 def _check_part(
     array: np.ndarray, first_row: int, name: str, may_be_negative: bool, way_out: str
 ) -> None:
-    """Checks an array on the host, see `check_finite`.
+    """Checks a part of an array on the host, see `check_finite`.
 
-    `first_row` is the index of the array's first row.
+    `first_row` is the index of the part's first row in the whole array.
     """
     rows_per_block = max(1, _BYTES_PER_BLOCK * len(array) // max(array.nbytes, 1))
     for first in range(0, len(array), rows_per_block):
@@ -217,8 +218,9 @@ def _all_are_good(array: jax.Array, may_be_negative: bool) -> jax.Array:
 def check_type(value: object, hint: object, name: str) -> None:
     """Checks a value against an annotation.
 
-    The check accepts more than a type checker: any sequence (except strings) for a list or tuple,
-    NumPy and JAX scalars as numbers, integers as floats, and lists of numbers as arrays.
+    `check_type` accepts more than a type checker does: any sequence except a string matches a list
+    or tuple, NumPy and JAX scalars match numbers, integers match floats, and lists of numbers match
+    arrays.
 
     Args:
       value: value to check.
@@ -238,7 +240,7 @@ def check_type(value: object, hint: object, name: str) -> None:
 
 
 def describe(value: Any) -> str:
-    """String for a value in an error message: the value itself if it is short, else its type."""
+    """Text for a value in an error message: the value itself if its text is short, or its type."""
     if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
         article = "a masked" if np.ma.isMaskedArray(value) else "an"
         return f"{article} array of {value.dtype} with shape {tuple(value.shape)}"
@@ -251,11 +253,12 @@ def describe(value: Any) -> str:
 
 
 def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
-    """The name of a dtype.
+    """The name of a dtype as a string, such as "float32".
 
     Raises: ValueError: `dtype` is not among `allowed`, or not a dtype.
     """
-    with contextlib.suppress(TypeError):  # A string that names no dtype fails the check below.
+    # `jnp.dtype` raises TypeError for a string that is no dtype, and the next check rejects it.
+    with contextlib.suppress(TypeError):
         dtype = dtype if dtype is None else jnp.dtype(dtype).name
     if dtype not in allowed:
         raise ValueError(f"{name} {dtype!r} is not one of {', '.join(allowed)}.")
@@ -263,7 +266,7 @@ def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Hint for an error message with the most similar known name; "" if none is similar."""
+    """Hint for an error message with the most similar known name, or "" if no name is similar."""
     similar = difflib.get_close_matches(str(name), list(known), n=1)
     return f" (did you mean {similar[0]!r}?)" if similar else ""
 
@@ -279,8 +282,8 @@ def _hints(owner: Any) -> dict[str, Any]:
         parts = list(reversed(owner.__mro__))
     hints: dict[str, Any] = {}
     for part in parts:
-        # `get_type_hints` returns nothing for a class with `@no_type_check`, so it gets a copy
-        # without.
+        # `get_type_hints` returns no hints for a class with `@no_type_check`, so pass a new class
+        # that has only the annotations.
         namespace = {
             "__annotations__": inspect.get_annotations(part),
             "__module__": part.__module__,
@@ -291,7 +294,7 @@ def _hints(owner: Any) -> dict[str, Any]:
 
 
 class _Misfit(NamedTuple):
-    """The first entry of a value that does not match its annotation."""
+    """A value, or an entry of a value, that does not match its annotation."""
 
     error: type[Exception]
     name: str
@@ -300,7 +303,7 @@ class _Misfit(NamedTuple):
 
 
 def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
-    """The first entry of `value` that does not match `hint`; None if all match."""
+    """`value` itself or its first entry that does not match `hint`, or None if all match."""
     kind = get_origin(hint) or hint
     args = get_args(hint)
     if kind is Annotated:
@@ -308,7 +311,8 @@ def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
         if inner is None:
             check_within(hint.__metadata__[0], value, name)
         return inner
-    if kind is Literal:  # The values of a Literal are strings.
+    if kind is Literal:
+        # All Literals in annotations of this package have strings as values.
         if not isinstance(value, str):
             return _Misfit(TypeError, name, hint, value)
         return None if value in args else _Misfit(ValueError, name, hint, value)
@@ -325,9 +329,12 @@ def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
 
 
 def _has_type(value: Any, hint: Any, kind: Any) -> bool:
-    """Whether a value is of the type `kind`, the origin of `hint`.
+    """Whether a value has the type `kind`, without a check of the entries of the value.
 
-    The entries of the value are not checked.
+    Args:
+      value: value to check.
+      hint: the whole annotation, such as `list[int]`.
+      kind: the annotation without the types of entries, such as `list`.
     """
     if kind is Callable:
         return callable(value)
@@ -372,14 +379,15 @@ def _misfit_of_entries(
 
 
 def _misfit_of_union(value: object, hint: object, name: str) -> _Misfit | None:
-    """None if an alternative of a union matches, else the misfit of the closest alternative."""
+    """None if the value matches a type of the union, else the misfit of the closest type."""
     misfits = []
     for alternative in get_args(hint):
         misfit = _misfit(value, alternative, name)
         if misfit is None:
             return None
         misfits.append(misfit)
-    # The closest alternative has the right type: only the number, the string or an entry is wrong.
+    # If a type of the union fits except for an entry, or for the number or string that it allows,
+    # report this misfit.
     for misfit in misfits:
         if misfit.name != name:
             return misfit
@@ -396,12 +404,13 @@ def _array_error(value: Any, hint: Any) -> type[Exception] | None:
         dtype = array.dtype
         shape = tuple(array.shape)
     except (ValueError, AttributeError, TypeError):
-        # The value has rows of different lengths, or is not an array.
+        # NumPy cannot convert the value, or the value is not an array.
         return TypeError
     dtypes = _dtypes_of(hint)
     axes = hint.dim_str.split()
     if dtypes == _INTEGERS and 0 in shape:
-        dtypes = _REALS  # NumPy converts an empty list to floats.
+        # NumPy converts an empty list of integers to floats.
+        dtypes = _REALS
     if np.ma.isMaskedArray(array) or not _is_among(dtype, dtypes):
         return TypeError
     has_any_rank = any(axis[0] in "*." for axis in axes)
@@ -409,7 +418,7 @@ def _array_error(value: Any, hint: Any) -> type[Exception] | None:
 
 
 def _words_for(hint: Any) -> str:
-    """String for the values that an annotation allows."""
+    """Text for an error message about the values that an annotation allows."""
     kind = get_origin(hint) or hint
     args = get_args(hint)
     if kind is Annotated:
@@ -418,7 +427,7 @@ def _words_for(hint: Any) -> str:
         return " or ".join(map(repr, args))
     if kind in (Union, types.UnionType):
         if any(_dtypes_of(arg) == _KEYS for arg in args):
-            # Raw PRNG keys are arrays of integers, so the message names only keys.
+            # The other type of the union is an array of integers, a raw key. Do not mention it.
             args = tuple(arg for arg in args if _dtypes_of(arg) != _INTEGERS)
         return " or ".join(dict.fromkeys(map(_words_for, args)))
     if kind in _WORDS:
@@ -458,7 +467,7 @@ def _is_record(hint: object) -> bool:
 
 
 def _dtypes_of(hint: object) -> tuple[Any, ...]:
-    """Kinds of dtypes that an array annotation accepts; () for other annotations.
+    """Kinds of dtypes that an array annotation accepts, or () for other annotations.
 
     Annotations of floats also accept integers.
     """

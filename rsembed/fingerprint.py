@@ -91,8 +91,8 @@ def identity(value: object) -> str:
 
     Two optimizers with interchangeable state have the same identity, for any learning rates.
     Booleans, strings and functions in an optimizer are part of its identity, because they select
-    formulas (`nesterov=True`). For an optax transformation, which is a closure, the variables of the
-    closure are part of the identity. A lambda is identified by the names in its code.
+    formulas (`nesterov=True`). An optax transformation is a closure, and the variables of the
+    closure are part of its identity. A lambda is identified by the names in its code.
 
     Example:
       >>> import optax

@@ -25,8 +25,8 @@ _TRAIN_STATE = "rs.linen.TrainState"
 class Embeddings(nn.Module):
     """Layer with the tables of a collection.
 
-    `rs.linen.value_and_grad` and `rs.linen.TrainState` train the tables. The `EmbeddingState` is the
-    variable `tables` of the variable collection `embeddings`. The parameter `guard` changes no
+    `rs.linen.value_and_grad` and `rs.linen.TrainState` train the tables. The `EmbeddingState` is
+    the variable `tables` of the variable collection `embeddings`. The parameter `guard` changes no
     result: it only raises an error if a model is differentiated without its tables.
 
     Attributes:
@@ -184,7 +184,7 @@ def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tup
         def recorded(
             params: Params, tap_arrays: list[Activations], embeddings: dict[str, EmbeddingState]
         ) -> Any:
-            """The loss, and as auxiliary output the result of `loss_fn` and all recorded lookups."""
+            """The loss, and as auxiliary output the result of `loss_fn` and the lookups."""
             recording = taps.Recording({name: name for name in embeddings}, tap_arrays)
             apply = partial(
                 recording.run, state.replace(params=params, embeddings=embeddings).apply

@@ -38,8 +38,9 @@ class Embeddings(nnx.Module):
     """Layer with the tables of a collection.
 
     `rs.nnx.value_and_grad` and `rs.nnx.Optimizer` train the tables. If a loss calls the layer
-    several times, one step applies the summed gradients. A loss cannot call the layer inside another
-    JAX transformation, such as a loop or `nnx.remat`: call the layer before the transformation.
+    several times, one step applies the summed gradients. A loss cannot call the layer inside
+    another JAX transformation, such as a loop or `nnx.remat`: call the layer before the
+    transformation.
 
     Args:
       collection: the tables, in any storage, on one device or a mesh.
@@ -116,7 +117,7 @@ def value_and_grad(
     def recorded(
         model: object, tap_arrays: list[Activations], *args: PyTree, **kwargs: object
     ) -> Any:
-        """The loss, and as auxiliary output the result of `loss_fn` and all recorded lookups."""
+        """The loss, and as auxiliary output the result of `loss_fn` and the lookups."""
         layers = {id(layer): name for name, layer in _trained_layers(model).items()}
         recording = taps.Recording(layers, tap_arrays)
         result = check_loss(recording.run(loss_fn, model, *args, **kwargs), has_aux=has_aux)

@@ -23,13 +23,13 @@ from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, as_row
 from rsembed.storage.row_map import combine as combine_by_key, unnamed
 
 NumRows: TypeAlias = tuple[tuple[str, int], ...]
-"""Number of rows of each stack's table, as sorted `(stack, rows)` pairs."""
+"""Number of rows of each stack, as pairs `(stack, number of rows)` sorted by stack."""
 Shardings: TypeAlias = tuple[tuple[str, NamedSharding, NamedSharding], ...] | None
-"""Shardings of rows and values, as sorted `(stack, rows, values)`. None if there is no mesh."""
+"""Shardings of the rows and values of each stack, sorted by stack, or None without a mesh."""
 
 
 class ReadRows(dict[str, Any]):
-    """Rows by stack, as `RowGradients.rows` returns them: a copy that cannot be written to."""
+    """Read-only copy of row numbers by stack, which `RowGradients.rows` returns."""
 
     def __setitem__(self, name: str, rows: object) -> None:
         raise TypeError(
@@ -57,8 +57,9 @@ jax.tree_util.register_pytree_with_keys(ReadRows, _children_of_rows, _rows_of_ch
 def _opaque(rows: object) -> Any:
     """Row numbers of a stack as an array that rejects arithmetic.
 
-    `NO_ROW` becomes 0, so `jnp.zeros_like` of row gradients returns gradients without rows. A value
-    that is not an array of row numbers is returned unchanged, and later checks reject it.
+    `NO_ROW` is stored as 0, so `jnp.zeros_like` of row gradients returns gradients without rows. A
+    value that is not an array of row numbers is returned unchanged, and later checks reject the
+    value.
     """
     if not isinstance(rows, (jax.Array, np.ndarray)) or not jnp.issubdtype(rows.dtype, jnp.integer):
         return rows
@@ -68,7 +69,7 @@ def _opaque(rows: object) -> Any:
     if rows.dtype.itemsize > 4 and not is_traced(rows):
         is_cut = np.asarray(rows) != np.asarray(numbers)
         if is_cut.any():
-            # `rows` has a number that is too large for 32 bits. `check_belong` will reject `rows`.
+            # A row number does not fit 32 bits, so `check_belong` will reject `rows`.
             return rows
     return _opaque_numbers(numbers)
 
@@ -92,10 +93,10 @@ def _integers(array: object) -> Any:
 
 
 class Summands(NamedTuple):
-    """Inputs from which row gradients are computed.
+    """Inputs from which the values of row gradients are summed.
 
     Args:
-      engine: the engine of the collection. The engine can step the summands without their sums.
+      engine: the engine of the collection, which can step tables without computing the sums.
       batch: prepared batch that was looked up.
       d_outputs: gradients of the pooled outputs.
     """
@@ -106,36 +107,36 @@ class Summands(NamedTuple):
 
 
 class _Unsummed(NamedTuple):
-    """Summands, and the arrays of the row gradients that were summed from them."""
+    """Summands, and the arrays of the row gradients that hold the sums."""
 
     summands: Summands
     sums: list[Array]
 
 
-@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
+@no_type_check  # Types are not checked, because JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class RowGradients:
     """Gradients of distinct rows, for each stack.
 
-    `first + second` is `combine`, and `2 * gradients` is `scale`. Row numbers are kept in arrays
-    that reject arithmetic. For this reason `jax.tree.map(jnp.add, first, second)` is a TypeError
-    and does not return gradients of wrong rows.
+    `first + second` calls `combine`, and `2 * gradients` calls `scale`. Row numbers are in arrays
+    that reject arithmetic. Therefore `jax.tree.map(jnp.add, first, second)` raises a TypeError,
+    instead of returning gradients of wrong rows.
 
-    Inside `jit`, gradients of a collection also have their `summands`. The summands are not in the
-    pytree, so copies of the gradients and results of compiled programs do not have them.
+    Inside `jit`, gradients of a collection also have `summands`. The summands are not in the
+    pytree, so copies of the gradients and results of compiled programs have no summands.
 
     Args:
       rows: distinct row numbers in ascending order, with `NO_ROW` as padding at the end. On a mesh,
-        this holds for the part of each device. For a table with keys, uint32 `[capacity, 3]`: upper
-        and lower half of each key, and how often it occurred, 0 for padding. For several tables
-        with keys, `[capacity, 4]`, with the index of the table.
-      values: float32 gradient of each row; zeros for padding.
-      num_rows: rows of each stack's table, as sorted `(stack, rows)` pairs.
-      shardings: on a mesh, shardings of rows and values of each stack, as sorted
-        `(stack, rows, values)`. None if there is no mesh.
-      layout: fingerprint of the collection that the gradients belong to. The fingerprint is
-        compared when the gradients are applied.
+        the part of each device has this order. A table with keys has a uint32 array
+        `[capacity, 3]`: upper half, lower half and number of occurrences of each key, 0 for
+        padding. Several tables with keys have `[capacity, 4]`, with the index of the table.
+      values: float32 gradient of each row, zeros for padding.
+      num_rows: number of rows of each stack, as pairs `(stack, number of rows)` sorted by stack.
+      shardings: on a mesh, shardings of the rows and values of each stack, as triples
+        `(stack, rows, values)` sorted by stack. None without a mesh.
+      layout: fingerprint of the collection that the gradients belong to. A step compares the
+        fingerprint with that of the tables.
     """
 
     rows: dict[str, Int[Array, "*capacity"]]
@@ -143,14 +144,15 @@ class RowGradients:
     num_rows: NumRows
     shardings: Shardings = None
     layout: Fingerprint | None = None
-    # Read and written by the property `rows`, which is attached below the class.
+    # The property `rows`, which is set below the class, reads and writes this field.
     opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)
     # `summed_from` sets this field, and `summands` reads it.
     unsummed: _Unsummed | None = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
 
-    __array_ufunc__: ClassVar[None] = None  # Makes `np.float32(2) * gradients` call `__rmul__`.
+    # With None, NumPy computes `np.float32(2) * gradients` by `__rmul__`.
+    __array_ufunc__: ClassVar[None] = None
 
     def tree_flatten_with_keys(
         self,
@@ -164,7 +166,7 @@ class RowGradients:
     def tree_unflatten(cls, static: tuple[Any, ...], children: Iterable[object]) -> RowGradients:
         """Row gradients from the parts that `tree_flatten_with_keys` returned.
 
-        Children may be anything that JAX puts into a tree.
+        JAX may also pass placeholders of any type as children.
         """
         gradients = object.__new__(cls)
         names = ("opaque_rows", "values", "num_rows", "shardings", "layout")
@@ -183,7 +185,8 @@ class RowGradients:
         return combine(self, other)
 
     def __radd__(self, other: object) -> RowGradients:
-        if isinstance(other, int) and other == 0:  # Python's `sum` starts with 0.
+        # `sum` of several gradients computes `0 + first`.
+        if isinstance(other, int) and other == 0:
             return self
         return NotImplemented
 
@@ -201,11 +204,11 @@ class RowGradients:
 
     @property
     def summands(self) -> Summands | None:
-        """Inputs from which the values are computed, while the program that made them is traced.
+        """Inputs from which the values are summed, inside the trace that computed the gradients.
 
-        A step uses the summands instead of the sums. XLA then leaves out the sums. The sums are as
-        large as all occurrences of ids. The summands are None if another array was put into the
-        gradients.
+        A step uses the summands instead of the sums, so XLA does not compute the sums. The sums
+        would have space for one row per looked-up id. The summands are None outside the trace, and
+        after an array of the gradients was replaced.
         """
         if self.unsummed is None:
             return None
@@ -226,7 +229,7 @@ class RowGradients:
         """Number of distinct rows with a gradient, for each stack."""
         counts = {}
         for name, rows in self.rows.items():
-            # The third word of a key is its number of occurrences, 0 for padding.
+            # Rows with keys have the number of occurrences in column 2, with 0 for padding.
             is_touched = rows != NO_ROW if rows.ndim == 1 else rows[:, 2] > 0
             counts[name] = jnp.sum(is_touched)
         return counts
@@ -244,18 +247,18 @@ def _keep_rows(gradients: RowGradients, rows: object) -> None:
     object.__setattr__(gradients, "opaque_rows", rows)
 
 
-# Set after the class: `dataclass` would take a property in the class for the field's default.
+# If the property was in the class, `dataclass` would take the property for the field's default.
 setattr(RowGradients, "rows", property(_read_rows, _keep_rows))  # noqa: B010
 
 
 def as_factor(factor: Any) -> float | Float[Array, ""]:
-    """The factor of gradients as a Python float or JAX array.
+    """A factor for gradients as a Python float or JAX array.
 
     Raises: TypeError, ValueError: the factor is not a single finite number.
     """
     name = "the factor of gradients"
     check_type(factor, float | Float[Array, ""], name)
-    # The value of a JAX array may be traced, or may not have been computed yet.
+    # A JAX array may be traced or not computed yet, so its value is not checked.
     if isinstance(factor, jax.Array):
         return factor
     check_within("(-inf, inf)", factor, name)
@@ -263,9 +266,11 @@ def as_factor(factor: Any) -> float | Float[Array, ""]:
 
 
 def check_gradient(value: object, name: str) -> None:
-    """Raises: TypeError: a gradient is not an array of floats.
+    """Checks that a gradient is an array of floats.
 
-    A gradient of integers is an error, because it was probably cast and its values were rounded.
+    Integers are rejected, because a cast to integers has probably rounded the gradient.
+
+    Raises: TypeError: the gradient is not an array of floats.
     """
     check_type(value, Num[Array, "..."], name)
     array = foreign_to_numpy(value)
@@ -283,18 +288,19 @@ def check_belong(
     num_rows: NumRows,
     axes: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
-    """Checks that row gradients fit the tables that they are applied to.
+    """Checks that row gradients fit the tables of a step, or other row gradients of a sum.
 
     Args:
-      row_gradients: the argument to check, of any type.
-      layout: fingerprint of the tables, or None.
+      row_gradients: the value to check, of any type.
+      layout: fingerprint of the tables. If None, fingerprints are not compared.
       num_rows: number of rows of each stack.
-      axes: for each stack, number of axes of rows and length of a value. If None, they are not
-        checked.
+      axes: for each stack, the number of axes of `rows`, and the length of the last axis of
+        `values`. If None, `rows` and `values` only have to fit each other.
 
     Raises:
-      TypeError: the argument is not `RowGradients`.
-      ValueError: the gradients have other row numbers, or not one value of the table's dim per row.
+      TypeError: the value is not `RowGradients`.
+      ValueError: the gradients belong to different tables, row numbers are not in ascending order,
+        or the shape of `rows` or `values` is wrong.
     """
     check_type(
         row_gradients, RowGradients, "row gradients, which lookup_vjp and backward passes make,"
@@ -316,7 +322,7 @@ def check_belong(
         fits = _shapes_fit(row_shape, value_shape)
         if fits and axes is not None:
             fits = (len(row_shape), value_shape[-1]) == axes[name]
-        # Gradients with a layout were made by this library, so their rows ascend.
+        # The rows of gradients with a layout are in order, because the collection sorted them.
         if fits and row_gradients.layout is None and len(row_shape) == 1 and not is_traced(rows):
             numbers = np.asarray(rows, np.int64)
             used = numbers[numbers != NO_ROW]
@@ -330,20 +336,23 @@ def check_belong(
 
 
 def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
-    """Whether arrays of rows and values with these shapes fit, stacked by `lax.scan` or not."""
+    """Whether arrays of rows and values with these shapes fit each other.
+
+    `lax.scan` may have added leading axes to both arrays.
+    """
     if len(values) < 2 or rows[: len(values) - 1] != values[:-1]:
         return False
     if len(rows) < len(values):
         return True
-    # Each key has three numbers or more: both halves, and the number of occurrences.
+    # The last axis of `rows` is for keys: upper half, lower half and number of occurrences.
     return rows[-1] > 2
 
 
 @validated
 def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
-    """Euclidean norm over all rows of all stacks.
+    """Euclidean norm over all values of all stacks.
 
-    The norm equals the norm of the dense gradients.
+    The norm equals the norm of the dense gradients of all tables.
     """
     summands = row_gradients.summands
     if summands is not None:
@@ -357,9 +366,10 @@ def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
 def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowGradients:
     """Row gradients with all values multiplied by `factor`.
 
-    Raises: ValueError: the factor is not finite. A JAX array is not checked.
+    Raises: ValueError: the factor is a Python or NumPy number that is not finite.
     """
-    if not isinstance(factor, jax.Array):  # Reading a device array would wait for the device.
+    # A JAX array is not checked, because reading the array would wait for the device.
+    if not isinstance(factor, jax.Array):
         check_within("(-inf, inf)", factor, "scale: factor")
 
     def scaled(arrays: PyTree) -> PyTree:
@@ -382,13 +392,13 @@ def clip_by_global_norm(
     """Row gradients scaled down so that their global norm is at most `max_norm`.
 
     Args:
-      row_gradients: gradients of distinct rows, as returned by the function from `lookup_vjp`. Sum
-        gradients that `lax.scan` stacked with `combine` first.
+      row_gradients: gradients of distinct rows, as returned by the function from `lookup_vjp`. If
+        `lax.scan` stacked gradients along a leading axis, sum the gradients by `combine` first.
       max_norm: maximum global norm of the result.
-      other_norm: norm of the dense gradients (`optax.tree.norm`), to clip both by their common
-        norm. 0 by default.
+      other_norm: norm of the dense gradients (`optax.tree.norm`), 0 by default. The norm to be
+        clipped is that of the row gradients and the dense gradients together.
 
-    Raises: ValueError: a norm is negative, which would flip the sign of the gradients, or NaN.
+    Raises: ValueError: a norm is NaN, or is negative, which would flip the sign of the gradients.
     """
     check_within("[0, inf]", max_norm, "clip_by_global_norm: max_norm")
     if not isinstance(other_norm, jax.Array):
@@ -405,7 +415,7 @@ def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
     """The sum of several row gradients. Gradients of equal rows are added.
 
     Use `combine` to accumulate gradients over micro-batches. `lax.scan` over micro-batches stacks
-    its results along a leading axis. `combine` also accepts and sums these stacked gradients.
+    gradients along a leading axis, and `combine` also sums such stacked gradients.
 
     Raises: ValueError: the gradients belong to different collections.
     """
@@ -436,7 +446,7 @@ def _combine_stack(
     specs = tuple(sharding.spec for sharding in shardings)
     in_specs = []
     for _, values in parts:
-        # Leading axes that `lax.scan` added are not split over devices.
+        # Axes that `lax.scan` added before the others are not split over devices.
         stacked_axes = [None] * (values.ndim - 2)
         in_specs.append(tuple(PartitionSpec(*stacked_axes, *spec) for spec in specs))
     on_each = jax.shard_map(

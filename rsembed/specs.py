@@ -17,16 +17,17 @@ DEFAULT_ACTIVATION_MEM_BYTES_LIMIT = 2 * 1024 * 1024
 Combiner = Literal["sum", "mean", "sqrtn", "none"]
 TABLE_DTYPES = ("float32", "bfloat16", "float16")
 MAX_ROWS = 2**31 - 1
-"""Row numbers are int32; the largest value is the padding row."""
+"""Maximum number of rows. Row numbers are int32, and the largest int32 means padding."""
 
 CallableTableInitializer = Callable[..., jax.Array]
 
 
 @dataclasses.dataclass(frozen=True)
 class QuantizationConfig:
-    """Rounds looked-up rows to `num_buckets` evenly spaced values in `[min_value, max_value]`, before combining.
+    """Rounding of looked-up rows before they are combined ("fake quantization").
 
-    The table itself keeps full precision ("fake quantization").
+    The numbers of a row are rounded to `num_buckets` evenly spaced values from `min_value` to
+    `max_value`. The table itself keeps full precision.
     """
 
     min_value: float
@@ -41,11 +42,11 @@ class QuantizationConfig:
             )
 
     def as_tuple(self) -> tuple[float, float, int]:
-        """The tuple `(min_value, max_value, num_buckets)`."""
+        """The settings as a tuple `(min_value, max_value, num_buckets)`."""
         return self.min_value, self.max_value, self.num_buckets
 
     def quantize(self, values: jax.Array) -> jax.Array:
-        """`values` rounded to the nearest bucket; halves round up."""
+        """`values` rounded to the nearest bucket. Values halfway between buckets are rounded up."""
         width = (self.max_value - self.min_value) / (self.num_buckets - 1)
         clipped = jnp.clip(values, self.min_value, self.max_value)
         return jnp.floor((clipped - self.min_value) / width + 0.5) * width + self.min_value
@@ -57,8 +58,8 @@ class FeatureIdTransformation:
 
     Args:
       row_offset: offset of the feature's first sample in the stacked batch.
-      col_offset: offset of the feature's table in the stacked table, in rows (jax-tpu-embedding's
-        name says columns).
+      col_offset: offset of the feature's table in the stacked table, in rows. The name `col_offset`
+        is that of jax-tpu-embedding.
       col_shift: rotation of the feature's table, in shards.
     """
 
@@ -80,7 +81,10 @@ class TableSettingInStack:
 
 @dataclasses.dataclass(frozen=True)
 class StackedTableSpec:
-    """One physical table: the concatenated tables of a stack, sharded by row number modulo the number of shards."""
+    """One physical table, the concatenated tables of a stack.
+
+    The row number modulo `num_shards` is the shard of a row.
+    """
 
     stack_name: str
     stack_vocab_size: int
@@ -95,7 +99,8 @@ class StackedTableSpec:
     activation_mem_bytes_limit: int = dataclasses.field(
         default=DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, repr=False
     )
-    num_shards: int = dataclasses.field(default=0, repr=False)  # 0 if a user constructed the stack.
+    # `num_shards` is 0 if a user constructed the stack.
+    num_shards: int = dataclasses.field(default=0, repr=False)
 
     def replace(self, **changes: Any) -> StackedTableSpec:
         """A copy with some fields changed."""
@@ -104,10 +109,10 @@ class StackedTableSpec:
 
 @runtime_checkable
 class Storage(Protocol):
-    """Minimal interface of `TableSpec(storage=...)`, which defines how the rows of a table are stored.
+    """Minimal interface of `TableSpec(storage=...)`: how the rows of a table are stored.
 
-    A storage is frozen and hashable. `rsembed.storage.Storage` defines the full interface, which
-    the engine uses.
+    A storage is frozen and hashable. `rsembed.storage.Storage` is the full interface, which the
+    engine uses.
     """
 
     @property
@@ -118,16 +123,19 @@ class Storage(Protocol):
         """
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Key that is equal for tables that can share a storage; None if `table` cannot share it."""
+        """Value that is equal for tables that can share a storage, or None if `table` cannot."""
 
     def check(self, table: TableSpec) -> None:
-        """Raises: ValueError or NotImplementedError: the storage does not support the table."""
+        """Checks that the storage supports the table.
+
+        Raises: ValueError or NotImplementedError: the storage does not support the table.
+        """
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
         """Number of values in the stored table, and number of values in its optimizer state."""
 
 
-@no_type_check  # __post_init__ rejects wrong values by name.
+@no_type_check  # `TableSpec.__post_init__` checks the fields, and names the field in errors.
 @dataclasses.dataclass(unsafe_hash=True)
 class TableSpec:
     """Declaration of an embedding table.
@@ -139,23 +147,24 @@ class TableSpec:
       vocabulary_size: number of rows; ids run from 0 to `vocabulary_size - 1`.
       embedding_dim: number of columns.
       initializer: function `(key, shape)`, called with the logical shape
-        `(vocabulary_size, embedding_dim)`. Default: normal values with standard deviation
-        `1 / sqrt(embedding_dim)`.
-      optimizer: optimizer of the looked-up rows. Default: SGD with learning rate 0.001.
+        `(vocabulary_size, embedding_dim)`. The default initializer draws normal values with
+        standard deviation `1 / sqrt(embedding_dim)`.
+      optimizer: optimizer of the looked-up rows, by default SGD with learning rate 0.001.
       combiner: `sum` (default), `mean`, `sqrtn`, or `none` (one vector per id: sequence output).
       max_ids_per_partition: maximum number of entries that one core sends to one shard, 256 by
-        default. The limit is part of SparseCore layouts. Raise it if preprocessing reports it, or
-        let feedback-directed optimisation (`rsembed.fdo`) set it.
-      max_unique_ids_per_partition: maximum number of distinct ids that one core sends to one shard.
-      suggested_coo_buffer_size_per_device: size of a device's input buffer, in entries. None, the
-        default: the size for the worst case.
-      quantization_config: rounds rows at lookup; None, the default: no rounding.
-      dtype: `float32` (default), `bfloat16` or `float16`. Sums and optimizers always compute in
-        float32.
+        default. The limit is part of SparseCore layouts. Raise the limit if preprocessing drops
+        ids, or let feedback-directed optimisation (`rsembed.fdo`) set the limit.
+      max_unique_ids_per_partition: maximum number of distinct ids that one core sends to one shard,
+        256 by default.
+      suggested_coo_buffer_size_per_device: size of a device's input buffer, in entries. If None,
+        the default, the buffer has the size for the worst case.
+      quantization_config: rounding of rows at lookup. If None, the default, rows are not rounded.
+      dtype: dtype of the table: `float32` (default), `bfloat16` or `float16`. Sums and optimizers
+        always compute in float32.
       stochastic_rounding: whether updated rows of a 16-bit table are rounded up or down at random,
         without bias. False by default.
-      storage: storage of the rows, such as `rsembed.Hashed` or `rsembed.tt.TensorTrain`. None, the
-        default: in an array.
+      storage: storage of the rows, such as `rsembed.Hashed` or `rsembed.tt.TensorTrain`. If None,
+        the default, the table is an array.
     """
 
     name: str
@@ -170,8 +179,8 @@ class TableSpec:
     max_unique_ids_per_partition: int = 256
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
-    # The spec prints like the spec of jax-tpu-embedding, so these have no repr. The plan prints
-    # the dtype.
+    # `repr` leaves out fields that jax-tpu-embedding does not have, so both print the same text.
+    # A plan prints the dtype.
     dtype: str = dataclasses.field(default="float32", repr=False, kw_only=True)
     stochastic_rounding: bool = dataclasses.field(default=False, repr=False, kw_only=True)
     storage: Storage | None = dataclasses.field(default=None, repr=False, kw_only=True)
@@ -226,8 +235,8 @@ class TableSpec:
             self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config"
         )
         check_type(self.stochastic_rounding, bool, f"{where}: stochastic_rounding")
-        # `dataclasses.replace` passes the stack of the original table. Only a stack that a user
-        # constructed, which has no number of shards, is kept.
+        # `dataclasses.replace` passes the stack of the original table, which is not kept. A stack
+        # that a user constructed has 0 shards and is kept.
         if stack is not None and not stack.num_shards:
             self._stacked_table_spec = stack
         if self._stacked_table_spec is None or self._setting_in_stack is None:
@@ -249,7 +258,7 @@ class TableSpec:
 
     @property
     def setting_in_stack(self) -> TableSettingInStack:
-        """Offsets of the table in its stack; before stacking, offset 0 and unpadded sizes."""
+        """Offsets of the table in its stack. Before stacking, offsets are 0 and sizes unpadded."""
         return self._setting_in_stack
 
     @setting_in_stack.setter
@@ -270,7 +279,7 @@ class TableSpec:
         return self._stacked_table_spec is not None
 
 
-@no_type_check  # __post_init__ rejects wrong values by name.
+@no_type_check  # `FeatureSpec.__post_init__` checks the fields, and names the field in errors.
 @dataclasses.dataclass(unsafe_hash=True)
 class FeatureSpec:
     """Declaration of a categorical input that reads a table.
@@ -279,21 +288,23 @@ class FeatureSpec:
       name: name of the feature, unique in a model.
       table_spec: the table. Several features can share one table.
       input_shape: `(samples, ids per sample)` of the GLOBAL batch. The number of ids may be None,
-        for samples of any length. None, the default: any batch.
+        for samples of any length. If `input_shape` is None, the default, batches may have any
+        shape.
       output_shape: shape `(..., dim)` of the global activations, with `prod(output_shape[:-1])`
-        samples. A `dim` below the table's `embedding_dim` returns the first columns. In padded
-        layouts, `dim` may also be `embedding_dim` rounded up to a multiple of 8; the additional
-        columns are zero. None, the default: the shape follows from the input.
-      combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature only. None, the default: the
-        combiner of the table. For example, one feature can pool a table that another feature reads
-        as a sequence. SparseCore layouts require the combiner of the table.
+        samples. With a `dim` below the table's `embedding_dim`, activations have only the first
+        `dim` columns. In padded layouts, `dim` may also be `embedding_dim` rounded up to a multiple
+        of 8; the additional columns are zero. If None, the default, the shape follows from the
+        input.
+      combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature only. If None, the default, the
+        feature has the combiner of the table. For example, one feature can pool a table that
+        another feature reads as a sequence. SparseCore layouts require the combiner of the table.
     """
 
     name: str
     table_spec: TableSpec
-    input_shape: tuple[Any, ...] | None = None  # A size may be None.
+    input_shape: tuple[Any, ...] | None = None
     output_shape: tuple[int, ...] | None = None
-    # The spec prints like the spec of jax-tpu-embedding, so this has no repr.
+    # `repr` leaves out this field, which jax-tpu-embedding does not have.
     combiner: Combiner | None = dataclasses.field(default=None, repr=False, kw_only=True)
     _id_transformation: FeatureIdTransformation = dataclasses.field(
         default_factory=FeatureIdTransformation
@@ -320,7 +331,7 @@ class FeatureSpec:
                 setattr(self, field, tuple(sizes))
         stack = self.table_spec.stacked_table_spec
         if stack is None or stack.num_shards:
-            # As in TableSpec, `dataclasses.replace` passes the offsets of the original feature.
+            # `dataclasses.replace` passes the offsets of the original feature, which are not kept.
             self._id_transformation = FeatureIdTransformation()
         if self.output_shape is not None:
             dim = self.table_spec.embedding_dim
@@ -343,11 +354,14 @@ class FeatureSpec:
 
     @property
     def pooling(self) -> Combiner:
-        """The combiner of the feature; if it is None, the combiner of the table."""
+        """The combiner of the feature, or the combiner of the table if the feature has none."""
         return self.table_spec.combiner if self.combiner is None else self.combiner
 
     def check_pooled_as_table(self) -> None:
-        """Raises: ValueError: feature and table have different combiners, which a padded stack does not support."""
+        """Checks that feature and table have equal combiners, which a padded stack requires.
+
+        Raises: ValueError: the combiners differ.
+        """
         if self.pooling != self.table_spec.combiner:
             raise ValueError(
                 f"feature {self.name!r}: combiner={self.combiner!r} differs from "
@@ -382,7 +396,7 @@ def default_initializer(
 
 
 def features_of(features: object) -> list[FeatureSpec]:
-    """The feature specs of a nested structure, in leaf order (lists in their order, dicts by sorted key).
+    """The feature specs of a nested structure, in the order of `jax.tree.leaves`.
 
     Raises:
       TypeError: a leaf is not a FeatureSpec, or keys of a dict cannot be sorted.

@@ -1,13 +1,13 @@
-"""Stacking plans: which tables share a physical table, and the position of each row.
+"""Computes stacking plans: which tables share a physical table, and the position of each row.
 
-A plan is pure data: frozen, hashable by value (including limits) and printable. Only this module
-computes plans. The in-place functions of jax-tpu-embedding (`sparsecore.table_stacking`) attach
-plans to specs. The planner makes two kinds of layout:
+A plan is frozen, hashable by value (including limits) and printable. Only this module computes
+plans. The in-place functions of jax-tpu-embedding (`sparsecore.table_stacking`) attach plans to
+specs. There are two kinds of layout:
 
-* for SparseCores: dims padded to multiples of 8, rows padded to multiples of `8 * num_shards`,
-  interleaved over all shards and rotated;
-* for `EmbeddingCollection` (`num_shards=1`, no padding): tables of equal dim, dtype and optimizer,
-  concatenated.
+* The layout for SparseCores pads dims to multiples of 8 and rows to multiples of `8 * num_shards`.
+  Tables are interleaved over all shards and rotated.
+* The layout for `EmbeddingCollection` (`num_shards=1`, no padding) concatenates tables of equal
+  dim, dtype and optimizer.
 """
 
 from __future__ import annotations
@@ -51,14 +51,14 @@ def round_up(value: Size, multiple: int) -> Size:
 
 
 def get_default_limits(name: str, batch_size: int) -> int:
-    """Default limit of a stack of several tables: 256 entries."""
+    """Default limit of ids per partition, 256, for a stack of several tables."""
     del name, batch_size
     return 256
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TablePlacement:
-    """One logical table and its offsets in a stack; `dim` and `rows` are unpadded."""
+    """One logical table, without padding in `dim` and `rows`, and its offsets in a stack."""
 
     name: str
     rows: int
@@ -86,10 +86,10 @@ class FeaturePlacement:
 
     Args:
       name: name of the feature.
-      table_name: name of its table.
-      combiner: how its rows are pooled. Wings may set `mean_by_count`, which divides by the number
-        of ids.
-      num_samples: number of samples in the global batch. None if undeclared.
+      table_name: name of the table that the feature reads.
+      combiner: how the looked-up rows are pooled. Packages such as `rsembed.tbe` may set
+        `mean_by_count`, which divides by the number of ids.
+      num_samples: number of samples in the global batch, or None if no shape is declared.
       transformation: offset and rotation of the feature in the stack.
     """
 
@@ -120,7 +120,7 @@ class StackPlan:
     tables: tuple[TablePlacement, ...]
     features: tuple[FeaturePlacement, ...]
     num_stored_values: tuple[int, int] | None = None
-    """Number of values in the table and in its slots, for tables with a `storage`, else None."""
+    """Number of values in the table and in its slots, or None for tables without a `storage`."""
 
     @property
     def name(self) -> str:
@@ -199,13 +199,13 @@ class StackingPlan:
     ) -> dict[str, Int[np.ndarray, " shard"]]:
         """Number of ids that each shard has to look up, for each stack by name.
 
-        The largest load divided by the mean is the skew: all shards wait for the busiest one. The
-        skew is large if frequent ids of several tables are on one shard. Another `rotation`
-        separates the frequent ids.
+        The skew is the largest load divided by the mean load. A large skew costs time, because all
+        shards wait for the busiest shard. The skew is large if frequent ids of several tables are
+        in one shard. A plan with a different `rotation` separates these ids.
 
         Args:
-          ids_by_feature: ids of some batches, as arrays or lists, by feature name. Missing features
-            count 0.
+          ids_by_feature: ids of some batches, as arrays or lists, by feature name. Features without
+            ids may be left out.
 
         Raises: ValueError: a feature is unknown, or an id is outside its table.
         """
@@ -229,8 +229,8 @@ class StackingPlan:
         """Description of the plan: memory and padding of each stack.
 
         Args:
-          ids_by_feature: argument of `shard_load`. None, the default: the load of the shards is
-            left out.
+          ids_by_feature: ids as in `shard_load`, to describe the loads of the shards. If None, the
+            default, the loads are left out.
         """
         rows = self._cells()
         if ids_by_feature is not None:
@@ -286,7 +286,7 @@ def _checked_flat_ids(
 
     Raises: ValueError: an id is not an integer, or is outside the table.
     """
-    # An empty row may be an array of floats, which would convert all ids to floats.
+    # NumPy reads an empty list as floats, and would convert all ids to floats. Leave it out.
     rows = [np.zeros(0, np.int64)]
     for row in map(np.ravel, ids):
         if row.size:
@@ -319,26 +319,27 @@ def plan_stacking(
     activation_mem_bytes_limit: PositiveInt | None = None,
     use_short_stack_names: bool = True,
 ) -> StackingPlan:
-    """A plan for all tables that `features` read. No spec changes.
+    """A plan for all tables that `features` read. The specs are not changed.
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
-      num_shards: devices times cores per device, 1 by default.
-      groups: table names of every stack. None, the default: tables of equal (padded) dim, dtype,
-        optimizer, rounding and quantization form a stack; with `pad`, their combiners must also be
-        equal.
+      num_shards: number of shards (devices times cores per device), 1 by default.
+      groups: table names of every stack. If None, the default, tables of equal dim, dtype,
+        optimizer, rounding and quantization form a stack. With `pad`, the padded dims and the
+        combiners must be equal.
       pad: whether dims are padded to multiples of 8 and rows to multiples of `8 * num_shards`, as
-        SparseCores require. True by default. False allows only one shard.
-      rotation: each table of a stack is rotated by this number of shards against the table before
-        it. The rotation spreads the frequent first rows of the tables. 0 by default.
-      activation_mem_bytes_limit: maximum bytes of activations per shard in one stack. None: no
-        limit.
+        SparseCores require. True by default. If False, `num_shards` must be 1.
+      rotation: number of shards by which each table of a stack is rotated against the previous
+        table, 0 by default. A rotation puts the first rows of the tables, which are often frequent,
+        into different shards.
+      activation_mem_bytes_limit: maximum bytes of activations per shard in one stack. If None, the
+        default, there is no limit.
       use_short_stack_names: whether names over 50 characters are cut and get a hash, True by
         default.
 
     Raises:
       ValueError: the groups do not name every table once, or a stack has too many rows.
-      NotImplementedError: a table with a `storage` is padded.
+      NotImplementedError: `pad` is True, and a table has a `storage`.
     """
     if not pad and num_shards != 1:
         raise ValueError("a plan without padding has one shard; use pad=True for several.")
@@ -378,9 +379,9 @@ def plan_groups(
     use_short_stack_names: bool = True,
     **options: Any,
 ) -> StackingPlan:
-    """A plan with one stack per group of table names.
+    """A plan with one stack for each group of table names.
 
-    Tables outside the groups are not in the plan. `options` are keyword arguments of `plan_stack`.
+    The plan has only the tables in `groups`. `options` are keyword arguments of `plan_stack`.
     """
     names = [stack_name_of(group, use_short_stack_names=use_short_stack_names) for group in groups]
     stacks = []
@@ -396,12 +397,12 @@ def plan_groups(
 def stack_name_of(
     table_names: Sequence[str], *, is_taken: bool = False, use_short_stack_names: bool = True
 ) -> str:
-    """Table names joined by `_`. A long name is cut and gets a hash of the full name.
+    """Name of a stack: table names joined by `_`. A long name is cut and gets a hash.
 
     Args:
       table_names: names of the tables of the stack.
       is_taken: whether another stack has the joined name, as for tables `user` and `item` beside a
-        table `user_item`. If it is taken, a short name also gets a hash.
+        table `user_item`. If True, a short name also gets a hash. False by default.
       use_short_stack_names: whether names over 50 characters are cut, True by default.
     """
     full = "_".join(table_names)
@@ -436,7 +437,7 @@ def group_tables(
             table.quantization_config,
             table.dtype,
             table.stochastic_rounding,
-            # A row-wise optimizer must not see padding, so the exact dims must be equal.
+            # Padding columns would change the steps of a row-wise optimizer, so exact dims count.
             table.embedding_dim if table.optimizer.is_row_wise else None,
             storage_key,
         )
@@ -444,13 +445,14 @@ def group_tables(
     row_tile = SUBLANES * num_shards if pad else 1
     num_rows = {}
     for name, table in tables.items():
-        # A hash table needs up to four slots per row, so tables with a storage count with a margin.
+        # A hash table needs up to four slots per row. Assume eight for a table with a storage.
         slots_per_row = 1 if table.storage is None else 8
         num_rows[name] = slots_per_row * round_up(table.vocabulary_size, row_tile)
     split_groups = split_by_memory(groups.values(), num_rows, MAX_ROWS)
     if activation_mem_bytes_limit is None:
         return split_groups
-    activation_bytes = dict.fromkeys(tables, 0)  # bytes of float32 activations on each shard
+    # Bytes of float32 activations of each table, on each shard.
+    activation_bytes = dict.fromkeys(tables, 0)
     for feature in features_of(features):
         samples = (feature.num_samples or 0) // num_shards
         dim = round_up(feature.table_spec.embedding_dim, SUBLANES)
@@ -461,9 +463,9 @@ def group_tables(
 def split_by_memory(
     groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, int], limit: int
 ) -> list[list[Name]]:
-    """Groups split by first fit so that no sum of `num_bytes` exceeds `limit`.
+    """Groups, split by first fit so that the sum of `num_bytes` in a group is at most `limit`.
 
-    A table that exceeds the limit alone gets a group for itself.
+    A table with more than `limit` bytes gets a group for itself.
     """
     result: list[list[Name]] = []
     for group in groups:
@@ -485,7 +487,7 @@ def split_by_memory(
 def settings_in_stack(
     stack_name: str, padded_rows: Sequence[int], padded_dim: int, *, num_shards: int, rotation: int
 ) -> list[TableSettingInStack]:
-    """Offsets of tables with these numbers of rows when they are concatenated in a stack."""
+    """Offsets of tables that are concatenated in a stack, from their padded numbers of rows."""
     settings = []
     for number, rows in enumerate(padded_rows):
         first_row = sum(padded_rows[:number]) // num_shards
@@ -511,9 +513,10 @@ def plan_stack(
 ) -> StackPlan:
     """Plan of one stack with the named tables, in this order.
 
-    A single table keeps the limits that it declares. Several tables get the limits that the two
-    callables `(stack_name, total_sample_count)` return. Suggested buffer sizes are summed; if a
-    table has none, the stack has none.
+    A stack of a single table has the limits of the table. A stack of several tables has the limits
+    that the functions `max_ids_per_partition` and `max_unique_ids_per_partition` return, when they
+    are called with `(stack_name, total_sample_count)`. The suggested buffer size is the sum over
+    the tables, or None if a table has no suggested size.
 
     Raises: ValueError: a table is repeated or unknown, or the tables cannot share a physical table.
     """
@@ -579,7 +582,7 @@ def _checked_readers(
 ) -> list[FeatureSpec]:
     """The features that read these tables.
 
-    Raises: ValueError: the stack cannot serve the combiner or the output shape of a feature.
+    Raises: ValueError: the stack does not support the combiner or the output shape of a feature.
     """
     readers = []
     for feature in features_of(features):
@@ -601,7 +604,7 @@ def _checked_readers(
 
 
 def _total_buffer_size(tables: Sequence[TableSpec]) -> int | None:
-    """Sum of the suggested buffer sizes; None if a table has none."""
+    """Sum of the suggested buffer sizes, or None if a table has no suggested size."""
     total = 0
     for table in tables:
         if table.suggested_coo_buffer_size_per_device is None:
@@ -611,10 +614,7 @@ def _total_buffer_size(tables: Sequence[TableSpec]) -> int | None:
 
 
 def _num_stored_values(tables: Sequence[TableSpec]) -> tuple[int, int] | None:
-    """Number of values in the tables and in their slots. None if no table has a `storage`.
-
-    Every table is padded to the largest.
-    """
+    """Number of values in the tables and in their slots, or None if no table has a `storage`."""
     num_tables = 0
     most_table_values = 0
     most_slot_values = 0
@@ -627,7 +627,7 @@ def _num_stored_values(tables: Sequence[TableSpec]) -> tuple[int, int] | None:
         most_slot_values = max(most_slot_values, slot_values)
     if not num_tables:
         return None
-    # Every table is padded to the largest one.
+    # Every table is padded to the size of the largest table.
     return num_tables * most_table_values, num_tables * most_slot_values
 
 

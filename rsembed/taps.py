@@ -1,13 +1,14 @@
-"""Gradients of tables in Flax models: records the lookups of a loss, and taps their activations.
+"""Gradients of tables in Flax models, from recorded lookups and taps on their activations.
 
 ```
 evaluate a loss, shapes only ─▶ lookups of every layer ─▶ taps: zeros added to the activations
 differentiate by parameters and taps ─▶ d(taps) = d(activations) ─▶ RowGradients, or a step directly
 ```
 
-Tables are not an argument of the differentiated function, so no gradient has the size of a table.
-Without taps, each layer guards its activations: differentiating a loss by the layer's parameters
-raises an error.
+A tap is an array of zeros that is added to the activations of a lookup. The gradient of a loss by
+the tap is the gradient by the activations. Tables are not an argument of the differentiated
+function, so no gradient has the size of a table. If lookups are not recorded, a layer guards its
+activations: differentiating the loss by the parameter `guard` of the layer raises an error.
 """
 
 from __future__ import annotations
@@ -67,18 +68,27 @@ _WRAPPERS = {
         _PER_EXAMPLE,
     ),
 }
-"""Optax functions that decide whether or how a step is made: name and way out, by the class of their state."""
+"""Optax functions that decide whether or how a step is made.
+
+By the class name of the function's state, the name of the function and advice for the user.
+"""
 
 
 def check_transformation(tx: object, where: str) -> None:
-    """Raises: TypeError: `tx` is not an optax transformation, such as a bare `optax.MultiSteps`."""
+    """Checks that `tx` is an optax transformation.
+
+    Raises: TypeError: `tx` is not a transformation. A bare `optax.MultiSteps` is none, either.
+    """
     if isinstance(tx, optax.MultiSteps):
         raise TypeError(_refused(where, *_WRAPPERS["MultiStepsState"]))
     check_type(tx, optax.GradientTransformation, f"{where}: tx")
 
 
 def check_steps_always(opt_state: PyTree, where: str) -> None:
-    """Raises: ValueError: the optax state contains a wrapper that can skip steps; the tables would not skip them."""
+    """Checks that an optax transformation never skips a step, as steps of tables are not skipped.
+
+    Raises: ValueError: the optax state contains the state of a function in `_WRAPPERS`.
+    """
 
     def is_wrapper(node: object) -> bool:
         return type(node).__name__ in _WRAPPERS
@@ -95,14 +105,14 @@ def _refused(where: str, name: str, way_out: str) -> str:
     )
 
 
-@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
+@no_type_check  # Types are not checked, because JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One lookup of a layer: its name, its collection, the prepared batch, and the activations.
+    """One lookup of a layer: name of the layer, collection, prepared batch and activations.
 
-    In `Gradients`, `activations` holds their gradients instead, and the ids of the batch are in
-    arrays that reject arithmetic (`rsembed.opaque`).
+    A call in `Gradients` has the gradients of the activations in the field `activations`, and the
+    ids of its batch are in arrays that reject arithmetic (`rsembed.opaque`).
     """
 
     layer: str = dataclasses.field(metadata={"static": True})
@@ -111,14 +121,11 @@ class Call:
     activations: Activations
 
     def row_gradients(self) -> RowGradients:
-        """Gradients of the looked-up rows. `activations` must hold gradients."""
+        """Gradients of the looked-up rows, for a call in `Gradients`."""
         return self.collection.row_gradients(opaque.unwrap_all(self.batch), self.activations)
 
     def step(self, state: EmbeddingState) -> EmbeddingState:
-        """The state after a step with the gradients of only this call.
-
-        `activations` must hold gradients.
-        """
+        """The state after a step with the gradients of this lookup, for a call in `Gradients`."""
         return self.collection.update(state, opaque.unwrap_all(self.batch), self.activations)
 
 
@@ -127,7 +134,7 @@ class Recording:
 
     Args:
       layers: names of the trained layers, by the `layer` argument of `look_up`.
-      taps: zeros to add to the activations of each lookup; empty while the shapes of the
+      taps: zeros to add to the activations of each lookup. An empty list while the shapes of the
         activations are unknown.
 
     Raises: RuntimeError: another recording is active, because two calls of `value_and_grad` are
@@ -145,7 +152,7 @@ class Recording:
         self.trace = get_opaque_trace_state(convention="flax")
 
     def run(self, function: Callable[..., Any], *args: PyTree, **kwargs: object) -> Any:
-        """The result of `function`; its lookups are recorded in `calls`."""
+        """The result of `function`. Lookups during the call are recorded in the list `calls`."""
         token = _recording.set(self)
         try:
             return function(*args, **kwargs)
@@ -172,12 +179,12 @@ def look_up(
       collection: the tables of the layer.
       state: state of the tables.
       batch: ids of every feature.
-      guard: parameter of the layer. No result depends on it. Differentiating by the guard without a
-        recording is an error.
+      guard: parameter of the layer that changes no result. Differentiating by `guard` without a
+        recording raises an error.
 
     Raises: RuntimeError: the activations are differentiated without a recording, so the tables
-      would stay untrained; or a recorded loss calls the layer inside another JAX transformation, in
-      which it cannot be recorded.
+      would stay untrained. Or a recorded loss calls the layer inside another JAX transformation,
+      such as a loop, where lookups cannot be recorded.
     """
     recording = _recording.get()
     if recording is not None and get_opaque_trace_state(convention="flax") != recording.trace:
@@ -212,29 +219,30 @@ def _refuse(refusal: str, primals: object, tangents: object) -> PyTree:
     raise RuntimeError(refusal)
 
 
-@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
+@no_type_check  # Types are not checked, because JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:
     """Gradients of a loss: dense gradients of parameters, and sparse gradients of tables.
 
-    `first + second` is the gradient of the sum of two losses, and `gradients / 2` the gradient of
-    half a loss, for parameters and rows. `jax.tree.map(jnp.add, first, second)` is a TypeError,
-    since row numbers cannot be added.
+    `first + second` adds the gradients of two losses, and `gradients / 2` halves gradients: both
+    act on parameters and on rows. `jax.tree.map(jnp.add, first, second)` is a TypeError, because
+    row numbers cannot be added.
 
     Args:
       dense: gradients in the structure of the parameters.
       calls: lookups of each layer with gradients of their activations, by the path of the layer,
         such as `"towers/0/words"`.
-      changed: `RowGradients` that replace the row gradients of the calls, by layer; see
-        `with_rows`.
+      changed: `RowGradients` that replace the row gradients of a layer, by the path of the layer;
+        see `with_rows`.
     """
 
     dense: Params
     calls: dict[str, list[Call]]
     changed: dict[str, RowGradients] = dataclasses.field(default_factory=dict)
 
-    __array_ufunc__: ClassVar[None] = None  # Makes `np.float32(2) * gradients` call `__rmul__`.
+    # With None, NumPy computes `np.float32(2) * gradients` by `__rmul__`.
+    __array_ufunc__: ClassVar[None] = None
 
     @staticmethod
     def of(dense: Params, recorded: Sequence[Call], d_taps: Sequence[Activations]) -> Gradients:
@@ -256,14 +264,15 @@ class Gradients:
                 rows[name] = combine(rows[name], other_rows)
             else:
                 rows[name] = other_rows
-        # `rows` holds the sum, so a step needs only the collection of each layer.
+        # `rows` has the sums already, so a step needs only the collection of each layer.
         calls = {}
         for name, (first, *_) in {**self.calls, **other.calls}.items():
             calls[name] = [dataclasses.replace(first, batch={}, activations={})]
         return Gradients(dense, calls, rows)
 
     def __radd__(self, other: object) -> Gradients:
-        if isinstance(other, int) and other == 0:  # `sum` starts with 0.
+        # `sum` of several gradients computes `0 + first`.
+        if isinstance(other, int) and other == 0:
             return self
         return NotImplemented
 
@@ -294,13 +303,13 @@ class Gradients:
     def rows(self) -> dict[str, RowGradients]:
         """Gradients of distinct rows, by layer.
 
-        The sums are computed only on request, because a step does not need them.
+        This property computes the sums of gradients of equal rows, which a step does not need.
         """
         return {name: self._rows(name) for name in self.calls}
 
     @validated
     def with_rows(self, rows: Mapping[str, RowGradients]) -> Gradients:
-        """A copy with the row gradients of some layers replaced, for example by clipped or accumulated ones.
+        """A copy with new row gradients of some layers, such as clipped or accumulated gradients.
 
         Args:
           rows: the new row gradients, by layer.
@@ -314,7 +323,10 @@ class Gradients:
         return dataclasses.replace(self, changed={**self.changed, **rows})
 
     def step(self, name: str, state: EmbeddingState) -> EmbeddingState:
-        """The state of a layer after one step. After a single call, one kernel sums gradients and updates rows."""
+        """The state of a layer after one step.
+
+        If the loss called the layer only once, a single kernel sums gradients and updates rows.
+        """
         first, *more = self.calls[name]
         if more or name in self.changed:
             return first.collection.apply(state, self._rows(name))
@@ -332,11 +344,11 @@ def stepped(gradients: object, states: Mapping[str, EmbeddingState]) -> dict[str
 
     Args:
       gradients: the `Gradients` of the loss.
-      states: states of all layers that are trained, by layer.
+      states: states of all trained layers, by layer.
 
     Raises:
-      TypeError: `gradients` is not a `Gradients`, so it has no gradients of tables.
-      ValueError: the gradients are of other layers.
+      TypeError: `gradients` is not a `Gradients` object, so there are no gradients of tables.
+      ValueError: the gradients are of layers that are not in `states`.
     """
     if not isinstance(gradients, Gradients):
         raise TypeError(

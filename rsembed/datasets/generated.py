@@ -144,8 +144,8 @@ def synthetic_clicks(
 ) -> ClickLog:
     """A click log with Zipf ids and with labels drawn from a known model, a factorisation machine.
 
-    The log-odds are `intercept + w·dense + sum_f b_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]>`, with
-    dense weights `w`, and a bias `b` and a vector `v` for each id. Labels are Bernoulli draws.
+    The log-odds are `intercept + w·dense + sum_f b_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]>`,
+    with dense weights `w`, and a bias `b` and a vector `v` for each id. Labels are Bernoulli draws.
 
     Args:
       num_samples: number of rows. A few hundred rows are enough for tests. With 100_000 rows, a

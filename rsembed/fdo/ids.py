@@ -170,7 +170,7 @@ class IdCounter:
         self._num_pending = 0
 
     def hit_rates(self) -> list[float]:
-        """Hit rate of each cache until the last `merge`: the share of distinct ids that were hits."""
+        """Hit rate of each cache: share of the distinct ids that were hits, as of `merge`."""
         rates: list[float] = (self._hits / max(self.num_distinct_by_batch, 1)).tolist()
         return rates
 

@@ -29,7 +29,7 @@ class TableDrops(NamedTuple):
 
     Attributes:
       ids: number of ids dropped by `max_ids_per_partition`, duplicates included.
-      unique_ids: number of ids dropped by `max_unique_ids_per_partition` alone, duplicates included.
+      unique_ids: number of ids dropped only by `max_unique_ids_per_partition`, duplicates included.
       buffer: number of ids dropped because the input buffer was full. Equal ids of one sample are
         counted once.
     """

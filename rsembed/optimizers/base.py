@@ -487,7 +487,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
         return tuple(jax.tree.leaves(jax.vmap(self.transformation.init)(rows)))
 
     def pack_slots(self, slots: Slots) -> PyTree:
-        """`slots` as optimizer state of the transformation, with a leading row axis in each leaf."""
+        """`slots` as state of the transformation, with a leading row axis in each leaf."""
         return jax.tree.unflatten(self._state_structure(1), slots)
 
     def step_rows(

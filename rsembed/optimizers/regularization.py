@@ -20,7 +20,7 @@ from rsembed.checks import validated, within
 
 
 class WeightDecayMode(enum.IntEnum):
-    """How row-wise Adagrad uses `weight_decay`. Other optimizers support at most one of the modes."""
+    """How row-wise Adagrad uses `weight_decay`. Other optimizers support at most one mode."""
 
     NONE = 0
     L2 = 1
@@ -141,7 +141,7 @@ class CowClipDefinition:
 
 
 class StepMode(enum.IntEnum):
-    """Whether each update then sets the slow copy of an ensemble to zero (NONE) or keeps the copy."""
+    """Whether each update keeps the slow copy of an ensemble, or sets the copy to zero (NONE)."""
 
     NONE = 0
     USE_COUNTER = 1

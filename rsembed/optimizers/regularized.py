@@ -210,8 +210,8 @@ class DecayedAdagrad(CompactOptimizerSpec):
       is_per_row: whether there is one accumulator per row. If False, there is one accumulator per
         entry (plain Adagrad).
 
-    Raises: ValueError: a different optimizer implements `weight_decay_mode`, or `global_weight_decay`
-      is missing for DECOUPLE_GLOBAL or set for another mode.
+    Raises: ValueError: a different optimizer implements `weight_decay_mode`, or
+      `global_weight_decay` is missing for DECOUPLE_GLOBAL or set for another mode.
     """
 
     epsilon: float = within("(0, inf)", default=1e-8)
