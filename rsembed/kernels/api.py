@@ -38,6 +38,7 @@ from rsembed.kernels.contract import (
     Outputs,
     Step,
     Table,
+    int32_range,
     is_between,
 )
 from rsembed.kernels.devices import target_device, warn_of_slow_cpu
@@ -176,8 +177,9 @@ def dispatch(
         reason = module.unavailable_because()
         if reason is None:
             kernel = getattr(module, function, meaning)
+            is_gpu_kernel = module is gpu and kernel is not meaning
             try:
-                if module is not gpu or kernel is meaning or target_device().platform != "gpu":
+                if not is_gpu_kernel or target_device().platform != "gpu":
                     return kernel(*args, **kwargs)
                 # On a machine with a GPU, the arrays may still be on the CPU. JAX only knows when it
                 # compiles a program whether the program runs on the CPU or on the GPU.
@@ -203,7 +205,10 @@ def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
     return cast(Callable[Params, Result], documented)
 
 
-def _differentiable(function: str, pull: Callable[..., PyTree]) -> Callable[..., PyTree]:
+def _differentiable(
+    function: str,
+    pull: Callable[..., PyTree],
+) -> Callable[..., PyTree]:
     """Differentiable function `(implementation, *arguments) -> result` that calls `dispatch`.
 
     Args:
@@ -215,7 +220,10 @@ def _differentiable(function: str, pull: Callable[..., PyTree]) -> Callable[...,
     def call(implementation: str | None, *arguments: PyTree) -> PyTree:
         return dispatch(function, *arguments, implementation=implementation)
 
-    def forward(implementation: str | None, *arguments: PyTree) -> tuple[PyTree, PyTree]:
+    def forward(
+        implementation: str | None,
+        *arguments: PyTree,
+    ) -> tuple[PyTree, PyTree]:
         return call(implementation, *arguments), arguments
 
     call.defvjp(forward, pull)
@@ -279,7 +287,7 @@ def lookup(
     single_rows = Call.of([IdList.single(rows)], ["sum"])
     (vectors,) = _lookup(implementation, (table,), single_rows)
     is_valid = is_between(rows, 0, num_rows)
-    positions = jnp.arange(rows.shape[0], dtype=jnp.int32)
+    positions = int32_range(rows.shape[0])
     entries = jnp.where(is_valid, positions, NO_ROW)
     quantized = quantization.quantize(vectors)
     return _lookup(implementation, (quantized,), call.with_ids(entries))
@@ -464,7 +472,12 @@ def backend_evidence() -> list[tuple[str, str]]:
         if _is_installed("jax_cuda12_plugin") or _is_installed("jax_cuda13_plugin"):
             compiler = "make test-gpu compiles them"
         on_gpu = f"{GPU}; {compiler}"
-    return [("reference", on_xla), ("native", on_cpu), ("sparsecore", on_tpu), ("gpu", on_gpu)]
+    return [
+        ("reference", on_xla),
+        ("native", on_cpu),
+        ("sparsecore", on_tpu),
+        ("gpu", on_gpu),
+    ]
 
 
 def _is_installed(module: str) -> bool:

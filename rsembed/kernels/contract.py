@@ -17,6 +17,7 @@ from rsembed.optimizers.base import Hyperparameters, OptimizerSpec
 Table = Float[Array, "num_rows dim"]
 Outputs = tuple[Float[Array, "..."], ...]
 RowsAndGradients = tuple[Int[Array, " capacity"], Float[Array, "capacity dim"]]
+WeightGradients = tuple[Float[Array, " nnz"] | None, ...]
 
 KeyOrKeys = Shaped[Array, "*tables"]
 """A PRNG key, or an array with one PRNG key for each of several tables."""
@@ -61,7 +62,16 @@ def as_offsets(offsets: ArrayLike, num_entries: int) -> Int[Array, " bags_plus_1
     return clipped.astype(jnp.int32)
 
 
-def is_between(numbers: Array, first: ArrayLike, stop: ArrayLike) -> Bool[Array, "..."]:
+def int32_range(size: Any) -> Int[Array, " size"]:
+    """The int32 numbers from 0 to `size - 1`."""
+    return jnp.arange(size, dtype=jnp.int32)
+
+
+def is_between(
+    numbers: Array,
+    first: ArrayLike,
+    stop: ArrayLike,
+) -> Bool[Array, "..."]:
     """Whether each number is in `[first, stop)`."""
     return (numbers >= first) & (numbers < stop)
 
@@ -106,7 +116,10 @@ class IdList:
     shape: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @staticmethod
-    def single(ids: Int[Array, " nnz"], weights: Float[Array, " nnz"] | None = None) -> IdList:
+    def single(
+        ids: Int[Array, " nnz"],
+        weights: Float[Array, " nnz"] | None = None,
+    ) -> IdList:
         """A list with one entry in each bag."""
         shape = (ids.shape[0], 1)
         return IdList(ids, None, weights, shape)
@@ -140,7 +153,7 @@ class IdList:
         if self.offsets is not None:
             return self.offsets
         num_bags, width = self.array_shape
-        return jnp.arange(num_bags + 1, dtype=jnp.int32) * width
+        return int32_range(num_bags + 1) * width
 
 
 class Segment(NamedTuple):
@@ -239,7 +252,10 @@ class Call:
             segments.append(new_segment)
         return Call(tuple(lists), tuple(segments), self.layout)
 
-    def outputs(self, dims: Sequence[int]) -> tuple[list[tuple[int, ...]], list[Place]]:
+    def outputs(
+        self,
+        dims: Sequence[int],
+    ) -> tuple[list[tuple[int, ...]], list[Place]]:
         """Shapes of the outputs, and the `Place` of each segment's vectors.
 
         Args:
@@ -298,7 +314,10 @@ class CallGradients:
     table: int = dataclasses.field(default=0, metadata={"static": True})
 
     @staticmethod
-    def of_rows(rows: Int[Array, " n"], gradients: Float[Array, "n dim"]) -> CallGradients:
+    def of_rows(
+        rows: Int[Array, " n"],
+        gradients: Float[Array, "n dim"],
+    ) -> CallGradients:
         """`CallGradients` from row numbers, which may repeat, and a gradient for each of them."""
         call = Call.of([IdList.single(rows)], ["sum"])
         dims = (gradients.shape[1],)

@@ -273,7 +273,9 @@ def _warn_of_no_library(reason: str) -> None:
 def instruction_set() -> str | None:
     """Instruction set in use: `baseline`, `avx2` or `avx512`; None without the native library."""
     library = shared_library()
-    return None if isinstance(library, str) else library.rsembed_instruction_set().decode()
+    if isinstance(library, str):
+        return None
+    return library.rsembed_instruction_set().decode()
 
 
 def num_cores() -> int | None:
@@ -282,7 +284,9 @@ def num_cores() -> int | None:
     None without the native library.
     """
     library = shared_library()
-    return None if isinstance(library, str) else library.rsembed_num_cores()
+    if isinstance(library, str):
+        return None
+    return library.rsembed_num_cores()
 
 
 def call_handler(
@@ -323,7 +327,9 @@ def call_handler(
     returned = call(*varying, **numbers)
     # JAX does not infer the varying mesh axes of a foreign call's results. Casting the results
     # together with an operand gives the results the axes of the operands.
-    return tuple(vary_alike([*returned, *varying[:1]])[: len(returned)])
+    cast = vary_alike([*returned, *varying[:1]])
+    num_results = len(returned)
+    return tuple(cast[:num_results])
 
 
 def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:

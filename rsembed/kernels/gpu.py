@@ -33,6 +33,7 @@ from rsembed.kernels.contract import (
     Table,
     as_offsets,
     as_rows,
+    int32_range,
     is_between,
 )
 from rsembed.kernels.devices import target_device, vary_alike
@@ -122,7 +123,8 @@ def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
     rows, entries, group_of, d_output = reference.group_rows(num_rows, gradients, pool)
     pieces = _pieces(d_output, entries, group_of)
     operands = [*_operands(entries), *pieces]
-    sums = _pool(d_output, operands, rows.shape[0], "sum", has_pieces=bool(pieces))
+    num_bags = rows.shape[0]
+    sums = _pool(d_output, operands, num_bags, "sum", has_pieces=bool(pieces))
     return rows, sums
 
 
@@ -159,7 +161,7 @@ def apply_rows(
     if step.rounds(table):
         return reference.apply_rows(table, slots, rows, gradients, step)
     # The gradient of `rows[k]` is `gradients[k]`, so bag `k` has the single entry `k`.
-    numbers = jnp.arange(rows.shape[0] + 1, dtype=jnp.int32)
+    numbers = int32_range(rows.shape[0] + 1)
     entries = Entries(numbers[:-1], numbers, None)
     rows = as_rows(rows)
     d_output = gradients.astype(jnp.float32)
@@ -260,7 +262,10 @@ def _sum_bags(
         vectors = triton.load(table.at[index], mask=is_read, other=0.0)
         return gains, vectors.astype(jnp.float32)
 
-    def add_entries(number: Index, sums: tuple[Array, Array]) -> tuple[Array, Array]:
+    def add_entries(
+        number: Index,
+        sums: tuple[Array, Array],
+    ) -> tuple[Array, Array]:
         total, divisor = sums
         first = number * tiling.num_ahead
         entries = [read_entries(first + turn) for turn in range(tiling.num_ahead)]
@@ -275,11 +280,13 @@ def _sum_bags(
         rounded_up = jnp.max(counts) + tiling.num_ahead - 1
         return rounded_up // tiling.num_ahead
 
-    total = jnp.zeros((bags.shape[0], columns.shape[0]), jnp.float32)
+    shape = (bags.shape[0], columns.shape[0])
+    total = jnp.zeros(shape, jnp.float32)
     divisor = jnp.zeros(bags.shape[0], jnp.float32)
     num_entries = stop - start - num_pieces * length
     turns = num_turns(num_entries)
-    total, divisor = jax.lax.fori_loop(0, turns, add_entries, (total, divisor))
+    sums = (total, divisor)
+    total, divisor = jax.lax.fori_loop(0, turns, add_entries, sums)
     if sums_ref is not None:
 
         def read_piece(turn: Index) -> Array:
@@ -323,7 +330,7 @@ def _pieces(
         return ()
     groups = group_of[: num_pieces * length]
     groups = groups.reshape(num_pieces, length)
-    start = jnp.arange(num_pieces, dtype=jnp.int32) * length
+    start = int32_range(num_pieces) * length
     rows, offsets, *weights = _operands(entries)
     has_one_row = groups[:, 0] == groups[:, -1]
     contributes = start < offsets[-1]
@@ -356,9 +363,9 @@ def _pool(
     def kernel(table_ref: Ref, *refs: Ref) -> None:
         *others, out_ref = refs
         first_bag = pl.program_id(0) * height
-        bags = first_bag + jnp.arange(height, dtype=jnp.int32)
+        bags = first_bag + int32_range(height)
         first_column = pl.program_id(1) * width
-        columns = first_column + jnp.arange(width, dtype=jnp.int32)
+        columns = first_column + int32_range(width)
         pooled = _sum_bags(
             table_ref,
             others,
@@ -446,21 +453,26 @@ def _step(
     from jax.experimental.pallas import triton
 
     _check_table(table)
-    traced = trace_rule(step.rule, table, slots, len(step.hyper), elementwise=_PRIMITIVES)
+    num_hyper = len(step.hyper)
+    traced = trace_rule(step.rule, table, slots, num_hyper, elementwise=_PRIMITIVES)
     num_rows, dim = table.shape
     state = (table, *slots)
     num_arrays = len(state)
-    if 0 in (num_rows, dim, rows.shape[0], d_output.shape[0]):
+    num_groups = rows.shape[0]
+    if 0 in (num_rows, dim, num_groups, d_output.shape[0]):
         return table, slots
     width = _power_of_two(dim)
     if width > _MAX_COLUMNS:
         raise NotImplementedError(
             f"the GPU step holds rows of up to {_MAX_COLUMNS} numbers, not {dim}",
         )
-    num_groups = rows.shape[0]
     height = max(1, tiling.num_numbers // width)
 
-    def step_row(gradient: Array, hyper: Sequence[Array], *values: Array) -> list[Array]:
+    def step_row(
+        gradient: Array,
+        hyper: Sequence[Array],
+        *values: Array,
+    ) -> list[Array]:
         arguments: list[Row | Array] = []
         for array, value in zip(state, values, strict=True):
             if array.shape[1] == dim:
@@ -481,8 +493,8 @@ def _step(
         new = refs[-num_arrays:]
         rows_ref, d_ref, hyper_ref, *others = refs[num_arrays:-num_arrays]
         first_group = pl.program_id(0) * height
-        groups = first_group + jnp.arange(height, dtype=jnp.int32)
-        columns = jnp.arange(width, dtype=jnp.int32)
+        groups = first_group + int32_range(height)
+        columns = int32_range(width)
         gradients = _sum_bags(
             d_ref,
             others,
@@ -506,12 +518,13 @@ def _step(
             value = triton.load(ref.at[index], mask=mask, other=0.0)
             masks.append(mask)
             values.append(value.astype(jnp.float32))
-        hyper = [hyper_ref[number] for number in range(len(step.hyper))]
+        hyper = [hyper_ref[number] for number in range(num_hyper)]
         in_axes = (0, None, *([0] * num_arrays))
         step_rows = jax.vmap(step_row, in_axes=in_axes)
         results = step_rows(gradients, hyper, *values)
         for ref, array, mask, value in zip(new, state, masks, results, strict=True):
-            triton.store(ref.at[index], value.astype(array.dtype), mask=mask)
+            rounded = value.astype(array.dtype)
+            triton.store(ref.at[index], rounded, mask=mask)
 
     out = [jax.ShapeDtypeStruct(array.shape, array.dtype) for array in state]
     operands = (

@@ -16,7 +16,13 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped, UInt32
 
 from rsembed.bags import PAD_ID
-from rsembed.kernels.contract import NO_ROW, Call, as_rows, is_between
+from rsembed.kernels.contract import (
+    NO_ROW,
+    Call,
+    as_rows,
+    int32_range,
+    is_between,
+)
 from rsembed.kernels.reference import by_bag, gather_rows
 from rsembed.places import Place
 
@@ -25,6 +31,13 @@ ALIGNMENT = 8
 
 A block of row pointers has at least `ALIGNMENT` entries.
 """
+
+
+IdCounts = tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]
+"""For each feature, the number of ids inside its table and the number of ids outside."""
+
+BagOrder = tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]
+"""Offsets of the bags, and the order that sorts entries by bag."""
 
 
 def rows_of_ids(
@@ -72,14 +85,14 @@ def count_ids(
     ids: Sequence[Int[Array, " _"]],
     offsets: Sequence[Int[Array, " _"]],
     sizes: Sequence[int],
-) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
+) -> IdCounts:
     """For each feature, the number of ids inside its table and the number of ids outside.
 
     Padding ids, and entries before the first offset or after the last, are not counted.
     """
     counts = []
     for feature_ids, ends, size in zip(ids, offsets, sizes, strict=True):
-        position = jnp.arange(feature_ids.shape[0], dtype=jnp.int32)
+        position = int32_range(feature_ids.shape[0])
         is_used = (position >= ends[0]) & (position < ends[-1])
         is_inside = is_between(feature_ids, 0, size)
         is_id = feature_ids != PAD_ID
@@ -93,7 +106,7 @@ def count_ids(
 def rows_by_bag(
     bags: Int[Array, " nnz"],
     num_bags: int,
-) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
+) -> BagOrder:
     """Offsets of the bags, and the stable order that sorts entries by bag.
 
     Entries with a bag outside `[0, num_bags)` come last, after the final offset.
@@ -164,7 +177,7 @@ def _stack_entries_by_sample(stack: Partitions) -> SampleEntries:
     part_size = stack.embedding_ids.shape[0] // num_parts
     partition, is_entry = _partition_of_position(stack, num_parts, part_size)
     if num_minibatches is None:
-        cores = jnp.repeat(jnp.arange(num_parts, dtype=jnp.int32), part_size)
+        cores = jnp.repeat(int32_range(num_parts), part_size)
         shards = partition.reshape(-1)
     else:
         cores = partition[0] // (num_minibatches * stack.num_shards)
@@ -194,19 +207,20 @@ def _partition_of_position(
     ends = blocks[:, :, : stack.num_shards]
     ends = ends.reshape(num_parts, -1)
     aligned_ends = -(-ends[:, :-1] // ALIGNMENT) * ALIGNMENT
-    starts = jnp.pad(aligned_ends, ((0, 0), (1, 0)))
+    first_is_zero = ((0, 0), (1, 0))
+    starts = jnp.pad(aligned_ends, first_is_zero)
     if stack.num_minibatches is not None:
         num_used = stack.num_cores * stack.num_minibatches * stack.num_shards
-        partitions = jnp.arange(ends.size, dtype=jnp.int32)
+        partitions = int32_range(ends.size)
         is_used = partitions[None, :] < num_used
         starts = jnp.where(is_used, starts, part_size)
     # The number of partitions that start at or before a position determines its partition. If empty
     # partitions start at the same position, the number selects the last of them.
-    part = jnp.arange(num_parts, dtype=jnp.int32)
+    part = int32_range(num_parts)
     num_starts = jnp.zeros((num_parts, part_size), jnp.int32)
     num_starts = num_starts.at[part[:, None], starts].add(1, mode="drop")
     partition = jnp.cumsum(num_starts, axis=1) - 1
-    position = jnp.arange(part_size, dtype=jnp.int32)
+    position = int32_range(part_size)
     end = jnp.take_along_axis(ends, partition, axis=1)
     is_entry = position[None, :] < end
     return partition, is_entry.reshape(-1)
@@ -275,7 +289,10 @@ class Queue(NamedTuple):
     lanes: tuple[Shaped[Array, " nnz"], ...]
     capacity: int
 
-    def ordered_lanes(self, entries: Int[Array, "*places"]) -> list[UInt32[Array, "*places"]]:
+    def ordered_lanes(
+        self,
+        entries: Int[Array, "*places"],
+    ) -> list[UInt32[Array, "*places"]]:
         """Lanes of `entries`, as unsigned words that sort in the order of the lanes."""
         words = []
         for lane in gather_rows(self.lanes, entries):
@@ -285,9 +302,14 @@ class Queue(NamedTuple):
         return words
 
 
-def block_ends(
-    queues: Sequence[Queue],
-) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
+Fit = Int[Array, "queues devices"]
+"""1 if all remaining entries of a queue for an owner fit in this round, else 0."""
+
+Cuts = UInt32[Array, "levels queues devices"]
+"""First entry of each queue and owner that does not fit in this round, as unsigned words."""
+
+
+def block_ends(queues: Sequence[Queue]) -> tuple[Fit, Cuts]:
     """Whether an owner's remaining entries fit in this round, and the first that does not fit.
 
     Returns: for each queue and owner, 1 if all remaining entries fit in this round, else 0; and the
@@ -317,11 +339,19 @@ def block_ends(
     return jnp.stack(fit), jnp.stack(words)
 
 
+RoundEntries = tuple[
+    Sequence[Int[Array, "devices _"]],
+    Sequence[Int[Array, " devices"]],
+    Bool[Array, ""],
+]
+"""Entries to send and new cursor of each queue, and whether any queue has entries left."""
+
+
 def round_places(
     queues: Sequence[Queue],
-    fit: Int[Array, "queues devices"],
-    cuts: UInt32[Array, "levels queues devices"],
-) -> tuple[Sequence[Int[Array, "devices _"]], Sequence[Int[Array, " devices"]], Bool[Array, ""]]:
+    fit: Fit,
+    cuts: Cuts,
+) -> RoundEntries:
     """Entries that each queue sends to each owner in this round.
 
     Args:
@@ -338,7 +368,7 @@ def round_places(
     cursors = []
     are_left = []
     for number, queue in enumerate(queues):
-        slots = jnp.arange(queue.capacity, dtype=jnp.int32)
+        slots = int32_range(queue.capacity)
         ranks = queue.cursor[:, None] + slots[None, :]
         entries = queue.offsets[:-1, None] + ranks
         lengths = jnp.diff(queue.offsets)
@@ -356,10 +386,14 @@ def round_places(
         sent.append(jnp.where(is_sent, entries, NO_ROW))
         cursors.append(cursor)
         are_left.append(jnp.any(cursor < lengths))
-    return sent, cursors, jnp.any(jnp.stack(are_left))
+    any_left = jnp.any(jnp.stack(are_left))
+    return sent, cursors, any_left
 
 
-def word_dtype(dtype: np.dtype[Any], is_lane: bool) -> np.dtype[Any]:
+def word_dtype(
+    dtype: np.dtype[Any],
+    is_lane: bool,
+) -> np.dtype[Any]:
     """Dtype in which an array is sent: uint32 for 32-bit lanes, else the dtype of the array."""
     if is_lane and dtype.itemsize == 4:
         return jnp.dtype(jnp.uint32)

@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int, Shaped, UInt32
 
-from rsembed.kernels.contract import NO_ROW, is_between
+from rsembed.kernels.contract import NO_ROW, int32_range, is_between
 from rsembed.kernels.reference import gather_rows
 from rsembed.keys import Keys
 
@@ -50,7 +50,28 @@ Distinct = tuple[
     Int[Array, " nnz"],
 ]
 
-Unique = tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, " nnz"]]
+Unique = tuple[
+    Int[Array, " nnz"],
+    Int[Array, " nnz"],
+    Int[Array, " nnz"],
+]
+
+KeyRows = tuple[
+    Int[Array, " nnz"],
+    Int[Array, " nnz"],
+    Int[Array, ""],
+]
+"""Slot and row of every key, and the number of absent keys."""
+
+TakenRows = tuple[
+    Int[Array, " n"],
+    Int[Array, " tables"],
+    Int[Array, " tables"],
+]
+"""Row of every entry, and the numbers of free rows and of entries without a row of each table."""
+
+Positions = tuple[Int[Array, " size"], Int[Array, ""]]
+"""Positions of the first True entries, padded with `NO_ROW`, and the number of True entries."""
 
 HashTables = tuple[
     UInt32[Array, "slots 2"],
@@ -61,7 +82,10 @@ HashTables = tuple[
 """Keys and rows of the slots, and the numbers of keys and of deleted slots of each table."""
 
 
-def mix(high: UInt32[Array, "*shape"], low: UInt32[Array, "*shape"]) -> UInt32[Array, "*shape"]:
+def mix(
+    high: UInt32[Array, "*shape"],
+    low: UInt32[Array, "*shape"],
+) -> UInt32[Array, "*shape"]:
     """Hash of a key: 32 well-mixed bits."""
     bits = low ^ (high * jnp.uint32(0x9E3779B1))
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
@@ -91,7 +115,7 @@ def distinct(
     num_occurrences = owners.shape[0]
     is_owned = is_between(owners, 0, num_owners)
     owners = jnp.where(is_owned, owners, num_owners).astype(jnp.int32)
-    positions = jnp.arange(num_occurrences, dtype=jnp.int32)
+    positions = int32_range(num_occurrences)
     operands = (owners, *lanes, positions)
     *keys, order = jax.lax.sort(operands, num_keys=1 + len(lanes), is_stable=True)
     sorted_owners, *lanes_in_order = keys
@@ -99,7 +123,8 @@ def distinct(
     for lane in lanes_in_order:
         differs = differs | (lane[1:] != lane[:-1])
     has_owner = sorted_owners < num_owners
-    starts_entry = jnp.ones(owners.shape, bool).at[1:].set(differs)
+    starts_entry = jnp.ones(owners.shape, bool)
+    starts_entry = starts_entry.at[1:].set(differs)
     is_first = starts_entry & has_owner
     entries = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     no_rows = jnp.full(owners.shape, NO_ROW, jnp.int32)
@@ -168,7 +193,7 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
     homes = mix(high, keys.low) & jnp.uint32(num_slots - 1)
     homes = homes.astype(jnp.int32)
     _, first = _probe_all(probe, owner, keys, homes, num_slots)
-    is_first = first == jnp.arange(num_keys, dtype=jnp.int32)
+    is_first = first == int32_range(num_keys)
     entries = jnp.cumsum(is_first, dtype=jnp.int32) - 1
     entry_of = entries.at[first].get(mode="fill", fill_value=NO_ROW)
     counts = jnp.zeros_like(entry_of)
@@ -183,7 +208,7 @@ def find_keys(
     rows: Int[Array, " slots"],
     keys: Keys,
     num_tables: int = 1,
-) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
+) -> KeyRows:
     """Slot and row of every key in its table, and the number of keys that are absent.
 
     Absent keys and padding have slot and row `NO_ROW`. A key may occur several times.
@@ -216,7 +241,7 @@ def find_keys(
     return slots, key_rows, num_absent
 
 
-def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], Int[Array, ""]]:
+def compact(mask: Bool[Array, " n"], size: int) -> Positions:
     """Positions of the first `size` True entries, padded with `NO_ROW`; number of True entries."""
     counts = jnp.cumsum(mask, dtype=jnp.int32)
     ranks = jnp.arange(1, size + 1, dtype=jnp.int32)
@@ -248,7 +273,7 @@ def ranks(
     owners = jnp.where(marks, table, num_tables)
     # The only lane is the position, so all entries are distinct, and the entries of a table stay in
     # order.
-    positions = jnp.arange(marks.shape[0], dtype=jnp.int32)
+    positions = int32_range(marks.shape[0])
     _, entry_of, _, offsets, _ = tell_apart(owners, [positions], num_owners=num_tables)
     rank = entry_of - offsets.at[table].get(mode="clip")
     return rank, offsets[1:] - offsets[:-1]
@@ -259,7 +284,7 @@ def take_rows(
     num_free: Int[Array, " tables"],
     wants: Bool[Array, " n"],
     table: Int[Array, " n"] | None = None,
-) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
+) -> TakenRows:
     """Takes a free row from the table of each entry that wants a row.
 
     Args:
@@ -381,8 +406,8 @@ def varying_zero(*arrays: Array) -> Int[Array, ""]:
     """
     total = jnp.int32(0)
     for array in arrays:
-        first = array.reshape(-1)[:1].astype(jnp.int32)
-        total += jnp.sum(first, dtype=jnp.int32)
+        first = array.reshape(-1)[:1]
+        total += jnp.sum(first.astype(jnp.int32), dtype=jnp.int32)
     return total * 0
 
 
@@ -432,7 +457,7 @@ def _probe_all(
         widths.append(widths[-1] // 8)
     zero = varying_zero(state, keys.low, keys.is_key)
     lanes = [*keys.lanes]
-    positions = jnp.arange(num_keys, dtype=jnp.int32)
+    positions = int32_range(num_keys)
     slots = homes + zero
     active = keys.is_key & (zero == 0)
     results = jnp.full(num_keys, NO_ROW, jnp.int32)

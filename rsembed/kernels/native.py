@@ -30,8 +30,10 @@ from rsembed.kernels.contract import (
     Segment,
     Step,
     Table,
+    WeightGradients,
     as_offsets,
     as_rows,
+    int32_range,
     is_between,
 )
 from rsembed.kernels.devices import (
@@ -41,8 +43,19 @@ from rsembed.kernels.devices import (
     shared_library as shared_library,
     unavailable_because as unavailable_because,
 )
-from rsembed.kernels.ids import Partitions, Queue, Rows, SampleEntries, word_dtype
-from rsembed.kernels.keyed import Distinct, Unique
+from rsembed.kernels.ids import (
+    BagOrder,
+    Cuts,
+    Fit,
+    IdCounts,
+    Partitions,
+    Queue,
+    RoundEntries,
+    Rows,
+    SampleEntries,
+    word_dtype,
+)
+from rsembed.kernels.keyed import Distinct, KeyRows, Positions, TakenRows, Unique
 from rsembed.keys import Keys
 from rsembed.optimizers.base import Slots
 from rsembed.places import Place as TablePlace
@@ -66,7 +79,10 @@ Attributes = dict[str, Any]
 """Static arguments of a native call by name: integers and lists of integers."""
 
 
-def lookup(tables: Sequence[Float[Array, "_ _"]], call: Call) -> Outputs:
+def lookup(
+    tables: Sequence[Float[Array, "_ _"]],
+    call: Call,
+) -> Outputs:
     """Pooled rows of every segment, float32. One native call reads all tables."""
     _check_tables(*tables)
     if not call.segments:
@@ -147,9 +163,12 @@ def apply_rows(
     if num_blocks == 0:
         return table, slots
 
-    def step_block(number: Array | int, state: tuple[Table, Slots]) -> tuple[Table, Slots]:
+    def step_block(
+        number: Array | int,
+        state: tuple[Table, Slots],
+    ) -> tuple[Table, Slots]:
         first = number * STEP_BLOCK
-        positions = first + jnp.arange(STEP_BLOCK, dtype=jnp.int32)
+        positions = first + int32_range(STEP_BLOCK)
         block_rows, d_block = gather_rows((rows, gradients), positions, missing=NO_ROW)
         old_table, old_slots = state
         return reference.apply_rows(
@@ -178,7 +197,7 @@ def weight_gradients(
     tables: Sequence[Float[Array, "_ _"]],
     call: Call,
     d_outputs: Outputs,
-) -> tuple[Float[Array, " nnz"] | None, ...]:
+) -> WeightGradients:
     """Gradient of each list's weights, None for a list without weights.
 
     The gradient is 0 for an id that contributes nothing.
@@ -294,9 +313,7 @@ def unpack_blocks(
     return call_handler("rsembed_unpack_blocks", shapes, packed)
 
 
-def block_ends(
-    queues: Sequence[Queue],
-) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
+def block_ends(queues: Sequence[Queue]) -> tuple[Fit, Cuts]:
     """Whether an owner's remaining entries fit in this round, and the first that does not fit.
 
     See `ids.block_ends`.
@@ -314,9 +331,9 @@ def block_ends(
 
 def round_places(
     queues: Sequence[Queue],
-    fit: Int[Array, "queues devices"],
-    cuts: UInt32[Array, "levels queues devices"],
-) -> tuple[tuple[Array, ...], tuple[Array, ...], Bool[Array, ""]]:
+    fit: Fit,
+    cuts: Cuts,
+) -> RoundEntries:
     """Entries that each queue sends to each owner in this round. See `ids.round_places`."""
     operands, attributes = _queue_operands(queues)
     results = [Result((), jnp.bool_)]
@@ -345,7 +362,7 @@ def _queue_operands(queues: Sequence[Queue]) -> tuple[list[Array], Attributes]:
 def rows_by_bag(
     bags: Int[Array, " nnz"],
     num_bags: int,
-) -> tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]:
+) -> BagOrder:
     """Offsets of the bags, and the order that sorts entries by bag. See `ids.rows_by_bag`."""
     results = _integers((num_bags + 1,), bags.shape)
     return call_handler("rsembed_rows_by_bag", results, as_rows(bags))
@@ -380,7 +397,7 @@ def count_ids(
     ids: Sequence[Int[Array, " _"]],
     offsets: Sequence[Int[Array, " _"]],
     sizes: Sequence[int],
-) -> tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]:
+) -> IdCounts:
     """For each feature, the number of ids inside and outside its table. See `ids.count_ids`."""
     operands: list[Array] = []
     for feature_ids, feature_offsets in zip(ids, offsets, strict=True):
@@ -423,14 +440,14 @@ def find_keys(
     rows: Int[Array, " slots"],
     keys: Keys,
     num_tables: int = 1,
-) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Int[Array, ""]]:
+) -> KeyRows:
     """Slot and row of every key, and the number of absent keys. See `keyed.find_keys`."""
     results = _integers(keys.shape, keys.shape, ())
     operands = (lanes, rows, *_key_operands(keys))
     return call_handler("rsembed_find_keys", results, *operands, num_tables=num_tables)
 
 
-def compact(mask: Bool[Array, " n"], size: int) -> tuple[Int[Array, " size"], Int[Array, ""]]:
+def compact(mask: Bool[Array, " n"], size: int) -> Positions:
     """Positions of the first `size` True entries, padded with `NO_ROW`; number of True entries."""
     results = _integers((size,), ())
     return call_handler("rsembed_compact", results, mask)
@@ -441,7 +458,7 @@ def take_rows(
     num_free: Int[Array, " tables"],
     wants: Bool[Array, " n"],
     table: Int[Array, " n"] | None = None,
-) -> tuple[Int[Array, " n"], Int[Array, " tables"], Int[Array, " tables"]]:
+) -> TakenRows:
     """Takes a free row from the table of each entry that wants a row. See `keyed.take_rows`."""
     results = _integers(wants.shape, num_free.shape, num_free.shape)
     operands = (free, num_free, wants, _table_operand(table))
@@ -595,7 +612,10 @@ def _integers(*shapes: tuple[int, ...]) -> list[Result]:
     return [Result(shape, jnp.int32) for shape in shapes]
 
 
-def _gradient_operands(gradients: CallGradients, num_rows: int) -> tuple[list[Array], Attributes]:
+def _gradient_operands(
+    gradients: CallGradients,
+    num_rows: int,
+) -> tuple[list[Array], Attributes]:
     """Operands and attributes of a native call for the row gradients of one table.
 
     Segments of other tables are left out, and so are lists and outputs that only these segments
@@ -686,7 +706,11 @@ def _list_operands(
     return operands, forms
 
 
-def _segment_numbers(segment: Segment, place: Place, table_rows: int) -> list[int]:
+def _segment_numbers(
+    segment: Segment,
+    place: Place,
+    table_rows: int,
+) -> list[int]:
     """Ten numbers that describe a segment, in the order that `Segments` of csrc/arguments.h reads."""
     return [
         segment.list,
@@ -700,7 +724,11 @@ def _segment_numbers(segment: Segment, place: Place, table_rows: int) -> list[in
     ]
 
 
-def _fused_code(table: Array, slots: Slots, step: Step) -> int | None:
+def _fused_code(
+    table: Array,
+    slots: Slots,
+    step: Step,
+) -> int | None:
     """Code of the rule's kernel in the C++ library, or None if XLA must compile the rule."""
     # Ignore a base class's `fused_as`, because a subclass may change the rule.
     formula = vars(type(step.rule)).get("fused_as")

@@ -29,14 +29,19 @@ from rsembed.kernels.contract import (
     Segment,
     Step,
     Table,
+    WeightGradients,
     as_rows,
+    int32_range,
     is_between,
 )
 from rsembed.optimizers.base import Slots
 
 NAME = "reference"
 # Mantissa bits of a float32 that a narrower dtype drops.
-_NUM_DROPPED_BITS = {jnp.dtype(jnp.float16): 13, jnp.dtype(jnp.bfloat16): 16}
+_NUM_DROPPED_BITS = {
+    jnp.dtype(jnp.float16): 13,
+    jnp.dtype(jnp.bfloat16): 16,
+}
 
 
 def unavailable_because() -> str | None:
@@ -128,7 +133,11 @@ def entries_of(
     return Entries(rows, offsets, gains)
 
 
-def _segments_of(call: Call, number: int, table: int) -> list[Segment]:
+def _segments_of(
+    call: Call,
+    number: int,
+    table: int,
+) -> list[Segment]:
     """Segments that read list `number` and table `table`."""
     readers = []
     for segment in call.segments:
@@ -213,12 +222,15 @@ def bag_of_entries(ids: IdList) -> Int[Array, " nnz"]:
     """Bag of every entry: -1 before the first bag, the number of bags after the last."""
     if ids.offsets is not None:
         return _bag_of_entries(ids.offsets, ids.num_entries)
-    positions = jnp.arange(ids.num_entries, dtype=jnp.int32)
+    positions = int32_range(ids.num_entries)
     _, width = ids.array_shape
     return positions // max(width, 1)
 
 
-def _bag_of_entries(offsets: Int[Array, " bags_plus_1"], num_entries: Any) -> Int[Array, " nnz"]:
+def _bag_of_entries(
+    offsets: Int[Array, " bags_plus_1"],
+    num_entries: Any,
+) -> Int[Array, " nnz"]:
     # Counting the bags that start at or before an entry takes a third of the time of a binary search
     # per entry. In an export for any batch size, `num_entries` is a symbol, not an integer.
     num_starts = jnp.zeros(num_entries, jnp.int32)
@@ -247,7 +259,8 @@ def entry_gains(
     if entries.offsets is not None:
         bag = _bag_of_entries(entries.offsets, num_entries)
         is_listed = is_listed & is_between(bag, 0, entries.num_outputs)
-        bag = jnp.clip(bag, 0, max(entries.num_outputs - 1, 0))
+        last_bag = max(entries.num_outputs - 1, 0)
+        bag = jnp.clip(bag, 0, last_bag)
     weights = jnp.float32(1.0)
     if entries.weights is not None:
         weights = entries.weights.astype(jnp.float32)
@@ -266,7 +279,7 @@ def entry_gains(
     if pool is None or entries.weights is None:
         total = jax.ops.segment_sum(terms, bag, entries.num_outputs)
     else:
-        positions = jnp.arange(num_entries, dtype=jnp.int32)
+        positions = int32_range(num_entries)
         all_terms = Entries(positions, entries.offsets, None)
         total = pool(terms[:, None], all_terms)[:, 0]
     is_zero = total == 0.0
@@ -376,7 +389,11 @@ def _of_bags(
     return jnp.where(is_inside[:, None], vectors, 0.0)
 
 
-def _joined(vectors: Sequence[Array], call: Call, dims: Sequence[int]) -> Outputs:
+def _joined(
+    vectors: Sequence[Array],
+    call: Call,
+    dims: Sequence[int],
+) -> Outputs:
     """The outputs of a call from the vectors of each segment."""
     if call.layout == "each":
         return tuple(vectors)
@@ -385,7 +402,8 @@ def _joined(vectors: Sequence[Array], call: Call, dims: Sequence[int]) -> Output
         padded = []
         for part in vectors:
             missing = longest - part.shape[1]
-            padded.append(jnp.pad(part, ((0, 0), (0, missing))))
+            padding = ((0, 0), (0, missing))
+            padded.append(jnp.pad(part, padding))
         output = padded[0]
         for part in padded[1:]:
             output = output + part
@@ -439,7 +457,7 @@ def weight_gradients(
     tables: Sequence[Float[Array, "_ _"]],
     call: Call,
     d_outputs: Outputs,
-) -> tuple[Float[Array, " nnz"] | None, ...]:
+) -> WeightGradients:
     """Gradient of each list's weights, None for a list without weights.
 
     The gradient is 0 for an id that contributes nothing.
@@ -515,7 +533,7 @@ def group_rows(
     gains = jnp.concatenate(all_gains)
     num_entries = rows.shape[0]
     capacity = min(num_entries, num_rows)
-    position = jnp.arange(num_entries, dtype=jnp.int32)
+    position = int32_range(num_entries)
     weights = None
     if is_plain:
         in_order, outputs = jax.lax.sort_key_val(rows, outputs)
@@ -524,7 +542,8 @@ def group_rows(
         outputs = outputs[order]
         weights = gains[order]
     is_real = in_order != NO_ROW
-    no_row = jnp.full(min(num_entries, 1), -1, jnp.int32)
+    size = min(num_entries, 1)
+    no_row = jnp.full(size, -1, jnp.int32)
     previous = jnp.concatenate([no_row, in_order[:-1]])
     is_first = is_real & (in_order != previous)
     group_of = jnp.where(is_real, jnp.cumsum(is_first) - 1, capacity)
@@ -566,7 +585,8 @@ def row_gradients(
     terms = jnp.zeros((1, dim)) if num_outputs == 0 else d_output[entries.rows]
     if entries.weights is not None:
         terms = entries.weights[:, None] * terms
-    sums = jax.ops.segment_sum(terms, group_of, rows.shape[0], indices_are_sorted=True)
+    num_groups = rows.shape[0]
+    sums = jax.ops.segment_sum(terms, group_of, num_groups, indices_are_sorted=True)
     return rows, sums
 
 
@@ -673,7 +693,7 @@ def apply_rows(
     if step.rule.moves_all_rows:
         no_gradients = jnp.zeros(table.shape, jnp.float32)
         (gradients,) = scatter_rows((no_gradients,), rows, (gradients,))
-        rows = jnp.arange(table.shape[0], dtype=jnp.int32)
+        rows = int32_range(table.shape[0])
         old = table
         old_slots = slots
     else:
@@ -688,7 +708,9 @@ def apply_rows(
         for new_slot, slot in zip(new_slots, slots, strict=True):
             stepped.append(new_slot.astype(slot.dtype))
         return new.astype(table.dtype), tuple(stepped)
-    new_table, *stepped_slots = scatter((table, *slots), rows, (new, *new_slots))
+    state = (table, *slots)
+    new_state = (new, *new_slots)
+    new_table, *stepped_slots = scatter(state, rows, new_state)
     return new_table, tuple(stepped_slots)
 
 
@@ -762,7 +784,9 @@ def round_stochastically(
     """
     if dtype == jnp.float32:
         return values
-    words = row_bits(key, [rows.astype(jnp.uint32)], values.shape[1], table)
+    lanes = [rows.astype(jnp.uint32)]
+    dim = values.shape[1]
+    words = row_bits(key, lanes, dim, table)
     return round_with_noise(values, words, dtype)
 
 
@@ -799,8 +823,9 @@ def round_with_noise(
         smallest_normal = 2.0**-14
         steps = jnp.abs(values) / spacing
         whole = jnp.floor(steps)
-        fractions = (words >> jnp.uint32(8)).astype(jnp.float32) * 2.0**-24
-        is_up = fractions < steps - whole
+        upper_bits = words >> jnp.uint32(8)
+        threshold = upper_bits.astype(jnp.float32) * 2.0**-24
+        is_up = threshold < steps - whole
         magnitude = (whole + is_up.astype(jnp.float32)) * spacing
         subnormal = jnp.copysign(magnitude, values)
         is_subnormal = jnp.abs(values) < smallest_normal

@@ -208,7 +208,11 @@ def _fill(
     return jnp.pad(array, padding, constant_values=value)
 
 
-def _pooled(shape: tuple[int, ...], table: Array, entries: Entries) -> Float[Array, "outputs dim"]:
+def _pooled(
+    shape: tuple[int, ...],
+    table: Array,
+    entries: Entries,
+) -> Float[Array, "outputs dim"]:
     """Pooled rows of every bag.
 
     Args:
@@ -352,7 +356,10 @@ def _lane(vector: Array, lane: int) -> Array:
     return jnp.sum(jnp.where(is_lane, vector, 0))
 
 
-def gather(table: Float[Array, "rows dim"], ids: Int[Array, " nnz"]) -> Float[Array, "nnz dim"]:
+def gather(
+    table: Float[Array, "rows dim"],
+    ids: Int[Array, " nnz"],
+) -> Float[Array, "nnz dim"]:
     """Row `ids[k]` of the table for every `k`.
 
     All ids must be valid, and their number a multiple of the chunk size.

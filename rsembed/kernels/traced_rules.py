@@ -75,7 +75,8 @@ def trace_rule(
     scalar = jax.ShapeDtypeStruct((), jnp.float32)
     state = []
     for slot in slots:
-        state.append(jax.ShapeDtypeStruct((1, slot.shape[1]), jnp.float32))
+        shape = (1, slot.shape[1])
+        state.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     hyper = (scalar,) * num_hyperparameters
     trace = jax.make_jaxpr(rule.step_rows)
     jaxpr = trace(row, tuple(state), row, hyper)
@@ -88,7 +89,10 @@ def trace_rule(
     return jaxpr
 
 
-def _primitives(closed: ClosedJaxpr, dim: int) -> Iterator[tuple[str, Mapping[str, Any]]]:
+def _primitives(
+    closed: ClosedJaxpr,
+    dim: int,
+) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Name and parameters of every primitive that a kernel must compute, also inside calls.
 
     Primitives that only repeat a number or change a shape are left out.
@@ -133,7 +137,8 @@ def evaluate(
         primitive. None, the default: no primitive is replaced.
     """
     piece = next(argument[0] for argument in arguments if isinstance(argument, tuple))
-    return _Evaluation(piece.shape, dim, swaps or {}).run(closed, arguments)
+    evaluation = _Evaluation(piece.shape, dim, swaps or {})
+    return evaluation.run(closed, arguments)
 
 
 class _Evaluation(NamedTuple):
@@ -143,7 +148,11 @@ class _Evaluation(NamedTuple):
     dim: int
     swaps: Mapping[str, Callable[[Array], Array]]
 
-    def run(self, closed: ClosedJaxpr, values: Sequence[Row | Array]) -> list[Row | Array]:
+    def run(
+        self,
+        closed: ClosedJaxpr,
+        values: Sequence[Row | Array],
+    ) -> list[Row | Array]:
         """Results of the jaxpr for the inputs `values`, computed on pieces of a row."""
         jaxpr = closed.jaxpr
         known: dict[Any, Row | Array] = dict(zip(jaxpr.invars, values, strict=True))
@@ -164,7 +173,11 @@ class _Evaluation(NamedTuple):
             known |= dict(zip(eqn.outvars, outputs, strict=True))
         return [self.read(known, variable) for variable in jaxpr.outvars]
 
-    def read(self, known: Mapping[Any, Row | Array], variable: object) -> Row | Array:
+    def read(
+        self,
+        known: Mapping[Any, Row | Array],
+        variable: object,
+    ) -> Row | Array:
         """Value of a variable or literal of a jaxpr."""
         if isinstance(variable, Literal):
             return self.repeat(variable.val, variable)
@@ -191,7 +204,10 @@ class _Evaluation(NamedTuple):
         return jnp.full(size, row_sum, jnp.float32)
 
 
-def _apply_to_pieces(function: Callable[..., Array], inputs: Sequence[Row | Array]) -> Row | Array:
+def _apply_to_pieces(
+    function: Callable[..., Array],
+    inputs: Sequence[Row | Array],
+) -> Row | Array:
     """Result of an elementwise function: a row if any input is a row, else a piece."""
     num_pieces = 0
     for value in inputs:
@@ -209,7 +225,10 @@ def _apply_to_pieces(function: Callable[..., Array], inputs: Sequence[Row | Arra
     return tuple(results)
 
 
-def _elementwise(eqn: Any, swaps: Mapping[str, Callable[[Array], Array]]) -> Callable[..., Array]:
+def _elementwise(
+    eqn: Any,
+    swaps: Mapping[str, Callable[[Array], Array]],
+) -> Callable[..., Array]:
     """Function that applies an equation's primitive to one piece of the data.
 
     The function comes from `swaps` if the primitive is listed there.
