@@ -54,7 +54,7 @@ IMPLEMENTATIONS: tuple[ModuleType, ...] = (native, sparsecore, gpu, reference)
 MEANINGS = vars(ids) | vars(keyed) | vars(reference)
 """Plain JAX function of every kernel, by name.
 
-The function defines the results of the kernel, and runs if an implementation lacks the kernel.
+Each function defines the results of its kernel, and runs if an implementation lacks this kernel.
 """
 
 OPT_IN = (sparsecore.NAME,)
@@ -101,7 +101,7 @@ def implementation_states() -> list[tuple[str, str]]:
     return states
 
 
-@functools.cache  # Cached, because every eager call needs the list.
+@functools.cache  # Cached, because every eager call needs the implementations.
 def _choices(
     implementations: tuple[Any, ...],
     implementation: str | None,
@@ -181,8 +181,8 @@ def dispatch(
             try:
                 if not is_gpu_kernel or target_device().platform != "gpu":
                     return kernel(*args, **kwargs)
-                # On a machine with a GPU, the arrays may still be on the CPU. JAX only knows when it
-                # compiles a program whether the program runs on the CPU or on the GPU.
+                # On a machine with a GPU, the arrays may still be on the CPU. JAX only knows when
+                # it compiles a program whether the program runs on the CPU or on the GPU.
                 serve = partial(kernel, *args, **kwargs)
                 default = partial(meaning, *args, **kwargs)
                 return jax.lax.platform_dependent(cuda=serve, default=default)

@@ -37,8 +37,8 @@ Reading the reference returns an array.
 Index: TypeAlias = Any
 """Index into a `Ref`: a traced loop index, or a slice from `pl.ds` of Pallas."""
 
-# Row number that marks padding. No table has a row with this number. Sorting moves padding to the
-# end, because every real row number is smaller.
+# Row number that marks padding. No table has a row `NO_ROW`. Sorting moves padding to the end,
+# because every real row number is smaller.
 NO_ROW = 2**31 - 1
 
 
@@ -79,10 +79,10 @@ def is_between(
 Combiner = Literal["sum", "mean", "sqrtn", "none", "mean_by_count"]
 """How the rows of a bag become one output.
 
-`sum` adds `weight * row`. `mean` divides this sum by the sum of the weights, `sqrtn` by the root of
-the sum of the squared weights, and `mean_by_count` by the number of entries. Entries without a
-valid row are ignored. If a divisor is zero, the output is zero. `none` does not pool: every entry
-has an output, `weight * row`.
+`sum` adds `weight * row`. `mean` divides the result of `sum` by the sum of the weights, `sqrtn` by
+the root of the sum of the squared weights, and `mean_by_count` by the number of entries. Entries
+without a valid row are ignored. If a divisor is zero, the output is zero. `none` does not pool:
+every entry has an output, `weight * row`.
 """
 
 Layout = Literal["each", "columns", "blocks"]
@@ -96,7 +96,7 @@ segments one after the other. With combiner `none`, `columns` and `blocks` both 
 """
 
 
-@no_type_check  # JAX puts placeholders into the fields of pytrees.
+@no_type_check  # Unchecked, because JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IdList:
@@ -105,7 +105,8 @@ class IdList:
     Args:
       ids: id of every entry, an index into the table of the entry's feature.
       offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`. Entries before the first
-        offset or after the last belong to no bag. None, the default: `shape` has the lengths.
+        offset or after the last belong to no bag. None, the default: `shape` has the length of
+        all bags.
       weights: weight of every entry. None, the default: all weights are 1.
       shape: number of bags, and number of entries in every bag, for a list without offsets.
     """
@@ -159,7 +160,7 @@ class IdList:
 class Segment(NamedTuple):
     """The part of a list that one feature reads, and the rows of the feature's table.
 
-    All fields are static arguments of `jit`.
+    All fields are static under `jit`.
 
     Args:
       list: index of the list in the call.
@@ -204,7 +205,7 @@ class Place(NamedTuple):
     stride: int
 
 
-@no_type_check  # JAX puts placeholders into the fields of pytrees.
+@no_type_check  # Unchecked, because JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -295,11 +296,11 @@ class Call:
         return [(sum(sizes),)], output_places
 
 
-@no_type_check  # JAX puts placeholders into the fields of pytrees.
+@no_type_check  # Unchecked, because JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CallGradients:
-    """Gradients of the outputs of a call, for the row gradients of one table.
+    """Gradients of the outputs of a call, from which the row gradients of one table are computed.
 
     Args:
       call: call that produced the outputs.
@@ -348,7 +349,7 @@ class CallGradients:
         return sorted(numbers)
 
 
-@no_type_check  # JAX puts placeholders into the fields of pytrees.
+@no_type_check  # Unchecked, because JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -362,8 +363,8 @@ class Step:
       number: index of the step, counted from 0. Storages that record the last use of a row need
         the index. None, the default: the index is unknown.
       resident_rows: if the table is a cache, the row in each cache slot, `NO_ROW` in empty slots.
-        The row numbers of the step are then cache slots. None, the default: the table is not a
-        cache.
+        The row numbers of a step with `resident_rows` are cache slots. None, the default: the
+        table is not a cache.
     """
 
     hyper: Hyperparameters

@@ -86,7 +86,7 @@ FEWEST_PER_DEVICE = 2
 """Threads per CPU device below which collectives can block each other."""
 _PER_DEVICE = 4
 _LIKELY_DEVICES = 4  # Scripts may request CPU devices after `import rsembed`.
-_SHARED_POOL = jax.__version_info__ < (0, 12)  # Before 0.12, all CPU devices share a thread pool.
+_SHARED_POOL = jax.__version_info__ < (0, 12)  # Before JAX 0.12, CPU devices share a thread pool.
 _FAKE_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
 _num_threads: int | None = None  # Size of XLA's pool; None before `provide_threads` has run.
 
@@ -139,7 +139,7 @@ def check_threads(mesh: Mesh) -> None:
             f"variable NPROC={_PER_DEVICE * num_devices}, or import rsembed and ask for the "
             "devices (jax_num_cpu_devices) before JAX makes its first array.",
             RuntimeWarning,
-            stacklevel=1,  # Python shows a warning with the same location once.
+            stacklevel=1,  # Python shows warnings with the same location only once.
         )
 
 
@@ -203,7 +203,7 @@ def shared_library() -> ctypes.CDLL | str:
     The library is loaded even if the default backend of JAX is not the CPU.
 
     Raises: ValueError: `RSEMBED_ISA` is not the name of an instruction set. The native library
-      ignores a wrong name, so the user would measure a different instruction set.
+      would ignore the wrong name and use a different instruction set.
     """
     limit = os.environ.get(ISA_VARIABLE, "")
     if limit not in ("", *INSTRUCTION_SETS):
@@ -266,7 +266,7 @@ def _warn_of_no_library(reason: str) -> None:
         "`rsembed doctor` says whether they are live. With RSEMBED_REQUIRE_NATIVE=1 in the "
         "environment, pip stops at what the compiler says.",
         RuntimeWarning,
-        stacklevel=1,  # Python shows a warning with the same location once.
+        stacklevel=1,  # Python shows warnings with the same location only once.
     )
 
 
@@ -281,7 +281,7 @@ def instruction_set() -> str | None:
 def num_cores() -> int | None:
     """Number of granted cores, the maximum number of threads of a native call.
 
-    None without the native library.
+    The result is None if the native library cannot be used.
     """
     library = shared_library()
     if isinstance(library, str):

@@ -250,7 +250,7 @@ def _sum_bags(
         is_row = is_between(rows, 0, num_rows)
         gains = is_row.astype(jnp.float32)
         if others:
-            # An entry without a valid row can have any weight. Its gain must be 0, because gain 0
+            # An entry without a valid row must have gain 0, even if its weight is not 0. Gain 0
             # prevents a read outside the table.
             weights = triton.load(others[0].at[entry], mask=is_entry, other=0.0)
             gains = jnp.where(is_row, weights, 0.0)

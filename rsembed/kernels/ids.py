@@ -1,7 +1,7 @@
 """Kernels for the ids of a batch, in plain JAX.
 
-The kernels turn ids into rows, sort preprocessed batches by sample, and fill the blocks that devices
-exchange. They define the results of all implementations.
+The kernels turn ids into rows, sort preprocessed batches by sample, and fill the blocks that
+devices exchange. These kernels define the results of all implementations.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def rows_of_ids(
     spread: int,
     rows_per_shard: int,
 ) -> tuple[Int[Array, " _"], ...]:
-    """Row of every id of a call, one array per list. Rows are numbered through all shards.
+    """Row of every id of a call, one array per list. Row numbers count the rows of all shards.
 
     An id gets `NO_ROW` if its table has no such id, or if no segment reads its bag.
 
@@ -238,7 +238,8 @@ def pack_blocks(
 
     Args:
       arrays: arrays `[n, ...]`, or blocks `[devices, capacity, ...]`. Either all arrays hold rows
-        with equal shapes and dtypes, or all are lanes (arrays of 32-bit words), which become uint32.
+        with equal shapes and dtypes, or all are lanes (arrays of 32-bit words), which become
+        uint32.
       rows: for each array, the rows that fill its blocks. None for every array if the arrays are
         blocks. A row number outside the array reads padding: `NO_ROW` from int32 arrays, zeros from
         other arrays.

@@ -13,8 +13,9 @@ each key, and a key only probes the slots of its table.
 
 A lane is an array with one 32-bit word per entry. A key has two lanes: its high and its low half.
 
-Source: lock-free hash tables on GPUs, for example SlabHash and WarpCore. There, keys race for a slot;
-  here, a scatter-min decides. The hash ends with the finaliser of MurmurHash3 (Appleby).
+Source: lock-free hash tables on GPUs, for example SlabHash and WarpCore. In such tables, keys race
+  for a slot. In this file, a scatter-min selects the key that gets the slot. The hash ends with the
+  finaliser of MurmurHash3 (Appleby).
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ EMPTY = -1
 DELETED = -2
 MAX_COUNT = 2**31 - 1
 CLAIM = -(2**31)
-"""A claimed slot holds `CLAIM` plus the position in the call of the key that claims it.
+"""A claimed slot holds `CLAIM` plus the position of the claiming key in the call.
 
 The first key of the call has the smallest claim.
 """
@@ -68,7 +69,7 @@ TakenRows = tuple[
     Int[Array, " tables"],
     Int[Array, " tables"],
 ]
-"""Row of every entry, and the numbers of free rows and of entries without a row of each table."""
+"""Row of every entry; for each table, numbers of free rows and of entries that got no row."""
 
 Positions = tuple[Int[Array, " size"], Int[Array, ""]]
 """Positions of the first True entries, padded with `NO_ROW`, and the number of True entries."""
@@ -402,7 +403,7 @@ def varying_zero(*arrays: Array) -> Int[Array, ""]:
     """Zero that varies over the same mesh axes as the arrays.
 
     In `shard_map`, the first carry of a loop must vary over the mesh axes of later carries. Adding
-    this zero makes it vary.
+    this zero to the first carry makes the carry vary.
     """
     total = jnp.int32(0)
     for array in arrays:
@@ -424,9 +425,9 @@ Lanes = Sequence[Array]
 Probe = Callable[[Array, Lanes, Array, Array, Array], tuple[Array, Array, Array]]
 """Function `(state, lanes, positions, slots, active) -> (state, is_done, results)` that probes.
 
-The function checks one slot for each of some keys. `lanes` are the lanes of these keys, `positions`
-their indices in all keys, and `slots` the slots to check. `active` is False for keys that are done
-already.
+The function checks one slot for each key that it gets, which may be only some of the keys. `lanes`
+are the lanes of these keys, `positions` their indices among all keys, and `slots` the slots to
+check. `active` is False for keys that are already done.
 """
 
 
@@ -446,7 +447,7 @@ def _probe_all(
       keys: keys and padding.
       homes: slot where the search for each key starts.
       size: number of slots of a table, a power of two. After the last slot of a table, the search
-        continues at the first.
+        continues at the table's first slot.
 
     Returns: the final state, and the result of the last probe of every key, `NO_ROW` for padding.
     """

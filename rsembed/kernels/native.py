@@ -71,9 +71,9 @@ _NUM_SLOTS = (0, 1, 1, 2)
 STEP_BLOCK = 512
 """Number of rows that a rule without a C++ kernel steps at a time.
 
-The intermediate values of this number of rows fit in the caches of a CPU.
+The intermediate values of `STEP_BLOCK` rows fit in the caches of a CPU.
 """
-_MAX_HYPERPARAMETERS = 4  # A rule with fewer hyperparameters is padded with zeros.
+_MAX_HYPERPARAMETERS = 4  # Other rules pass zeros after their hyperparameters.
 
 Attributes = dict[str, Any]
 """Static arguments of a native call by name: integers and lists of integers."""
@@ -95,7 +95,10 @@ def lookup(
 
 
 def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
-    """Distinct rows in ascending order and the summed gradient of each, padded with `NO_ROW` and 0."""
+    """Distinct rows in ascending order and the summed gradient of each.
+
+    Rows are padded with `NO_ROW`, and gradients with zeros.
+    """
     operands, attributes = _gradient_operands(gradients, num_rows)
     attributes["num_rows"] = num_rows
     capacity = min(gradients.num_entries, num_rows)
@@ -147,10 +150,10 @@ def apply_rows(
 
     Row numbers outside the table are padding.
 
-    XLA compiles a rule that has no C++ kernel. Such a rule steps blocks of `STEP_BLOCK` rows, and
-    skips blocks at the end that have only padding. XLA can round a sum or a root differently if a
-    block has a different size. All blocks have the same size, so the bits of a row do not depend on
-    the number of rows in the batch.
+    XLA compiles a rule that has no C++ kernel. A rule that XLA compiles steps blocks of
+    `STEP_BLOCK` rows, and skips blocks at the end that have only padding. XLA can round a sum or a
+    root differently if a block has a different size. All blocks have the same size, so the bits of
+    a row do not depend on the number of rows in the batch.
     """
     _check_tables(table)
     rows = as_rows(rows)
@@ -253,7 +256,7 @@ def gather_rows(
       arrays: arrays `[rows, ...]` of any dtype.
       rows: row numbers to read.
       missing: value that int32 arrays return for a row number outside the array, 0 by default.
-        Arrays of other dtypes return zeros.
+        For such a row number, arrays of other dtypes return zeros.
     """
     results = []
     for array in arrays:
@@ -680,8 +683,8 @@ def _list_operands(
 ) -> tuple[list[Array], list[int]]:
     """Arrays of all lists, and three numbers per list: flags, number of bags, entries per bag.
 
-    `Lists` of csrc/arguments.h reads the numbers. For a list with offsets it ignores the third
-    number.
+    `Lists` of csrc/arguments.h reads these numbers. The third number of a list with offsets is
+    ignored.
     """
     operands: list[Array] = []
     forms: list[int] = []
@@ -711,7 +714,7 @@ def _segment_numbers(
     place: Place,
     table_rows: int,
 ) -> list[int]:
-    """Ten numbers that describe a segment, in the order that `Segments` of csrc/arguments.h reads."""
+    """Ten numbers that describe a segment, in the order of `Segments` in csrc/arguments.h."""
     return [
         segment.list,
         segment.first_bag,

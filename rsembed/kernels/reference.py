@@ -66,7 +66,7 @@ class Entries(NamedTuple):
 
     @property
     def num_outputs(self) -> Any:
-        """Number of bags. In an export for any batch size, it is a symbol, not an integer."""
+        """Number of bags: an integer, or a symbol in an export for any batch size."""
         if self.offsets is None:
             return self.rows.shape[0]
         return self.offsets.shape[0] - 1
@@ -85,8 +85,8 @@ def entries_of(
 ) -> Entries:
     """Entries of list `number` that read table `table`, with the bags of the list.
 
-    Entries that read a different table have row `NO_ROW`. If `Entries` does not support the combiner
-    of a segment, the weights include its effect.
+    Entries that read a different table have row `NO_ROW`. If `Entries` does not support the
+    combiner of a segment, the weights include the effect of the combiner.
 
     Args:
       call: call that contains the list.
@@ -231,8 +231,8 @@ def _bag_of_entries(
     offsets: Int[Array, " bags_plus_1"],
     num_entries: Any,
 ) -> Int[Array, " nnz"]:
-    # Counting the bags that start at or before an entry takes a third of the time of a binary search
-    # per entry. In an export for any batch size, `num_entries` is a symbol, not an integer.
+    # Counting the bags that start at or before an entry takes a third of the time of a binary
+    # search per entry. In an export for any batch size, `num_entries` is a symbol, not an integer.
     num_starts = jnp.zeros(num_entries, jnp.int32)
     num_starts = num_starts.at[offsets].add(1, mode="drop")
     return jnp.cumsum(num_starts) - 1
@@ -489,8 +489,8 @@ def group_rows(
 ) -> tuple[Int[Array, " capacity"], Entries, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
     """Distinct rows that a batch reads, and the entries of each row.
 
-    A lookup sums over the entries of a bag. Row gradients sum over the entries of a row, so the same
-    kernels can compute them:
+    A lookup sums over the entries of a bag. Row gradients sum over the entries of a row, so the
+    same kernels can compute lookups and row gradients:
 
     forward    output[b]     = sum of gain * table[row]     over the entries of bag b
     backward   gradient[row] = sum of gain * d_output[b]    over the entries of that row
@@ -502,13 +502,14 @@ def group_rows(
       gradients: the call and the gradients of its outputs.
       pool: see `entry_gains`.
 
-    Returns: four values. The first are the distinct rows in ascending order, padded with `NO_ROW`.
-      The second are the entries sorted by row, as `Entries` that pool the output gradients: their
-      bags are the distinct rows, and their rows are indices of outputs, counted through all lists.
-      The third is the bag of every sorted entry; entries that contribute nothing have a number
-      after the last bag. The fourth are the gradients of the outputs, float32.
+    The sorted entries are `Entries` that pool the output gradients: their bags are the distinct
+    rows, and their rows are indices of outputs, counted through all lists. Entries that contribute
+    nothing have a bag number after the last bag.
+
+    Returns: the distinct rows in ascending order, padded with `NO_ROW`; the entries, sorted by row;
+      the bag of every sorted entry; and the gradients of the outputs, float32.
     """
-    # With an empty array in front, a table that no segment reads has no entries.
+    # The lists begin with an empty array, in case no segment reads the table.
     all_rows = [jnp.zeros(0, jnp.int32)]
     all_outputs = [jnp.zeros(0, jnp.int32)]
     all_gains = [jnp.zeros(0, jnp.float32)]

@@ -1,10 +1,11 @@
 """Kernels for the SparseCores of TPUs in Pallas.
 
-First in this file are the functions of `reference.py` for SparseCores, then the kernels that they
-run. SparseCore kernels run only if the user names them, in a computation for a TPU that has
-SparseCores. Tables and slots are float32. The row length should be a multiple of 8 (16 on TPU7x).
-For other row lengths, every call pads the rows, and so copies the whole table. Tables should have
-the memory layout of `row_layout`, because XLA copies a table that has a different layout.
+This file begins with functions of `reference.py` for SparseCores. After these functions come the
+kernels that the functions run. SparseCore kernels run only if the user names them, in a computation
+for a TPU that has SparseCores. Tables and slots are float32. The row length should be a multiple of
+8 (16 on TPU7x). For other row lengths, every call pads the rows, and so copies the whole table.
+Tables should have the memory layout of `row_layout`, because XLA copies a table that has a
+different layout.
 
 A SparseCore has 16 tiles. A tile moves rows between its memory and the device's memory by indirect
 copies, one row per id, and computes on vectors of 8 or 16 lanes. Work is divided into chunks, and
@@ -114,8 +115,8 @@ def apply_rows(
     """Steps distinct `rows` once, and returns the new table and slots.
 
     Row numbers outside the table are padding. XLA, not the kernel, gathers and scatters a slot that
-    has only one number per row. A tile moves at least 32 bytes, so two tiles that write neighbouring
-    numbers could overwrite each other's results.
+    has only one number per row. A tile moves at least 32 bytes, so two tiles that write
+    neighbouring numbers could overwrite each other's results.
     """
     _check_table(table)
     traced = trace_rule(step.rule, table, slots, len(step.hyper))
@@ -407,8 +408,8 @@ def pool_on_tiles(
       ids: row of every entry. The row must be valid even if the gain is 0.
       gains: factor of every entry. An entry with gain 0 adds nothing, even if its row holds NaN.
       bags: bag of every entry, ascending except for entries with gain 0.
-      bounds: one vector for every chunk of bags. The first lane has the first chunk of entries to
-        read, the second lane the chunk after the last. Other lanes are zeros.
+      bounds: one vector for every chunk of bags. Lane 0 has the index of the first chunk of
+        entries to read, lane 1 the index after the last chunk. Other lanes are zeros.
       num_bags: number of bags. Both `num_bags` and the number of entries are multiples of the chunk
         size.
     """
