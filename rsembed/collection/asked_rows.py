@@ -231,7 +231,14 @@ class AskedRows(Rows):
     def _found(self, params: Params, slots: SlotTree, request: Request, step: Step) -> Found:
         """New parameters and slots, and the row of each key of a request. New keys get rows."""
         keys, occurrences = self._received(request)
-        return self.storage.find(params, slots, keys, occurrences, self.table, step)
+        return self.storage.find(
+            params,
+            slots,
+            keys,
+            occurrences,
+            self.table,
+            step,
+        )
 
     def _no_rows(self, wanted: Wanted) -> Array:
         """Array of padding for `RowGradients.rows`, with room for every row that can arrive."""
@@ -306,7 +313,14 @@ class AskedKeys(AskedRows):
 
     def _found(self, params: Params, slots: SlotTree, request: Request, step: Step) -> Found:
         keys, occurrences, order = self._in_order(request)
-        params, slots, rows = self.storage.find(params, slots, keys, occurrences, self.table, step)
+        params, slots, rows = self.storage.find(
+            params,
+            slots,
+            keys,
+            occurrences,
+            self.table,
+            step,
+        )
         (rows,) = api.gather_rows((rows,), order.entry_of)
         return params, slots, rows
 

@@ -93,7 +93,8 @@ def prepare(
     """
     if isinstance(source, PreparedBatch) and made_for is not None and source.made_for == made_for:
         return source
-    lists = {} if lists is None else lists
+    if lists is None:
+        lists = {}
     with Agreement(devices.known_mesh, what, source) as agreement:
         batch = source if read is None else read(source)
         check_names(features, batch, "batch")
@@ -126,12 +127,14 @@ def prepare(
                 form, width = _form_and_width(name, bags_of_feature, is_listed=name in listed)
                 agreement.bring(f"feature {name!r}", form, width=width)
         for stack in dict.fromkeys(lists.values()):
-            room = room_for([bags[name] for name in members.get(stack, ())], num_parts)
+            bags_in_list = [bags[name] for name in members.get(stack, ())]
+            room = room_for(bags_in_list, num_parts)
             agreement.bring(f"the ids of stack {stack!r}", "one list", width=room)
     joined_lists = {}
     for stack, names in members.items():
         room = agreement.width(f"the ids of stack {stack!r}")
-        joined_lists[stack] = joined([bags[name] for name in names], room, num_parts)
+        bags_in_list = [bags[name] for name in names]
+        joined_lists[stack] = joined(bags_in_list, room, num_parts)
     arrays: ByName = {}
     for name, bags_of_feature in bags.items():
         if name in listed:
@@ -139,7 +142,8 @@ def prepare(
         if devices.mesh is None:
             arrays[name] = _canonical(features[name], bags_of_feature, batch[name])
         else:
-            arrays[name] = _padded(bags_of_feature, agreement.width(f"feature {name!r}"))
+            width = agreement.width(f"feature {name!r}")
+            arrays[name] = _padded(bags_of_feature, width)
     prepared = PreparedBatch(joined_lists, arrays, places, tuple(features), made_for)
     if devices.mesh is None:
         return on_device(prepared)
@@ -168,7 +172,9 @@ def _on_mesh(batch: PreparedBatch, devices: Devices) -> PreparedBatch:
 
 
 def _members(
-    features: Mapping[str, FeatureSpec], bags: Mapping[str, Bags], lists: Mapping[str, str]
+    features: Mapping[str, FeatureSpec],
+    bags: Mapping[str, Bags],
+    lists: Mapping[str, str],
 ) -> dict[str, list[str]]:
     """Names of the ragged features in each list. Inside `jit`, no feature is in a list."""
     members: dict[str, list[str]] = {}
@@ -180,7 +186,8 @@ def _members(
 
 
 def _places(
-    members: Mapping[str, Sequence[str]], num_bags: Mapping[str, int]
+    members: Mapping[str, Sequence[str]],
+    num_bags: Mapping[str, int],
 ) -> tuple[tuple[str, Listed], ...]:
     """Pairs of a feature's name and its position in its list, sorted by name.
 
@@ -345,9 +352,11 @@ def _of_arrays(
         is_on_device = isinstance(value, jax.Array)
         if feature.num_samples is not None or _has_keys(feature.table_spec):
             return None
-        if not (is_on_device or type(value) is np.ndarray):
+        if not is_on_device and type(value) is not np.ndarray:
             return None
-        if value.dtype not in (np.int32, np.int64) or value.ndim not in (1, 2):
+        if value.dtype not in (np.int32, np.int64):
+            return None
+        if value.ndim not in (1, 2):
             return None
         are_on_device &= is_on_device and value.dtype == np.int32
         values[name] = value
@@ -361,7 +370,8 @@ def _of_arrays(
         return None
     if are_on_device:
         return values
-    parts = cut_on_device(narrow_ids(ids), tuple(array.shape for array in arrays))
+    shapes = tuple(array.shape for array in arrays)
+    parts = cut_on_device(narrow_ids(ids), shapes)
     return dict(zip(features, parts, strict=True))
 
 
@@ -386,7 +396,8 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
     if _has_keys(table):
         if not is_unknown(visible):
             check_bags(visible, feature=feature.name)
-        ids = cast(Storage, table.storage).checked(bags.ids, table, f"feature {feature.name!r}")
+        storage = cast(Storage, table.storage)
+        ids = storage.checked(bags.ids, table, f"feature {feature.name!r}")
     else:
         check_ids_dtype(bags, feature=feature.name)
         if not is_unknown(visible):
@@ -399,13 +410,17 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
                 way_to_drop="let EmbeddingCollection(bounds_check='ignore') drop them",
             )
         ids = narrow_ids(bags.ids)
-    weights = None if bags.weights is None else bags.weights.astype(np.float32)
+    weights = None
+    if bags.weights is not None:
+        weights = bags.weights.astype(np.float32)
     return dataclasses.replace(bags, ids=ids, weights=weights)
 
 
 def is_unknown(values: PyTree) -> bool:
     """True if values cannot be read: they are traced, or other processes hold a part of them."""
-    return is_traced(values) or any(map(is_global, jax.tree.leaves(values)))
+    if is_traced(values):
+        return True
+    return any(map(is_global, jax.tree.leaves(values)))
 
 
 def _canonical(feature: FeatureSpec, bags: Bags, value: PyTree) -> PyTree:
@@ -425,10 +440,14 @@ def _canonical(feature: FeatureSpec, bags: Bags, value: PyTree) -> PyTree:
         if has_numbers and value.dtype == bags.ids.dtype:
             return value
         return _padded(bags, 0)
-    is_exact = not is_traced(bags) and int(np.asarray(bags.offsets)[-1]) == bags.ids.shape[0]
-    if is_exact and feature.pooling != "none":
-        bags = bags.pad_to(max(padded_size(bags.ids.shape[0]), 1))
-    return dataclasses.replace(bags, offsets=bags.offsets.astype(np.int32))
+    if not is_traced(bags) and feature.pooling != "none":
+        num_ids = int(np.asarray(bags.offsets)[-1])
+        room = bags.ids.shape[0]
+        is_padded = num_ids < room
+        if not is_padded:
+            bags = bags.pad_to(max(padded_size(room), 1))
+    offsets = bags.offsets.astype(np.int32)
+    return dataclasses.replace(bags, offsets=offsets)
 
 
 def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
@@ -440,7 +459,8 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
     got = num_samples
     unit = "samples"
     if feature.pooling == "none" and feature.output_shape is not None:
-        got = bags.ids.shape[0] * num_samples // max(bags.num_bags, 1)
+        num_ids = bags.ids.shape[0]
+        got = num_ids * num_samples // max(bags.num_bags, 1)
         unit = "ids"
     if expected is not None and expected != got:
         raise ValueError(
@@ -493,11 +513,14 @@ def _padded(bags: Bags, width: int) -> PyTree:
             return shaped_ids
         return shaped_ids, weights.reshape(bags.dense_shape)
     offsets = np.asarray(bags.offsets)
-    is_used = np.arange(width)[None, :] < np.diff(offsets)[:, None]
+    num_ids = offsets[-1]
+    lengths = np.diff(offsets)
+    columns = np.arange(width)
+    is_used = columns[None, :] < lengths[:, None]
 
     def spread(values: PyTree, fill: float) -> np.ndarray:
         dense = np.full(is_used.shape, fill, values.dtype)
-        dense[is_used] = np.asarray(values)[: offsets[-1]]
+        dense[is_used] = np.asarray(values)[:num_ids]
         return dense
 
     if isinstance(bags.ids, Keys):
@@ -512,7 +535,9 @@ def _padded(bags: Bags, width: int) -> PyTree:
 def check_output_shapes(features: Mapping[str, FeatureSpec], devices: Devices) -> None:
     """Raises: ValueError: activations of a declared shape cannot be split by sample."""
     for name, feature in features.items():
-        if feature.output_shape is not None and feature.output_shape[0] % devices.num_devices:
+        if feature.output_shape is None:
+            continue
+        if feature.output_shape[0] % devices.num_devices:
             raise ValueError(
                 f"feature {name!r}: the first axis of output_shape {feature.output_shape} cannot be split over "
                 f"{devices.num_devices} devices; leave it None, or change its first size."
@@ -548,7 +573,9 @@ def d_outputs(
             num_outputs = place.num_bags * batch.num_parts(place.list)
         else:
             bags = as_bags(batch.arrays[name], feature=name)
-            num_outputs = bags.ids.shape[0] if feature.pooling == "none" else bags.num_bags
+            num_outputs = bags.num_bags
+            if feature.pooling == "none":
+                num_outputs = bags.ids.shape[0]
         has_columns = gradient.ndim >= 2 and gradient.shape[-1] == columns
         if not has_columns or gradient.size != num_outputs * columns:
             raise ValueError(

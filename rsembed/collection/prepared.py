@@ -64,10 +64,17 @@ class PreparedBatch(Mapping[str, PyTree]):
     lists: dict[str, Bags]
     arrays: dict[str, PyTree]
     listed: tuple[tuple[str, Listed], ...] = dataclasses.field(
-        default=(), metadata={"static": True}
+        default=(),
+        metadata={"static": True},
     )
-    features: tuple[str, ...] = dataclasses.field(default=(), metadata={"static": True})
-    made_for: str | None = dataclasses.field(default=None, metadata={"static": True})
+    features: tuple[str, ...] = dataclasses.field(
+        default=(),
+        metadata={"static": True},
+    )
+    made_for: str | None = dataclasses.field(
+        default=None,
+        metadata={"static": True},
+    )
 
     @staticmethod
     def of(batch: Mapping[str, PyTree]) -> PreparedBatch:
@@ -82,8 +89,12 @@ class PreparedBatch(Mapping[str, PyTree]):
 
     def num_parts(self, name: str) -> int:
         """Number of parts of a list: one per device. Inside `shard_map`, a list has one part."""
-        num_bags = sum(place.num_bags for _, place in self.listed if place.list == name)
-        return self.lists[name].offsets.shape[-1] // (num_bags + 1)
+        num_bags = 0
+        for _, place in self.listed:
+            if place.list == name:
+                num_bags += place.num_bags
+        offsets_of_part = num_bags + 1
+        return self.lists[name].offsets.shape[-1] // offsets_of_part
 
     def in_list(self, feature: str) -> PyTree:
         """The feature's array, or its `Bags` without a copy of the ids.
@@ -97,7 +108,8 @@ class PreparedBatch(Mapping[str, PyTree]):
             return self.arrays[feature]
         bags = self.lists[place.list]
         last_bag = place.first_bag + place.num_bags
-        return Bags(bags.ids, bags.offsets[..., place.first_bag : last_bag + 1], bags.weights)
+        offsets = bags.offsets[..., place.first_bag : last_bag + 1]
+        return Bags(bags.ids, offsets, bags.weights)
 
     def __getitem__(self, feature: str) -> PyTree:
         """Ids of a feature: its array, or `Bags` with the samples of this process.
@@ -137,12 +149,16 @@ class PreparedBatch(Mapping[str, PyTree]):
         for name, bags in self.lists.items():
             features = [feature for feature, place in self.listed if place.list == name]
             num_parts = self.num_parts(name)
-            room = str(bags.ids.shape[-1])
+            length = bags.ids.shape[-1]
+            room = str(length)
             if num_parts > 1:
-                room = f"{num_parts} x {bags.ids.shape[-1] // num_parts}"
+                room = f"{num_parts} x {length // num_parts}"
             num_ids = ""
-            if not is_traced(bags) and bags.offsets.ndim == 1 and not is_global(bags.offsets):
-                ends = np.asarray(bags.offsets).reshape(num_parts, -1)[:, -1]
+            is_stacked = bags.offsets.ndim > 1
+            is_known = not is_traced(bags) and not is_global(bags.offsets)
+            if is_known and not is_stacked:
+                offsets = np.asarray(bags.offsets).reshape(num_parts, -1)
+                ends = offsets[:, -1]
                 num_ids = f"{int(ends.sum())} ids, "
             texts.append(
                 f"{len(features)} ragged features of stack {name!r}: {num_ids}room for {room}"
@@ -159,8 +175,10 @@ def _part_of_process(array: PyTree) -> np.ndarray:
     parts = {}
     # Several devices may hold copies of one part. A dictionary keeps one copy of each part.
     for shard in array.addressable_shards:
-        parts[shard.index[0].start or 0] = np.asarray(shard.data)
-    return np.concatenate([parts[start] for start in sorted(parts)])
+        start = shard.index[0].start or 0
+        parts[start] = np.asarray(shard.data)
+    in_order = [parts[start] for start in sorted(parts)]
+    return np.concatenate(in_order)
 
 
 def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, fill: int) -> Bags:
@@ -180,7 +198,9 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
     xp: Any = np if is_known else jnp
     offsets = bags.offsets.reshape(num_parts, -1)
     room = bags.ids.shape[0] // num_parts
-    starts = offsets[:, :-1] + xp.arange(num_parts, dtype=np.int32)[:, None] * room
+    starts_in_part = offsets[:, :-1]
+    first_ids = xp.arange(num_parts, dtype=np.int32)[:, None] * room
+    starts = starts_in_part + first_ids
     lengths_of_parts = xp.diff(offsets, axis=1)
     starts_of_features = []
     lengths_of_features = []
@@ -190,21 +210,27 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
         lengths_of_features.append(lengths_of_parts[:, columns].reshape(-1))
     first_entries = xp.concatenate(starts_of_features)
     lengths = xp.concatenate(lengths_of_features)
-    ends = xp.concatenate([xp.zeros(1, np.int32), xp.cumsum(lengths, dtype=np.int32)])
+    zero = xp.zeros(1, np.int32)
+    ends = xp.concatenate([zero, xp.cumsum(lengths, dtype=np.int32)])
     moved_by = first_entries - ends[:-1]
     if is_known:
         entries = np.arange(ends[-1]) + np.repeat(moved_by, lengths)
         ids = jax.tree.map(lambda lane: lane[entries], bags.ids)
-        weights = None if bags.weights is None else bags.weights[entries]
+        weights = None
+        if bags.weights is not None:
+            weights = bags.weights[entries]
         return Bags(ids, ends, weights)
     if not lengths.shape[0]:
         return Bags(bags.ids, ends, bags.weights)
-    position = jnp.arange(num_parts * room, dtype=jnp.int32)
-    entries = position + jnp.repeat(moved_by, lengths, total_repeat_length=position.shape[0])
+    num_positions = num_parts * room
+    position = jnp.arange(num_positions, dtype=jnp.int32)
+    entries = position + jnp.repeat(moved_by, lengths, total_repeat_length=num_positions)
     is_id = position < ends[-1]
     ids = jax.tree.map(lambda lane: lane[entries], bags.ids)
     ids = ids.only(is_id) if isinstance(ids, Keys) else jnp.where(is_id, ids, fill)
-    weights = None if bags.weights is None else jnp.where(is_id, bags.weights[entries], 0.0)
+    weights = None
+    if bags.weights is not None:
+        weights = jnp.where(is_id, bags.weights[entries], 0.0)
     return Bags(ids, ends, weights)
 
 
@@ -223,19 +249,25 @@ def room_for(bags: Sequence[Bags], num_parts: int) -> int:
         total_room += room
         are_padded &= int(bags_of_feature.offsets[-1]) < room
     if num_parts == 1:
-        return total_room if are_padded else size_of_list(total_room)
+        if are_padded:
+            return total_room
+        return size_of_list(total_room)
     counts_of_parts = np.zeros(num_parts, np.int64)
     for bags_of_feature in bags:
-        counts_of_parts += np.diff(_ends_of_parts(bags_of_feature, num_parts))
+        ends = _ends_of_parts(bags_of_feature, num_parts)
+        counts_of_parts += np.diff(ends)
     needed = size_of_list(int(counts_of_parts.max()))
     if are_padded:
-        return max(needed, -(-total_room // num_parts))
+        room_per_part = -(-total_room // num_parts)
+        return max(needed, room_per_part)
     return needed
 
 
 def _ends_of_parts(bags: Bags, num_parts: int) -> np.ndarray:
     """Indices of the ids at which the parts of a feature's bags begin, and the end of the ids."""
-    return np.asarray(bags.offsets)[np.arange(num_parts + 1) * (bags.num_bags // num_parts)]
+    bags_per_part = bags.num_bags // num_parts
+    first_bags = np.arange(num_parts + 1) * bags_per_part
+    return np.asarray(bags.offsets)[first_bags]
 
 
 def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
@@ -253,15 +285,22 @@ def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
         whole = np.full(num_parts * room, fill, arrays[0].dtype)
         for part in range(num_parts):
             pieces = []
+            num_ids = 0
             for array, ends in zip(arrays, ends_of_features, strict=True):
-                pieces.append(array[ends[part] : ends[part + 1]])
-            count = sum(piece.shape[0] for piece in pieces)
-            np.concatenate(pieces, out=whole[part * room : part * room + count])
+                piece = array[ends[part] : ends[part + 1]]
+                pieces.append(piece)
+                num_ids += piece.shape[0]
+            first = part * room
+            np.concatenate(pieces, out=whole[first : first + num_ids])
         return whole
 
-    lengths = [np.diff(bags_of_feature.offsets).reshape(num_parts, -1) for bags_of_feature in bags]
+    lengths = []
+    for bags_of_feature in bags:
+        lengths_of_feature = np.diff(bags_of_feature.offsets)
+        lengths.append(lengths_of_feature.reshape(num_parts, -1))
     lengths_of_parts = np.concatenate(lengths, axis=1)
-    offsets = np.zeros((num_parts, lengths_of_parts.shape[1] + 1), np.int32)
+    num_offsets = lengths_of_parts.shape[1] + 1
+    offsets = np.zeros((num_parts, num_offsets), np.int32)
     np.cumsum(lengths_of_parts, axis=1, out=offsets[:, 1:])
     all_ids = [bags_of_feature.ids for bags_of_feature in bags]
     if isinstance(all_ids[0], Keys):
@@ -272,10 +311,11 @@ def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
     if any(bags_of_feature.weights is not None for bags_of_feature in bags):
         all_weights: list[PyTree] = []
         for bags_of_feature in bags:
-            if bags_of_feature.weights is None:
-                all_weights.append(np.ones(bags_of_feature.ids.shape[0], np.float32))
-            else:
-                all_weights.append(bags_of_feature.weights)
+            weights_of_feature = bags_of_feature.weights
+            if weights_of_feature is None:
+                num_ids = bags_of_feature.ids.shape[0]
+                weights_of_feature = np.ones(num_ids, np.float32)
+            all_weights.append(weights_of_feature)
         weights = in_parts(all_weights, 0.0)
     return Bags(ids, offsets.reshape(-1), weights)
 
@@ -293,9 +333,18 @@ def identity_of(
     facts = [f"{devices.identity} {bounds_check}"]
     for name, feature in features.items():
         table = feature.table_spec
-        key_dtype = None if table.storage is None else table.storage.key_dtype
-        facts.append(
-            repr((name, lists[name], table.name, table.vocabulary_size, key_dtype, feature.pooling))
+        key_dtype = None
+        if table.storage is not None:
+            key_dtype = table.storage.key_dtype
+        facts_of_feature = (
+            name,
+            lists[name],
+            table.name,
+            table.vocabulary_size,
+            key_dtype,
+            feature.pooling,
         )
+        facts.append(repr(facts_of_feature))
         facts.append(repr((feature.num_samples, feature.output_shape)))
-    return hashlib.blake2b("\n".join(facts).encode(), digest_size=16).hexdigest()
+    text = "\n".join(facts)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

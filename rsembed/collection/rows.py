@@ -150,7 +150,14 @@ class Rows(abc.ABC):
         """
         all_keys, occurrences = keys_of_gradients(rows)
         keys = self.storage.keys_after(self._keys_here(all_keys), [values])
-        params, slots, rows = self.storage.find(params, slots, keys, occurrences, self.table, step)
+        params, slots, rows = self.storage.find(
+            params,
+            slots,
+            keys,
+            occurrences,
+            self.table,
+            step,
+        )
         rounded = self._rounded(step)
         return self.storage.step_distinct(params, slots, rows, values, self.table, rounded)
 
@@ -374,7 +381,14 @@ class NumberedRows(Rows):
         d_outputs = self._of_all(d_outputs)
         keys = self.storage.keys_after(batch.all_keys(), d_outputs)
         occurrences = jnp.ones(keys.shape, jnp.int32)
-        params, slots, rows = self.storage.find(params, slots, keys, occurrences, self.table, step)
+        params, slots, rows = self.storage.find(
+            params,
+            slots,
+            keys,
+            occurrences,
+            self.table,
+            step,
+        )
         of_rows = Occurrences(self._call_of_rows(batch.call, rows))
         gradients = of_rows.gradients(d_outputs)
         return self._step(params, slots, gradients, step)
