@@ -86,7 +86,7 @@ class AskedRows(Rows):
         return self.devices.index()
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as row numbers. The tables of the stack are numbered consecutively."""
+        """Ids of the batch as row numbers, which count through all tables of the stack."""
         return row_numbers(batch, layout)
 
     def look_up(
@@ -134,8 +134,8 @@ class AskedRows(Rows):
             count, all_rows, all_values = state
             request, gradients = arrived
             rows, values, is_row = self._combined(request, gradients)
-            # All gradients of a row arrive in one round, so the rows of different rounds differ.
-            # They are appended after the rows of earlier rounds.
+            # All gradients of a row arrive in one round, so each round brings different rows. New
+            # rows are appended after the rows of earlier rounds.
             index = jnp.arange(is_row.shape[0], dtype=jnp.int32)
             position = jnp.where(is_row, count + index, most_rows)
             all_rows, all_values = api.scatter_rows(
@@ -229,7 +229,7 @@ class AskedRows(Rows):
         return None
 
     def _found(self, params: Params, slots: SlotTree, request: Request, step: Step) -> Found:
-        """New parameters and slots, and the row of each key of a request. New keys get rows."""
+        """Gives rows to new keys. Returns new parameters and slots, and the row of each key."""
         keys, occurrences = self._received(request)
         return self.storage.find(
             params,
@@ -269,8 +269,8 @@ class AskedRows(Rows):
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]
         if self.table.optimizer.moves_all_rows:
-            # An optimizer with `moves_all_rows` steps every row in each exchange round. For one
-            # step, one round must hold all entries.
+            # An optimizer with `moves_all_rows` steps every row in each exchange round. One round
+            # must hold all entries, so that each row is stepped once.
             return num_entries
         capacity = self.capacity or default_capacity(num_entries, self.num_shards)
         return min(capacity, num_entries)
@@ -367,8 +367,8 @@ class AskedKeys(AskedRows):
     def _in_order(self, request: Request) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
         """Received keys sorted by device and first occurrence, their counts, and the sort order.
 
-        If a table has too few free rows, the keys that come first get them. `update` and `apply`
-        give rows to the same keys, because both sort keys here.
+        If a table has too few free rows, only the first keys get a row. `update` and `apply` give
+        rows to the same keys, because both call `_in_order`.
         """
         keys, occurrences = self._received(request)
         first_of = request[-1]

@@ -24,7 +24,7 @@ class Devices:
       mesh: mesh with the devices. An abstract mesh is accepted, because inside a `shard_map` JAX
         only has the abstract mesh.
       axes: axes of the mesh over which samples and tables are split. Devices along the other axes
-        hold copies and repeat the same computation.
+        hold copies of the tables and repeat the computation.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -50,13 +50,13 @@ class Devices:
                 f"sharding_axis={axis!r} must name axes of the mesh once each, which has {mesh.axis_names}."
             )
         check_threads(mesh)
-        # With explicit axes, the operations of the user's dense layers would need shardings.
+        # With explicit axes, users would have to state shardings in the code of their dense layers.
         automatic = (AxisType.Auto,) * mesh.devices.ndim
         return Devices(Mesh(mesh.devices, mesh.axis_names, axis_types=automatic), axes)
 
     @property
     def known_mesh(self) -> Mesh | None:
-        """The mesh with its devices. None on one device, or if the mesh is abstract."""
+        """The mesh, if its devices are known. None on one device, or if the mesh is abstract."""
         return self.mesh if isinstance(self.mesh, Mesh) else None
 
     @functools.cached_property
@@ -66,7 +66,7 @@ class Devices:
 
     @functools.cached_property
     def num_processes(self) -> int:
-        """Number of processes with devices of the mesh. Each process passes its own samples."""
+        """Number of processes with devices of the mesh. Each process passes different samples."""
         mesh = self.known_mesh
         return 1 if mesh is None else len(processes_of(mesh))
 

@@ -66,11 +66,11 @@ class EmbeddingCollection:
         device has a copy of the table.
       exchange_capacity: largest number of distinct rows that a device requests from one owner in
         one exchange round, with `row` and `table`. A small capacity saves memory, a large one
-        saves rounds. None: a capacity that fits skewed ids in one round. Results do not depend on
+        saves rounds. None: a capacity at which skewed ids need one round. Results do not depend on
         the capacity, with one exception. If a hashed table, or its list of keys that wait for
         admission, fills up within one batch, new keys of earlier rounds get the last free rows or
-        list entries. A key that gets a row leaves this list, and only keys of later rounds can take
-        its place there.
+        list entries. A key that gets a row leaves the list of waiting keys, but only in later
+        rounds is its list entry free for a different key.
       implementation: name of the only kernel implementation to use. None: the fastest one
         available. With "reference", lookups and steps are plain JAX. Any other name applies only to
         the kernels that pool and step rows. The kernels that find keys and exchange rows still use
@@ -336,10 +336,11 @@ class EmbeddingCollection:
         return counts
 
     def slots(self, state: EmbeddingState) -> ByName:
-        """Copies of the optimizer state by table name. Each is a named tuple of the optimizer.
+        """Copies of the optimizer state of all tables, by table name.
 
-        The slots of a keyed table are in the order of `tables(state)[name]["keys"]`. For the form
-        of the slots of other storages, see `optimizer_state` of the storage's class.
+        The slots of a table are in the named tuple of its optimizer. The slots of a keyed table are
+        in the order of `tables(state)[name]["keys"]`. For the form of the slots of other storages,
+        see `optimizer_state` of the storage's class.
         """
         self.check_state(state)
         slots: ByName = {}
@@ -360,10 +361,10 @@ class EmbeddingCollection:
 
         Tables that are not in `tables` do not change.
 
-        A keyed table takes a dictionary as `tables` returns it. Only `keys` and `values` are
-        required. Slots that the dictionary lacks get their initial values. Without `last_step`, the
-        keys count as used in the current step. Rows of keys that are not in the dictionary do not
-        change.
+        For a keyed table, pass a dictionary in the form that `tables` returns. Only `keys` and
+        `values` are required. Slots that the dictionary lacks get their initial values. Without
+        `last_step`, the keys count as used in the current step. Rows of keys that are not in the
+        dictionary do not change.
 
         To move a table to another storage, pass an array of all its rows. A keyed table uses the
         row numbers as keys, and a tensor train computes the cores closest to the array.
@@ -374,10 +375,10 @@ class EmbeddingCollection:
             continue from another step.
           tables: new values by table name.
           slots: new optimizer state by table name, in the form of the method `slots` or of
-            `load(path).tree["slots"]`. Slots of a keyed table are in the order of the keys that
-            `tables` has for the table, or if it has none, of the keys in the state. None: slots do
-            not change, except that replaced rows of keyed tables start with the slots in their
-            dictionary or with initial values.
+            `load(path).tree["slots"]`. Slots of a keyed table are in the order of its `keys` in
+            `tables`. If `tables` lacks the table, the order is that of the keys in the state. None:
+            slots do not change. Only replaced rows of keyed tables start with the slots in their
+            dictionary, or else with initial values.
           allow_nonfinite: accept NaN, infinity and negative sums of squares. By default such
             numbers are an error, because one NaN spreads to every model output that reads its row.
             Inside `jit`, numbers are not checked.
@@ -412,11 +413,11 @@ class EmbeddingCollection:
           keep: keeps at most this number of keys, counted over all devices. The table's `eviction`
             policy decides which keys are evicted first. None: no limit.
           unused_for: evicts keys that no training step has used for more than this number of
-            steps. Keys that wait for admission are removed by the same limit. None: no limit.
+            steps. The limit also removes keys that wait for admission. None: no limit.
           norm_below: evicts keys of rows with an L2 norm below this number. None: no limit.
 
         Returns: the new state, and the evicted keys with their rows and slots, in the form that
-          `tables` has for a keyed table. Pass them to `with_tables` to restore the keys.
+          `tables` has for a keyed table. `with_tables` restores evicted keys from this form.
 
         Raises:
           ValueError: all conditions are None, one is out of range, or the table is unknown or has
@@ -496,7 +497,7 @@ class EmbeddingCollection:
         state: EmbeddingState,
         batch: Batch,
     ) -> tuple[Activations, Callable[[PyTree], RowGradients]]:
-        """Activations of a batch, and the pullback: activation gradients to `RowGradients`.
+        """Activations of a batch, and a function that converts their gradients to `RowGradients`.
 
         Example:
           >>> import jax, jax.numpy as jnp, rsembed as rs
@@ -580,7 +581,7 @@ class EmbeddingCollection:
           wanted: for each stack on the host, the batch or rows that the step reads; see
             `host_rows.fetched`.
           step_stacks: `apply` or `update` of the engine.
-          *gradients: the row gradients for `apply`, or the batch and the output gradients for
+          gradients: the row gradients for `apply`, or the batch and the output gradients for
             `update`.
         """
         fetched = self._fetched(state, wanted)
@@ -602,8 +603,9 @@ class EmbeddingCollection:
         rounding = None
         if stack.tables[0].stochastic_rounding:
             key = jax.random.fold_in(state.key, state.step)
-            # The rounding noise of dense rows depends on the table's name. In other storages, rows
-            # of two tables may have equal numbers, so every table gets a different PRNG key.
+            # The rounding noise of dense rows depends on the table's name. In storages other than
+            # dense rows, rows of two tables may have equal numbers, so every table gets a different
+            # PRNG key.
             if self.table_specs[stack.tables[0].name].storage is not None:
                 keys = table_keys(key, [table.name for table in stack.tables])
                 key = keys if len(stack.tables) > 1 else keys[0]

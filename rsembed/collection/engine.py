@@ -44,7 +44,7 @@ class LookupStatistics(NamedTuple):
       num_ids: per feature, number of ids that contributed.
       num_out_of_range: per feature, number of ids outside the table, which contributed nothing.
       num_unknown: per stack of keyed tables, one number per device: how many distinct keys of the
-        device have no row. If a step follows, only keys that the step admits are counted.
+        device have no row. If a step follows the lookup, only keys that the step admits count.
       num_rounds: per stack, number of exchange rounds. 0 if rows are not exchanged.
     """
 
@@ -196,8 +196,8 @@ class Engine:
     def _stacks_of_one_call(self) -> list[list[str]]:
         """Groups of two or more stacks that one kernel call can look up.
 
-        The stacks of a group are on a single device. Their rows are arrays of equal dtype, without
-        quantization.
+        Stacks are grouped only on a single device. The rows of a group are arrays of one dtype,
+        without quantization.
         """
         groups: dict[tuple[str | None, str], list[str]] = {}
         if self.devices.num_devices > 1:
@@ -395,7 +395,7 @@ class Engine:
 
         Args:
           batch: batch, as in `Engine`.
-          d_outputs: output gradients of all features, or of the output of a `Call`.
+          d_outputs: gradients of the activations of all features, or of the output of a `Call`.
           function: function of a stack's name, `Rows`, `Occurrences` and output gradients.
         """
         if isinstance(batch, Call):
@@ -430,7 +430,7 @@ class Engine:
 
 
 def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, " nnz_plus_1"]]:
-    """Two running counts for a list of ids: keys, and invalid ids, before each position."""
+    """Number of keys, and number of invalid ids, before each position of a list of ids."""
     masks = bags.ids.is_key, is_invalid(bags.ids)
     counts = []
     for is_counted in masks:

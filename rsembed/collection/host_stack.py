@@ -38,7 +38,10 @@ FIRST_KEY = "initial_key"
 
 
 class HostStack(Stack):
-    """Stack that is read and written on the host, outside `jit`, always rows and slots together."""
+    """Stack that is read and written on the host, outside `jit`.
+
+    Rows and slots of a table are always read and written together.
+    """
 
     def _by_table(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
         return self._read_tables(read, params, slots)
@@ -93,7 +96,8 @@ class HostStack(Stack):
           slots: slots of the state.
           table: spec of the table.
           rows: new rows, checked by the storage. None: the rows of the state.
-          new_slots: slots of these rows. For a keyed table, slots are in the order of the keys.
+          new_slots: slots of the new rows, or without new rows, of the state's rows. For a keyed
+            table, slots are in the order of the keys.
 
         Raises: ValueError, TypeError: slots have the wrong names, shapes or dtypes for the table.
         """
@@ -168,13 +172,16 @@ class KeyedStack(HostStack):
     """Stack of tables with 64-bit keys."""
 
     def values(self, params: Params, slots: SlotTree) -> ByName:
-        """Tables by name. Each is a dictionary of keys, rows, slots, last steps and counts."""
+        """By table name, a dictionary of the table's keys, rows, slots, last steps and counts."""
         if slots is None:
             slots = ()
         return self._by_table(self.storage.rows, params, slots)
 
     def check_start(self, params: Params, slots: SlotTree) -> None:
-        """See `Stack.check_start`. No rows exist yet, so one row per table is drawn and checked."""
+        """See `Stack.check_start`.
+
+        A keyed table has no rows yet, so one row is drawn and checked.
+        """
         if is_traced((params, slots)):
             return
         for table in self._with_initializer():
@@ -199,7 +206,10 @@ class KeyedStack(HostStack):
     # Files
 
     def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
-        """By table name, a dictionary of keys, rows and slots. The second result has no slots."""
+        """Keys, rows and slots of every table in one dictionary, by table name.
+
+        The second result of `Stack.saved` has no slots of keyed tables: its dictionaries are empty.
+        """
         # `params.key` has one PRNG key per shard and table. The PRNG keys of all shards are equal,
         # so the file contains those of the first shard.
         key_data = on_host(jax.random.key_data(params.key))
@@ -308,7 +318,7 @@ def _without(params: DynamicTable, leaves: Bool[Array, " rows"], *forget: Array)
     Args:
       params: parameters of the device.
       leaves: mask of the rows to free.
-      *forget: step, age and table index for `hashed_rows.forget_older`, which removes keys that
+      forget: step, age and table index for `hashed_rows.forget_older`, which removes keys that
         wait for admission for too long.
     """
     rows = jnp.arange(leaves.shape[0], dtype=jnp.int32)

@@ -324,7 +324,7 @@ def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> Ragged | N
         if offsets.ndim != 1 or not offsets.size or offsets[0] != 0 or offsets[-1] != ids.size:
             return None
     # Where two features meet, `steps` has the first offset of one feature minus the last offset of
-    # the feature before it. This is no length of a bag, so `np.delete` removes it.
+    # the feature before it. That number is not the length of a bag, so `np.delete` removes it.
     steps = np.diff(np.concatenate([value.offsets for value in values]))
     ends = np.cumsum([value.offsets.size for value in values])[:-1] - 1
     lengths = np.delete(steps, ends)
@@ -378,7 +378,7 @@ def _of_arrays(
 def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
     """Checks the value of a feature, and converts it to bags with int32 ids and float32 weights.
 
-    A keyed table has 64-bit `Keys` instead of int32 ids.
+    For a keyed table, the ids become 64-bit `Keys`.
     """
     if (
         isinstance(value, jax.Array)
@@ -433,7 +433,7 @@ def _canonical(feature: FeatureSpec, bags: Bags, value: PyTree) -> PyTree:
     Args:
       feature: spec of the feature.
       bags: checked bags of the feature.
-      value: the user's value. If it is a JAX array of the right dtype, it is returned unchanged.
+      value: the user's value. A JAX array of the right dtype is returned unchanged.
     """
     if bags.dense_shape is not None:
         has_numbers = isinstance(value, jax.Array) and not isinstance(bags.ids, Keys)
@@ -480,8 +480,8 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
 def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int]:
     """Form of a feature's batch, and width of the array for ragged bags that are in no list.
 
-    The form is a string that must be equal in all processes. The width holds the longest bag of
-    this process (`common_width`). For arrays, and for bags in a list, the width is 0.
+    The form is a string that must be equal in all processes. The width is the `common_width` of the
+    bags of this process. For arrays, and for bags in a list, the width is 0.
 
     Raises: ValueError: ragged bags are traced, so they cannot be split over the mesh.
     """

@@ -25,11 +25,11 @@ from rsembed.storage.row_map import unnamed
 class Occurrences(NamedTuple):
     """All ids that a batch looks up in one stack, with the bags of each feature.
 
-    An id that is in the batch several times occurs several times.
+    Equal ids are not merged.
 
     Attributes:
-      call: kernel call with the ids and bags. Ids are row numbers, or with `keys` the indices of
-        keys. Padding is `NO_ROW`.
+      call: kernel call with the ids and bags. The ids are row numbers, or if the tables have keys,
+        indices of `keys`. Padding is `NO_ROW`.
       keys: 64-bit keys of the ids, for keyed tables. None: ids are row numbers.
       table: index of the stack's array among the tables of `call`.
       dims: row length of each table that `call` reads. Empty: `call` reads one table.
@@ -63,7 +63,7 @@ class Occurrences(NamedTuple):
     def of_all(self, devices: Devices) -> Occurrences:
         """Gathers the ids of all devices. Samples are in the order of the devices.
 
-        On several devices, this works for row numbers only, not for keys.
+        On several devices, ids must be row numbers, because keys are not gathered.
         """
         num_devices = devices.num_devices
         if num_devices == 1:
@@ -103,7 +103,7 @@ class Occurrences(NamedTuple):
 def bags_of(
     batch: PreparedBatch, features: Sequence[FeaturePlacement]
 ) -> tuple[list[Bags], list[Segment]]:
-    """The lists of bags that some features read, and for each feature its segment of a list.
+    """The lists of bags that some features read, and the segment that each feature reads.
 
     Bags of several features may be in one list.
     """
@@ -148,8 +148,8 @@ def rows_of_array(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
 def row_numbers(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
     """Ids of a batch as row numbers, for stacks with a storage that translates row numbers.
 
-    The tables of the stack are numbered consecutively. An id outside its table, or outside all
-    bags, becomes `NO_ROW`, so that the storage does not look it up.
+    Row numbers count through all tables of the stack. An id outside its table, or outside all bags,
+    becomes `NO_ROW`, so that the storage does not look it up.
     """
     all_bags, segments = bags_of(batch, layout.stack.features)
     call = RowLayout.whole(layout.stack).call(all_bags, segments)

@@ -255,7 +255,7 @@ class LogicalTables:
       on_host: for each stack with storage `HostCached`, by name, the `Prefetch` that moves rows
         between host and device.
       apart: stacks of keyed tables and of tables on the host, by name. A file stores each table of
-        these stacks by itself, not the arrays of the state.
+        these stacks separately.
     """
 
     def __init__(self, specs: Mapping[str, TableSpec], stacks: Mapping[str, Stack]):

@@ -184,8 +184,8 @@ def _part_of_process(array: PyTree) -> np.ndarray:
 def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, fill: int) -> Bags:
     """Joins the parts of a list into one list with all bags of some features.
 
-    All bags of the first feature come first, then those of the second feature. The bags of one
-    feature are in the order of the parts.
+    All bags of the first feature come first, followed by all bags of the second feature. The bags
+    of one feature are in the order of the parts.
 
     Args:
       bags: a list of one or more parts.

@@ -7,8 +7,8 @@ state ◀── storage.step ◀── storage.find ◀── keys, gradients �
 
 `ArrayRows` and `ColumnRows` handle tables in one array. `NumberedRows` and `KeyedRows` handle
 storages that translate ids to rows first. `TrainRows` handles parameters that every step updates as
-a whole. The classes for sharded rows are in `asked_rows.py`. All methods run inside `shard_map`, on
-one device, with that device's part of the batch and of the parameters.
+a whole. The classes for sharded rows are in `asked_rows.py`. Lookups and steps run inside
+`shard_map`, on one device, with that device's part of the batch and of the parameters.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]
 class Rows(abc.ABC):
     """Base class: looks up and steps the rows of a stack on the devices of a mesh.
 
-    `look_up`, `row_gradients` and `update` return a result. For sharded rows, these methods return
-    a generator that yields requests to the owners of the rows, so that the requests of all stacks
-    share one exchange (`exchange.together`).
+    `look_up`, `row_gradients` and `update` return a result, or for sharded rows a generator. The
+    generator yields requests to the owners of rows, so that the requests of all stacks share one
+    exchange (`exchange.together`).
 
     Args:
       devices: devices of the mesh.
@@ -106,9 +106,9 @@ class Rows(abc.ABC):
         Args:
           params: parameters of the storage on this device.
           batch: ids of this device's samples.
-          number: index of the step that follows the lookup. A key without a row then reads the
-            initial values of the row that the step will give it. None: no step follows, and a key
-            without a row reads zeros.
+          number: index of the step that follows the lookup. A key without a row reads the initial
+            values of the row that this step will give it. None: no step follows, and a key without
+            a row reads zeros.
         """
 
     @abc.abstractmethod
@@ -228,7 +228,7 @@ class Rows(abc.ABC):
         return [self.devices.gather(d_output) for d_output in d_outputs]
 
     def _gradients_of_all(self, batch: Occurrences, d_outputs: Sequence[Array]) -> CallGradients:
-        """The kernels' description of the global batch and its output gradients."""
+        """Global batch and its output gradients, as an argument of the backward kernels."""
         global_batch = batch.of_all(self.devices)
         return global_batch.gradients(self._of_all(d_outputs))
 
@@ -306,7 +306,7 @@ class ColumnRows(ArrayRows):
     def gradient_partitions(self) -> tuple[PartitionSpec, PartitionSpec]:
         """Partition specs of the rows and the values of `RowGradients`.
 
-        Every device has the numbers of all rows, and the gradients of its own columns.
+        Every device has the numbers of all rows, and the gradients of the columns that it stores.
         """
         return PartitionSpec(), self.partition
 
@@ -337,7 +337,7 @@ class NumberedRows(Rows):
     """Rows of a storage that translates row numbers, for example to slots of a cache."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as row numbers. The tables of the stack are numbered consecutively."""
+        """Ids of the batch as row numbers, which count through all tables of the stack."""
         return row_numbers(batch, layout)
 
     def look_up(

@@ -31,7 +31,7 @@ ServedTable = dict[str, Array]
 """The arrays of a served table, by name.
 
 `rows` is an array `[rows, dim]`. An int8 table also has `scales`, one factor per row. A keyed table
-also has `high` and `low`, the two 32-bit words of each row's key. Its rows are sorted by key.
+also has `high` and `low`, the two 32-bit words of each row's key. Keyed rows are sorted by key.
 """
 
 
@@ -106,7 +106,7 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     return {"rows": steps, "scales": scales} | keys
 
 
-@jax.jit  # As one program, so that XLA needs no memory for a float32 copy of the table.
+@jax.jit  # In one program, XLA needs no memory for a float32 copy of the table.
 def _int8(rows: Array) -> tuple[Array, Array]:
     """Rows as int8, and the scale of each row: its largest absolute value divided by 127."""
     rows = rows.astype(jnp.float32)
@@ -212,7 +212,7 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
 
 
 def _rows_of_keys(table: ServedTable, keys: Keys) -> Int[Array, " nnz"]:
-    """Row of each key, by binary search. `NO_ROW` for padding and for keys without a row."""
+    """Row of each key, by binary search, or `NO_ROW` for padding and keys without a row."""
     num_rows = table["rows"].shape[0]
 
     def halved(_: PyTree, bounds: tuple[Array, Array]) -> tuple[Array, Array]:

@@ -42,7 +42,7 @@ class EmbeddingState(NamedTuple):
 
     Args:
       tables: by stack, one array `[rows, dim]`, or the parameters of the tables' storage. On a
-        mesh, the rows of the first shard come first, then those of the second shard.
+        mesh, all rows of the first shard come first, followed by the rows of the second shard.
         `EmbeddingCollection.tables` returns the rows of each table in order of their ids.
       slots: by stack, the optimizer state of the tables.
       step: number of updates so far.
@@ -221,7 +221,7 @@ class ArrayStack(Stack):
             for array in (params, *slots):
                 check_finite(array, f"stack {self.layout.stack.name!r}", way_out=WAY_OUT)
         except ValueError:
-            # To name the table in the error, check the tables one by one. This copies each table.
+            # For an error that names the table, check each table. This copies the tables.
             for table_name, values in self.values(params, slots).items():
                 where = f"table {table_name!r}: what its initializer gives"
                 check_finite(values, where, way_out=WAY_OUT)

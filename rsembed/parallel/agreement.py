@@ -96,13 +96,14 @@ class Agreement:
 
         Args:
           name: name of the entry. All processes use the same names in the same order.
-          shape: description of the entry. If descriptions differ between processes, it is an error.
+          shape: description of the entry. An error is raised if descriptions differ between
+            processes.
           width: a size that may differ between processes, such as the length of the longest bag.
         """
         self._brought[name] = shape, width
 
     def width(self, name: str) -> int:
-        """Largest `width` that any process brought for `name`. Call this after the block."""
+        """Largest `width` that any process brought for `name`. Call `width` after the block."""
         if self._widths is not None:
             return self._widths[name]
         _, width = self._brought[name]
@@ -175,7 +176,7 @@ class Agreement:
         verdict = {"problem": problem, "widths": widths}
         client.key_value_set(f"{prefix}/verdict", json.dumps(verdict))
         if problem is not None:
-            # The error may end this process. If it hosts the service, the verdict would be lost, so
+            # The error may end this process, and this process may host the coordination service. So
             # it waits until the other processes have read the verdict.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 for process in others:

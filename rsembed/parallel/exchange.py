@@ -114,7 +114,7 @@ Result = TypeVar("Result")
 
 
 class Wanted(NamedTuple):
-    """Distinct rows or keys ("entries") that this device requests, sorted by owner and identity.
+    """Distinct rows or keys ("entries") that this device requests, sorted by owner and `lanes`.
 
     Attributes:
       lanes: integer arrays that together identify each entry, most significant first. Padding is
@@ -159,7 +159,7 @@ def default_capacity(num_occurrences: int, num_devices: int) -> int:
 
     Among skewed ids, less than half are distinct, so they fit into one round. If all ids are
     distinct, two rounds are needed, which send as many bytes as one round of twice the capacity.
-    The 8 more entries matter for small batches.
+    The 8 additional entries matter only for small batches.
     """
     share = -(-5 * num_occurrences // (8 * num_devices))
     return min(num_occurrences, share + 8)
@@ -258,7 +258,7 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
     """Sends the payloads of some questions to the owners, and returns the answers.
 
     Args:
-      questions: any number of questions. Their blocks are sent by shared collectives.
+      questions: any number of questions. One `all_to_all` can carry blocks of several questions.
       axis_name: mesh axis, or several axes. The product of the axis sizes is the number of devices.
     """
     with_one_round = []
@@ -334,7 +334,7 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
     start = _Progress(jnp.zeros((), jnp.int32), cursors, states, replies, jnp.asarray(True))
     run = run_round
     if takes_rounds:
-        # The first round is inside the loop, too. Otherwise XLA would compile `answer` twice.
+        # For a first round outside the loop, XLA would compile `answer` a second time.
         run = functools.partial(jax.lax.while_loop, lambda progress: progress.are_left, run_round)
     end = run(start)
     answers = []
@@ -394,17 +394,17 @@ def _cuts(
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
     """Where the round ends for each owner, so that no row is split over two rounds.
 
-    Returns: two arrays per owner. The first is 1 if the remaining entries of all devices fit into
-      this round, else 0. If it is 0, the second has the words of an entry, most significant first.
-      It is the smallest entry that does not fit into the block of some device, and in this round
-      all devices send only smaller entries.
+    Returns: two integer arrays `fit` and `cuts` with one value per question and owner.
+      `fit` is 1 if the remaining entries of all devices fit into this round, else 0. Where `fit` is
+      0, `cuts` has the words of the smallest entry that does not fit into the block of some device.
+      In this round, all devices send only entries that are smaller than `cuts`.
     """
     if not takes_rounds:
         size = (len(queues), queues[0].cursor.shape[0])
         return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
     fit, first_left = api.block_ends(queues)
     lowest = jax.lax.pmin(fit, axis_name)
-    # If the entries of some device do not fit, only such devices take part in the minimum.
+    # If entries do not fit on some devices, only these devices take part in the minimum.
     takes_part = fit == lowest
     cuts: list[Array] = []
     for words in first_left:
