@@ -1,7 +1,8 @@
-"""Arguments of the TBE training module, and the optimizer table.
+"""Arguments of the TBE training module, and the table of its optimizers.
 
-For each optimizer, the table has its arguments, its states and its row rule. Combinations of
-arguments that FBGEMM accepts and then ignores, or that can only do harm, raise errors.
+For each optimizer, the optimizer table has the class that implements it, the arguments that it
+reads and the names of its states. Arguments that contradict each other raise errors, even where
+FBGEMM accepts them and ignores one of them.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def member(kind: type[Member], value: Member | str | int, argument: str) -> Memb
     Args:
       kind: the enum class that `value` is a member of.
       value: the member, its value or its name.
-      argument: name of the argument, for the error.
+      argument: name of the argument in the error message.
 
     Raises: ValueError: the enum has no such member. The message names the argument and the members.
     """
@@ -84,7 +85,7 @@ def member(kind: type[Member], value: Member | str | int, argument: str) -> Memb
 
 
 def name_of(optimizer: TableOptimizer) -> str:
-    """Name of an optimizer: FBGEMM's name, or the name of its class in `rsembed.optimizers`."""
+    """FBGEMM's name of an optimizer, or the class name of an optimizer of rsembed."""
     if isinstance(optimizer, EmbOptimType):
         return optimizer.name
     return type(optimizer).__name__
@@ -134,8 +135,9 @@ class TBEStatsReporterConfig:
     """Settings of periodic reports about training: cache counts and bytes of tables and caches.
 
     Args:
-      interval: a report is made every `interval` steps.
-      report: receives the step and the figures. None: the logger `rsembed` gets the figures.
+      interval: number of steps between two reports.
+      report: function `(step, figures)` that receives each report. None, the default: reports go to
+        the logger `rsembed`.
     """
 
     interval: int = within("[1, inf)")
@@ -152,7 +154,7 @@ class BoundsCheckMode(enum.IntEnum):
 
 
 class Arguments(types.SimpleNamespace):
-    """Arguments of the module's constructor by name, and their `defaults`.
+    """Arguments of a module's constructor, as attributes. `defaults` has their default values.
 
     Two `Arguments` objects are equal only if they are the same object.
     """
@@ -162,11 +164,11 @@ class Arguments(types.SimpleNamespace):
 
     @staticmethod
     def of(passed: Mapping[str, Any], signature: inspect.Signature) -> Arguments:
-        """The constructor's arguments, with enum members in place of names and values.
+        """The constructor's arguments, with enum members in place of their names and values.
 
-        `FBGEMM_TBE_BOUNDS_CHECK_MODE` in the environment overrides `bounds_check_mode`.
+        The environment variable `FBGEMM_TBE_BOUNDS_CHECK_MODE` overrides `bounds_check_mode`.
 
-        Raises: ValueError: an enum has no such member, see `member`.
+        Raises: ValueError: an argument is not a member of its enum, see `member`.
         """
         defaults: dict[str, Any] = {}
         settings: dict[str, Any] = {}
@@ -182,7 +184,7 @@ class Arguments(types.SimpleNamespace):
             settings[name] = value
         if settings["cache_precision"] is not None:
             precision = member(SparseType, settings["cache_precision"], "cache_precision")
-            # `cache_precision` None means the dtype of the weights.
+            # If cached rows have the dtype of the weights, `cache_precision` is None.
             is_other = precision != settings["weights_precision"]
             settings["cache_precision"] = precision if is_other else None
         defaults["record_cache_metrics"] = RecordCacheMetrics()
@@ -190,9 +192,9 @@ class Arguments(types.SimpleNamespace):
         return Arguments(**settings, defaults=defaults)
 
     def warn_of_no_effect(self, names: Iterable[str], reason: str) -> None:
-        """Warns once, with the reason, of arguments that have no effect but were set.
+        """Gives one warning that names all arguments in `names` that were set, and the reason.
 
-        An argument was set if it is neither None nor its default.
+        An argument counts as set if its value is neither None nor its default.
         """
         changed = []
         for name in names:
@@ -203,19 +205,21 @@ class Arguments(types.SimpleNamespace):
 
 
 class OfferedOptimizer(NamedTuple):
-    """Entry of the optimizer table.
+    """Entry of the optimizer table: how rsembed implements an optimizer of FBGEMM.
 
     EXACT_ROWWISE_ADAGRAD has several entries, because some weight decay modes need a different
     rule.
 
     Args:
-      rule: the `OptimizerSpec` class that implements the optimizer. Each of its fields is set from
-        the argument of that name. None: row gradients are returned and nothing is stepped.
+      rule: the `OptimizerSpec` class that implements the optimizer. A field of the class is set
+        from the argument with the same name, or with the name in `_FIELDS`. None: rows are not
+        stepped, and `backward` returns their gradients.
       states: names of the optimizer's states in torch, separated by spaces.
       arguments: names of the constructor's arguments that the optimizer reads.
-      fixed: fields of `rule` that no argument sets.
-      fused: rule with a native kernel. The fused rule computes the same values as `rule` if the
-        fields that it lacks have their defaults. None: the optimizer has no native kernel.
+      fixed: values of fields of `rule` that no argument sets.
+      fused: class with a native kernel, which has only some fields of `rule`. If all other fields
+        of `rule` have their default values, both classes compute the same values, and `fused` is
+        used. None: the optimizer has no native kernel.
     """
 
     rule: type[OptimizerSpec] | None
@@ -272,7 +276,7 @@ _MODES = {
         DecayedAdagrad, "sum prev_iter", _ROWWISE | _COUNTED
     ),
 }
-"""EXACT_ROWWISE_ADAGRAD with the weight decay modes that need a settings object and more states."""
+"""Entries of EXACT_ROWWISE_ADAGRAD for weight decay modes with a settings object and more states."""
 _OF_OPTIMIZERS = frozenset[str]().union(*(entry.arguments for entry in _OPTIMIZERS.values()))
 _WHOLE_TABLES = {
     "ensemble_mode": EnsembleModeDefinition(),
@@ -286,11 +290,11 @@ _FIELDS = {
     "counter_based_regularization": "regularization",
     "cowclip_regularization": "regularization",
 }
-"""Field of a rule for each argument whose field has a different name."""
+"""Names of fields of rules, by argument, where the field and the argument have different names."""
 
 
 def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:
-    """Entry of an optimizer in the optimizer table, for a weight decay mode.
+    """Entry of the optimizer table for an optimizer and a weight decay mode.
 
     In mode NONE, an optimizer with weight decay modes does not read `weight_decay`.
 
@@ -299,8 +303,8 @@ def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> Offer
     if isinstance(optimizer, OptimizerSpec):
         if optimizer.slot_type is tuple:
             raise NotImplementedError(
-                f"optimizer {name_of(optimizer)}: states of another package have no names here, and may be no rows; "
-                "use rsembed.EmbeddingCollection, or a rule of rsembed."
+                f"optimizer {name_of(optimizer)}: states of optimizers of other packages have no names and may not be "
+                "rows; use rsembed.EmbeddingCollection, or an optimizer of rsembed."
             )
         return OfferedOptimizer(type(optimizer), " ".join(optimizer.slot_type._fields))  # type: ignore[attr-defined]
     offered = _OPTIMIZERS[optimizer]
@@ -331,12 +335,15 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
 
 
 def unread_arguments(optimizer: TableOptimizer, arguments: Arguments) -> frozenset[str]:
-    """Names of the arguments that some other optimizer reads, but not this one."""
+    """Names of the arguments that `optimizer` does not read, although another optimizer reads them."""
     return _OF_OPTIMIZERS - offered_optimizer(optimizer, arguments.weight_decay_mode).arguments
 
 
 def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
-    """Raises: ValueError: arguments contradict each other."""
+    """Checks the arguments of one optimizer.
+
+    Raises: ValueError: arguments contradict each other, or `eps` is not positive and finite.
+    """
     mode = arguments.weight_decay_mode
     offered = offered_optimizer(optimizer, mode)
     if mode in _RECORDS and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
@@ -372,9 +379,9 @@ def _rule_of(
     arguments: Arguments,
     slot_dtypes: tuple[str | None, ...],
 ) -> OptimizerSpec | None:
-    """Row rule of an optimizer; None for `EmbOptimType.NONE`.
+    """Rule that steps rows for an optimizer, or None for `EmbOptimType.NONE`.
 
-    The result is the rule with a fused native kernel, if that rule computes the same values.
+    If a rule with a fused native kernel computes the same values, the result is the fused rule.
     """
     if isinstance(optimizer, OptimizerSpec):
         return dataclasses.replace(optimizer, learning_rate=rate)
@@ -398,7 +405,7 @@ def _rule_of(
 
 
 def _known_to(rule: type[OptimizerSpec], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings for which the rule has a field."""
+    """The entries of `settings` that are fields of `rule`."""
     names = {field.name for field in dataclasses.fields(rule)}
     return {name: settings[name] for name in settings.keys() & names}
 
@@ -406,11 +413,12 @@ def _known_to(rule: type[OptimizerSpec], settings: Mapping[str, Any]) -> dict[st
 def trained_by(
     optimizer: TableOptimizer, learning_rate: LearningRate, arguments: Arguments
 ) -> dict[str, Any]:
-    """Fields of a `TablePlan` that depend on its optimizer and the optimizer's arguments.
+    """Fields of a `TablePlan` that depend on the optimizer and its arguments.
 
-    Arguments that the optimizer does not read have no influence. The pass over whole tables of
-    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD is set by `ensemble_mode` or
-    `emainplace_mode`. If that argument is None, the defaults of its class are used.
+    Arguments that the optimizer does not read have no influence on the result.
+    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD run passes over whole tables, with the
+    settings `ensemble_mode` and `emainplace_mode`. If the settings are None, the passes use the
+    defaults of the settings class.
 
     Raises: ValueError: arguments contradict each other.
     """
@@ -425,7 +433,7 @@ def trained_by(
         dtypes.append(sparse_types[name].dtype if name in sparse_types else None)
     copy_dtypes: tuple[str, ...] = ()
     if optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD:
-        # Momentum2 is a copy of the table, not a slot of the rule.
+        # The state `momentum2` is a copy of the table, and not a slot of the rule.
         copy_dtypes = (dtypes.pop() or "float32",)
     slot_dtypes: tuple[str | None, ...] = ()
     if set(dtypes) - {None, "float32"}:

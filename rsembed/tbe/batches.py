@@ -1,7 +1,7 @@
-"""Checks the batch of a call once and converts it to the form that kernels read.
+"""Checks the batch of a call once, and converts it to the form that kernels read.
 
-The caller's arrays are never changed. Ids and offsets that are out of range are corrected in
-copies.
+The arrays of the caller are never changed, because ids and offsets that are out of range are
+corrected in copies.
 """
 
 from __future__ import annotations
@@ -39,32 +39,31 @@ def read(
     per_sample_weights: ArrayLike | None = None,
     batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
 ) -> tuple[AnyBatch, Count | None, str | None]:
-    """A checked batch, the number of ids and offsets out of range, and a warning message.
+    """Reads and checks the arguments of a call.
 
-    See `TableBatchedEmbeddingBags.__call__` for the arguments. Inside `jit` nothing can be raised:
-    in mode FATAL, ids out of range then contribute nothing and are counted. On a mesh, only a
-    prepared batch can be read inside `jit`.
+    `TableBatchedEmbeddingBags.__call__` describes the arguments. Inside `jit`, the values of ids
+    cannot raise an error. In mode FATAL, ids out of range then contribute nothing and are counted.
+    On a mesh, only a prepared batch can be read inside `jit`.
 
     Args:
       plan: plan of the module's tables and features.
       mode: treatment of ids and offsets that are out of range.
       indices: ids of all features, or a prepared batch.
-      offsets: ends of all bags; None with a prepared batch.
+      offsets: 0, then the ends of all bags. None with a prepared batch.
       per_sample_weights: one weight per id, or None.
       batch_size_per_feature_per_rank: number of bags by feature and rank, or None.
 
     Returns:
-      The batch, with numpy arrays unless it is traced or prepared.
-      The number of ids and offsets out of range in modes WARNING and FATAL, 0 in the other modes.
-      The number is None for a prepared batch, which needs no count. In mode WARNING outside `jit`,
-      a message about the first id or offset out of range, else None.
+      The batch, with numpy arrays unless it is traced or prepared. The number of ids and offsets
+      that are out of range, which is 0 in modes IGNORE and NONE, and None for a prepared batch. In
+      mode WARNING outside `jit`, a message about the first id or offset out of range, else None.
 
     Raises: TypeError, ValueError: arrays of the batch have a wrong dtype or shape for the plan, or,
       in mode FATAL, an id or offset is out of range or a weight is not finite.
     """
     weights = per_sample_weights
     sizes = batch_size_per_feature_per_rank
-    # If one process rejects its part of the batch, `Agreement` raises in all processes.
+    # If one process rejects its part of the batch, `Agreement` raises an error in all processes.
     with Agreement(plan.devices.known_mesh, "the batch", (indices, offsets, weights, sizes)):
         if isinstance(indices, (Call, PreparedBatch)):
             if any(argument is not None for argument in (offsets, weights, sizes)):
@@ -73,19 +72,19 @@ def read(
                 )
             if not _is_of(plan, mode, indices):
                 raise ValueError(
-                    "the batch was prepared for other tables than the module's; prepare it by the latter."
+                    "the batch was prepared by a module with other tables; prepare it with this module."
                 )
             return indices, None, None
         if plan.is_shared and is_unknown((indices, offsets, weights)):
             raise ValueError(
-                "on a mesh, indices and offsets cannot be split inside jit; bring them into form before, with batch = "
-                "module.prepare(indices, offsets), and pass batch in their place."
+                "on a mesh, indices and offsets cannot be split inside jit; call batch = "
+                "module.prepare(indices, offsets) before, outside of jit, and pass batch in their place."
             )
         return _checked(plan, mode, _call_of(plan, indices, offsets, weights, sizes))
 
 
 def _is_of(plan: TBEPlan, mode: BoundsCheckMode, batch: AnyBatch) -> bool:
-    """Whether a prepared batch fits the plan's devices, features, rows and pooling."""
+    """Whether a prepared batch fits the devices, features, tables and pooling of the plan."""
     if isinstance(batch, PreparedBatch):
         return batch.made_for == identity(plan, checks=mode != BoundsCheckMode.NONE)
     readers = [segment._replace(first_bag=0, num_bags=0) for segment in batch.segments]
@@ -93,11 +92,9 @@ def _is_of(plan: TBEPlan, mode: BoundsCheckMode, batch: AnyBatch) -> bool:
 
 
 def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
-    """A checked batch, split by sample over the devices of a mesh.
+    """Splits a checked batch by sample over the devices of a mesh.
 
-    Do not call `split` inside `jit`.
-
-    Each process passes its part of the global batch.
+    Each process passes its part of the global batch. Do not call `split` inside `jit`.
 
     Raises: ValueError: the processes disagree, or the devices do not divide the samples.
     """
@@ -115,7 +112,7 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
         batch,
         plan.devices,
         bounds_check="ignore",
-        # `prepare` calls `by_feature`, so that an error in one process is raised in all.
+        # `prepare` calls `by_feature`, so that an error in one process is raised in all processes.
         read=by_feature,
         lists=plan.list_of_feature,
         made_for=identity(plan, checks=mode != BoundsCheckMode.NONE),
@@ -125,14 +122,15 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
 def weights_as_passed(
     prepared: PreparedBatch, batch: AnyBatch
 ) -> dict[str, Array | np.ndarray] | Float[Array, " nnz"]:
-    """The weights of a split batch in the form in which the caller passed the batch.
+    """Weights of a split batch, or their gradients, in the form of the batch before the split.
 
-    For flat ids, the result is flat, with 0 for ids outside all bags. For a prepared batch it is
-    `[ids]` for each feature; inside `jit`, zeros follow.
+    For flat ids, the result is flat, with 0 for ids outside all bags. For a prepared batch, the
+    result is a dictionary with an array `[ids]` for each feature. Inside `jit`, the arrays end with
+    zeros for padding.
 
     Args:
-      prepared: result of `split`, with weights or their gradients.
-      batch: the batch that the caller passed.
+      prepared: result of `split`, with weights or with gradients in place of the weights.
+      batch: the batch that was passed to the module.
     """
     by_feature = {name: bags.weights for name, bags in prepared.items()}
     if isinstance(batch, PreparedBatch):
@@ -151,7 +149,7 @@ def _call_of(
     weights: ArrayLike | None,
     sizes: Sequence[Sequence[int]] | None,
 ) -> Call:
-    """One batch from the arguments of a call.
+    """Converts the arguments of a module's call to a kernel `Call`.
 
     Types and shapes are checked, but not the values of ids and offsets.
     """
@@ -198,7 +196,7 @@ def _integers(values: ArrayLike, name: str) -> AnyArray:
     check_unmasked(values, name)
     array: AnyArray = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     if array.ndim == 1 and array.size == 0:
-        array = array.astype(np.int32)  # numpy converts an empty list to float64.
+        array = array.astype(np.int32)  # numpy converts an empty list to a float64 array.
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"{name} must be a flat array of integers, got {array.dtype} of shape {array.shape}."
@@ -228,16 +226,14 @@ def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> tuple[Call, C
     return batch, num_corrected, mistake
 
 
-# Bounds
-
-
 def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyArray:
-    """Repeats one value per feature for each of the feature's ids.
+    """Repeats the value of each feature for all ids of the feature.
 
     Args:
-      values: `values[0]` is for ids before the first bag, `values[1:]` are for the features.
+      values: `values[0]` is the value of ids before the first bag, and `values[1:]` are the values
+        of the features.
       starts: position of the first id of every feature, and the end of the last feature's ids.
-      num_ids: number of ids. It must be static inside `jit`.
+      num_ids: number of ids, which must be static inside `jit`.
     """
     if isinstance(starts, np.ndarray):
         return np.repeat(values, np.concatenate([starts[:1], np.diff(starts)]))
@@ -246,12 +242,12 @@ def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyAr
 
 
 def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
-    """The batch with ids and offsets in range, and how many of them were changed.
+    """Corrects ids and offsets that are out of range. Returns the batch and the number of changes.
 
-    The last offset becomes the number of ids. Other offsets are clipped to `[0, number of ids]`,
-    and an offset below an earlier one is raised to the largest offset before it. An id outside its
-    table becomes 0, except -1, which means no id. Batches of numpy arrays and traced batches are
-    accepted.
+    The last offset becomes the number of ids. Other offsets are clipped to `[0, number of ids]`. An
+    offset that is smaller than an earlier offset is raised to the largest earlier offset. An id
+    outside its table becomes 0. The id -1 is not changed, because it means no id. The batch may
+    have numpy arrays or be traced.
 
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """
@@ -274,13 +270,13 @@ def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
 
 
 def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str | None:
-    """Message about the first id or offset out of range, or None.
+    """Message about the first id or offset that is out of range, or None if all are in range.
 
-    The message names feature, table, bag and position.
+    The message names the feature, the table, the bag and the position.
 
     Args:
       plan: plan of the module's tables and features.
-      batch: the batch, not traced.
+      batch: the batch, which must not be traced.
       may_begin_later: whether the first offset may be above 0. Ids before the first offset are in
         no bag.
     """
@@ -321,11 +317,11 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
     )
 
 
-# For the module
-
-
 def with_room(batch: Call) -> Call:
-    """The batch padded to a power of two of ids. Padding follows the last offset, in no bag."""
+    """Pads the ids of a batch to a power of two.
+
+    Padding comes after the last offset, so it is in no bag.
+    """
     (ids,) = batch.lists
     bags = Bags(ids.ids, ids.all_offsets(), ids.weights).pad_to(padded_size(ids.num_entries))
     return with_list(batch, ids=bags.ids, weights=bags.weights)
@@ -334,12 +330,12 @@ def with_room(batch: Call) -> Call:
 def mask_of_ids(
     plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike
 ) -> AnyArray | dict[str, Array]:
-    """The entry of `feature_requires_grad` for each id's feature.
+    """For each id, the entry of `feature_requires_grad` for the feature that reads the id.
 
     Returns: array with one entry per id, or, for a batch prepared on a mesh, a dictionary with one
       entry per feature.
 
-    Raises: ValueError: there is not one entry per feature.
+    Raises: ValueError: `feature_requires_grad` does not have one entry per feature.
     """
     num_features = len(plan.features)
     mask = jnp.asarray(feature_requires_grad, jnp.float32)

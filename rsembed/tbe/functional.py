@@ -1,7 +1,8 @@
 """Table-batched lookup and training as pure functions of a plan and a state.
 
 `TableBatchedEmbeddingBags` calls the functions of this file. Every function can be traced, and
-states may be donated. Ids of cached tables are cache slots here, except in `row_gradients`.
+states may be donated. Batches have cache slots in place of the ids of cached tables, except in
+`row_gradients`.
 """
 
 from __future__ import annotations
@@ -42,17 +43,18 @@ class TBEState(NamedTuple):
     The tuples have one entry per group of the plan.
 
     Args:
-      weights: rows of the group's tables, or the rows in its cache.
-      slots: optimizer state of the rows in `weights`. ENSEMBLE_ROWWISE_ADAGRAD appends its slow
-        copy of the tables.
-      resident_rows: for each slot of the group's cache, the row of the group in it, or `NO_ROW` if
-        it is empty. None for a group without a cache.
+      weights: rows of the tables of each group, or the rows in the group's cache.
+      slots: optimizer state of the rows in `weights`. For ENSEMBLE_ROWWISE_ADAGRAD, the last slot
+        is the slow copy of the tables.
+      resident_rows: for each cache slot of a group, the row number of the row in the slot, or
+        `NO_ROW` for an empty slot. None for a group without a cache.
       step: number of updates so far.
-      passed_step: index, from 1, of the last step for which the passes over whole tables were run.
-      learning_rates: one per group.
+      passed_step: number, from 1, of the last step for which passes over whole tables were run.
+      learning_rates: learning rate of each group.
       max_counter: largest row counter plus 1, for counter-based regularization.
       key: PRNG key of stochastic rounding and of uniform initial weights.
-      generation: see `storage.backing_store.Generation`. None if no table is on the host.
+      generation: generation of the state, see `storage.backing_store.Generation`. None if no table
+        is on the host.
       layout: fingerprint of the plan that the state belongs to.
     """
 
@@ -68,7 +70,7 @@ class TBEState(NamedTuple):
     layout: Fingerprint | None = None
 
     def arrays(self, number: int) -> tuple[Array, ...]:
-        """All arrays of a group: weights, slots and, for a cached group, its resident rows."""
+        """All arrays of a group: weights, slots and, for a cached group, the resident rows."""
         arrays = [self.weights[number], *self.slots[number]]
         resident = self.resident_rows[number]
         if resident is not None:
@@ -76,7 +78,7 @@ class TBEState(NamedTuple):
         return tuple(arrays)
 
     def with_arrays(self, number: int, arrays: Sequence[Array]) -> TBEState:
-        """A copy of the state with other arrays for one group, in the order of `arrays`."""
+        """A copy of the state with new arrays for one group, in the order of `arrays`."""
         all_weights, all_slots = list(self.weights), list(self.slots)
         all_resident = list(self.resident_rows)
         all_weights[number], *slots = arrays
@@ -89,7 +91,7 @@ class TBEState(NamedTuple):
 
 
 def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
-    """The arrays of `tree` replicated over the plan's mesh.
+    """Replicates the arrays of `tree` over the plan's mesh.
 
     Without a mesh, `tree` is returned unchanged.
     """
@@ -97,34 +99,35 @@ def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
 
 
 def by_name(plan: TBEPlan, of_groups: Iterable[Value]) -> dict[str, Value]:
-    """Dictionary from group names to the values of the groups, for the engine's methods."""
+    """Dictionary of one value per group, by group name, for the engine's methods."""
     return dict(zip(engine_of(plan).stacks, of_groups, strict=True))
 
 
 def in_order(plan: TBEPlan, of_names: Mapping[str, Value]) -> tuple[Value, ...]:
-    """Values in the order of the plan's groups, from values by group name; inverse of `by_name`."""
+    """Values in the order of the plan's groups, from a dictionary by group name."""
     return tuple(of_names[group.table.name] for group in plan.groups)
 
 
 def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
-    """Checks the form of the batch, and returns it unchanged.
+    """Checks that a batch for tables on a mesh is split, and returns the batch unchanged.
 
     Raises: ValueError: the tables are on a mesh, but the batch is not split.
     """
     if plan.is_shared and isinstance(batch, Call):
-        raise ValueError("a mesh shares the tables: split the batch by module.prepare.")
+        raise ValueError("the tables are on a mesh: split the batch with module.prepare.")
     return batch
 
 
 def init_state(
     plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] = MappingProxyType({})
 ) -> TBEState:
-    """A state with zero weights, which are FBGEMM's initial weights.
+    """State with zero weights, as in FBGEMM, and with initial optimizer states.
 
     Args:
       plan: plan of the module's tables.
       key: PRNG key of stochastic rounding and of uniform initial weights.
-      num_places: number of cache slots of each cached group. Other groups have arrays of all rows.
+      num_places: number of cache slots of each cached group, by the index of the group. The arrays
+        of a group without a cache have all rows.
     """
     weights: list[Array] = []
     slots: list[Slots] = []
@@ -165,15 +168,15 @@ def check_state(plan: TBEPlan, state: TBEState) -> None:
       RuntimeError: the state's arrays were donated to a step, or this process was forked.
     """
     check_not_forked("the module")
-    # A compiled program for several devices that gets deleted arrays ends the process.
+    # A compiled program for several devices aborts the process if its arguments are deleted arrays.
     check_not_taken(
         (state.weights, state.slots, state.resident_rows, state.step, state.generation),
-        "the module has lost its tables, perhaps by way of a copy that shared them, or by Ctrl-C or an error,",
-        "make a new module, and load a state dict of the copy or of the latest checkpoint into it; copy modules by "
+        "the module has lost its tables (perhaps because of a copy that shared them, Ctrl-C or an error)",
+        "make a new module, and load a state dict of the copy or of the latest checkpoint into it; copy modules with "
         "state_dict and load_state_dict",
     )
     if state.layout is not None:
-        way_out = "Copy modules by state_dict and load_state_dict, where they hold the same tables and optimizers."
+        way_out = "To copy a module with the same tables and optimizers, use state_dict and load_state_dict."
         check_same(
             state.layout,
             plan.layout,
@@ -195,9 +198,10 @@ def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
 
 
 def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
-    """Runs the optimizers' passes over whole tables, before the lookup of a training step.
+    """Runs the passes over whole tables that precede the lookup of a training step.
 
-    A second call for the same step returns `state` unchanged.
+    The passes are part of some optimizers. A second call for the same step returns `state`
+    unchanged.
     """
     check_state(plan, state)
     t = state.step + 1
@@ -223,7 +227,7 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
 
 
 def _parted(group: GroupPlan, slots: Slots) -> tuple[Slots, Slots]:
-    """A group's slots in two parts: the slots of its rule, and copies of its tables."""
+    """Splits the slots of a group into the slots of its rule and the copies of its tables."""
     num_slots = len(slots) - len(group.table.copy_dtypes)
     return slots[:num_slots], slots[num_slots:]
 
@@ -233,8 +237,8 @@ def lookup(
 ) -> Float[Array, "*output"]:
     """Pooled rows, differentiable with respect to the weights of the ids.
 
-    The shape is `[bags, sum of dims]`, or `[nnz, longest dim]` without pooling. The output is flat
-    for variable batch sizes.
+    The shape is `[bags, sum of dims]`, or `[nnz, longest dim]` without pooling. With variable batch
+    sizes, the output is flat.
     """
     return _pooled(plan, state, batch, learning_rates(plan, state)).astype(output_dtype)
 
@@ -242,7 +246,7 @@ def lookup(
 def _pooled(
     plan: TBEPlan, state: TBEState, batch: AnyBatch, rates: Float[Array, " groups"]
 ) -> Float[Array, "*output"]:
-    """Output of a lookup, with global weight decay applied at these learning rates."""
+    """Output of a lookup. Global weight decay is applied with the learning rates `rates`."""
     batch = _checked(plan, batch)
     if isinstance(batch, Call):  # Tables on a mesh have no global weight decay.
         batch = _decayed(plan, state, batch, rates)
@@ -253,7 +257,7 @@ def _pooled(
 def _gradient(d_output: Array, max_gradient: float | None = None) -> Float[Array, "*output"]:
     """Gradient of the output in float32, clipped to `[-max_gradient, max_gradient]`.
 
-    With `max_gradient` None, nothing is clipped.
+    The gradient is not clipped if `max_gradient` is None.
     """
     d_output = d_output.astype(jnp.float32)
     if max_gradient is None:
@@ -270,7 +274,7 @@ def row_gradients(
 ) -> RowGradients:
     """Gradients of all rows that the batch reads.
 
-    `batch` has row ids, not cache slots, even for cached tables.
+    Even for cached tables, the batch has row ids and not cache slots.
     """
     engine = engine_of(plan)
     gradient = _gradient(d_output, max_gradient)
@@ -280,7 +284,7 @@ def row_gradients(
 
 
 def cut(gradients: RowGradients, bound: int) -> RowGradients:
-    """The first `bound` rows with gradients in every group. On a mesh, all rows are returned.
+    """Cuts the row gradients of every group to `bound` rows. On a mesh, no rows are cut off.
 
     Raises: ValueError: more than `bound` rows have a gradient. Inside `jit`, the number of rows is
       not checked.
@@ -292,7 +296,8 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
             raise ValueError(
                 f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out."
             )
-    if gradients.shardings is not None:  # Every device's part has padding at its end.
+    if gradients.shardings is not None:
+        # The part of every device ends with padding, so padding is not only at the end of the rows.
         return gradients
     rows = {name: rows[:bound] for name, rows in gradients.rows.items()}
     values = {name: values[:bound] for name, values in gradients.values.items()}
@@ -300,7 +305,7 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
 
 
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
-    """Sorted pairs of group name and number of rows, for `RowGradients.num_rows`."""
+    """Pairs of group name and number of rows, sorted by name, for `RowGradients.num_rows`."""
     stacks = engine_of(plan).stacks
     return tuple(sorted((name, stack.layout.num_rows) for name, stack in stacks.items()))
 
@@ -312,7 +317,7 @@ def update(
     d_output: Float[Array, "*output"],
     rates: Float[Array, " groups"],
 ) -> TBEState:
-    """One optimizer step of every row that the batch reads, with its summed gradient.
+    """Steps every row that the batch reads once, with the sum of the row's gradients.
 
     Args:
       plan: plan of the module's tables.
@@ -329,9 +334,9 @@ def update(
 def apply(
     plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]
 ) -> TBEState:
-    """One optimizer step of every row in `row_gradients`.
+    """Steps every row in `row_gradients` once.
 
-    Rows of cached tables must be passed as cache slots.
+    For cached tables, the row numbers in `row_gradients` must be cache slots.
 
     Raises: ValueError: a table has no optimizer.
     """
@@ -393,9 +398,9 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
 
 
 def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " groups"]) -> Call:
-    """The batch with weights that apply the global weight decay to the row of each id.
+    """Multiplies the weights of a batch by the global weight decay of the row of each id.
 
-    The batch is unchanged if no table has global weight decay.
+    If no table has global weight decay, the batch is returned unchanged.
     """
     factors: Array | None = None
     for number, group in enumerate(plan.groups):
@@ -406,7 +411,7 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
             of_group = global_decay_factor(
                 prev_iter, state.step + 1, rates[number], weight_decay, group.table.global_decay
             )
-            # Ids of other groups read `prev_iter` 0, so their factor is 1.
+            # For ids of other groups, `prev_iter` reads as 0, which gives the factor 1.
             factors = of_group if factors is None else factors * of_group
     if factors is None:
         return batch
@@ -417,20 +422,24 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
 
 
 _STORE = 2**32 - 2
-"""Number folded into the PRNG key of host write-backs: their noise differs from a step's."""
+"""Number folded into the PRNG key for write-backs to the host.
+
+The noise of write-backs then differs from the noise of training steps.
+"""
 
 
 def _noise(
     plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use: int | None = None
 ) -> Rounding | None:
-    """Stochastic rounding of a group's rows to `dtype`; None: round to nearest.
+    """Stochastic rounding of a group's rows to `dtype`, or None for rounding to nearest.
 
     Args:
       plan: plan of the module's tables.
       number: index of the group.
       state: state with the PRNG key and the step of the noise.
       dtype: dtype of the rounded rows.
-      use: number folded into the key. None: the noise of a training step.
+      use: number that is folded into the key for a use other than a training step. None, the
+        default: the noise is for a training step.
     """
     if not plan.groups[number].table.rounds_stochastically or dtype == jnp.float32:
         return None
@@ -443,7 +452,7 @@ def _noise(
 def stored_rows(
     plan: TBEPlan, number: int, state: TBEState, places: Int[Array, " n"]
 ) -> tuple[Array, ...]:
-    """Weights and slots in some cache slots of a group, in the dtype of the host's store."""
+    """Weights and optimizer state in the cache slots `places`, in the dtypes of the host store."""
     weights, *slots = api.gather_rows(state.arrays(number)[:-1], places)
     dtype = jnp.dtype(plan.groups[number].table.dtype)
     if weights.dtype != dtype:
@@ -467,11 +476,11 @@ def backward(
     max_gradient: float | None = None,
     wants_weight_gradients: bool = False,
 ) -> tuple[TBEState, Array | PreparedBatch | None]:
-    """State after `update`, and the gradients of the ids' weights.
+    """Runs `update`. Returns the new state and the gradients of the weights of the ids.
 
-    The weight gradients are an array. For a prepared batch, they are a copy of the batch with
-    gradients in place of the weights. The weight gradients are None if `wants_weight_gradients` is
-    False or the batch has no weights.
+    The weight gradients of a `Call` are an array. The weight gradients of a `PreparedBatch` are a
+    copy of the batch with gradients in place of weights. The weight gradients are None if
+    `wants_weight_gradients` is False or the batch has no weights.
     """
     gradient = _gradient(d_output, max_gradient)
     weights = list_of(batch).weights
@@ -483,10 +492,11 @@ def backward(
 
     output, pull_back = jax.vjp(weighted, weights)
     (d_weights,) = pull_back(gradient.reshape(output.shape))
-    # Adding this zero makes the update depend on `d_weights`. Without the dependence, XLA could
-    # schedule the update first, on a copy of the tables.
+    # `zero` makes the update depend on `d_weights`. Without the dependence, XLA could schedule the
+    # update first, and would have to copy the tables.
     total = jnp.nan_to_num(jnp.sum(jnp.abs(d_weights)))
-    stepped = update(plan, state, batch, gradient + jnp.minimum(total, 0.0), rates)
+    zero = jnp.minimum(total, 0.0)
+    stepped = update(plan, state, batch, gradient + zero, rates)
     if isinstance(batch, Call):
         return stepped, d_weights
     return stepped, with_list(batch, weights=d_weights)

@@ -1,7 +1,7 @@
 """Tables on the host with a device cache: caches, stores, prefetches and counts.
 
-Row ids are translated to cache slots before the kernels get them, so the kernels compute the same
-bits as on a whole table.
+Ids of cached tables are replaced by cache slots before kernels get them, so kernels compute the
+same bits as on a whole table.
 
 A row of a batch that gets no cache slot is copied to the scratch area, which follows the cache
 slots in the device arrays. An update writes rows in the scratch area back to the host.
@@ -37,36 +37,38 @@ MAX_PREFETCHES = 100
 
 _stored_rows = jax.jit(functional.stored_rows, static_argnums=(0, 1))
 _REFUSAL = (
-    "the module's state is not the one that belongs to its tables on the host. Either Ctrl-C, an error or another "
-    "thread came between a compiled step and its result, which is lost: load the latest state dict. Or the state is a "
-    "copy: nnx.state, nnx.split and nnx.clone hold the rows in the cache and none of the others, so such a copy cannot "
-    "be gone back to, nor be used beside the original. Copy modules by state_dict and load_state_dict, also to go "
-    "back; or go on from the tables as they are on the host by reset_cache_states(discard=True)."
+    "the module's state does not match its tables on the host. Either Ctrl-C, an error or another thread interrupted "
+    "a compiled step, and the result of the step is lost: load the latest state dict. Or the state is a copy: "
+    "nnx.state, nnx.split and nnx.clone contain only the rows in the cache, so a copy cannot be used beside the "
+    "original or after the original has changed. Copy modules with state_dict and load_state_dict, also to go back to "
+    "an earlier state; or continue with the tables as they are on the host: reset_cache_states(discard=True)."
 )
 StateVariable = nnx.Variable[TBEState]
-"""Holds a module's state."""
+"""Variable that holds the state of a module."""
 
 
 class HostRows:
     """Rows of a module's cached tables, and their transfer between host and device.
 
-    Methods that change the state take the variable that holds it. A compiled program donates the
-    arrays of the old state, so the variable gets the new state right after it.
+    Methods that change the state take the variable of the state, and not the state itself. A
+    compiled program donates the arrays of the old state, so the variable must get the new state
+    right after the program.
 
-    A change outside `jit` starts with `begin` and ends with `end`. If an error or Ctrl-C stops it
-    in between, `resume` repairs it.
+    A change outside `jit` starts with `begin` and ends with `end`. If an error or Ctrl-C stops a
+    change halfway, `resume` makes device and host consistent.
 
     Args:
       plan: plan of the module's tables.
       caching: arguments that set cache sizes and statistics.
 
     Attributes:
-      counts: sums over all batches.
+      counts: cache counts, summed over all batches.
       calls_with_a_miss: number of batches with at least one miss.
-      misses_by_feature: sum of the unique misses of each feature. Zeros unless
-        `record_tablewise_cache_miss` is set.
-      lock: held by the one thread that works with the rows outside `jit`.
-      begun: generation of the state before the unfinished change; None if every change is finished.
+      misses_by_feature: number of unique misses of each feature, summed over all batches. Zeros
+        unless `record_tablewise_cache_miss` is set.
+      lock: lock that a thread holds while it works with the rows outside `jit`.
+      begun: generation of the state before the unfinished change, or None if every change is
+        finished.
 
     Raises: ValueError: the device memory does not hold one set per cache.
     """
@@ -86,29 +88,34 @@ class HostRows:
             self.groups[number] = CachedRows(cache, _backing_of(group))
         self.reset_counts()
         self.prefetched: list[tuple[np.ndarray, list[tuple[SetAssociativeCache, np.ndarray]]]] = []
-        """Ids of prefetched batches before their lookup, and the cache slots that they lock."""
+        """Ids of each batch that waits for its lookup, and the cache slots that the batch locks."""
         self.generation = Generation(_REFUSAL)
         self.lock = Lock()
         self.begun: int | None = None
         self._steps = False
 
     def begin(self, state: TBEState, *, steps: bool = False) -> None:
-        """Begins a change outside `jit`.
+        """Begins a change of rows outside `jit`.
 
         Args:
           state: the module's state.
-          steps: whether the change is a training step, which follows `bring`.
+          steps: whether the change is a training step, after which scratch rows are written to the
+            host.
 
         Raises: RuntimeError: `state` and the host store have different generations.
         """
         self.generation.check(state.generation)
-        # `begun` is set first, so that `resume` works after an interrupt between these lines.
+        # `begun` is set before the generation advances, so that `resume` works after an interrupt
+        # in between.
         self.begun = self.generation.number
         self._steps = steps
         self.generation.advance(self.generation.number)
 
     def end(self, variable: StateVariable) -> None:
-        """Ends a change: the state gets the host's generation, inside `jit` the next one."""
+        """Ends a change of rows.
+
+        The state gets the generation of the host store or, inside `jit`, its next generation.
+        """
         state = variable.get_value()
         is_inside = is_traced(state)
         generation = state.generation + 1 if is_inside else self.generation.number  # type: ignore[operator]
@@ -120,16 +127,17 @@ class HostRows:
     def resume(self, variable: StateVariable) -> None:
         """Makes device and host consistent after a change that stopped halfway.
 
-        The state's `resident_rows` record which rows are on the device. Rows on the device are
-        complete, because one program moves all arrays of a row. Rows that were evicted were written
-        to the host before. The list of prefetched batches is emptied.
+        `resident_rows` of the state says which rows are on the device. These rows are complete,
+        because one program moves all arrays of a row. Evicted rows are on the host, because they
+        are written before other rows take their slots. The list of prefetched batches is emptied.
 
         Raises: RuntimeError: the state is older than the change, or belongs to a different module.
         """
         state = variable.get_value()
         if int(np.asarray(state.generation)) != self.begun:
             self.generation.check(state.generation)
-        if self._steps:  # If the update did not run, this writes the old values again.
+        if self._steps:
+            # If the update did not run, the scratch rows have their old values, which do no harm.
             self._write_scratch(state)
         self.prefetched.clear()
         for number, group in self.groups.items():
@@ -149,15 +157,14 @@ class HostRows:
         self.calls_with_a_miss = 0
         self.misses_by_feature = np.zeros(len(self.plan.features), np.int64)
 
-    # Before a lookup or an update
-
     def bring(self, variable: StateVariable, batch: Call, *, admit: bool = True) -> Call:
-        """Copies the batch's rows to the device. Works inside `jit`.
+        """Copies the rows of a batch to the device, also inside `jit`.
 
         Args:
-          variable: holds the module's state.
+          variable: variable of the module's state.
           batch: batch with row ids.
-          admit: whether missing rows enter the cache. If not, they are copied to the scratch area.
+          admit: whether missing rows enter the cache, True by default. If False, missing rows are
+            copied to the scratch area.
 
         Returns: the batch with cache slots in place of the ids of cached tables.
         """
@@ -186,15 +193,15 @@ class HostRows:
         return dataclasses.replace(batch, segments=tuple(segments))
 
     def bring_rows(self, variable: StateVariable, row_gradients: RowGradients) -> RowGradients:
-        """Copies the rows of row gradients to the device. Not for use inside `jit`.
+        """Copies the rows of row gradients to the device.
 
         Args:
-          variable: holds the module's state.
+          variable: variable of the module's state.
           row_gradients: gradients with row numbers.
 
-        Returns: the row gradients with cache slots in place of row indices.
+        Returns: the row gradients with cache slots in place of row numbers.
 
-        Raises: NotImplementedError: inside `jit`.
+        Raises: NotImplementedError: the method is called inside `jit`.
         """
         state = variable.get_value()
         if is_traced((row_gradients, state)):
@@ -219,8 +226,7 @@ class HostRows:
     def prefetch(self, variable: StateVariable, batch: Call) -> None:
         """Copies the rows of a later batch into the cache.
 
-        Rows of the batch that get no cache slot are copied to the device when the batch is looked
-        up.
+        Rows that get no cache slot are copied to the device later, when the batch is looked up.
 
         Raises: RuntimeError: `MAX_PREFETCHES` prefetched batches have not been looked up yet.
         """
@@ -259,9 +265,9 @@ class HostRows:
         self.end(variable)
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
-        """Whether the batch was prefetched.
+        """Whether `ids` are the ids of a prefetched batch.
 
-        A prefetched batch is removed from the list, and its cache slots are unlocked.
+        If they are, the batch is removed from the list, and its cache slots are unlocked.
         """
         for number, (prefetched, locked) in enumerate(self.prefetched):
             if np.array_equal(prefetched, ids):
@@ -290,7 +296,7 @@ class HostRows:
         return functools.partial(_stored_rows, self.plan, number, state)
 
     def write_back(self, variable: StateVariable) -> None:
-        """Writes the scratch rows of the last `bring` to the host, after an update changed them.
+        """Writes scratch rows back to the host, after an update has changed them.
 
         Outside `jit`, call `begin` before the update.
         """
@@ -311,22 +317,21 @@ class HostRows:
             values[number] = group.scratch(num_rows, leaving, is_inside=is_inside)
         call_host(self._store_scratch, shapes, generation, values)
 
-    # Whole tables
-
     def flush(self, state: TBEState) -> None:
         """Writes all cached rows to the host stores. The rows stay in the cache."""
         for number, group in self.groups.items():
             group.flush(self._leaving(state, number))
 
     def forget(self, variable: StateVariable, *, discard: bool) -> None:
-        """Empties the cache. Writes nothing to the host.
+        """Empties the cache without writing cached rows to the host.
 
         Args:
-          variable: holds the module's state.
-          discard: whether a state of any generation is accepted. If not, its generation is checked.
+          variable: variable of the module's state.
+          discard: whether the state is accepted even if its generation differs from the generation
+            of the host store.
 
         Raises: RuntimeError: `discard` is False, and state and host store have different
-          generations, see `begin`.
+          generations.
         """
         jax.effects_barrier()
         state = variable.get_value()
@@ -343,8 +348,6 @@ class HostRows:
         variable.set_value(state)
         self.end(variable)
 
-    # On the host
-
     def _translate(
         self,
         first_bags: np.ndarray,
@@ -354,12 +357,15 @@ class HostRows:
         ids: AnyArray,
         offsets: AnyArray,
     ) -> tuple[np.ndarray, dict[int, Moves]]:
-        """Ids with cache slots for cached tables, and the row moves of every cached group."""
+        """Replaces ids of cached tables by cache slots, on the host.
+
+        Returns: the ids and cache slots, and the row moves of every cached group.
+        """
         if capacity is not None:
             self.generation.advance(generation)
         ids = np.asarray(ids)
         offsets = np.asarray(offsets)
-        # `prefetch` keeps ids without padding, so the padding is cut off before the comparison.
+        # Prefetched batches are listed without padding, so padding is cut off for the comparison.
         admits = admit and not self._take_prefetched(ids[: offsets[-1]])
         by_group = self._find(first_bags, ids, offsets, admit=admits, num_moves=capacity)
         slots = ids.astype(np.int32)
@@ -378,14 +384,14 @@ class HostRows:
         admit: bool,
         **options: Any,
     ) -> dict[int, BatchPlaces]:
-        """Assigns each row of a batch a slot in the cache or scratch area, in every group.
+        """For every cached group, finds a slot in the cache or scratch area for each row of a batch.
 
         Args:
           first_bags: see `TBEPlan.first_bags`.
           ids: ids of all features.
           offsets: offsets of all bags: 0, then the end of each bag.
           admit: whether missing rows enter the cache.
-          **options: options of `CachedRows.find`.
+          **options: more options of `CachedRows.find`.
         """
         starts = offsets[first_bags]
         rows_of_groups = {number: np.full(ids.size, -1, np.int64) for number in self.groups}
@@ -424,7 +430,7 @@ class HostRows:
             is_cacheable = (result.rows >= 0) & (result.rows < self.groups[number].cache.num_ids)
             num_cacheable += int(is_cacheable.sum())
             if records_features:
-                # Ids before the first bag have row -1, so they are not misses.
+                # Ids before the first bag have row -1, which is never missing.
                 for feature, rows in enumerate(np.split(result.rows, starts[1:-1])):
                     missed = np.intersect1d(rows, result.admission.missed_ids)
                     self.misses_by_feature[feature] += missed.size
@@ -434,21 +440,19 @@ class HostRows:
         self.calls_with_a_miss += total.unique_misses > 0
 
 
-# Caches and stores
-
-
 def _memory_of_device() -> dict[str, int] | None:
-    """Memory statistics of the device; None if it reports no limit."""
+    """Memory statistics of the first local device, or None if the device reports no limit."""
     memory = jax.local_devices()[0].memory_stats() or {}
     return memory if "bytes_limit" in memory else None
 
 
 def _cache_sizes(groups: Mapping[int, GroupPlan], caching: Arguments) -> dict[int, int]:
-    """Number of sets of each group's cache: `cache_load_factor` of its rows, or `cache_sets`.
+    """Number of sets of each group's cache. A set has 32 rows.
 
-    Each cache has at least one set of 32 rows. If the device reports its memory and `cache_sets` is
-    0, the other sets are scaled down in proportion to fit the free memory. Tables with placement
-    `host` get one set.
+    The number is `cache_sets` or, if this is 0, follows from `cache_load_factor` and the rows of
+    the group. In the second case, if the device reports its memory, the numbers are reduced in
+    proportion until the caches fit into the free memory. Each cache has at least one set. Tables
+    with placement `host` get one set.
 
     Raises: ValueError: the free memory does not hold one set per cache.
 
@@ -461,8 +465,8 @@ def _cache_sizes(groups: Mapping[int, GroupPlan], caching: Arguments) -> dict[in
         num_rows = int(group.num_rows * caching.cache_load_factor)
         sets = caching.cache_sets or -(-num_rows // NUM_WAYS) or 1
         if group.table.placement == "host":
-            # With placement `host`, rows are on the device for one batch only, so the smallest
-            # cache is enough.
+            # Rows of tables with placement `host` stay on the device for one batch only, so the
+            # smallest cache is enough.
             sets = 1
         num_sets[number] = sets
         row = group.table._replace(dtype=group.table.near_dtype).first_row()
@@ -484,12 +488,13 @@ def _cache_sizes(groups: Mapping[int, GroupPlan], caching: Arguments) -> dict[in
 
 
 def _backing_of(group: GroupPlan) -> BackingStore:
-    """The store of a group's rows and states, with their initial values."""
+    """Host store with the rows and optimizer states of a group at their initial values."""
     table = group.table
     arrays = []
     for row in table.first_row():
         array = np.zeros((group.num_rows, *row.shape[1:]), row.dtype)
-        if row.any():  # Pages of np.zeros take memory only once they are written.
+        if row.any():
+            # Pages of `np.zeros` take no memory before they are written, so zeros are not written.
             array[:] = row
         arrays.append(array)
     return BackingStore(arrays, device_dtype=jnp.dtype(table.near_dtype))
@@ -509,13 +514,13 @@ _OF_CACHES = (
 
 
 def warn_of_arguments(plan: TBEPlan, arguments: Arguments) -> None:
-    """Warns of cache arguments that have no effect for the tables of a plan."""
+    """Warns if arguments are set that have no effect for the tables of a plan."""
     if not plan.has_cache:
-        arguments.warn_of_no_effect(_OF_CACHES, "as no table is behind a cache")
+        arguments.warn_of_no_effect(_OF_CACHES, "because no table has a cache")
     elif arguments.cache_sets or _memory_of_device() is None:
-        why = "as cache_sets says how large caches are, or the device does not tell how much memory it has"
+        why = "because cache_sets is set, or the device does not report its memory"
         arguments.warn_of_no_effect(["cache_reserved_memory"], why)
     names = ["uvm_non_rowwise_momentum", "use_experimental_tbe", "uvm_host_mapped"]
     if not arguments.gradient_clipping:
         names.append("max_gradient")
-    arguments.warn_of_no_effect(names, "here")
+    arguments.warn_of_no_effect(names, "because the module does not need them")

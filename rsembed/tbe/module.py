@@ -53,75 +53,84 @@ _backward = jax.jit(
 _row_gradients = jax.jit(functional.row_gradients, static_argnums=0, static_argnames="max_gradient")
 _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 WeightGradients: TypeAlias = Array | dict[str, Array | np.ndarray] | None
-"""Gradients of `per_sample_weights`: an array, or arrays by feature for a prepared batch."""
+"""Gradients of `per_sample_weights`.
+
+An array or, for a batch prepared on a mesh, a dictionary of arrays by feature. None without
+weights.
+"""
 _EVALUATES = "the module is in evaluation mode, which never trains; call train() first."
 
 
 class TableBatchedEmbeddingBags(TrainedTables):
-    """Embedding bags of many tables in one call. The backward pass is the optimizer.
+    """Looks up embedding bags of many tables in one call. The backward pass trains the tables.
 
-    `tbe(indices, offsets)` looks up and trains nothing. `out, backward = tbe.vjp(indices, offsets)`
-    is the lookup of a training step. `backward(d_out)` sums the gradients of equal rows over the
-    whole call, then steps every looked-up row once. Rows that no id reads keep their bits, and so
-    do their optimizer states. The module runs eagerly (compiled inside) and under `nnx.jit`.
+    `tbe(indices, offsets)` looks up rows without training. The lookup of a training step is
+    `out, backward = tbe.vjp(indices, offsets)`. `backward(d_out)` sums the gradients of equal rows
+    over the whole call, then steps every looked-up row once. Rows that no id reads keep their bits,
+    and so do their optimizer states. The module can be called eagerly or under `nnx.jit`. An eager
+    call runs compiled programs.
 
-    Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws random weights.
-    Arguments without effect, alone or together with the others, cause a warning that names them.
-    Extensions of FBGEMM: `optimizer` and `learning_rate` may be lists with one entry per table, the
-    learning rate may be a schedule (of the 0-based step), and any dim is allowed.
+    Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws random weights. If
+    arguments have no effect in combination with the other arguments, a warning names them. FBGEMM
+    does not have the following options. `optimizer` and `learning_rate` may be lists with one entry
+    per table. The learning rate may be a schedule, which is a function of the step number. Tables
+    may have any dim.
 
     An eager training step donates the module's arrays, so copies that share them (`nnx.clone`,
-    `nnx.split`) cannot be used afterwards. With cached tables, `nnx.state` has the rows in the
-    cache only. A state of a module with cached tables can be used only with this module, and only
+    `nnx.split`) cannot be used afterwards. With cached tables, `nnx.state` contains only the rows
+    in the cache. A state of a module with cached tables can be used only with this module, and only
     until the module changes. To copy a module or to go back to an earlier state, use `state_dict`
     and `load_state_dict`.
 
-    Arguments that are enum members can also be given by name or value ("exact_sgd", 0). The
+    Arguments that are enum members can also be passed by name or value ("exact_sgd", 0). The
     environment variable `FBGEMM_TBE_BOUNDS_CHECK_MODE` overrides `bounds_check_mode`.
 
     Args:
-      embedding_specs: `(rows, dim, location, compute device)` of every table. All tables are on
-        `device`, whatever their compute device. MANAGED_CACHING keeps rows and states on the host,
-        with one device cache for each group of tables with equal dim and optimizer. Training
-        computes the same bits as without the cache. On accelerators, MANAGED and HOST keep rows on
-        the host, and each batch copies its rows to the device and back. On CPUs, MANAGED and HOST
-        mean DEVICE.
-      feature_table_map: index of the table of every feature, in any order. By default one feature
-        per table.
+      embedding_specs: `(rows, dim, location, compute device)` of every table. The compute device
+        has no effect, because all tables are on `device`. MANAGED_CACHING keeps rows and states on
+        the host, with one device cache for each group of tables with equal dim and optimizer.
+        Training with a cache computes the same bits as training without a cache. On accelerators,
+        MANAGED and HOST keep rows on the host, and each batch copies its rows to the device and
+        back. On CPUs, MANAGED and HOST mean DEVICE.
+      feature_table_map: index of the table of every feature, in any order. By default, each table
+        has one feature.
       cache_algorithm: eviction policy of caches, LRU by default.
       cache_load_factor: rows of the cache as a fraction of all rows of the group, 0.2 by default.
       cache_sets: number of sets of 32 rows in each cache. 0, the default: the number of sets
         follows from `cache_load_factor`.
       cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. The argument
-        has no effect, and there is a warning, if the device does not report its memory (CPUs do
-        not) or if `cache_sets` is given.
-      cache_precision: dtype of cached rows. None, the default: `weights_precision`. With any
-        other dtype, training does not equal that of uncached tables. A narrower dtype rounds rows
-        to nearest when they enter the cache, and rounds stepped rows like the rows of a table of
-        that dtype. A wider dtype rounds rows when they leave the cache, in the same way as stepped
-        rows.
-      weights_precision: FP32, FP16 or BF16.
-      output_dtype: FP32, FP16 or BF16. Sums are computed in float32.
-      enforce_hbm: whether MANAGED_CACHING means DEVICE.
-      optimizer: optimizer of all tables, or a list with one per table; see `EmbOptimType`. Or an
-        optimizer of rsembed, such as `rsembed.optimizers.FTRL(...)`, which then determines all
-        settings and the learning rate.
-      record_cache_metrics: enables `get_cache_miss_counter` and `get_table_wise_cache_miss`.
-      gather_uvm_cache_stats: enables `get_uvm_cache_stats` and `reset_uvm_cache_stats`.
+        has no effect if `cache_sets` is set, or if the device (such as a CPU) does not report its
+        memory. A warning then says so.
+      cache_precision: dtype of cached rows. None, the default: `weights_precision`. With another
+        dtype, training a cached table differs from training an uncached table. If the dtype is
+        narrower, rows are rounded to nearest when they enter the cache, and stepped rows are
+        rounded like rows of a table with this dtype. If the dtype is wider, rows are rounded when
+        they leave the cache, in the way in which stepped rows of an uncached table are rounded.
+      weights_precision: dtype of the stored rows: FP32 (default), FP16 or BF16.
+      output_dtype: dtype of the output: FP32 (default), FP16 or BF16. Sums are computed in float32.
+      enforce_hbm: whether MANAGED_CACHING means DEVICE, False by default.
+      optimizer: optimizer of all tables, or a list with one optimizer per table. See
+        `EmbOptimType`. An optimizer of rsembed, such as `rsembed.optimizers.FTRL(...)`, is also
+        accepted. Its fields then set the learning rate and all other hyperparameters.
+      record_cache_metrics: which cache misses `get_cache_miss_counter` and
+        `get_table_wise_cache_miss` return. None, the default: neither method can be called.
+      gather_uvm_cache_stats: whether `get_uvm_cache_stats` and `reset_uvm_cache_stats` can be
+        called, False by default.
       stochastic_rounding: whether stepped FP16 and BF16 rows are rounded stochastically, True by
         default.
       gradient_clipping: whether every entry of the output's gradient is clipped to
-        `[-max_gradient, max_gradient]`.
+        `[-max_gradient, max_gradient]`, False by default.
       max_gradient: bound for `gradient_clipping`.
-      max_norm: maximum norm of updated rows, for row-wise Adagrad. 0, the default: no bound.
-      learning_rate: a number, or a function of no arguments or of the step number (from 0). One for
-        all tables, or a list with one per table.
-      eps: number added to the square root, outside of it. The default 1e-8 is FBGEMM's, while
-        torch's Adagrad has 1e-10.
+      max_norm: maximum norm of updated rows, for row-wise Adagrad. 0, the default: norms are not
+        limited.
+      learning_rate: a number, or a function of no arguments or of the step number (from 0). Pass
+        one for all tables, or a list with one per table.
+      eps: number that is added to the square root in the denominator. The default is 1e-8, as in
+        FBGEMM. Torch's Adagrad has 1e-10.
       momentum: momentum of LARS_SGD.
       weight_decay: strength of weight decay. Weight decay is decoupled for ADAM, LAMB and their
         partial forms, and added to the gradient for LARS_SGD. For row-wise Adagrad,
-        `weight_decay_mode` decides.
+        `weight_decay_mode` sets the kind.
       weight_decay_mode: kind of weight decay of row-wise Adagrad.
       eta: trust coefficient of LARS_SGD.
       beta1: decay of the first moment, for the ADAM and LAMB families.
@@ -133,31 +142,35 @@ class TableBatchedEmbeddingBags(TrainedTables):
         with it.
       pooling_mode: SUM, MEAN (the weighted sum divided by the number of ids) or NONE (one row per
         id).
-      device: device of the tables. None: JAX's default device.
-      bounds_check_mode: treatment of ids and offsets out of range. An id of -1 means no id.
-      uvm_non_rowwise_momentum: no effect. States are always where their rows are.
+      device: device of the tables. None, the default: the default device of JAX.
+      bounds_check_mode: treatment of ids and offsets that are out of range. The id -1 is in range
+        and means no id.
+      uvm_non_rowwise_momentum: no effect, because states are always stored beside their rows.
       use_experimental_tbe: no effect.
-      prefetch_pipeline: whether rows of prefetched batches stay in the cache until their lookup.
-        Needs LRU.
-      stats_reporter_config: settings of periodic reports about training, outside `jit`. None: no
-        reports.
-      table_names: names for messages and state dicts, `table_0`, `table_1` and so on by default.
-      optimizer_state_dtypes: FP32, FP16 or BF16 by state name, for `momentum1` and `momentum2` of
-        any optimizer.
-      multipass_prefetch_config: splits the prefetch of a long batch into passes. If None, there is
+      prefetch_pipeline: whether rows of a prefetched batch stay in the cache until the batch is
+        looked up, False by default. True needs `cache_algorithm` LRU.
+      stats_reporter_config: settings of periodic reports about training outside `jit`. None, the
+        default: no reports.
+      table_names: names of the tables in messages and state dicts, `table_0`, `table_1` and so on
+        by default.
+      optimizer_state_dtypes: dtypes (FP32, FP16 or BF16) of the optimizer states `momentum1` and
+        `momentum2`, by name. FP32 by default.
+      multipass_prefetch_config: splits the prefetch of a long batch into passes. None, the default:
         one pass.
       global_weight_decay: settings of weight decay mode DECOUPLE_GLOBAL, required by it and only
         allowed with it.
       uvm_host_mapped: no effect.
       emainplace_mode: settings of EMAINPLACE_ROWWISE_ADAGRAD.
-      feature_names: names for messages. By default the table's name, with an index if several
-        features read it.
-      mesh: devices that share the tables and the samples of a batch. None: one device. See
-        `prepare`.
-      sharding_axis: axes of the mesh over which tables and samples are split. None: all axes.
-      placement: placement of tables on a mesh, by table name or one for all; see
+      feature_names: names of the features in messages. By default, a feature has the name of its
+        table, with an index if several features read the table.
+      mesh: devices that share the tables and the samples of a batch. None, the default: one device.
+        See `prepare`.
+      sharding_axis: axes of the mesh over which tables and samples are split. None, the default:
+        all axes.
+      placement: placement of tables on a mesh, by table name, or one placement for all tables. See
         `rsembed.EmbeddingCollection`.
-      rngs: source of the PRNG key for initial weights and stochastic rounding. None: `nnx.Rngs(0)`.
+      rngs: source of the PRNG key for initial weights and stochastic rounding. Default:
+        `nnx.Rngs(0)`.
 
     Source: FBGEMM, SplitTableBatchedEmbeddingBagsCodegen.
 
@@ -258,25 +271,25 @@ class TableBatchedEmbeddingBags(TrainedTables):
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
     ) -> Float[Array, "*output"]:
-        """Pooled rows of all features. A call changes no weights, states or step.
+        """Pooled rows of all features. The call does not train the tables.
 
         Args:
-          indices: ids of all features, feature after feature, or the result of `prepare`. -1 means
-            no id.
+          indices: ids of all features, feature after feature, or the result of `prepare`. The id -1
+            means no id.
           offsets: bag `b` of feature `f` holds
             `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`, for a batch of `B` bags per
             feature.
-          per_sample_weights: factor of every looked-up row, `[ids]`. The result can be
-            differentiated by the weights with `jax.grad`. None: ones.
-          feature_requires_grad: not used here, see `vjp`.
-          batch_size_per_feature_per_rank: `[feature][rank]` number of bags, if features have
-            different numbers.
-          total_unique_indices: not used here, see `vjp`.
+          per_sample_weights: factor of every looked-up row, `[ids]`. `jax.grad` can differentiate
+            the result with respect to the weights. None, the default: all weights are 1.
+          feature_requires_grad: ignored, because only `vjp` uses it.
+          batch_size_per_feature_per_rank: number of bags `[feature][rank]`, if features have
+            different numbers of bags.
+          total_unique_indices: ignored, because only `vjp` uses it.
 
-        Returns: `[B, sum of dims]`, with the features side by side. For PoolingMode.NONE
-          `[nnz, longest dim]`, with zeros after shorter rows. With
-          `batch_size_per_feature_per_rank` one flat array: the `[bags, dim]` of each feature, for
-          each rank.
+        Returns: `[B, sum of dims]`, with the features side by side. For PoolingMode.NONE,
+          `[nnz, longest dim]`, in which shorter rows are padded with zeros. With
+          `batch_size_per_feature_per_rank`, one flat array that has, for each rank, the
+          `[bags, dim]` of each feature.
         """
         del feature_requires_grad, total_unique_indices
         batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
@@ -292,19 +305,22 @@ class TableBatchedEmbeddingBags(TrainedTables):
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
     ) -> tuple[Float[Array, "*output"], TablesBackward]:
-        """The lookup of a training step, and the function that trains with the output's gradient.
+        """Looks up the batch of a training step.
 
         Args:
           indices: see `__call__`.
           offsets: see `__call__`.
           per_sample_weights: see `__call__`.
-          feature_requires_grad: 1 or 0 per feature. 0 sets the gradients of the feature's
-            `per_sample_weights` to zero. The rows of the feature are still trained.
+          feature_requires_grad: 1 or 0 for each feature. With 0, the gradients of the feature's
+            `per_sample_weights` are zero. The rows of the feature are still trained.
           batch_size_per_feature_per_rank: see `__call__`.
           total_unique_indices: for OptimType.NONE, the maximum number of rows per group that
-            `backward` returns. None: the number of indices.
+            `backward` returns. Default: the number of indices.
 
-        Raises: RuntimeError: the module is in evaluation mode; call `train()` first.
+        Returns: the output as from `__call__`, and the function `backward(d_output)`, which trains
+          the tables with the gradient of the output.
+
+        Raises: RuntimeError: the module is in evaluation mode. Call `train()` first.
         """
         if self.deterministic:
             raise RuntimeError(_EVALUATES)
@@ -313,7 +329,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         if feature_requires_grad is not None:
             mask = batches.mask_of_ids(self.plan, batch, feature_requires_grad)
         with self._alone():
-            self._begin_step()  # After the checks: an invalid batch must not change the tables.
+            # An invalid batch must not change the tables, so the step begins after all checks.
+            self._begin_step()
             near = self._brought(batch)
             output = self._pooled(near)
             return output, TablesBackward(
@@ -321,10 +338,11 @@ class TableBatchedEmbeddingBags(TrainedTables):
             )
 
     def apply(self, row_gradients: RowGradients) -> None:
-        """One optimizer step of every row in `row_gradients`.
+        """Steps every row in `row_gradients` once.
 
         Args:
-          row_gradients: result of `backward.row_gradients`, perhaps clipped or summed.
+          row_gradients: result of `backward.row_gradients`, which may have been clipped, or summed
+            over several batches.
 
         Raises: ValueError: the gradients belong to a module with other tables, or rows and values
           differ in length.
@@ -343,17 +361,18 @@ class TableBatchedEmbeddingBags(TrainedTables):
     def prepare(
         self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None
     ) -> AnyBatch:
-        """A checked batch on the devices, to be passed in place of `indices`, even into `jit`.
+        """Checks a batch and copies it to the devices.
+
+        Pass the result to `__call__` or `vjp` in place of `indices`, also inside `jit`.
 
         On a mesh, the samples are split over the devices, and each process passes its part of the
-        batch. On one device, the batch is padded to a power of two of ids (not for
-        PoolingMode.NONE), so a stream of batches needs few compiled programs. Do not call `prepare`
-        inside `jit`.
+        batch. On one device, the ids are padded to a power of two (not for PoolingMode.NONE), so
+        that a stream of batches needs only a few compiled programs.
 
-        Gradients of `per_sample_weights` have the form of the prepared batch: on a mesh
-        `{feature: [ids]}`.
+        Gradients of `per_sample_weights` have the form of the prepared batch. On a mesh, this is a
+        dictionary `{feature: [ids]}`.
 
-        Raises: RuntimeError: inside `jit`.
+        Raises: RuntimeError: `prepare` is called inside `jit`.
         """
         batch = self._read(indices, offsets, per_sample_weights)
         if is_traced(batch):
@@ -374,17 +393,18 @@ class TableBatchedEmbeddingBags(TrainedTables):
         forward_stream: object = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Copies rows of a later batch into the cache.
+        """Copies the rows of a later batch into the cache.
 
         Other batches may be looked up before the prefetched batch.
 
         Args:
           indices: see `__call__`.
           offsets: see `__call__`.
-          forward_stream: ignored; an argument because FBGEMM has it.
+          forward_stream: ignored. FBGEMM has this argument.
           batch_size_per_feature_per_rank: see `__call__`.
 
-        Raises: RuntimeError: inside `jit`, or 100 prefetched batches have not been looked up yet.
+        Raises: RuntimeError: `prefetch` is called inside `jit`, or 100 prefetched batches have not
+          been looked up yet.
         """
         del forward_stream
         with self._alone():
@@ -399,7 +419,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             host.prefetch(self.state, batch)
 
     def _begin_step(self) -> None:
-        """Runs the passes over whole tables before the next step, if they have not run yet."""
+        """Runs the passes over whole tables of the next step, if they have not run yet."""
         if self.plan.has_passes:
             kept(self.state.set_value, _begin_step, self.plan, self.whole_state)
 
@@ -410,11 +430,11 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
         Args:
           host: the module's `host_rows`.
-          program: function of plan, state and `operands`. It donates the state, and returns the new
-            state and another result.
-          *operands: other arguments of the program.
+          program: function of the plan, the state and `operands`. It donates the state. It returns
+            the new state and a second result.
+          *operands: arguments of the program after the state.
 
-        Returns: the other result.
+        Returns: the second result of `program`.
         """
         state = self.whole_state
         if host is not None and not is_traced((state, operands)):
@@ -429,18 +449,18 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return result
 
     def _read(self, *arguments: Any) -> AnyBatch:
-        """The checked batch of a call. A warning names ids and offsets out of range, once.
+        """Reads and checks the arguments of a call. Warns once about ids and offsets out of range.
 
-        `bounds_check_warning` gets the number of ids and offsets that were corrected.
+        `bounds_check_warning` is set to the number of ids and offsets that are out of range.
         """
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
-        # Inside a transformation, a module that is not an argument cannot be written to. The count
-        # is then lost.
+        # Inside a transformation, the variables of a module that is not an argument cannot be set.
+        # The number of ids out of range is then lost.
         with contextlib.suppress(TraceContextError):
             if mistake and not self._has_warned:
                 message = (
-                    f"rsembed.tbe: {mistake} It was corrected as FBGEMM does. This is told once; afterwards "
-                    "bounds_check_warning tells how many the last batch had."
+                    f"rsembed.tbe: {mistake} It was corrected, as in FBGEMM. Later batches do not warn: "
+                    "bounds_check_warning has the number of corrections in the last batch."
                 )
                 warnings.warn(message, stacklevel=3)
                 self._has_warned = True
@@ -449,13 +469,13 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return batch
 
     def _brought(self, batch: AnyBatch, *, admit: bool = True) -> AnyBatch:
-        """Copies the batch's rows to the device, and returns the batch that the tables read.
+        """Copies the rows of a batch to the device, and returns the batch as `functional` reads it.
 
         On a mesh, the batch is split by sample. Ids of cached tables are replaced by cache slots.
 
         Args:
           batch: result of `_read`.
-          admit: whether missing rows enter the cache.
+          admit: whether missing rows enter the cache, True by default.
 
         Raises: RuntimeError: a table is cached, and the module is not an argument of the
           transformation.
@@ -478,9 +498,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return host.bring(self.state, batch, admit=admit)
 
     def _pooled(self, batch: AnyBatch) -> Array:
-        """Output of a lookup of `batch`, which is a result of `_brought`."""
-        # Numpy arrays are passed to the compiled function as they are, because a conversion before
-        # the call is slower.
+        """Looks up a batch that `_brought` has returned."""
+        # Numpy arrays are passed to the compiled function as they are, because converting them to
+        # JAX arrays before the call is slower.
         return _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
 
 
@@ -490,7 +510,7 @@ SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TablesBackward:
-    """Backward function of one `vjp` call: trains the looked-up rows, or returns their gradients.
+    """Backward function of one `vjp` call. It trains the looked-up rows or returns their gradients.
 
     Each object can be used once: `backward(d_out)` or `backward.row_gradients(d_out)`.
     """
@@ -503,7 +523,7 @@ class TablesBackward:
     _bound: int | None
 
     def __post_init__(self) -> None:
-        # The step uses the learning rate at the time of its lookup.
+        # A step uses the learning rate at the time of its lookup, even if the rate changes later.
         self._rates = learning_rates(self._module.plan, self._module.whole_state)
         self._generation = self._module.state.get_value().generation
         self._is_used = False
@@ -511,19 +531,20 @@ class TablesBackward:
     def __call__(
         self, d_output: ArrayLike, *, per_sample_weights_grad: bool = True
     ) -> WeightGradients | RowGradients:
-        """One optimizer step of every looked-up row, with gradients summed over the whole call.
+        """Steps every looked-up row once, with the sum of the row's gradients over the whole call.
 
         Args:
-          d_output: gradient of the output of `vjp`, with its shape.
+          d_output: gradient of the output of `vjp`, in the shape of the output.
           per_sample_weights_grad: whether the gradient of `per_sample_weights` is computed, True by
             default. False makes the call faster.
 
-        Returns: the gradient of `per_sample_weights`, in the same structure; None without weights.
-          For a batch prepared on a mesh `{feature: [ids]}`. For OptimType.NONE, nothing is stepped
-          and the `RowGradients` are returned.
+        Returns: the gradient of `per_sample_weights`, in the structure of the weights, or None
+          without weights. For a batch prepared on a mesh, the gradient is a dictionary
+          `{feature: [ids]}`. For OptimType.NONE, no row is stepped, and the result is a
+          `RowGradients`.
 
-        Raises: RuntimeError: this backward has already been used, or the module is in evaluation
-          mode now.
+        Raises: RuntimeError: this backward has already been used, or the module is now in
+          evaluation mode.
         """
         with self._module._alone():
             return self._trained(d_output, per_sample_weights_grad)
@@ -559,15 +580,16 @@ class TablesBackward:
         return weight_gradients
 
     def row_gradients(self, d_output: ArrayLike) -> RowGradients:
-        """The summed gradient of every looked-up row. Steps nothing.
+        """Sums the gradients of every looked-up row, without a step.
 
-        Clip or accumulate the result, and `apply` it later.
+        The result can be clipped or accumulated, and passed to `apply` later.
 
         Args:
-          d_output: gradient of the output of `vjp`, with its shape.
+          d_output: gradient of the output of `vjp`, in the shape of the output.
 
         Returns: one entry per group of tables with equal dim, optimizer and placement, by the name
-          of the group's first table. Row numbers count through all tables of the group.
+          of the group's first table. The row numbers of a table are offset by the number of rows of
+          all earlier tables of the group.
 
         Raises: ValueError: more rows than `total_unique_indices` were looked up.
         """
@@ -583,11 +605,11 @@ class TablesBackward:
         return gradients
 
     def _gradient(self, d_output: ArrayLike) -> Array:
-        """The gradient of the output as a JAX array, after checks.
+        """Checks the gradient of the output, and returns it as a JAX array.
 
         Raises:
           TypeError: `d_output` is not an array of floats.
-          ValueError: `d_output` does not have the output's shape.
+          ValueError: `d_output` does not have the shape of the output.
           RuntimeError: this backward has already been used, or the module is in evaluation mode.
         """
         check_not_forked("the module")
@@ -599,7 +621,7 @@ class TablesBackward:
                 f"the gradient has shape {d_output.shape}, but the output has {self._shape}."
             )
         if self._is_used:
-            raise RuntimeError("this backward was used already; a second step needs its own vjp.")
+            raise RuntimeError("this backward was used already; call vjp again for a second step.")
         if module.deterministic:
             raise RuntimeError(_EVALUATES)
         return d_output

@@ -45,7 +45,7 @@ from rsembed.tbe.arguments import (
 class EmbeddingLocation(enum.IntEnum):
     """Memory that holds the rows of a table: device, host, or host with a cache on the device.
 
-    MTIA exists because FBGEMM has it. MTIA is rejected, because JAX has no such backend.
+    FBGEMM has the location MTIA. It is rejected, because JAX has no such backend.
     """
 
     DEVICE = 0
@@ -56,9 +56,10 @@ class EmbeddingLocation(enum.IntEnum):
 
 
 class ComputeDevice(enum.IntEnum):
-    """Devices that look up rows. GPU means CUDA.
+    """Kind of device that looks up rows. GPU is another name of CUDA.
 
-    FBGEMM has no GPU and TPU. MTIA exists because FBGEMM has it, and is rejected.
+    FBGEMM has no GPU and no TPU. FBGEMM has MTIA, which is rejected, because JAX has no such
+    backend.
     """
 
     CPU = 0
@@ -74,7 +75,7 @@ AnyBatch: TypeAlias = Call | PreparedBatch
 """A checked batch: a `Call` on one device, a `PreparedBatch` on a mesh."""
 Batch = TypeVar("Batch", Call, PreparedBatch, AnyBatch)
 LIST = "all"
-"""Name of the list of ids of a `PreparedBatch`: one list for all features."""
+"""Name of the only list of ids of a `PreparedBatch`, which has the ids of all features."""
 BagSizes = tuple[tuple[int, ...], ...]
 """`sizes[f][r]` is the number of bags of feature `f` from rank `r`."""
 
@@ -83,26 +84,26 @@ class TablePlan(NamedTuple):
     """Plan of one logical table.
 
     Args:
-      name: name in messages and state dicts.
-      optimizer: optimizer that `rule` was made from.
+      name: name of the table in messages and state dicts.
+      optimizer: optimizer from which `rule` was made.
       num_rows: number of rows.
       dim: number of columns.
       learning_rate: a number, or a function of no arguments or of the step number (from 0).
       dtype: dtype of the stored rows.
-      near_dtype: dtype of the rows on the device. For rows on the host, `near_dtype` may differ
-        from `dtype`.
-      rule: rule that steps looked-up rows. None: their gradients are returned and nothing is
-        stepped.
+      near_dtype: dtype of the rows on the device. It may differ from `dtype` if rows are stored on
+        the host.
+      rule: optimizer that steps looked-up rows. None: rows are not stepped, and `backward` returns
+        their gradients.
       placement: `device`, `cached` (on the host, with a cache on the device) or `host` (each batch
         copies its rows to the device and back).
       shared_by: placement on a mesh: `row`, `table`, `column` or `replicated`. Always `replicated`
         on one device.
       rounds_stochastically: whether stepped rows of a dtype other than float32 are rounded
         stochastically.
-      whole_table_mode: settings of a pass over the whole table that runs before the lookup of each
-        training step. If None, there is no pass.
-      copy_dtypes: dtypes of the copies of the table that this pass keeps. The copies follow the
-        slots of the rule.
+      whole_table_mode: settings of the pass over the whole table that runs before the lookup of
+        each training step. None: the optimizer has no such pass.
+      copy_dtypes: dtypes of the copies of the table that the pass over the whole table needs. In a
+        state, the copies come after the slots of `rule`.
       torch_state_names: names of the optimizer states in torch's optimizers.
     """
 
@@ -161,7 +162,7 @@ class TablePlan(NamedTuple):
         return {"rows": self.num_rows, "dim": self.dim, "optimizer": optimizer, "states": states}
 
     def first_row(self) -> list[np.ndarray]:
-        """Initial weights of one row, then its optimizer states, each `[1, dim]` or `[1, 1]`."""
+        """Initial weights and optimizer states of one row: arrays of shape `[1, dim]` or `[1, 1]`."""
         arrays = [np.zeros((1, self.dim), jnp.dtype(self.dtype))]
         if self.rule is not None:
             arrays += map(np.asarray, self.rule.init_slots(jnp.zeros((1, self.dim), jnp.float32)))
@@ -171,8 +172,8 @@ class TablePlan(NamedTuple):
 
     def spec(self) -> TableSpec:
         """The `TableSpec` of the table, for rsembed's `Engine`."""
-        # Initial values, rounding noise and combiner are not set here. Initial values come from the
-        # state, noise from each `Step`, and the combiner from `engine_of`.
+        # The spec has no initial values, which `init_state` makes, no rounding noise, which is part
+        # of each `Step`, and no combiner, which `engine_of` sets.
         spec = TableSpec(
             name=self.name,
             # A `TableSpec` needs at least one row, so an empty table gets one row. No id reads this
@@ -180,7 +181,8 @@ class TablePlan(NamedTuple):
             vocabulary_size=max(self.num_rows, 1),
             embedding_dim=self.dim,
             dtype=self.dtype,
-            # Stochastic rounding draws for whole rows, so it would forbid a split by column.
+            # Stochastic rounding draws noise for whole rows, so it forbids a split by column. Rows
+            # in float32 are not rounded.
             stochastic_rounding=self.rounds_stochastically and self.dtype != "float32",
         )
         if self.rule is None:
@@ -193,10 +195,10 @@ class GroupPlan(NamedTuple):
 
     Args:
       table: the first table of the group. Other tables of the group differ from the first only in
-        name and size. The first table's name is the name of the group, and of its stack in the
+        name and size. The name of the first table is the name of the group, and of its stack in the
         engine.
       tables: indices of all tables of the group.
-      num_rows: rows of all tables.
+      num_rows: number of rows of all tables of the group.
     """
 
     table: TablePlan
@@ -214,7 +216,7 @@ class TBEPlan:
       tables: plans of the logical tables, in the order of `embedding_specs`.
       features: index of the table of every feature.
       pooling: `sum`, `mean` or `none`.
-      feature_names: names for messages.
+      feature_names: names of the features in messages.
       devices: devices that share tables and samples.
     """
 
@@ -225,7 +227,8 @@ class TBEPlan:
     devices: Devices
 
     def __post_init__(self) -> None:
-        # Every call looks up its compiled program by the plan, and hashing all tables is slow.
+        # The hash is computed once: every call looks up its compiled program by the plan, and
+        # hashing all tables is slow.
         object.__setattr__(
             self, "_hash", hash((self.tables, self.features, self.pooling, self.devices))
         )
@@ -252,7 +255,7 @@ class TBEPlan:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """The stack of every group in the engine: layout and storage of the group's array."""
+        """For every group, its stack in the engine, with layout and storage of the group's array."""
         return tuple(engine_of(self).stacks.values())
 
     @functools.cached_property
@@ -266,7 +269,7 @@ class TBEPlan:
 
     @functools.cached_property
     def readers(self) -> tuple[Segment, ...]:
-        """For every feature, a segment without bags that reads its table."""
+        """For every feature, a segment that reads its table. `_segments` adds the bags."""
         readers = []
         for table in self.features:
             rows = *self.places[table], self.tables[table].num_rows
@@ -275,9 +278,9 @@ class TBEPlan:
 
     @property
     def combiner(self) -> Combiner:
-        """The combiner to pass to kernels.
+        """Combiner of the kernels for the pooling mode.
 
-        FBGEMM's mean divides by the number of ids, weighted or not.
+        In FBGEMM, a mean is the weighted sum divided by the number of ids.
         """
         if self.pooling == "mean":
             return "mean_by_count"
@@ -295,7 +298,7 @@ class TBEPlan:
 
     @functools.cached_property
     def has_passes(self) -> bool:
-        """Whether `functional.begin_step` has work to do before a training step."""
+        """Whether optimizers need `functional.begin_step` before a training step."""
         for table in self.tables:
             if table.whole_table_mode is not None or isinstance(table.rule, CounterAdagrad):
                 return True
@@ -303,12 +306,12 @@ class TBEPlan:
 
     @functools.cached_property
     def row_layout(self) -> Fingerprint:
-        """Fingerprint of the row numbers: group, first row and size of every table."""
+        """Fingerprint of the meaning of row numbers: group, first row and size of every table."""
         return Fingerprint.of({"tables": self._row_facts()})
 
     @functools.cached_property
     def layout(self) -> Fingerprint:
-        """Fingerprint of a state: positions, dtypes, placements and optimizers of the tables."""
+        """Fingerprint that states contain: row numbers, dtypes and optimizers of the tables."""
         of_tables = self._row_facts()
         for table in self.tables:
             of_tables[table.name] |= table.contents()
@@ -323,7 +326,10 @@ class TBEPlan:
 
     @functools.cached_property
     def contents(self) -> Fingerprint:
-        """Fingerprint of a state dict. Placements and dtypes are not part of the fingerprint."""
+        """Fingerprint that state dicts contain: sizes and optimizers of the tables.
+
+        Placements and dtypes are not part of this fingerprint, so they may differ.
+        """
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
     @functools.cached_property
@@ -332,7 +338,7 @@ class TBEPlan:
         return dict.fromkeys(self.feature_names, LIST)
 
     def _row_facts(self) -> dict[str, dict[str, object]]:
-        """For every table by name, the metadata that determines which row each row number means."""
+        """For every table, by name, the facts that determine the row numbers of its rows."""
         of_tables: dict[str, dict[str, object]] = {}
         for table, (group, first_row) in zip(self.tables, self.places, strict=True):
             facts: dict[str, object] = {"group": group, "first_row": first_row}
@@ -350,12 +356,12 @@ class TBEPlan:
         weights: Float[Array | np.ndarray, " nnz"] | None,
         sizes: BagSizes | None = None,
     ) -> Call:
-        """A call with one list of ids.
+        """Kernel call with one list of ids.
 
         Args:
           ids: ids of all features, feature after feature.
           offsets: 0, then the end of every bag.
-          weights: one weight per id. None: ones.
+          weights: one weight per id. None: all weights are 1.
           sizes: number of bags by feature and rank, for variable batch sizes. None if all features
             have equally many bags.
 
@@ -366,7 +372,7 @@ class TBEPlan:
         return Call((IdList(ids, offsets, weights),), segments, layout)  # type: ignore[arg-type]
 
     def first_bags(self, batch: Call) -> Int[np.ndarray, " features_plus_1"]:
-        """Index of the first bag of every feature in a batch, and the number of all bags."""
+        """Index of the first bag of every feature in a batch, followed by the number of all bags."""
         num_bags = [0] * len(self.features)
         for number, segment in enumerate(batch.segments):
             num_bags[number % len(num_bags)] += segment.num_bags
@@ -375,7 +381,7 @@ class TBEPlan:
 
 @functools.lru_cache(maxsize=256)
 def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Segment, ...]:
-    """Segments of a batch: one per feature, or one per rank and feature with `sizes`.
+    """Segments of a batch: one per feature or, with `sizes`, one per rank and feature.
 
     Raises: ValueError: the number of offsets is not the number of bags plus 1.
     """
@@ -412,9 +418,9 @@ def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[
 
 @functools.lru_cache(maxsize=64)
 def engine_of(plan: TBEPlan) -> Engine:
-    """The `Engine` with the compiled programs for the plan's tables.
+    """Engine with the compiled programs for the tables of a plan.
 
-    Each group is a stack, in the order of the groups.
+    Each group of the plan is a stack of the engine, in the order of the groups.
     """
     specs = [table.spec() for table in plan.tables]
     features: dict[str, FeatureSpec] = {}
@@ -426,7 +432,7 @@ def engine_of(plan: TBEPlan) -> Engine:
     for group in plan.groups:
         names = [specs[table].name for table in group.tables]
         stack = plan_stack(readers, names, stack_name=group.table.name, num_shards=1, pad=False)
-        # A `FeatureSpec` may not have `mean_by_count`, so the combiner is set here.
+        # `FeatureSpec` rejects the combiner "mean_by_count", so the combiner is set afterwards.
         pooled = [dataclasses.replace(feature, combiner=combiner) for feature in stack.features]
         stacks.append(dataclasses.replace(stack, features=tuple(pooled)))
     made = make_stacks(
@@ -442,27 +448,27 @@ def engine_of(plan: TBEPlan) -> Engine:
 
 @functools.lru_cache(maxsize=64)
 def identity(plan: TBEPlan, *, checks: bool) -> str:
-    """Identity that a prepared batch must have: its tables, features, devices and id checks."""
+    """Identity of prepared batches for a plan: tables, features, devices and bounds check."""
     bounds_check = "raise" if checks else "ignore"
     return identity_of(engine_of(plan).features, plan.list_of_feature, plan.devices, bounds_check)
 
 
 def list_of(batch: AnyBatch) -> IdList | Bags:
-    """The only list of a batch, with the ids of all features."""
+    """The only list of ids of a batch, which has the ids of all features."""
     if isinstance(batch, Call):
         return batch.lists[0]
     return batch.lists[LIST]
 
 
 def with_list(batch: Batch, **changes: Any) -> Batch:
-    """The batch with other `ids`, `offsets` or `weights` in its only list."""
+    """A copy of the batch with new `ids`, `offsets` or `weights` in its only list of ids."""
     changed: Any = dataclasses.replace(list_of(batch), **changes)
     lists: Any = {LIST: changed} if isinstance(batch, PreparedBatch) else (changed,)
     return dataclasses.replace(batch, lists=lists)
 
 
 def per_table(value: Any, num_tables: int, what: str) -> list[Any]:
-    """One value per table, from a sequence or from one value for all.
+    """List of one value per table, from one value for all tables or from a sequence of values.
 
     Raises: ValueError: `value` is a sequence, and its length is not `num_tables`.
     """
@@ -495,14 +501,14 @@ def device_of(device: jax.Device | str | int | None) -> jax.Device | None:
         return jax.devices(platform)[int(number or 0)]
     except (RuntimeError, IndexError, ValueError) as error:
         known = [f"{d.platform}:{d.id}" for d in jax.devices()]
-        raise ValueError(f"device {device!r} is not there; this process has {known}.") from error
+        raise ValueError(f"there is no device {device!r}; this process has {known}.") from error
 
 
 def make_plan(settings: Arguments) -> TBEPlan:
-    """The plan of a module with these arguments.
+    """Plan of a module with the arguments `settings`.
 
     Raises:
-      ValueError: the declaration of a table or feature is impossible, or arguments contradict each
+      ValueError: the declaration of a table or feature is invalid, or arguments contradict each
         other.
       NotImplementedError: an optimizer or pooling mode does not work with the placement of a table,
         or an optimizer comes from another package, such as optax.
@@ -547,8 +553,8 @@ def make_plan(settings: Arguments) -> TBEPlan:
         f"optimizer {arguments.name_of(optimizers[0])} does not use them",
     )
     if len(set(optimizers)) == 1:
-        # All arguments are checked here, because `trained_by` checks only arguments that the
-        # optimizer reads.
+        # `trained_by` checks only arguments that an optimizer reads. If all tables have one
+        # optimizer, the other arguments are checked, too.
         arguments.check_arguments(optimizers[0], settings)
     dtype = settings.weights_precision.dtype
     near_dtype = (settings.cache_precision or settings.weights_precision).dtype
@@ -586,10 +592,10 @@ def make_plan(settings: Arguments) -> TBEPlan:
 
 
 def _default_feature_names(names: Sequence[str], features: Sequence[int]) -> list[str]:
-    """Name of the table of every feature, with an index if several features read it."""
+    """For every feature, the name of its table, with an index if several features read the table."""
     readers = []
     for feature, table in enumerate(features):
-        # `_check_specs` rejects a table index out of range, so any name will do here.
+        # A feature with a table index out of range gets any name, because `_check_specs` rejects it.
         readers.append(names[table] if 0 <= table < len(names) else f"feature_{feature}")
     numbered = []
     for feature, name in enumerate(readers):
@@ -605,9 +611,9 @@ def _check_specs(
     names: Sequence[str],
     feature_names: Sequence[str],
 ) -> None:
-    """Raises: ValueError: the declaration of a table or feature is impossible.
+    """Checks the declarations of tables and features.
 
-    The message names the table or feature.
+    Raises: ValueError: a declaration is invalid. The message names the table or feature.
     """
     if not specs:
         raise ValueError("embedding_specs is empty; a module needs at least one table.")
@@ -659,17 +665,18 @@ def _check_trained(table: TablePlan) -> None:
     if table.is_cached and (table.whole_table_mode is not None or counts or moves_all_rows):
         what = "weight_decay_mode COUNTER" if counts else arguments.name_of(table.optimizer)
         raise NotImplementedError(
-            f"table {table.name!r}: {what} goes over whole tables, which a table on the host behind a cache cannot "
-            "do in one step; use EmbeddingLocation.DEVICE, or enforce_hbm=True."
+            f"table {table.name!r}: {what} goes over whole tables, which is not possible for a table on the host; "
+            "use EmbeddingLocation.DEVICE, or enforce_hbm=True."
         )
 
 
 def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:
-    """Checks that tables can be on a mesh.
+    """Checks that the devices of a mesh can share tables.
 
     Raises:
       ValueError: a table has no rows.
-      NotImplementedError: a mesh does not support this pooling mode, placement or weight decay.
+      NotImplementedError: a mesh does not support the pooling mode, or the placement or weight
+        decay of a table.
     """
     if pooling == PoolingMode.NONE:
         raise NotImplementedError(
@@ -679,7 +686,7 @@ def _check_shared(tables: Sequence[TablePlan], pooling: PoolingMode) -> None:
     for table in tables:
         reason = None
         if table.is_cached:
-            reason = "rows on the host visit one device; use EmbeddingCollection and storage=rsembed.HostCached(...)"
+            reason = "its rows are on the host; use EmbeddingCollection and storage=rsembed.HostCached(...)"
         elif table.global_decay is not None:
             reason = "DECOUPLE_GLOBAL owes decay to rows that are only read; use DECOUPLE or L2"
         if reason is not None:

@@ -66,7 +66,7 @@ def _uniform_rows(
     low: Float[Array, ""],
     high: Float[Array, ""],
 ) -> Float[Array, "rows dim"]:
-    # Every row has a PRNG key, so blocks of rows can be drawn, without a second table.
+    # Each row has a PRNG key, so that rows can be drawn in blocks, without a second table.
     def draw(row: Int[Array, ""]) -> Float[Array, " dim"]:
         return low + (high - low) * jax.random.uniform(jax.random.fold_in(key, row), (dim,))
 
@@ -85,14 +85,14 @@ def _put_rows(array: Array, values: Array, rows: Array) -> Array:
 class TBEVariable(nnx.Variable):
     """Tables, optimizer states and counters of a module.
 
-    The backward pass of the module trains the tables. Do not pass them to optax.
+    The backward pass of the module trains the tables, so optax must not train them.
     """
 
 
 class TrainedTables(nnx.Module):
-    """Base of the module: tables, states and learning rates, without the lookup.
+    """Base class of the module, with access to whole tables, states and learning rates.
 
-    The constructor of the subclass sets the attributes.
+    The constructor of the subclass sets the attributes. The subclass also has the lookups.
 
     Attributes:
       plan: plan of the module's tables.
@@ -117,17 +117,17 @@ class TrainedTables(nnx.Module):
 
     @property
     def host_rows(self) -> HostRows | None:
-        """Host side of cached tables; None if no table is cached.
+        """The rows of cached tables on the host, or None if no table is cached.
 
-        Outside `jit`, use this property and not `_host_rows`: it waits for compiled programs and
-        repairs a change that stopped halfway.
+        Outside `jit`, use this property and not `_host_rows`. The property waits for compiled
+        programs, and repairs a change that an error or Ctrl-C has stopped halfway.
 
         Raises: RuntimeError: the module's state is older than the host store, or belongs to a
           different module.
         """
         if self._host_rows is not None:
             check_not_forked("the module")
-            # Callbacks of compiled programs may still change the host rows, so wait for them.
+            # Callbacks of compiled programs may still be changing the rows on the host.
             jax.effects_barrier()
             if not is_traced(self.state.get_value().generation):
                 with self._host_rows.lock:
@@ -136,7 +136,7 @@ class TrainedTables(nnx.Module):
         return self._host_rows
 
     def _resume(self) -> None:
-        """Makes device and host consistent after an error or Ctrl-C stopped a call halfway."""
+        """Makes device and host consistent if an error or Ctrl-C has stopped a call halfway."""
         if self._host_rows is not None and self._host_rows.begun is not None:
             functional.check_state(self.plan, self.state.get_value())
             self._host_rows.resume(self.state)
@@ -145,7 +145,7 @@ class TrainedTables(nnx.Module):
     def _alone(self) -> Iterator[None]:
         """Context in which no other thread can use the tables on the host.
 
-        If an error or Ctrl-C leaves the context, device and host are made consistent.
+        If an error or Ctrl-C ends the context, device and host are made consistent.
         """
         check_not_forked("the module")
         if self._host_rows is None:
@@ -155,7 +155,7 @@ class TrainedTables(nnx.Module):
             try:
                 yield
             except BaseException:
-                # If `_resume` fails, the next call of the module reports the lost state.
+                # If `_resume` fails, the next call of the module reports that the state is lost.
                 with contextlib.suppress(RuntimeError):
                     self._resume()
                 raise
@@ -163,7 +163,7 @@ class TrainedTables(nnx.Module):
     def set_learning_rate(self, lr: float | Sequence[float]) -> None:
         """Sets one learning rate for all tables, or one for each table.
 
-        A `backward` from `vjp` uses the rate at the time of its lookup.
+        A `backward` function of an earlier `vjp` still uses the rate at the time of its lookup.
 
         Raises: ValueError: a rate is negative or not finite, the rate is a schedule, or tables that
           share an array get different rates.
@@ -172,33 +172,37 @@ class TrainedTables(nnx.Module):
         self.state.set_value(self.whole_state._replace(learning_rates=everywhere(self.plan, rates)))
 
     def get_learning_rate(self) -> float | list[float]:
-        """Learning rate of the next step: one number if all tables have equal rates, else a list."""
+        """Learning rate of the next step.
+
+        If all tables have equal rates, the result is one number, else a list with one per table.
+        """
         rates = np.asarray(learning_rates(self.plan, self.whole_state))
         by_table = [float(rates[group]) for group, _ in self.plan.places]
         return by_table[0] if len(set(by_table)) == 1 else by_table
 
     @validated
     def set_optimizer_step(self, step: NonNegativeInt) -> None:
-        """Sets the number of updates so far. The next training step is `step + 1`."""
+        """Sets the number of updates so far. The number of the next training step is `step + 1`."""
         done = everywhere(self.plan, jnp.asarray(step, jnp.int32))
         self.state.set_value(self.whole_state._replace(step=done, passed_step=done + 0))
 
     @property
     def step(self) -> Array:
         """Number of updates so far."""
-        return self.whole_state.step + 0  # A copy: the next update donates the array itself.
+        # The result is a copy, because the next update donates the array of the state.
+        return self.whole_state.step + 0
 
     def init_embedding_weights_uniform(
         self, min_val: float, max_val: float, *, key: PRNGKeyArray | None = None
     ) -> None:
         """Draws all weights from the uniform distribution between two bounds.
 
-        For equal keys and tables the bits are equal, on device, on host and on a mesh.
+        Equal keys give equal bits, whether tables are on the device, on the host or on a mesh.
 
         Args:
           min_val: lower bound of the weights.
           max_val: upper bound of the weights.
-          key: PRNG key. None: the module's key.
+          key: PRNG key. Default: the key of the module.
 
         Raises: ValueError: a bound is not finite, or `min_val` is above `max_val`.
         """
@@ -212,9 +216,10 @@ class TrainedTables(nnx.Module):
             self._write_table(number, functools.partial(draw, key=key_of_table, dim=table.dim))
 
     def split_embedding_weights(self) -> list[Array | np.ndarray]:
-        """The weights of every table, `[rows, dim]`.
+        """The weights of every table, as arrays `[rows, dim]`.
 
-        The arrays are copies. For tables on the host, they are read-only views of the store.
+        For a table on the host, the array is a read-only view of the stored weights. For other
+        tables, it is a copy.
         """
         with self._alone():
             self.flush()
@@ -227,7 +232,7 @@ class TrainedTables(nnx.Module):
 
         Args:
           table: index or name of the table.
-          weights: `[rows, dim]`, a numpy array, JAX array or torch tensor.
+          weights: new weights `[rows, dim]`, as a numpy array, JAX array or torch tensor.
           allow_nonfinite: whether NaN and infinity are accepted, False by default.
 
         Raises: ValueError: the table does not exist, `weights` has the wrong shape, or a weight is
@@ -250,9 +255,9 @@ class TrainedTables(nnx.Module):
         self._write_table(number, functools.partial(_cut, values))
 
     def split_optimizer_states(self) -> list[list[Array | np.ndarray]]:
-        """Optimizer states of every table, in the order of `state_names` of its plan.
+        """Optimizer states of every table, in the order of `TablePlan.state_names`.
 
-        Row-wise states are `[rows]`.
+        A state with one number per row has the shape `[rows]`.
 
         Raises: NotImplementedError: OptimType.NONE has no states.
         """
@@ -265,8 +270,8 @@ class TrainedTables(nnx.Module):
     def get_optimizer_state(self) -> list[dict[str, Array | np.ndarray]]:
         """Optimizer states of every table by torch's names, such as `sum` or `exp_avg`.
 
-        The number of steps, `iter`, is added for tables that have it in FBGEMM: with
-        DECOUPLE_GLOBAL, and with COUNTER and ADAGRADW.
+        As in FBGEMM, the number of steps is added under the name `iter` for weight decay mode
+        DECOUPLE_GLOBAL, and for mode COUNTER with ADAGRADW.
         """
         of_tables: list[dict[str, Array | np.ndarray]] = []
         for table, states in zip(self.plan.tables, self.split_optimizer_states(), strict=True):
@@ -277,10 +282,11 @@ class TrainedTables(nnx.Module):
         return of_tables
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Everything that training changes, as numpy arrays.
+        """Everything that training changes, as numpy arrays by name.
 
-        Names are `TABLE.weight`, `TABLE.sum` and so on for each table, then `step`, `learning_rate`
-        and the module's other counters. `contents` is a fingerprint that `load_state_dict` checks.
+        The names are `TABLE.weight`, `TABLE.sum` and so on for each table, then `step`,
+        `learning_rate` and the module's other counters. The entry `contents` is a fingerprint that
+        `load_state_dict` checks.
         """
         plan = self.plan
         saved: dict[str, np.ndarray] = {}
@@ -290,35 +296,34 @@ class TrainedTables(nnx.Module):
             for number, table in enumerate(plan.tables):
                 saved |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
         saved["step"] = np.asarray(state.step)
-        if plan.has_passes and state.passed_step != state.step:  # A `vjp` has begun the next step.
+        if plan.has_passes and state.passed_step != state.step:
+            # A `vjp` has begun the next step, but its `backward` has not run.
             saved["passed_step"] = np.asarray(state.passed_step)
         group_of_table = [group for group, _ in plan.places]
         saved["learning_rate"] = np.asarray(state.learning_rates)[group_of_table]
         saved["max_counter"] = np.asarray(state.max_counter)
         saved["key"] = np.asarray(jax.random.key_data(state.key))
-        # `contents` is saved as bytes, because some file formats hold no strings.
+        # `contents` is saved as bytes, because some file formats cannot store strings.
         saved["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)
         return saved
 
     def load_state_dict(
         self, state_dict: Mapping[str, ArrayLike], *, allow_nonfinite: bool = False
     ) -> None:
-        """Loads a `state_dict`.
+        """Loads a result of `state_dict`, possibly of a different module.
 
-        The module that was saved may have other hyperparameters, dtypes and placement than this
-        one.
+        The module that was saved may have different hyperparameters, dtypes and placements. If an
+        error is raised, the module does not change.
 
         Args:
-          state_dict: arrays by name, the result of `state_dict`.
+          state_dict: arrays by name, as `state_dict` returns them.
           allow_nonfinite: whether NaN, infinity and negative sums of squares are accepted, False by
             default.
 
         Raises:
           ValueError: an entry is missing, unknown, out of range, not finite or of the wrong shape,
-            or `contents` has other optimizers.
+            or `contents` is the fingerprint of different tables or optimizers.
           TypeError: the argument is not a mapping, or an entry is not an array of numbers.
-
-        The module does not change if an error is raised.
         """
         check_type(state_dict, Mapping, "the state dict")
         plan = self.plan
@@ -347,12 +352,13 @@ class TrainedTables(nnx.Module):
                 Fingerprint(np.asarray(saved["contents"], np.uint8).tobytes().decode()),
                 plan.contents,
                 what="the state dict does not belong to this module",
-                way_out="Construct the module as the saved one was; to take the numbers all the same, leave out "
-                "'contents'.",
+                way_out="Construct the module with the tables and optimizers of the saved module; or leave out "
+                "'contents' to load the arrays without this check.",
             )
         numbers = self._numbers_of(saved)
         functional.check_state(plan, self.state.get_value())
-        self.reset_cache_states(discard=True)  # All rows are replaced below.
+        # Cached rows are discarded, because all rows are replaced below.
+        self.reset_cache_states(discard=True)
         for number, table in enumerate(plan.tables):
             for array, name in enumerate(_entries(table)):
                 values = np.asarray(saved[name]).reshape(table.num_rows, -1)
@@ -360,9 +366,9 @@ class TrainedTables(nnx.Module):
         self.state.set_value(self.state.get_value()._replace(**everywhere(plan, numbers)))
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes of `weights` and `optimizer_states`, by table name and, as `total`, for all tables.
+        """Bytes of `weights` and `optimizer_states` of each table, by name, and of all as `total`.
 
-        If some table is cached, `total` also has the bytes of the `cache` on the device.
+        If a table is cached, `total` also has the bytes of the `cache` on the device.
         """
         sizes = dict[str, dict[str, int]]()
         total = {"weights": 0, "optimizer_states": 0}
@@ -382,9 +388,9 @@ class TrainedTables(nnx.Module):
         return {**sizes, "total": total}
 
     def _report(self, batch: AnyBatch, output: Array) -> None:
-        """Reports numbers and bytes of a training step by FBGEMM's names, if it is due.
+        """Reports counts and bytes under FBGEMM's names, if `interval` steps have passed.
 
-        Warns inside `jit`, because steps cannot be reported there.
+        Inside `jit`, nothing can be reported, and the method warns.
         """
         config = self.arguments.stats_reporter_config
         if config is None:
@@ -435,9 +441,9 @@ class TrainedTables(nnx.Module):
         """Empties the cache.
 
         Args:
-          discard: whether the rows in the cache are dropped instead of written to the host.
-            Updates of these rows since they were last written to the host are then lost, as in
-            FBGEMM. False by default.
+          discard: whether the cached rows are discarded instead of written to the host, False by
+            default. If True, updates of cached rows since they were last written to the host are
+            lost, as in FBGEMM.
         """
         with self._alone():
             if self._host_rows is not None:
@@ -460,7 +466,7 @@ class TrainedTables(nnx.Module):
         self._counting("gather_uvm_cache_stats").reset_counts()
 
     def get_cache_miss_counter(self) -> tuple[int, int]:
-        """Number of batches with a miss, and number of unique misses.
+        """Number of batches with at least one miss, and number of unique misses in all batches.
 
         Raises: RuntimeError: `record_cache_metrics` does not enable this counter, or no table is
           cached.
@@ -469,7 +475,7 @@ class TrainedTables(nnx.Module):
         return rows.calls_with_a_miss, rows.counts.unique_misses
 
     def get_table_wise_cache_miss(self) -> np.ndarray:
-        """Unique misses of every feature.
+        """Number of unique misses of every feature, summed over all batches.
 
         Raises: RuntimeError: `record_cache_metrics` does not enable this counter, or no table is
           cached.
@@ -487,12 +493,13 @@ class TrainedTables(nnx.Module):
     def _write_table(
         self, number: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0
     ) -> None:
-        """Overwrites the weights or an optimizer state of a table, in blocks.
+        """Overwrites the weights or an optimizer state of a table, block by block.
 
         Args:
           number: index of the table.
-          rows: function from the first row and the number of rows of a block to its values.
-          array: 0 for the weights, k for the k-th optimizer state.
+          rows: function `(first_row, num_rows)` that returns the new values of a block of rows.
+          array: index of the array to overwrite: 0, the default, for the weights, and `k` for the
+            `k`-th optimizer state.
         """
         table = self.plan.tables[number]
         with self._alone():
@@ -508,7 +515,7 @@ class TrainedTables(nnx.Module):
                     self._put(number, array, first, values)
 
     def _put(self, number: int, array: int, first: int, values: np.ndarray) -> None:
-        """Overwrites rows of a table on the device, from the `first` one on, in one array."""
+        """Overwrites consecutive rows of a table, from row `first` on, in one array on the device."""
         group, _ = self.plan.places[number]
         state = self.whole_state
         arrays = list(state.arrays(group))
@@ -520,7 +527,7 @@ class TrainedTables(nnx.Module):
         kept(keep, _put_rows, arrays[array], values, self._rows_of(number, first, len(values)))
 
     def _rows_of(self, number: int, first: int, num_rows: int) -> Int[np.ndarray, " rows"]:
-        """Rows of consecutive ids of a table in the arrays of its group on the device."""
+        """Row numbers of consecutive rows of a table, in the device arrays of its group."""
         group, _ = self.plan.places[number]
         layout = self.plan.stacks[group].layout
         rows: np.ndarray = layout.rows(
@@ -538,7 +545,7 @@ class TrainedTables(nnx.Module):
     def _read_table(self, number: int) -> list[Array | np.ndarray]:
         """Weights and states of one table, with the shapes of a state dict.
 
-        Call `flush` before, so that the host has the trained rows.
+        Call `flush` first, because the latest values of cached rows may be on the device only.
         """
         table = self.plan.tables[number]
         arrays: list[Array | np.ndarray] = []
@@ -555,7 +562,9 @@ class TrainedTables(nnx.Module):
         return [array.reshape(entry.shape) for array, entry in zip(arrays, entries, strict=True)]
 
     def _numbers_of(self, saved: Mapping[str, ArrayLike]) -> dict[str, Array]:
-        """The entries of a state dict that belong to no table, by field of the state.
+        """Checks the entries of a state dict that belong to no table.
+
+        Returns: new values of fields of `TBEState`, by name of the field.
 
         Raises: ValueError, TypeError: an entry has the wrong shape or type, or is out of range.
         """
@@ -589,9 +598,9 @@ class TrainedTables(nnx.Module):
 def _rates_of_groups(
     plan: TBEPlan, learning_rate: float | Sequence[float]
 ) -> Float[Array, " groups"]:
-    """One learning rate per group.
+    """Learning rate of each group, from one rate for all tables or a list with one per table.
 
-    Raises: ValueError: tables of a group have different rates, or the rate is a schedule.
+    Raises: ValueError: tables of a group have different rates, or the plan has a schedule.
     """
     by_table = per_table(learning_rate, len(plan.tables), "learning_rate")
     for rate in by_table:
@@ -614,10 +623,10 @@ def _rates_of_groups(
 
 
 def _non_negative_entries(table: TablePlan) -> set[str]:
-    """Names of a table's entries in a state dict that cannot be negative."""
+    """Names of the entries of a table in a state dict that must not be negative."""
     if table.rule is None:
         return set()
-    # Names of the rule's slots come first. Names of copies of the table follow.
+    # `torch_state_names` has the slots of the rule, followed by the copies of the table.
     slots = getattr(table.rule.slot_type, "_fields", ())
     entries = set()
     for slot, state in zip(slots, table.torch_state_names, strict=False):
@@ -627,8 +636,11 @@ def _non_negative_entries(table: TablePlan) -> set[str]:
 
 
 def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of a table's entries in a state dict, by name. Row-wise states are flat."""
-    # With dim 1, states `[1, 1]` and `[1, dim]` would have equal shapes.
+    """Shapes and dtypes of the entries of a table in a state dict, by name.
+
+    A state with one number per row has the shape `[rows]`.
+    """
+    # With dim 2, a state with one number per row, `[1, 1]`, differs from a state `[1, dim]`.
     arrays = table._replace(dim=2).first_row()
     entries = {}
     for name, array in zip(("weight", *table.torch_state_names), arrays, strict=True):

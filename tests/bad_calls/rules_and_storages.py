@@ -111,7 +111,7 @@ rs.from_optax(optax.MultiSteps(optax.sgd(0.1), 4))
     => TypeError: from_optax ... gradient_transformation() ... rsembed.combine
 rs.tbe.TableBatchedEmbeddingBags(
     [(9, 4, rs.tbe.EmbeddingLocation.HOST, rs.tbe.ComputeDevice.CPU)], optimizer=rs.from_optax(optax.adam(0.1)))
-    => NotImplementedError: states of another package have no names here
+    => NotImplementedError: states of optimizers of other packages have no names
 custom(None) => TypeError: Custom: custom_computation_fn ... (gradient, row, *slots, lr)
 stepped(custom(lambda g, w, lr: (w - lr * g).sum())) => ValueError: 'custom' ... row and its 0 slots ... (1, 4) ... ()
 stepped(custom(lambda g, w: w - g)) => TypeError: custom optimizer 'custom' ... 3 arguments (gradient, row, *slots, lr)

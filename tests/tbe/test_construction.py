@@ -91,10 +91,10 @@ def test_the_published_arguments_stand_in_their_order_and_newer_ones_need_their_
 WITHOUT_EFFECT = {
     "beta1, momentum: no effect": {"optimizer": ROWWISE, "beta1": 0.5, "momentum": 0.1},
     "weight_decay_mode: no effect": {"optimizer": Optim.ADAM, "weight_decay_mode": Decay.L2},
-    "cache_algorithm, cache_load_factor, cache_sets: no effect, as no table is behind a cache": dict(
+    "cache_algorithm, cache_load_factor, cache_sets: no effect, because no table has a cache": dict(
         cache_sets=2, cache_load_factor=0.5, cache_algorithm=rt.CacheAlgorithm.LFU
     ),
-    "prefetch_pipeline: no effect, as no table is behind a cache": dict(
+    "prefetch_pipeline: no effect, because no table has a cache": dict(
         location=CACHED, enforce_hbm=True, prefetch_pipeline=True
     ),
     "uvm_non_rowwise_momentum, use_experimental_tbe, uvm_host_mapped: no effect": dict(
@@ -106,10 +106,10 @@ WITHOUT_EFFECT = {
         "optimizer": ROWWISE,
         "ensemble_mode": rt.EnsembleModeDefinition(),
     },
-    "cache_reserved_memory: no effect, as cache_sets says how large caches are": dict(
+    "cache_reserved_memory: no effect, because cache_sets is set": dict(
         location=CACHED, cache_sets=1, cache_reserved_memory=1.0
     ),
-    "cache_reserved_memory: no effect, as .* the device does not": {
+    "cache_reserved_memory: no effect, because .* the device does not": {
         "location": CACHED,
         "cache_reserved_memory": 1.0,
     },

@@ -116,9 +116,7 @@ def test_updates_and_counts_after_a_compiled_step_wait_for_it():
 # States of another time, or of another module
 
 TAKEN = "has lost its tables.*state_dict and load_state_dict"
-WAY_OUT = (
-    "state is not the one that belongs to its tables on the host.*state_dict and load_state_dict"
-)
+WAY_OUT = "state does not match its tables on the host.*state_dict and load_state_dict"
 
 
 BETWEEN = {name: ENTRIES[name] for name in ("vjp", "lookup", "prefetch", "uniform")}
@@ -369,7 +367,7 @@ def test_a_compiled_step_that_did_not_return_its_state_is_refused_until_a_state_
     nnx.update(module, before)  # as Ctrl-C leaves it
     with pytest.raises(
         RuntimeError,
-        match=r"Ctrl-C, an error or another thread came between.*load the latest state",
+        match=r"Ctrl-C, an error or another thread interrupted.*load the latest state",
     ):
         module(batch(1), OFFSETS)
     module.load_state_dict(saved)
