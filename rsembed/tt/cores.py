@@ -129,7 +129,7 @@ def bag(
     arrays = check_cores(spec, cores)
     bags = padded_bags(bags)
     digits, is_row = digits_of((spec,), bags.ids)
-    # Only whether an id has a row matters here: `digits` say which slices are read.
+    # `digits` say which slices are read. `call` only needs to know which ids have a row.
     rows = jnp.where(is_row, 0, NO_ROW)
     call = call_of(bags, rows, mode)
     _, outputs, gains = entries_of(call)
@@ -248,7 +248,10 @@ def digits_of(
         table = xp.searchsorted(first_rows, ids, side="right")
 
     def of_table(values: Sequence[int]) -> Any:
-        """For each id, the entry of `values` for its table. If all entries are equal, a scalar."""
+        """For each id, the entry of `values` for its table.
+
+        If all entries of `values` are equal, the result is a scalar.
+        """
         by_table = np.minimum(values, max_id)
         by_table = by_table.astype(ids.dtype)
         if (by_table == by_table[0]).all():
@@ -282,8 +285,8 @@ def entries_of(
     """Row number, output index and gain of every entry of a call, list after list.
 
     A list with a combiner has one output per bag. A list without a combiner has one output per
-    entry. Outputs are numbered through all lists. An entry that contributes nothing has the output
-    index `NO_ROW`.
+    entry. The outputs of all lists are numbered consecutively. An entry that contributes nothing
+    has the output index `NO_ROW`.
     """
     rows = []
     outputs = []

@@ -35,19 +35,23 @@ from rsembed.tt.spec import TTSpec
 COUNTS_PER_ROW = 16
 """Default number of counted ids per cached row."""
 MIN_COUNTS_PER_ROW = 6
-"""Smallest accepted number of counted ids per cached row. Fewer would lower the hit rate."""
+"""Smallest accepted number of counted ids per cached row. A smaller number lowers the hit rate."""
 MAX_READS = 2**30
 """Read counts are clipped to this number when rows are chosen for the cache."""
 DAMPING = 1e-3
-"""Damping of the step in `written_back`, relative to the mean diagonal of its Gram matrix."""
+"""Damping of the least-squares problem in `written_back`.
+
+The number is relative to the mean diagonal entry of the Gram matrix.
+"""
 
 
 class Directory(NamedTuple):
     """Read counts per id, and the cache slot of every cached id.
 
     Attributes:
-      counted: ids with a read count. When the map is full, all counts are halved, and ids with a
-        count of zero are removed. The more ids are read, the faster old reads lose weight.
+      counted: ids with a read count. When there is no space for a new id, all counts are halved,
+        and ids with a count of zero are removed. The more ids are read, the faster old reads lose
+        weight.
       places: cache slot of each counted id; `NO_ROW` if the id is not cached.
       ids: id in each cache slot; `NO_ROW` for a free slot.
       residual: see `CacheReport`.
@@ -107,9 +111,9 @@ class CacheReport(NamedTuple):
 
     Attributes:
       cached_ids: number of rows in the cache now.
-      residual: largest error that one write-back has caused in an entry of the table. For evicted
-        rows, this is the measured difference between the new row and the cached row. For all other
-        rows, it is an upper bound: the norm of the change of the whole table.
+      residual: largest error that one write-back has caused in an entry of the table. In an evicted
+        row, the error is the measured difference between the new row and the cached row. In all
+        other rows, the error is bounded by the norm of the change of the whole table.
       lookups: number of counted reads.
       hits: number of reads of ids that were cached at the time of the read.
       uncounted: number of reads of ids without a read count, because the map of read counts was
@@ -161,8 +165,8 @@ def empty(capacity: int, num_counts: int) -> Directory:
 
     Args:
       capacity: number of cache slots.
-      num_counts: maximum number of ids with a read count. It must exceed `capacity`, because every
-        cached id needs a read count.
+      num_counts: maximum number of ids with a read count. The number must exceed `capacity`,
+        because every cached id needs a read count.
     """
     return Directory(
         counted=row_map.empty(num_counts),
@@ -272,7 +276,7 @@ def _with_totals(
 
     Args:
       directory: the directory before the addition.
-      added: numbers to add. Their keywords are names in `TOTALS`.
+      added: numbers to add, by name of the total (see `TOTALS`).
     """
     numbers = []
     for name in TOTALS:

@@ -129,8 +129,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         per core.
       caches: for each group, the cached `rows`, their optimizer `state`, and the `directory` of
         cached ids.
-      learning_rate: learning rate of the fused step. It is a variable, so a new value needs no new
-        compilation.
+      learning_rate: learning rate of the fused step. The rate is a variable, so a new value needs
+        no new compilation.
 
     Raises:
       ValueError: shapes do not match, the length of a sequence differs from the number of tables,
@@ -193,7 +193,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.eps = eps
         rule = rule_of(optimizer, eps)
         if not sparse:
-            # An external optimizer stores its state elsewhere. SGD adds no slots to the module.
+            # An external optimizer stores its state itself, so the module takes a rule without
+            # slots.
             rule = rule_of(OptimType.SGD, eps)
         self.rule: OptimizerSpec = nnx.static(rule)
         self.sparse = sparse
@@ -581,9 +582,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
         """Pooled rows as from `__call__`, and a function `backward(d_output)`.
 
-        With `sparse=True`, `backward` steps the cores and can be called once. It then returns the
-        gradient of the weights in a `TTGradients`, or None if the lookup had no weights. With
-        `sparse=False`, `backward` changes nothing, and returns the gradients of cores and weights.
+        With `sparse=True`, `backward` steps the cores and can be called once. The result of the
+        call is the gradient of the weights in a `TTGradients`, or None if the lookup had no
+        weights. With `sparse=False`, `backward` changes nothing, and returns the gradients of cores
+        and weights.
         """
         bags = self._read(indices, offsets, per_sample_weights)
         is_used = False

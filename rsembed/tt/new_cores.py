@@ -59,7 +59,8 @@ def init_cores(
 
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
-    Raises: ValueError: the distribution is unknown, or needs larger ranks.
+    Raises: ValueError: the distribution is unknown, or the ranks are too small for the
+      distribution.
 
     Source: Yin et al. (2021), "TT-Rec", section on initialisation.
     """
@@ -187,18 +188,18 @@ def _triangle_wave_cores(
             diagonal = jnp.eye(num_harmonics)[None, :, None, None, :, None]
             block_diagonal = rotation[:, None] * diagonal
             core = block_diagonal.reshape(p, 2 * num_harmonics, q, 2 * num_harmonics)
-        core = jnp.pad(core, _unused_ranks(core.shape, rank, next_rank))
+        core = jnp.pad(core, _rank_padding(core.shape, rank, next_rank))
         rms = jnp.sqrt(jnp.mean(core * core))
         cores.append(core + rms * core_noises[t])
     return cores
 
 
-def _unused_ranks(
+def _rank_padding(
     shape: Sequence[int],
     rank: int,
     next_rank: int,
 ) -> list[tuple[int, int]]:
-    """Padding of a core of four axes, so that axis 1 has length `rank` and axis 3 `next_rank`."""
+    """Padding of a core with shape `shape`, after which axes 1 and 3 are `rank` and `next_rank`."""
     return [
         (0, 0),
         (0, rank - shape[1]),
@@ -285,7 +286,8 @@ def round_cores(
 
     Returns: spec with the lower ranks, and the cores.
 
-    Raises: ValueError: the error is negative or not finite, or the number of ranks is wrong.
+    Raises: ValueError: `max_relative_error` is negative or not finite, or the number of `ranks` is
+      wrong.
 
     Source: Oseledets (2011), "Tensor-train decomposition", algorithm 2.
     """
@@ -368,7 +370,7 @@ def _truncated(
       matrix: the matrix to factor.
       rank: upper bound on the number of columns of the first factor.
       max_error: upper bound on the error in the Frobenius norm. As many columns are left out as the
-        bound allows. `rank` can leave out more.
+        bound allows. More columns are left out if there are more than `rank`.
     """
     wide_matrix = matrix.astype(np.float64)
     basis, values, rest = np.linalg.svd(wide_matrix, full_matrices=False)
@@ -408,7 +410,7 @@ def _from_tensorly_layout(
     for t, part in enumerate(parts):
         rank, _, next_rank = spec.slice_shapes[t]
         slices = part.transpose(1, 0, 2, 3)
-        padded = np.pad(slices, _unused_ranks(slices.shape, rank, next_rank))
+        padded = np.pad(slices, _rank_padding(slices.shape, rank, next_rank))
         core = padded.reshape(spec.core_shapes[t])
         cores.append(jnp.asarray(core, dtype))
     return tuple(cores)

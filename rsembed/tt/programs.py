@@ -379,7 +379,7 @@ def _with_last(
 ) -> Array | np.ndarray:
     """Offsets that include the end of the last bag.
 
-    `last` says whether `offsets` include it already. None: see `read_bags`.
+    `last` says whether `offsets` already include this end. None: see `read_bags`.
     """
     check_type(offsets, Int[np.ndarray, " bags"], "offsets")
     if not isinstance(offsets, jax.Array):

@@ -118,14 +118,14 @@ class TTSpec:
     ) -> TTSpec:
         """The spec with the largest equal ranks that fits a budget in bytes.
 
-        The row factors are chosen for the fewest parameters.
+        The row factors are chosen so that the cores have as few parameters as possible.
 
         Args:
           rows: number of rows of the table.
           dim: embedding dimension of the table.
           bytes: upper bound on the bytes of the cores, without optimizer state.
-          num_cores: number of cores, 2 by default. Two cores train best and cost least while the
-            ranks stay above about 8; more cores fit a smaller budget.
+          num_cores: number of cores, 2 by default. Two cores train best and cost least if their
+            ranks are above about 8. More cores fit into a smaller budget.
           dtype: dtype of the cores, float32 (default) or bfloat16.
 
         Raises: ValueError: not even rank 1 fits. The message names the bytes that rank 1 needs.
@@ -242,7 +242,7 @@ def _equal_rank(
     d: int,
     rank: int,
 ) -> TTSpec:
-    """Spec with `rank` at every boundary between cores, capped at the useful ranks."""
+    """Spec with `rank` at every boundary between cores, or with `max_ranks` where they are lower."""
     q_shapes = suggested_tt_shapes(dim, d, False)
     ranks = [rank] * (d - 1)
     while True:
@@ -299,8 +299,8 @@ def suggested_tt_shapes(
     """The `d` most even integer factors of `n`, or of a slightly larger round number.
 
     Candidates are `n` rounded up to multiples of 1, 10, 100, ... The evenness of factors is the
-    entropy of the factors divided by their sum. The first candidate with the greatest entropy wins.
-    Small and large factors alternate in the result.
+    entropy of the factors divided by their sum. The first candidate with the greatest entropy is
+    chosen. Small and large factors alternate in the result.
 
     Args:
       n: the number to factor.
@@ -347,9 +347,9 @@ def _most_even_factors(
 ) -> tuple[float, tuple[int, ...]]:
     """Finds the most even `d` factors of `n`, and returns their entropy and the ascending factors.
 
-    Among factors with equal entropies, the lexicographically largest win. If `n` has fewer than `d`
-    prime factors, the result is these primes and ones. If `n` has `d` prime factors or more, no
-    factor is 1.
+    Among factors with equal entropies, the lexicographically largest are chosen. If `n` has fewer
+    than `d` prime factors, the result is these primes and ones. If `n` has `d` prime factors or
+    more, no factor is 1.
     """
     candidates = np.arange(1, math.isqrt(n) + 1)
     small = candidates[n % candidates == 0].tolist()

@@ -188,7 +188,7 @@ class TensorTrain(Storage):
     def sharing_key(self, table: TableSpec) -> Hashable:
         """Shapes of the slices of each core. Tables with equal slice shapes can share a storage.
 
-        None if the storage has a cache, because it is then not shared.
+        None if the storage has a cache, because a storage with a cache is not shared.
         """
         return None if self.cache_rows else self.spec_of(table).slice_shapes
 
@@ -347,7 +347,7 @@ class TensorTrain(Storage):
             cache_slots, cache_call = _cache_call(params.directory, call, rows, bags, gains)
             bags = jnp.where(cache_slots == NO_ROW, bags, NO_ROW)
         # `pooled_rows` is compiled once per value of `implementation`. The default implementation
-        # of kernels can change between calls, so `implementation` depends on it.
+        # of kernels can change between calls, so the value depends on this default.
         implementation = "plain" if api.default_implementation() == "reference" else None
         pooled = pooled_rows(
             cores_of(params),
@@ -377,7 +377,7 @@ class TensorTrain(Storage):
         pool: Pool,
         ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
-        """See `Storage.pooled`. Unless rows are quantized, they are summed as they are computed."""
+        """See `Storage.pooled`. Rows that are not quantized are summed as they are computed."""
         if table.quantization_config is not None:
             return super().pooled(params, keys, call, table, pool, ahead)
         num_missing = jnp.zeros((), jnp.int32)
