@@ -211,9 +211,9 @@ class OfferedOptimizer(NamedTuple):
     rule.
 
     Args:
-      rule: the `OptimizerSpec` class that implements the optimizer. A field of the class is set
-        from the argument with the same name, or with the name in `_FIELDS`. None: rows are not
-        stepped, and `backward` returns their gradients.
+      rule: the `OptimizerSpec` class that implements the optimizer. An argument sets the field with
+        the same name, or the field that `_FIELDS` has for the argument. None: rows are not stepped,
+        and `backward` returns their gradients.
       states: names of the optimizer's states in torch, separated by spaces.
       arguments: names of the constructor's arguments that the optimizer reads.
       fixed: values of fields of `rule` that no argument sets.

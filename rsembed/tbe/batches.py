@@ -66,7 +66,7 @@ def read(
     # If one process rejects its part of the batch, `Agreement` raises an error in all processes.
     with Agreement(plan.devices.known_mesh, "the batch", (indices, offsets, weights, sizes)):
         if isinstance(indices, (Call, PreparedBatch)):
-            if any(argument is not None for argument in (offsets, weights, sizes)):
+            if not (offsets is None and weights is None and sizes is None):
                 raise ValueError(
                     "a prepared batch holds offsets, weights and sizes; pass none of them beside it."
                 )
@@ -80,7 +80,8 @@ def read(
                 "on a mesh, indices and offsets cannot be split inside jit; call batch = "
                 "module.prepare(indices, offsets) before, outside of jit, and pass batch in their place."
             )
-        return _checked(plan, mode, _call_of(plan, indices, offsets, weights, sizes))
+        batch = _call_of(plan, indices, offsets, weights, sizes)
+        return _checked(plan, mode, batch)
 
 
 def _is_of(plan: TBEPlan, mode: BoundsCheckMode, batch: AnyBatch) -> bool:
@@ -120,7 +121,8 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
 
 
 def weights_as_passed(
-    prepared: PreparedBatch, batch: AnyBatch
+    prepared: PreparedBatch,
+    batch: AnyBatch,
 ) -> dict[str, Array | np.ndarray] | Float[Array, " nnz"]:
     """Weights of a split batch, or their gradients, in the form of the batch before the split.
 
@@ -138,8 +140,9 @@ def weights_as_passed(
     (ids,) = batch.lists
     offsets = np.asarray(ids.offsets)
     before = jnp.zeros(int(offsets[0]))
+    in_bags = map(jnp.asarray, by_feature.values())
     after = jnp.zeros(ids.num_entries - int(offsets[-1]))
-    return jnp.concatenate([before, *map(jnp.asarray, by_feature.values()), after])
+    return jnp.concatenate([before, *in_bags, after])
 
 
 def _call_of(
@@ -160,7 +163,9 @@ def _call_of(
     by_rank: BagSizes | None = None
     if sizes is not None:
         check_type(
-            sizes, Sequence[Sequence[int]], "batch_size_per_feature_per_rank [feature][rank]"
+            sizes,
+            Sequence[Sequence[int]],
+            "batch_size_per_feature_per_rank [feature][rank]",
         )
         by_rank = tuple(tuple(map(int, of_feature)) for of_feature in sizes)
         if plan.is_shared:
@@ -204,7 +209,11 @@ def _integers(values: ArrayLike, name: str) -> AnyArray:
     return array
 
 
-def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> tuple[Call, Count, str | None]:
+def _checked(
+    plan: TBEPlan,
+    mode: BoundsCheckMode,
+    batch: Call,
+) -> tuple[Call, Count, str | None]:
     (ids,) = batch.lists
     is_known = not is_traced((ids.ids, ids.offsets))
     is_fatal = mode == BoundsCheckMode.FATAL
@@ -220,7 +229,9 @@ def _checked(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> tuple[Call, C
         repaired, num_corrected = _repaired(plan, batch)
         batch = batch if is_fatal else repaired
     (ids,) = batch.lists
-    batch = with_list(batch, ids=narrow_ids(ids.ids), offsets=narrow_ids(ids.offsets))
+    narrowed_ids = narrow_ids(ids.ids)
+    narrowed_offsets = narrow_ids(ids.offsets)
+    batch = with_list(batch, ids=narrowed_ids, offsets=narrowed_offsets)
     if mode == BoundsCheckMode.IGNORE:
         return batch, 0, None
     return batch, num_corrected, mistake
@@ -241,7 +252,10 @@ def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyAr
     return jnp.repeat(values, lengths, total_repeat_length=num_ids)
 
 
-def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
+def _repaired(
+    plan: TBEPlan,
+    batch: Call,
+) -> tuple[Call, Count]:
     """Corrects ids and offsets that are out of range. Returns the batch and the number of changes.
 
     The last offset becomes the number of ids. Other offsets are clipped to `[0, number of ids]`. An
@@ -254,22 +268,30 @@ def _repaired(plan: TBEPlan, batch: Call) -> tuple[Call, Count]:
     (entries,) = batch.lists
     num_ids = entries.num_entries
     xp: Any = jnp if is_traced((entries.ids, entries.offsets)) else np
-    ids, offsets = narrow_ids(xp.asarray(entries.ids)), xp.asarray(entries.offsets)
+    ids = narrow_ids(xp.asarray(entries.ids))
+    offsets = xp.asarray(entries.offsets)
     ends: Any = xp.clip(offsets, 0, num_ids)
     is_last = xp.arange(ends.shape[0]) == ends.shape[0] - 1
     ends = xp.where(is_last, num_ids, ends)
     ends = np.maximum.accumulate(ends) if xp is np else jax.lax.cummax(ends)
     starts = ends[plan.first_bags(batch)]
     is_in_bag = xp.arange(num_ids) >= starts[0]
-    limits = [0, *(reader.num_rows for reader in plan.readers)]
-    limit = repeat_by_feature(xp.asarray(limits, np.int32), starts, num_ids)
+    num_rows = [reader.num_rows for reader in plan.readers]
+    limits = xp.asarray([0, *num_rows], np.int32)
+    limit = repeat_by_feature(limits, starts, num_ids)
     is_outside = is_in_bag & ((ids < PAD_ID) | (ids >= limit))
     fixed = xp.where(is_outside, 0, ids)
     num_changed = xp.sum(is_outside) + xp.sum(ends != offsets)
-    return with_list(batch, ids=fixed, offsets=ends.astype(offsets.dtype)), num_changed
+    repaired = with_list(batch, ids=fixed, offsets=ends.astype(offsets.dtype))
+    return repaired, num_changed
 
 
-def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str | None:
+def _first_mistake(
+    plan: TBEPlan,
+    batch: Call,
+    *,
+    may_begin_later: bool,
+) -> str | None:
     """Message about the first id or offset that is out of range, or None if all are in range.
 
     The message names the feature, the table, the bag and the position.
@@ -281,13 +303,16 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
         no bag.
     """
     (entries,) = batch.lists
-    ids, offsets = np.asarray(entries.ids), np.asarray(entries.offsets)
+    ids = np.asarray(entries.ids)
+    offsets = np.asarray(entries.offsets)
     if offsets[0] < 0 or (offsets[0] and not may_begin_later):
         return f"offsets begin with {int(offsets[0])}, but the first bag must begin at 0."
     first_bags = plan.first_bags(batch)
     falls = offsets[1:] < offsets[:-1]
-    if falls.size and (falls.any() or offsets[-1] > ids.size):
-        bag = int((falls | (offsets[1:] > ids.size)).argmax())
+    is_too_long = offsets[-1] > ids.size
+    if falls.size and (falls.any() or is_too_long):
+        is_bad_end = falls | (offsets[1:] > ids.size)
+        bag = int(is_bad_end.argmax())
         feature = int(np.searchsorted(first_bags, bag, side="right")) - 1
         return (
             f"feature {plan.feature_names[feature]!r}: bag {bag - first_bags[feature]} goes from offset "
@@ -299,8 +324,9 @@ def _first_mistake(plan: TBEPlan, batch: Call, *, may_begin_later: bool) -> str 
     starts = offsets[first_bags].astype(np.int64)
     has_ids = np.flatnonzero(np.diff(starts))
     limits = np.asarray([reader.num_rows for reader in plan.readers])
-    is_bad = np.minimum.reduceat(ids, starts[has_ids]) < PAD_ID
-    is_bad |= np.maximum.reduceat(ids, starts[has_ids]) >= limits[has_ids]
+    smallest_ids = np.minimum.reduceat(ids, starts[has_ids])
+    largest_ids = np.maximum.reduceat(ids, starts[has_ids])
+    is_bad = (smallest_ids < PAD_ID) | (largest_ids >= limits[has_ids])
     if not is_bad.any():
         return None
     feature = int(has_ids[is_bad.argmax()])
@@ -323,12 +349,15 @@ def with_room(batch: Call) -> Call:
     Padding comes after the last offset, so it is in no bag.
     """
     (ids,) = batch.lists
-    bags = Bags(ids.ids, ids.all_offsets(), ids.weights).pad_to(padded_size(ids.num_entries))
-    return with_list(batch, ids=bags.ids, weights=bags.weights)
+    bags = Bags(ids.ids, ids.all_offsets(), ids.weights)
+    padded = bags.pad_to(padded_size(ids.num_entries))
+    return with_list(batch, ids=padded.ids, weights=padded.weights)
 
 
 def mask_of_ids(
-    plan: TBEPlan, batch: AnyBatch, feature_requires_grad: ArrayLike
+    plan: TBEPlan,
+    batch: AnyBatch,
+    feature_requires_grad: ArrayLike,
 ) -> AnyArray | dict[str, Array]:
     """For each id, the entry of `feature_requires_grad` for the feature that reads the id.
 
@@ -347,4 +376,5 @@ def mask_of_ids(
         return dict(zip(plan.feature_names, mask, strict=True))
     (ids,) = batch.lists
     starts = jnp.asarray(ids.offsets)[plan.first_bags(batch)]
-    return repeat_by_feature(jnp.concatenate([jnp.zeros(1), mask]), starts, ids.num_entries)
+    values = jnp.concatenate([jnp.zeros(1), mask])
+    return repeat_by_feature(values, starts, ids.num_entries)

@@ -35,6 +35,10 @@ from rsembed.row_gradients import RowGradients
 from rsembed.tbe.plan import AnyBatch, GroupPlan, TBEPlan, engine_of, list_of, with_list
 
 Value = TypeVar("Value")
+Rates = Float[Array, " groups"]
+"""Learning rate of every group."""
+Output = Float[Array, "*output"]
+"""Output of a lookup, or a gradient of the output."""
 
 
 class TBEState(NamedTuple):
@@ -63,7 +67,7 @@ class TBEState(NamedTuple):
     resident_rows: tuple[Int[Array, " rows"] | None, ...]
     step: Int[Array, ""]
     passed_step: Int[Array, ""]
-    learning_rates: Float[Array, " groups"]
+    learning_rates: Rates
     max_counter: Float[Array, ""]
     key: PRNGKeyArray
     generation: UInt32[Array, ""] | None = None
@@ -77,17 +81,28 @@ class TBEState(NamedTuple):
             arrays.append(resident)
         return tuple(arrays)
 
-    def with_arrays(self, number: int, arrays: Sequence[Array]) -> TBEState:
+    def with_arrays(
+        self,
+        number: int,
+        arrays: Sequence[Array],
+    ) -> TBEState:
         """A copy of the state with new arrays for one group, in the order of `arrays`."""
-        all_weights, all_slots = list(self.weights), list(self.slots)
-        all_resident = list(self.resident_rows)
-        all_weights[number], *slots = arrays
-        if all_resident[number] is not None:
-            all_resident[number] = slots.pop()
-        all_slots[number] = tuple(slots)
+        weights, *slots = arrays
+        resident = None
+        if self.resident_rows[number] is not None:
+            resident = slots.pop()
         return self._replace(
-            weights=tuple(all_weights), slots=tuple(all_slots), resident_rows=tuple(all_resident)
+            weights=_with_entry(self.weights, number, weights),
+            slots=_with_entry(self.slots, number, tuple(slots)),
+            resident_rows=_with_entry(self.resident_rows, number, resident),
         )
+
+
+def _with_entry(values: tuple[Value, ...], number: int, value: Value) -> tuple[Value, ...]:
+    """A copy of a tuple with a new value at index `number`."""
+    changed = list(values)
+    changed[number] = value
+    return tuple(changed)
 
 
 def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
@@ -98,12 +113,18 @@ def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
     return plan.devices.place(tree, PartitionSpec())
 
 
-def by_name(plan: TBEPlan, of_groups: Iterable[Value]) -> dict[str, Value]:
+def by_name(
+    plan: TBEPlan,
+    of_groups: Iterable[Value],
+) -> dict[str, Value]:
     """Dictionary of one value per group, by group name, for the engine's methods."""
     return dict(zip(engine_of(plan).stacks, of_groups, strict=True))
 
 
-def in_order(plan: TBEPlan, of_names: Mapping[str, Value]) -> tuple[Value, ...]:
+def in_order(
+    plan: TBEPlan,
+    of_names: Mapping[str, Value],
+) -> tuple[Value, ...]:
     """Values in the order of the plan's groups, from a dictionary by group name."""
     return tuple(of_names[group.table.name] for group in plan.groups)
 
@@ -119,7 +140,9 @@ def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
 
 
 def init_state(
-    plan: TBEPlan, key: PRNGKeyArray, num_places: Mapping[int, int] = MappingProxyType({})
+    plan: TBEPlan,
+    key: PRNGKeyArray,
+    num_places: Mapping[int, int] = MappingProxyType({}),
 ) -> TBEState:
     """State with zero weights, as in FBGEMM, and with initial optimizer states.
 
@@ -133,8 +156,8 @@ def init_state(
     slots: list[Slots] = []
     resident_rows: list[Array | None] = []
     rates: list[float] = []
-    for number, (group, stack) in enumerate(zip(plan.groups, plan.stacks, strict=True)):
-        table = group.table
+    for number, stack in enumerate(plan.stacks):
+        table = plan.groups[number].table
         size = stack.layout.num_rows
         resident = None
         if table.is_cached:
@@ -154,9 +177,16 @@ def init_state(
         slots.append(tuple(arrays[1:]))
         resident_rows.append(resident)
         rates.append(0.0 if callable(table.learning_rate) else table.learning_rate)
-    zero, one = jnp.zeros((), jnp.int32), jnp.ones((), jnp.float32)
-    numbers = everywhere(plan, (zero, zero + 0, jnp.asarray(rates, jnp.float32), one, key))
-    state = TBEState(tuple(weights), tuple(slots), tuple(resident_rows), *numbers)
+    step = jnp.zeros((), jnp.int32)
+    passed_step = step + 0
+    max_counter = jnp.ones((), jnp.float32)
+    numbers = (step, passed_step, jnp.asarray(rates, jnp.float32), max_counter, key)
+    state = TBEState(
+        tuple(weights),
+        tuple(slots),
+        tuple(resident_rows),
+        *everywhere(plan, numbers),
+    )
     return state._replace(layout=plan.layout)
 
 
@@ -185,7 +215,10 @@ def check_state(plan: TBEPlan, state: TBEState) -> None:
         )
 
 
-def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
+def learning_rates(
+    plan: TBEPlan,
+    state: TBEState,
+) -> Rates:
     """Learning rate of every group at the next step."""
     check_state(plan, state)
     rates = []
@@ -209,43 +242,59 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
     counting: CounterAdagrad | None = None
     counters: list[Array] = []
     for number, group in enumerate(plan.groups):
-        rule, mode = group.table.rule, group.table.whole_table_mode
+        rule = group.table.rule
+        mode = group.table.whole_table_mode
         if mode is not None:
             slots, copies = _parted(group, state.slots[number])
             run = functools.partial(mode.before_step, t=t)
             weights, copies = jax.lax.cond(
-                is_new, run, lambda *old: old, state.weights[number], copies
+                is_new,
+                run,
+                lambda *old: old,
+                state.weights[number],
+                copies,
             )
             state = state.with_arrays(number, (weights, *slots, *copies))
         if isinstance(rule, CounterAdagrad):
             counting = counting or rule
             counters.append(state.slots[number][2])
     if counting is not None:
-        refreshed = counting.regularization.refreshed_max_counter(counters, t, state.max_counter)
-        state = state._replace(max_counter=jnp.where(is_new, refreshed, state.max_counter))
+        old = state.max_counter
+        refreshed = counting.regularization.refreshed_max_counter(counters, t, old)
+        state = state._replace(max_counter=jnp.where(is_new, refreshed, old))
     return state._replace(passed_step=t)
 
 
-def _parted(group: GroupPlan, slots: Slots) -> tuple[Slots, Slots]:
+def _parted(
+    group: GroupPlan,
+    slots: Slots,
+) -> tuple[Slots, Slots]:
     """Splits the slots of a group into the slots of its rule and the copies of its tables."""
     num_slots = len(slots) - len(group.table.copy_dtypes)
     return slots[:num_slots], slots[num_slots:]
 
 
 def lookup(
-    plan: TBEPlan, state: TBEState, batch: AnyBatch, output_dtype: str = "float32"
-) -> Float[Array, "*output"]:
+    plan: TBEPlan,
+    state: TBEState,
+    batch: AnyBatch,
+    output_dtype: str = "float32",
+) -> Output:
     """Pooled rows, differentiable with respect to the weights of the ids.
 
     The shape is `[bags, sum of dims]`, or `[nnz, longest dim]` without pooling. With variable batch
     sizes, the output is flat.
     """
-    return _pooled(plan, state, batch, learning_rates(plan, state)).astype(output_dtype)
+    rates = learning_rates(plan, state)
+    return _pooled(plan, state, batch, rates).astype(output_dtype)
 
 
 def _pooled(
-    plan: TBEPlan, state: TBEState, batch: AnyBatch, rates: Float[Array, " groups"]
-) -> Float[Array, "*output"]:
+    plan: TBEPlan,
+    state: TBEState,
+    batch: AnyBatch,
+    rates: Rates,
+) -> Output:
     """Output of a lookup. Global weight decay is applied with the learning rates `rates`."""
     batch = _checked(plan, batch)
     if isinstance(batch, Call):  # Tables on a mesh have no global weight decay.
@@ -254,7 +303,10 @@ def _pooled(
     return output
 
 
-def _gradient(d_output: Array, max_gradient: float | None = None) -> Float[Array, "*output"]:
+def _gradient(
+    d_output: Array,
+    max_gradient: float | None = None,
+) -> Output:
     """Gradient of the output in float32, clipped to `[-max_gradient, max_gradient]`.
 
     The gradient is not clipped if `max_gradient` is None.
@@ -268,7 +320,7 @@ def _gradient(d_output: Array, max_gradient: float | None = None) -> Float[Array
 def row_gradients(
     plan: TBEPlan,
     batch: AnyBatch,
-    d_output: Float[Array, "*output"],
+    d_output: Output,
     *,
     max_gradient: float | None = None,
 ) -> RowGradients:
@@ -278,7 +330,8 @@ def row_gradients(
     """
     engine = engine_of(plan)
     gradient = _gradient(d_output, max_gradient)
-    rows, values = unzip_dict(engine.row_gradients(_checked(plan, batch), gradient))
+    by_group = engine.row_gradients(_checked(plan, batch), gradient)
+    rows, values = unzip_dict(by_group)
     shardings = engine.gradient_shardings()
     return RowGradients(rows, values, row_counts(plan), shardings, plan.row_layout)
 
@@ -297,25 +350,30 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
                 f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out."
             )
     if gradients.shardings is not None:
-        # The part of every device ends with padding, so padding is not only at the end of the rows.
+        # The rows of every device end with padding, so a cut at the end of all rows would be wrong.
         return gradients
-    rows = {name: rows[:bound] for name, rows in gradients.rows.items()}
-    values = {name: values[:bound] for name, values in gradients.values.items()}
+
+    def first(array: Array) -> Array:
+        return array[:bound]
+
+    rows, values = jax.tree.map(first, (gradients.rows, gradients.values))
     return dataclasses.replace(gradients, rows=rows, values=values)
 
 
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
     """Pairs of group name and number of rows, sorted by name, for `RowGradients.num_rows`."""
-    stacks = engine_of(plan).stacks
-    return tuple(sorted((name, stack.layout.num_rows) for name, stack in stacks.items()))
+    counts = []
+    for name, stack in engine_of(plan).stacks.items():
+        counts.append((name, stack.layout.num_rows))
+    return tuple(sorted(counts))
 
 
 def update(
     plan: TBEPlan,
     state: TBEState,
     batch: AnyBatch,
-    d_output: Float[Array, "*output"],
-    rates: Float[Array, " groups"],
+    d_output: Output,
+    rates: Rates,
 ) -> TBEState:
     """Steps every row that the batch reads once, with the sum of the row's gradients.
 
@@ -327,12 +385,20 @@ def update(
       rates: learning rate of every group.
     """
     return _stepped(
-        plan, state, rates, engine_of(plan).update, _checked(plan, batch), _gradient(d_output)
+        plan,
+        state,
+        rates,
+        engine_of(plan).update,
+        _checked(plan, batch),
+        _gradient(d_output),
     )
 
 
 def apply(
-    plan: TBEPlan, state: TBEState, row_gradients: RowGradients, rates: Float[Array, " groups"]
+    plan: TBEPlan,
+    state: TBEState,
+    row_gradients: RowGradients,
+    rates: Rates,
 ) -> TBEState:
     """Steps every row in `row_gradients` once.
 
@@ -349,7 +415,7 @@ def apply(
 def _stepped(
     plan: TBEPlan,
     state: TBEState,
-    rates: Float[Array, " groups"],
+    rates: Rates,
     function: Callable[..., tuple[ByName, ByName]],
     *gradients: AnyBatch | Array | Mapping[str, tuple[Array, Array]],
 ) -> TBEState:
@@ -360,7 +426,7 @@ def _stepped(
       state: state before the step.
       rates: learning rate of every group.
       function: `update` or `apply` of the engine.
-      *gradients: arguments of `function` between the slots and the steps.
+      gradients: arguments of `function` between the slots and the steps.
     """
     steps: dict[str, Step] = {}
     slots: dict[str, Slots] = {}
@@ -369,15 +435,23 @@ def _stepped(
         name = group.table.name
         steps[name] = _step_of(plan, number, state, rates[number])
         slots[name], copies[name] = _parted(group, state.slots[number])
-    weights, stepped = function(by_name(plan, state.weights), slots, *gradients, steps)
+    old_weights = by_name(plan, state.weights)
+    weights, stepped = function(old_weights, slots, *gradients, steps)
     for name in slots:
         slots[name] = (*stepped[name], *copies[name])
     return state._replace(
-        weights=in_order(plan, weights), slots=in_order(plan, slots), step=state.step + 1
+        weights=in_order(plan, weights),
+        slots=in_order(plan, slots),
+        step=state.step + 1,
     )
 
 
-def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
+def _step_of(
+    plan: TBEPlan,
+    number: int,
+    state: TBEState,
+    rate: Array,
+) -> Step:
     """Rule, hyperparameters and rounding of a group's step.
 
     Raises: ValueError: the group has no optimizer.
@@ -392,12 +466,18 @@ def _step_of(plan: TBEPlan, number: int, state: TBEState, rate: Array) -> Step:
     changes: dict[str, Any] = {"learning_rate": lambda: rate}
     if isinstance(rule, CounterAdagrad):
         changes["max_counter"] = lambda: state.max_counter
-    hyper = dataclasses.replace(rule, **changes).get_hyperparameters(state.step)
+    current_rule = dataclasses.replace(rule, **changes)
+    hyper = current_rule.get_hyperparameters(state.step)
     noise = _noise(plan, number, state, state.weights[number].dtype)
     return Step(hyper, rule, noise, state.step, state.resident_rows[number])
 
 
-def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " groups"]) -> Call:
+def _decayed(
+    plan: TBEPlan,
+    state: TBEState,
+    batch: Call,
+    rates: Rates,
+) -> Call:
     """Multiplies the weights of a batch by the global weight decay of the row of each id.
 
     If no table has global weight decay, the batch is returned unchanged.
@@ -406,10 +486,15 @@ def _decayed(plan: TBEPlan, state: TBEState, batch: Call, rates: Float[Array, " 
     for number, group in enumerate(plan.groups):
         if group.table.global_decay is not None:
             rows = rows_of_list(batch, 0, number, state.weights[number].shape[0])
-            prev_iter = state.slots[number][1].at[rows].get(mode="fill", fill_value=0)[:, 0]
+            _, prev_iter, *_ = state.slots[number]
+            prev_iter = prev_iter.at[rows].get(mode="fill", fill_value=0)[:, 0]
             weight_decay = group.table.rule.weight_decay  # type: ignore[union-attr]
             of_group = global_decay_factor(
-                prev_iter, state.step + 1, rates[number], weight_decay, group.table.global_decay
+                prev_iter,
+                state.step + 1,
+                rates[number],
+                weight_decay,
+                group.table.global_decay,
             )
             # For ids of other groups, `prev_iter` reads as 0, which gives the factor 1.
             factors = of_group if factors is None else factors * of_group
@@ -429,7 +514,12 @@ The noise of write-backs then differs from the noise of training steps.
 
 
 def _noise(
-    plan: TBEPlan, number: int, state: TBEState, dtype: DTypeLike, *, use: int | None = None
+    plan: TBEPlan,
+    number: int,
+    state: TBEState,
+    dtype: DTypeLike,
+    *,
+    use: int | None = None,
 ) -> Rounding | None:
     """Stochastic rounding of a group's rows to `dtype`, or None for rounding to nearest.
 
@@ -450,7 +540,10 @@ def _noise(
 
 
 def stored_rows(
-    plan: TBEPlan, number: int, state: TBEState, places: Int[Array, " n"]
+    plan: TBEPlan,
+    number: int,
+    state: TBEState,
+    places: Int[Array, " n"],
 ) -> tuple[Array, ...]:
     """Weights and optimizer state in the cache slots `places`, in the dtypes of the host store."""
     weights, *slots = api.gather_rows(state.arrays(number)[:-1], places)
@@ -470,8 +563,8 @@ def backward(
     plan: TBEPlan,
     state: TBEState,
     batch: AnyBatch,
-    d_output: Float[Array, "*output"],
-    rates: Float[Array, " groups"],
+    d_output: Output,
+    rates: Rates,
     *,
     max_gradient: float | None = None,
     wants_weight_gradients: bool = False,

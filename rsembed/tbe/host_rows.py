@@ -94,7 +94,12 @@ class HostRows:
         self.begun: int | None = None
         self._steps = False
 
-    def begin(self, state: TBEState, *, steps: bool = False) -> None:
+    def begin(
+        self,
+        state: TBEState,
+        *,
+        steps: bool = False,
+    ) -> None:
         """Begins a change of rows outside `jit`.
 
         Args:
@@ -118,7 +123,9 @@ class HostRows:
         """
         state = variable.get_value()
         is_inside = is_traced(state)
-        generation = state.generation + 1 if is_inside else self.generation.number  # type: ignore[operator]
+        generation: Any = self.generation.number
+        if is_inside:
+            generation = state.generation + 1  # type: ignore[operator]
         variable.set_value(state._replace(generation=jnp.asarray(generation, jnp.uint32)))
         if not is_inside:
             self.begun = None
@@ -137,7 +144,7 @@ class HostRows:
         if int(np.asarray(state.generation)) != self.begun:
             self.generation.check(state.generation)
         if self._steps:
-            # If the update did not run, the scratch rows have their old values, which do no harm.
+            # If the update did not run, the scratch rows still have the values of the host.
             self._write_scratch(state)
         self.prefetched.clear()
         for number, group in self.groups.items():
@@ -157,7 +164,13 @@ class HostRows:
         self.calls_with_a_miss = 0
         self.misses_by_feature = np.zeros(len(self.plan.features), np.int64)
 
-    def bring(self, variable: StateVariable, batch: Call, *, admit: bool = True) -> Call:
+    def bring(
+        self,
+        variable: StateVariable,
+        batch: Call,
+        *,
+        admit: bool = True,
+    ) -> Call:
         """Copies the rows of a batch to the device, also inside `jit`.
 
         Args:
@@ -267,7 +280,7 @@ class HostRows:
     def _take_prefetched(self, ids: np.ndarray) -> bool:
         """Whether `ids` are the ids of a prefetched batch.
 
-        If they are, the batch is removed from the list, and its cache slots are unlocked.
+        The batch with these ids is removed from the list, and its cache slots are unlocked.
         """
         for number, (prefetched, locked) in enumerate(self.prefetched):
             if np.array_equal(prefetched, ids):
@@ -277,14 +290,20 @@ class HostRows:
                 return True
         return False
 
-    def _move(self, variable: StateVariable, moves: dict[int, Moves]) -> None:
+    def _move(
+        self,
+        variable: StateVariable,
+        moves: dict[int, Moves],
+    ) -> None:
         """Moves rows between host and device, in all groups."""
         is_inside = is_traced(moves)
         for number, group in self.groups.items():
             state = variable.get_value()
 
             def keep_arrays(
-                arrays: tuple[Array, ...], state: TBEState = state, number: int = number
+                arrays: tuple[Array, ...],
+                state: TBEState = state,
+                number: int = number,
             ) -> None:
                 variable.set_value(state.with_arrays(number, arrays))
 
@@ -292,7 +311,11 @@ class HostRows:
             arrays = state.arrays(number)
             group.bring(arrays, moves[number], leaving, keep_arrays, is_inside=is_inside)
 
-    def _leaving(self, state: TBEState, number: int) -> Callable[[Array], tuple[Array, ...]]:
+    def _leaving(
+        self,
+        state: TBEState,
+        number: int,
+    ) -> Callable[[Array], tuple[Array, ...]]:
         return functools.partial(_stored_rows, self.plan, number, state)
 
     def write_back(self, variable: StateVariable) -> None:
@@ -359,7 +382,8 @@ class HostRows:
     ) -> tuple[np.ndarray, dict[int, Moves]]:
         """Replaces ids of cached tables by cache slots, on the host.
 
-        Returns: the ids and cache slots, and the row moves of every cached group.
+        Returns: the ids, with cache slots for cached tables, and the row moves of every cached
+          group.
         """
         if capacity is not None:
             self.generation.advance(generation)
@@ -391,10 +415,12 @@ class HostRows:
           ids: ids of all features.
           offsets: offsets of all bags: 0, then the end of each bag.
           admit: whether missing rows enter the cache.
-          **options: more options of `CachedRows.find`.
+          options: more options of `CachedRows.find`.
         """
         starts = offsets[first_bags]
-        rows_of_groups = {number: np.full(ids.size, -1, np.int64) for number in self.groups}
+        rows_of_groups = {}
+        for number in self.groups:
+            rows_of_groups[number] = np.full(ids.size, -1, np.int64)
         ranges = itertools.pairwise(starts.tolist())
         for reader, (first, last) in zip(self.plan.readers, ranges, strict=True):
             if reader.table in rows_of_groups:
@@ -410,14 +436,23 @@ class HostRows:
             self._record(ids.size, starts, by_group)
         return by_group
 
-    def _store_scratch(self, generation: Array | None, values: dict[int, PyTree]) -> tuple[()]:
+    def _store_scratch(
+        self,
+        generation: Array | None,
+        values: dict[int, PyTree],
+    ) -> tuple[()]:
         if generation is not None:
             self.generation.advance(generation)
         for number, group in self.groups.items():
             group.store_scratch(values[number])
         return ()
 
-    def _record(self, num_ids: int, starts: np.ndarray, by_group: dict[int, BatchPlaces]) -> None:
+    def _record(
+        self,
+        num_ids: int,
+        starts: np.ndarray,
+        by_group: dict[int, BatchPlaces],
+    ) -> None:
         """Adds a batch to the cache statistics.
 
         A batch counts as one call, whatever the number of groups.
@@ -446,13 +481,16 @@ def _memory_of_device() -> dict[str, int] | None:
     return memory if "bytes_limit" in memory else None
 
 
-def _cache_sizes(groups: Mapping[int, GroupPlan], caching: Arguments) -> dict[int, int]:
+def _cache_sizes(
+    groups: Mapping[int, GroupPlan],
+    caching: Arguments,
+) -> dict[int, int]:
     """Number of sets of each group's cache. A set has 32 rows.
 
-    The number is `cache_sets` or, if this is 0, follows from `cache_load_factor` and the rows of
-    the group. In the second case, if the device reports its memory, the numbers are reduced in
-    proportion until the caches fit into the free memory. Each cache has at least one set. Tables
-    with placement `host` get one set.
+    If `cache_sets` is 0, the number follows from `cache_load_factor` and the rows of the group. If
+    `cache_sets` is 0 and the device reports its memory, the numbers are reduced in proportion until
+    the caches fit into the free memory. Each cache has at least one set. Tables with placement
+    `host` get one set.
 
     Raises: ValueError: the free memory does not hold one set per cache.
 
@@ -484,7 +522,9 @@ def _cache_sizes(groups: Mapping[int, GroupPlan], caching: Arguments) -> dict[in
             f"{reserved} reserved ones; free memory, or reserve less."
         )
     share = min(1.0, (free - reserved - least) / max(1, wanted - least))
-    return {number: 1 + int((sets - 1) * share) for number, sets in num_sets.items()}
+    for number, sets in num_sets.items():
+        num_sets[number] = 1 + int((sets - 1) * share)
+    return num_sets
 
 
 def _backing_of(group: GroupPlan) -> BackingStore:

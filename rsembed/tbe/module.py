@@ -70,11 +70,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
     and so do their optimizer states. The module can be called eagerly or under `nnx.jit`. An eager
     call runs compiled programs.
 
-    Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws random weights. If
-    arguments have no effect in combination with the other arguments, a warning names them. FBGEMM
-    does not have the following options. `optimizer` and `learning_rate` may be lists with one entry
-    per table. The learning rate may be a schedule, which is a function of the step number. Tables
-    may have any dim.
+    Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws random weights. A
+    warning names arguments that have no effect in combination with the other arguments. Unlike in
+    FBGEMM, `optimizer` and `learning_rate` may be lists with one entry per table, the learning rate
+    may be a function of the step number, and tables may have any dim.
 
     An eager training step donates the module's arrays, so copies that share them (`nnx.clone`,
     `nnx.split`) cannot be used afterwards. With cached tables, `nnx.state` contains only the rows
@@ -99,8 +98,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
       cache_sets: number of sets of 32 rows in each cache. 0, the default: the number of sets
         follows from `cache_load_factor`.
       cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. The argument
-        has no effect if `cache_sets` is set, or if the device (such as a CPU) does not report its
-        memory. A warning then says so.
+        has no effect, and the module warns, if `cache_sets` is set, or if the device (such as a
+        CPU) does not report its memory.
       cache_precision: dtype of cached rows. None, the default: `weights_precision`. With another
         dtype, training a cached table differs from training an uncached table. If the dtype is
         narrower, rows are rounded to nearest when they enter the cache, and stepped rows are
@@ -253,7 +252,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         if self._host_rows is not None:
             num_slots = self._host_rows.num_slots
         jax_device = plans.device_of(device)
-        key = (rngs or nnx.Rngs(0)).params()
+        if not rngs:
+            rngs = nnx.Rngs(0)
+        key = rngs.params()
         state = functional.init_state(self.plan, key, num_slots)
         if jax_device is not None:
             state = jax.device_put(state, jax_device)
@@ -356,7 +357,11 @@ class TableBatchedEmbeddingBags(TrainedTables):
             rates = learning_rates(self.plan, self.whole_state)
             if host is not None:
                 row_gradients = host.bring_rows(self.state, row_gradients)
-            self._step(host, lambda *operands: (_apply(*operands), None), row_gradients, rates)
+
+            def program(*operands: Any) -> tuple[TBEState, None]:
+                return _apply(*operands), None
+
+            self._step(host, program, row_gradients, rates)
 
     def prepare(
         self, indices: ArrayLike, offsets: ArrayLike, per_sample_weights: ArrayLike | None = None
@@ -369,8 +374,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         batch. On one device, the ids are padded to a power of two (not for PoolingMode.NONE), so
         that a stream of batches needs only a few compiled programs.
 
-        Gradients of `per_sample_weights` have the form of the prepared batch. On a mesh, this is a
-        dictionary `{feature: [ids]}`.
+        Gradients of `per_sample_weights` have the form of the prepared batch. On a mesh, the
+        gradients are a dictionary `{feature: [ids]}`.
 
         Raises: RuntimeError: `prepare` is called inside `jit`.
         """
@@ -430,9 +435,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
         Args:
           host: the module's `host_rows`.
-          program: function of the plan, the state and `operands`. It donates the state. It returns
-            the new state and a second result.
-          *operands: arguments of the program after the state.
+          program: function of the plan, the state and `operands`. `program` donates the state, and
+            returns the new state and a second result.
+          operands: arguments of the program after the state.
 
         Returns: the second result of `program`.
         """
@@ -510,7 +515,7 @@ SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TablesBackward:
-    """Backward function of one `vjp` call. It trains the looked-up rows or returns their gradients.
+    """Backward function of one `vjp` call, which trains looked-up rows or returns their gradients.
 
     Each object can be used once: `backward(d_out)` or `backward.row_gradients(d_out)`.
     """

@@ -45,7 +45,7 @@ from rsembed.tbe.arguments import (
 class EmbeddingLocation(enum.IntEnum):
     """Memory that holds the rows of a table: device, host, or host with a cache on the device.
 
-    FBGEMM has the location MTIA. It is rejected, because JAX has no such backend.
+    FBGEMM's location MTIA is rejected, because JAX has no such backend.
     """
 
     DEVICE = 0
@@ -58,7 +58,7 @@ class EmbeddingLocation(enum.IntEnum):
 class ComputeDevice(enum.IntEnum):
     """Kind of device that looks up rows. GPU is another name of CUDA.
 
-    FBGEMM has no GPU and no TPU. FBGEMM has MTIA, which is rejected, because JAX has no such
+    GPU and TPU are additions to FBGEMM. FBGEMM's device MTIA is rejected, because JAX has no such
     backend.
     """
 
@@ -90,8 +90,8 @@ class TablePlan(NamedTuple):
       dim: number of columns.
       learning_rate: a number, or a function of no arguments or of the step number (from 0).
       dtype: dtype of the stored rows.
-      near_dtype: dtype of the rows on the device. It may differ from `dtype` if rows are stored on
-        the host.
+      near_dtype: dtype of the rows on the device. This dtype may differ from `dtype` if rows are
+        stored on the host.
       rule: optimizer that steps looked-up rows. None: rows are not stepped, and `backward` returns
         their gradients.
       placement: `device`, `cached` (on the host, with a cache on the device) or `host` (each batch
@@ -163,21 +163,22 @@ class TablePlan(NamedTuple):
 
     def first_row(self) -> list[np.ndarray]:
         """Initial weights and optimizer states of one row: arrays of shape `[1, dim]` or `[1, 1]`."""
-        arrays = [np.zeros((1, self.dim), jnp.dtype(self.dtype))]
+        shape = (1, self.dim)
+        arrays = [np.zeros(shape, jnp.dtype(self.dtype))]
         if self.rule is not None:
-            arrays += map(np.asarray, self.rule.init_slots(jnp.zeros((1, self.dim), jnp.float32)))
+            slots = self.rule.init_slots(jnp.zeros(shape, jnp.float32))
+            arrays += map(np.asarray, slots)
         for dtype in self.copy_dtypes:
-            arrays.append(np.zeros((1, self.dim), jnp.dtype(dtype)))
+            arrays.append(np.zeros(shape, jnp.dtype(dtype)))
         return arrays
 
     def spec(self) -> TableSpec:
         """The `TableSpec` of the table, for rsembed's `Engine`."""
-        # The spec has no initial values, which `init_state` makes, no rounding noise, which is part
-        # of each `Step`, and no combiner, which `engine_of` sets.
+        # The spec leaves out initial values, rounding noise and combiner. `init_state` makes the
+        # initial values, each `Step` has the noise, and `engine_of` sets the combiner.
         spec = TableSpec(
             name=self.name,
-            # A `TableSpec` needs at least one row, so an empty table gets one row. No id reads this
-            # row.
+            # A `TableSpec` needs at least one row, so an empty table gets a row that no id reads.
             vocabulary_size=max(self.num_rows, 1),
             embedding_dim=self.dim,
             dtype=self.dtype,
@@ -229,9 +230,8 @@ class TBEPlan:
     def __post_init__(self) -> None:
         # The hash is computed once: every call looks up its compiled program by the plan, and
         # hashing all tables is slow.
-        object.__setattr__(
-            self, "_hash", hash((self.tables, self.features, self.pooling, self.devices))
-        )
+        fields = (self.tables, self.features, self.pooling, self.devices)
+        object.__setattr__(self, "_hash", hash(fields))
 
     def __hash__(self) -> int:
         return self._hash  # type: ignore[attr-defined]
@@ -245,7 +245,8 @@ class TBEPlan:
         alike: dict[TablePlan, list[int]] = {}
         num_rows: dict[int, int] = {}
         for number, table in enumerate(self.tables):
-            alike.setdefault(table._replace(name="", num_rows=0), []).append(number)
+            kind = table._replace(name="", num_rows=0)
+            alike.setdefault(kind, []).append(number)
             num_rows[number] = table.spec().vocabulary_size
         groups = []
         for numbers in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
@@ -264,7 +265,7 @@ class TBEPlan:
         place_of: dict[str, tuple[int, int]] = {}
         for number, stack in enumerate(self.stacks):
             for table in stack.layout.stack.tables:
-                place_of[table.name] = number, table.setting.row_offset_in_shard
+                place_of[table.name] = (number, table.setting.row_offset_in_shard)
         return tuple(place_of[table.name] for table in self.tables)
 
     @functools.cached_property
@@ -272,8 +273,9 @@ class TBEPlan:
         """For every feature, a segment that reads its table. `_segments` adds the bags."""
         readers = []
         for table in self.features:
-            rows = *self.places[table], self.tables[table].num_rows
-            readers.append(Segment(0, 0, 0, self.combiner, *rows))
+            group, first_row = self.places[table]
+            num_rows = self.tables[table].num_rows
+            readers.append(Segment(0, 0, 0, self.combiner, group, first_row, num_rows))
         return tuple(readers)
 
     @property
@@ -514,7 +516,8 @@ def make_plan(settings: Arguments) -> TBEPlan:
         or an optimizer comes from another package, such as optax.
     """
     specs: Sequence[EmbeddingSpec] = settings.embedding_specs
-    names = tuple(settings.table_names or (f"table_{table}" for table in range(len(specs))))
+    default_names = [f"table_{table}" for table in range(len(specs))]
+    names = tuple(settings.table_names or default_names)
     features = tuple(range(len(names)))
     if settings.feature_table_map is not None:
         features = tuple(settings.feature_table_map)
@@ -524,38 +527,12 @@ def make_plan(settings: Arguments) -> TBEPlan:
         raise ValueError(
             "prefetch_pipeline needs cache_algorithm LRU: LFU cannot keep the rows of later batches."
         )
-    optimizers: list[TableOptimizer] = []
-    rates: list[LearningRate] = []
-    for optimizer, rate in zip(
-        per_table(settings.optimizer, len(names), "optimizer"),
-        per_table(settings.learning_rate, len(names), "learning_rate"),
-        strict=True,
-    ):
-        if isinstance(optimizer, OptimizerSpec):
-            rate = optimizer.learning_rate
-        else:
-            optimizer = arguments.member(EmbOptimType, optimizer, "optimizer")
-        check_type(rate, float | Callable, "learning_rate")
-        optimizers.append(optimizer)
-        rates.append(rate if callable(rate) else float(rate))
-    if len({optimizer == EmbOptimType.NONE for optimizer in optimizers}) > 1:
-        raise ValueError(
-            "OptimType.NONE returns gradients instead of applying them: use it for all tables or none."
-        )
+    optimizers, rates = _optimizers_and_rates(settings, len(names))
     devices = Devices.of(settings.mesh, settings.sharding_axis)
     if settings.mesh is not None and settings.device is not None:
         raise ValueError(
             f"device={settings.device!r} and a mesh do not go together; the tables are on the devices of the mesh."
         )
-    unread = [arguments.unread_arguments(optimizer, settings) for optimizer in optimizers]
-    settings.warn_of_no_effect(
-        sorted(frozenset.intersection(*unread)),
-        f"optimizer {arguments.name_of(optimizers[0])} does not use them",
-    )
-    if len(set(optimizers)) == 1:
-        # `trained_by` checks only arguments that an optimizer reads. If all tables have one
-        # optimizer, the other arguments are checked, too.
-        arguments.check_arguments(optimizers[0], settings)
     dtype = settings.weights_precision.dtype
     near_dtype = (settings.cache_precision or settings.weights_precision).dtype
     # On CPUs, host and device memory are the same, so only caching makes a difference.
@@ -565,14 +542,14 @@ def make_plan(settings: Arguments) -> TBEPlan:
         EmbeddingLocation.MANAGED_CACHING: "device" if settings.enforce_hbm else "cached",
     }
     tables: list[TablePlan] = []
-    for (rows, dim, location, _), name, optimizer, rate in zip(
-        specs, names, optimizers, rates, strict=True
-    ):
+    for number, (num_rows, dim, location, _) in enumerate(specs):
+        optimizer = optimizers[number]
+        rate = rates[number]
         placement = special.get(location, elsewhere)
         table = TablePlan(
-            name=name,
+            name=names[number],
             optimizer=optimizer,
-            num_rows=rows,
+            num_rows=num_rows,
             dim=dim,
             learning_rate=rate,
             dtype=dtype,
@@ -588,7 +565,49 @@ def make_plan(settings: Arguments) -> TBEPlan:
     core_specs = {table.name: table.spec() for table in tables}
     shared_by = placement_of_tables(core_specs, devices, settings.placement)
     placed = tuple(table._replace(shared_by=shared_by[table.name]) for table in tables)
-    return TBEPlan(placed, features, settings.pooling_mode.name.lower(), feature_names, devices)
+    pooling = settings.pooling_mode.name.lower()
+    return TBEPlan(placed, features, pooling, feature_names, devices)
+
+
+def _optimizers_and_rates(
+    settings: Arguments,
+    num_tables: int,
+) -> tuple[list[TableOptimizer], list[LearningRate]]:
+    """Optimizer and learning rate of every table.
+
+    Warns if arguments are set that no optimizer reads.
+
+    Raises: see `make_plan`.
+    """
+    optimizers: list[TableOptimizer] = []
+    rates: list[LearningRate] = []
+    for optimizer, rate in zip(
+        per_table(settings.optimizer, num_tables, "optimizer"),
+        per_table(settings.learning_rate, num_tables, "learning_rate"),
+        strict=True,
+    ):
+        if isinstance(optimizer, OptimizerSpec):
+            rate = optimizer.learning_rate
+        else:
+            optimizer = arguments.member(EmbOptimType, optimizer, "optimizer")
+        check_type(rate, float | Callable, "learning_rate")
+        optimizers.append(optimizer)
+        rates.append(rate if callable(rate) else float(rate))
+    num_without = optimizers.count(EmbOptimType.NONE)
+    if 0 < num_without < num_tables:
+        raise ValueError(
+            "OptimType.NONE returns gradients instead of applying them: use it for all tables or none."
+        )
+    unread = [arguments.unread_arguments(optimizer, settings) for optimizer in optimizers]
+    settings.warn_of_no_effect(
+        sorted(frozenset.intersection(*unread)),
+        f"optimizer {arguments.name_of(optimizers[0])} does not use them",
+    )
+    if len(set(optimizers)) == 1:
+        # `trained_by` checks only arguments that an optimizer reads. If all tables have one
+        # optimizer, the other arguments are checked, too.
+        arguments.check_arguments(optimizers[0], settings)
+    return optimizers, rates
 
 
 def _default_feature_names(names: Sequence[str], features: Sequence[int]) -> list[str]:

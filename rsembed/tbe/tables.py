@@ -26,7 +26,7 @@ from rsembed.storage.donation import kept
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments
-from rsembed.tbe.functional import TBEState, everywhere
+from rsembed.tbe.functional import Rates, TBEState, everywhere
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.plan import AnyBatch, TablePlan, TBEPlan, per_table
 
@@ -41,12 +41,15 @@ _OPTIONAL = {*_NUMBERS, "learning_rate", "key", "contents"}
 _learning_rates = jax.jit(functional.learning_rates, static_argnums=0)
 
 
-def learning_rates(plan: TBEPlan, state: TBEState) -> Float[Array, " groups"]:
+def learning_rates(
+    plan: TBEPlan,
+    state: TBEState,
+) -> Rates:
     """Learning rate of every group at the next step.
 
     Raises: ValueError: a schedule returns a rate that is not finite.
     """
-    rates: Float[Array, " groups"] = _learning_rates(plan, state)
+    rates: Rates = _learning_rates(plan, state)
     if any(callable(group.table.learning_rate) for group in plan.groups):
         check_finite(
             rates,
@@ -68,12 +71,18 @@ def _uniform_rows(
 ) -> Float[Array, "rows dim"]:
     # Each row has a PRNG key, so that rows can be drawn in blocks, without a second table.
     def draw(row: Int[Array, ""]) -> Float[Array, " dim"]:
-        return low + (high - low) * jax.random.uniform(jax.random.fold_in(key, row), (dim,))
+        row_key = jax.random.fold_in(key, row)
+        return low + (high - low) * jax.random.uniform(row_key, (dim,))
 
-    return jax.vmap(draw)(first_row + jnp.arange(num_rows, dtype=jnp.int32))
+    rows = first_row + jnp.arange(num_rows, dtype=jnp.int32)
+    return jax.vmap(draw)(rows)
 
 
-def _cut(values: np.ndarray, first_row: int, num_rows: int) -> np.ndarray:
+def _cut(
+    values: np.ndarray,
+    first_row: int,
+    num_rows: int,
+) -> np.ndarray:
     return values[first_row : first_row + num_rows]
 
 
@@ -168,8 +177,12 @@ class TrainedTables(nnx.Module):
         Raises: ValueError: a rate is negative or not finite, the rate is a schedule, or tables that
           share an array get different rates.
         """
-        rates = _rates_of_groups(self.plan, lr)
-        self.state.set_value(self.whole_state._replace(learning_rates=everywhere(self.plan, rates)))
+        self._set_numbers(learning_rates=_rates_of_groups(self.plan, lr))
+
+    def _set_numbers(self, **numbers: Array) -> None:
+        """Sets fields of the state that are equal on all devices."""
+        state = self.whole_state._replace(**everywhere(self.plan, numbers))
+        self.state.set_value(state)
 
     def get_learning_rate(self) -> float | list[float]:
         """Learning rate of the next step.
@@ -178,13 +191,15 @@ class TrainedTables(nnx.Module):
         """
         rates = np.asarray(learning_rates(self.plan, self.whole_state))
         by_table = [float(rates[group]) for group, _ in self.plan.places]
-        return by_table[0] if len(set(by_table)) == 1 else by_table
+        if len(set(by_table)) == 1:
+            return by_table[0]
+        return by_table
 
     @validated
     def set_optimizer_step(self, step: NonNegativeInt) -> None:
         """Sets the number of updates so far. The number of the next training step is `step + 1`."""
-        done = everywhere(self.plan, jnp.asarray(step, jnp.int32))
-        self.state.set_value(self.whole_state._replace(step=done, passed_step=done + 0))
+        done = jnp.asarray(step, jnp.int32)
+        self._set_numbers(step=done, passed_step=done + 0)
 
     @property
     def step(self) -> Array:
@@ -193,7 +208,11 @@ class TrainedTables(nnx.Module):
         return self.whole_state.step + 0
 
     def init_embedding_weights_uniform(
-        self, min_val: float, max_val: float, *, key: PRNGKeyArray | None = None
+        self,
+        min_val: float,
+        max_val: float,
+        *,
+        key: PRNGKeyArray | None = None,
     ) -> None:
         """Draws all weights from the uniform distribution between two bounds.
 
@@ -210,23 +229,32 @@ class TrainedTables(nnx.Module):
         check_within(f"(-inf, {max_val}]", min_val, "init_embedding_weights_uniform: min_val")
         if key is None:
             key = self.whole_state.key
-        draw = functools.partial(_uniform_rows, low=jnp.float32(min_val), high=jnp.float32(max_val))
         for number, table in enumerate(self.plan.tables):
-            key_of_table = jax.random.fold_in(key, number)
-            self._write_table(number, functools.partial(draw, key=key_of_table, dim=table.dim))
+            draw = functools.partial(
+                _uniform_rows,
+                key=jax.random.fold_in(key, number),
+                dim=table.dim,
+                low=jnp.float32(min_val),
+                high=jnp.float32(max_val),
+            )
+            self._write_table(number, draw)
 
     def split_embedding_weights(self) -> list[Array | np.ndarray]:
         """The weights of every table, as arrays `[rows, dim]`.
 
         For a table on the host, the array is a read-only view of the stored weights. For other
-        tables, it is a copy.
+        tables, the array is a copy.
         """
         with self._alone():
             self.flush()
             return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
 
     def set_embedding_weights(
-        self, table: int | str, weights: ArrayLike, *, allow_nonfinite: bool = False
+        self,
+        table: int | str,
+        weights: ArrayLike,
+        *,
+        allow_nonfinite: bool = False,
     ) -> None:
         """Overwrites the weights of one table. The optimizer states of the table do not change.
 
@@ -246,7 +274,7 @@ class TrainedTables(nnx.Module):
         plan = self.plan.tables[number]
         values = np.asarray(foreign_to_numpy(weights))
         check_type(values, Num[np.ndarray, "rows dim"], f"weights of {where}")
-        shape = plan.num_rows, plan.dim
+        shape = (plan.num_rows, plan.dim)
         if values.shape != shape:
             raise ValueError(f"{where} has shape {shape}, the new weights {values.shape}.")
         if not allow_nonfinite:
@@ -294,7 +322,9 @@ class TrainedTables(nnx.Module):
             self.flush()
             state = self.whole_state
             for number, table in enumerate(plan.tables):
-                saved |= zip(_entries(table), map(np.array, self._read_table(number)), strict=True)
+                arrays = self._read_table(number)
+                for name, array in zip(_entries(table), arrays, strict=True):
+                    saved[name] = np.array(array)
         saved["step"] = np.asarray(state.step)
         if plan.has_passes and state.passed_step != state.step:
             # A `vjp` has begun the next step, but its `backward` has not run.
@@ -308,7 +338,10 @@ class TrainedTables(nnx.Module):
         return saved
 
     def load_state_dict(
-        self, state_dict: Mapping[str, ArrayLike], *, allow_nonfinite: bool = False
+        self,
+        state_dict: Mapping[str, ArrayLike],
+        *,
+        allow_nonfinite: bool = False,
     ) -> None:
         """Loads a result of `state_dict`, possibly of a different module.
 
@@ -348,8 +381,9 @@ class TrainedTables(nnx.Module):
                 check_finite(saved[name], where, may_be_negative=name not in non_negative)
             as_dtype(saved[name], entry.dtype, "the state dict", name)
         if "contents" in saved:
+            text = np.asarray(saved["contents"], np.uint8).tobytes().decode()
             check_same(
-                Fingerprint(np.asarray(saved["contents"], np.uint8).tobytes().decode()),
+                Fingerprint(text),
                 plan.contents,
                 what="the state dict does not belong to this module",
                 way_out="Construct the module with the tables and optimizers of the saved module; or leave out "
@@ -363,10 +397,10 @@ class TrainedTables(nnx.Module):
             for array, name in enumerate(_entries(table)):
                 values = np.asarray(saved[name]).reshape(table.num_rows, -1)
                 self._write_table(number, functools.partial(_cut, values), array=array)
-        self.state.set_value(self.state.get_value()._replace(**everywhere(plan, numbers)))
+        self._set_numbers(**numbers)
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes of `weights` and `optimizer_states` of each table, by name, and of all as `total`.
+        """Bytes of `weights` and `optimizer_states`, by table name, and of all tables as `total`.
 
         If a table is cached, `total` also has the bytes of the `cache` on the device.
         """
@@ -388,7 +422,7 @@ class TrainedTables(nnx.Module):
         return {**sizes, "total": total}
 
     def _report(self, batch: AnyBatch, output: Array) -> None:
-        """Reports counts and bytes under FBGEMM's names, if `interval` steps have passed.
+        """Reports counts and bytes under FBGEMM's names, every `interval` steps.
 
         Inside `jit`, nothing can be reported, and the method warns.
         """
@@ -409,7 +443,8 @@ class TrainedTables(nnx.Module):
         cache = by_table["total"].get("cache", 0)
         figures: dict[str, float] = {"tbe.hbm.cache": cache}
         for kind, is_cached, extra in (("hbm", False, cache), ("uvm", True, 0)):
-            weights = states = 0
+            weights = 0
+            states = 0
             for table in self.plan.tables:
                 if table.is_cached == is_cached:
                     weights += by_table[table.name]["weights"]
@@ -426,9 +461,9 @@ class TrainedTables(nnx.Module):
             figures[f"tbe.fwd_{name}_size"] = sum(array.nbytes for array in arrays)
         if config.report is not None:
             config.report(step, figures)
-        else:
-            text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
-            logging.getLogger("rsembed").info("step %d: %s", step, text)
+            return
+        text = ", ".join(f"{name} {value:g}" for name, value in figures.items())
+        logging.getLogger("rsembed").info("step %d: %s", step, text)
 
     def flush(self) -> None:
         """Writes all cached rows and states to the host. The rows stay in the cache."""
@@ -491,7 +526,11 @@ class TrainedTables(nnx.Module):
         return self.host_rows
 
     def _write_table(
-        self, number: int, rows: Callable[[int, int], ArrayLike], *, array: int = 0
+        self,
+        number: int,
+        rows: Callable[[int, int], ArrayLike],
+        *,
+        array: int = 0,
     ) -> None:
         """Overwrites the weights or an optimizer state of a table, block by block.
 
@@ -514,7 +553,13 @@ class TrainedTables(nnx.Module):
                 else:
                     self._put(number, array, first, values)
 
-    def _put(self, number: int, array: int, first: int, values: np.ndarray) -> None:
+    def _put(
+        self,
+        number: int,
+        array: int,
+        first: int,
+        values: np.ndarray,
+    ) -> None:
         """Overwrites consecutive rows of a table, from row `first` on, in one array on the device."""
         group, _ = self.plan.places[number]
         state = self.whole_state
@@ -524,15 +569,20 @@ class TrainedTables(nnx.Module):
             arrays[array] = changed
             self.state.set_value(state.with_arrays(group, arrays))
 
-        kept(keep, _put_rows, arrays[array], values, self._rows_of(number, first, len(values)))
+        rows = self._rows_of(number, first, len(values))
+        kept(keep, _put_rows, arrays[array], values, rows)
 
-    def _rows_of(self, number: int, first: int, num_rows: int) -> Int[np.ndarray, " rows"]:
+    def _rows_of(
+        self,
+        number: int,
+        first: int,
+        num_rows: int,
+    ) -> Int[np.ndarray, " rows"]:
         """Row numbers of consecutive rows of a table, in the device arrays of its group."""
         group, _ = self.plan.places[number]
         layout = self.plan.stacks[group].layout
-        rows: np.ndarray = layout.rows(
-            self.plan.tables[number].name, np.arange(first, first + num_rows)
-        )
+        ids = np.arange(first, first + num_rows)
+        rows: np.ndarray = layout.rows(self.plan.tables[number].name, ids)
         return rows
 
     def _host_arrays(self, number: int) -> list[np.ndarray]:
@@ -558,8 +608,10 @@ class TrainedTables(nnx.Module):
             rows = self._rows_of(number, 0, table.num_rows)
             on_device = [array[rows] for array in self.whole_state.arrays(group)]
             arrays = everywhere(self.plan, on_device)
-        entries = _entries(table).values()
-        return [array.reshape(entry.shape) for array, entry in zip(arrays, entries, strict=True)]
+        shaped = []
+        for array, entry in zip(arrays, _entries(table).values(), strict=True):
+            shaped.append(array.reshape(entry.shape))
+        return shaped
 
     def _numbers_of(self, saved: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """Checks the entries of a state dict that belong to no table.
@@ -596,8 +648,9 @@ class TrainedTables(nnx.Module):
 
 
 def _rates_of_groups(
-    plan: TBEPlan, learning_rate: float | Sequence[float]
-) -> Float[Array, " groups"]:
+    plan: TBEPlan,
+    learning_rate: float | Sequence[float],
+) -> Rates:
     """Learning rate of each group, from one rate for all tables or a list with one per table.
 
     Raises: ValueError: tables of a group have different rates, or the plan has a schedule.
@@ -644,6 +697,8 @@ def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
     arrays = table._replace(dim=2).first_row()
     entries = {}
     for name, array in zip(("weight", *table.torch_state_names), arrays, strict=True):
-        shape = (table.num_rows,) if array.shape[1] == 1 else (table.num_rows, table.dim)
+        shape: tuple[int, ...] = (table.num_rows, table.dim)
+        if array.shape[1] == 1:
+            shape = (table.num_rows,)
         entries[f"{table.name}.{name}"] = jax.ShapeDtypeStruct(shape, array.dtype)
     return entries
