@@ -182,10 +182,11 @@ def copied(array: ArrayToSave) -> np.ndarray | None:
 
 def _new_entry(number: int, array: ArrayToSave) -> Entry:
     """Manifest entry of an array, without the checksums of its files."""
-    row_bytes = max(1, array.dtype.itemsize * math.prod(array.shape[1:]))
     num_rows = 1
     if array.shape:
         num_rows = array.shape[0]
+    num_columns = math.prod(array.shape[1:])
+    row_bytes = max(1, num_columns * array.dtype.itemsize)
     rows_per_full_chunk = max(1, CHUNK_BYTES // row_bytes)
     num_chunks = max(1, -(-num_rows // rows_per_full_chunk))
     return {
@@ -234,35 +235,51 @@ def _rows(array: ArrayToSave, chunk: Chunk) -> np.ndarray:
         return source[_index(rows)]
     if source.is_fully_replicated:
         return _host_rows(source.addressable_data(0), rows)
-    values = np.zeros((rows.size, *source.shape[1:]), source.dtype)
+    num_rows, *columns = source.shape
+    values = np.zeros((rows.size, *columns), source.dtype)
     for shard in source.addressable_shards:
-        start, stop, _ = shard.index[0].indices(source.shape[0])
+        if shard.replica_id != 0:
+            continue
+        row_slice, *column_slices = shard.index
+        start, stop, _ = row_slice.indices(num_rows)
         is_in_shard = (rows >= start) & (rows < stop)
-        if shard.replica_id == 0 and is_in_shard.any():
-            shard_rows = rows[is_in_shard] - start
-            values[(is_in_shard, *shard.index[1:])] = _host_rows(shard.data, shard_rows)
+        if not is_in_shard.any():
+            continue
+        shard_rows = rows[is_in_shard] - start
+        part = (is_in_shard, *column_slices)
+        values[part] = _host_rows(shard.data, shard_rows)
     if source.is_fully_addressable:
         return values
     # For each element, one process sends its bytes and all other processes send zeros, so the sum
     # of the bytes is exact.
-    gathered = multihost_utils.process_allgather(values.reshape(-1).view(np.uint8))
-    return gathered.sum(axis=0, dtype=np.uint8).view(source.dtype).reshape(values.shape)
+    local_bytes = values.reshape(-1).view(np.uint8)
+    bytes_by_process = multihost_utils.process_allgather(local_bytes)
+    all_bytes = bytes_by_process.sum(axis=0, dtype=np.uint8)
+    return all_bytes.view(source.dtype).reshape(values.shape)
 
 
 def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
-    device = next(iter(data.devices()))
+    (device,) = data.devices()
     if device.platform == "cpu":
-        return np.asarray(data)[_index(rows)]
+        host_view = np.asarray(data)
+        return host_view[_index(rows)]
     # JAX would keep the host copy that `np.asarray(data)` makes of the whole array.
-    return np.asarray(data[rows.astype(np.int32)])
+    device_rows = data[rows.astype(np.int32)]
+    return np.asarray(device_rows)
 
 
 def _index(rows: np.ndarray) -> np.ndarray | slice:
     """An index for `rows`: a slice if the rows are consecutive, because a slice copies nothing."""
-    is_run = rows.size > 0 and rows[-1] - rows[0] == rows.size - 1 and (np.diff(rows) == 1).all()
-    if is_run:
-        return slice(int(rows[0]), int(rows[-1]) + 1)
-    return rows
+    if rows.size == 0:
+        return rows
+    first = int(rows[0])
+    last = int(rows[-1])
+    if last - first != rows.size - 1:
+        return rows
+    steps = np.diff(rows)
+    if (steps != 1).any():
+        return rows
+    return slice(first, last + 1)
 
 
 # The zarr array
@@ -337,8 +354,10 @@ def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
         file = folder / chunk.file
         # If a file has the declared size, a reader does not allocate more memory than the file has
         # bytes.
-        has_size = file.is_file() and file.stat().st_size == num_bytes
-        if not has_size or _chunk_checksum(file) != checksum:
+        is_intact = file.is_file() and file.stat().st_size == num_bytes
+        if is_intact:
+            is_intact = _chunk_checksum(file) == checksum
+        if not is_intact:
             raise _corrupt_chunk(folder, number, chunk, name)
     try:
         store = _store(path, entry)
@@ -346,7 +365,9 @@ def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
         # zarr does not support the shape or the dtype of the entry.
         raise _corrupt_array(folder, name, error) from error
     read = functools.partial(_read, store, folder, entry, name)
-    return SavedArray(tuple(entry["shape"]), jnp.dtype(entry["dtype"]), read)
+    shape = tuple(entry["shape"])
+    dtype = jnp.dtype(entry["dtype"])
+    return SavedArray(shape, dtype, read)
 
 
 class _PendingRead(NamedTuple):

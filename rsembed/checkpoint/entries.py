@@ -36,8 +36,8 @@ def check_body(file: Path, body: Body) -> None:
     """
     check = functools.partial(_check, file, body, "")
     check("step", _is_count(body.get("step")), "a number of steps")
-    check("belongs_to", isinstance(body.get("belongs_to"), dict), "an object")
-    check("metadata", isinstance(body.get("metadata"), dict), "an object")
+    for name in ("belongs_to", "metadata"):
+        check(name, isinstance(body.get(name), dict), "an object")
     check("arrays", isinstance(body.get("arrays"), list), "a list")
     paths = set()
     for number, entry in enumerate(body["arrays"]):
@@ -81,7 +81,7 @@ def _check_entry(file: Path, number: int, entry: Entry) -> None:
     check("folder", entry.get("folder") == folder, f"the folder {folder}")
 
     path = entry.get("path")
-    is_path = isinstance(path, list) and all(isinstance(part, str) for part in path)
+    is_path = isinstance(path, list) and all(map(_is_text, path))
     check("path", is_path, "a list of texts")
 
     shape: Any = entry.get("shape")
@@ -91,13 +91,14 @@ def _check_entry(file: Path, number: int, entry: Entry) -> None:
 
     dtype: Any = entry.get("dtype")
     check("dtype", _is_dtype_of_numbers(dtype), "the name of a dtype of numbers")
-    num_bytes = math.prod(max(1, size) for size in shape) * jnp.dtype(dtype).itemsize
+    num_numbers = math.prod(max(1, size) for size in shape)
+    num_bytes = num_numbers * jnp.dtype(dtype).itemsize
     check("shape", num_bytes < MAX_BYTES, f"of fewer than {MAX_BYTES} bytes")
 
     rows_per_chunk: Any = entry.get("rows_per_chunk")
     num_rows = shape[0] if shape else 1
-    is_part = _is_count(rows_per_chunk) and 1 <= rows_per_chunk <= max(1, num_rows)
-    check("rows_per_chunk", is_part, f"from 1 to the {num_rows} rows of the array")
+    is_in_range = _is_count(rows_per_chunk) and 1 <= rows_per_chunk <= max(1, num_rows)
+    check("rows_per_chunk", is_in_range, f"from 1 to the {num_rows} rows of the array")
 
     check("metadata_crc32", _is_checksum(entry.get("metadata_crc32")), "a checksum")
     checksums: Any = entry.get("crc32c")
@@ -112,7 +113,7 @@ def _check_entry(file: Path, number: int, entry: Entry) -> None:
         )
 
     prng = entry.get("prng", 0)  # The default 0 is invalid, so a missing field is an error.
-    check("prng", prng is None or isinstance(prng, str), "null or the name of a generator")
+    check("prng", prng is None or _is_text(prng), "null or the name of a generator")
 
 
 def _check(
@@ -132,6 +133,10 @@ def _check(
 
 def _is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def _is_checksum(value: object) -> bool:

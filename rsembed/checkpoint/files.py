@@ -201,7 +201,9 @@ class Contents(NamedTuple):
         A later step that donates the arrays does not change the copies. All processes must call
         `in_memory`, because they gather the arrays. Processes other than 0 get no arrays.
         """
-        copies = {path: (copied(array), prng) for path, (array, prng) in self.leaves.items()}
+        copies = {}
+        for path, (array, prng) in self.leaves.items():
+            copies[path] = (copied(array), prng)
         return Contents(copies, self.body)
 
 
@@ -240,13 +242,16 @@ def write_folder(path: Path, contents: Contents) -> None:
 
     Raises: FileExistsError, OSError: in process 0, see `save`.
     """
-    partial = partial_path(path) if jax.process_index() == 0 else None
+    partial = None
+    if jax.process_index() == 0:
+        partial = partial_path(path)
+    arrays = [array for array, _ in contents.leaves.values()]
     try:
-        entries = write_arrays(partial, [array for array, _ in contents.leaves.values()])
+        entries = write_arrays(partial, arrays)
         if partial is None:
             return
-        leaves = contents.leaves.items()
-        for entry, (leaf_path, (_, prng)) in zip(entries, leaves, strict=True):
+        for entry, leaf_path in zip(entries, contents.leaves, strict=True):
+            _, prng = contents.leaves[leaf_path]
             entry["path"] = list(leaf_path)
             entry["prng"] = prng
         with open(partial / MANIFEST, "wb") as file:
@@ -533,14 +538,19 @@ def _pop_tables(
     """Moves the values and slots of the tables `names` from `arrays` into the result."""
     popped = {}
     for path in list(arrays):
-        if len(path) > 1 and path[0] in ("tables", "slots") and path[1] in names:
+        if len(path) < 2:
+            continue
+        part, name, *_ = path
+        if part in ("tables", "slots") and name in names:
             popped[path] = arrays.pop(path)
     return popped
 
 
 def is_one_key(array: Leaf) -> bool:
     """True if `array` is a single PRNG key."""
-    is_key = isinstance(array, jax.Array) and jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
+    if not isinstance(array, jax.Array):
+        return False
+    is_key = jnp.issubdtype(array.dtype, jax.dtypes.prng_key)
     return is_key and array.shape == ()
 
 

@@ -336,8 +336,10 @@ class CheckpointManager:
         def removal_order(path: Path) -> tuple[bool, tuple[int, int]]:
             return path not in self._damaged, _written(path)
 
-        others = sorted({*self.paths()} - {newest}, key=removal_order)
-        num_to_remove = max(len(others) + 1 - self.max_to_keep, 0)
+        others = [path for path in self.paths() if path != newest]
+        others.sort(key=removal_order)
+        num_checkpoints = len(others) + 1
+        num_to_remove = max(num_checkpoints - self.max_to_keep, 0)
         for path in others[:num_to_remove]:
             if self.keep_period is None or _step(path) % self.keep_period:
                 _remove(path)
@@ -387,7 +389,11 @@ def _only_writer(folder: Path) -> Iterator[None]:
         except OSError as error:  # The file system does not support locks.
             way_out = "see to it that no other run writes there"
             _log.warning("%s cannot be locked (%s): %s.", folder, error, way_out)
+        writer = {
+            "host": socket.gethostname(),
+            "process": os.getpid(),
+        }
         file.truncate(0)
-        file.write(json.dumps({"host": socket.gethostname(), "process": os.getpid()}))
+        file.write(json.dumps(writer))
         file.flush()
         yield

@@ -122,15 +122,22 @@ def resized(
 
 def _resized_array(array: SavedArray, wanted: WantedArray, path: Path) -> SavedArray:
     part, table_name, *_ = path
-    is_float = jnp.issubdtype(array.dtype, jnp.floating)
-    is_rounded = part == "tables" and array.dtype != wanted.dtype and is_float
-    if array.shape == wanted.shape and not is_rounded:
+    dtype = np.dtype(array.dtype)
+    if part == "tables" and jnp.issubdtype(dtype, jnp.floating):
+        dtype = wanted.dtype
+    if array.shape == wanted.shape and array.dtype == dtype:
         return array
-    num_rows, *columns = wanted.shape
-    dtype = wanted.dtype if is_rounded else array.dtype
-    where = f"table {table_name!r}"
-    read = functools.partial(_read, array, num_rows, dtype, wanted.make_rows, where, joined(path))
-    return SavedArray((num_rows, *columns), np.dtype(dtype), read)
+    num_rows = wanted.shape[0]
+    read = functools.partial(
+        _read,
+        array,
+        num_rows,
+        dtype,
+        wanted.make_rows,
+        f"table {table_name!r}",
+        joined(path),
+    )
+    return SavedArray(wanted.shape, dtype, read)
 
 
 def _arrays_by_id(table: TableSpec, key: PRNGKeyArray) -> dict[Path, WantedArray]:
@@ -138,17 +145,18 @@ def _arrays_by_id(table: TableSpec, key: PRNGKeyArray) -> dict[Path, WantedArray
     num_rows = table.vocabulary_size
     key = table_key(key, table.name)
     make_fresh = functools.partial(fresh_rows, table=table)
-    shapes = jax.eval_shape(make_fresh, key, ids=jnp.zeros(1, jnp.int32))
-    names = array_names(table, shapes[1:])
-    wanted = {}
-    for number, (name, shape) in enumerate(zip(names, shapes, strict=True)):
-        path: Path = ("slots", table.name, name.removeprefix("slot_"))
-        if number == 0:
-            path = ("tables", table.name)
+    one_id = jnp.zeros(1, jnp.int32)
+    fresh_values, *fresh_slots = jax.eval_shape(make_fresh, key, ids=one_id)
+    _, *slot_names = array_names(table, fresh_slots)
+    shape_of_path: dict[Path, jax.ShapeDtypeStruct] = {("tables", table.name): fresh_values}
+    for name, slot in zip(slot_names, fresh_slots, strict=True):
+        shape_of_path["slots", table.name, name.removeprefix("slot_")] = slot
+    wanted: dict[Path, WantedArray] = {}
+    for number, (path, fresh) in enumerate(shape_of_path.items()):
         program = jax.jit(functools.partial(_fresh_array, table=table, number=number))
         make_rows = functools.partial(_make_block, program, key, num_rows)
-        array_shape = (num_rows, *shape.shape[1:])
-        wanted[path] = WantedArray(array_shape, np.dtype(shape.dtype), make_rows)
+        shape = (num_rows, *fresh.shape[1:])
+        wanted[path] = WantedArray(shape, np.dtype(fresh.dtype), make_rows)
     return wanted
 
 
@@ -195,10 +203,11 @@ def _arrays_of_train(
         for leaf_path, leaf in flattened(tree).items():
             path = (part, table.name, *leaf_path)
             grows = any(path[: len(prefix)] == prefix for prefix in prefixes)
-            if part == "tables" or grows:
-                array = np.asarray(leaf)
-                make_rows = functools.partial(_slice, array)
-                wanted[path] = WantedArray(array.shape, array.dtype, make_rows)
+            if part == "slots" and not grows:
+                continue
+            array = np.asarray(leaf)
+            make_rows = functools.partial(_slice, array)
+            wanted[path] = WantedArray(array.shape, array.dtype, make_rows)
     return wanted
 
 

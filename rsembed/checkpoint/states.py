@@ -193,20 +193,22 @@ def restored(arrays: Mapping[Path, Leaf], like: PyTree, where: object) -> PyTree
     """
     templates = flattened(like)
     problems = []
-    for path in templates.keys() - arrays.keys():
-        problems.append(f"{joined(path)!r} is missing")
-    for path in arrays.keys() - templates.keys():
-        problems.append(f"{joined(path)!r} is not wanted")
-    for path in templates.keys() & arrays.keys():
-        problem = _mismatch(arrays[path], templates[path])
+    for path, template in templates.items():
+        problem: str | None = "missing"
+        if path in arrays:
+            problem = _mismatch(arrays[path], template)
         if problem is not None:
             problems.append(f"{joined(path)!r} is {problem}")
+    for path in arrays:
+        if path not in templates:
+            problems.append(f"{joined(path)!r} is not wanted")
     if problems:
         raise ValueError(f"checkpoint {where} does not match: {'; '.join(sorted(problems))}.")
     leaves = []
     for path, template in templates.items():
         leaves.append(placed(arrays[path], template))
-    return jax.tree.unflatten(jax.tree.structure(like), leaves)
+    structure = jax.tree.structure(like)
+    return jax.tree.unflatten(structure, leaves)
 
 
 def _mismatch(array: Leaf, template: Leaf) -> str | None:
@@ -232,27 +234,36 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
 
     If the template is on several devices, the whole array is never in the memory of the host.
     """
-    sharding = getattr(template, "sharding", None)
     if isinstance(template, PickedRows):
         return array
+    sharding = getattr(template, "sharding", None)
     is_distributed = sharding is not None and len(sharding.device_set) > 1
-    if isinstance(array, SavedArray) and array.shape and is_distributed:
-        return sharded(array.shape, array.dtype, sharding, _numbered_blocks(array))
+    if is_distributed and isinstance(array, SavedArray) and array.shape:
+        blocks = _numbered_blocks(array)
+        return sharded(array.shape, array.dtype, sharding, blocks)
     array = in_memory(array)
     if isinstance(template, (bool, int, float)):
-        return type(template)(array[()])
+        number = array[()]
+        return type(template)(number)
     if isinstance(template, (np.ndarray, np.generic)):
         return array
-    if sharding is None or not getattr(template, "committed", True):
+    is_committed = getattr(template, "committed", True)
+    if sharding is None or not is_committed:
         # Like the template, the array must be uncommitted. With a committed array, `jit` would
         # compile every step again.
         return jax.device_put(array)
     if isinstance(array, jax.Array):
         # The numbers of a PRNG key are placed and then wrapped, because `device_put` rejects an
         # array of keys if the sharding spans several processes.
-        data = placed(np.asarray(jax.random.key_data(array)), template)
-        return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
-    return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        key_data = np.asarray(jax.random.key_data(array))
+        implementation = jax.random.key_impl(array)
+        placed_data = placed(key_data, template)
+        return jax.random.wrap_key_data(placed_data, impl=implementation)
+
+    def read_shard(index: Index) -> np.ndarray | np.generic:
+        return array[index]
+
+    return jax.make_array_from_callback(array.shape, sharding, read_shard)
 
 
 def _numbered_blocks(saved: SavedArray) -> Blocks:
@@ -356,20 +367,27 @@ def _by_table(state: EmbeddingState) -> dict[str, Any]:
     for stack_name, stack in stacks_of(state).items():
         stack_params = state.tables[stack_name]
         stack_slots = state.slots[stack_name]
-        part_sizes = [table.get("part_sizes") for table in stack["tables"].values()]
-        for number, (name, table) in enumerate(stack["tables"].items()):
+        stack_tables = stack["tables"]
+        part_sizes = [table.get("part_sizes") for table in stack_tables.values()]
+        for number, (name, table) in enumerate(stack_tables.items()):
             if table["storage"] is None:
                 tables[name] = _picked_rows(table, stack, stack_params)
-                slots[name] = {}
+                table_slots = {}
                 for slot, array in zip(stack["slots"], stack_slots, strict=True):
-                    slots[name][slot] = _picked_rows(table, stack, array)
+                    table_slots[slot] = _picked_rows(table, stack, array)
+                slots[name] = table_slots
             elif "part_sizes" in table:  # Several tables of this stack share one storage.
                 tables[name] = parts(stack_params, part_sizes)[number]
                 slots[name] = parts(stack_slots, part_sizes)[number]
             else:
                 tables[name] = stack_params
                 slots[name] = stack_slots
-    return {"tables": tables, "slots": slots, "step": state.step, "key": state.key}
+    return {
+        "tables": tables,
+        "slots": slots,
+        "step": state.step,
+        "key": state.key,
+    }
 
 
 def _picked_rows(table: Facts, stack: Facts, array: Any) -> PickedRows:
@@ -385,35 +403,51 @@ def _picked_rows(table: Facts, stack: Facts, array: Any) -> PickedRows:
 def _state_from_tables(like: EmbeddingState, values: Mapping[str, Any]) -> EmbeddingState:
     """State with the layout of `like` from tables and slots by table name."""
     wanted = _by_table(like)
+    wanted_tables = wanted["tables"]
+    wanted_slots = wanted["slots"]
+    saved_tables = values["tables"]
+    saved_slots = values["slots"]
     tables: Tables = {}
     slots: Tables = {}
     for stack_name, stack in stacks_of(like).items():
         names = list(stack["tables"])
-        has_storage = any(table["storage"] is not None for table in stack["tables"].values())
-        if has_storage:
-            tables[stack_name] = _concatenated(values["tables"], names)
-            slots[stack_name] = _concatenated(values["slots"], names)
+        storages = [table["storage"] for table in stack["tables"].values()]
+        if any(storage is not None for storage in storages):
+            tables[stack_name] = _concatenated(saved_tables, names)
+            slots[stack_name] = _concatenated(saved_slots, names)
             continue
         pieces = []
         for name in names:
-            pieces.append((wanted["tables"][name], values["tables"][name]))
+            pieces.append((wanted_tables[name], saved_tables[name]))
         tables[stack_name] = _stack_array(pieces, stack)
         slot_arrays = []
         for slot in stack["slots"]:
             pieces = []
             for name in names:
-                pieces.append((wanted["slots"][name][slot], values["slots"][name][slot]))
+                rows = wanted_slots[name][slot]
+                array = saved_slots[name][slot]
+                pieces.append((rows, array))
             slot_arrays.append(_stack_array(pieces, stack))
         slots[stack_name] = tuple(slot_arrays)
-    return EmbeddingState(tables, slots, values["step"], values["key"], like.layout)
+    return EmbeddingState(
+        tables,
+        slots,
+        values["step"],
+        values["key"],
+        like.layout,
+    )
 
 
 def _concatenated(trees: Mapping[str, PyTree], names: list[str]) -> PyTree:
     """Concatenation, leaf by leaf, of the trees of tables that share a storage."""
-    if len(names) == 1:
-        return trees.get(names[0])
-    of_tables = [trees.get(name) for name in names]
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *of_tables)
+    trees_of_tables = [trees.get(name) for name in names]
+    if len(trees_of_tables) == 1:
+        return trees_of_tables[0]
+
+    def concatenate(*leaves: Any) -> jax.Array:
+        return jnp.concatenate(leaves)
+
+    return jax.tree.map(concatenate, *trees_of_tables)
 
 
 Pieces = list[tuple[PickedRows, SavedArray]]
