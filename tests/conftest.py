@@ -126,9 +126,17 @@ def pytest_sessionstart() -> None:
         devices.warn_of_slow_cpu()
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The notebook on Keras is skipped by name where Keras is missing, which nothing else needs."""
+    """Marks as slow what `slow_rows` names, before pytest selects by marks.
+
+    The notebook on Keras is skipped by name where Keras is missing, which nothing else needs.
+    """
     for item in items:
+        named = [name for mark in item.iter_markers("slow_rows") for name in mark.args]
+        callspec = getattr(item, "callspec", None)
+        if callspec is not None and callspec.id in named:
+            item.add_marker(pytest.mark.slow)
         if item.path.name == "14_keras.ipynb" and importlib.util.find_spec("keras_rs") is None:
             item.add_marker(
                 pytest.mark.skip(reason="needs keras and keras-rs: `make test-clients` runs it")

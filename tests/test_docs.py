@@ -263,6 +263,7 @@ def test_links_between_pages_and_to_files_lead_somewhere():
 LOADERS = re.split(r"\n## ", (ROOT / "docs" / "loaders.md").read_text())
 
 
+@pytest.mark.slow
 def test_the_gallery_draws_every_picture_in_a_few_lines(tmp_path):
     page = (ROOT / "docs" / "gallery.md").read_text()
     drawn = [name for name in dir(rsembed.plot) if name.startswith("plot_")]

@@ -206,6 +206,7 @@ def rename(number, path, body):
     body["arrays"][number]["path"] = path
 
 
+@pytest.mark.slow_rows("False")
 @pytest.mark.parametrize("resize", [False, True])
 def test_a_collection_whose_manifest_was_forged_is_refused_by_file(tmp_path, resize):
     collection = collection_of_all_kinds()

@@ -94,6 +94,7 @@ def arrays_of(collection, state):
 PLACEMENTS = [(None, None), (4, "row"), (4, "table"), (4, "column"), (2, "replicated")]
 
 
+@pytest.mark.slow_rows("on the host-None-None", "dense-None-None")
 @pytest.mark.parametrize(
     ("kind", "num_devices", "placement"),
     [
@@ -131,6 +132,7 @@ def test_a_larger_table_keeps_rows_slots_and_step_and_gets_rows_of_init(
         assert_allclose(array[:FEW], alone[name], rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow_rows("keyed-bfloat16-None", "train-bfloat16-None")
 @pytest.mark.parametrize(
     ("kind", "dtype", "num_devices"),
     [
@@ -277,6 +279,7 @@ def test_many_rows_are_added_and_cut_in_blocks(tmp_path, monkeypatch):
 # Slots without a file
 
 
+@pytest.mark.slow_rows("dense-4", "train-4")
 @pytest.mark.parametrize(
     ("kind", "num_devices"), [("dense", None), *((kind, 4) for kind in STORAGES)]
 )

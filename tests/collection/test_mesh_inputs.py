@@ -80,18 +80,17 @@ def test_ragged_features_have_the_numbers_of_one_device(placement, storage):
         rs.EmbeddingCollection(features),
         rs.EmbeddingCollection(features, mesh=mesh, placement=placement),
     )
-    rng = np.random.default_rng(0)
     results = []
     for collection in collections:
         rng = np.random.default_rng(0)
-        state = collection.init(jax.random.key(0))
+        state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
+        lengths = rng.integers(0, 4, (4, 8))
+        lengths[:, 2:4] = 0  # a device without any id
         found = []
         for _ in range(3):
             batch = {"array": rng.integers(-1, 11, (8, 2))}
-            for name in ("a", "b", "c", "again"):
-                lengths = rng.integers(0, 4, 8)
-                lengths[2:4] = 0  # a device without any id
-                batch[name] = [rng.integers(0, 11, n).tolist() for n in lengths]
+            for name, own in zip(("a", "b", "c", "again"), lengths, strict=True):
+                batch[name] = [rng.integers(0, 11, n).tolist() for n in own]
             weights = [rng.uniform(0.5, 2.0, len(ids)).tolist() for ids in batch["c"]]
             batch["c"] = rs.Bags.from_lists(batch["c"], weights)
             prepared = collection.prepare(batch)
@@ -99,7 +98,7 @@ def test_ragged_features_have_the_numbers_of_one_device(placement, storage):
             activations, statistics = collection.lookup(state, prepared, return_statistics=True)
             found += [activations, statistics.num_ids, statistics.num_out_of_range]
             gradients = jax.tree.map(lambda x: x - 1.0, activations)
-            state = jax.jit(collection.update)(state, prepared, gradients)
+            state = update(state, prepared, gradients)
         results.append((found, collection.tables(state), collection.slots(state)))
     for many, one in zip(*map(jax.tree.leaves, reversed(results)), strict=True):
         assert_allclose(many, one, rtol=1e-4, atol=2e-5)

@@ -64,9 +64,11 @@ def gradients_like(activations, seed):
 def test_joined_features_have_the_numbers_of_single_ones(storage):
     collection = collection_of(storage)
     # A batch size that is declared nowhere, and features that each come alone: no list is shared.
-    apart = [rs.EmbeddingCollection([feature]) for feature in collection.features.values()]
+    # Programs that find rows by key compile for long, so these storages read two of the features.
+    names = list(collection.features) if storage is None else ["a", "c_again"]
+    apart = [rs.EmbeddingCollection([collection.features[name]]) for name in names]
     state = collection.init(jax.random.key(0))
-    for seed in range(4):
+    for seed in range(4 if storage is None else 2):
         batch = draw_batch(seed)
         prepared = collection.prepare(batch)
         state = collection.prefetch(state, prepared)

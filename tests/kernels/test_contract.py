@@ -49,10 +49,15 @@ def _small_chunks(monkeypatch):
 
 
 def settings_of(name, *, is_full):
-    """Every dtype and row length that an implementation is asked for, or one row length of each dtype."""
+    """Every dtype and row length that an implementation is asked for.
+
+    Otherwise one row length of each dtype where kernels are compiled in no time, and a single setting elsewhere.
+    """
     if is_full:
         return SETTINGS[name]
-    return {dtype: (dtype, dim) for dtype, dim in SETTINGS[name]}.values()
+    if name == "native":
+        return {dtype: (dtype, dim) for dtype, dim in SETTINGS[name]}.values()
+    return SETTINGS[name][:1]
 
 
 def assert_lookup(outputs, tables, call):
@@ -89,7 +94,7 @@ def assert_rows(found, expected, num_rows, call, table):
 @pytest.mark.parametrize("case", ONE_TABLE)
 def test_lookup_agrees_with_loops(case, name, module, run):
     call = ONE_TABLE[case]
-    for dtype, dim in settings_of(name, is_full=case in ("every combiner", "weighted")):
+    for dtype, dim in settings_of(name, is_full=case == "every combiner"):
         tables = (draw_table(dim, dtype),)
         assert_lookup(run(lambda tables: module.lookup(tables, call), tables), tables, call)
 
@@ -149,6 +154,14 @@ def test_update_agrees_with_loops(rule_name, name, module, run):
 # Several tables in one call
 
 
+# Interpreted kernels compile for seconds. These cases take the code of the others.
+@pytest.mark.slow_rows(
+    *(
+        f"{case}-{name}"
+        for case in ("columns", "none in each", "tiny weights", "huge weights")
+        for name in ("gpu", "sparsecore")
+    )
+)
 @every_implementation
 @pytest.mark.parametrize("case", SEVERAL_TABLES)
 def test_a_call_of_several_tables_agrees_with_loops(case, name, module, run):
@@ -208,37 +221,39 @@ def test_gradients_of_weights_agree_with_loops(case, module):
             assert_close(np.asarray(own, np.float64) / scale, wanted / scale)
 
 
+@pytest.mark.slow_rows(
+    "rowwise_adagrad-kinds of lists-gpu",
+    "rowwise_adagrad-kinds of lists-sparsecore",
+    "ftrl-mixed columns-gpu",
+    "ftrl-kinds of lists-gpu",
+)
 @every_implementation
+@pytest.mark.parametrize("case", ["mixed columns", "kinds of lists"])
 @pytest.mark.parametrize("rule_name", ["rowwise_adagrad", "ftrl"])
-def test_every_table_of_a_call_is_stepped_once_a_row(rule_name, name, module, run):
+def test_every_table_of_a_call_is_stepped_once_a_row(rule_name, case, name, module, run):
     if (name, rule_name) in REFUSED:
         pytest.skip(f"{name} refuses {rule_name}")
     rule = RULES[rule_name]
     step = Step(rule.get_hyperparameters(STEP), rule)
-    for case in ("mixed columns", "kinds of lists"):
-        tables = draw_tables(3, "float32" if name == "sparsecore" else None)
-        table_rows, dims = zip(*(table.shape for table in tables), strict=True)
-        call = draw_call(case, 3)
-        slots = [rule.init_slots(jnp.asarray(table, jnp.float32)) for table in tables]
-        d_outputs = draw_gradients(call, dims)
+    tables = draw_tables(3, "float32" if name == "sparsecore" else None)
+    table_rows, dims = zip(*(table.shape for table in tables), strict=True)
+    call = draw_call(case, 3)
+    slots = [rule.init_slots(jnp.asarray(table, jnp.float32)) for table in tables]
+    d_outputs = draw_gradients(call, dims)
 
-        def updates(d_outputs, call=call, tables=tables, slots=slots, dims=dims):
-            gradients = [
-                CallGradients(call, d_outputs, dims, number) for number in range(len(tables))
-            ]
-            return [
-                module.update(*each, step) for each in zip(tables, slots, gradients, strict=True)
-            ]
+    def updates(d_outputs):
+        gradients = [CallGradients(call, d_outputs, dims, number) for number in range(len(tables))]
+        return [module.update(*each, step) for each in zip(tables, slots, gradients, strict=True)]
 
-        summed = oracles.row_gradients(call, table_rows, dims, d_outputs)
-        stepped = run(updates, d_outputs)
-        for table, own, (new_table, new_slots), by_row in zip(
-            tables, slots, stepped, summed, strict=True
-        ):
-            wanted, wanted_slots = step_by_loops(rule_name, table, own, by_row)
-            assert_close(new_table, wanted, table.dtype)
-            for found, slot in zip(new_slots, wanted_slots, strict=True):
-                assert_close(found, slot)
+    summed = oracles.row_gradients(call, table_rows, dims, d_outputs)
+    stepped = run(updates, d_outputs)
+    for table, own, (new_table, new_slots), by_row in zip(
+        tables, slots, stepped, summed, strict=True
+    ):
+        wanted, wanted_slots = step_by_loops(rule_name, table, own, by_row)
+        assert_close(new_table, wanted, table.dtype)
+        for found, slot in zip(new_slots, wanted_slots, strict=True):
+            assert_close(found, slot)
 
 
 @every_implementation

@@ -29,6 +29,7 @@ def train(layer, steps):
         backward(np.cos(np.arange(out.size, dtype=np.float32)).reshape(out.shape))
 
 
+@pytest.mark.slow_rows("False")
 @pytest.mark.parametrize("use_hashtable", [True, False])
 def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path, use_hashtable):
     straight = model(2, use_hashtable=use_hashtable)
@@ -164,6 +165,7 @@ def by_key(layer):
     return {int(key): rows["values"][place] for place, key in enumerate(rows["keys"])}
 
 
+@pytest.mark.slow_rows("4-4")
 @pytest.mark.parametrize(("devices", "rows"), [(1, 18), (4, 5), (4, 4)])
 def test_a_table_without_hash_table_moves_to_any_number_of_devices(tmp_path, devices, rows):
     """Keys below 13 were trained: 2 devices of 8 rows have 16 in all, the others 18, 20 and 16."""

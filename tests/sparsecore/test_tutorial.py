@@ -18,6 +18,7 @@ LOSS_TOLERANCE = 1e-4
 """Sums over devices are added in another order; after eight steps that shows in the seventh digit."""
 
 
+@pytest.mark.slow
 def test_two_processes_of_two_devices_lower_the_loss_as_one_device_does(tmp_path):
     run = launching.start(Path(tutorial.__file__), tmp_path / "several")
     losses = tutorial.train(

@@ -136,32 +136,24 @@ def test_states_whose_keys_have_the_same_rows_are_averaged_as_their_tables(num_t
         assert_allclose(rows["values"], wanted, rtol=1e-6)
 
 
-@pytest.mark.parametrize("num_devices", [1, 2])
+@pytest.mark.parametrize("num_devices", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_rows_and_keys_stay_together_through_everything_that_moves_them(tmp_path, num_devices):
     """Eviction by a step and by hand, admission, writing by key, files, and a table that grows."""
-    for storage in (
-        rs.Hashed(when_full="evict"),
-        rs.Hashed(admission_count=1, admission_capacity=40),
-    ):
-        collection = collection_of(storage, num_tables=2, num_devices=num_devices)
-        generator, state = np.random.default_rng(0), collection.init(jax.random.key(0))
-        for _ in range(4):
-            keys = (
-                generator.integers(-20, 20, 12)
-                if storage.admission_count == 0
-                else generator.integers(0, 8, 12)
-            )
-            state = trained(collection, keys, state=state)
-        state, rows = collection.evict(state, "t1", keep=3)
-        assert len(rows["keys"])
-        state = collection.with_tables(state, {"t1": rows})
-        checkpoint.save_collection(tmp_path / f"{storage.admission_count}", collection, state)
-        loaded = checkpoint.load_collection(tmp_path / f"{storage.admission_count}", collection)
-        found = jax.tree.map(
-            np.asarray, collection.tables(trained(collection, [1, 2], state=loaded))
-        )
-        for name, own in collection.tables(trained(collection, [1, 2], state=state)).items():
-            assert_array_equal(own["values"], found[name]["values"])
+    storage = rs.Hashed(when_full="evict", admission_count=1, admission_capacity=40)
+    collection = collection_of(storage, num_tables=2, num_devices=num_devices)
+    generator, state = np.random.default_rng(0), collection.init(jax.random.key(0))
+    for _ in range(4):
+        state = trained(collection, generator.integers(0, 24, 24), state=state)
+    assert collection.counts(state)["t0"]["evicted"].sum()
+    state, rows = collection.evict(state, "t1", keep=3)
+    assert len(rows["keys"])
+    state = collection.with_tables(state, {"t1": rows})
+    checkpoint.save_collection(tmp_path / "saved", collection, state)
+    loaded = checkpoint.load_collection(tmp_path / "saved", collection)
+    last = np.arange(24)
+    found = jax.tree.map(np.asarray, collection.tables(trained(collection, last, state=loaded)))
+    for name, own in collection.tables(trained(collection, last, state=state)).items():
+        assert_array_equal(own["values"], found[name]["values"])
     context = sok.Init(mesh=mesh_of(num_devices))
     layer = sok.All2AllDenseEmbedding(2, DIM, 1, 1, when_full="grow", context=context)
     for first in (0, 4, 8):

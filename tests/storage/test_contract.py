@@ -369,6 +369,17 @@ def assert_table_holds(collection, state, cell, oracle, found, what):
         assert_close(slot, column, f"{what}: slots")
 
 
+# Each storage and each way stays, and so do the policies of keys.
+@pytest.mark.slow_rows(
+    "dense-row",
+    "hashed-row",
+    "hashed-row, many rounds",
+    "hashed, evicting-one device",
+    "hashed, evicting-row, many rounds",
+    "hashed, admitting-one device",
+    "host-cached-row",
+    "train-one device",
+)
 @pytest.mark.parametrize(("storage", "way"), RUNS)
 def test_a_storage_on_a_way_gives_the_numbers_of_loops(storage, way):
     own = [cell for cell in cells() if (cell.storage, cell.way) == (storage, way)]

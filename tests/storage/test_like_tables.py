@@ -122,6 +122,7 @@ def any_size(monkeypatch):
 SOME_WAIT = {"when_full": "evict", "admission_count": 1}
 
 
+@pytest.mark.slow_rows("full-4-row", "lru-4-row", "count-1-None")
 @pytest.mark.parametrize(
     ("policy", "num_devices", "placement"),
     [
@@ -142,12 +143,11 @@ def test_a_table_among_smaller_and_larger_ones_has_the_bits_of_one_alone(
     assert used == {name: len(rows["keys"]) for name, rows in collection.tables(state).items()}
 
 
-@pytest.mark.parametrize(
-    "given", [{"dtype": "bfloat16"}, {"initializer": split_initializer}], ids=["rounded", "split"]
-)
-def test_noise_and_initial_values_belong_to_the_table(given):
+def test_noise_and_initial_values_belong_to_the_table():
     """Here of as many rows as the others; all of them give rows up."""
-    collection, state = assert_each_is_as_if_alone(2, when_full="evict", **given)
+    collection, state = assert_each_is_as_if_alone(
+        2, when_full="evict", dtype="bfloat16", initializer=split_initializer
+    )
     counts = collection.counts(state)
     assert all(counts[name]["evicted"].sum() > 0 for name in NAMES)
     # The tables differ.
@@ -179,25 +179,23 @@ def test_files_know_tables_by_name_whatever_storage_they_share(
     collection, state = some_state(saved_on, is_unlike=is_unlike)
     assert len(state.tables) == 1
     checkpoint.save_collection(tmp_path / "saved", collection, state)
-    for names in (NAMES, NAMES[::-1]):  # in another order in the other storage
-        other = collection_of(
-            names, loaded_on, **GIVEN | ({"rows": UNLIKE_ROWS} if is_unlike else {})
-        )
-        loaded = checkpoint.load_collection(tmp_path / "saved", other)
-        assert_same(other.tables(loaded), collection.tables(state))
-        # New keys start from the key of their table, whoever drew it.
-        ids, gradients = batches(NAMES)[0]
-        ids = jax.tree.map(lambda leaf: leaf + 5 if leaf.dtype == np.int64 else leaf, ids)
-        after = [
-            c.update(s, c.prepare(ids), gradients)
-            for c, s in ((other, loaded), (collection, state))
-        ]
-        found, wanted = other.tables(after[0]), collection.tables(after[1])
-        if saved_on == loaded_on:  # otherwise keys have other company when rows are taken away
-            assert_same(found, wanted)
-        assert all(
-            found[name]["waiting_keys"].size == wanted[name]["waiting_keys"].size for name in NAMES
-        )
+    rows = {"rows": UNLIKE_ROWS} if is_unlike else {}
+    # In the other storage they have another order.
+    other = collection_of(NAMES[::-1], loaded_on, **GIVEN | rows)
+    loaded = checkpoint.load_collection(tmp_path / "saved", other)
+    assert_same(other.tables(loaded), collection.tables(state))
+    # New keys start from the key of their table, whoever drew it.
+    ids, gradients = batches(NAMES)[0]
+    ids = jax.tree.map(lambda leaf: leaf + 5 if leaf.dtype == np.int64 else leaf, ids)
+    after = [
+        c.update(s, c.prepare(ids), gradients) for c, s in ((other, loaded), (collection, state))
+    ]
+    found, wanted = other.tables(after[0]), collection.tables(after[1])
+    if saved_on == loaded_on:  # otherwise keys have other company when rows are taken away
+        assert_same(found, wanted)
+    assert all(
+        found[name]["waiting_keys"].size == wanted[name]["waiting_keys"].size for name in NAMES
+    )
 
 
 def test_a_file_of_tables_together_is_one_of_tables_apart(tmp_path):

@@ -15,6 +15,7 @@ from tests.world import mesh_of
 KEYS = 2**40 * np.arange(12)[::-1]
 
 
+@pytest.mark.slow_rows("lru")
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(eviction):
     collection, generator = keyed(when_full="evict", eviction=eviction), np.random.default_rng(0)
@@ -35,6 +36,7 @@ def test_a_table_that_was_taken_out_and_in_goes_on_with_the_same_evictions(evict
     assert collection.counts(other)["t"]["evicted"].sum() >= 2
 
 
+@pytest.mark.slow_rows("lfu")
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_keys_of_a_step_never_lose_their_rows_to_new_keys_of_the_same_step(eviction):
     """Key 1 occurs least and is used now; key 2 has to go, and where even that is not enough, a new key gets no row."""
@@ -79,6 +81,7 @@ def test_a_table_that_was_full_on_a_mesh_is_told_how_many_rows_it_needs(tmp_path
     assert by_key(other.tables(loaded)["t"]) == by_key(collection.tables(state)["t"])
 
 
+@pytest.mark.slow_rows("1-evict", "4-zero")
 @pytest.mark.parametrize(("num_devices", "when_full"), [(1, "evict"), (4, "zero"), (4, "evict")])
 def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_devices, when_full):
     mesh = mesh_of(num_devices)
@@ -103,6 +106,7 @@ def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_d
     assert_array_equal(*(collection.tables(after)["t"]["values"] for after in (updated, applied)))
 
 
+@pytest.mark.slow_rows("1-zero", "None-zero")
 @pytest.mark.parametrize(("capacity", "when_full"), [(1, "zero"), (2, "evict"), (None, "zero")])
 def test_any_number_of_rounds_admits_what_a_dictionary_does(capacity, when_full):
     """Where there is a row, and a place to wait, for every key."""
@@ -136,6 +140,7 @@ def test_any_number_of_rounds_admits_what_a_dictionary_does(capacity, when_full)
                 ]
 
 
+@pytest.mark.slow_rows("None")
 @pytest.mark.parametrize("capacity", [1, None])
 def test_keys_that_wait_are_not_forgotten_for_others_of_the_same_batch(capacity):
     """Whichever round brings them."""
@@ -183,6 +188,7 @@ def test_of_equally_due_keys_the_least_signed_number_goes():
         assert len(collection.tables(after)["t"]["keys"]) == 2
 
 
+@pytest.mark.slow_rows("1-2-evict", "4-2-error")
 @pytest.mark.parametrize(
     ("num_devices", "num_tables", "when_full"),
     [(1, 2, "evict"), (2, 1, "zero"), (4, 2, "evict"), (4, 2, "error")],

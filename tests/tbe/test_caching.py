@@ -123,6 +123,7 @@ CACHES = {
 }
 
 
+@pytest.mark.slow_rows("lru of one set", "lars", "cowclip", "pipelined")
 @pytest.mark.parametrize("name", CACHES)
 def test_any_order_of_calls_has_the_bits_of_tables_without_a_cache(name):
     rng, modules = np.random.default_rng(len(name)), pair(**CACHES[name])
@@ -175,7 +176,7 @@ def test_a_hundred_batches_may_wait():
         cached.prefetch(*batch)
     with pytest.raises(RuntimeError, match="100 prefetched batches wait"):
         cached.prefetch(*batches[0])
-    assert_steps_agree(plain, cached, batches)
+    assert_steps_agree(plain, cached, batches[:20])
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])

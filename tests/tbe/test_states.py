@@ -49,6 +49,7 @@ EXCHANGES = {
 }
 
 
+@pytest.mark.slow_rows("to a mesh", "from a mesh")
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_state_dict_continues_in_another_module(name):
     rule, *sides = EXCHANGES[name]
@@ -141,6 +142,9 @@ def stepped(rate, *, num_steps=40, **arguments):
     return weights.astype(np.float64)
 
 
+@pytest.mark.slow_rows(
+    "SparseType.FP16-SparseType.BF16-0.0001", "SparseType.BF16-SparseType.FP32-0.0001"
+)
 @pytest.mark.parametrize(
     ("weights", "cache", "rate"),
     [(FP16, FP32, 1e-5), (FP32, FP16, 1e-5), (BF16, FP32, 1e-4), (FP16, BF16, 1e-4)],

@@ -279,6 +279,7 @@ def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_
         assert_allclose(emb.full_weight(k), stepped[k], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_rows("0.8-60000-1000", "1.2-60000-0")
 @pytest.mark.parametrize(
     ("exponent", "batch", "hashtbl_size"),
     [(0.8, 3000, 0), (1.2, 60_000, 0), (0.8, 60_000, 1000), (1.2, 3000, 1000)],
@@ -342,6 +343,7 @@ def take_step(emb, bags, d_output):
     emb.vjp(bags)[1](d_output)
 
 
+@pytest.mark.slow_rows("options1")
 @pytest.mark.parametrize("options", [{"optimizer": OptimType.ADAM}, {"optimizer": OptimType.SGD}])
 def test_rows_that_stay_keep_place_and_state_and_the_residual_bounds_what_others_change(options):
     emb, reads, cached, num_gone = make(cache_size=2, **options), np.zeros(200, int), [], 0
@@ -394,6 +396,7 @@ def momentum_step(row, slots, gradient, *, step):
     row -= 0.1 * slots[0]
 
 
+@pytest.mark.slow_rows("rule1-step_row1")
 @pytest.mark.parametrize(
     ("rule", "step_row"),
     [

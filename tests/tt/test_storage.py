@@ -116,6 +116,7 @@ def resident_bytes(what):
     return 1024 * int(line.split()[1])
 
 
+@pytest.mark.slow_rows("None")
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc"
 )
@@ -181,6 +182,7 @@ def like_tables(num_tables=3):
     ]
 
 
+@pytest.mark.slow_rows("None")
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(
     num_devices, tmp_path
