@@ -26,6 +26,7 @@ def script(name):
     return module
 
 
+@pytest.mark.slow
 def test_a_log_in_criteos_form_trains_hashed_tables_beside_logistic_regression(tmp_path, capsys):
     criteo = script("criteo")
     (labels, counts, keys), law = criteo.generated(40_000)
@@ -107,6 +108,7 @@ def test_auc_is_that_of_a_loop_over_pairs():
     assert_allclose(quality.log_loss, loss, rtol=1e-9)
 
 
+@pytest.mark.slow
 def test_word2vec_brings_words_of_one_kind_together():
     word2vec = script("word2vec")
     losses, vectors, text = word2vec.main(["--steps", "1000"])

@@ -342,6 +342,7 @@ def test_ids_after_the_last_offset_are_neither_read_nor_trained_without_a_combin
     assert_allclose(before - after, np.repeat(is_trained[:, None], DIM, 1), atol=1e-6)
 
 
+@pytest.mark.slow_rows("storage2-4", "storage3-4")
 @pytest.mark.parametrize(
     ("storage", "num_devices"),
     [

@@ -39,6 +39,7 @@ def trained(storage, rule, capacity):
     return [rounds for _, rounds in seen], [own for own, _ in seen], collection.tables(state)["t"]
 
 
+@pytest.mark.slow_rows("host")
 @pytest.mark.parametrize(
     ("storage", "rule"),
     [

@@ -229,6 +229,7 @@ def test_files_that_are_cut_empty_or_missing_are_refused(tmp_path):
         datasets.criteo(tmp_path / "long.txt")
 
 
+@pytest.mark.slow
 def test_chunks_take_no_more_memory_for_a_longer_file(tmp_path):
     text = text_of(fields_of(2_000)).encode()
     peaks = []

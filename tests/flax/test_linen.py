@@ -67,6 +67,7 @@ def trained_parts(collection, state):
     return state.params["head"]["kernel"], world.contents(collection, state.embeddings["words"])
 
 
+@pytest.mark.slow_rows("True")
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_a_model_trains_as_the_functional_core(on_mesh):
     storages = ("dense",) if on_mesh else ALL

@@ -58,6 +58,7 @@ def trained_parts(model):
     )
 
 
+@pytest.mark.slow_rows("False")
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_a_model_trains_as_the_functional_core(on_mesh):
     _, batches, model, optimizer = new(*ALL, on_mesh=on_mesh)

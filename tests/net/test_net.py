@@ -17,6 +17,17 @@ if runs.RECORD.exists():
 found_now = {}
 
 
+@pytest.mark.slow_rows(
+    "table-batched mean fp16",
+    "tensor train cached",
+    "tensor train sgd",
+    "sparsecore 2x2 bfloat16",
+    "sparsecore 4x1 adam",
+    "model-parallel 2 admission",
+    "model-parallel 2 indexed",
+    "model-parallel 4",
+    "core row 4 adam",
+)
 @pytest.mark.parametrize("name", runs.RUNS)
 def test_numbers_are_those_of_before(name):
     found = {f"{name}|{key}": array for key, array in runs.RUNS[name]().items()}

@@ -45,6 +45,7 @@ def tables_of(devices, cores, is_stacked, initializer="normal", key=KEY):
     return specs, jax.tree.map(np.asarray, small_world.logical_tables(variables, specs))
 
 
+@pytest.mark.slow_rows("2-2-False")
 @pytest.mark.parametrize(
     ("devices", "cores", "is_stacked"), [(1, 4, True), (2, 2, False), (3, 1, True)]
 )

@@ -85,6 +85,7 @@ def test_arithmetic_on_all_leaves_is_refused(storage, arithmetic, of):
         arithmetic(of(state), of(state))
 
 
+@pytest.mark.slow_rows("1-1")
 @pytest.mark.parametrize(("num_tables", "num_devices"), [(1, 1), (2, 2)])
 def test_an_average_of_the_floats_of_states_whose_keys_have_other_rows_is_refused(
     num_tables, num_devices
@@ -115,6 +116,7 @@ def test_an_average_of_the_floats_of_states_whose_keys_have_other_rows_is_refuse
         assert np.isnan(values).all()  # nothing can be raised there
 
 
+@pytest.mark.slow_rows("2-2")
 @pytest.mark.parametrize(("num_tables", "num_devices"), [(1, 1), (2, 2)])
 def test_states_whose_keys_have_the_same_rows_are_averaged_as_their_tables(num_tables, num_devices):
     collection = collection_of(

@@ -50,6 +50,12 @@ def rows_of(collection, state):
     )
 
 
+@pytest.mark.slow_rows(
+    "host-cached, one device, bfloat16",
+    "train, one device, bfloat16",
+    "hashed, one device, float16",
+    "dense, row, float16",
+)
 @pytest.mark.parametrize(
     ("storage", "way", "dtype"), CELLS, ids=[", ".join(cell) for cell in CELLS]
 )

@@ -127,6 +127,7 @@ batches = st.lists(
 )
 
 
+@pytest.mark.slow_rows("lru")
 @pytest.mark.parametrize("algorithm", ["lru", "lfu"])
 @settings(max_examples=150, deadline=None)
 @given(batches=batches, num_sets=st.integers(1, 3), num_ways=st.integers(1, 4))

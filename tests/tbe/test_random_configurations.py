@@ -176,6 +176,20 @@ def batches(draw, c):
     return ids, offsets, weights, d_bags
 
 
+@pytest.mark.slow_rows(
+    "counter_sgd",
+    "counter_sgd_tail",
+    "counter_decrease",
+    "counter_adagradw_increase",
+    "counter_decouple",
+    "counter_adagradw",
+    "cowclip_l2",
+    "cowclip_decouple",
+    "partial_lamb",
+    "bfloat16",
+    "variable_batch",
+    "single_rows_of_mixed_dims",
+)
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @hypothesis.settings(
     max_examples=3, deadline=None, suppress_health_check=list(hypothesis.HealthCheck)
