@@ -126,26 +126,13 @@ def pytest_sessionstart() -> None:
         devices.warn_of_slow_cpu()
 
 
-# They train longest. Tests of the scripts beside them, of optimizers and of published cases take the same code.
-SLOW_NOTEBOOKS = {
-    "01_shakespeare.ipynb",
-    "04_one_op_many_backends.ipynb",
-    "05_optimizers.ipynb",
-    "07_tensor_train.ipynb",
-    "12_movielens.ipynb",
-    "13_sparsecore_tutorial.ipynb",
-}
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks slow notebooks and what `slow_rows` names, before pytest selects by marks.
+    """Marks as slow what `slow_rows` names, before pytest selects by marks.
 
     The notebook on Keras is skipped by name where Keras is missing, which nothing else needs.
     """
     for item in items:
-        if item.path.name in SLOW_NOTEBOOKS:
-            item.add_marker(pytest.mark.slow)
         named = [name for mark in item.iter_markers("slow_rows") for name in mark.args]
         callspec = getattr(item, "callspec", None)
         if callspec is not None and callspec.id in named:
