@@ -97,8 +97,8 @@ CHECKS = {"gather": gather_is_right, "pool": pool_is_right, "step": step_is_righ
 PLANTED = {
     "last chunk skipped": (
         "gather",
-        "_deal(ids.shape[0] // chunk, work)",
-        "_deal(ids.shape[0] // chunk - 1, work)",
+        "_deal(num_ids // chunk, work)",
+        "_deal(num_ids // chunk - 1, work)",
     ),
     "written before read": (
         "gather",
