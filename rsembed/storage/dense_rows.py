@@ -79,17 +79,32 @@ class RowLayout:
     @staticmethod
     def row_wise(stack: StackPlan, num_shards: int) -> RowLayout:
         """Layout with neighbouring ids in different shards, so that frequent ids are spread."""
-        places = tuple(Place(0, table.setting.row_offset_in_shard) for table in stack.tables)
-        rows_per_shard = -(-stack.spec.stack_vocab_size // num_shards)
-        return RowLayout(stack, num_shards, rows_per_shard, num_shards, places)
+        places = []
+        for table in stack.tables:
+            places.append(Place(0, table.setting.row_offset_in_shard))
+        return RowLayout(
+            stack,
+            num_shards=num_shards,
+            rows_per_shard=-(-stack.spec.stack_vocab_size // num_shards),
+            spread=num_shards,
+            places=tuple(places),
+        )
 
     @staticmethod
     def as_planned(stack: StackPlan, shards_per_device: int) -> RowLayout:
         """Layout with the number of shards, the padding and the rotation of the stacking plan."""
         num_shards = stack.spec.num_shards
-        places = tuple(place_of(table.setting, num_shards) for table in stack.tables)
-        rows_per_shard = stack.spec.stack_vocab_size // num_shards
-        return RowLayout(stack, num_shards, rows_per_shard, num_shards, places, shards_per_device)
+        places = []
+        for table in stack.tables:
+            places.append(place_of(table.setting, num_shards))
+        return RowLayout(
+            stack,
+            num_shards=num_shards,
+            rows_per_shard=stack.spec.stack_vocab_size // num_shards,
+            spread=num_shards,
+            places=tuple(places),
+            shards_per_device=shards_per_device,
+        )
 
     @staticmethod
     def table_wise(stack: StackPlan, num_shards: int, load: list[int]) -> RowLayout:
@@ -106,16 +121,29 @@ class RowLayout:
             to the list.
         """
         used = [0] * num_shards
-        places: dict[str, Place] = {}
+
+        def rows_and_load(shard: int) -> tuple[int, int]:
+            return used[shard], load[shard]
+
+        place_of_table: dict[str, Place] = {}
         for table in sorted(stack.tables, key=lambda table: -table.rows):
-            owner = min(range(num_shards), key=lambda shard: (used[shard], load[shard]))
-            places[table.name] = Place(owner, used[owner])
+            owner = min(range(num_shards), key=rows_and_load)
+            place_of_table[table.name] = Place(owner, used[owner])
             used[owner] += table.rows
-        row_bytes = (stack.table_bytes + stack.slot_bytes) // stack.spec.stack_vocab_size
+        stack_bytes = stack.table_bytes + stack.slot_bytes
+        row_bytes = stack_bytes // stack.spec.stack_vocab_size
         for shard, rows in enumerate(used):
             load[shard] += rows * row_bytes
-        in_order = tuple(places[table.name] for table in stack.tables)
-        return RowLayout(stack, num_shards, max(used), 1, in_order)
+        places = []
+        for table in stack.tables:
+            places.append(place_of_table[table.name])
+        return RowLayout(
+            stack,
+            num_shards=num_shards,
+            rows_per_shard=max(used),
+            spread=1,
+            places=tuple(places),
+        )
 
     @property
     def num_rows(self) -> int:
@@ -137,8 +165,12 @@ class RowLayout:
         for placed, place in zip(self.stack.tables, self.places, strict=True):
             table = tables[placed.name]
             storage = None
+            description = None
+            in_files = None
             if table.storage is not None:
                 storage = cast(Storage, table.storage).resolved(table)
+                description = repr(storage)
+                in_files = storage.in_files
             facts: dict[str, object] = {
                 "owner": place.owner,
                 "first": place.first,
@@ -146,8 +178,8 @@ class RowLayout:
                 "embedding_dim": table.embedding_dim,
                 "dtype": table.dtype,
                 "optimizer": table.optimizer.identity,  # without learning rates
-                "storage": None if storage is None else repr(storage),
-                "in_files": None if storage is None else storage.in_files,
+                "storage": description,
+                "in_files": in_files,
             }
             if storage is not None and len(self.stack.tables) > 1:
                 # The arrays of tables that share a storage are concatenated. The size of each part
@@ -159,7 +191,8 @@ class RowLayout:
         rule = self.stack.spec.optimizer
         slots = getattr(rule.slot_type, "_fields", None)
         if not slots:
-            slots = map(str, range(rule.slot_variables_count()))
+            num_slots = rule.slot_variables_count()
+            slots = map(str, range(num_slots))
         return {
             "num_shards": self.num_shards,
             "rows_per_shard": self.rows_per_shard,
@@ -171,9 +204,10 @@ class RowLayout:
     @functools.cached_property
     def place_of(self) -> dict[str, Place]:
         """Position of each table, by name."""
-        return {
-            table.name: place for table, place in zip(self.stack.tables, self.places, strict=True)
-        }
+        place_of_table = {}
+        for table, place in zip(self.stack.tables, self.places, strict=True):
+            place_of_table[table.name] = place
+        return place_of_table
 
     @functools.cached_property
     def num_rows_of(self) -> dict[str, int]:
@@ -186,8 +220,11 @@ class RowLayout:
         With `spread` 1, the rows of a table are contiguous.
         """
         place = self.place_of[table_name]
-        first_row = place.owner * self.rows_per_shard + place.first
-        return bags._replace(first_row=first_row, num_rows=self.num_rows_of[table_name])
+        first_row_of_shard = place.owner * self.rows_per_shard
+        return bags._replace(
+            first_row=first_row_of_shard + place.first,
+            num_rows=self.num_rows_of[table_name],
+        )
 
     def rows(self, table_name: str, ids: PyTree) -> PyTree:
         """Row of each id in the array.
@@ -196,15 +233,20 @@ class RowLayout:
           table_name: name of the table.
           ids: ids, or a tree of ids. All ids must be in `[0, vocabulary_size)`.
         """
-        return self.place_of[table_name].rows(
-            ids, spread=self.spread, rows_per_shard=self.rows_per_shard
+        place = self.place_of[table_name]
+        return place.rows(
+            ids,
+            spread=self.spread,
+            rows_per_shard=self.rows_per_shard,
         )
 
     def all_rows(self, table_name: str, vocabulary_size: int) -> slice | Int[np.ndarray, " vocab"]:
         """Index of all rows of a table in the array, in the order of the ids."""
         place = self.place_of[table_name]
         return place.all_rows(
-            vocabulary_size, spread=self.spread, rows_per_shard=self.rows_per_shard
+            vocabulary_size,
+            spread=self.spread,
+            rows_per_shard=self.rows_per_shard,
         )
 
     def call(self, bags: Sequence[Bags], readers: Sequence[Segment]) -> Call:
@@ -215,7 +257,9 @@ class RowLayout:
           readers: for each feature of the stack, the segment of `bags` with the ids of the feature.
         """
         features = self.stack.features
-        lists = [list_of(bags_of_list) for bags_of_list in bags]
+        lists = []
+        for bags_of_list in bags:
+            lists.append(list_of(bags_of_list))
         segments = []
         for feature, segment in zip(features, readers, strict=True):
             if self.spread == 1:
@@ -224,10 +268,15 @@ class RowLayout:
         call = Call(tuple(lists), tuple(segments))
         if self.spread == 1:
             return call
+        places = []
+        sizes = []
+        for feature in features:
+            places.append(self.place_of[feature.table_name])
+            sizes.append(self.num_rows_of[feature.table_name])
         rows = api.rows_of_ids(
             call,
-            [self.place_of[feature.table_name] for feature in features],
-            [self.num_rows_of[feature.table_name] for feature in features],
+            places,
+            sizes,
             spread=self.spread,
             rows_per_shard=self.rows_per_shard,
         )
@@ -245,12 +294,17 @@ def list_of(bags: Bags, ids: Int[Array, " nnz"] | None = None) -> IdList:
       ids: row numbers that replace the ids of the bags. None, the default: the ids are not
         replaced.
     """
-    ids = jnp.asarray(bags.ids) if ids is None else ids
-    weights = None if bags.weights is None else jnp.asarray(bags.weights)
+    if ids is None:
+        ids = jnp.asarray(bags.ids)
+    weights = None
+    if bags.weights is not None:
+        weights = jnp.asarray(bags.weights)
     if bags.dense_shape is not None:
         num_bags, *axes = bags.dense_shape
-        return IdList(ids, None, weights, (num_bags, math.prod(axes)))
-    return IdList(ids, jnp.asarray(bags.offsets), weights)
+        width = math.prod(axes)
+        return IdList(ids, None, weights, (num_bags, width))
+    offsets = jnp.asarray(bags.offsets)
+    return IdList(ids, offsets, weights)
 
 
 def in_some_bag(bags: Bags) -> Bool[Array, " nnz"]:
@@ -258,12 +312,16 @@ def in_some_bag(bags: Bags) -> Bool[Array, " nnz"]:
 
     Ids before the first offset, or from the last offset on, belong to no bag.
     """
-    place = jnp.arange(bags.ids.shape[0], dtype=jnp.int32)
-    return (place >= bags.offsets[0]) & (place < bags.offsets[-1])
+    position = jnp.arange(bags.ids.shape[0], dtype=jnp.int32)
+    is_after_start = position >= bags.offsets[0]
+    is_before_end = position < bags.offsets[-1]
+    return is_after_start & is_before_end
 
 
 def numbers_of_rows(
-    names: Sequence[str], tables: Int[Array, " rows"], ids: Int[Array, " rows"]
+    names: Sequence[str],
+    tables: Int[Array, " rows"],
+    ids: Int[Array, " rows"],
 ) -> Int[Array, " rows"]:
     """32-bit number of each row: a hash of the table's name and the row's id.
 
@@ -274,8 +332,12 @@ def numbers_of_rows(
       tables: index of each row's table in `names`.
       ids: id of each row in its table.
     """
-    of_names = np.asarray([zlib.crc32(name.encode()) for name in names], np.uint32)
-    return mix(ids.astype(jnp.uint32), jnp.asarray(of_names)[tables]).astype(jnp.int32)
+    hashes = []
+    for name in names:
+        hashes.append(zlib.crc32(name.encode()))
+    ids = ids.astype(jnp.uint32)
+    name_of_row = jnp.asarray(np.asarray(hashes, np.uint32))[tables]
+    return mix(ids, name_of_row).astype(jnp.int32)
 
 
 def whole_table(values: TableRows, table: TableSpec) -> TableRows:
@@ -341,7 +403,11 @@ class DenseRows(Storage):
         return self.tables
 
     def init(
-        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+        self,
+        key: PRNGKeyArray,
+        table: TableSpec,
+        shard: Int[Array, ""],
+        num_shards: int,
     ) -> State:
         """Initial rows and slots of one device.
 
@@ -353,14 +419,17 @@ class DenseRows(Storage):
         width = table.embedding_dim // self.num_parts
         rows = jax.ShapeDtypeStruct((layout.rows_per_device, width), jnp.float32)
         # Without padding rows, `_filled` writes every row, so the new arrays need no fill value.
-        fill = None if layout.num_rows == layout.stack.spec.stack_vocab_size else 0.0
-        arrays = [api.allocate(rows.shape, jnp.dtype(table.dtype), fill)]
+        fill = None
+        if layout.num_rows != layout.stack.spec.stack_vocab_size:
+            fill = 0.0
+        vectors = api.allocate(rows.shape, jnp.dtype(table.dtype), fill)
+        slots = []
         for slot in jax.eval_shape(table.optimizer.init_slots, rows):
-            arrays.append(api.allocate(slot.shape, slot.dtype, fill))
-        filled = tuple(arrays)
+            slots.append(api.allocate(slot.shape, slot.dtype, fill))
+        arrays = (vectors, *slots)
         for block, numbers in self._groups_of_init():
-            filled = self._filled(filled, numbers, block, key, shard)
-        return filled[0], filled[1:]
+            arrays = self._filled(arrays, numbers, block, key, shard)
+        return arrays[0], arrays[1:]
 
     def _groups_of_init(self) -> list[tuple[int, list[int]]]:
         """Groups of tables for `init`: the number of rows of a block, and indices of the tables.
@@ -377,11 +446,15 @@ class DenseRows(Storage):
             # but at most a full block.
             rows_of_shard = -(-self._num_rows(number) // self.layout.spread)
             num_bits = max(rows_of_shard - 1, 0).bit_length()
-            power_of_four = 1 << (num_bits + num_bits % 2)
+            num_bits += num_bits % 2
             full_block = max(1, INIT_BLOCK_VALUES // spec.embedding_dim)
-            block = min(full_block, power_of_four)
-            groups.setdefault((forms[alike], block), []).append(number)
-        return [(block, numbers) for (_, block), numbers in groups.items()]
+            block = min(full_block, 1 << num_bits)
+            group = groups.setdefault((forms[alike], block), [])
+            group.append(number)
+        blocks_and_tables = []
+        for (_, block), numbers in groups.items():
+            blocks_and_tables.append((block, numbers))
+        return blocks_and_tables
 
     def _num_rows(self, number: int) -> int:
         """Number of rows of a table, including the padding after the vocabulary."""
@@ -405,19 +478,28 @@ class DenseRows(Storage):
           shard: index of the device.
         """
         layout = self.layout
-        specs = [self.tables[number] for number in numbers]
-        spec = specs[0]
-        keys = table_keys(key, [table.name for table in specs])
+        names = []
+        vocabulary_sizes = []
+        padded_sizes = []
+        places_of_tables = []
+        for number in numbers:
+            names.append(self.tables[number].name)
+            vocabulary_sizes.append(self.tables[number].vocabulary_size)
+            padded_sizes.append(self._num_rows(number))
+            places_of_tables.append(layout.places[number])
+        spec = self.tables[numbers[0]]
+        keys = table_keys(key, names)
         width = arrays[0].shape[1]
-        places = Place(*jnp.asarray([layout.places[number] for number in numbers], jnp.int32).T)
-        padded = np.asarray([self._num_rows(number) for number in numbers], np.int32)
+        places = Place(*jnp.asarray(places_of_tables, jnp.int32).T)
+        padded = np.asarray(padded_sizes, np.int32)
         num_rows = jnp.asarray(padded)
-        num_ids = jnp.asarray([table.vocabulary_size for table in specs], jnp.int32)
+        num_ids = jnp.asarray(vocabulary_sizes, jnp.int32)
         # The loop counts blocks over all tables, and over all shards of the device in each table.
         # Table `t` ends before block `ends[t]`.
         shards_here = layout.shards_per_device
         blocks_of_shard = -(-padded // (layout.spread * block))
-        ends = np.cumsum(blocks_of_shard * shards_here, dtype=np.int32)
+        blocks_of_table = blocks_of_shard * shards_here
+        ends = np.cumsum(blocks_of_table, dtype=np.int32)
         first_shard = jnp.zeros((), jnp.int32)
         first_column = jnp.zeros((), jnp.int32)
         if self.num_parts > 1:
@@ -426,31 +508,44 @@ class DenseRows(Storage):
             first_shard = shard * shards_here
 
         def fill_block(number: Array, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-            table = jnp.searchsorted(jnp.asarray(ends), number, side="right", method="compare_all")
-            block_of_table = number - (jnp.asarray(ends) - blocks_of_shard * shards_here)[table]
+            table = jnp.searchsorted(
+                jnp.asarray(ends),
+                number,
+                side="right",
+                method="compare_all",
+            )
+            first_block = (jnp.asarray(ends) - blocks_of_table)[table]
+            block_of_table = number - first_block
             num_blocks = jnp.asarray(blocks_of_shard)[table]
             shard_here = block_of_table // num_blocks
-            first = block_of_table % num_blocks * block
+            first_of_block = block_of_table % num_blocks * block
             place = jax.tree.map(lambda field: field[table], places)
             shard = first_shard + shard_here
             first_row = place.first_row(shard, spread=layout.spread)
-            rows = first_row + first + jnp.arange(block, dtype=jnp.int32)
+            rows = first_row + first_of_block + jnp.arange(block, dtype=jnp.int32)
             ids = place.ids(shard, rows, spread=layout.spread)
-            values = initial_rows(keys[table], spec, jnp.clip(ids, 0, num_ids[table] - 1))
-            values = jnp.where((ids < num_ids[table])[:, None], values, 0.0)
-            values = jnp.pad(values, ((0, 0), (0, max(0, width - spec.embedding_dim))))
+            table_key = keys[table]
+            valid_ids = jnp.clip(ids, 0, num_ids[table] - 1)
+            values = initial_rows(table_key, spec, valid_ids)
+            is_id = ids < num_ids[table]
+            values = jnp.where(is_id[:, None], values, 0.0)
+            num_added_columns = max(0, width - spec.embedding_dim)
+            values = jnp.pad(values, ((0, 0), (0, num_added_columns)))
             values = jax.lax.dynamic_slice_in_dim(values, first_column, width, axis=1)
             is_of_table = (ids >= 0) & (ids < num_rows[table])
-            rows = jnp.where(is_of_table, shard_here * layout.rows_per_shard + rows, NO_ROW)
-            return api.scatter_rows(arrays, rows, (values, *spec.optimizer.init_slots(values)))
+            first_row_of_shard = shard_here * layout.rows_per_shard
+            rows = jnp.where(is_of_table, first_row_of_shard + rows, NO_ROW)
+            slots = spec.optimizer.init_slots(values)
+            return api.scatter_rows(arrays, rows, (values, *slots))
 
-        return jax.lax.fori_loop(0, int(ends[-1]), fill_block, arrays)
+        num_iterations = int(ends[-1])
+        return jax.lax.fori_loop(0, num_iterations, fill_block, arrays)
 
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
         """Device that owns the row of each id; `num_shards` for padding."""
-        return jnp.where(
-            keys.is_key, keys.low.astype(jnp.int32) // self.layout.rows_per_device, num_shards
-        )
+        rows = keys.low.astype(jnp.int32)
+        device = rows // self.layout.rows_per_device
+        return jnp.where(keys.is_key, device, num_shards)
 
     def keys_after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
         """`keys` unchanged, because every id has a row."""
@@ -474,32 +569,53 @@ class DenseRows(Storage):
         if rounding is None:
             return None
         layout = self.layout
-        names = [table.name for table in layout.stack.tables]
-        sizes = [table.rows for table in layout.stack.tables]
+        names = []
+        sizes = []
+        for table in layout.stack.tables:
+            names.append(table.name)
+            sizes.append(table.rows)
 
         def round_rows(values: Array, dtype: DTypeLike, rows: Array) -> Array:
             if resident_rows is not None:
                 rows = resident_rows.at[rows].get(mode="fill", fill_value=NO_ROW)
             shard_here, row = jnp.divmod(rows, layout.rows_per_shard)
-            shards = shard * layout.shards_per_device + shard_here
-            tables, ids = tables_and_ids(layout.places, sizes, shards, row, spread=layout.spread)
-            return rounding(values, dtype, numbers_of_rows(names, tables, ids))
+            first_shard = shard * layout.shards_per_device
+            tables, ids = tables_and_ids(
+                layout.places,
+                sizes,
+                first_shard + shard_here,
+                row,
+                spread=layout.spread,
+            )
+            numbers = numbers_of_rows(names, tables, ids)
+            return rounding(values, dtype, numbers)
 
         return round_rows
 
     def read(
-        self, params: Array, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
+        self,
+        params: Array,
+        keys: Keys,
+        table: TableSpec,
+        ahead: ReadAhead | None = None,
     ) -> Vectors:
         """Vectors of the ids, in the dtype of the table, and 0, because every id has a row."""
         del ahead
-        return self.vectors(params, self._rows(keys), table), jnp.zeros((), jnp.int32)
+        rows = self._rows(keys)
+        vectors = self.vectors(params, rows, table)
+        num_unknown = jnp.zeros((), jnp.int32)
+        return vectors, num_unknown
 
     def vectors(
-        self, params: Array, rows: Int[Array, " nnz"], table: TableSpec
+        self,
+        params: Array,
+        rows: Int[Array, " nnz"],
+        table: TableSpec,
     ) -> Float[Array, "nnz dim"]:
         """Vectors of the rows, in the dtype of the table; zeros for `NO_ROW`."""
         del table
-        return api.gather_rows((params,), rows)[0]
+        (vectors,) = api.gather_rows((params,), rows)
+        return vectors
 
     def find(
         self,
@@ -517,23 +633,54 @@ class DenseRows(Storage):
         """
         del table, occurrences
         if step.resident_rows is not None:
-            return params, slots, jnp.where(keys.is_key, keys.low.astype(jnp.int32), NO_ROW)
-        return params, slots, self._rows(keys)
+            cache_slots = keys.low.astype(jnp.int32)
+            cache_slots = jnp.where(keys.is_key, cache_slots, NO_ROW)
+            return params, slots, cache_slots
+        rows = self._rows(keys)
+        return params, slots, rows
 
     def step(
-        self, params: Array, slots: Slots, gradients: CallGradients, table: TableSpec, step: Step
+        self,
+        params: Array,
+        slots: Slots,
+        gradients: CallGradients,
+        table: TableSpec,
+        step: Step,
     ) -> State:
         """See `Storage.step`. One kernel sums the gradients of each row and updates the rows."""
-        return api.update(params, slots, gradients, step, implementation=self.implementation)
+        return api.update(
+            params,
+            slots,
+            gradients,
+            step,
+            implementation=self.implementation,
+        )
 
     def step_distinct(
-        self, params: Array, slots: Slots, rows: Array, values: Array, table: TableSpec, step: Step
+        self,
+        params: Array,
+        slots: Slots,
+        rows: Array,
+        values: Array,
+        table: TableSpec,
+        step: Step,
     ) -> State:
         """See `Storage.step_distinct`. The rows are not sorted."""
-        return api.apply_rows(params, slots, rows, values, step, implementation=self.implementation)
+        return api.apply_rows(
+            params,
+            slots,
+            rows,
+            values,
+            step,
+            implementation=self.implementation,
+        )
 
     def unstack(
-        self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
+        self,
+        params: Params,
+        slots: SlotTree,
+        table: TableSpec,
+        num_shards: int,
     ) -> list[State]:
         """The whole arrays of the stack, once for each table.
 
@@ -542,17 +689,27 @@ class DenseRows(Storage):
         return [(params, slots)] * len(self.tables)
 
     def rows(
-        self, params: Array, slots: Slots, table: TableSpec, num_shards: int
+        self,
+        params: Array,
+        slots: Slots,
+        table: TableSpec,
+        num_shards: int,
     ) -> dict[str, Array]:
         """Copies of a table's rows and slots, by name."""
+        names = array_names(table, slots)
         copies = self._copies((params, *slots), table)
-        return dict(zip(array_names(table, slots), copies, strict=True))
+        return dict(zip(names, copies, strict=True))
 
     def optimizer_state(
-        self, params: Params, slots: Slots, table: TableSpec, num_shards: int
+        self,
+        params: Params,
+        slots: Slots,
+        table: TableSpec,
+        num_shards: int,
     ) -> PyTree:
         """Slots of all rows of a table, in the named tuple of its optimizer. `params` is unused."""
-        return table.optimizer.pack_slots(self._copies(slots, table))
+        copies = self._copies(slots, table)
+        return table.optimizer.pack_slots(copies)
 
     def _copies(self, arrays: Sequence[Array], table: TableSpec) -> tuple[Array, ...]:
         """Copies of all rows of a table, one for each array."""
@@ -585,11 +742,13 @@ class DenseRows(Storage):
             name = member.name
             index = self.layout.all_rows(name, member.vocabulary_size)
             if name in rows:
-                params = params.at[index].set(jnp.asarray(rows[name], params.dtype))
+                new_rows = jnp.asarray(rows[name], params.dtype)
+                params = params.at[index].set(new_rows)
             if name in new_slots:
+                arrays = jax.tree.leaves(new_slots[name])
                 written = []
-                for slot, new_rows in zip(slots, jax.tree.leaves(new_slots[name]), strict=True):
-                    written.append(slot.at[index].set(new_rows))
+                for slot, array in zip(slots, arrays, strict=True):
+                    written.append(slot.at[index].set(array))
                 slots = tuple(written)
         return params, slots
 
@@ -597,4 +756,6 @@ class DenseRows(Storage):
         """Row of each id on the device that owns it; `NO_ROW` for padding and ids out of range."""
         # Row gradients that a user passes may contain ids that are out of range.
         is_row = keys.is_key & (keys.low < self.layout.num_rows)
-        return jnp.where(is_row, keys.low.astype(jnp.int32) % self.layout.rows_per_device, NO_ROW)
+        rows = keys.low.astype(jnp.int32)
+        rows_of_device = rows % self.layout.rows_per_device
+        return jnp.where(is_row, rows_of_device, NO_ROW)

@@ -50,7 +50,11 @@ class DynamicRows(Storage):
     rows_on_host: ClassVar[bool] = True
 
     def read(
-        self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
+        self,
+        params: DynamicTable,
+        keys: Keys,
+        table: TableSpec,
+        ahead: ReadAhead | None = None,
     ) -> Vectors:
         """See `Storage.read`."""
 
@@ -58,14 +62,19 @@ class DynamicRows(Storage):
             (gathered,) = api.gather_rows((vectors,), index)
             return gathered.astype(jnp.float32)
 
-        return self.pooled(params, keys, Call((), ()), table, gather, ahead)
+        empty_call = Call((), ())
+        return self.pooled(params, keys, empty_call, table, gather, ahead)
 
     def vectors(
-        self, params: DynamicTable, rows: Int[Array, " nnz"], table: TableSpec
+        self,
+        params: DynamicTable,
+        rows: Int[Array, " nnz"],
+        table: TableSpec,
     ) -> Float[Array, "nnz dim"]:
         """Float32 vectors of the rows; zeros for `NO_ROW`."""
         del table
-        (vectors,) = api.lookup((params.rows,), Call.of([IdList.single(rows)], ["sum"]))
+        call = Call.of([IdList.single(rows)], ["sum"])
+        (vectors,) = api.lookup((params.rows,), call)
         return vectors
 
     def step(
@@ -96,9 +105,11 @@ class DynamicRows(Storage):
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         """Counters of each shard by name, as int64. Counter `rows` is the number of rows in use."""
-        num_rows = np.full(num_shards, params.rows.shape[0] // num_shards, np.int64)
+        capacity = params.rows.shape[0] // num_shards
+        num_rows = np.full(num_shards, capacity, np.int64)
         if params.keys is not None:
-            num_rows = num_rows - on_host(params.keys.num_free)
+            num_free = on_host(params.keys.num_free)
+            num_rows = num_rows - num_free
         counts = {"rows": num_rows}
         for name, lanes in params.counters._asdict().items():
             if lanes is not None:
@@ -106,27 +117,40 @@ class DynamicRows(Storage):
         return counts
 
     def rows(
-        self, params: DynamicTable, slots: SlotTree, table: TableSpec, num_shards: int
+        self,
+        params: DynamicTable,
+        slots: SlotTree,
+        table: TableSpec,
+        num_shards: int,
     ) -> dict[str, np.ndarray]:
         positions, exported = logical_rows.places_by_key(params, table, num_shards)
         names = logical_rows.array_names(table, slots)
-        for name, array in zip(names, (params.rows, *slots), strict=True):
+        arrays = (params.rows, *slots)
+        for name, array in zip(names, arrays, strict=True):
             exported[name] = on_host(array)[positions]
         return exported
 
     def checked_rows(self, values: PyTree, table: TableSpec, step: Int[Array, ""]) -> Export:
         """See `Storage.checked_rows`. If `values` is an array, the keys are its row numbers."""
         if not isinstance(values, Mapping):
-            values = {"keys": np.arange(len(values)), "values": values}
+            row_numbers = np.arange(len(values))
+            values = {"keys": row_numbers, "values": values}
         if "last_step" in values:
             return values
         # The last use of an imported row is the current step. With step 0 as the last use, imported
         # rows would be evicted before all other rows.
-        last_step = np.full(np.shape(values.get("keys", ())), int(on_host(step)))
+        keys = values.get("keys", ())
+        current_step = int(on_host(step))
+        last_step = np.full(np.shape(keys), current_step)
         return {**values, "last_step": last_step}
 
     def with_rows(
-        self, params: DynamicTable, slots: SlotTree, rows: Export, table: TableSpec, num_shards: int
+        self,
+        params: DynamicTable,
+        slots: SlotTree,
+        rows: Export,
+        table: TableSpec,
+        num_shards: int,
     ) -> State:
         return logical_rows.import_rows(params, slots, rows, table, num_shards)
 
@@ -244,17 +268,23 @@ class Hashed(DynamicRows):
         traced_initializer(table, (1, table.embedding_dim))
 
     def init(
-        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+        self,
+        key: PRNGKeyArray,
+        table: TableSpec,
+        shard: Int[Array, ""],
+        num_shards: int,
     ) -> State:
         del shard  # A new shard contains no keys.
         names = []
         capacities = []
-        for shared in self.tables_of(table):
-            names.append(shared.name)
-            capacities.append(-(-shared.vocabulary_size // num_shards))
+        for member in self.tables_of(table):
+            names.append(member.name)
+            capacities.append(-(-member.vocabulary_size // num_shards))
         num_waiting = None
         if self.admission_count:
-            num_waiting = [self.admission_capacity or capacity for capacity in capacities]
+            num_waiting = []
+            for capacity in capacities:
+                num_waiting.append(self.admission_capacity or capacity)
         keys = table_keys(key, names)
         return hashed_rows.empty(table, capacities, keys, num_waiting=num_waiting)
 
@@ -282,15 +312,18 @@ class Hashed(DynamicRows):
             return pool(params.rows, rows), varying_zero(rows)
 
         def from_vectors() -> tuple[PyTree, Array]:
+            vectors = self.vectors(params, rows, table)
             # The array has the table's dtype, so initial values are rounded as in the step.
-            vectors = self.vectors(params, rows, table).astype(params.rows.dtype)
+            vectors = vectors.astype(params.rows.dtype)
             # A compiled function cannot raise an error, so lookups of a broken state read NaN.
-            vectors = jnp.where(is_bound, vectors, jnp.asarray(jnp.nan, vectors.dtype))
+            nan = jnp.asarray(jnp.nan, vectors.dtype)
+            vectors = jnp.where(is_bound, vectors, nan)
             strangers = keys.only(rows == NO_ROW)
             index = jnp.arange(keys.shape[0], dtype=jnp.int32)
             if ahead is None:
-                _, distinct, _, _ = row_map.entries(strangers, jnp.ones(keys.shape, jnp.int32))
-                num_unknown = jnp.sum(distinct.is_key, dtype=jnp.int32)
+                once = jnp.ones(keys.shape, jnp.int32)
+                _, distinct, _, _ = row_map.entries(strangers, once)
+                is_unknown = distinct.is_key
             else:
                 occurrences, number, arrival = ahead
                 new = self._new_keys(params, strangers, occurrences, number)
@@ -301,19 +334,30 @@ class Hashed(DynamicRows):
                 # occurrence. All occurrences of the key read the vector at this position.
                 targets = jnp.where(gets_row, new.first_of, NO_ROW)
                 (vectors,) = hashed_rows.with_initial_values(
-                    (vectors,), targets, new.keys, table, params.own_key, slots=False
+                    (vectors,),
+                    targets,
+                    new.keys,
+                    table,
+                    params.own_key,
+                    slots=False,
                 )
                 (first,) = api.gather_rows((new.first_of,), new.entry_of, missing=NO_ROW)
                 index = jnp.where(first == NO_ROW, index, first)
-                num_unknown = jnp.sum(new.is_admitted, dtype=jnp.int32)
-            return pool(vectors, jnp.where(keys.is_key, index, NO_ROW)), num_unknown
+                is_unknown = new.is_admitted
+            num_unknown = jnp.sum(is_unknown, dtype=jnp.int32)
+            index = jnp.where(keys.is_key, index, NO_ROW)
+            return pool(vectors, index), num_unknown
 
         # Late in training, most batches have no new keys, and take the faster branch.
         has_all = (num_absent == 0) & is_bound
         return jax.lax.cond(has_all, from_rows, from_vectors)
 
     def _new_keys(
-        self, params: DynamicTable, strangers: Keys, occurrences: Array, number: Array
+        self,
+        params: DynamicTable,
+        strangers: Keys,
+        occurrences: Array,
+        number: Array,
     ) -> NewKeys:
         """Distinct new keys of a batch, and whether each of these keys is admitted.
 
@@ -332,11 +376,22 @@ class Hashed(DynamicRows):
             totals = row_map.add_counts(totals, counts_before)
         if self.admission_probability < 1:
             is_admitted = is_drawn(
-                params.own_key, distinct, number, totals, self.admission_probability
+                params.own_key,
+                distinct,
+                number,
+                totals,
+                self.admission_probability,
             )
         else:
             is_admitted = distinct.is_key & (totals > self.admission_count)
-        return NewKeys(distinct, entry_of, first_of, totals, waiting_rows, is_admitted)
+        return NewKeys(
+            keys=distinct,
+            entry_of=entry_of,
+            first_of=first_of,
+            occurrences=totals,
+            waiting_rows=waiting_rows,
+            is_admitted=is_admitted,
+        )
 
     def _gets_row(
         self,
@@ -395,9 +450,15 @@ class Hashed(DynamicRows):
             # loop-invariant code out of the loop.
             strangers = keys.only(rows == NO_ROW)
             params, slots, new_rows = self._admit(
-                params, slots, strangers, table, number, occurrences
+                params,
+                slots,
+                strangers,
+                table,
+                number,
+                occurrences,
             )
-            return params, slots, jnp.where(strangers.is_key, new_rows, rows)
+            rows = jnp.where(strangers.is_key, new_rows, rows)
+            return params, slots, rows
 
         # Most batches have no new keys, and skip `admit`. A loop with at most one iteration updates
         # the table in place, where `lax.cond` may copy the table.
@@ -426,8 +487,12 @@ class Hashed(DynamicRows):
           occurrences: number of occurrences that each entry of `strangers` stands for.
         """
         new = self._new_keys(params, strangers, occurrences, number)
+        admitted = new.keys.only(new.is_admitted)
         known, rows, num_evicted, num_failed = self._assign(
-            params.keys, new.keys.only(new.is_admitted), number, new.occurrences
+            params.keys,
+            admitted,
+            number,
+            new.occurrences,
         )
 
         # Events that are impossible with these options are not counted, because each counter adds a
@@ -439,7 +504,9 @@ class Hashed(DynamicRows):
         if self.admission_count or self.admission_probability < 1:
             is_refused = new.keys.is_key & ~new.is_admitted
             events["not_admitted"] = row_map.counts_of(
-                is_refused, new.keys.table, params.num_tables
+                is_refused,
+                new.keys.table,
+                params.num_tables,
             )
 
         waiting = params.waiting
@@ -447,8 +514,13 @@ class Hashed(DynamicRows):
             waiting, has_failed, events["forgotten"] = self._wait(waiting, new, rows, number)
             num_failed = row_map.counts_of(has_failed, new.keys.table, params.num_tables)
 
+        arrays = (params.rows, *slots)
         vectors, *new_slots = hashed_rows.with_initial_values(
-            (params.rows, *slots), rows, new.keys, table, params.own_key
+            arrays,
+            rows,
+            new.keys,
+            table,
+            params.own_key,
         )
         counters = params.counters.add(failed=num_failed, **events)
         params = hashed_rows.with_keys(params, known)
@@ -457,7 +529,11 @@ class Hashed(DynamicRows):
         return params, tuple(new_slots), row_of_key
 
     def _wait(
-        self, waiting: RowMap, new: NewKeys, rows: Int[Array, " nnz"], number: Array
+        self,
+        waiting: RowMap,
+        new: NewKeys,
+        rows: Int[Array, " nnz"],
+        number: Array,
     ) -> tuple[RowMap, Bool[Array, " nnz"], Int[Array, " tables"]]:
         """Updates the map of waiting keys in step `number`.
 
@@ -475,27 +551,43 @@ class Hashed(DynamicRows):
         """
         waiting_rows = cast(Array, new.waiting_rows)
         is_without_row = new.keys.is_key & (rows == NO_ROW)
-        left_rows = jnp.where(is_without_row, NO_ROW, waiting_rows)
-        waiting = row_map.release(waiting, left_rows)
+        freed_rows = jnp.where(is_without_row, NO_ROW, waiting_rows)
+        waiting = row_map.release(waiting, freed_rows)
         kept_rows = jnp.where(is_without_row, waiting_rows, NO_ROW)
         waiting = row_map.touch(waiting, kept_rows, number, new.occurrences)
-        entering = new.keys.only(is_without_row & (waiting_rows == NO_ROW))
-        waiting, entered_rows, num_forgotten, _ = self._assign(
-            waiting, entering, number, new.occurrences
+        starts_to_wait = is_without_row & (waiting_rows == NO_ROW)
+        added = new.keys.only(starts_to_wait)
+        waiting, added_rows, num_forgotten, _ = self._assign(
+            waiting,
+            added,
+            number,
+            new.occurrences,
         )
-        has_no_row = new.is_admitted & is_without_row
-        has_no_place = entering.is_key & (entered_rows == NO_ROW)
-        return waiting, has_no_row | has_no_place, num_forgotten
+        lacks_row = new.is_admitted & is_without_row
+        lacks_waiting_row = added.is_key & (added_rows == NO_ROW)
+        has_failed = lacks_row | lacks_waiting_row
+        return waiting, has_failed, num_forgotten
 
     def _assign(
-        self, maps: RowMap, keys: Keys, number: Array, occurrences: Int[Array, " nnz"]
+        self,
+        maps: RowMap,
+        keys: Keys,
+        number: Array,
+        occurrences: Int[Array, " nnz"],
     ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
         """Calls `row_map.assign` with the eviction policy and the key dtype of this storage."""
         evict = None
         if self.makes_room:
             evict = self.eviction
         is_signed = not self.key_dtype.startswith("u")
-        return row_map.assign(maps, keys, number, occurrences, evict=evict, is_signed=is_signed)
+        return row_map.assign(
+            maps,
+            keys,
+            number,
+            occurrences,
+            evict=evict,
+            is_signed=is_signed,
+        )
 
     @property
     def makes_room(self) -> bool:
@@ -504,7 +596,8 @@ class Hashed(DynamicRows):
     def hold(self, params: DynamicTable, keys: Keys, step: Step) -> DynamicTable:
         def with_use(maps: RowMap) -> RowMap:
             rows = row_map.find(maps, keys)
-            return maps._replace(last_step=maps.last_step.at[rows].set(step.number, mode="drop"))
+            last_step = maps.last_step.at[rows].set(step.number, mode="drop")
+            return maps._replace(last_step=last_step)
 
         held = params._replace(keys=with_use(params.keys))
         if params.waiting is None:
@@ -520,10 +613,12 @@ class Hashed(DynamicRows):
                 return
             if not getattr(leaf, "is_fully_addressable", True):
                 return
-        keys = params.keys._replace(signature=np.asarray(params.keys.signature))
+        signature = np.asarray(params.keys.signature)
+        keys = params.keys._replace(signature=signature)
         bond: PyTree = np.asarray(params.bond)
-        if not hashed_rows.is_bound(params._replace(keys=keys, bond=bond)):
-            names = ", ".join(shared.name for shared in self.tables_of(table))
+        on_host_params = params._replace(keys=keys, bond=bond)
+        if not hashed_rows.is_bound(on_host_params):
+            names = ", ".join(member.name for member in self.tables_of(table))
             raise ValueError(
                 f"table {names!r}: the rows of this state do not belong to its keys. An average of two states, taken "
                 "array by array, mixes the rows of different keys, because the same key has different rows in both; "
@@ -538,10 +633,10 @@ class Hashed(DynamicRows):
         num_after = numbers_of(cast(Array, after.counters.failed))
         num_failed_by_shard = (num_after - num_before).reshape(-1, len(tables))
         num_failed_by_table = num_failed_by_shard.sum(axis=0).tolist()
-        for shared, num_failed in zip(tables, num_failed_by_table, strict=True):
+        for member, num_failed in zip(tables, num_failed_by_table, strict=True):
             if num_failed:
                 raise RuntimeError(
-                    f"table {shared.name!r} is full: {num_failed} new keys found no room in {shared.vocabulary_size} "
+                    f"table {member.name!r} is full: {num_failed} new keys found no room in {member.vocabulary_size} "
                     "rows. They read as zeros and were not trained; nothing else was lost. Make vocabulary_size (or "
                     "admission_capacity) larger, or choose Hashed(when_full='evict') or 'zero'."
                 )
@@ -550,7 +645,8 @@ class Hashed(DynamicRows):
         # A subclass may behave differently, so its tables never share a storage.
         if type(self) is not Hashed:
             return None
-        return self, keyed_form(table.initializer, table.embedding_dim)
+        form = keyed_form(table.initializer, table.embedding_dim)
+        return self, form
 
     def sharing_groups(self, tables: Sequence[TableSpec]) -> list[list[TableSpec]]:
         num_waiting = 0
@@ -559,7 +655,9 @@ class Hashed(DynamicRows):
         return of_near_sizes(tables, most_rows=MAX_CAPACITY, num_waiting=num_waiting)
 
     def sharing(self, tables: Sequence[TableSpec]) -> HashedTables:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(Hashed)}
+        fields = {}
+        for field in dataclasses.fields(Hashed):
+            fields[field.name] = getattr(self, field.name)
         return HashedTables(**fields, tables=tuple(tables))
 
 
@@ -590,9 +688,14 @@ class HashedTables(Hashed):
         return self.tables
 
     def unstack(
-        self, params: PyTree, slots: PyTree, table: TableSpec, num_shards: int
+        self,
+        params: PyTree,
+        slots: PyTree,
+        table: TableSpec,
+        num_shards: int,
     ) -> list[State]:
-        return hashed_rows.unstack((params._replace(key=None), slots), len(self.tables), num_shards)
+        without_key = params._replace(key=None)
+        return hashed_rows.unstack((without_key, slots), len(self.tables), num_shards)
 
     def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
         written, slots = hashed_rows.stack(parts, num_shards)
@@ -638,20 +741,27 @@ def is_drawn(
     """
 
     def key_of_step(table_key: PRNGKeyArray) -> PRNGKeyArray:
-        return jax.random.fold_in(jax.random.fold_in(table_key, DRAWS), number)
+        key_of_draws = jax.random.fold_in(table_key, DRAWS)
+        return jax.random.fold_in(key_of_draws, number)
 
     keys_of_step = jax.vmap(key_of_step)(key.reshape(-1))
     if not key.ndim:
         keys_of_step = keys_of_step[0]
-    bits = api.row_bits(keys_of_step, (keys.high, keys.low), 1, keys.table)[:, 0]
-    draws = bits.astype(jnp.float32) * 2.0**-32
+    bits = api.row_bits(keys_of_step, (keys.high, keys.low), 1, keys.table)
+    draws = bits[:, 0].astype(jnp.float32) * 2.0**-32
 
-    squares = jnp.asarray([(1.0 - probability) ** (2**bit) for bit in range(31)], jnp.float32)
+    # The power is the product of `squares[bit]` over the bits of `occurrences` that are 1.
+    powers = []
+    for bit in range(31):
+        powers.append((1.0 - probability) ** (2**bit))
+    squares = jnp.asarray(powers, jnp.float32)
 
     def multiply(bit: Array, chance: Array) -> Array:
-        return jnp.where((occurrences >> bit) & 1 == 1, chance * squares[bit], chance)
+        has_bit = (occurrences >> bit) & 1 == 1
+        return jnp.where(has_bit, chance * squares[bit], chance)
 
-    start = jnp.ones(keys.shape, jnp.float32) + varying_zero(occurrences).astype(jnp.float32)
+    ones = jnp.ones(keys.shape, jnp.float32)
+    start = ones + varying_zero(occurrences).astype(jnp.float32)
     chance_of_refusal = jax.lax.fori_loop(0, 31, multiply, start)
     return keys.is_key & (draws >= chance_of_refusal)
 
@@ -685,11 +795,12 @@ class RowNumbers(DynamicRows):
     def checked(self, ids: PyTree, table: TableSpec, feature: str) -> Keys:
         keys = super().checked(ids, table, feature)
         if isinstance(keys.is_key, np.ndarray):
-            is_outside = keys.is_key & ((keys.high > 0) | (keys.low >= table.vocabulary_size))
+            is_too_large = (keys.high > 0) | (keys.low >= table.vocabulary_size)
+            is_outside = keys.is_key & is_too_large
             if is_outside.any():
-                (key,) = join_keys(
-                    keys.high[is_outside][:1], keys.low[is_outside][:1], dtype=self.key_dtype
-                )
+                high = keys.high[is_outside]
+                low = keys.low[is_outside]
+                (key,) = join_keys(high[:1], low[:1], dtype=self.key_dtype)
                 raise ValueError(
                     f"{feature}: key {key} is not below {table.vocabulary_size}, the rows of table {table.name!r} on "
                     f"{self.num_shards} devices ({int(is_outside.sum())} such keys); make the table larger, pass "
@@ -698,19 +809,33 @@ class RowNumbers(DynamicRows):
         return keys
 
     def init(
-        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+        self,
+        key: PRNGKeyArray,
+        table: TableSpec,
+        shard: Int[Array, ""],
+        num_shards: int,
     ) -> State:
         key_of_table = table_key(key, table.name)
         capacity = table.vocabulary_size // num_shards
         rows = jnp.arange(capacity, dtype=jnp.int32)
-        low = rows.astype(jnp.uint32) * jnp.uint32(num_shards) + shard.astype(jnp.uint32)
-        keys = Keys(jnp.zeros_like(low), low, jnp.ones(capacity, bool))
+        first_keys = rows.astype(jnp.uint32) * jnp.uint32(num_shards)
+        low = first_keys + shard.astype(jnp.uint32)
+        high = jnp.zeros_like(low)
+        keys = Keys(high, low, jnp.ones(capacity, bool))
         vectors, slots = hashed_rows.allocate(table, capacity, fill=None)
         vectors, *slots_of_rows = hashed_rows.with_initial_values(
-            (vectors, *slots), rows, keys, table, key_of_table
+            (vectors, *slots),
+            rows,
+            keys,
+            table,
+            key_of_table,
         )
         params = DynamicTable(
-            keys=None, rows=vectors, waiting=None, counters=Counters(), key=key_of_table[None]
+            keys=None,
+            rows=vectors,
+            waiting=None,
+            counters=Counters(),
+            key=key_of_table[None],
         )
         return params, tuple(slots_of_rows)
 
@@ -728,7 +853,8 @@ class RowNumbers(DynamicRows):
         If all keys are in range, the vectors are pooled from the table directly.
         """
         rows = self._rows(params, keys)
-        num_beyond = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
+        is_beyond = keys.is_key & (rows == NO_ROW)
+        num_beyond = jnp.sum(is_beyond, dtype=jnp.int32)
 
         def from_rows() -> PyTree:
             return pool(params.rows, rows)
@@ -736,9 +862,11 @@ class RowNumbers(DynamicRows):
         def from_vectors() -> PyTree:
             index = jnp.arange(keys.shape[0], dtype=jnp.int32)
             vectors = self.vectors(params, rows, table)
-            return pool(vectors, jnp.where(keys.is_key, index, NO_ROW))
+            index = jnp.where(keys.is_key, index, NO_ROW)
+            return pool(vectors, index)
 
-        return jax.lax.cond(num_beyond == 0, from_rows, from_vectors), num_beyond
+        output = jax.lax.cond(num_beyond == 0, from_rows, from_vectors)
+        return output, num_beyond
 
     def find(
         self,
@@ -753,5 +881,6 @@ class RowNumbers(DynamicRows):
         return params, slots, self._rows(params, keys)
 
     def _rows(self, params: DynamicTable, keys: Keys) -> Int[Array, " nnz"]:
-        rows: Int[Array, " nnz"] = local_rows(keys, self.num_shards, params.rows.shape[0])
+        capacity = params.rows.shape[0]
+        rows: Int[Array, " nnz"] = local_rows(keys, self.num_shards, capacity)
         return rows

@@ -55,7 +55,8 @@ class HashTable(NamedTuple):
     @staticmethod
     def empty(max_keys: int, num_tables: int = 1) -> HashTable:
         """Empty hash tables for at most `max_keys` keys each."""
-        num_slots = num_tables << (2 * max(max_keys, 1) - 1).bit_length()
+        num_bits = (2 * max(max_keys, 1) - 1).bit_length()
+        num_slots = num_tables << num_bits
         return HashTable(
             keys=api.allocate((num_slots, 2), jnp.uint32, 0),
             rows=api.allocate((num_slots,), jnp.int32, EMPTY),
@@ -94,7 +95,9 @@ class HashTable(NamedTuple):
         slots_per_table = rows.shape[0] // num_tables
         is_crowded = smaller.num_deleted > slots_per_table // 4
         return jax.lax.cond(
-            jnp.any(is_crowded), lambda: smaller._rebuilt(is_crowded), lambda: smaller
+            jnp.any(is_crowded),
+            lambda: smaller._rebuilt(is_crowded),
+            lambda: smaller,
         )
 
     def _rebuilt(self, is_rebuilt: Bool[Array, " tables"]) -> HashTable:
@@ -103,7 +106,9 @@ class HashTable(NamedTuple):
         Args:
           is_rebuilt: mask of the tables to rebuild.
         """
-        slots_per_table = self.rows.shape[0] // self.num_keys.shape[0]
+        num_slots = self.rows.shape[0]
+        num_tables = self.num_keys.shape[0]
+        slots_per_table = num_slots // num_tables
         is_moved = jnp.repeat(is_rebuilt, slots_per_table)
         kept = HashTable(
             keys=jnp.where(is_moved[:, None], jnp.uint32(0), self.keys),
@@ -129,8 +134,8 @@ class HashTable(NamedTuple):
         has_mark = jnp.any(marks.reshape(-1, block_size), axis=1)
         blocks, num_blocks = api.compact(has_mark, num_slots // block_size)
 
-        def add_block(i: Array, hashed: HashTable) -> HashTable:
-            first = blocks[i] * block_size
+        def add_block(number: Array, hashed: HashTable) -> HashTable:
+            first = blocks[number] * block_size
             rows = jax.lax.dynamic_slice_in_dim(other.rows, first, block_size)
             lanes = jax.lax.dynamic_slice_in_dim(other.keys, first, block_size)
             is_marked = jax.lax.dynamic_slice_in_dim(marks, first, block_size)
@@ -139,13 +144,18 @@ class HashTable(NamedTuple):
                 slots = first + jnp.arange(block_size, dtype=jnp.int32)
                 table = slots // slots_per_table
             is_key = is_marked & (rows >= 0)
-            return hashed.insert(Keys(lanes[:, 0], lanes[:, 1], is_key, table), rows)
+            high = lanes[:, 0]
+            low = lanes[:, 1]
+            keys = Keys(high, low, is_key, table)
+            return hashed.insert(keys, rows)
 
         return jax.lax.fori_loop(0, num_blocks, add_block, self)
 
 
 def counts_of(
-    marks: Bool[Array, " n"], table: Int[Array, " n"] | None, num_tables: int
+    marks: Bool[Array, " n"],
+    table: Int[Array, " n"] | None,
+    num_tables: int,
 ) -> Int[Array, " tables"]:
     """Number of marked entries of each table.
 
@@ -158,7 +168,8 @@ def counts_of(
         return jnp.sum(marks, dtype=jnp.int32)[None]
     # Unmarked entries get index `num_tables`, which is out of range, so they are not counted.
     counted_table = jnp.where(marks, table, num_tables)
-    return jnp.zeros(num_tables, jnp.int32).at[counted_table].add(1, mode="drop")
+    counts = jnp.zeros(num_tables, jnp.int32)
+    return counts.at[counted_table].add(1, mode="drop")
 
 
 class RowMap(NamedTuple):
@@ -212,7 +223,8 @@ def empty(*capacities: int) -> RowMap:
     num_free = jnp.asarray(capacities, jnp.int32)
     # The last entry of a stack is its top, so row 0 is the last of the free rows.
     positions = jnp.arange(rows_per_table, dtype=jnp.int32)
-    free = jnp.maximum(num_free[:, None] - 1 - positions[None], 0)
+    last_row = num_free[:, None] - 1
+    free = jnp.maximum(last_row - positions[None], 0)
     return RowMap(
         hashed=HashTable.empty(rows_per_table, num_tables),
         high=api.allocate(shape, jnp.uint32, 0),
@@ -238,27 +250,40 @@ def search(row_map: RowMap, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, 
     not in the map counts several times.
     """
     hashed = row_map.hashed
-    _, rows_in_table, num_absent = api.find_keys(hashed.keys, hashed.rows, keys, row_map.num_tables)
-    return _global_rows(row_map, rows_in_table, keys.table), num_absent
+    _, rows_in_table, num_absent = api.find_keys(
+        hashed.keys,
+        hashed.rows,
+        keys,
+        row_map.num_tables,
+    )
+    rows = _global_rows(row_map, rows_in_table, keys.table)
+    return rows, num_absent
 
 
 def _global_rows(
-    row_map: RowMap, rows_in_table: Int[Array, " nnz"], table: Array | None
+    row_map: RowMap,
+    rows_in_table: Int[Array, " nnz"],
+    table: Array | None,
 ) -> Int[Array, " nnz"]:
     """Converts row numbers in a single table to row numbers over all tables."""
     if table is None:
         return rows_in_table
-    rows = rows_in_table + row_map.rows_per_table * table
+    first_rows = row_map.rows_per_table * table
+    rows = rows_in_table + first_rows
     return jnp.where(rows_in_table == NO_ROW, NO_ROW, rows)
 
 
 def _rows_in_table(
-    row_map: RowMap, rows: Int[Array, " nnz"], table: Array | None
+    row_map: RowMap,
+    rows: Int[Array, " nnz"],
+    table: Array | None,
 ) -> Int[Array, " nnz"]:
     """Converts row numbers over all tables to row numbers in a single table."""
     if table is None:
         return rows
-    return jnp.where(rows == NO_ROW, NO_ROW, rows - row_map.rows_per_table * table)
+    is_padding = rows == NO_ROW
+    first_rows = row_map.rows_per_table * table
+    return jnp.where(is_padding, NO_ROW, rows - first_rows)
 
 
 def assign(
@@ -292,9 +317,14 @@ def assign(
         row_map = _make_room(row_map, keys, step, evict, is_signed)
     num_evicted = row_map.num_free - num_free_before
     rows, num_free, num_without = api.take_rows(
-        row_map.free, row_map.num_free, keys.is_key, keys.table
+        row_map.free,
+        row_map.num_free,
+        keys.is_key,
+        keys.table,
     )
-    high, low = api.scatter_rows((row_map.high, row_map.low), rows, (keys.high, keys.low))
+    old_lanes = (row_map.high, row_map.low)
+    new_lanes = (keys.high, keys.low)
+    high, low = api.scatter_rows(old_lanes, rows, new_lanes)
     keys_with_row = keys._replace(is_key=rows != NO_ROW)
     rows_in_table = _rows_in_table(row_map, rows, keys.table)
     added = _signature(keys_with_row, rows_in_table, row_map.num_tables)
@@ -305,29 +335,48 @@ def assign(
         num_free=num_free,
         signature=row_map.signature + added,
     )
-    return touch(filled, rows, step, occurrences), rows, num_evicted, num_without
+    filled = touch(filled, rows, step, occurrences)
+    return filled, rows, num_evicted, num_without
 
 
 def _make_room(
-    row_map: RowMap, keys: Keys, step: Int[Array, ""], policy: Eviction, is_signed: bool
+    row_map: RowMap,
+    keys: Keys,
+    step: Int[Array, ""],
+    policy: Eviction,
+    is_signed: bool,
 ) -> RowMap:
     """Evicts keys, so that there is a free row for each new key if possible, and returns the map.
 
     The arguments are those of `assign`.
     """
-    num_wanted = counts_of(keys.is_key, keys.table, row_map.num_tables) - row_map.num_free
+    num_new = counts_of(keys.is_key, keys.table, row_map.num_tables)
+    num_wanted = num_new - row_map.num_free
 
     def with_evictions(row_map: RowMap) -> RowMap:
-        is_candidate = _may_leave(row_map, step)
-        is_evicted = least(row_map, worth(row_map, policy), is_candidate, num_wanted, is_signed)
+        is_evicted = least(
+            row_map,
+            worth(row_map, policy),
+            _may_leave(row_map, step),
+            num_wanted,
+            is_signed,
+        )
         evicted_rows, _ = api.compact(is_evicted, keys.low.shape[0])
         return release(row_map, evicted_rows)
 
-    is_short = jnp.any(num_wanted > 0)
-    return jax.lax.cond(is_short, with_evictions, lambda row_map: row_map, row_map)
+    return jax.lax.cond(
+        jnp.any(num_wanted > 0),
+        with_evictions,
+        lambda row_map: row_map,
+        row_map,
+    )
 
 
-def _signature(keys: Keys, rows: Int[Array, " nnz"], num_tables: int) -> UInt32[Array, " tables"]:
+def _signature(
+    keys: Keys,
+    rows: Int[Array, " nnz"],
+    num_tables: int,
+) -> UInt32[Array, " tables"]:
     """Sum of the hashes of some keys and their rows, for the signature of each table.
 
     Args:
@@ -335,16 +384,21 @@ def _signature(keys: Keys, rows: Int[Array, " nnz"], num_tables: int) -> UInt32[
       rows: row of each key, relative to its table.
       num_tables: number of tables.
     """
-    bits = mix(keys.high, keys.low + rows.astype(jnp.uint32) * jnp.uint32(ROW_FACTOR))
-    bits = jnp.where(keys.is_key, bits, jnp.uint32(0))
+    row_bits = rows.astype(jnp.uint32) * jnp.uint32(ROW_FACTOR)
+    hashes = mix(keys.high, keys.low + row_bits)
+    hashes = jnp.where(keys.is_key, hashes, jnp.uint32(0))
     if keys.table is None:
-        return jnp.sum(bits, dtype=jnp.uint32)[None]
+        return jnp.sum(hashes, dtype=jnp.uint32)[None]
     table = jnp.where(keys.is_key, keys.table, num_tables)
-    return jnp.zeros(num_tables, jnp.uint32).at[table].add(bits, mode="drop")
+    sums = jnp.zeros(num_tables, jnp.uint32)
+    return sums.at[table].add(hashes, mode="drop")
 
 
 def find_or_assign(
-    row_map: RowMap, keys: Keys, steps: Int[Array, " nnz"], counts: Int[Array, " nnz"]
+    row_map: RowMap,
+    keys: Keys,
+    steps: Int[Array, " nnz"],
+    counts: Int[Array, " nnz"],
 ) -> tuple[RowMap, Int[Array, " nnz"]]:
     """Finds the rows of keys, assigns rows to new keys, and sets last steps and counts.
 
@@ -358,10 +412,11 @@ def find_or_assign(
       is `NO_ROW`.
     """
     known_rows = find(row_map, keys)
-    new = keys.only(known_rows == NO_ROW)
-    row_map, new_rows, _, _ = assign(row_map, new, jnp.int32(0), counts)
-    rows = jnp.where(new.is_key, new_rows, known_rows)
-    return touch(row_map, rows, steps, counts), rows
+    new_keys = keys.only(known_rows == NO_ROW)
+    row_map, new_rows, _, _ = assign(row_map, new_keys, jnp.int32(0), counts)
+    rows = jnp.where(new_keys.is_key, new_rows, known_rows)
+    row_map = touch(row_map, rows, steps, counts)
+    return row_map, rows
 
 
 def touch(
@@ -380,13 +435,18 @@ def touch(
     """
     steps = jnp.broadcast_to(step, rows.shape)
     last_step, counts = api.scatter_rows(
-        (row_map.last_step, row_map.counts), rows, (steps, occurrences)
+        (row_map.last_step, row_map.counts),
+        rows,
+        (steps, occurrences),
     )
     return row_map._replace(last_step=last_step, counts=counts)
 
 
 def use(
-    row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], occurrences: Int[Array, " nnz"]
+    row_map: RowMap,
+    rows: Int[Array, " nnz"],
+    step: Int[Array, ""],
+    occurrences: Int[Array, " nnz"],
 ) -> RowMap:
     """Records uses of rows in a step, and returns the new map.
 
@@ -396,7 +456,13 @@ def use(
       step: index of the step.
       occurrences: number to add to the count of each of `rows`.
     """
-    last_step, counts = api.count_uses(row_map.last_step, row_map.counts, rows, step, occurrences)
+    last_step, counts = api.count_uses(
+        row_map.last_step,
+        row_map.counts,
+        rows,
+        step,
+        occurrences,
+    )
     return row_map._replace(last_step=last_step, counts=counts)
 
 
@@ -407,7 +473,8 @@ def count_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
 
 def add_counts(one: Int[Array, " nnz"], other: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
     """Sum of two arrays of counts. A sum above `MAX_COUNT` becomes `MAX_COUNT`."""
-    return jnp.where(one > MAX_COUNT - other, MAX_COUNT, one + other)
+    is_too_large = one > MAX_COUNT - other
+    return jnp.where(is_too_large, MAX_COUNT, one + other)
 
 
 def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
@@ -430,13 +497,17 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     stack_size = num_free
     if table is not None:
         stack_size = num_free.at[table].get(mode="clip")
-    position = _global_rows(row_map, stack_size - 1 - rank, table)
+    position_in_stack = stack_size - 1 - rank
+    position = _global_rows(row_map, position_in_stack, table)
     position = jnp.where(is_row, position, NO_ROW)
     removed = _signature(keys, rows_in_table, row_map.num_tables)
+    hashed = row_map.hashed.remove(keys)
+    last_step = row_map.last_step.at[rows].set(FREE, mode="drop")
+    free = row_map.free.at[position].set(rows_in_table, mode="drop")
     return row_map._replace(
-        hashed=row_map.hashed.remove(keys),
-        last_step=row_map.last_step.at[rows].set(FREE, mode="drop"),
-        free=row_map.free.at[position].set(rows_in_table, mode="drop"),
+        hashed=hashed,
+        last_step=last_step,
+        free=free,
         num_free=num_free,
         signature=row_map.signature - removed,
     )
@@ -454,24 +525,31 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
 
     The added rows are assigned after the rows that are free now.
     """
-    old = row_map.last_step.shape[0]
+    old_capacity = row_map.last_step.shape[0]
+    num_added = capacity - old_capacity
 
-    def extend(lane: Array, value: int) -> Array:
-        return jnp.concatenate([lane, jnp.full(capacity - old, value, lane.dtype)])
+    def extend(array: Array, value: int) -> Array:
+        tail = jnp.full(num_added, value, array.dtype)
+        return jnp.concatenate([array, tail])
 
     hashed = row_map.hashed
     # In `shard_map`, the loop in `with_keys_of` needs a first carry that varies over the devices.
     zero = varying_zero(hashed.rows)
-    larger: HashTable = jax.tree.map(lambda x: x + zero.astype(x.dtype), HashTable.empty(capacity))
-    new_rows = jnp.arange(capacity - 1, old - 1, -1, dtype=jnp.int32)
+
+    def vary(leaf: Array) -> Array:
+        return leaf + zero.astype(leaf.dtype)
+
+    larger: HashTable = jax.tree.map(vary, HashTable.empty(capacity))
+    added_rows = jnp.arange(capacity - 1, old_capacity - 1, -1, dtype=jnp.int32)
+    all_slots = jnp.ones(hashed.rows.shape, bool)
     return RowMap(
-        hashed=larger.with_keys_of(hashed, jnp.ones(hashed.rows.shape, bool)),
+        hashed=larger.with_keys_of(hashed, all_slots),
         high=extend(row_map.high, 0),
         low=extend(row_map.low, 0),
         last_step=extend(row_map.last_step, FREE),
         counts=extend(row_map.counts, 0),
-        free=jnp.concatenate([new_rows, row_map.free]),
-        num_free=row_map.num_free + (capacity - old),
+        free=jnp.concatenate([added_rows, row_map.free]),
+        num_free=row_map.num_free + num_added,
         signature=row_map.signature,
     )
 
@@ -493,7 +571,11 @@ def _may_leave(row_map: RowMap, step: Int[Array, ""]) -> Bool[Array, " rows"]:
 
 
 def room(
-    row_map: RowMap, rows: Int[Array, " nnz"], step: Int[Array, ""], *, evicts: bool
+    row_map: RowMap,
+    rows: Int[Array, " nnz"],
+    step: Int[Array, ""],
+    *,
+    evicts: bool,
 ) -> Int[Array, " tables"]:
     """Maximum number of new keys of each table that can get a row in a step.
 
@@ -505,9 +587,11 @@ def room(
     """
     if not evicts:
         return row_map.num_free
-    is_candidate = _may_leave(row_map, step).at[rows].set(False, mode="drop")
+    is_candidate = _may_leave(row_map, step)
+    is_candidate = is_candidate.at[rows].set(False, mode="drop")
     by_table = is_candidate.reshape(row_map.num_tables, -1)
-    return row_map.num_free + jnp.sum(by_table, axis=1, dtype=jnp.int32)
+    num_candidates = jnp.sum(by_table, axis=1, dtype=jnp.int32)
+    return row_map.num_free + num_candidates
 
 
 def first_marked(
@@ -531,9 +615,12 @@ def first_marked(
         sorted_table = table
         if table is not None:
             sorted_table = table[order]
-        is_first = first_marked(marks[order], None, sorted_table, most)
-        return jnp.zeros_like(is_first).at[order].set(is_first)
-    rank, _ = ranks(marks, table, most.shape[0], api.distinct)
+        sorted_marks = marks[order]
+        is_first = first_marked(sorted_marks, None, sorted_table, most)
+        unsorted = jnp.zeros_like(is_first)
+        return unsorted.at[order].set(is_first)
+    num_tables = most.shape[0]
+    rank, _ = ranks(marks, table, num_tables, api.distinct)
     if table is not None:
         most = most.at[table].get(mode="clip")
     return marks & (rank < most)
@@ -565,9 +652,12 @@ def least(
     lanes = (worth.astype(jnp.uint32), high, row_map.low)
     if row_map.num_tables == 1:
         return _first(lanes, is_candidate, num_wanted[0])
-    lanes_by_table = tuple(lane.reshape(row_map.num_tables, -1) for lane in lanes)
+    lanes_by_table = []
+    for lane in lanes:
+        lanes_by_table.append(lane.reshape(row_map.num_tables, -1))
     candidates_by_table = is_candidate.reshape(row_map.num_tables, -1)
-    chosen: Array = jax.vmap(_first)(lanes_by_table, candidates_by_table, num_wanted)
+    first_of_tables = jax.vmap(_first)
+    chosen: Array = first_of_tables(lanes_by_table, candidates_by_table, num_wanted)
     return chosen.reshape(-1)
 
 
@@ -586,7 +676,8 @@ def _first(
         bound = _bound(lane, is_candidate, num_wanted)
         is_below = is_candidate & (lane < bound)
         chosen = chosen | is_below
-        num_wanted = num_wanted - jnp.sum(is_below, dtype=jnp.int32)
+        num_below = jnp.sum(is_below, dtype=jnp.int32)
+        num_wanted = num_wanted - num_below
         is_candidate = is_candidate & (lane == bound)
     return chosen | (is_candidate & (num_wanted > 0))
 
@@ -606,7 +697,9 @@ class BoundSearch(NamedTuple):
 
 
 def _bound(
-    lane: UInt32[Array, " rows"], is_candidate: Bool[Array, " rows"], num_wanted: Array
+    lane: UInt32[Array, " rows"],
+    is_candidate: Bool[Array, " rows"],
+    num_wanted: Array,
 ) -> UInt32[Array, ""]:
     """Bound for the lane values of the `num_wanted` smallest candidates.
 
@@ -623,7 +716,8 @@ def _bound(
     largest = jnp.max(jnp.where(is_candidate, lane, jnp.uint32(0)))
     smallest = jnp.min(jnp.where(is_candidate, lane, largest))
     differing_bits = smallest ^ largest
-    num_bits = 32 - jax.lax.clz(differing_bits).astype(jnp.int32)
+    num_equal_bits = jax.lax.clz(differing_bits).astype(jnp.int32)
+    num_bits = 32 - num_equal_bits
     # These shifts set all bits below the highest differing bit.
     for distance in (1, 2, 4, 8, 16):
         differing_bits |= differing_bits >> distance
@@ -633,18 +727,30 @@ def _bound(
         return (state.bit >= 0) & ~state.is_exact
 
     def try_bit(state: BoundSearch) -> BoundSearch:
-        higher = state.bound | (jnp.uint32(1) << state.bit.astype(jnp.uint32))
-        num_below = jnp.sum(is_candidate & (lane < higher), dtype=jnp.int32)
+        shift = state.bit.astype(jnp.uint32)
+        higher = state.bound | (jnp.uint32(1) << shift)
+        is_below = is_candidate & (lane < higher)
+        num_below = jnp.sum(is_below, dtype=jnp.int32)
         bound = jnp.where(num_below <= num_wanted, higher, state.bound)
-        return BoundSearch(state.bit - 1, bound, num_below == num_wanted)
+        return BoundSearch(
+            bit=state.bit - 1,
+            bound=bound,
+            is_exact=num_below == num_wanted,
+        )
 
     wants_none = num_wanted + varying_zero(lane, is_candidate) <= 0
-    start = BoundSearch(num_bits - 1, common_bits, wants_none)
-    return jax.lax.while_loop(is_searching, try_bit, start).bound
+    start = BoundSearch(
+        bit=num_bits - 1,
+        bound=common_bits,
+        is_exact=wants_none,
+    )
+    end = jax.lax.while_loop(is_searching, try_bit, start)
+    return end.bound
 
 
 def entries(
-    keys: Keys, occurrences: Int[Array, " nnz"]
+    keys: Keys,
+    occurrences: Int[Array, " nnz"],
 ) -> tuple[Int[Array, " nnz"], Keys, Int[Array, " nnz"], Int[Array, " nnz"]]:
     """Distinct keys of a batch, in the order of their first occurrence.
 
@@ -658,7 +764,8 @@ def entries(
     """
     entry_of, first_of, counts = api.unique_keys(keys, occurrences)
     lanes = api.gather_rows(keys.lanes, first_of)
-    return entry_of, Keys.of_lanes(lanes, first_of != NO_ROW), first_of, counts
+    distinct = Keys.of_lanes(lanes, first_of != NO_ROW)
+    return entry_of, distinct, first_of, counts
 
 
 def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
@@ -667,7 +774,8 @@ def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
     The columns are the high and the low half of the key, and its number of occurrences, which is 0
     for padding. If there are several tables, the fourth column is the table index.
     """
-    lanes = [keys.high, keys.low, counts.astype(jnp.uint32)]
+    occurrences = counts.astype(jnp.uint32)
+    lanes = [keys.high, keys.low, occurrences]
     if keys.table is not None:
         lanes.append(keys.table.astype(jnp.uint32))
     return jnp.stack(lanes, axis=1)
@@ -681,11 +789,14 @@ def unnamed(lanes: UInt32[Array, "nnz lanes"]) -> tuple[Keys, Int[Array, " nnz"]
     table = None
     if lanes.shape[1] > 3:
         table = lanes[:, 3].astype(jnp.int32)
-    return Keys(high, low, occurrences > 0, table), occurrences.astype(jnp.int32)
+    keys = Keys(high, low, occurrences > 0, table)
+    return keys, occurrences.astype(jnp.int32)
 
 
 def combine(
-    keys: Keys, occurrences: Int[Array, " nnz"], values: Float[Array, "nnz dim"]
+    keys: Keys,
+    occurrences: Int[Array, " nnz"],
+    values: Float[Array, "nnz dim"],
 ) -> tuple[UInt32[Array, "nnz lanes"], Float[Array, "nnz dim"]]:
     """Distinct keys in the format of `named`, and for each distinct key the sum of its values.
 
@@ -698,5 +809,6 @@ def combine(
     """
     entry_of, distinct, _, counts = entries(keys, occurrences)
     # Every distinct key occurs at least once, so row `e` of `sums` belongs to distinct key `e`.
-    _, sums = api.row_gradients(entry_of.size, CallGradients.of_rows(entry_of, values))
+    gradients = CallGradients.of_rows(entry_of, values)
+    _, sums = api.row_gradients(entry_of.size, gradients)
     return named(distinct, counts), sums
