@@ -175,12 +175,14 @@ class BackingStore:
         arrays = [array[rows] for array in self.arrays]
         if self._first_values is None:
             return arrays
-        fresh = np.flatnonzero(~self._is_written[rows])
-        for start in range(0, fresh.size, FIRST_VALUES_BLOCK):
-            block = fresh[start : start + FIRST_VALUES_BLOCK]
+        is_new = ~self._is_written[rows]
+        new_entries = np.flatnonzero(is_new)
+        for start in range(0, new_entries.size, FIRST_VALUES_BLOCK):
+            block = new_entries[start : start + FIRST_VALUES_BLOCK]
             padded = np.zeros(padded_size(block.size), np.int32)
             padded[: block.size] = rows[block]
-            for array, values in zip(arrays, self._first_values(padded), strict=True):
+            first_values = self._first_values(padded)
+            for array, values in zip(arrays, first_values, strict=True):
                 array[block] = np.asarray(values)[: block.size]
         return arrays
 
@@ -192,19 +194,25 @@ class BackingStore:
           arrays: new rows of the table and of each slot. If an array is longer than `rows`, the
             last rows of the array are padding.
         """
-        values = [np.asarray(array)[: rows.size] for array in arrays]
+        new_rows = []
+        for array in arrays:
+            new_rows.append(np.asarray(array)[: rows.size])
         if self._rounds:
             stored = self.arrays[0][rows]
             with np.errstate(over="ignore"):
-                rounded = stored.astype(self._device_dtypes[0]).astype(stored.dtype)
-            values[0] = np.where(rounded == values[0], stored, values[0])
-        for array, new in zip(self.arrays, values, strict=True):
+                on_device = stored.astype(self._device_dtypes[0])
+            is_unchanged = on_device.astype(stored.dtype) == new_rows[0]
+            new_rows[0] = np.where(is_unchanged, stored, new_rows[0])
+        for array, new in zip(self.arrays, new_rows, strict=True):
             array[rows] = new
         if self._first_values is not None:
             self._is_written[rows] = True
 
     def exchange(
-        self, evicted: ArrayLike, values: Sequence[ArrayLike], inserted: ArrayLike
+        self,
+        evicted: ArrayLike,
+        values: Sequence[ArrayLike],
+        inserted: ArrayLike,
     ) -> list[np.ndarray]:
         """Writes the evicted rows to the store, then reads the inserted rows.
 
@@ -219,15 +227,16 @@ class BackingStore:
         """
         evicted = np.asarray(evicted)
         evicted_entries = np.flatnonzero(evicted != NO_ROW)
-        self.write(
-            evicted[evicted_entries], [np.asarray(array)[evicted_entries] for array in values]
-        )
+        evicted_rows = []
+        for array in values:
+            evicted_rows.append(np.asarray(array)[evicted_entries])
+        self.write(evicted[evicted_entries], evicted_rows)
         inserted = np.asarray(inserted)
         inserted_entries = np.flatnonzero(inserted != NO_ROW)
         arrays = []
-        rows = self.read(inserted[inserted_entries])
-        for stored, dtype in zip(rows, self._device_dtypes, strict=True):
-            array = np.zeros((inserted.size, *stored.shape[1:]), dtype)
-            array[inserted_entries] = stored
-            arrays.append(array)
+        inserted_rows = self.read(inserted[inserted_entries])
+        for rows, dtype in zip(inserted_rows, self._device_dtypes, strict=True):
+            padded = np.zeros((inserted.size, *rows.shape[1:]), dtype)
+            padded[inserted_entries] = rows
+            arrays.append(padded)
         return arrays

@@ -68,7 +68,8 @@ class Counters(NamedTuple):
             addend = number.reshape(-1).astype(jnp.uint32)
             low = lanes[:, 1] + addend
             carry = (low < addend).astype(jnp.uint32)
-            sums[name] = jnp.stack([lanes[:, 0] + carry, low], axis=1)
+            high = lanes[:, 0] + carry
+            sums[name] = jnp.stack([high, low], axis=1)
         return self._replace(**sums)
 
 
@@ -133,7 +134,8 @@ def empty(
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(key))
     num_tables = len(capacities)
-    rows, slots = allocate(table, max(capacities) * num_tables, fill=0)
+    num_rows = max(capacities) * num_tables
+    rows, slots = allocate(table, num_rows, fill=0)
     keys = row_map.empty(*capacities)
     waiting = None
     if num_waiting is not None:
@@ -161,10 +163,13 @@ The average of equal bonds may differ from these bonds by a rounding error."""
 def bond_of(keys: RowMap) -> PyTree:
     """Bytes of the signature of each table, as floats: the bond between keys and rows."""
     signature: PyTree = keys.signature
-    xp: Any = np if isinstance(signature, np.ndarray) else jnp
+    xp: Any = jnp
+    if isinstance(signature, np.ndarray):
+        xp = np
     signature_bytes = []
     for shift in (0, 8, 16, 24):
-        signature_bytes.append((signature >> np.uint32(shift)) & np.uint32(255))
+        shifted = signature >> np.uint32(shift)
+        signature_bytes.append(shifted & np.uint32(255))
     return xp.stack(signature_bytes, axis=1).astype(np.float32)
 
 
@@ -182,7 +187,9 @@ def is_bound(params: DynamicTable) -> PyTree:
     """
     if params.bond is None:
         return np.bool_(True)
-    return (abs(params.bond - bond_of(params.keys)) < MOST_ROUNDING).all()
+    difference = params.bond - bond_of(params.keys)
+    is_close = abs(difference) < MOST_ROUNDING
+    return is_close.all()
 
 
 def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
@@ -194,12 +201,16 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
       num_shards: number of shards.
     """
     leaves, structure = jax.tree.flatten(tree)
-    leaves_of_table: list[list[np.ndarray]] = [[] for _ in range(num_tables)]
+    leaves_of_tables: list[list[np.ndarray]] = [[] for _ in range(num_tables)]
     for leaf in leaves:
-        by_table = on_host(leaf).reshape(num_shards, num_tables, -1, *leaf.shape[1:])
-        for number in range(num_tables):
-            leaves_of_table[number].append(by_table[:, number].reshape(-1, *leaf.shape[1:]))
-    return [jax.tree.unflatten(structure, table_leaves) for table_leaves in leaves_of_table]
+        row_shape = leaf.shape[1:]
+        by_table = on_host(leaf).reshape(num_shards, num_tables, -1, *row_shape)
+        for number, leaves_of_table in enumerate(leaves_of_tables):
+            leaves_of_table.append(by_table[:, number].reshape(-1, *row_shape))
+    trees = []
+    for leaves_of_table in leaves_of_tables:
+        trees.append(jax.tree.unflatten(structure, leaves_of_table))
+    return trees
 
 
 def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
@@ -211,7 +222,9 @@ def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
     """
 
     def stacked(*leaves: PyTree) -> np.ndarray:
-        by_shard = [leaf.reshape(num_shards, -1, *leaf.shape[1:]) for leaf in leaves]
+        by_shard = []
+        for leaf in leaves:
+            by_shard.append(leaf.reshape(num_shards, -1, *leaf.shape[1:]))
         joined = np.concatenate(by_shard, axis=1)
         return joined.reshape(-1, *joined.shape[2:])
 
@@ -232,11 +245,12 @@ def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Arra
         raise ValueError(
             f"table {table.name!r}: at most {MAX_CAPACITY} rows per shard are possible; use more shards."
         )
-    row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
-    rows = api.allocate((capacity, table.embedding_dim), jnp.dtype(table.dtype), fill)
+    shape = (capacity, table.embedding_dim)
+    rows = api.allocate(shape, jnp.dtype(table.dtype), fill)
+    float_rows = jax.ShapeDtypeStruct(shape, jnp.float32)
     slots = []
-    for slot in jax.eval_shape(table.optimizer.init_slots, row):
-        slots.append(api.allocate((capacity, *slot.shape[1:]), slot.dtype, fill))
+    for slot in jax.eval_shape(table.optimizer.init_slots, float_rows):
+        slots.append(api.allocate(slot.shape, slot.dtype, fill))
     return rows, tuple(slots)
 
 
@@ -263,14 +277,20 @@ def with_initial_values(
         return arrays
     num_blocks = -(-rows.shape[0] // INITIAL_BLOCK)
     order, num_new = api.compact(rows != NO_ROW, num_blocks * INITIAL_BLOCK)
-    num_used = jax.lax.div(num_new + jnp.int32(INITIAL_BLOCK - 1), jnp.int32(INITIAL_BLOCK))
+    num_new_and_padding = num_new + jnp.int32(INITIAL_BLOCK - 1)
+    num_used = jax.lax.div(num_new_and_padding, jnp.int32(INITIAL_BLOCK))
 
-    def fill_block(i: Array | int, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
-        entries = jax.lax.dynamic_slice_in_dim(order, i * INITIAL_BLOCK, INITIAL_BLOCK)
+    def fill_block(number: Array | int, arrays: tuple[Array, ...]) -> tuple[Array, ...]:
+        first = number * INITIAL_BLOCK
+        entries = jax.lax.dynamic_slice_in_dim(order, first, INITIAL_BLOCK)
         block_rows, *lanes = api.gather_rows((rows, *keys.lanes), entries, missing=NO_ROW)
         new = Keys.of_lanes(lanes, entries != NO_ROW)
         values = keyed_rows(
-            key, table.initializer, (new.high, new.low), table.embedding_dim, new.table
+            key,
+            table.initializer,
+            (new.high, new.low),
+            table.embedding_dim,
+            new.table,
         )
         initial = [values]
         if slots:
@@ -318,15 +338,22 @@ def forget_older(
     if waiting is None:
         return params
     rows = jnp.arange(waiting.last_step.shape[0], dtype=jnp.int32)
-    is_old = (waiting.last_step != row_map.FREE) & (step - waiting.last_step > steps_to_live)
+    has_key = waiting.last_step != row_map.FREE
+    is_old = has_key & (step - waiting.last_step > steps_to_live)
     is_old &= rows // waiting.rows_per_table == number
-    shorter = row_map.release(waiting, jnp.where(is_old, rows, NO_ROW))
-    counters = params.counters.add(forgotten=shorter.num_free - waiting.num_free)
+    old_rows = jnp.where(is_old, rows, NO_ROW)
+    shorter = row_map.release(waiting, old_rows)
+    num_forgotten = shorter.num_free - waiting.num_free
+    counters = params.counters.add(forgotten=num_forgotten)
     return params._replace(waiting=shorter, counters=counters)
 
 
 def grow(
-    params: DynamicTable, slots: Slots, table: TableSpec, capacity: int, num_waiting: int = 0
+    params: DynamicTable,
+    slots: Slots,
+    table: TableSpec,
+    capacity: int,
+    num_waiting: int = 0,
 ) -> tuple[DynamicTable, Slots]:
     """Enlarges a shard and its slots to `capacity` rows. Every key keeps its row.
 
@@ -347,16 +374,22 @@ def grow(
         raise ValueError(
             f"table {table.name!r} has {old} rows and cannot grow to {capacity} (at most {MAX_CAPACITY})."
         )
+
+    def copied(larger: Array, array: Array) -> Array:
+        return jax.lax.dynamic_update_slice_in_dim(larger, array, 0, axis=0)
+
     rows, slots = jax.tree.map(
-        lambda larger, array: jax.lax.dynamic_update_slice_in_dim(larger, array, 0, 0),
+        copied,
         allocate(table, capacity, fill=0),
         (params.rows, tuple(slots)),
     )
     waiting = params.waiting
     if waiting is not None and waiting.last_step.shape[0] < num_waiting:
         waiting = row_map.grow(waiting, num_waiting)
-    grown = with_keys(params, row_map.grow(params.keys, capacity))
-    return grown._replace(rows=rows, waiting=waiting), slots
+    keys = row_map.grow(params.keys, capacity)
+    grown = with_keys(params, keys)
+    grown = grown._replace(rows=rows, waiting=waiting)
+    return grown, slots
 
 
 def numbers_of(lanes: Array) -> np.ndarray:

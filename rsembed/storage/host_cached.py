@@ -98,20 +98,33 @@ class HostCached(DynamicRows):
             )
 
     def init(
-        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+        self,
+        key: PRNGKeyArray,
+        table: TableSpec,
+        shard: Int[Array, ""],
+        num_shards: int,
     ) -> State:
         del shard  # A new shard contains no keys.
         num_rows = -(-self.cache_rows // num_shards)
-        empty, slots = hashed_rows.empty(table, [num_rows], table_key(key, table.name))
+        key_of_table = table_key(key, table.name)
+        params, slots = hashed_rows.empty(table, [num_rows], key_of_table)
+        generation = jnp.zeros(1, jnp.uint32)
         # The table needs no `bond`, because `generation` already detects averages of states.
-        return empty._replace(generation=jnp.zeros(1, jnp.uint32), bond=None), slots
+        params = params._replace(generation=generation, bond=None)
+        return params, slots
 
     def read(
-        self, params: DynamicTable, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
+        self,
+        params: DynamicTable,
+        keys: Keys,
+        table: TableSpec,
+        ahead: ReadAhead | None = None,
     ) -> Vectors:
         del ahead
-        vectors = self.vectors(params, _cached_rows(params, keys, table.name), table)
-        return vectors, jnp.zeros((), jnp.int32)
+        rows = _cached_rows(params, keys, table.name)
+        vectors = self.vectors(params, rows, table)
+        num_unknown = jnp.zeros((), jnp.int32)
+        return vectors, num_unknown
 
     def find(
         self,
@@ -123,14 +136,21 @@ class HostCached(DynamicRows):
         step: Step,
     ) -> Found:
         del occurrences, step  # `make_room` has already recorded the uses of the rows.
-        return params, slots, _cached_rows(params, keys, table.name)
+        rows = _cached_rows(params, keys, table.name)
+        return params, slots, rows
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
         counts = super().counts(params, num_shards)
-        return {"rows": counts["rows"], "fetched": counts["inserted"], "evicted": counts["evicted"]}
+        return {
+            "rows": counts["rows"],
+            "fetched": counts["inserted"],
+            "evicted": counts["evicted"],
+        }
 
     def make_room(
-        self, params: DynamicTable, keys: Keys
+        self,
+        params: DynamicTable,
+        keys: Keys,
     ) -> tuple[DynamicTable, Moves, Int[Array, "1"]]:
         """Reserves cache rows for the keys of a batch that are not in the cache.
 
@@ -146,28 +166,39 @@ class HostCached(DynamicRows):
         """
         known = params.keys
         now = jnp.max(known.last_step) + 1
-        _, distinct, _, uses = row_map.entries(keys, jnp.ones(keys.shape, jnp.int32))
+        once = jnp.ones(keys.shape, jnp.int32)
+        _, distinct, _, uses = row_map.entries(keys, once)
         rows = row_map.find(known, distinct)
         counts = row_map.add_counts(row_map.count_of(known, rows), uses)
         touched = row_map.touch(known, rows, now, counts)
         missing = distinct.only(rows == NO_ROW)
         filled, new_rows, num_evicted, num_failed = row_map.assign(
-            touched, missing, now, uses, evict=self.eviction
+            touched,
+            missing,
+            now,
+            uses,
+            evict=self.eviction,
         )
         moved, num_moved = api.compact(new_rows != NO_ROW, new_rows.shape[0])
         ids = distinct.low.astype(jnp.int32)
-        places, inserted = api.gather_rows((new_rows, ids), moved, missing=NO_ROW)
-        before = (touched.low, touched.last_step)
-        old_ids, last_step = api.gather_rows(before, places, missing=row_map.FREE)
+        cache_rows, inserted = api.gather_rows((new_rows, ids), moved, missing=NO_ROW)
+        # `touched` still has the old ids of the cache rows that are overwritten.
+        old_ids, last_step = api.gather_rows(
+            (touched.low, touched.last_step),
+            cache_rows,
+            missing=row_map.FREE,
+        )
         is_evicted = last_step != row_map.FREE
+        old_ids = old_ids.astype(jnp.int32)
         moves = Moves(
-            evicted=jnp.where(is_evicted, old_ids.astype(jnp.int32), NO_ROW),
-            evicted_places=jnp.where(is_evicted, places, NO_ROW),
+            evicted=jnp.where(is_evicted, old_ids, NO_ROW),
+            evicted_places=jnp.where(is_evicted, cache_rows, NO_ROW),
             inserted=inserted,
-            inserted_places=places,
+            inserted_places=cache_rows,
         )
         counters = params.counters.add(inserted=num_moved, evicted=num_evicted)
-        return params._replace(keys=filled, counters=counters), moves, num_failed.reshape(1)
+        params = params._replace(keys=filled, counters=counters)
+        return params, moves, num_failed.reshape(1)
 
 
 class HostTable(HostCached):
@@ -198,12 +229,16 @@ class HostTable(HostCached):
           params: parameters with an empty cache, and with the PRNG key for the initial rows.
         """
         data = on_host(jax.random.key_data(params.key))[0]
-        key = jax.random.wrap_key_data(data, impl=jax.random.key_impl(params.key))
+        impl = jax.random.key_impl(params.key)
+        key = jax.random.wrap_key_data(data, impl=impl)
         first_values = functools.partial(fresh_rows, key, table=self.table)
+        one_id = jax.ShapeDtypeStruct((1,), jnp.int32)
         arrays = []
-        for row in jax.eval_shape(first_values, jax.ShapeDtypeStruct((1,), jnp.int32)):
-            arrays.append(np.zeros((self.table.vocabulary_size, *row.shape[1:]), row.dtype))
-        checked = functools.partial(self._checked_values, jax.jit(first_values))
+        for row in jax.eval_shape(first_values, one_id):
+            shape = (self.table.vocabulary_size, *row.shape[1:])
+            arrays.append(np.zeros(shape, row.dtype))
+        compiled = jax.jit(first_values)
+        checked = functools.partial(self._checked_values, compiled)
         self.backing = BackingStore(arrays, checked)
 
     def _checked_values(self, first_values: Callable[..., PyTree], ids: Rows) -> Sequence[Array]:
@@ -234,19 +269,24 @@ class HostTable(HostCached):
         return params._replace(generation=generation)
 
     def rows(
-        self, params: DynamicTable, slots: SlotTree, table: TableSpec, num_shards: int
+        self,
+        params: DynamicTable,
+        slots: SlotTree,
+        table: TableSpec,
+        num_shards: int,
     ) -> dict[str, np.ndarray]:
         """All rows of the table: cached rows from the device, all other rows from the host."""
         self.generation.check(on_host(params.generation))
-        cached = np.flatnonzero(on_host(params.keys.last_step) != row_map.FREE)
+        last_step = on_host(params.keys.last_step)
+        cached = np.flatnonzero(last_step != row_map.FREE)
         ids = on_host(params.keys.low)[cached]
-        arrays = self.backing.read(np.arange(table.vocabulary_size))
+        names = array_names(table, slots)
+        host_arrays = self.backing.read(np.arange(table.vocabulary_size))
+        device_arrays = (params.rows, *slots)
         rows = {}
         # If the state has no slots (a state for serving), the slots on the host are left out.
-        for name, array, on_device in zip(
-            array_names(table, slots), arrays, (params.rows, *slots), strict=False
-        ):
-            array[ids] = on_host(on_device)[cached]
+        for name, array, device_array in zip(names, host_arrays, device_arrays, strict=False):
+            array[ids] = on_host(device_array)[cached]
             rows[name] = array
         return rows
 
@@ -288,18 +328,25 @@ class HostTable(HostCached):
         shapes = {name: np.shape(array) for name, array in rows.items()}
         if shapes != expected:
             raise ValueError(f"table {table.name!r} takes {expected}, got {shapes}.")
-        empty = row_map.empty(params.rows.shape[0] // num_shards)
-        keys = jax.tree.map(lambda leaf: np.concatenate([np.asarray(leaf)] * num_shards), empty)
-        params = self.advanced(params._replace(keys=keys), num_shards)
+
+        def for_all_shards(leaf: Array) -> np.ndarray:
+            return np.concatenate([np.asarray(leaf)] * num_shards)
+
+        rows_per_shard = params.rows.shape[0] // num_shards
+        keys = jax.tree.map(for_all_shards, row_map.empty(rows_per_shard))
+        params = params._replace(keys=keys)
+        params = self.advanced(params, num_shards)
         self.begin(params)
-        self.backing.write(np.arange(table.vocabulary_size), [rows[name] for name in names])
+        arrays = [rows[name] for name in names]
+        self.backing.write(np.arange(table.vocabulary_size), arrays)
         return params, slots
 
 
 def _cached_rows(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array, " nnz"]:
     """Cache row of each key. If a key is not in the cache, the program stops with an error."""
     rows = row_map.find(params.keys, keys)
-    num_missing = jnp.sum(keys.is_key & (rows == NO_ROW), dtype=jnp.int32)
+    is_missing = keys.is_key & (rows == NO_ROW)
+    num_missing = jnp.sum(is_missing, dtype=jnp.int32)
 
     def stop(num_missing: Array) -> None:
         raise RuntimeError(
@@ -311,15 +358,23 @@ def _cached_rows(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array
     # which cannot contain a host callback. `checked` therefore has one condition for all samples.
     @jax.custom_batching.custom_vmap
     def checked(rows: Array, num_missing: Array) -> Array:
-        jax.lax.cond(num_missing > 0, lambda: io_callback(stop, None, num_missing), lambda: None)
+        jax.lax.cond(
+            num_missing > 0,
+            lambda: io_callback(stop, None, num_missing),
+            lambda: None,
+        )
         return rows
 
     @checked.def_vmap
     def checked_of_all(
-        size: int, is_batched: Sequence[bool], rows: Array, num_missing: Array
+        size: int,
+        is_batched: Sequence[bool],
+        rows: Array,
+        num_missing: Array,
     ) -> tuple[Array, bool]:
         del size
-        return checked(rows, jnp.sum(num_missing)), is_batched[0]
+        num_missing_of_all = jnp.sum(num_missing)
+        return checked(rows, num_missing_of_all), is_batched[0]
 
     checked_rows: Int[Array, " nnz"] = checked(rows, num_missing)
     return checked_rows

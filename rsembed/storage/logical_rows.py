@@ -80,7 +80,10 @@ class SavedArray:
         Raises: CorruptCheckpointError: the file is damaged.
         """
         array = np.empty(self.shape, self.dtype)
-        for _ in self.read(array if self.shape else array.reshape(1)):
+        rows = array
+        if not self.shape:
+            rows = array.reshape(1)
+        for _ in self.read(rows):
             pass
         return array
 
@@ -101,7 +104,8 @@ def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.n
         converted: np.ndarray = values.astype(dtype, copy=False)
     if np.can_cast(values.dtype, dtype):
         return converted
-    num_lost = int(np.sum(np.isfinite(values) & ~np.isfinite(converted)))
+    is_lost = np.isfinite(values) & ~np.isfinite(converted)
+    num_lost = int(np.sum(is_lost))
     if num_lost:
         raise ValueError(
             f"{where}: {num_lost} numbers of imported {name!r} are too large for {converted.dtype}; clip them, or "
@@ -131,7 +135,9 @@ def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
     templates = _by_path(template)
     if arrays.keys() != templates.keys():
         # If the rule has no names for its slots, a checkpoint has numbers as names.
-        by_number = {str(number): leaf for number, leaf in enumerate(templates.values())}
+        by_number = {}
+        for number, leaf in enumerate(templates.values()):
+            by_number[str(number)] = leaf
         if arrays.keys() != by_number.keys():
             raise ValueError(
                 f"{where}: its slots must be {list(templates)}, those of {type(table.optimizer).__name__}, got "
@@ -153,7 +159,8 @@ def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
                 "table; load_collection(..., resize=True) makes those of new rows."
             )
         checked.append(slot)
-    return jax.tree.unflatten(jax.tree.structure(template), checked)
+    structure = jax.tree.structure(template)
+    return jax.tree.unflatten(structure, checked)
 
 
 def _by_path(tree: PyTree) -> dict[str, PyTree]:
@@ -163,12 +170,15 @@ def _by_path(tree: PyTree) -> dict[str, PyTree]:
     """
     leaves = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
-        leaves[jax.tree_util.keystr(path, simple=True, separator="/")] = leaf
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        leaves[name] = leaf
     return leaves
 
 
 def places_by_key(
-    params: DynamicTable, table: TableSpec, num_shards: int
+    params: DynamicTable,
+    table: TableSpec,
+    num_shards: int,
 ) -> tuple[Positions, dict[str, np.ndarray]]:
     """Row index of each key of a table, and arrays with facts about the keys.
 
@@ -235,10 +245,15 @@ def rows_to_leave(
         is_evicted |= is_used & (np.sqrt(squared_norms) < norm_below)
     if keep is not None:
         used = np.flatnonzero(is_used)
-        keys = join_keys(on_host(maps.high)[used], on_host(maps.low)[used], dtype=_key_dtype(table))
-        lanes = (keys, on_host(row_map.worth(maps, policy))[used])
+        high = on_host(maps.high)[used]
+        low = on_host(maps.low)[used]
+        keys = join_keys(high, low, dtype=_key_dtype(table))
+        worth = on_host(row_map.worth(maps, policy))[used]
+        lanes = (keys, worth)
+        order = np.lexsort(lanes)
         num_evicted = max(used.size - keep, 0)
-        is_evicted[used[np.lexsort(lanes)[:num_evicted]]] = True
+        evicted = used[order[:num_evicted]]
+        is_evicted[evicted] = True
     return _by_key(table, maps, is_evicted)
 
 
@@ -279,7 +294,9 @@ def array_names(table: TableSpec, slots: Sequence[PyTree]) -> list[str]:
 
 
 def _by_key(
-    table: TableSpec, maps: RowMap, marks: np.ndarray | bool = True
+    table: TableSpec,
+    maps: RowMap,
+    marks: np.ndarray | bool = True,
 ) -> tuple[Positions, Facts]:
     """Indices of the marked rows that have a key, and `keys`, `last_step` and `count` of the rows.
 
@@ -334,15 +351,16 @@ def import_rows(
     imported: dict[str, PyTree] = {}
     for name, array in arrays.items():
         if name == "values" or name in exported:
-            imported[name] = _checked(table, exported, name, (num_keys, *array.shape[1:]))
+            shape = (num_keys, *array.shape[1:])
+            imported[name] = _checked(table, exported, name, shape)
     where = f"table {table.name!r}"
     if len(imported) < len(names):
         values = imported["values"]
         if isinstance(values, SavedArray):
             values = values.whole()
-        values = jnp.asarray(as_dtype(values, np.float32, where, "values"))
-        initial_slots = dict(zip(names[1:], table.optimizer.init_slots(values), strict=True))
-        imported = initial_slots | imported
+        values = as_dtype(values, np.float32, where, "values")
+        initial_slots = table.optimizer.init_slots(jnp.asarray(values))
+        imported = dict(zip(names[1:], initial_slots, strict=True)) | imported
     params, positions = with_keys(params, exported, table, num_shards)
     written = []
     for name, array in arrays.items():
@@ -364,7 +382,10 @@ def _check_names(table: TableSpec, exported: Export, names: Sequence[str]) -> No
 
 
 def with_keys(
-    params: DynamicTable, exported: Export, table: TableSpec, num_shards: int
+    params: DynamicTable,
+    exported: Export,
+    table: TableSpec,
+    num_shards: int,
 ) -> tuple[DynamicTable, Positions]:
     """Adds the keys of `exported` to a table, with their last steps and counts.
 
@@ -378,7 +399,14 @@ def with_keys(
     if params.keys is None:
         positions = _fixed_positions(table, keys, params.rows.shape[0], num_shards)
     else:
-        maps, positions = _with_rows_for(table, params.keys, keys, exported, "", num_shards)
+        maps, positions = _with_rows_for(
+            table,
+            params.keys,
+            keys,
+            exported,
+            "",
+            num_shards,
+        )
         params = with_map(params, maps)
     if params.waiting is None:
         num_waiting = len(exported.get("waiting_keys", ()))
@@ -393,7 +421,14 @@ def with_keys(
     waiting = _without(params.waiting, keys, num_shards)
     if "waiting_keys" in exported:
         waiting_keys = _checked_keys(table, exported, "waiting_")
-        waiting, _ = _with_rows_for(table, waiting, waiting_keys, exported, "waiting_", num_shards)
+        waiting, _ = _with_rows_for(
+            table,
+            waiting,
+            waiting_keys,
+            exported,
+            "waiting_",
+            num_shards,
+        )
     return params._replace(waiting=waiting), positions
 
 
@@ -439,7 +474,12 @@ def _written(
         donated: tuple[int, ...] = ()
         if first:
             donated = (1,)
-        put = jax.jit(_put, static_argnums=0, donate_argnums=donated, out_shardings=array.sharding)
+        put = jax.jit(
+            _put,
+            static_argnums=0,
+            donate_argnums=donated,
+            out_shardings=array.sharding,
+        )
         array = put(num_shards, array, shard, row, rows)
     return array
 
@@ -456,9 +496,16 @@ def _blocks_of(values: PyTree) -> Blocks:
         yield first, values[first : first + ROWS_PER_BLOCK]
 
 
-def _put(num_shards: int, array: Array, shard: Array, row: Array, values: Array) -> Array:
+def _put(
+    num_shards: int,
+    array: Array,
+    shard: Array,
+    row: Array,
+    values: Array,
+) -> Array:
     by_shard = array.reshape(num_shards, -1, *array.shape[1:])
-    return by_shard.at[shard, row].set(values, mode="drop").reshape(array.shape)
+    written = by_shard.at[shard, row].set(values, mode="drop")
+    return written.reshape(array.shape)
 
 
 def room_needed(params: DynamicTable, exported: Export, table: TableSpec, num_shards: int) -> int:
@@ -466,21 +513,26 @@ def room_needed(params: DynamicTable, exported: Export, table: TableSpec, num_sh
 
     The arguments are those of `import_rows`. The table must have a hash table.
     """
-    return _keys_on_fullest_shard(params.keys, _checked_keys(table, exported, ""), num_shards)
+    keys = _checked_keys(table, exported, "")
+    return _keys_on_fullest_shard(params.keys, keys, num_shards)
 
 
 def _keys_on_fullest_shard(maps: RowMap, keys: Keys, num_shards: int) -> int:
     """Largest number of keys on one shard, if `keys` are added to the keys in `maps`."""
     is_used = on_host(maps.last_step) != row_map.FREE
     present = join_keys(on_host(maps.high), on_host(maps.low))[is_used]
-    distinct = split_keys(np.union1d(present, join_keys(keys.high, keys.low)))
-    return int(np.bincount(owners(distinct, num_shards), minlength=1).max())
+    added = join_keys(keys.high, keys.low)
+    distinct = split_keys(np.union1d(present, added))
+    owner = owners(distinct, num_shards)
+    num_keys = np.bincount(owner, minlength=1)
+    return int(num_keys.max())
 
 
 def _checked_keys(table: TableSpec, exported: Export, prefix: str) -> Keys:
     where = f"table {table.name!r}"
     name = f"{prefix}keys"
-    numbers = np.asarray(_checked(table, exported, name, (len(exported.get(name, ())),)))
+    num_keys = len(exported.get(name, ()))
+    numbers = np.asarray(_checked(table, exported, name, (num_keys,)))
     keys = split_keys(numbers, feature=f"{where}, imported {name}")
     check_fits(keys, _key_dtype(table), where)
     distinct, counts = np.unique(numbers, return_counts=True)
@@ -498,11 +550,12 @@ def _checked(table: TableSpec, exported: Export, name: str, shape: tuple[int, ..
         raise ValueError(
             f"table {table.name!r}: imported rows need {name!r}; give 'keys' and 'values'."
         )
-    if np.shape(exported[name]) != shape:
+    array = exported[name]
+    if np.shape(array) != shape:
         raise ValueError(
-            f"table {table.name!r}: imported {name!r} has shape {np.shape(exported[name])}, not {shape}."
+            f"table {table.name!r}: imported {name!r} has shape {np.shape(array)}, not {shape}."
         )
-    return exported[name]
+    return array
 
 
 def _fixed_positions(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) -> Positions:
@@ -514,22 +567,27 @@ def _fixed_positions(table: TableSpec, keys: Keys, num_rows: int, num_shards: in
     rows = local_rows(keys, num_shards, capacity)
     is_beyond = rows == NO_ROW
     if is_beyond.any():
-        (key,) = join_keys(keys.high[is_beyond][:1], keys.low[is_beyond][:1])
+        high = keys.high[is_beyond]
+        low = keys.low[is_beyond]
+        (key,) = join_keys(high[:1], low[:1])
         raise ValueError(
             f"table {table.name!r}: imported keys must be below {num_rows}, the number of rows, got {key}."
         )
-    return owners(keys, num_shards).astype(np.int64) * capacity + rows
+    owner = owners(keys, num_shards).astype(np.int64)
+    return owner * capacity + rows
 
 
 def _without(maps: RowMap, removed: Keys, num_shards: int) -> RowMap:
     """Removes keys from the maps of all shards, and returns the new maps."""
     present = join_keys(on_host(maps.high), on_host(maps.low))
-    is_removed = np.isin(present, join_keys(removed.high, removed.low))
+    removed_keys = join_keys(removed.high, removed.low)
+    is_removed = np.isin(present, removed_keys)
     is_removed &= on_host(maps.last_step) != row_map.FREE
     if not is_removed.any():
         return maps
     by_shard = is_removed.reshape(num_shards, -1)
-    rows = np.where(by_shard, np.arange(by_shard.shape[1]), NO_ROW).astype(np.int32)
+    row_numbers = np.arange(by_shard.shape[1])
+    rows = np.where(by_shard, row_numbers, NO_ROW).astype(np.int32)
     smaller = []
     for shard_map, shard_rows in zip(unstack(maps, num_shards, 1), rows, strict=True):
         smaller.append(_release(shard_map, shard_rows))
@@ -537,7 +595,12 @@ def _without(maps: RowMap, removed: Keys, num_shards: int) -> RowMap:
 
 
 def _with_rows_for(
-    table: TableSpec, maps: RowMap, keys: Keys, exported: Export, prefix: str, num_shards: int
+    table: TableSpec,
+    maps: RowMap,
+    keys: Keys,
+    exported: Export,
+    prefix: str,
+    num_shards: int,
 ) -> tuple[RowMap, Positions]:
     """Adds keys to the maps of all shards, and returns the new maps and the row index of each key.
 
@@ -563,13 +626,17 @@ def _with_rows_for(
         shard_keys = jax.tree.map(lambda lane, mask=is_owned: lane[mask], keys)
         num_free = int(shard_map.num_free[0])
         shard_map, assigned = _find_or_assign(
-            shard_map, shard_keys, last_steps[is_owned], counts[is_owned]
+            shard_map,
+            shard_keys,
+            last_steps[is_owned],
+            counts[is_owned],
         )
         rows = np.asarray(assigned)
         num_missing = int(np.sum(rows == NO_ROW))
         if num_missing:
             num_used = int((shard_map.last_step != row_map.FREE).sum())
-            num_rows = num_free + num_used - (rows.size - num_missing)
+            num_assigned = rows.size - num_missing
+            num_rows = num_free + num_used - num_assigned
             needed = _keys_on_fullest_shard(maps, keys, num_shards)
             if prefix:
                 actual = f"admission_capacity={num_rows}"
@@ -589,7 +656,10 @@ def _with_rows_for(
 
 
 def _checked_counts(
-    table: TableSpec, exported: Export, name: str, shape: tuple[int, ...]
+    table: TableSpec,
+    exported: Export,
+    name: str,
+    shape: tuple[int, ...],
 ) -> Int[np.ndarray, " n"]:
     """Array `name` of `exported` (last steps or counts) as int32; zeros if the array is missing.
 

@@ -167,7 +167,11 @@ class Storage(abc.ABC):
         return None
 
     def unstack(
-        self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
+        self,
+        params: Params,
+        slots: SlotTree,
+        table: TableSpec,
+        num_shards: int,
     ) -> list[State]:
         """Cuts the arrays of all shards into `params` and slots of each table of `tables_of`.
 
@@ -200,9 +204,11 @@ class Storage(abc.ABC):
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
         """Number of parameters, and number of slot values, on all devices together."""
+        num_rows = self.num_rows(table)
         row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
-        slots = sum(slot.size for slot in jax.eval_shape(table.optimizer.init_slots, row))
-        return self.num_rows(table) * table.embedding_dim, self.num_rows(table) * slots
+        slots = jax.eval_shape(table.optimizer.init_slots, row)
+        slot_size = sum(slot.size for slot in slots)
+        return num_rows * table.embedding_dim, num_rows * slot_size
 
     def num_ids(self, table: TableSpec) -> int:
         """Exclusive upper bound of ids. The bound applies if ids are row numbers, not keys."""
@@ -234,7 +240,8 @@ class Storage(abc.ABC):
         number = jnp.zeros((), jnp.float32)
         for gradient in gradients:
             number += gradient.reshape(-1)[:1].sum()
-        return keys.only(~((number == jnp.inf) & (number == -jnp.inf)))
+        is_never_true = (number == jnp.inf) & (number == -jnp.inf)
+        return keys.only(~is_never_true)
 
     def vector_dtype(self, table: TableSpec) -> DTypeLike:
         """Dtype of the vectors that `read` and `vectors` return."""
@@ -259,7 +266,11 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def init(
-        self, key: PRNGKeyArray, table: TableSpec, shard: Int[Array, ""], num_shards: int
+        self,
+        key: PRNGKeyArray,
+        table: TableSpec,
+        shard: Int[Array, ""],
+        num_shards: int,
     ) -> State:
         """Initial `params` and slots of one shard.
 
@@ -272,7 +283,11 @@ class Storage(abc.ABC):
 
     @abc.abstractmethod
     def read(
-        self, params: Params, keys: Keys, table: TableSpec, ahead: ReadAhead | None = None
+        self,
+        params: Params,
+        keys: Keys,
+        table: TableSpec,
+        ahead: ReadAhead | None = None,
     ) -> Vectors:
         """Vectors of the keys, and the number of distinct keys without a row.
 
@@ -309,12 +324,16 @@ class Storage(abc.ABC):
         """
         del call
         vectors, num_unknown = self.read(params, keys, table, ahead)
-        index_of_vector = jnp.arange(keys.shape[0], dtype=jnp.int32)
-        return pool(vectors, jnp.where(keys.is_key, index_of_vector, NO_ROW)), num_unknown
+        index = jnp.arange(keys.shape[0], dtype=jnp.int32)
+        index = jnp.where(keys.is_key, index, NO_ROW)
+        return pool(vectors, index), num_unknown
 
     @abc.abstractmethod
     def vectors(
-        self, params: Params, rows: Int[Array, " nnz"], table: TableSpec
+        self,
+        params: Params,
+        rows: Int[Array, " nnz"],
+        table: TableSpec,
     ) -> Float[Array, "nnz dim"]:
         """Vectors of the rows that `find` returned; zeros for `NO_ROW`."""
 
@@ -392,7 +411,8 @@ class Storage(abc.ABC):
           table: spec of the table.
           step: number, rule and hyperparameters of the optimizer step.
         """
-        return self.step(params, slots, CallGradients.of_rows(rows, values), table, step)
+        gradients = CallGradients.of_rows(rows, values)
+        return self.step(params, slots, gradients, table, step)
 
     def gradients(self, params: Params, gradients: CallGradients, table: TableSpec) -> PyTree:
         """Float32 gradients of all `params`, for storages with `sums_gradients`.
@@ -409,7 +429,12 @@ class Storage(abc.ABC):
         )
 
     def step_all(
-        self, params: Params, slots: SlotTree, gradients: PyTree, table: TableSpec, step: Step
+        self,
+        params: Params,
+        slots: SlotTree,
+        gradients: PyTree,
+        table: TableSpec,
+        step: Step,
     ) -> State:
         """Updates all `params` of a storage with `sums_gradients`, and returns params and slots.
 
@@ -430,7 +455,11 @@ class Storage(abc.ABC):
     # all shards.
 
     def rows(
-        self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
+        self,
+        params: Params,
+        slots: SlotTree,
+        table: TableSpec,
+        num_shards: int,
     ) -> dict[str, PyTree]:
         """All rows of a table, in a dictionary of arrays.
 
@@ -445,7 +474,11 @@ class Storage(abc.ABC):
         )
 
     def optimizer_state(
-        self, params: Params, slots: SlotTree, table: TableSpec, num_shards: int
+        self,
+        params: Params,
+        slots: SlotTree,
+        table: TableSpec,
+        num_shards: int,
     ) -> SlotTree:
         """Slots of all rows of a table, in the named tuple of its optimizer."""
         rows = self.rows(params, slots, table, num_shards)
@@ -469,7 +502,12 @@ class Storage(abc.ABC):
         return values
 
     def with_rows(
-        self, params: Params, slots: SlotTree, rows: TableRows, table: TableSpec, num_shards: int
+        self,
+        params: Params,
+        slots: SlotTree,
+        rows: TableRows,
+        table: TableSpec,
+        num_shards: int,
     ) -> State:
         """Writes rows to a table, and returns the new `params` and slots.
 
@@ -561,7 +599,10 @@ MOST_EMPTY = 1 / 16
 
 
 def of_near_sizes(
-    tables: Sequence[TableSpec], *, most_rows: int, num_waiting: int = 0
+    tables: Sequence[TableSpec],
+    *,
+    most_rows: int,
+    num_waiting: int = 0,
 ) -> list[list[TableSpec]]:
     """Splits tables into groups of similar size, because a group is padded to its largest table.
 
@@ -584,16 +625,19 @@ def of_near_sizes(
     while len(groups) > 1:
         costs = []
         for group, larger in itertools.pairwise(groups):
-            costs.append(len(group) * (size(larger[-1]) - size(group[-1])))
+            padding_of_table = size(larger[-1]) - size(group[-1])
+            costs.append(len(group) * padding_of_table)
         cost = min(costs)
         if cost > room:
             break
         room -= cost
         cheapest = costs.index(cost)
-        groups[cheapest : cheapest + 2] = [groups[cheapest] + groups[cheapest + 1]]
+        next_group = groups.pop(cheapest + 1)
+        groups[cheapest] += next_group
     parts_of_groups: list[list[TableSpec]] = []
     for group in groups:
-        most_tables = max(most_rows // max(size(group[-1]), num_waiting), 1)
+        largest_size = max(size(group[-1]), num_waiting)
+        most_tables = max(most_rows // largest_size, 1)
         in_order = [table for table in tables if table in group]
         for first in range(0, len(in_order), most_tables):
             parts_of_groups.append(in_order[first : first + most_tables])

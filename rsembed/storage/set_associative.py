@@ -84,10 +84,14 @@ def set_of(ids: Int[np.ndarray, " ids"], num_sets: int) -> Int64[np.ndarray, " i
       >>> set_of(np.array([0, 1, 2, 10**12]), 1000).tolist()
       [0, 604, 447, 300]
     """
+    shift = np.uint64(33)
     bits = ids.astype(np.uint64)
     for factor in (0xFF51AFD7ED558CCD, 0xC4CEB9FE1A85EC53):
-        bits = (bits ^ (bits >> np.uint64(33))) * np.uint64(factor)
-    return ((bits ^ (bits >> np.uint64(33))) % np.uint64(num_sets)).astype(np.int64)
+        bits = bits ^ (bits >> shift)
+        bits = bits * np.uint64(factor)
+    bits = bits ^ (bits >> shift)
+    sets = bits % np.uint64(num_sets)
+    return sets.astype(np.int64)
 
 
 _NOTHING: Int64[np.ndarray, "0"] = np.zeros(0, np.int64)
@@ -210,7 +214,9 @@ class SetAssociativeCache:
         """
         ids, is_cacheable = self._cacheable(ids)
         unique, inverse, occurrences = np.unique(
-            ids[is_cacheable], return_inverse=True, return_counts=True
+            ids[is_cacheable],
+            return_inverse=True,
+            return_counts=True,
         )
         if self.counts is not None:
             self.counts[unique] += occurrences
@@ -237,7 +243,14 @@ class SetAssociativeCache:
             conflict_misses=int(occurrences[slots < 0].sum()),
             unique_hits=unique.size - missing.size,
         )
-        return Admission(locations, unique[inserted], victims, evicted_ids, unique[missing], counts)
+        return Admission(
+            locations,
+            inserted_ids=unique[inserted],
+            inserted_slots=victims,
+            evicted_ids=evicted_ids,
+            missed_ids=unique[missing],
+            counts=counts,
+        )
 
     @validated
     def find(self, ids: Int[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
@@ -319,14 +332,20 @@ class SetAssociativeCache:
             worth = self.counts[ids]
         # Sort ids by set, then by descending count (LFU only), then by ascending id.
         order = np.lexsort((-worth, set_of_id))
-        sets, first, sizes = np.unique(set_of_id[order], return_index=True, return_counts=True)
-        slots = sets[:, None] * self.num_ways + np.arange(self.num_ways)
+        sets, first, sizes = np.unique(
+            set_of_id[order],
+            return_index=True,
+            return_counts=True,
+        )
+        first_slots = sets[:, None] * self.num_ways
+        slots = first_slots + np.arange(self.num_ways)
         last_used = self._last_used[slots]
         slot_worth = last_used
         if self.counts is not None:
             tags = self.tags[slots]
             slot_worth = np.where(tags < 0, -1, self.counts[tags])
-        is_protected = (last_used == self._clock) | (self._locks[slots] > 0)
+        is_in_use = last_used == self._clock
+        is_protected = is_in_use | (self._locks[slots] > 0)
         slot_worth = np.where(is_protected, NEVER, slot_worth)
         by_worth = np.argsort(slot_worth, axis=1, kind="stable")
         # The id with rank `r` in its set may replace the id in the slot with the `r`-th smallest
@@ -337,7 +356,8 @@ class SetAssociativeCache:
         row = np.repeat(np.arange(sets.size), sizes)[fits]
         way = by_worth[row, rank[fits]]
         is_taken = slot_worth[row, way] <= worth[chosen]
-        return chosen[is_taken], slots[row, way][is_taken]
+        victims = slots[row, way]
+        return chosen[is_taken], victims[is_taken]
 
     def _slots_of(self, ids: np.ndarray) -> np.ndarray:
         """Slot of each cacheable id, -1 if the id is not in the cache."""
@@ -347,15 +367,17 @@ class SetAssociativeCache:
         for start in range(0, ids.size, IDS_PER_SEARCH):
             block = slice(start, start + IDS_PER_SEARCH)
             sets = set_of(ids[block], self.num_sets)
-            matches = tags[sets] == ids[block][:, None]
+            is_match = tags[sets] == ids[block][:, None]
             first_slots = sets * self.num_ways
-            slots[block] = np.where(matches.any(axis=1), first_slots + matches.argmax(axis=1), -1)
+            matches = first_slots + is_match.argmax(axis=1)
+            slots[block] = np.where(is_match.any(axis=1), matches, -1)
         return slots
 
     def _cacheable(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Ids as int64, and the mask of the ids in `[0, num_ids)`, which can have a slot."""
         ids = np.asarray(ids, np.int64)
-        return ids, (ids >= 0) & (ids < self.num_ids)
+        is_cacheable = (ids >= 0) & (ids < self.num_ids)
+        return ids, is_cacheable
 
 
 _scatter = jax.jit(api.scatter_rows, donate_argnums=0)
@@ -428,7 +450,11 @@ class CachedRows:
           num_moves: length of the arrays of `moves`, padding included. None, the default: the next
             power of two.
         """
-        admission = self.cache.admit(rows, lock=lock) if admit else Admission(self.cache.find(rows))
+        if admit:
+            admission = self.cache.admit(rows, lock=lock)
+        else:
+            slots = self.cache.find(rows)
+            admission = Admission(slots)
         places = admission.locations
         inserted = admission.inserted_ids
         inserted_places = admission.inserted_slots
@@ -441,9 +467,11 @@ class CachedRows:
             inserted = np.concatenate([inserted, self.scratch_rows])
             inserted_places = np.concatenate([inserted_places, scratch_places])
         was_taken = admission.evicted_ids >= 0
+        evicted = admission.evicted_ids[was_taken]
+        evicted_places = admission.inserted_slots[was_taken]
         moves = Moves(
-            evicted=padded_rows(admission.evicted_ids[was_taken], num_moves),
-            evicted_places=padded_rows(admission.inserted_slots[was_taken], num_moves),
+            evicted=padded_rows(evicted, num_moves),
+            evicted_places=padded_rows(evicted_places, num_moves),
             inserted=padded_rows(inserted, num_moves),
             inserted_places=padded_rows(inserted_places, num_moves),
         )
@@ -481,19 +509,34 @@ class CachedRows:
             num_scratch = min(num_inserted, self.cache.num_ids)
             shapes = []
             for array in arrays[:-1]:
-                shapes.append(jax.ShapeDtypeStruct((num_inserted, *array.shape[1:]), array.dtype))
+                shape = (num_inserted, *array.shape[1:])
+                shapes.append(jax.ShapeDtypeStruct(shape, array.dtype))
         if self.num_slots + num_scratch > arrays[0].shape[0]:
             size = self.num_slots + padded_size(num_scratch)
             arrays = tuple(_enlarged(array, size) for array in arrays)
         evicted_values = leaving(jnp.asarray(moves.evicted_places))
-        exchange = self.backing.exchange
-        loaded = call_host(exchange, shapes, moves.evicted, evicted_values, moves.inserted)
-        new_rows = (*loaded, moves.inserted)
-        brought: tuple[Array, ...] = kept(keep, _scatter, arrays, moves.inserted_places, new_rows)
+        loaded = call_host(
+            self.backing.exchange,
+            shapes,
+            moves.evicted,
+            evicted_values,
+            moves.inserted,
+        )
+        brought: tuple[Array, ...] = kept(
+            keep,
+            _scatter,
+            arrays,
+            moves.inserted_places,
+            (*loaded, moves.inserted),
+        )
         return brought
 
     def scratch(
-        self, num_rows: int, leaving: Leaving, *, is_inside: bool
+        self,
+        num_rows: int,
+        leaving: Leaving,
+        *,
+        is_inside: bool,
     ) -> Sequence[Array] | None:
         """Gathers the rows of the scratch area, for `store_scratch`. None if the area is empty.
 
@@ -538,12 +581,14 @@ class CachedRows:
         rows, slots = self.cache.resident()
         for first in range(0, rows.size, _ROWS_PER_FLUSH):
             block = slice(first, first + _ROWS_PER_FLUSH)
-            self.backing.write(rows[block], leaving(jnp.asarray(padded_rows(slots[block]))))
+            padded_slots = jnp.asarray(padded_rows(slots[block]))
+            self.backing.write(rows[block], leaving(padded_slots))
 
 
 def _enlarged(array: Array, size: int) -> Array:
     """Appends rows of zeros to an array, so that it has `size` rows."""
-    zeros = jnp.zeros((size - array.shape[0], *array.shape[1:]), array.dtype)
+    num_added = size - array.shape[0]
+    zeros = jnp.zeros((num_added, *array.shape[1:]), array.dtype)
     return jnp.concatenate([array, zeros])
 
 
