@@ -495,8 +495,8 @@ class Hashed(DynamicRows):
             new.occurrences,
         )
 
-        # Events that are impossible with these options are not counted, because each counter adds a
-        # loop to the program.
+        # Events that cannot happen with the options of the storage are not counted, because each
+        # counter adds a loop to the program.
         events = {"inserted": params.keys.num_free - known.num_free}
         if self.makes_room:
             events["inserted"] = events["inserted"] + num_evicted
@@ -608,7 +608,7 @@ class Hashed(DynamicRows):
         if params.bond is None:
             return
         for leaf in (params.bond, params.keys.signature):
-            # Traced arrays cannot be checked here. A lookup in a broken state reads NaN instead.
+            # A traced array has no values to check. A lookup in a broken state reads NaN instead.
             if not isinstance(leaf, (jax.Array, np.ndarray)) or is_traced(leaf):
                 return
             if not getattr(leaf, "is_fully_addressable", True):

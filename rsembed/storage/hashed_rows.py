@@ -57,7 +57,7 @@ class Counters(NamedTuple):
     forgotten: UInt32[Array, "tables 2"] | None = None
 
     def add(self, **numbers: Array) -> Counters:
-        """Adds to the named counters, and returns the new counters.
+        """Adds numbers to some counters, and returns the new counters.
 
         Args:
           **numbers: for each counter, one number per table, below 2**32.
@@ -130,7 +130,7 @@ def empty(
       num_waiting: maximum number of waiting keys of each table. None, the default: keys do not wait
         for admission.
     """
-    # A raw key (an array of uint32) becomes a typed key.
+    # A raw PRNG key (an array of uint32) becomes a typed PRNG key.
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key, impl=jax.random.key_impl(key))
     num_tables = len(capacities)

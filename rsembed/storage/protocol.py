@@ -1,4 +1,4 @@
-"""Protocol between the engine and the storage of a table, and groups of tables that share one."""
+"""Protocol between engine and storages, and groups of tables that share a storage."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class Storage(abc.ABC):
     def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
         """Path prefixes of the arrays that may be longer or shorter in a file than in `table`.
 
-        The other axes of these arrays, and all axes of all other arrays, must have equal sizes.
+        Only the leading axis of an array with such a prefix may have a different size.
 
         Args:
           table: the table that loads the file.
@@ -451,8 +451,8 @@ class Storage(abc.ABC):
             f"table {table.name!r} is kept as {self}, and a step of this storage updates single rows."
         )
 
-    # The methods below read and write whole tables. Their `params` and `slots` contain the rows of
-    # all shards.
+    # The methods below read and write whole tables. The arguments `params` and `slots` of these
+    # methods contain the rows of all shards.
 
     def rows(
         self,
@@ -463,9 +463,9 @@ class Storage(abc.ABC):
     ) -> dict[str, PyTree]:
         """All rows of a table, in a dictionary of arrays.
 
-        `values` has the vectors, and `slot_<name>` has a slot. The rows are in the order of their
-        ids. The rows of a keyed table are in ascending order of their keys, and the dictionary also
-        has `keys` and other facts about the keys, such as `last_step`.
+        `values` has the vectors of the rows, and `slot_<name>` has one of the slots. The rows are
+        in the order of the ids. The rows of a keyed table are in ascending order of the keys, and
+        the dictionary also has `keys` and other facts about the keys, such as `last_step`.
 
         Raises: NotImplementedError: the storage has no rows that can be exported.
         """
@@ -492,7 +492,7 @@ class Storage(abc.ABC):
         """Checks rows that a user passes for a table, and converts them for `with_rows`.
 
         Args:
-          values: rows from the user.
+          values: rows that the user passes: an array, or a dictionary of arrays.
           table: spec of the table.
           step: number of optimizer steps of the state so far.
 

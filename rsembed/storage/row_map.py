@@ -68,7 +68,7 @@ class HashTable(NamedTuple):
         """Adds keys to the hash tables, and returns the new hash tables.
 
         A key is not added if less than a quarter of the slots would then be empty. The caller must
-        not use more keys than `max_keys` of `HashTable.empty`.
+        not store more keys in a table than `max_keys` of `HashTable.empty`.
 
         Args:
           keys: distinct keys that are not in the hash tables. Padding is skipped.
@@ -297,7 +297,7 @@ def assign(
 ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
     """Assigns rows to new keys, and evicts other keys if too few rows are free.
 
-    If there are not enough rows, the first of the keys get rows.
+    If there are too few rows for all keys, the first keys get rows.
 
     Args:
       row_map: map before the call.
@@ -346,7 +346,7 @@ def _make_room(
     policy: Eviction,
     is_signed: bool,
 ) -> RowMap:
-    """Evicts keys, so that there is a free row for each new key if possible, and returns the map.
+    """Evicts keys until each new key has a free row, or until no other key may be evicted.
 
     The arguments are those of `assign`.
     """
