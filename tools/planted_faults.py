@@ -138,7 +138,7 @@ tt/cores.py  tt/test_cores.py
     d_gains + zero => 0 * d_gains + zero
 tt/hot_rows.py  tt/test_hot_rows.py
     jnp.where(is_cached, directory.places, NO_ROW) => directory.places
-    ~worth, worth > 0, => ~worth, worth >= 0,
+    worth > 0, => worth >= 0,
 tt/spec.py  tt/test_spec.py
     -(-n // power) * power => n // power * power
 sok/lookups.py  sok/test_layers.py

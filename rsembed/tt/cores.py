@@ -185,8 +185,9 @@ def _full_weight(
         return product.reshape(block_rows, spec.embedding_dim)
 
     def with_block(k: Array | int, table: Array) -> Array:
+        block_of_table = block(k)
         first_row = k * block_rows
-        return jax.lax.dynamic_update_slice_in_dim(table, block(k), first_row, 0)
+        return jax.lax.dynamic_update_slice_in_dim(table, block_of_table, first_row, 0)
 
     zero = varying_zero(*cores).astype(jnp.float32)
     table = jnp.full((num_rows, spec.embedding_dim), zero)

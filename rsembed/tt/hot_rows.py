@@ -228,8 +228,8 @@ def count(
     hit_reads = jnp.where(is_hit, reads, 0)
     return _with_totals(
         directory,
-        lookups=jnp.sum(reads, dtype=jnp.int32),
         hits=jnp.sum(hit_reads, dtype=jnp.int32),
+        lookups=jnp.sum(reads, dtype=jnp.int32),
         uncounted=num_uncounted,
     )
 
@@ -296,9 +296,9 @@ def halved(directory: Directory) -> Directory:
     """
     counts = directory.counted.counts >> 1
     counted = directory.counted._replace(counts=counts)
-    is_counted = counted.last_step != FREE
-    is_cached = directory.places != NO_ROW
-    is_faded = is_counted & (counts == 0) & ~is_cached
+    has_no_reads = (counted.last_step != FREE) & (counts == 0)
+    is_uncached = directory.places == NO_ROW
+    is_faded = has_no_reads & is_uncached
     positions = jnp.arange(is_faded.shape[0], dtype=jnp.int32)
     faded_rows = jnp.where(is_faded, positions, NO_ROW)
     return directory._replace(counted=row_map.release(counted, faded_rows))
@@ -389,11 +389,15 @@ def _most_read(
     """
     reads = jnp.minimum(directory.counted.counts, MAX_READS)
     reads = reads.astype(jnp.uint32)
-    was_cached = directory.places != NO_ROW
-    worth = 2 * reads + was_cached.astype(jnp.uint32)
-    num_wanted = jnp.full(1, capacity, jnp.int32)
+    was_cached = (directory.places != NO_ROW).astype(jnp.uint32)
+    worth = 2 * reads + was_cached
     # `row_map.least` selects the smallest values, so it gets the bitwise complement of `worth`.
-    return row_map.least(directory.counted, ~worth, worth > 0, num_wanted)
+    return row_map.least(
+        directory.counted,
+        ~worth,
+        worth > 0,
+        jnp.full(1, capacity, jnp.int32),
+    )
 
 
 def written_back(

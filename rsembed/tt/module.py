@@ -281,9 +281,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             row_slots = cache.state.get_value()
             state = (params, (slots, row_slots))
         way_out = (
-            "where an error or Ctrl-C broke that step off, nnx.update(module, state) with the "
-            "nnx.state that was saved last; where a copy that shared the arrays took it, go on "
-            "with the copy"
+            "if an error or Ctrl-C stopped the step, call nnx.update(module, state) with the "
+            "nnx.state that was saved last; if the step was that of a copy that shared the arrays, "
+            "continue with the copy"
         )
         check_not_taken(state, f"{type(self).__name__} has lost its cores", way_out)
         return state

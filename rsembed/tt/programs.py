@@ -388,7 +388,7 @@ def _with_last(
         last = offsets.shape[0] % num_tables == 1
     elif last is None and is_traced(offsets):
         raise ValueError(
-            "inside jit the values of offsets are unknown; say include_last_offset=True or False "
+            "inside jit the values of offsets are unknown; pass include_last_offset=True or False "
             "to the module, or pass Bags."
         )
     if last or (last is None and offsets.shape[0] > 1 and int(offsets[-1]) == num_ids):

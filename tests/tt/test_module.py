@@ -135,7 +135,7 @@ def test_a_last_offset_can_be_said_to_start_an_empty_bag():
     assert nnx.jit(lambda m, i, o: m(i, o))(
         emb, jnp.asarray([1, 2]), jnp.asarray([0, 1, 2])
     ).shape == (2, 3)
-    with pytest.raises(ValueError, match="say include_last_offset=True or False"):
+    with pytest.raises(ValueError, match="pass include_last_offset=True or False"):
         nnx.jit(lambda m, i, o: m(i, o))(small(), jnp.asarray([1, 2]), jnp.asarray([0, 1, 2]))
 
 
