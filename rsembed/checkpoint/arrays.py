@@ -44,6 +44,7 @@ _CHUNKS_IN_FLIGHT = 4
 """Number of chunks that a load reads at the same time."""
 _CHECKSUM_BYTES = 4
 _METADATA = "zarr.json"
+StoreFuture = tensorstore.Future[tensorstore.TensorStore]
 _WAY_OUT = "take an older checkpoint"
 
 ArrayToSave = np.ndarray | jax.Array | PickedRows
@@ -137,7 +138,7 @@ def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[Block])
     """Writes all blocks of rows, and adds the checksums to the entries."""
     path.mkdir(parents=True)
     stores = [_store(path, entry, create=True) for entry in entries]
-    writes: collections.deque[tuple[int, Any]] = collections.deque()
+    writes: collections.deque[tuple[int, tensorstore.WriteFutures]] = collections.deque()
     try:
         for number, first, rows in blocks:
             target = stores[number].result()[first : first + len(rows)]
@@ -299,7 +300,7 @@ def _chunks(entry: Entry) -> list[Chunk]:
     return chunks
 
 
-def _store(path: Path, entry: Entry, *, create: bool = False) -> Any:
+def _store(path: Path, entry: Entry, *, create: bool = False) -> StoreFuture:
     """Future of the opened TensorStore for a manifest entry."""
     shape = entry["shape"] or [1]
     chunk_shape = [entry["rows_per_chunk"]]
@@ -374,11 +375,11 @@ class _PendingRead(NamedTuple):
     number: int
     chunk: Chunk
     rows: np.ndarray
-    future: Any
+    future: tensorstore.WriteFutures
 
 
 def _read(
-    store_future: Any,
+    store_future: StoreFuture,
     folder: Path,
     entry: Entry,
     name: str,

@@ -118,7 +118,7 @@ def _check_entry(file: Path, number: int, entry: Entry) -> None:
 
 def _check(
     file: Path,
-    fields: dict[str, Any],
+    fields: Entry | Body,
     where: str,
     name: str,
     is_valid: bool,

@@ -27,7 +27,7 @@ import shutil
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -44,6 +44,8 @@ from rsembed.checkpoint.states import (
     Facts,
     Leaf,
     SavedArray,
+    Tables,
+    Template,
     belongings,
     flattened,
     in_memory,
@@ -64,10 +66,12 @@ LAYOUT_VERSION = 4
 MANIFEST = "manifest.json"
 Metadata = Mapping[str, Any]
 """Values that JSON can hold, by name."""
+Others: TypeAlias = PyTree
+"""Any pytree that is saved with a state, such as dense parameters and their optimizer state."""
 
 
 @validated
-def manifest(path: str | os.PathLike[str]) -> dict[str, PyTree]:
+def manifest(path: str | os.PathLike[str]) -> Body:
     """The verified manifest of a checkpoint, with `step`, `metadata`, `arrays` and other entries.
 
     The arrays are not read.
@@ -320,7 +324,7 @@ def save(
     tree: PyTree,
     *,
     step: NonNegativeInt = 0,
-    metadata: Mapping[str, PyTree] | None = None,
+    metadata: Metadata | None = None,
 ) -> None:
     """Writes the folder of a checkpoint. No folder remains if the save fails.
 
@@ -350,7 +354,7 @@ def save(
 
 
 @validated
-def load(path: str | os.PathLike[str], like: PyTree = None) -> Checkpoint:
+def load(path: str | os.PathLike[str], like: Template = None) -> Checkpoint:
     """Reads and verifies a checkpoint.
 
     Args:
@@ -391,8 +395,8 @@ def save_collection(
     collection: EmbeddingCollection,
     state: EmbeddingState,
     *,
-    others: PyTree = None,
-    metadata: Mapping[str, PyTree] | None = None,
+    others: Others = None,
+    metadata: Metadata | None = None,
 ) -> None:
     """Saves every table and its slots by table name, with step, key and other trees.
 
@@ -420,7 +424,7 @@ def contents_of(
     collection: EmbeddingCollection,
     state: EmbeddingState,
     *,
-    others: PyTree,
+    others: Others,
     metadata: Metadata | None,
 ) -> Contents:
     """Contents of the checkpoint that `save_collection` writes."""
@@ -444,7 +448,7 @@ def load_collection(
     path: str | os.PathLike[str],
     collection: EmbeddingCollection,
     *,
-    others: PyTree = None,
+    others: Others = None,
     resize: Resize = False,
 ) -> PyTree:
     """State of a saved collection, for a collection with the same tables.
@@ -554,7 +558,7 @@ def is_one_key(array: Leaf) -> bool:
     return is_key and array.shape == ()
 
 
-def check_apart(path: Path, collection: EmbeddingCollection, arrays: Mapping[str, Any]) -> None:
+def check_apart(path: Path, collection: EmbeddingCollection, arrays: Tables) -> None:
     """Checks that the file has all arrays of keyed tables and of tables on the host.
 
     Raises: CorruptCheckpointError: an array is missing. The message names the file and the table.

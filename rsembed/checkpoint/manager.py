@@ -17,7 +17,7 @@ import re
 import shutil
 import socket
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from types import TracebackType
@@ -30,6 +30,8 @@ from jaxtyping import PyTree
 from rsembed.checkpoint.files import (
     MANIFEST,
     Contents,
+    Metadata,
+    Others,
     Resize,
     already_exists,
     contents_of,
@@ -42,7 +44,7 @@ from rsembed.checkpoint.files import (
     verify,
     write_folder,
 )
-from rsembed.checkpoint.states import CorruptCheckpointError, belongings
+from rsembed.checkpoint.states import CorruptCheckpointError, Template, belongings
 from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.collection import EmbeddingCollection
 
@@ -123,8 +125,8 @@ class CheckpointManager:
         tree: PyTree,
         *,
         step: NonNegativeInt | None = None,
-        others: PyTree = None,
-        metadata: Mapping[str, PyTree] | None = None,
+        others: Others = None,
+        metadata: Metadata | None = None,
     ) -> None:
         """Waits for the previous write, copies the arrays, and writes `step_<step>` in a thread.
 
@@ -213,9 +215,9 @@ class CheckpointManager:
     @validated
     def restore(
         self,
-        like: PyTree = None,
+        like: Template = None,
         *,
-        others: PyTree = None,
+        others: Others = None,
         step: NonNegativeInt | None = None,
         resize: Resize = False,
     ) -> PyTree:

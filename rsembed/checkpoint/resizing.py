@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,7 @@ def accepted_facts(
         facts = saved.get(name)
         if not isinstance(facts, Mapping):
             continue
-        replaced: dict[str, Any] = {}
+        replaced: dict[str, object] = {}
         wanted = expected[name]
         num_saved = facts.get("vocabulary_size")
         num_rows = wanted["vocabulary_size"]

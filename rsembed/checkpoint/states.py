@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeGuard
+from typing import Any, TypeAlias, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,8 @@ Path = tuple[str, ...]
 """Path of a leaf in a tree: a tuple of dictionary keys, positions and field names as strings."""
 Leaf = Any
 """Leaf of a tree: an array, a number, a PRNG key, `PickedRows` or a `SavedArray`."""
+Template: TypeAlias = PyTree
+"""Tree that defines structure, shapes, dtypes and shardings of a loaded tree."""
 Tables = dict[str, Any]
 """Arrays or metadata by table name."""
 Facts = Mapping[str, Any]
@@ -140,7 +142,7 @@ def logical(tree: PyTree) -> PyTree:
     return jax.tree.map(convert, tree, is_leaf=is_state)
 
 
-def with_states(like: PyTree, tree: PyTree) -> PyTree:
+def with_states(like: Template, tree: PyTree) -> PyTree:
     """Packs the tables of `tree` into states with the layouts of `like`; the inverse of `logical`.
 
     Args:
@@ -179,7 +181,7 @@ def joined(path: Path | list[str]) -> str:
     return "/".join(path) or "the array"
 
 
-def restored(arrays: Mapping[Path, Leaf], like: PyTree, where: object) -> PyTree:
+def restored(arrays: Mapping[Path, Leaf], like: Template, where: object) -> PyTree:
     """Arrays of a file in the structure of `like`, after a check of shapes and dtypes.
 
     Rows of tables stay on disk as `SavedArray`s, which `with_states` reads.
@@ -260,8 +262,8 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
         placed_data = placed(key_data, template)
         return jax.random.wrap_key_data(placed_data, impl=implementation)
 
-    def read_shard(index: Index) -> np.ndarray | np.generic:
-        return array[index]
+    def read_shard(index: Index | None) -> np.ndarray:
+        return np.asarray(array[index])
 
     return jax.make_array_from_callback(array.shape, sharding, read_shard)
 
@@ -279,7 +281,7 @@ def in_memory(array: Leaf) -> Leaf:
     return array
 
 
-def belongings(tree: PyTree) -> dict[str, Any]:
+def belongings(tree: PyTree) -> Facts:
     """Metadata of the fingerprints in a tree, by path.
 
     A state of embedding tables has a fingerprint, its layout.
@@ -332,7 +334,7 @@ def _fingerprint_of(node: object) -> Fingerprint | None:
     return None
 
 
-def stacks_of(state: EmbeddingState) -> dict[str, Any]:
+def stacks_of(state: EmbeddingState) -> Facts:
     """Metadata of each stack in the layout of a state. The result is empty without a layout."""
     if state.layout is None:
         return {}
@@ -390,7 +392,7 @@ def _by_table(state: EmbeddingState) -> dict[str, Any]:
     }
 
 
-def _picked_rows(table: Facts, stack: Facts, array: Any) -> PickedRows:
+def _picked_rows(table: Facts, stack: Facts, array: Leaf) -> PickedRows:
     """The rows of one table in an array of its stack, in id order."""
     positions = functools.partial(
         Place(table["owner"], table["first"]).rows,
@@ -438,13 +440,13 @@ def _state_from_tables(like: EmbeddingState, values: Mapping[str, Any]) -> Embed
     )
 
 
-def _concatenated(trees: Mapping[str, PyTree], names: list[str]) -> PyTree:
+def _concatenated(trees: Tables, names: list[str]) -> PyTree:
     """Concatenation, leaf by leaf, of the trees of tables that share a storage."""
     trees_of_tables = [trees.get(name) for name in names]
     if len(trees_of_tables) == 1:
         return trees_of_tables[0]
 
-    def concatenate(*leaves: Any) -> jax.Array:
+    def concatenate(*leaves: Leaf) -> jax.Array:
         return jnp.concatenate(leaves)
 
     return jax.tree.map(concatenate, *trees_of_tables)

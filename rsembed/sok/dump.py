@@ -5,22 +5,21 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import PyTree
 
 from rsembed import checkpoint
 from rsembed.checkpoint.entries import refuse
 from rsembed.checkpoint.files import MANIFEST, opened
-from rsembed.checkpoint.states import Facts, PickedRows, SavedArray
+from rsembed.checkpoint.states import Facts, Leaf, PickedRows, SavedArray
 from rsembed.checks import validated
 from rsembed.sok.variables import EmbeddingVariable, VariableTable, make_larger, state_of
 from rsembed.storage import Hashed
 from rsembed.storage.logical_rows import array_names, places_by_key, room_needed
+from rsembed.storage.protocol import TableRows
 
 
 @validated
@@ -41,7 +40,7 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
 @validated
 def assign_rows(
     variable: EmbeddingVariable,
-    rows: Mapping[str, PyTree],
+    rows: Mapping[str, TableRows],
     *,
     allow_nonfinite: bool = False,
 ) -> None:
@@ -71,7 +70,7 @@ def assign_rows(
 
 
 @validated
-def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = None) -> None:
+def dump(path: str | os.PathLike[str], variables: object, optimizer: object = None) -> None:
     """Writes keys, rows, optimizer state and step of tables as one checksummed checkpoint.
 
     Args:
@@ -85,7 +84,7 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
       FileExistsError: the folder exists.
     """
     del optimizer
-    tree: dict[str, dict[str, PyTree]] = {}
+    tree: dict[str, dict[str, Leaf]] = {}
     facts: dict[str, Facts] = {}
     for name, variable in _by_name(variables).items():
         spec = variable.table.spec
@@ -102,7 +101,7 @@ def dump(path: str | os.PathLike[str], variables: PyTree, optimizer: object = No
 
 
 @validated
-def load(path: str | os.PathLike[str], variables: PyTree, optimizer: object = None) -> None:
+def load(path: str | os.PathLike[str], variables: object, optimizer: object = None) -> None:
     """Restores tables from a `dump` onto the devices of this run.
 
     The number of devices may differ from that of the dump.
@@ -155,7 +154,7 @@ def _loaded_copy(
     step: int,
 ) -> EmbeddingVariable:
     """Copy of `variable` with the rows and the step of a dump."""
-    rows: dict[str, PyTree] = {}
+    rows: dict[str, TableRows] = {}
     for array_name, array in arrays.items():
         is_matrix = len(array.shape) > 1
         rows[array_name] = array if is_matrix else array.whole()
@@ -218,7 +217,7 @@ def _check_fits(
         )
 
 
-def _description(table: VariableTable) -> dict[str, Any]:
+def _description(table: VariableTable) -> dict[str, object]:
     """Metadata of a table that must equal the metadata in a dump."""
     spec = table.spec
     return {
@@ -229,7 +228,7 @@ def _description(table: VariableTable) -> dict[str, Any]:
     }
 
 
-def _by_name(variables: PyTree) -> dict[str, EmbeddingVariable]:
+def _by_name(variables: object) -> dict[str, EmbeddingVariable]:
     """Embedding variables in a list or a model, by name.
 
     Raises: ValueError: there is no embedding variable, or a name occurs twice.

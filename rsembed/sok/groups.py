@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Float
 
 from rsembed.arrays import device_copy
 from rsembed.bags import Bags, as_bags
@@ -226,14 +226,14 @@ def _pool(
     devices: Devices,
     combiner: Combiner,
     values: Array,
-    batch: PyTree,
+    batch: lookups.KeysOfFeature,
 ) -> Float[Array, "batch dim"]:
     """Pooled rows of a table that is a plain array.
 
     Each device has a copy of the table, and pools its part of the samples.
     """
 
-    def on_device(values: Array, batch: PyTree) -> Array:
+    def on_device(values: Array, batch: lookups.KeysOfFeature) -> Array:
         bags = as_bags(batch, feature="samples of this device")
         weights = None if bags.weights is None else jnp.asarray(bags.weights)
         ids = IdList(jnp.asarray(bags.ids), jnp.asarray(bags.offsets), weights)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, TypeAlias, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxtyping import Array, Float, Int, PyTree
 from rsembed.arrays import device_copy, is_traced
 from rsembed.bags import Bags, as_bags
 from rsembed.collection.engine import Engine
-from rsembed.collection.stack import Stack
+from rsembed.collection.stack import Batch, Stack
 from rsembed.kernels.contract import Step
 from rsembed.keys import Keys
 from rsembed.row_gradients import check_gradient
@@ -34,6 +34,8 @@ from rsembed.storage.row_map import RowMap
 KeysOfBags = Keys | Bags | ArrayLike | Sequence[object]
 """Keys in any form that `key_bags` accepts."""
 WeightsOfKeys = ArrayLike | Sequence[object] | None
+KeysOfFeature: TypeAlias = PyTree
+"""Keys of one feature in the canonical form of `rsembed.collection.inputs.prepare`."""
 ByStack = dict[str, PyTree]
 STACKS_TOGETHER = 25
 """Maximum number of variables that one compiled program looks up."""
@@ -195,7 +197,7 @@ def _arrays_of(variables: Sequence[EmbeddingVariable], program: _Program) -> Arr
 def _step(
     engine: Engine,
     arrays: Arrays,
-    batch: Mapping[str, PyTree],
+    batch: Batch,
     d_outputs: Mapping[str, Float[Array, "_ _"]],
 ) -> Arrays:
     """Makes one step, and returns new parameters, slots and step counts. `arrays` is donated."""
@@ -226,7 +228,7 @@ class StepOnce:
 
     variables: Sequence[EmbeddingVariable]
     features: Sequence[tuple[EmbeddingVariable, Combiner]]
-    batch: Sequence[PyTree]
+    batch: Sequence[KeysOfFeature]
     wanted: Mapping[int, Int[Array, " devices"]]
     shapes: list[tuple[int, ...]]
     num_padded: int = 0
@@ -337,7 +339,7 @@ class StepOnce:
 
 def look_up_variables(
     variables: Sequence[EmbeddingVariable],
-    batch: Sequence[PyTree],
+    batch: Sequence[KeysOfFeature],
     combiners: Sequence[Combiner],
     *,
     training: bool,

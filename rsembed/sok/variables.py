@@ -29,6 +29,7 @@ from rsembed.optimizers import Adagrad, OptimizerSpec
 from rsembed.parallel import runtime
 from rsembed.specs import FeatureSpec, TableSpec
 from rsembed.storage import Hashed, RowNumbers, Storage, hashed_rows
+from rsembed.storage.protocol import Params, SlotTree, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +290,7 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int) -> None:
     storage = cast(Hashed, table.spec.storage)
     num_waiting = storage.admission_capacity or rows_per_device
 
-    def on_device(params: PyTree, slots: PyTree) -> PyTree:
+    def on_device(params: Params, slots: SlotTree) -> State:
         return hashed_rows.grow(params, slots, table.spec, rows_per_device, num_waiting)
 
     shards = (devices.split, devices.split)
@@ -505,7 +506,7 @@ def _named_initializer(
 
 def split_embedding_variable_from_others(
     variables: PyTree,
-) -> tuple[tuple[EmbeddingVariable, ...], tuple[PyTree, ...]]:
+) -> tuple[tuple[EmbeddingVariable, ...], tuple[object, ...]]:
     """Embedding variables in `variables`, and all other entries.
 
     Both tuples keep the order of `variables`.

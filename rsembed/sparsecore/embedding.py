@@ -67,6 +67,7 @@ from rsembed.sparsecore.table_stacking import (
     stack_tables as stack_tables,
 )
 from rsembed.sparsecore.variables import (
+    Activations,
     EmbeddingVariables as EmbeddingVariables,
     RowLimits,
     checked_limits,
@@ -247,7 +248,7 @@ def sparse_dense_matmul(
     perform_unstacking: bool = True,
     use_activation_unstack_primitive: bool = False,
     axis_name: AxisName | None = None,
-) -> PyTree:
+) -> Activations:
     """Activations of this device's samples.
 
     With several devices, call `sparse_dense_matmul` inside `jax.shard_map`.
@@ -296,7 +297,7 @@ def sparse_dense_matmul(
 
 
 def sparse_dense_matmul_grad(
-    activation_gradients: PyTree,
+    activation_gradients: Activations,
     preprocessed_inputs: PreprocessedInput | SparseDenseMatmulInput,
     embedding_variables: Mapping[str, tuple[PyTree, ...]],
     feature_specs: Nested[FeatureSpec],
@@ -387,7 +388,7 @@ def unstack_embedding_activations(
     global_device_count: int,
     num_sc_per_device: int | None = None,
     use_activation_unstack_primitive: bool = False,
-) -> PyTree:
+) -> Activations:
     """Activations of every feature on one device, in a tree like `feature_specs`.
 
     Args:
@@ -421,7 +422,7 @@ def unstack_embedding_activations(
 
 
 def stack_embedding_gradients(
-    activation_gradients: PyTree,
+    activation_gradients: Activations,
     feature_specs: Nested[FeatureSpec],
     num_sc_per_device: int | None = None,
     global_device_count: int | None = None,

@@ -13,7 +13,7 @@ import functools
 import math
 import os
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar, Union
+from typing import Any, TypeAlias, TypeVar, Union
 
 import jax
 import numpy as np
@@ -43,6 +43,8 @@ T = TypeVar("T")
 # A tree: `Nested[FeatureSpec]` is a FeatureSpec, or nested lists and dicts of FeatureSpecs.
 Nested = Union[T, Sequence[Any], Mapping[Any, Any]]  # noqa: UP007  (X | Y cannot be subscripted)
 
+FeatureTree: TypeAlias = PyTree
+"""Values for all features, such as ids or weights, in a tree like the feature specs."""
 ArrayLike = jax.Array | np.ndarray
 Scalar = ArrayLike | float
 """A number, traced or not, such as a step."""

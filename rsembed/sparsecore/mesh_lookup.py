@@ -10,19 +10,19 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec as P
-from jaxtyping import Array, Float, PRNGKeyArray, PyTree
+from jaxtyping import Array, Float, PRNGKeyArray
 
 from rsembed.checks import check_type
 from rsembed.collection.devices import Devices
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats
 from rsembed.sparsecore.embedding import sparse_dense_matmul, sparse_dense_matmul_grad
-from rsembed.sparsecore.layout import Nested, Scalar
+from rsembed.sparsecore.layout import FeatureTree, Nested, Scalar
 from rsembed.sparsecore.preprocessing import (
     AllReduce,
     PreprocessedInput,
@@ -30,6 +30,10 @@ from rsembed.sparsecore.preprocessing import (
 )
 from rsembed.sparsecore.variables import Activations, EmbeddingVariables, Variables, initialize
 from rsembed.specs import FeatureSpec, tables_of
+
+Result = TypeVar("Result")
+Arguments = tuple[Variables, Array, PreprocessedInput]
+"""Arguments of a trainable lookup: variables, step counter and batch."""
 
 
 def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devices:
@@ -101,7 +105,7 @@ class MeshTables:
                     "the activations."
                 )
 
-        def on_device(step: PyTree, *arguments: Any, **options: Any) -> PyTree:
+        def on_device(step: Scalar | None, *arguments: Any, **options: Any) -> Variables:
             return sparse_dense_matmul_grad(*arguments, step=step, **options)
 
         update = self._on_devices(on_device, P(), split, split, split)
@@ -113,7 +117,7 @@ class MeshTables:
             lambda path, _: next(leaves[path[0].key]), variables
         )
 
-    def train(self, variables: PyTree, counter: Array, inputs: PreprocessedInput) -> Activations:
+    def train(self, variables: Variables, counter: Array, inputs: PreprocessedInput) -> Activations:
         """Looks up a batch, and returns the activations.
 
         The backward pass of this lookup returns updated variables as their "gradients".
@@ -129,10 +133,12 @@ class MeshTables:
         def lookup(variables: Variables, counter: Array, inputs: PreprocessedInput) -> Activations:
             return self.look_up(variables, inputs)
 
-        def forward(variables: Variables, counter: Array, inputs: PreprocessedInput) -> PyTree:
+        def forward(
+            variables: Variables, counter: Array, inputs: PreprocessedInput
+        ) -> tuple[Activations, Arguments]:
             return self.look_up(variables, inputs), (variables, counter, inputs)
 
-        def backward(saved: PyTree, d_activations: Activations) -> PyTree:
+        def backward(saved: Arguments, d_activations: Activations) -> tuple[Variables, Array, None]:
             variables, counter, inputs = saved
             return (
                 self.update(d_activations, variables, step_number(counter), inputs),
@@ -144,7 +150,7 @@ class MeshTables:
         return lookup(variables, counter, inputs)
 
     def preprocess(
-        self, features: PyTree, features_weights: PyTree = None, **options: Any
+        self, features: FeatureTree, features_weights: FeatureTree = None, **options: Any
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
         """This process' part of a batch, partitioned on the host for the devices of the tables.
 
@@ -162,7 +168,7 @@ class MeshTables:
             **options,
         )
 
-    def _on_devices(self, function: Callable[..., PyTree], *in_specs: P) -> Callable[..., PyTree]:
+    def _on_devices(self, function: Callable[..., Result], *in_specs: P) -> Callable[..., Result]:
         """Function of global arrays that runs `function` on every device's part of the arrays."""
         on_device = functools.partial(
             function,
@@ -197,8 +203,8 @@ class MeshLayer:
     def preprocess_inputs(
         self,
         step: int,
-        features: PyTree,
-        features_weights: PyTree,
+        features: FeatureTree,
+        features_weights: FeatureTree,
         all_reduce_interface: AllReduce | None = None,
     ) -> PreprocessedInput:
         """This process' part of a batch, partitioned on the host for the layer's devices."""
@@ -206,7 +212,7 @@ class MeshLayer:
         return self._tables().preprocess(features, features_weights, **options)[0]
 
     def prepare_batch(
-        self, features: PyTree, features_weights: PyTree = None, **options: object
+        self, features: FeatureTree, features_weights: FeatureTree = None, **options: object
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
         """A batch as global arrays on the layer's devices, and its statistics for `rsembed.fdo`.
 

@@ -14,8 +14,8 @@ import os
 from typing import Any
 
 import numpy as np
-from jaxtyping import PyTree
 
+from rsembed.arrays import AnyArray
 from rsembed.fdo.statistics import TableDrops
 from rsembed.kernels import native
 from rsembed.kernels.devices import granted_cores
@@ -264,6 +264,6 @@ def _fits_keys(layout: StackLayout) -> bool:
     return is_allowed and sum(max(count - 1, 0).bit_length() for count in counts) <= 64
 
 
-def _plain(array: PyTree) -> np.ndarray:
+def _plain(array: AnyArray) -> np.ndarray:
     """The array, contiguous and in native byte order; copied only if necessary."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

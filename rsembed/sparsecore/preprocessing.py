@@ -25,6 +25,7 @@ from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.sparsecore import native_partitioner
 from rsembed.sparsecore.layout import (
     ArrayLike,
+    FeatureTree,
     Nested,
     StackLayout,
     compute_row_pointers_size_per_device,
@@ -123,8 +124,8 @@ class PreprocessedInput:
 
 
 def preprocess_sparse_dense_matmul_input(
-    features: PyTree,
-    features_weights: PyTree,
+    features: FeatureTree,
+    features_weights: FeatureTree,
     feature_specs: Nested[FeatureSpec],
     local_device_count: int,
     global_device_count: int,
@@ -207,9 +208,9 @@ def preprocess_sparse_dense_matmul_input(
 
 
 def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
-    indices: PyTree,
-    values: PyTree,
-    dense_shapes: PyTree,
+    indices: FeatureTree,
+    values: FeatureTree,
+    dense_shapes: FeatureTree,
     feature_specs: Nested[FeatureSpec],
     local_device_count: int,
     global_device_count: int,
@@ -362,8 +363,8 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
 
 def read_features(
     feature_specs: Nested[FeatureSpec],
-    features: PyTree,
-    weights: PyTree,
+    features: FeatureTree,
+    weights: FeatureTree,
     local_device_count: int,
     global_device_count: int,
 ) -> list[HostFeature]:

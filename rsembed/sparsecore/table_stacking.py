@@ -6,7 +6,7 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -57,8 +57,10 @@ from rsembed.stacking import (
     stack_name_of,
 )
 from rsembed.storage.dense_rows import RowLayout
+from rsembed.storage.protocol import TableRows
 
 _log = logging.getLogger("rsembed")
+Entry = TypeVar("Entry")
 
 
 @validated
@@ -339,7 +341,7 @@ def stack_and_shard_tables(
     pad_value: float = np.nan,
     *,
     allow_nonfinite: bool = False,
-) -> dict[str, PyTree]:
+) -> dict[str, TableRows]:
     """Stacked arrays `[num_shards, rows per shard, columns]` by stack name, from logical tables.
 
     Args:
@@ -375,7 +377,7 @@ def stack_and_shard_tables(
     return result
 
 
-def _check_finite(tree: PyTree, table: TableSpec) -> None:
+def _check_finite(tree: TableRows, table: TableSpec) -> None:
     """Raises: ValueError: a table or slot entry is not finite, or a sum of squares is negative."""
     for path, array in jax.tree.leaves_with_path(tree):
         slot = jax.tree_util.keystr(path[-1:], simple=True)
@@ -433,7 +435,7 @@ def _rows_at(array: Any, index: Any) -> Array | np.ndarray:
     return array.at[index].get(out_sharding=_replicated(array))
 
 
-def _unstacked(stacked: PyTree, layout: RowLayout) -> dict[str, PyTree]:
+def _unstacked(stacked: TableRows, layout: RowLayout) -> dict[str, TableRows]:
     """The logical tables of a stack by name, with rows in the order of ids and without padding.
 
     Args:
@@ -457,7 +459,7 @@ def _unstacked(stacked: PyTree, layout: RowLayout) -> dict[str, PyTree]:
 
 @validated
 def unshard_and_unstack_tables(
-    table_specs: Nested[TableSpec], stacked_tables: Mapping[str, PyTree], num_shards: int
+    table_specs: Nested[TableSpec], stacked_tables: Mapping[str, TableRows], num_shards: int
 ) -> PyTree:
     """Logical tables in a tree like `table_specs`: the inverse of `stack_and_shard_tables`.
 
@@ -470,7 +472,7 @@ def unshard_and_unstack_tables(
     Raises: ValueError: the tables were placed for a different number of shards, or an array has a
       different number of rows than its stack.
     """
-    result: dict[str, PyTree] = {}
+    result: dict[str, TableRows] = {}
     specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
     cores_of(specs, 1, num_shards)
     for name, layout in stacks_of(specs, must_be_whole=False).items():
@@ -617,7 +619,7 @@ def compute_table_to_setting_in_stack(
     return dict(zip(table_names, settings, strict=True))
 
 
-def _entry(entries: Mapping[str, PyTree], name: str, what: str) -> PyTree:
+def _entry(entries: Mapping[str, Entry], name: str, what: str) -> Entry:
     """`entries[name]`. `what` describes the entries in the error message.
 
     Raises: ValueError: `name` is missing.

@@ -23,7 +23,14 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.rows import ArrayRows, Rows
 from rsembed.optimizers import SGD
 from rsembed.optimizers.base import Hyperparameters, OptimizerSpec, Slots
-from rsembed.sparsecore.layout import StackLayout, cores_of, resolve_cores, stacks_of, with_place
+from rsembed.sparsecore.layout import (
+    FeatureTree,
+    StackLayout,
+    cores_of,
+    resolve_cores,
+    stacks_of,
+    with_place,
+)
 from rsembed.specs import TableSpec, default_initializer
 from rsembed.storage.dense_rows import DenseRows
 
@@ -185,7 +192,7 @@ class EmbeddingVariables(NamedTuple):
     slot: PyTree
 
 
-Activations: TypeAlias = PyTree
+Activations: TypeAlias = FeatureTree
 """Activations, or their gradients, in a tree like the feature specs."""
 Variables: TypeAlias = PyTree
 """`EmbeddingVariables` of every stack, by its name, in any pytree."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from flax import linen as nn
 from flax.core import meta
 from jax.sharding import Mesh
-from jaxtyping import PyTree
+from jaxtyping import Array, PyTree
 
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.layout import Scalar, cores_of, sharding_strategy_to_enum
@@ -17,7 +17,7 @@ from rsembed.sparsecore.mesh_lookup import (
     step_number as step_number,
     table_mesh,
 )
-from rsembed.sparsecore.variables import EmbeddingVariables
+from rsembed.sparsecore.variables import Activations, EmbeddingVariables, Variables
 from rsembed.specs import FeatureSpec, tables_of
 
 EMBEDDING_PARAM_NAME = "sc_embedding_variables"
@@ -81,7 +81,7 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
     @nn.compact
     def __call__(
         self, embedding_lookup_inputs: embedding.PreprocessedInput, step: Scalar | None = None
-    ) -> PyTree:
+    ) -> Activations:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
 
         Args:
@@ -100,10 +100,10 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
 
     def apply_gradient(
         self,
-        gradients: PyTree,
+        gradients: Activations,
         embedding_lookup_inputs: embedding.PreprocessedInput,
         step: Scalar | None = None,
-    ) -> dict[str, PyTree]:
+    ) -> dict[str, Variables | Array]:
         """Updates the tables once, without autodiff, and returns the layer's new parameters.
 
         Call `apply_gradient` as `layer.apply({"params": params}, gradients, inputs,

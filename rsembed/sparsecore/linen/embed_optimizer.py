@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeAlias
+
 import jax
 import optax
 from jax.tree_util import KeyPath
@@ -9,11 +11,13 @@ from jaxtyping import PyTree
 
 from rsembed.sparsecore.linen.embed import EMBEDDING_PARAM_NAME, STEP_PARAM_NAME
 
+Params: TypeAlias = PyTree
+"""Parameters of a Linen model, or their gradients or updates."""
 _LAYER_PARAM_NAMES = {EMBEDDING_PARAM_NAME, STEP_PARAM_NAME}
 
 
 def create_optimizer_for_sc_model(
-    params: PyTree, tc_optimizer: optax.GradientTransformation
+    params: Params, tc_optimizer: optax.GradientTransformation
 ) -> optax.GradientTransformationExtraArgs:
     """Optimizer that applies `tc_optimizer` to all parameters outside `SparseCoreEmbed` layers.
 
@@ -23,14 +27,14 @@ def create_optimizer_for_sc_model(
         include tables.
     """
 
-    def label(path: KeyPath, _: PyTree) -> str:
+    def label(path: KeyPath, _: object) -> str:
         return "tables" if _is_layer_param(path) else "dense"
 
     labels = jax.tree_util.tree_map_with_path(label, params)
     return optax.multi_transform({"tables": optax.identity(), "dense": tc_optimizer}, labels)
 
 
-def apply_updates_for_sc_model(params: PyTree, updates: PyTree) -> PyTree:
+def apply_updates_for_sc_model(params: Params, updates: Params) -> Params:
     """Applies updates, which replace tables, slots and counters and are added to other parameters.
 
     Args:
@@ -38,7 +42,7 @@ def apply_updates_for_sc_model(params: PyTree, updates: PyTree) -> PyTree:
       updates: updates from the optimizer of `create_optimizer_for_sc_model`.
     """
 
-    def apply(path: KeyPath, param: PyTree, update: PyTree) -> PyTree:
+    def apply(path: KeyPath, param: Params, update: Params) -> Params:
         return update if _is_layer_param(path) else param + update.astype(param.dtype)
 
     return jax.tree_util.tree_map_with_path(apply, params, updates)

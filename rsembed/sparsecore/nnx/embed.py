@@ -19,6 +19,7 @@ from rsembed.sparsecore.mesh_lookup import (
     table_mesh,
 )
 from rsembed.sparsecore.preprocessing import PreprocessedInput
+from rsembed.sparsecore.variables import Activations
 from rsembed.specs import FeatureSpec, tables_of
 
 
@@ -94,7 +95,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
 
     def __call__(
         self, embedding_lookup_inputs: PreprocessedInput, step: Scalar | None = None
-    ) -> PyTree:
+    ) -> Activations:
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
 
         Args:
@@ -109,7 +110,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         )
 
     def apply_gradient(
-        self, gradients: PyTree, inputs: PreprocessedInput, step: Scalar | None = None
+        self, gradients: Activations, inputs: PreprocessedInput, step: Scalar | None = None
     ) -> None:
         """Updates tables, slots and counter of the layer, without `nnx.grad`.
 
@@ -129,7 +130,7 @@ def embedding_lookup(
     embedding_layer: SparseCoreEmbed,
     embedding_lookup_inputs: PreprocessedInput,
     step: Scalar | None = None,
-) -> PyTree:
+) -> Activations:
     """Looks up a batch in a layer, and returns the activations. See `SparseCoreEmbed.__call__`."""
     return embedding_layer(embedding_lookup_inputs, step)
 
