@@ -59,7 +59,8 @@ def check_unmasked(value: object, name: str) -> None:
         rows = value
     elif isinstance(value, np.ndarray) and value.dtype.kind == "O":
         rows = value.flat
-    if np.ma.isMaskedArray(value) or any(map(np.ma.isMaskedArray, rows)):
+    has_masked_rows = any(map(np.ma.isMaskedArray, rows))
+    if has_masked_rows or np.ma.isMaskedArray(value):
         raise TypeError(
             f"{name} are in a masked array, whose mask has no meaning here; fill it, as in ids.filled(-1)."
         )
@@ -104,12 +105,17 @@ def on_device(tree: PyTree) -> PyTree:
     if is_traced(tree):
         return tree
     leaves, form = jax.tree.flatten(tree)
-    positions = [k for k, leaf in enumerate(leaves) if isinstance(leaf, np.ndarray)]
+    positions = []
+    host_arrays = []
+    for position, leaf in enumerate(leaves):
+        if isinstance(leaf, np.ndarray):
+            positions.append(position)
+            host_arrays.append(leaf)
     # The user requested this transfer, so a transfer guard must not reject it.
     with jax.transfer_guard_host_to_device("allow"):
-        copies = _returned([leaves[k] for k in positions])
-    for k, copy in zip(positions, copies, strict=True):
-        leaves[k] = copy
+        copies = _returned(host_arrays)
+    for position, copy in zip(positions, copies, strict=True):
+        leaves[position] = copy
     return jax.tree.unflatten(form, leaves)
 
 
@@ -124,6 +130,10 @@ def cut_on_device(values: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> li
 
 @functools.partial(jax.jit, static_argnums=1)
 def _cut(values: Array, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    sizes = [math.prod(shape) for shape in shapes]
+    ends = np.cumsum(sizes)
     parts = jnp.split(values, ends[:-1])
-    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]
+    arrays = []
+    for part, shape in zip(parts, shapes, strict=True):
+        arrays.append(part.reshape(shape))
+    return arrays

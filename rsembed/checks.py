@@ -130,9 +130,9 @@ def check_within(interval: str, value: Any, name: str) -> None:
     check_type(value, float, name)
     number = float(value)
     low, high = map(float, interval[1:-1].split(","))
-    is_above = low <= number if interval[0] == "[" else low < number
-    is_below = number <= high if interval[-1] == "]" else number < high
-    if not (is_above and is_below):
+    is_low_end = number == low and interval.startswith("[")
+    is_high_end = number == high and interval.endswith("]")
+    if not (low < number < high or is_low_end or is_high_end):
         raise ValueError(f"{name} must be in {interval}, got {value}.")
 
 
@@ -161,7 +161,9 @@ def check_finite(
     """
     if isinstance(values, jax.core.Tracer):
         return
-    array: Any = values if isinstance(values, (jax.Array, np.ndarray)) else np.asarray(values)
+    array: Any = values
+    if not isinstance(values, (jax.Array, np.ndarray)):
+        array = np.asarray(values)
     has_floats = jnp.issubdtype(array.dtype, np.floating)
     has_sign = array.dtype.kind == "i"
     if not has_floats and (may_be_negative or not has_sign):
@@ -182,7 +184,8 @@ def check_finite(
                 f"{name}: there are numbers that are not finite, or negative where none may be; {way_out}."
             )
     for first_row, part in parts:
-        _check_part(np.atleast_1d(jax.device_get(part)), first_row, name, may_be_negative, way_out)
+        host_part = np.atleast_1d(jax.device_get(part))
+        _check_part(host_part, first_row, name, may_be_negative, way_out)
 
 
 def _check_part(
@@ -200,14 +203,18 @@ def _check_part(
             continue
         index = np.unravel_index(int(is_good.argmin()), block.shape)
         number = float(block[index])
-        complaint = "is negative" if math.isfinite(number) else "is not finite"
+        complaint = "is not finite"
+        if math.isfinite(number):
+            complaint = "is negative"
         row = first_row + first + int(index[0])
         raise ValueError(f"{name}: {number} in row {row} {complaint}; {way_out}.")
 
 
 def _are_good(xp: Any, array: Any, may_be_negative: bool) -> Any:
-    is_good = xp.isfinite(array)
-    return is_good if may_be_negative else is_good & (array >= 0)
+    is_finite = xp.isfinite(array)
+    if may_be_negative:
+        return is_finite
+    return is_finite & (array >= 0)
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -248,8 +255,11 @@ def describe(value: Any) -> str:
         value, (str, numbers.Number, list, tuple, dict, enum.Enum, types.NoneType)
     )
     kind = type(value).__name__
-    text = repr(value) if is_plain else ""
-    return f"{text} ({kind})" if 0 < len(text) <= 60 else f"a value of type {kind}"
+    if is_plain:
+        text = repr(value)
+        if len(text) <= 60:
+            return f"{text} ({kind})"
+    return f"a value of type {kind}"
 
 
 def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
@@ -258,8 +268,9 @@ def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
     Raises: ValueError: `dtype` is not among `allowed`, or not a dtype.
     """
     # `jnp.dtype` raises TypeError for a string that is no dtype, and the next check rejects it.
-    with contextlib.suppress(TypeError):
-        dtype = dtype if dtype is None else jnp.dtype(dtype).name
+    if dtype is not None:
+        with contextlib.suppress(TypeError):
+            dtype = jnp.dtype(dtype).name
     if dtype not in allowed:
         raise ValueError(f"{name} {dtype!r} is not one of {', '.join(allowed)}.")
     return dtype
@@ -315,15 +326,20 @@ def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
         # All Literals in annotations of this package have strings as values.
         if not isinstance(value, str):
             return _Misfit(TypeError, name, hint, value)
-        return None if value in args else _Misfit(ValueError, name, hint, value)
+        if value in args:
+            return None
+        return _Misfit(ValueError, name, hint, value)
     if kind in (Union, types.UnionType):
         return _misfit_of_union(value, hint, name)
     if _dtypes_of(kind):
         array_error = _array_error(value, kind)
-        return _Misfit(array_error, name, hint, value) if array_error else None
+        if array_error is None:
+            return None
+        return _Misfit(array_error, name, hint, value)
     if not _has_type(value, hint, kind):
         return _Misfit(TypeError, name, hint, value)
-    if not args or not isinstance(value, (list, tuple, Mapping)) or len(value) > _MAX_ENTRIES:
+    has_entries = isinstance(value, (list, tuple, Mapping))
+    if not args or not has_entries or len(value) > _MAX_ENTRIES:
         return None
     return _misfit_of_entries(value, hint, name)
 
@@ -399,8 +415,11 @@ def _misfit_of_union(value: object, hint: object, name: str) -> _Misfit | None:
 def _array_error(value: Any, hint: Any) -> type[Exception] | None:
     """Class of the error if `value` does not match the array annotation `hint`, else None."""
     try:
-        is_foreign = hasattr(value, "__array__") and not isinstance(value, (jax.Array, np.ndarray))
-        array = np.asarray(value) if is_foreign or isinstance(value, (list, tuple)) else value
+        array = value
+        is_array = isinstance(value, (jax.Array, np.ndarray))
+        is_foreign = hasattr(value, "__array__") and not is_array
+        if is_foreign or isinstance(value, (list, tuple)):
+            array = np.asarray(value)
         dtype = array.dtype
         shape = tuple(array.shape)
     except (ValueError, AttributeError, TypeError):
@@ -413,8 +432,10 @@ def _array_error(value: Any, hint: Any) -> type[Exception] | None:
         dtypes = _REALS
     if np.ma.isMaskedArray(array) or not _is_among(dtype, dtypes):
         return TypeError
-    has_any_rank = any(axis[0] in "*." for axis in axes)
-    return None if has_any_rank or len(shape) == len(axes) else ValueError
+    accepts_any_rank = any(axis[0] in "*." for axis in axes)
+    if accepts_any_rank or len(shape) == len(axes):
+        return None
+    return ValueError
 
 
 def _words_for(hint: Any) -> str:

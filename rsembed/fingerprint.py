@@ -118,17 +118,18 @@ def _identity(value: object, above: frozenset[int]) -> str:
         if isinstance(value, optax.GradientTransformation):
             return inside(value.update)
     if isinstance(value, Mapping):
-        return _call("", {str(key): inside(entry) for key, entry in value.items()})
+        entries = {str(key): inside(entry) for key, entry in value.items()}
+        return _call("", entries)
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(inside, value))})"
     if isinstance(value, functools.partial):
-        return _call(
-            inside(value.func), {str(name): inside(entry) for name, entry in value.keywords.items()}
-        )
+        function = inside(value.func)
+        keywords = {str(name): inside(entry) for name, entry in value.keywords.items()}
+        return _call(function, keywords)
     if dataclasses.is_dataclass(value):
-        fields = {
-            field.name: inside(getattr(value, field.name)) for field in dataclasses.fields(value)
-        }
+        fields = {}
+        for field in dataclasses.fields(value):
+            fields[field.name] = inside(getattr(value, field.name))
         return _call(type(value).__qualname__, fields)
     if hasattr(value, "__wrapped__"):
         return inside(value.__wrapped__)
@@ -145,20 +146,28 @@ def _identity(value: object, above: frozenset[int]) -> str:
     if name == "with_extra_args_support.update":
         return next(iter(closed.values()), name)
     if name.endswith("<lambda>"):
-        name = f"lambda {' '.join(code.co_varnames[: code.co_argcount])}: {' '.join(code.co_names)}"
+        arguments = code.co_varnames[: code.co_argcount]
+        name = f"lambda {' '.join(arguments)}: {' '.join(code.co_names)}"
     return _call(name, closed)
 
 
 def _call(name: str, arguments: Mapping[str, str]) -> str:
-    shown = [f"{key}={value}" for key, value in sorted(arguments.items()) if value != "number"]
-    return f"{name}({', '.join(shown)})" if shown else name
+    shown = []
+    for key, value in sorted(arguments.items()):
+        if value != "number":
+            shown.append(f"{key}={value}")
+    if not shown:
+        return name
+    return f"{name}({', '.join(shown)})"
 
 
 def _differences(actual: object, expected: object, path: str) -> Iterator[str]:
     """A description of every entry that differs between the metadata of two fingerprints."""
     if isinstance(actual, dict) and isinstance(expected, dict):
         for key in sorted(actual.keys() | expected.keys()):
-            where = f"{path}/{key}" if path else key
+            where = key
+            if path:
+                where = f"{path}/{key}"
             if key not in expected:
                 yield f"{where} is not expected"
             elif key not in actual:
@@ -172,4 +181,6 @@ def _differences(actual: object, expected: object, path: str) -> Iterator[str]:
 def _shortened(fact: object) -> str:
     """A metadata value as JSON, cut to at most 120 characters."""
     text = json.dumps(fact)
-    return text if len(text) <= 120 else f"{text[:117]}..."
+    if len(text) > 120:
+        return f"{text[:117]}..."
+    return text

@@ -37,8 +37,9 @@ def table_key(key: PRNGKeyArray, table_name: str) -> PRNGKeyArray:
 
 def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> KeyOrKeys:
     """The random keys of several tables, equal to results of `table_key`, in one array."""
-    numbers = np.asarray([zlib.crc32(name.encode()) for name in table_names], np.uint32)
-    return jax.vmap(functools.partial(jax.random.fold_in, key))(numbers)
+    numbers = [zlib.crc32(name.encode()) for name in table_names]
+    fold_in = functools.partial(jax.random.fold_in, key)
+    return jax.vmap(fold_in)(np.asarray(numbers, np.uint32))
 
 
 def initial_rows(
@@ -58,11 +59,13 @@ def initial_rows(
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace = traced_initializer(table, shape)
+    evaluator = _RowEvaluator(rows, table.vocabulary_size)
     try:
-        return _RowEvaluator(rows, shape[0]).evaluate(trace, key).astype(jnp.float32)
+        return evaluator.evaluate(trace, key).astype(jnp.float32)
     except _MixesRowsError:
         # A row may depend on the whole table, as in an orthogonal matrix.
-        return table.initializer(key, shape).astype(jnp.float32)[rows]
+        whole_table = table.initializer(key, shape).astype(jnp.float32)
+        return whole_table[rows]
 
 
 def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) -> tuple[Array, ...]:
@@ -76,7 +79,8 @@ def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) ->
       table: the table with initializer and optimizer.
     """
     values = initial_rows(key, table, ids)
-    return values.astype(table.dtype), *table.optimizer.init_slots(values)
+    slots = table.optimizer.init_slots(values)
+    return values.astype(table.dtype), *slots
 
 
 def form(table: TableSpec) -> Hashable:
@@ -92,14 +96,17 @@ def form(table: TableSpec) -> Hashable:
     exact_key = (table.initializer, *shape)
     if _has_constants(trace):
         return exact_key
-    evaluator = _RowEvaluator(jnp.zeros(1, jnp.int32), shape[0], only_cuts=True)
+    num_rows, dim = shape
+    evaluator = _RowEvaluator(jnp.zeros(1, jnp.int32), num_rows, only_cuts=True)
+    evaluate = functools.partial(evaluator.evaluate, trace)
     try:
-        jax.eval_shape(functools.partial(evaluator.evaluate, trace), jax.random.key(0))
+        jax.eval_shape(evaluate, jax.random.key(0))
     except _MixesRowsError:
         return exact_key
     # Line breaks in a printed trace depend on the number of digits, so replace them by spaces.
     text = " ".join(str(trace).split())
-    return shape[1], re.sub(rf"(?<=[\[(]){shape[0]}(?=,)", "rows", text)
+    row_axis = rf"(?<=[\[(]){num_rows}(?=,)"
+    return dim, re.sub(row_axis, "rows", text)
 
 
 def keyed_rows(
@@ -118,9 +125,13 @@ def keyed_rows(
       dim: length of a row.
       table: index of the table of each row. None, the default, if there is only one table.
     """
-    trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
+    trace = _trace_of_one_row(initializer, dim)
     evaluator = _RowEvaluator(
-        jnp.zeros(lanes[0].shape, jnp.int32), 1, lanes=lanes, only_key=key, table=table
+        jnp.zeros(lanes[0].shape, jnp.int32),
+        1,
+        lanes=lanes,
+        only_key=key,
+        table=table,
     )
     try:
         return evaluator.evaluate(trace, key).astype(jnp.float32)
@@ -128,17 +139,29 @@ def keyed_rows(
         # An initializer that splits its random key or sums over a row is called for single rows.
         def one_row(key: PRNGKeyArray, *row_lanes: Array) -> Array:
             row_key = functools.reduce(jax.random.fold_in, row_lanes, key)
-            return initializer(row_key, (1, dim))[0].astype(jnp.float32)
+            rows = initializer(row_key, (1, dim))
+            return rows[0].astype(jnp.float32)
 
         if table is None:
-            return jax.vmap(functools.partial(one_row, key))(*lanes)
-        return jax.vmap(one_row)(key.at[table].get(mode="clip"), *lanes)
+            row_of_lanes = functools.partial(one_row, key)
+            return jax.vmap(row_of_lanes)(*lanes)
+        table_keys_of_rows = key.at[table].get(mode="clip")
+        return jax.vmap(one_row)(table_keys_of_rows, *lanes)
+
+
+def _trace_of_one_row(initializer: CallableTableInitializer, dim: int) -> ClosedJaxpr:
+    def one_row(key: PRNGKeyArray) -> Array:
+        return initializer(key, (1, dim))
+
+    return jax.make_jaxpr(one_row)(jax.random.key(0))
 
 
 def keyed_form(initializer: CallableTableInitializer, dim: int) -> Hashable:
     """Cache key that is equal for initializers with which `keyed_rows` computes equal rows."""
-    trace = jax.make_jaxpr(lambda key: initializer(key, (1, dim)))(jax.random.key(0))
-    return (initializer if _has_constants(trace) else str(trace)), dim
+    trace = _trace_of_one_row(initializer, dim)
+    if _has_constants(trace):
+        return initializer, dim
+    return str(trace), dim
 
 
 def traced_initializer(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
@@ -235,8 +258,12 @@ class _RowEvaluator:
         self.only_cuts = only_cuts
 
     def evaluate(self, trace: ClosedJaxpr, key: KeyOrKeys) -> Array:
-        ((result, is_cut),) = self._run(trace.jaxpr, trace.consts, [(key, False)])
-        return result if is_cut else jnp.asarray(result)[self.rows]
+        results = self._run(trace.jaxpr, trace.consts, [(key, False)])
+        ((result, is_cut),) = results
+        if is_cut:
+            return result
+        all_rows = jnp.asarray(result)
+        return all_rows[self.rows]
 
     def _run(
         self, jaxpr: Jaxpr, consts: Sequence[ArrayLike], inputs: Sequence[_Value]
@@ -247,12 +274,15 @@ class _RowEvaluator:
         values.update(zip(jaxpr.invars, inputs, strict=True))
 
         def value(variable: object) -> _Value:
-            return (variable.val, False) if isinstance(variable, Literal) else values[variable]
+            if isinstance(variable, Literal):
+                return variable.val, False
+            return values[variable]
 
         for equation in jaxpr.eqns:
-            results = self._equation(equation, [value(v) for v in equation.invars])
+            operands = [value(variable) for variable in equation.invars]
+            results = self._equation(equation, operands)
             values.update(zip(equation.outvars, results, strict=True))
-        return [value(v) for v in jaxpr.outvars]
+        return [value(variable) for variable in jaxpr.outvars]
 
     def _equation(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
         """Results of one equation of the trace.
@@ -266,25 +296,32 @@ class _RowEvaluator:
             inner = called_jaxpr(equation)
             return self._run(inner.jaxpr, inner.consts, inputs)
         arrays = [array for array, _ in inputs]
-        if any(is_cut for _, is_cut in inputs):
-            spans_rows = any(_spans_rows(array) for array, is_cut in inputs if not is_cut)
-            if name not in _ELEMENTWISE.split() or spans_rows:
+        uncut_arrays = [array for array, is_cut in inputs if not is_cut]
+        has_cut_arrays = len(uncut_arrays) < len(arrays)
+        if has_cut_arrays:
+            is_elementwise = name in _ELEMENTWISE.split()
+            if not is_elementwise or any(map(_spans_rows, uncut_arrays)):
                 raise _MixesRowsError
-            return [(bind(*vary_alike(arrays), **params), True)]
+            result = bind(*vary_alike(arrays), **params)
+            return [(result, True)]
         shape = params.get("shape", ())
         has_row_axis = len(shape) == 2 and shape[0] == self.num_rows
         if has_row_axis and name == "random_bits":
             bit_width = params["bit_width"]
             # With `only_key`, random bits of 16-bit numbers are not evaluated for single rows,
             # because the values would depend on how XLA fuses operations.
-            is_direct = self.only_key is None or (arrays[0] is self.only_key and bit_width == 32)
-            if is_direct:
-                return [(_row_bits(arrays[0], self.lanes, bit_width, shape[1], self.table), True)]
-        if self.only_key is not None and any(x is self.only_key for x in arrays):
+            key = arrays[0]
+            is_direct = key is self.only_key and bit_width == 32
+            if self.only_key is None or is_direct:
+                bits = _row_bits(key, self.lanes, bit_width, shape[1], self.table)
+                return [(bits, True)]
+        uses_only_key = any(array is self.only_key for array in arrays)
+        if self.only_key is not None and uses_only_key:
             raise _MixesRowsError
         if has_row_axis and name == "broadcast_in_dim" and 0 not in params["broadcast_dimensions"]:
-            params = {**params, "shape": (self.rows.shape[0], shape[1])}
-            return [(bind(*arrays, **params), True)]
+            cut_shape = (self.rows.shape[0], shape[1])
+            result = bind(*arrays, **{**params, "shape": cut_shape})
+            return [(result, True)]
         results = bind(*arrays, **params)
         if not equation.primitive.multiple_results:
             results = [results]
@@ -305,8 +342,10 @@ def _row_bits(
     if bit_width == 32:
         return api.row_bits(key, lanes, dim, table)
 
+    dtype = jnp.dtype(f"uint{bit_width}")
+
     def one_row(*row_lanes: Array) -> Array:
         row_key = functools.reduce(jax.random.fold_in, row_lanes, key)
-        return jax.random.bits(row_key, (dim,), jnp.dtype(f"uint{bit_width}"))
+        return jax.random.bits(row_key, (dim,), dtype)
 
     return jax.vmap(one_row)(*lanes)

@@ -45,7 +45,9 @@ class Keys(NamedTuple):
     @property
     def lanes(self) -> tuple[Lane, ...]:
         """The words that identify each key, most significant first: `(table,) high, low`."""
-        return (self.high, self.low) if self.table is None else (self.table, self.high, self.low)
+        if self.table is None:
+            return self.high, self.low
+        return self.table, self.high, self.low
 
     @staticmethod
     def of_lanes(lanes: Sequence[Lane], is_key: Lane) -> Keys:
@@ -118,11 +120,16 @@ def hash_keys(
     if any(_is_list(value) for value in values):
         rows = []
         for row, value in enumerate(values):
-            entries = _entries(value) if _is_list(value) else [value]
+            entries = [value]
+            if _is_list(value):
+                entries = _entries(value)
             rows.append(_keys_of(entries, known, missing, row=row))
         return rows
-    num_per_row = len(values) // shape[0] if values else 1
-    return _keys_of(values, known, missing, num_per_row=num_per_row).reshape(shape)
+    num_per_row = 1
+    if values:
+        num_per_row = len(values) // shape[0]
+    keys = _keys_of(values, known, missing, num_per_row=num_per_row)
+    return keys.reshape(shape)
 
 
 def _values_of_column(column: object) -> tuple[list[Any], tuple[int, ...]]:
@@ -282,12 +289,17 @@ def split_keys(keys: object, *, feature: str = "keys") -> Keys:
     if not jnp.issubdtype(keys.dtype, jnp.integer):
         raise TypeError(f"{feature}: {words_for_no_ids(keys)}")
     xp = numpy_or_jax(keys)
-    is_signed = jnp.issubdtype(keys.dtype, jnp.signedinteger)
-    is_key = keys != -1 if is_signed else xp.ones(keys.shape, bool)
+    if jnp.issubdtype(keys.dtype, jnp.signedinteger):
+        is_key = keys != -1
+        wide_dtype: Any = np.int32
+    else:
+        is_key = xp.ones(keys.shape, bool)
+        wide_dtype = np.uint32
     if keys.dtype.itemsize < 8:
         high = xp.where(keys < 0, np.uint32(ALL_BITS), np.uint32(0))
-        wide = keys.astype(np.int32 if is_signed else np.uint32)
-        return Keys(high, wide.astype(np.uint32), is_key)
+        wide = keys.astype(wide_dtype)
+        low = wide.astype(np.uint32)
+        return Keys(high, low, is_key)
     bits = keys.astype(np.uint64)
     high = (bits >> np.uint64(32)).astype(np.uint32)
     low = (bits & np.uint64(ALL_BITS)).astype(np.uint32)
@@ -309,15 +321,18 @@ def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
       truncated by JAX.
     """
     check_not_cut(keys, dtype, feature)
-    split = keys if isinstance(keys, Keys) else split_keys(keys, feature=feature)
-    if any(map(_is_hidden, jax.tree.leaves(split))):
-        is_lost = is_beyond(split, dtype)
+    if not isinstance(keys, Keys):
+        keys = split_keys(keys, feature=feature)
+    if any(map(_is_hidden, jax.tree.leaves(keys))):
+        is_lost = is_beyond(keys, dtype)
         # `is_invalid` recognises lost keys by these words.
-        high = jnp.where(is_lost, jnp.uint32(ALL_BITS), split.high)
-        low = jnp.where(is_lost, 0, split.low)
-        return split._replace(high=high, low=low).only(~is_lost)
-    check_fits(jax.tree.map(np.asarray, split), dtype, feature)
-    return split
+        high = jnp.where(is_lost, jnp.uint32(ALL_BITS), keys.high)
+        low = jnp.where(is_lost, 0, keys.low)
+        marked = keys._replace(high=high, low=low)
+        return marked.only(~is_lost)
+    host_keys = jax.tree.map(np.asarray, keys)
+    check_fits(host_keys, dtype, feature)
+    return keys
 
 
 def _is_hidden(lane: Lane) -> bool:
@@ -354,7 +369,9 @@ def check_not_cut(keys: Ids, dtype: str, feature: str) -> None:
 
 def as_keys(ids: Ids) -> Keys:
     """`ids` as `Keys` of JAX arrays. All bits of 64-bit ids in NumPy arrays are kept."""
-    keys: Keys = ids if isinstance(ids, Keys) else jax.tree.map(jnp.asarray, split_keys(ids))
+    if isinstance(ids, Keys):
+        return ids
+    keys: Keys = jax.tree.map(jnp.asarray, split_keys(ids))
     return keys
 
 
@@ -365,13 +382,16 @@ def is_beyond(keys: Keys, dtype: str) -> Lane:
     """
     if dtype == "uint64":
         return keys.is_key & False
-    is_minus_one = (keys.high == np.uint32(ALL_BITS)) & (keys.low == np.uint32(ALL_BITS))
+    ones = np.uint32(ALL_BITS)
+    is_minus_one = (keys.high == ones) & (keys.low == ones)
     if dtype == "int64":
         return keys.is_key & is_minus_one
-    sign: Lane = np.uint32(0)
+    wanted_high: Lane = np.uint32(0)
     if dtype == "int32":
-        sign = (keys.low >> np.uint32(31)) * np.uint32(ALL_BITS)
-    return keys.is_key & (is_minus_one | (keys.high != sign))
+        sign_bit = keys.low >> np.uint32(31)
+        wanted_high = sign_bit * ones
+    is_too_large = keys.high != wanted_high
+    return keys.is_key & (is_minus_one | is_too_large)
 
 
 def check_fits(keys: Keys, dtype: str, feature: str) -> None:
@@ -424,7 +444,8 @@ def join_keys(high: Lane, low: Lane, *, dtype: DTypeLike = np.uint64) -> np.ndar
     Raises: ValueError: a key does not fit `dtype`.
     """
     upper = np.asarray(high).astype(np.uint64) << np.uint64(32)
-    numbers = upper | np.asarray(low).astype(np.uint64)
+    lower = np.asarray(low).astype(np.uint64)
+    numbers = upper | lower
     if np.issubdtype(dtype, np.signedinteger):
         numbers = numbers.view(np.int64)
     joined = numbers.astype(dtype)
@@ -444,8 +465,8 @@ def owners(keys: Keys, num_shards: int) -> Lane:
     """
     check_num_shards(num_shards)
     xp = numpy_or_jax(keys.high)
-    remainder = _remainder(keys, num_shards)
-    return xp.where(keys.is_key, remainder.astype(np.int32), np.int32(num_shards))
+    shards = _remainder(keys, num_shards).astype(np.int32)
+    return xp.where(keys.is_key, shards, np.int32(num_shards))
 
 
 def _remainder(keys: Keys, num_shards: int) -> Lane:
@@ -472,10 +493,14 @@ def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
     half = np.uint32(16)
     # This is a long division by `n` with digits of 16 bits. The quotient fits 32 bits if the high
     # word is below `n`.
-    upper = (keys.high % n << half) | (keys.low >> half)
-    lower = (upper % n << half) | (keys.low & np.uint32(0xFFFF))
-    rows = (upper // n << half) | (lower // n)
-    is_legal = keys.is_key & (keys.high < n) & (rows < np.uint32(rows_per_shard))
+    first_remainder = keys.high % n
+    upper = (first_remainder << half) | (keys.low >> half)
+    second_remainder = upper % n
+    lower = (second_remainder << half) | (keys.low & np.uint32(0xFFFF))
+    upper_digit = upper // n
+    rows = (upper_digit << half) | (lower // n)
+    fits_32_bits = keys.is_key & (keys.high < n)
+    is_legal = fits_32_bits & (rows < np.uint32(rows_per_shard))
     return xp.where(is_legal, rows.astype(np.int32), np.int32(NO_ROW))
 
 

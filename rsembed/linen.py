@@ -109,11 +109,11 @@ class TrainState(struct.PyTreeNode):
                 f"variables of a model's init have 'params', these have {sorted(variables)}."
             )
         params = variables["params"]
+        flat = traverse_util.flatten_dict(variables.get("embeddings", {}), sep="/")
         embeddings = {}
-        for path, state in traverse_util.flatten_dict(
-            variables.get("embeddings", {}), sep="/"
-        ).items():
-            embeddings[path.rpartition("/")[0]] = state
+        for path, state in flat.items():
+            layer, _, _ = path.rpartition("/")
+            embeddings[layer] = state
         others = {}
         for name, collection in variables.items():
             if name not in ("params", "embeddings"):
@@ -129,9 +129,15 @@ class TrainState(struct.PyTreeNode):
           args: arguments of the model.
           options: keyword arguments of Flax's `apply`, such as `mutable` and `rngs`.
         """
-        flat = {f"{layer}/tables".lstrip("/"): state for layer, state in self.embeddings.items()}
-        embeddings = traverse_util.unflatten_dict(flat, sep="/")
-        variables = {"params": self.params, **self.variables, "embeddings": embeddings}
+        flat = {}
+        for layer, state in self.embeddings.items():
+            path = f"{layer}/tables".lstrip("/")
+            flat[path] = state
+        variables = {
+            "params": self.params,
+            **self.variables,
+            "embeddings": traverse_util.unflatten_dict(flat, sep="/"),
+        }
         return self.apply_fn(variables, *args, **options)
 
     def apply_gradients(self, gradients: Any, **replacements: Any) -> TrainState:
@@ -175,31 +181,35 @@ def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tup
     """
 
     def with_gradients(state: TrainState, *args: PyTree, **kwargs: object) -> tuple[Any, Gradients]:
-        check_type(
-            state,
-            TrainState,
-            "value_and_grad: the first argument, which rs.linen.TrainState.create makes,",
-        )
+        what = "value_and_grad: the first argument, which rs.linen.TrainState.create makes,"
+        check_type(state, TrainState, what)
 
         def recorded(
-            params: Params, tap_arrays: list[Activations], embeddings: dict[str, EmbeddingState]
+            params: Params,
+            tap_arrays: list[Activations],
+            embeddings: dict[str, EmbeddingState],
         ) -> Any:
             """The loss, and as auxiliary output the result of `loss_fn` and the lookups."""
-            recording = taps.Recording({name: name for name in embeddings}, tap_arrays)
-            apply = partial(
-                recording.run, state.replace(params=params, embeddings=embeddings).apply
-            )
+            layers = {name: name for name in embeddings}
+            recording = taps.Recording(layers, tap_arrays)
+            state_with_arguments = state.replace(params=params, embeddings=embeddings)
+            apply = partial(recording.run, state_with_arguments.apply)
             result = check_loss(loss_fn(apply, *args, **kwargs), has_aux=has_aux)
-            return result[0] if has_aux else result, (result, recording.calls)
+            loss = result
+            if has_aux:
+                loss = result[0]
+            return loss, (result, recording.calls)
 
         def recorded_calls(params: Params, embeddings: dict[str, EmbeddingState]) -> Any:
             _, (_, calls) = recorded(params, [], embeddings)
             return calls
 
-        calls = jax.eval_shape(recorded_calls, state.params, state.embeddings)
-        zeros = [jax.tree.map(jnp.zeros_like, call.activations) for call in calls]
-        differentiated = jax.value_and_grad(recorded, argnums=(0, 1), has_aux=True)
-        (_, (value, calls)), (dense, d_taps) = differentiated(state.params, zeros, state.embeddings)
+        call_shapes = jax.eval_shape(recorded_calls, state.params, state.embeddings)
+        zeros = [jax.tree.map(jnp.zeros_like, call.activations) for call in call_shapes]
+        differentiate = jax.value_and_grad(recorded, argnums=(0, 1), has_aux=True)
+        loss_and_aux, gradients = differentiate(state.params, zeros, state.embeddings)
+        _, (value, calls) = loss_and_aux
+        dense, d_taps = gradients
         return value, Gradients.of(dense, calls, d_taps)
 
     return with_gradients

@@ -98,7 +98,10 @@ class Embeddings(nnx.Module):
 
 @validated
 def value_and_grad(
-    loss_fn: Loss, *, has_aux: bool = False, wrt: Any = nnx.Param
+    loss_fn: Loss,
+    *,
+    has_aux: bool = False,
+    wrt: Any = nnx.Param,
 ) -> Callable[..., tuple[Any, Gradients]]:
     """A function that returns a loss, and the gradients of the loss for parameters and tables.
 
@@ -115,28 +118,44 @@ def value_and_grad(
     """
 
     def recorded(
-        model: object, tap_arrays: list[Activations], *args: PyTree, **kwargs: object
+        model: object,
+        tap_arrays: list[Activations],
+        *args: PyTree,
+        **kwargs: object,
     ) -> Any:
         """The loss, and as auxiliary output the result of `loss_fn` and the lookups."""
-        layers = {id(layer): name for name, layer in _trained_layers(model).items()}
+        layers = {}
+        for name, layer in _trained_layers(model).items():
+            layers[id(layer)] = name
         recording = taps.Recording(layers, tap_arrays)
-        result = check_loss(recording.run(loss_fn, model, *args, **kwargs), has_aux=has_aux)
-        return result[0] if has_aux else result, (result, recording.calls)
+        result = recording.run(loss_fn, model, *args, **kwargs)
+        result = check_loss(result, has_aux=has_aux)
+        loss = result
+        if has_aux:
+            loss = result[0]
+        return loss, (result, recording.calls)
 
     def with_gradients(model: Any, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
         def recorded_calls(model_copy: object) -> Any:
             # This call only determines shapes. Clones protect modules among the arguments from
             # changes that the loss makes.
-            _, (_, calls) = recorded(model_copy, [], *nnx.clone(args), **nnx.clone(kwargs))
+            args_copy = nnx.clone(args)
+            kwargs_copy = nnx.clone(kwargs)
+            _, (_, calls) = recorded(model_copy, [], *args_copy, **kwargs_copy)
             return calls
 
-        calls = nnx.eval_shape(recorded_calls, model)
-        zeros = [jax.tree.map(jnp.zeros_like, call.activations) for call in calls]
-        by = (nnx.DiffState(0, wrt), 1)
-        differentiated = nnx.value_and_grad(
-            recorded, argnums=by, has_aux=True, graph=True, graph_updates=True
+        call_shapes = nnx.eval_shape(recorded_calls, model)
+        zeros = [jax.tree.map(jnp.zeros_like, call.activations) for call in call_shapes]
+        differentiate = nnx.value_and_grad(
+            recorded,
+            argnums=(nnx.DiffState(0, wrt), 1),
+            has_aux=True,
+            graph=True,
+            graph_updates=True,
         )
-        (_, (value, calls)), (dense, d_taps) = differentiated(model, zeros, *args, **kwargs)
+        loss_and_aux, gradients = differentiate(model, zeros, *args, **kwargs)
+        _, (value, calls) = loss_and_aux
+        dense, d_taps = gradients
         return value, Gradients.of(dense, calls, d_taps)
 
     return with_gradients
@@ -179,7 +198,8 @@ class Optimizer(nnx.Module):
         taps.check_steps_always(self.dense.opt_state, _OPTIMIZER)
         layers = _trained_layers(model)
         states = {name: layer.state for name, layer in layers.items()}
-        for name, state in taps.stepped(gradients, states).items():
+        new_states = taps.stepped(gradients, states)
+        for name, state in new_states.items():
             layers[name].set_state(state)
         # optax mixes integer step counts with floats, an error under strict dtype promotion.
         with jax.numpy_dtype_promotion("standard"):

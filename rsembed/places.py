@@ -58,8 +58,10 @@ class Place(NamedTuple):
         # With `spread` 1, a single addition is enough. Programs with a thousand features compile
         # faster with fewer operations.
         if spread == 1:
-            return ids + (self.owner * rows_per_shard + self.first)
-        first_rows = self.shards(ids, spread=spread) * rows_per_shard
+            first_row = self.owner * rows_per_shard + self.first
+            return ids + first_row
+        shards = self.shards(ids, spread=spread)
+        first_rows = shards * rows_per_shard
         return first_rows + self.rows_in_shard(ids, spread=spread)
 
     def all_rows(
@@ -76,7 +78,8 @@ class Place(NamedTuple):
             `[num_shards * rows_per_shard, dim]`.
         """
         if spread > 1:
-            return self.rows(np.arange(count), spread=spread, rows_per_shard=rows_per_shard)
+            ids = np.arange(count)
+            return self.rows(ids, spread=spread, rows_per_shard=rows_per_shard)
         first = self.rows(0, spread=spread, rows_per_shard=rows_per_shard)
         return slice(first, first + count)
 
@@ -87,11 +90,13 @@ class Place(NamedTuple):
         """
         phase = shard - self.owner
         ids = row * spread + (phase - self.rotation) % spread - self.first
-        return _where((phase >= 0) & (phase < spread), ids, -1)
+        has_table = (phase >= 0) & (phase < spread)
+        return _where(has_table, ids, -1)
 
     def first_row(self, shard: Numbers, *, spread: int) -> Numbers:
         """The first row of a shard that can belong to the table."""
-        return -(((shard - self.owner - self.rotation) % spread - self.first) // spread)
+        id_of_row_0 = (shard - self.owner - self.rotation) % spread - self.first
+        return -(id_of_row_0 // spread)
 
 
 def tables_and_ids(
@@ -117,5 +122,7 @@ def tables_and_ids(
 
 
 def _where(condition: Numbers, yes: Numbers, no: Numbers) -> Numbers:
-    xp = jnp if any(isinstance(value, jax.Array) for value in (condition, yes, no)) else np
-    return xp.where(condition, yes, no)
+    for value in (condition, yes, no):
+        if isinstance(value, jax.Array):
+            return jnp.where(condition, yes, no)
+    return np.where(condition, yes, no)

@@ -11,8 +11,11 @@ Item = TypeVar("Item")
 
 def is_watched() -> bool:
     """Whether standard error is a terminal, or this process is a notebook kernel."""
-    shell = getattr(sys.modules.get("IPython"), "get_ipython", lambda: None)()
-    return hasattr(shell, "kernel") or (sys.stderr is not None and sys.stderr.isatty())
+    ipython = sys.modules.get("IPython")
+    get_shell = getattr(ipython, "get_ipython", lambda: None)
+    if hasattr(get_shell(), "kernel"):
+        return True
+    return sys.stderr is not None and sys.stderr.isatty()
 
 
 def progress(items: Iterable[Item], *, description: str, **bar_options: object) -> Iterable[Item]:

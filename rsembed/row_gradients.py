@@ -160,7 +160,8 @@ class RowGradients:
         """Opaque rows and values as children, and the static fields."""
         rows = (jax.tree_util.GetAttrKey("rows"), self.opaque_rows)
         values = (jax.tree_util.GetAttrKey("values"), self.values)
-        return (rows, values), (self.num_rows, self.shardings, self.layout)
+        static = (self.num_rows, self.shardings, self.layout)
+        return (rows, values), static
 
     @classmethod
     def tree_unflatten(cls, static: tuple[Any, ...], children: Iterable[object]) -> RowGradients:
@@ -170,7 +171,8 @@ class RowGradients:
         """
         gradients = object.__new__(cls)
         names = ("opaque_rows", "values", "num_rows", "shardings", "layout")
-        for name, value in zip(names, (*children, *static), strict=True):
+        fields = (*children, *static)
+        for name, value in zip(names, fields, strict=True):
             object.__setattr__(gradients, name, value)
         return gradients
 
@@ -214,14 +216,17 @@ class RowGradients:
             return None
         arrays = jax.tree.leaves(self)
         is_unchanged = all(map(operator.is_, arrays, self.unsummed.sums))
-        return self.unsummed.summands if is_unchanged else None
+        if not is_unchanged:
+            return None
+        return self.unsummed.summands
 
     def summed_from(
         self, engine: object, batch: object, d_outputs: Mapping[str, PyTree]
     ) -> RowGradients:
         """A copy of these gradients with these `summands`."""
         copy = self.with_values(self.values)
-        unsummed = _Unsummed(Summands(engine, batch, d_outputs), jax.tree.leaves(copy))
+        summands = Summands(engine, batch, d_outputs)
+        unsummed = _Unsummed(summands, jax.tree.leaves(copy))
         object.__setattr__(copy, "unsummed", unsummed)
         return copy
 
@@ -229,16 +234,20 @@ class RowGradients:
         """Number of distinct rows with a gradient, for each stack."""
         counts = {}
         for name, rows in self.rows.items():
-            # Rows with keys have the number of occurrences in column 2, with 0 for padding.
-            is_touched = rows != NO_ROW if rows.ndim == 1 else rows[:, 2] > 0
-            counts[name] = jnp.sum(is_touched)
+            if rows.ndim == 1:
+                counts[name] = jnp.sum(rows != NO_ROW)
+            else:
+                # Rows with keys have the number of occurrences in column 2, with 0 for padding.
+                counts[name] = jnp.sum(rows[:, 2] > 0)
         return counts
 
 
 def _read_rows(gradients: RowGradients) -> Any:
-    if not isinstance(gradients.opaque_rows, Mapping):
-        return gradients.opaque_rows
-    return ReadRows({name: _integers(array) for name, array in gradients.opaque_rows.items()})
+    opaque_rows = gradients.opaque_rows
+    if not isinstance(opaque_rows, Mapping):
+        return opaque_rows
+    rows = {name: _integers(array) for name, array in opaque_rows.items()}
+    return ReadRows(rows)
 
 
 def _keep_rows(gradients: RowGradients, rows: object) -> None:
@@ -358,8 +367,11 @@ def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
     if summands is not None:
         squares = summands.engine.squared_norm(summands.batch, summands.d_outputs)
     else:
-        squares = {name: jnp.sum(values * values) for name, values in row_gradients.values.items()}
-    return jnp.sqrt(sum(squares.values(), start=jnp.zeros(())))
+        squares = {}
+        for name, values in row_gradients.values.items():
+            squares[name] = jnp.sum(values * values)
+    total = sum(squares.values(), start=jnp.zeros(()))
+    return jnp.sqrt(total)
 
 
 @validated
@@ -376,10 +388,12 @@ def scale(row_gradients: RowGradients, factor: float | Float[Array, ""]) -> RowG
         return jax.tree.map(lambda array: array * jnp.asarray(factor, array.dtype), arrays)
 
     summands = row_gradients.summands
-    result = row_gradients.with_values(scaled(row_gradients.values))
+    values = scaled(row_gradients.values)
+    result = row_gradients.with_values(values)
     if summands is None:
         return result
-    return result.summed_from(summands.engine, summands.batch, scaled(summands.d_outputs))
+    d_outputs = scaled(summands.d_outputs)
+    return result.summed_from(summands.engine, summands.batch, d_outputs)
 
 
 @validated
@@ -422,7 +436,9 @@ def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
     every = (first, *others)
     for gradients in every:
         check_belong(gradients, first.layout, first.num_rows)
-    shardings = {name: (rows, values) for name, rows, values in first.shardings or ()}
+    shardings = {}
+    for name, rows_sharding, values_sharding in first.shardings or ():
+        shardings[name] = (rows_sharding, values_sharding)
     all_rows = [gradients.rows for gradients in every]
     rows = {}
     values = {}
@@ -430,7 +446,9 @@ def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
         parts = []
         for gradients, rows_by_stack in zip(every, all_rows, strict=True):
             parts.append((rows_by_stack[name], gradients.values[name]))
-        rows[name], values[name] = _combine_stack(num_rows, parts, shardings.get(name))
+        stack_rows, stack_values = _combine_stack(num_rows, parts, shardings.get(name))
+        rows[name] = stack_rows
+        values[name] = stack_values
     return dataclasses.replace(first, rows=rows, values=values)
 
 
@@ -463,14 +481,16 @@ def _combine_parts(
     num_rows: int, capacity: int, parts: list[tuple[Array, Array]]
 ) -> tuple[Array, Array]:
     """Distinct rows of all parts on one device, at most `capacity`, and their summed values."""
-    flat_values = [values.reshape(-1, values.shape[-1]) for _, values in parts]
-    first_rows, _ = parts[0]
+    first_rows, first_values = parts[0]
+    dim = first_values.shape[-1]
+    flat_values = [values.reshape(-1, dim) for _, values in parts]
     if first_rows.dtype == jnp.uint32:
-        lanes = jnp.concatenate([rows.reshape(-1, rows.shape[-1]) for rows, _ in parts])
+        num_words = first_rows.shape[-1]
+        flat_lanes = [rows.reshape(-1, num_words) for rows, _ in parts]
+        lanes = jnp.concatenate(flat_lanes)
         return combine_by_key(*unnamed(lanes), jnp.concatenate(flat_values))
     lists = [IdList.single(rows.reshape(-1)) for rows, _ in parts]
     call = Call.of(lists, ["sum"] * len(lists))
-    dims = (flat_values[0].shape[1],)
-    gradients = CallGradients(call, tuple(flat_values), dims)
+    gradients = CallGradients(call, tuple(flat_values), (dim,))
     rows, values = api.row_gradients(num_rows, gradients)
     return rows[:capacity], values[:capacity]

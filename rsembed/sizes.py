@@ -15,7 +15,9 @@ FEWEST_OF_ONE_LENGTH = 16
 
 def padded_size(count: int) -> int:
     """The smallest power of two that is not below `count`; 0 for 0."""
-    return 1 << (count - 1).bit_length() if count else 0
+    if not count:
+        return 0
+    return 1 << (count - 1).bit_length()
 
 
 def size_of_list(count: int) -> int:
@@ -38,5 +40,6 @@ def common_width(bags: Bags) -> int:
     """
     lengths = np.diff(np.asarray(bags.offsets))
     longest = int(lengths.max(initial=1))
-    is_fixed = lengths.size >= FEWEST_OF_ONE_LENGTH and int(lengths.min()) == longest
-    return longest if is_fixed else padded_size(longest)
+    if lengths.size >= FEWEST_OF_ONE_LENGTH and int(lengths.min()) == longest:
+        return longest
+    return padded_size(longest)

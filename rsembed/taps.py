@@ -251,7 +251,8 @@ class Gradients:
         for call, gradients in zip(recorded, d_taps, strict=True):
             batch = opaque.wrap_integers(call.batch)
             call = dataclasses.replace(call, batch=batch, activations=gradients)
-            calls.setdefault(call.layer, []).append(call)
+            layer_calls = calls.setdefault(call.layer, [])
+            layer_calls.append(call)
         return Gradients(dense, calls)
 
     def __add__(self, other: object) -> Gradients:
@@ -266,8 +267,10 @@ class Gradients:
                 rows[name] = other_rows
         # `rows` has the sums already, so a step needs only the collection of each layer.
         calls = {}
-        for name, (first, *_) in {**self.calls, **other.calls}.items():
-            calls[name] = [dataclasses.replace(first, batch={}, activations={})]
+        all_calls = {**self.calls, **other.calls}
+        for name, layer_calls in all_calls.items():
+            empty_call = dataclasses.replace(layer_calls[0], batch={}, activations={})
+            calls[name] = [empty_call]
         return Gradients(dense, calls, rows)
 
     def __radd__(self, other: object) -> Gradients:
@@ -284,13 +287,16 @@ class Gradients:
         def scaled(tree: PyTree) -> PyTree:
             return jax.tree.map(lambda array: array * jnp.asarray(number, array.dtype), tree)
 
-        calls: dict[str, list[Call]] = {}
+        calls = {}
         for name, layer_calls in self.calls.items():
-            calls[name] = []
+            scaled_calls = []
             for call in layer_calls:
-                calls[name].append(dataclasses.replace(call, activations=scaled(call.activations)))
+                activations = scaled(call.activations)
+                scaled_calls.append(dataclasses.replace(call, activations=activations))
+            calls[name] = scaled_calls
         changed = {name: scale(rows, number) for name, rows in self.changed.items()}
-        return Gradients(scaled(self.dense), calls, changed)
+        dense = scaled(self.dense)
+        return Gradients(dense, calls, changed)
 
     __rmul__ = __mul__
 
