@@ -33,13 +33,13 @@ from rsembed.lists import (
 )
 
 PAD_ID = -1
-"""Means "no id" in dense arrays and in padding after the last bag.
+"""Id that means "no id", in dense arrays and in padding after the last bag.
 
 An id of -1 contributes nothing and is not an error.
 """
 
 
-@no_type_check  # Unchecked: JAX fills pytrees with placeholders.
+@no_type_check  # Types are not checked, because JAX puts placeholders into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Bags:
@@ -48,10 +48,11 @@ class Bags:
     Args:
       ids: all ids, bag after bag, as an integer array or `Keys`. Entries after the last offset are
         padding, -1.
-      offsets: starts at 0 and never decreases.
-      weights: one weight per id. None: ones.
-      dense_shape: shape of the array that the ids came from. None: the ids came from ragged bags.
-        Without a combiner, the activations have this shape plus a last axis for the embedding.
+      offsets: start of each bag in `ids`, and the end of the last bag. The first offset is 0, and
+        offsets never decrease.
+      weights: one weight per id. If None, the default, all weights are 1.
+      dense_shape: shape of the array that the ids came from, or None for ragged bags. Without a
+        combiner, the shape of the activations is `dense_shape` plus a last axis for the embedding.
 
     Example:
       >>> from rsembed import Bags
@@ -75,7 +76,8 @@ class Bags:
 
         Args:
           rows: lists, tuples or one-dimensional arrays of any length, which may be empty.
-          weights: rows of weights with the lengths of the rows of ids. None: ones.
+          weights: a row of weights for each row of ids, with one weight per id. If None, all
+            weights are 1.
 
         Raises:
           TypeError: a row is not a flat sequence of integers.
@@ -116,11 +118,11 @@ class Bags:
         Args:
           values: ids `[ids]`, bag after bag.
           lengths: number of ids in each bag, `[bags]`.
-          weights: one weight per id. None: ones.
+          weights: one weight per id. If None, all weights are 1.
 
         Raises:
-          ValueError: a length is negative, the lengths do not add up to the number of ids, or there
-            is not one weight per id.
+          ValueError: a length is negative, the lengths do not add up to the number of ids, or the
+            number of weights is not the number of ids.
           TypeError: lengths are not integers.
         """
         check_type(lengths, Int[np.ndarray, " bags"], "lengths")
@@ -154,7 +156,7 @@ class Bags:
 
         Args:
           ids: array of integers or `Keys`. -1 means no id.
-          weights: array with the shape of `ids`. None: ones.
+          weights: array with the shape of `ids`. If None, all weights are 1.
 
         Raises:
           TypeError: ids are not an array.
@@ -192,7 +194,7 @@ class Bags:
         Args:
           sample_ids: sample of each id, `[nnz]`.
           embedding_ids: ids, `[nnz]`.
-          gains: weight of each id, `[nnz]`. None: ones.
+          gains: weight of each id, `[nnz]`. If None, all weights are 1.
           num_samples: number of samples, which is the number of bags.
 
         Raises: ValueError: a sample id is outside `[0, num_samples)`, or the lists differ in
@@ -231,8 +233,8 @@ class Bags:
         Args:
           indices: sample and position of each id, `[nnz, 2]`.
           values: ids, `[nnz]`.
-          dense_shape: shape `(samples, width)` of the tensor.
-          weights: one weight per id. None: ones.
+          dense_shape: shape `(samples, width)` of the tensor. The number of bags is `samples`.
+          weights: one weight per id. If None, all weights are 1.
 
         Raises: ValueError: an argument has the wrong shape, or a sample is outside `dense_shape`.
         """
@@ -249,7 +251,7 @@ class Bags:
     def pad_to(self, num_ids: int) -> Bags:
         """The bags padded to `num_ids` ids, so that batches of different sizes share a program.
 
-        Raises: ValueError: the bags have more ids.
+        Raises: ValueError: the bags have more than `num_ids` ids.
         """
         check_type(num_ids, int, "num_ids")
         missing = num_ids - self.ids.shape[0]
@@ -265,9 +267,11 @@ class Bags:
             return xp.concatenate([array, xp.zeros(missing, array.dtype)])
 
         if isinstance(self.ids, Keys):
-            ids: Ids = jax.tree.map(with_zeros, self.ids)  # `is_key` is False in the padding.
+            # Zeros in the mask `is_key` mean padding.
+            ids: Ids = jax.tree.map(with_zeros, self.ids)
         else:
-            ids = xp.concatenate([self.ids, xp.full(missing, PAD_ID, self.ids.dtype)])
+            padding = xp.full(missing, PAD_ID, self.ids.dtype)
+            ids = xp.concatenate([self.ids, padding])
         weights = self.weights
         if weights is not None:
             weights = with_zeros(weights)
@@ -283,31 +287,32 @@ class Bags:
         lists: list[list[int]] = []
         for start, end in itertools.pairwise(np.asarray(self.offsets)):
             bag = numbers[start:end]
-            lists.append(bag[is_id[start:end]].tolist())
+            bag_ids = bag[is_id[start:end]]
+            lists.append(bag_ids.tolist())
         return lists
 
 
 class Jagged(Mapping[str, Bags]):
-    """Bags of several features in one pair of arrays: a mapping from features to `Bags`.
+    """Mapping from feature names to `Bags`, with the ids of all features in one array.
 
-    A `Jagged` has the form of TorchRec's KeyedJaggedTensor:
+    The arguments are the parts of TorchRec's KeyedJaggedTensor:
     `rs.Jagged(kjt.values(), kjt.lengths(), features=kjt.keys())`. `collection.prepare` accepts a
-    `Jagged`, like every mapping. The constructor copies no ids.
+    `Jagged`, like every mapping from features to ids. The constructor copies no ids.
 
     Args:
-      values: ids `[n]`, feature after feature, and sample after sample in each feature. An array or
-        a tensor in host memory.
-      lengths: number of ids of each sample, `[features * samples]`, in the same order.
+      values: ids `[n]`, feature after feature, and sample after sample in each feature, as an array
+        or a tensor in host memory.
+      lengths: number of ids of each sample, `[features * samples]`, feature after feature.
       features: names of the features.
-      weights: one weight per id, floats `[n]`. None: ones.
+      weights: one weight per id, floats `[n]`. If None, all weights are 1.
 
-    The attribute `features` is the tuple of names, and `bags` has the bags of all features as one
-    `Bags`.
+    The attribute `features` is the tuple of names. The attribute `bags` is one `Bags` with the bags
+    of all features.
 
     Raises:
       TypeError: `values` or `lengths` are not arrays of integers, or weights are not floats.
-      ValueError: a feature is named twice, or lengths are negative, do not add up or cannot be
-        divided equally among the features.
+      ValueError: a feature is named twice, a length is negative, the lengths do not add up to the
+        number of ids, or the number of lengths is not a multiple of the number of features.
 
     Example:
       >>> import rsembed as rs
@@ -341,8 +346,9 @@ class Jagged(Mapping[str, Bags]):
         if feature not in self.features:
             raise KeyError(f"Jagged has no feature {feature!r}, only {list(self.features)}.")
         bags = self.bags
-        first = self.features.index(feature) * self._num_samples
-        offsets = bags.offsets[first : first + self._num_samples + 1]
+        num_samples = self._num_samples
+        first = self.features.index(feature) * num_samples
+        offsets = bags.offsets[first : first + num_samples + 1]
         of_feature = slice(int(offsets[0]), int(offsets[-1]))
         weights = None
         if bags.weights is not None:
@@ -361,33 +367,33 @@ class Jagged(Mapping[str, Bags]):
 
 
 def as_bags(value: object, *, feature: str) -> Bags:
-    """Bags from any accepted form of input.
+    """Bags from any accepted form of ids.
 
     Args:
-      value: `Bags`, a dense array, nested lists, or a pair `(ids, weights)` of arrays or lists.
-        Everything that numpy can read counts as an array: columns of pandas, polars and Arrow, and
-        tensors in host memory. A column of lists has one bag per row.
-      feature: name of the feature, for errors.
+      value: `Bags`, a dense array, nested lists, or a pair `(ids, weights)` of arrays or lists. An
+        array may be anything that NumPy can read, such as a column of pandas, polars or Arrow, or a
+        tensor in host memory. A column of lists has one bag per row.
+      feature: name of the feature, for error messages.
 
-    Raises: TypeError, ValueError: the input is invalid. The message names the feature.
+    Raises: TypeError, ValueError: `value` has none of these forms, or ids and weights do not fit
+      each other.
     """
     try:
         return _bags_of(value)
     except (TypeError, ValueError, RuntimeError) as error:
-        # Torch raises RuntimeError for tensors that numpy cannot read.
+        # Torch raises RuntimeError for tensors that NumPy cannot read.
         raise type(error)(f"feature {feature!r}: {error}") from error
 
 
 def _bags_of(value: Any) -> Bags:
-    """Bags from any accepted form of input, see `as_bags`.
-
-    Error messages do not name the feature. The caller adds its name.
-    """
+    """Bags from any accepted form of ids, see `as_bags`, which adds the feature to errors."""
     if isinstance(value, Bags):
         _check_arrays(value)
         return value
-    is_pair = isinstance(value, tuple) and len(value) == 2
-    ids, weights = value if is_pair else (value, None)
+    ids = value
+    weights = None
+    if isinstance(value, tuple) and len(value) == 2:
+        ids, weights = value
     ids = foreign_to_numpy(ids)
     weights = foreign_to_numpy(weights)
     if isinstance(ids, np.ndarray) and ids.dtype == object and not np.ma.isMaskedArray(ids):
@@ -423,7 +429,10 @@ def _bags_of(value: Any) -> Bags:
 
 
 def _check_weights_of_pair(weights: object) -> None:
-    """Raises: TypeError: the second of a pair is not an array or list of floats."""
+    """Checks the weights of a pair `(ids, weights)`.
+
+    Raises: TypeError: the weights are not an array or list of floats.
+    """
     for leaf in jax.tree.leaves(weights):
         dtype = getattr(leaf, "dtype", float)
         if isinstance(leaf, int) or jnp.issubdtype(dtype, jnp.integer):
@@ -436,10 +445,10 @@ def _check_weights_of_pair(weights: object) -> None:
 
 
 def _check_arrays(bags: Bags) -> None:
-    """Checks the types and shapes of the fields.
+    """Checks the types and shapes of the fields of `Bags` that a user constructed.
 
     Raises:
-      TypeError: a field is not an array, or has a wrong dtype.
+      TypeError: ids, offsets or weights are not an array, or have a wrong dtype.
       ValueError: ids have several axes, or `dense_shape` does not match the number of bags.
     """
     for name, array in (("ids", bags.ids), ("offsets", bags.offsets)):
@@ -458,11 +467,13 @@ def _check_arrays(bags: Bags) -> None:
         )
     shape = bags.dense_shape
     if shape is not None and not is_traced(bags.offsets):
-        regular = np.arange(shape[0] + 1) * math.prod(shape[1:])
-        is_regular = np.array_equal(np.asarray(bags.offsets), regular)
-        if bags.ids.shape[0] != regular[-1] or not is_regular:
+        num_ids = bags.ids.shape[0]
+        ids_per_bag = math.prod(shape[1:])
+        regular_offsets = np.arange(shape[0] + 1) * ids_per_bag
+        is_regular = np.array_equal(np.asarray(bags.offsets), regular_offsets)
+        if num_ids != regular_offsets[-1] or not is_regular:
             raise ValueError(
-                f"dense_shape {shape} does not fit {bags.ids.shape[0]} ids in {bags.num_bags} bags."
+                f"dense_shape {shape} does not fit {num_ids} ids in {bags.num_bags} bags."
             )
     if bags.weights is not None and not isinstance(bags.weights, jax.Array):
         check_type(bags.weights, Float[np.ndarray, "..."], "weights of Bags")
@@ -483,7 +494,10 @@ def narrow_ids(ids: Ids) -> Ids:
 
 
 def check_ids_dtype(bags: Bags, *, feature: str) -> None:
-    """Raises: TypeError: ids are not integers."""
+    """Checks that a table without keys gets integer ids.
+
+    Raises: TypeError: the ids are `Keys`, or are not integers.
+    """
     if isinstance(bags.ids, Keys):
         raise TypeError(
             f"feature {feature!r}: its table has no storage that takes Keys; give it rsembed.Hashed."
@@ -501,19 +515,18 @@ def check_values(
     allow_out_of_range: bool = False,
     way_to_drop: str | None = None,
 ) -> None:
-    """Checks bags that are not traced.
+    """Checks ids, offsets and weights of bags that are not traced.
 
     Args:
-      bags: ids, offsets and weights.
-      feature: name of the feature, for errors.
-      table: name of the feature's table, for errors.
-      vocabulary_size: rows of the table.
+      bags: the bags to check.
+      feature: name of the feature, for error messages.
+      table: name of the feature's table, for error messages.
+      vocabulary_size: number of rows of the table.
       allow_out_of_range: whether ids outside the table are allowed, False by default.
-      way_to_drop: hint at the option that drops ids outside the table. None if the caller cannot
-        drop ids.
+      way_to_drop: hint in the error message at the option that drops ids outside the table, or None
+        if there is no such option.
 
-    Raises: ValueError: an id is outside the table, offsets decrease, or a weight is not finite. The
-      message names the feature, the bag, the value, the table and the way out.
+    Raises: ValueError: an id is outside the table, offsets decrease, or a weight is not finite.
     """
     check_bags(bags, feature=feature)
     if allow_out_of_range:
@@ -522,8 +535,10 @@ def check_values(
     used = np.asarray(bags.ids)[: offsets[-1]]
     if not used.size or (int(used.min()) >= PAD_ID and int(used.max()) < vocabulary_size):
         return
-    bad = (used != PAD_ID) & ((used < 0) | (used >= vocabulary_size))
-    position = int(bad.argmax())
+    is_outside = (used < 0) | (used >= vocabulary_size)
+    is_bad = is_outside & (used != PAD_ID)
+    num_bad = int(is_bad.sum())
+    position = int(is_bad.argmax())
     sample = _bag_of(position, offsets)
     ways_out = f"enlarge the table, hash the ids first, or use {PAD_ID} for missing ids"
     if way_to_drop is not None:
@@ -532,15 +547,15 @@ def check_values(
         )
     raise ValueError(
         f"feature {feature!r}: id {int(used[position])} in sample {sample} is outside table {table!r} with "
-        f"vocabulary_size={vocabulary_size} ({int(bad.sum())} such ids in the batch); {ways_out}."
+        f"vocabulary_size={vocabulary_size} ({num_bad} such ids in the batch); {ways_out}."
     )
 
 
 def check_bags(bags: Bags, *, feature: str) -> None:
     """Checks offsets and weights of bags that are not traced.
 
-    Raises: ValueError: offsets decrease, do not fit the ids or leave an id in no bag, or a weight
-      is missing or not finite.
+    Raises: ValueError: offsets decrease, an id is in no bag, an offset is beyond the ids, or a
+      weight is missing or not finite.
     """
     offsets = np.asarray(bags.offsets)
     if bags.dense_shape is None:
@@ -564,7 +579,10 @@ def check_bags(bags: Bags, *, feature: str) -> None:
 
 
 def _check_offsets(ids: Ids, offsets: np.ndarray, feature: str) -> None:
-    """Raises: ValueError: offsets decrease, do not fit the ids or leave an id in no bag."""
+    """Checks the offsets of bags that are not traced.
+
+    Raises: ValueError: offsets decrease, an id is in no bag, or an offset is beyond the ids.
+    """
     is_list = offsets.ndim == 1 and offsets.size > 0
     if not is_list or offsets[0] != 0 or (np.diff(offsets) < 0).any():
         first = offsets[:8].tolist()
@@ -577,7 +595,7 @@ def _check_offsets(ids: Ids, offsets: np.ndarray, feature: str) -> None:
         raise ValueError(
             f"feature {feature!r}: the last offset is {last}, but there are {num_ids} ids."
         )
-    # Only padding may follow the last offset.
+    # All entries after the last offset must be padding.
     num_lost = int(_are_ids(ids)[last:].sum())
     if num_lost:
         raise ValueError(
@@ -587,12 +605,12 @@ def _check_offsets(ids: Ids, offsets: np.ndarray, feature: str) -> None:
 
 
 def _are_ids(ids: Ids) -> np.ndarray:
-    """Mask on the host, False for padding."""
+    """Mask of the ids as a NumPy array, False for padding."""
     if isinstance(ids, Keys):
         return np.asarray(ids.is_key)
     return np.asarray(ids) != PAD_ID
 
 
 def _bag_of(position: int, offsets: np.ndarray) -> int:
-    """Index of the bag with the id at this position."""
+    """Index of the bag that contains entry `position` of the ids."""
     return int(np.searchsorted(offsets, position, side="right")) - 1
