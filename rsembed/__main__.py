@@ -329,7 +329,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(options.notebook, parse_settings(options.settings), options.output)
         return doctor()
     except ValueError as error:
-        # A ValueError is a mistake of the user. All other errors print a traceback.
+        # A ValueError comes from a mistake of the user. All other errors print a traceback.
         print(f"rsembed: {error}", file=sys.stderr)
         return 2
 

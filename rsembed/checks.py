@@ -402,8 +402,8 @@ def _misfit_of_union(value: object, hint: object, name: str) -> _Misfit | None:
         if misfit is None:
             return None
         misfits.append(misfit)
-    # If a type of the union fits except for an entry, or for the number or string that it allows,
-    # report this misfit.
+    # Report the misfit of a type that the value has, if only an entry, or the number or string
+    # itself, is wrong.
     for misfit in misfits:
         if misfit.name != name:
             return misfit
@@ -448,7 +448,7 @@ def _words_for(hint: Any) -> str:
         return " or ".join(map(repr, args))
     if kind in (Union, types.UnionType):
         if any(_dtypes_of(arg) == _KEYS for arg in args):
-            # The other type of the union is an array of integers, a raw key. Do not mention it.
+            # An array of integers beside a PRNG key is a raw key, which messages do not mention.
             args = tuple(arg for arg in args if _dtypes_of(arg) != _INTEGERS)
         return " or ".join(dict.fromkeys(map(_words_for, args)))
     if kind in _WORDS:

@@ -142,7 +142,7 @@ def _identity(value: object, above: frozenset[int]) -> str:
         if cell != CellType():
             closed[name] = inside(cell.cell_contents)
     name = value.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
-    # Leave this wrapper out: which functions have it depends on the version of optax.
+    # Whether a function has this wrapper depends on the version of optax, so leave the wrapper out.
     if name == "with_extra_args_support.update":
         return next(iter(closed.values()), name)
     if name.endswith("<lambda>"):

@@ -343,8 +343,8 @@ def _is_hidden(lane: Lane) -> bool:
 def check_not_cut(keys: Ids, dtype: str, feature: str) -> None:
     """Checks that JAX has not truncated 64-bit keys to 32 bits.
 
-    JAX truncates 64-bit arguments of a jitted function. `Keys`, and arrays outside `jit`, have all
-    bits.
+    JAX truncates 64-bit arguments of a jitted function, but neither `Keys` nor arrays outside
+    `jit`.
 
     Args:
       keys: the keys that a user passed.
@@ -405,8 +405,8 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         (key,) = join_keys(keys.high[index][None], keys.low[index][None])
         key = int(key)
         shown = str(key)
-        # A large key may be a negative number in the data of the user, so show this number, too.
-        # The largest key would be -1, which is padding.
+        # A large key may be a negative number in the user's data, so show the negative number, too.
+        # The largest 64-bit number is not a key, because it is -1, which means padding.
         if 2**63 <= key < 2**64 - 1:
             shown = f"{key} (of signed numbers: {key - 2**64})"
         raise ValueError(
@@ -481,7 +481,7 @@ def _remainder(keys: Keys, num_shards: int) -> Lane:
 
 
 def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
-    """The row `key // num_shards` of every key, as int32, for tables whose keys are row numbers.
+    """The row `key // num_shards` of every key, as int32, for a table that needs no key index.
 
     The row is `NO_ROW` for padding and for keys of `num_shards * rows_per_shard` or more.
 

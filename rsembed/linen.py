@@ -27,7 +27,7 @@ class Embeddings(nn.Module):
 
     `rs.linen.value_and_grad` and `rs.linen.TrainState` train the tables. The `EmbeddingState` is
     the variable `tables` of the variable collection `embeddings`. The parameter `guard` changes no
-    result: it only raises an error if a model is differentiated without its tables.
+    result, but raises an error if a model is differentiated without its tables.
 
     Attributes:
       collection: the tables, in any storage, on one device or a mesh.
@@ -64,7 +64,7 @@ class Embeddings(nn.Module):
 
 @no_type_check  # Types are not checked, because JAX puts placeholders into the fields of pytrees.
 class TrainState(struct.PyTreeNode):
-    """State of a training run: that of Flax's `TrainState`, and the tables of all layers.
+    """State of a training run: the fields of Flax's `TrainState`, and the tables of all layers.
 
     Args:
       step: number of updates so far.
@@ -101,7 +101,7 @@ class TrainState(struct.PyTreeNode):
         Raises:
           ValueError: `variables` has no parameters, or `tx` can skip steps, as
             `optax.apply_if_finite` does. Steps of tables are never skipped.
-          TypeError: `tx` is not an optax transformation (a bare `optax.MultiSteps` is none).
+          TypeError: `tx` is not an optax transformation. A bare `optax.MultiSteps` is not one.
         """
         taps.check_transformation(tx, _TRAIN_STATE)
         if "params" not in variables:

@@ -172,7 +172,7 @@ class Optimizer(nnx.Module):
         `value_and_grad`.
 
     Raises:
-      TypeError: `tx` is not an optax transformation (a bare `optax.MultiSteps` is none).
+      TypeError: `tx` is not an optax transformation. A bare `optax.MultiSteps` is not one.
       ValueError: `tx` can skip steps, as `optax.apply_if_finite` does. Steps of tables are never
         skipped.
     """

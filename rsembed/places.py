@@ -1,4 +1,4 @@
-"""Computes the row of each id. One formula serves all layouts; each table has a `Place` in it.
+"""Computes the row of each id, by one formula for all layouts, with parameters for each table.
 
 ```
 table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ──ids, tables_and_ids──▶  table, id
@@ -33,7 +33,7 @@ class Place(NamedTuple):
     Id `i` is row `(first + i) // spread` of shard `owner + (first + rotation + i) % spread`.
 
     Args:
-      owner: index of the first shard that holds rows of the table. `spread` shards hold its rows.
+      owner: index of the first of the `spread` shards that hold rows of the table.
       first: number of rows of earlier tables in these shards, summed over the shards.
       rotation: number of shards by which ids are shifted, 0 by default.
     """

@@ -128,9 +128,10 @@ class RowGradients:
 
     Args:
       rows: distinct row numbers in ascending order, with `NO_ROW` as padding at the end. On a mesh,
-        the part of each device has this order. A table with keys has a uint32 array
-        `[capacity, 3]`: upper half, lower half and number of occurrences of each key, 0 for
-        padding. Several tables with keys have `[capacity, 4]`, with the index of the table.
+        the rows on each device are in ascending order. For a table with keys, `rows` is a uint32
+        array `[capacity, 3]`: upper half, lower half and number of occurrences of each key, 0 for
+        padding. For several tables with keys, `rows` is `[capacity, 4]`, with the index of the
+        table.
       values: float32 gradient of each row, zeros for padding.
       num_rows: number of rows of each stack, as pairs `(stack, number of rows)` sorted by stack.
       shardings: on a mesh, shardings of the rows and values of each stack, as triples
@@ -464,7 +465,7 @@ def _combine_stack(
     specs = tuple(sharding.spec for sharding in shardings)
     in_specs = []
     for _, values in parts:
-        # Axes that `lax.scan` added before the others are not split over devices.
+        # Leading axes that `lax.scan` added are not split over devices.
         stacked_axes = [None] * (values.ndim - 2)
         in_specs.append(tuple(PartitionSpec(*stacked_axes, *spec) for spec in specs))
     on_each = jax.shard_map(

@@ -123,7 +123,7 @@ class Storage(Protocol):
         """
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Value that is equal for tables that can share a storage, or None if `table` cannot."""
+        """Value that is equal for tables that can share a storage, else None."""
 
     def check(self, table: TableSpec) -> None:
         """Checks that the storage supports the table.

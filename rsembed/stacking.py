@@ -445,7 +445,7 @@ def group_tables(
     row_tile = SUBLANES * num_shards if pad else 1
     num_rows = {}
     for name, table in tables.items():
-        # A hash table needs up to four slots per row. Assume eight for a table with a storage.
+        # A hash table needs up to four slots per row. Count eight for a table with a storage.
         slots_per_row = 1 if table.storage is None else 8
         num_rows[name] = slots_per_row * round_up(table.vocabulary_size, row_tile)
     split_groups = split_by_memory(groups.values(), num_rows, MAX_ROWS)

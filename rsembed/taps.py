@@ -70,14 +70,15 @@ _WRAPPERS = {
 }
 """Optax functions that decide whether or how a step is made.
 
-By the class name of the function's state, the name of the function and advice for the user.
+A key is the class name of a function's state. The value is the name of the function, and advice for
+the user.
 """
 
 
 def check_transformation(tx: object, where: str) -> None:
     """Checks that `tx` is an optax transformation.
 
-    Raises: TypeError: `tx` is not a transformation. A bare `optax.MultiSteps` is none, either.
+    Raises: TypeError: `tx` is not an optax transformation. A bare `optax.MultiSteps` is not one.
     """
     if isinstance(tx, optax.MultiSteps):
         raise TypeError(_refused(where, *_WRAPPERS["MultiStepsState"]))

@@ -262,7 +262,7 @@ def _read_blocks(file: io.BufferedIOBase, name: str, first_line: int) -> Iterato
 
 
 def is_number(text: str) -> bool:
-    """Whether a string is a decimal number. Strings with underscores, such as `1_0`, are not."""
+    """Whether a string is a decimal number without underscores (Python also reads `1_0`)."""
     try:
         float(text)
     except ValueError:

@@ -33,8 +33,8 @@ def zipf_probabilities(
 
     Args:
       vocabulary_size: number of ranks.
-      exponent: any number from 0 (a uniform law) up. Exponents of 1.05 to 1.2 are usual for click
-        logs and words. A larger exponent concentrates the lookups on fewer ids.
+      exponent: exponent of the law, 0 (uniform) or more. Exponents of 1.05 to 1.2 are usual for
+        click logs and words. A larger exponent concentrates the lookups on fewer ids.
 
     Raises: ValueError: `vocabulary_size` is below 1 or beyond int32, or `exponent` is negative or
       not finite.

@@ -89,8 +89,8 @@ def word_vectors(
     Raises:
       TypeError: a line is neither a string nor bytes, or a word is not a string.
       ValueError: a line is bad, the header has a different `dim`, or a compressed file is damaged.
-        With `bad_lines="raise"`, also if the number of vectors differs from the number in the
-        header.
+        With `bad_lines="raise"`, a file with fewer or more vectors than its header states is also
+        an error.
 
     Example:
       >>> found = word_vectors(["2 3", "the 0.5 1 2", "New York 1 1 1"], ["New York", "cat"], dim=3)

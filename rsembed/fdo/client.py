@@ -31,7 +31,8 @@ _log = logging.getLogger("rsembed")
 History = dict[str, np.ndarray]
 """Arrays of statistics by their names in files, `<stack>_<statistic>`.
 
-The statistics of one batch are one-dimensional. Those of several batches have one row per batch.
+The statistics of one batch are one-dimensional. The statistics of several batches have one row per
+batch.
 """
 
 
@@ -50,7 +51,7 @@ def record_of(statistics: SparseDenseMatmulInputStats) -> History:
 
 
 def append_history(history: History, later: History) -> History:
-    """The batches of two histories in one history, those of `later` as the last rows.
+    """One history with all batches of two histories. Batches of `later` are the last rows.
 
     Raises:
       ValueError: a statistic has different lengths in the two histories, because the layout changed
@@ -117,14 +118,14 @@ class FDOClient(abc.ABC):
     def publish(self) -> None:
         """Makes the recorded statistics of this process available to `load` in all processes.
 
-        `publish` is a collective call: all processes must call it.
+        All processes must call `publish` together.
         """
 
     @abc.abstractmethod
     def load(self) -> SparseDenseMatmulInputStats:
         """The statistics that all processes have published.
 
-        `load` is a collective call: all processes must call it.
+        All processes must call `load` together.
         """
 
 
@@ -206,8 +207,8 @@ class FileFDOClient(FDOClient):
         The next file that this client writes also contains the loaded statistics.
 
         Returns:
-          If there is only one file, the statistics of all batches in it. If there are several
-          files, the elementwise maximum over all files.
+          The statistics of all batches in the file, if there is only one file. Several files give
+          the elementwise maximum over all batches of all files.
 
         Raises:
           FileNotFoundError: no process has published statistics yet.

@@ -34,9 +34,9 @@ _log = logging.getLogger("rsembed")
 class IdFigures:
     """Figures of the ids of one feature, or of all features that read one table.
 
-    A *lookup* is an id that reads a row: an id that is neither missing nor out of range. Duplicates
-    are counted as separate lookups. The samples of a table are the samples of all features that
-    read the table.
+    A *lookup* is an id that reads a row, so missing ids and ids out of range are not lookups.
+    Duplicates are counted as separate lookups. The samples of a table are the samples of all
+    features that read the table.
 
     Attributes:
       table: name of the table.
@@ -254,8 +254,9 @@ def describe(
       num_shards: number of shards for which loads and partitions are counted. If None, the number
         is that of devices on the collection's mesh, or 8 without a mesh.
       max_distinct_ids: maximum number of distinct ids of a table, 50 million by default. Counting
-        stops with a warning when a table has more, and the report covers the batches until then.
-        The maximum bounds memory, because tables of 64-bit keys can have any number of ids.
+        stops with a warning when a table has more distinct ids, and the report covers the batches
+        that were counted before. The maximum bounds memory, because tables of 64-bit keys can have
+        any number of ids.
 
     Raises:
       TypeError: `batches` is a single batch, or `prepare` does not accept the form of a batch.

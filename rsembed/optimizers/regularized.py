@@ -307,7 +307,7 @@ class _CountingAdagrad(CompactOptimizerSpec):
     def _next_counter(self, row_counter: Array, gap: Array) -> Array:
         """Row counters that include the present step.
 
-        With a positive half-life, a step counts half after this number of further steps.
+        With a positive half-life `h`, an update counts half as much after `h` more steps.
         """
         halflife = self.regularization.counter_halflife
         if halflife == 0:

@@ -249,7 +249,7 @@ class LazyAdam(_BiasCorrectedAdam):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class AdagradMomentum(OptimizerSpec):
-    """Adagrad with momentum, any exponent of the root, and optional decay of the accumulator.
+    """Adagrad with momentum, a root of any degree, and optional decay of the accumulator.
 
     `A += g²`, or `A = beta2*A + (1-beta2)*g²` if `beta2 < 1`,
     `q = g * (A + epsilon)^(-1/exponent)`, `m = momentum*m + q`, `w -= lr*m`.

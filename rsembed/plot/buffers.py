@@ -87,7 +87,7 @@ def plot_buffer(
     Args:
       places: content of each slot, as `buffer_places` returns it.
       labels: a label for each slot, drawn only in slots that hold an id. None: no labels.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **mesh_kwargs: options of the coloured strips, see `Axes.pcolormesh`.
 
     Raises: ValueError: `labels` and `places` differ in shape.
@@ -231,7 +231,7 @@ def plot_limit_choice(
     Args:
       entries: entries of each partition, as `partition_entries` returns them.
       max_ids_per_partition: the limit that the dot marks.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of the curve.
     """
     ax = axes_or_new(ax)

@@ -42,7 +42,7 @@ def plot_id_frequency(
 
     Args:
       counts: occurrences of each id, for example from `np.bincount`.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
     """
     ax = axes_or_new(ax)
@@ -73,7 +73,7 @@ def plot_coverage(
         accepted.
       num_rows: number of rows of the table, for `counts` that leave out rows without a lookup. If
         None, the table has one row for each count.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
 
     Raises: ValueError: a count is negative, all counts are 0, or there are more counts than rows.
@@ -216,7 +216,7 @@ def plot_shard_load(
     Args:
       loads: by name of the layout, the number of ids that each shard looks up, see
         `StackingPlan.shard_load`. Use the same ids for all layouts.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **bar_kwargs: options of `Axes.bar`, for all bars.
 
     Raises: ValueError: a layout has no load, or the layouts have different numbers of shards.
@@ -272,7 +272,7 @@ def plot_stack_bytes(
     Args:
       sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
         The bar of the first stack is on top.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **bar_kwargs: options of `Axes.barh`, for all bars.
     """
     ax = axes_or_new(ax)
@@ -309,7 +309,7 @@ def plot_stack_treemap(
 
     Args:
       sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **box_kwargs: options of the rectangles.
     """
     ax = axes_or_new(ax, (7.2, 4.2))

@@ -158,7 +158,7 @@ def plot_loss(
         `window - 1` losses before it. With 1, the default, the curve is not smoothed.
       references: losses to compare with, by name, such as `{"unigram entropy": 5.3}`.
       ylabel: name of the loss, with its unit.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
 
     Raises: ValueError: `steps` and `losses` differ in length.
@@ -195,7 +195,7 @@ def plot_row_path(
       paths: by name of the optimizer, the value after steps 1, 2, 3, ….
       lookups: the steps that look the row up, counted from 1.
       ylabel: name of the values, with their unit.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of all curves.
     """
     ax = axes_or_new(ax)
@@ -230,7 +230,7 @@ def plot_loss_against_state(
       results: by name of the optimizer, the bytes of optimizer state for each row, and the loss.
       references: losses to compare with, by name, such as the lowest that can be reached.
       ylabel: name of the loss, with its unit.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **scatter_kwargs: options of the points.
     """
     ax = axes_or_new(ax)
@@ -267,14 +267,14 @@ def plot_limits(
 ) -> Axes:
     """Plots a count of each batch, and the limit of the count.
 
-    Crosses mark batches that exceed the limit: ids of such a batch are dropped, or preprocessing
+    Crosses mark batches that exceed the limit. Ids of such a batch are dropped, or preprocessing
     raises an error.
 
     Args:
       observed: the largest count in each batch, such as ids in the fullest partition.
       limits: the limit for each batch, or one limit for all batches.
       ylabel: label of the y axis, the name of the count.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of the curve of `observed`.
 
     Raises: ValueError: `observed` is empty, or `limits` has a different length than `observed`.
@@ -332,7 +332,7 @@ def plot_miss_ratio(
       measured: by name of the curve, a mapping from cache size to the share (0 to 1) of lookups
         that miss a cache of this size.
       xlabel: name of the sizes, with their unit.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of all curves.
     """
     ax = axes_or_new(ax)
@@ -369,7 +369,7 @@ def plot_against_bytes(
         is drawn, and a vertical line from the lowest to the highest value.
       references: values to compare with, by name, drawn as dashed lines.
       ylabel: name of the values, with their unit.
-      ax: the axes to draw on. None: a new figure.
+      ax: the axes to draw on. If None, the function creates a new figure.
     """
     ax = axes_or_new(ax)
     curves = []
@@ -463,12 +463,12 @@ def roof(
 ) -> Any:
     """The most operations per second that a machine reaches at an arithmetic intensity.
 
-    The result is the smaller of two limits: bandwidth times intensity, and the peak of arithmetic.
+    The result is the minimum of `intensity * bytes_per_second` and `flops_per_second`.
 
     Args:
       intensity: operations per byte of memory, as a number or an array.
       bytes_per_second: bandwidth of the memory.
-      flops_per_second: peak of the machine, without any access to memory.
+      flops_per_second: operations per second of the machine, without any access to memory.
 
     Source: Williams, Waterman and Patterson (2009), "Roofline: An insightful visual performance
       model".
@@ -494,8 +494,8 @@ def plot_roofline(
       work: the minimum work of the operation.
       seconds: time of each program in seconds, by name.
       bytes_per_second: bandwidth of the memory, such as the speed of a large copy.
-      flops_per_second: peak of the machine, without any access to memory.
-      ax: the axes to draw on. None: a new figure.
+      flops_per_second: operations per second of the machine, without any access to memory.
+      ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of the line of the roof.
     """
     ax = axes_or_new(ax)
