@@ -37,7 +37,7 @@ from rsembed.tbe.plan import AnyBatch, GroupPlan, TBEPlan, engine_of, list_of, w
 Value = TypeVar("Value")
 Rates = Float[Array, " groups"]
 """Learning rate of every group."""
-Output = Float[Array, "*output"]
+LookupOutput = Float[Array, "*output"]
 """Output of a lookup, or a gradient of the output."""
 
 
@@ -279,7 +279,7 @@ def lookup(
     state: TBEState,
     batch: AnyBatch,
     output_dtype: str = "float32",
-) -> Output:
+) -> LookupOutput:
     """Pooled rows, differentiable with respect to the weights of the ids.
 
     The shape is `[bags, sum of dims]`, or `[nnz, longest dim]` without pooling. With variable batch
@@ -294,7 +294,7 @@ def _pooled(
     state: TBEState,
     batch: AnyBatch,
     rates: Rates,
-) -> Output:
+) -> LookupOutput:
     """Output of a lookup. Global weight decay is applied with the learning rates `rates`."""
     batch = _checked(plan, batch)
     if isinstance(batch, Call):  # Tables on a mesh have no global weight decay.
@@ -306,7 +306,7 @@ def _pooled(
 def _gradient(
     d_output: Array,
     max_gradient: float | None = None,
-) -> Output:
+) -> LookupOutput:
     """Gradient of the output in float32, clipped to `[-max_gradient, max_gradient]`.
 
     The gradient is not clipped if `max_gradient` is None.
@@ -320,7 +320,7 @@ def _gradient(
 def row_gradients(
     plan: TBEPlan,
     batch: AnyBatch,
-    d_output: Output,
+    d_output: LookupOutput,
     *,
     max_gradient: float | None = None,
 ) -> RowGradients:
@@ -372,7 +372,7 @@ def update(
     plan: TBEPlan,
     state: TBEState,
     batch: AnyBatch,
-    d_output: Output,
+    d_output: LookupOutput,
     rates: Rates,
 ) -> TBEState:
     """Steps every row that the batch reads once, with the sum of the row's gradients.
@@ -563,7 +563,7 @@ def backward(
     plan: TBEPlan,
     state: TBEState,
     batch: AnyBatch,
-    d_output: Output,
+    d_output: LookupOutput,
     rates: Rates,
     *,
     max_gradient: float | None = None,
