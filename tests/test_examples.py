@@ -70,6 +70,7 @@ def test_a_short_log_with_a_header_shows_its_loss_and_every_epoch(tmp_path, caps
     assert results["DLRM"].auc > 0.9 and results["logistic regression"].auc > 0.9
 
 
+@pytest.mark.slow
 def test_the_rows_that_are_reported_choose_nothing(monkeypatch):
     criteo = script("criteo")
     train, _ = criteo.generated(2_000, num_features=2)

@@ -61,6 +61,7 @@ def mesh():
     return Mesh(np.asarray(jax.devices()[:4]), ("device",))
 
 
+@pytest.mark.slow_rows("both on a mesh")
 @pytest.mark.parametrize(
     "make",
     [

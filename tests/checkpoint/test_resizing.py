@@ -94,7 +94,7 @@ def arrays_of(collection, state):
 PLACEMENTS = [(None, None), (4, "row"), (4, "table"), (4, "column"), (2, "replicated")]
 
 
-@pytest.mark.slow_rows("on the host-None-None", "dense-None-None")
+@pytest.mark.slow_rows("on the host-None-None", "dense-None-None", "dense-4-row")
 @pytest.mark.parametrize(
     ("kind", "num_devices", "placement"),
     [
@@ -279,7 +279,7 @@ def test_many_rows_are_added_and_cut_in_blocks(tmp_path, monkeypatch):
 # Slots without a file
 
 
-@pytest.mark.slow_rows("dense-4", "train-4")
+@pytest.mark.slow_rows("dense-4", "train-4", "keyed-4")
 @pytest.mark.parametrize(
     ("kind", "num_devices"), [("dense", None), *((kind, 4) for kind in STORAGES)]
 )

@@ -114,6 +114,7 @@ def test_files_hold_rows_in_the_order_of_ids_whatever_the_mesh(saved, source):
             assert_allclose(found["slots"][name]["accumulator"], slots[name][0], rtol=1e-6)
 
 
+@pytest.mark.slow_rows("row 4-one")
 @pytest.mark.parametrize(
     ("source", "target"),
     [("one", "row 4"), ("row 4", "one"), ("mixed", "column"), ("row 4", "mixed")],

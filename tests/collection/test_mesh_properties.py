@@ -114,6 +114,7 @@ def test_accumulation_and_clipping_inside_a_scan_equal_one_device():
         np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_rows("4-row")
 @pytest.mark.parametrize(
     ("num_devices", "placement"),
     [(4, "row"), (8, "row"), (4, "column"), (4, "replicated")],

@@ -34,6 +34,7 @@ def trained(collection, seed=0):
 HOST = {"a": rs.HostCached(cache_rows=16), "b": rs.HostCached(cache_rows=16), "h": rs.Hashed()}
 
 
+@pytest.mark.slow_rows("name", "too many keys")
 @pytest.mark.parametrize(
     "second",
     [

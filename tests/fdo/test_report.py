@@ -191,6 +191,9 @@ FORMS = {
 }
 
 
+@pytest.mark.slow_rows(
+    "prepared-1", "arrays on a device-1", "weights-1", "bags-1", "lists-1", "jagged-1", "arrays-1"
+)
 @pytest.mark.parametrize("num_devices", [1, 4])
 @pytest.mark.parametrize("form", FORMS)
 def test_a_report_does_not_depend_on_the_form_of_the_batches(form, num_devices):

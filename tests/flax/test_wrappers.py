@@ -79,7 +79,7 @@ def stepped_on_all(name, *storages):
     return interface.contents(step(interface.model, interfaces.batch_of(interface)))
 
 
-@pytest.mark.slow_rows("linen-rs.combine")
+@pytest.mark.slow_rows("linen-rs.combine", "nnx-a * 0.5 + b * 0.5", "nnx-(a + b) / 2")
 @pytest.mark.parametrize(
     ("name", "idiom"),
     [*((name, "rs.combine") for name in interfaces.ALL), *(("nnx", idiom) for idiom in IDIOMS)],
@@ -99,7 +99,7 @@ def test_micro_batches_are_one_step_of_the_mean_in_every_storage(name, idiom):
     assert_same(interface.contents(step(interface.model, *batches)), stepped_on_all(name, *ALL))
 
 
-@pytest.mark.slow_rows("False-core", "False-linen")
+@pytest.mark.slow_rows("False-core", "False-linen", "True-nnx")
 @pytest.mark.parametrize("name", interfaces.ALL)
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_gradients_of_two_programs_are_added_outside_of_them(name, on_mesh):

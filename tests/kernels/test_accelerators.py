@@ -152,6 +152,7 @@ def test_a_shard_map_may_check_what_varies_over_a_mesh_of_gpus():
     assert "triton" in checked.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
+@pytest.mark.slow_rows("v6e")
 @pytest.mark.parametrize("target", [name for name in TARGETS if name != "h100"])
 def test_steps_lower_for_every_chip(target, monkeypatch):
     monkeypatch.setattr(sparsecore, "MAX_CHUNK_ROWS", 64)

@@ -123,6 +123,14 @@ def test_row_gradients_agree_with_loops(case, name, module, run):
     assert_rows(found, expected, NUM_ROWS, call, 0)
 
 
+@pytest.mark.slow_rows(
+    "sgd-gpu",
+    "sgd-sparsecore",
+    "adagrad-gpu",
+    "adagrad-sparsecore",
+    "custom-gpu",
+    "custom-sparsecore",
+)
 @every_implementation
 @pytest.mark.parametrize("rule_name", RULES)
 def test_update_agrees_with_loops(rule_name, name, module, run):
@@ -158,9 +166,10 @@ def test_update_agrees_with_loops(rule_name, name, module, run):
 @pytest.mark.slow_rows(
     *(
         f"{case}-{name}"
-        for case in ("columns", "none in each", "tiny weights", "huge weights")
+        for case in ("columns", "mixed columns", "none in each", "tiny weights", "huge weights")
         for name in ("gpu", "sparsecore")
-    )
+    ),
+    "kinds of lists-gpu",
 )
 @every_implementation
 @pytest.mark.parametrize("case", SEVERAL_TABLES)

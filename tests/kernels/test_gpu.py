@@ -75,6 +75,7 @@ def test_weights_of_entries_without_a_row_may_be_anything():
     assert np.all(np.isfinite(seen))
 
 
+@pytest.mark.slow_rows("sgd")
 @pytest.mark.parametrize("name", ["sgd", "rowwise_adagrad"])
 def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
     """Row 7 has 41 entries, row 2 as many as make a piece, row 9 one more; the others have few."""

@@ -27,6 +27,16 @@ found_now = {}
     "model-parallel 2 indexed",
     "model-parallel 4",
     "core row 4 adam",
+    "core torch_adagrad",
+    "core adagrad_momentum",
+    "core laprop",
+    "core f2a",
+    "core ftrl",
+    "core optax_adam",
+    "table-batched partial_rowwise_lamb",
+    "table-batched unpooled",
+    "model-parallel 1",
+    "core column 2",
 )
 @pytest.mark.parametrize("name", runs.RUNS)
 def test_numbers_are_those_of_before(name):

@@ -292,6 +292,7 @@ def test_a_rule_that_moves_all_rows_moves_those_that_were_not_looked_up():
     assert (one_step[1] == two_steps[1]).all()
 
 
+@pytest.mark.slow_rows("ftrl", "lamb")
 @pytest.mark.usefixtures("more_optimizations")
 @pytest.mark.skipif(
     native.unavailable_because() is not None, reason="XLA alone rounds as the shapes have it"

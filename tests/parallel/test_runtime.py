@@ -63,6 +63,7 @@ def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_a
     assert tree["slots"]["1"] == 2.5 and tree["slots"]["2"].tolist() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_silent_process_ends_the_run_after_the_heartbeat_timeout():
     # Inside a collective, where only the missing heartbeat (4 s) can end the wait.
     launched = Launched("stay")

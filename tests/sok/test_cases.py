@@ -124,7 +124,7 @@ def optimizer_of(case):
     return kind(case["lr"], case["beta_1"], case["beta_2"], case["epsilon"])
 
 
-@pytest.mark.slow_rows("rowwise_adagrad")
+@pytest.mark.slow_rows("rowwise_adagrad", "lazy_adam")
 @pytest.mark.parametrize("case", STEPS.values(), ids=STEPS)
 def test_worked_steps_of_adam_as_tensorflow_has_it_and_of_row_wise_adagrad(case):
     start = np.array(case["table"], np.float32)

@@ -167,6 +167,7 @@ def test_embedding_variables_are_told_from_others():
     assert own == (model[1].variable,) and len(others) == len(variables) - 1 >= 2
 
 
+@pytest.mark.slow_rows("mean")
 @pytest.mark.parametrize("combiner", ["sum", "mean"])
 def test_lookups_are_differentiated_by_their_weights(combiner):
     variable = sok.embedding_variable("weighted", 3, rows_per_device=8, context=sok.Init())

@@ -155,6 +155,7 @@ def test_gradients_of_a_key_never_reach_the_next_owner_of_its_row():
     assert rows["keys"].tolist() == [5] and (rows["values"] < 0).all()
 
 
+@pytest.mark.slow_rows("uint32-4294967295-True")
 @pytest.mark.parametrize(
     ("key_dtype", "largest", "use_hashtable"),
     [("int32", 2**31 - 1, True), ("uint32", 2**32 - 1, True), ("uint32", 2**32 - 1, False)],

@@ -50,6 +50,7 @@ def trained(name):
     return [jax.tree.map(np.asarray, pair) for pair in found]
 
 
+@pytest.mark.slow_rows("one of two equal axes")
 @pytest.mark.parametrize("name", MESHES)
 def test_lookup_and_update_equal_dense_loops(name):
     found = trained(name)

@@ -292,7 +292,7 @@ FORMS = {
 """Ids and weights of a feature as users have them."""
 
 
-@pytest.mark.slow_rows("4x4-auto", "1x4-auto")
+@pytest.mark.slow_rows("4x4-auto", "1x4-auto", "2x2-manual")
 @pytest.mark.parametrize(
     "model",
     [*MODELS, *(pytest.param(model, marks=pytest.mark.slow) for model in MORE_MODELS)],

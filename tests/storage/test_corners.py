@@ -323,6 +323,7 @@ def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
     assert_array_equal(jax.jit(collection.lookup)(near, batch)["f"], expected["f"])
 
 
+@pytest.mark.slow_rows("vmap of vmap", "vmap of jit")
 @pytest.mark.parametrize("way", ["vmap", "jit of vmap", "vmap of jit", "vmap of vmap"])
 def test_vmap_reads_rows_on_the_host_and_stops_where_one_is_missing(way):
     collection = on_host(20)
@@ -420,6 +421,7 @@ def test_an_error_in_another_table_costs_no_rows_on_the_host(way, other, rows, e
     assert_array_equal(collection.tables(state)["a"], expected)
 
 
+@pytest.mark.slow_rows("storage0-None")
 @pytest.mark.parametrize(
     ("storage", "mesh"), [(rs.Hashed(), None), (rs.Hashed(when_full="evict"), 2)]
 )

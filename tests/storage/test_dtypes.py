@@ -55,6 +55,8 @@ def rows_of(collection, state):
     "train, one device, bfloat16",
     "hashed, one device, float16",
     "dense, row, float16",
+    "dense, table, bfloat16",
+    "dense, replicated, bfloat16",
 )
 @pytest.mark.parametrize(
     ("storage", "way", "dtype"), CELLS, ids=[", ".join(cell) for cell in CELLS]

@@ -49,6 +49,7 @@ REASONS = {
 ARGUMENTS = {"keep": 20, "unused_for": 3, "norm_below": 1.7}
 
 
+@pytest.mark.slow_rows("keep-None")
 @pytest.mark.parametrize(
     ("reasons", "num_devices"),
     [

@@ -123,7 +123,9 @@ CACHES = {
 }
 
 
-@pytest.mark.slow_rows("lru of one set", "lars", "cowclip", "pipelined")
+@pytest.mark.slow_rows(
+    "lru of one set", "lars", "cowclip", "pipelined", "float16", "states above zero"
+)
 @pytest.mark.parametrize("name", CACHES)
 def test_any_order_of_calls_has_the_bits_of_tables_without_a_cache(name):
     rng, modules = np.random.default_rng(len(name)), pair(**CACHES[name])

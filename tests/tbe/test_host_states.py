@@ -330,6 +330,7 @@ def _interrupts_raise():
 
 
 # Python loses an interrupt that comes in a callback of a weak reference or of its garbage collector.
+@pytest.mark.slow_rows("True")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("_interrupts_raise")
 @pytest.mark.parametrize("is_cached", [False, True])

@@ -75,6 +75,7 @@ SHARED = {
 }
 
 
+@pytest.mark.slow_rows("counter", "emainplace", "column of halves")
 @pytest.mark.parametrize("name", SHARED)
 def test_a_mesh_looks_up_and_trains_as_one_device_does(name):
     arguments = {"feature_table_map": FEATURES, **SHARED[name]}

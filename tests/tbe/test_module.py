@@ -142,6 +142,7 @@ def test_rates_follow_set_learning_rate_and_schedules():
 # Compiled steps
 
 
+@pytest.mark.slow_rows("rowwise_l2")
 @pytest.mark.parametrize("rule", ["rowwise_l2", "global", "emainplace"])
 def test_a_compiled_step_has_the_bits_of_an_eager_one(rule):
     eager, compiled = (make(((5, 4), (6, 2)), **variant(rule)) for _ in range(2))

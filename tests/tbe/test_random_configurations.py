@@ -189,6 +189,11 @@ def batches(draw, c):
     "bfloat16",
     "variable_batch",
     "single_rows_of_mixed_dims",
+    "global_bounded_starting_late",
+    "counter_adagradw_bounded",
+    "lars",
+    "adam",
+    "emainplace",
 )
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @hypothesis.settings(

@@ -72,6 +72,7 @@ def jitted_rows(spec, form):
     return run
 
 
+@pytest.mark.slow_rows("full_weight_4core")
 @pytest.mark.parametrize("name", ["full_weight_2core", "full_weight_3core", "full_weight_4core"])
 def test_full_weight_is_the_worked_table(name):
     given, expect = CASES[name]["input"], CASES[name]["expect"]
@@ -84,6 +85,7 @@ def test_full_weight_is_the_worked_table(name):
         )
 
 
+@pytest.mark.slow_rows("native-d4-mean", "native-d2-sum", "plain-d2-mean")
 @pytest.mark.parametrize(
     ("form", "name", "mode"),
     [
@@ -128,6 +130,7 @@ def test_bags_agree_with_the_dense_table(name, form, mode, data):
     assert_allclose(d_weights, d_wanted, atol=1e-4)
 
 
+@pytest.mark.slow_rows("d4")
 @pytest.mark.parametrize("name", ["d3", "d3, wide", "d4"])
 def test_many_tiles_make_the_same_bits_as_native_kernels(name, monkeypatch):
     need("native")

@@ -53,6 +53,16 @@ def test_worked_standard_deviations():
     assert core_std(spec) == pytest.approx(expect["exact_variance_core_std"], rel=1e-6)
 
 
+@pytest.mark.slow_rows(
+    "approx-uniform-d4",
+    "approx-uniform-d2",
+    "approx-normal-d4",
+    "approx-normal-d2",
+    "normal-d2",
+    "normal-d4",
+    "uniform-d4",
+    "uniform-d2",
+)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("weight_dist", ["normal", "uniform", "approx-normal", "approx-uniform"])
 def test_the_table_has_the_target_mean_and_standard_deviation(name, weight_dist):
@@ -70,6 +80,9 @@ def test_approx_normal_tables_are_normal(name, most):
     )
 
 
+@pytest.mark.slow_rows(
+    "2-0.11-d2", "8-0.04-d3", "16-0.025-d4", "16-0.025-d2", "2-0.11-d4", "8-0.04-d4"
+)
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize(("rank", "most"), [(2, 0.11), (8, 0.04), (16, 0.025)])
 def test_approx_uniform_tables_come_closer_to_uniform_with_the_rank(name, rank, most):

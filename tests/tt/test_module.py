@@ -151,6 +151,7 @@ def test_sparse_false_returns_gradients_and_changes_nothing():
     assert all((a == b).all() for a, b in zip(before, values(emb), strict=True))
 
 
+@pytest.mark.slow_rows("EXACT_ADAGRAD-adagrad-states1-0.001")
 @pytest.mark.parametrize(
     ("name", "formula", "states", "eps"),
     [

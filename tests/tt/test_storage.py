@@ -63,6 +63,7 @@ def trained(collection):
     return [(after.tables["t"], after.slots["t"]) for after in (state, applied)]
 
 
+@pytest.mark.slow_rows("x-float32")
 @pytest.mark.parametrize(("axis", "dtype"), [("x", "float32"), (None, "bfloat16")])
 def test_devices_that_sum_their_gradients_step_as_one_device_and_keep_equal_copies(axis, dtype):
     """On some axes of a mesh, and of cores that are rounded; the contract of storages has all rules and combiners."""
