@@ -122,7 +122,7 @@ def ids_of_row(row: Any, position: int) -> FlatIds:
         # From a list, NumPy makes an integer array if all values are integers.
         row = row.tolist()
     # NumPy would read an empty list as float64.
-    array = np.zeros(0, np.int64)
+    array: np.ndarray = np.zeros(0, np.int64)
     if len(row):
         try:
             array = np.asarray(row)

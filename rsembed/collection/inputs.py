@@ -53,8 +53,7 @@ def check_names(features: Mapping[str, object], entries: Mapping[str, object], w
       TypeError: `entries` is not a mapping.
       ValueError: features are missing or unknown.
     """
-    if not isinstance(entries, Mapping):
-        check_type(entries, Mapping, f"{what}, with one entry for each of {sorted(features)},")
+    check_type(entries, Mapping, f"{what}, with one entry for each of {sorted(features)},")
     missing = sorted(set(features) - set(entries))
     unknown = sorted(set(entries) - set(features), key=str)
     if missing or unknown:
