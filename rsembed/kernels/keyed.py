@@ -118,8 +118,8 @@ def distinct(
     owners = jnp.where(is_owned, owners, num_owners).astype(jnp.int32)
     positions = int32_range(num_occurrences)
     operands = (owners, *lanes, positions)
-    *keys, order = jax.lax.sort(operands, num_keys=1 + len(lanes), is_stable=True)
-    sorted_owners, *lanes_in_order = keys
+    in_order = jax.lax.sort(operands, num_keys=1 + len(lanes), is_stable=True)
+    sorted_owners, *lanes_in_order, order = in_order
     differs = sorted_owners[1:] != sorted_owners[:-1]
     for lane in lanes_in_order:
         differs = differs | (lane[1:] != lane[:-1])
