@@ -456,7 +456,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
     def _read(self, *arguments: Any) -> AnyBatch:
         """Reads and checks the arguments of a call. Warns once about ids and offsets out of range.
 
-        `bounds_check_warning` is set to the number of ids and offsets that are out of range.
+        `bounds_check_warning` is set to the number of ids and offsets that are out of range, or to 0
+        in mode IGNORE.
         """
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
         # Inside a transformation, the variables of a module that is not an argument cannot be set.

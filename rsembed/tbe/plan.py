@@ -313,7 +313,10 @@ class TBEPlan:
 
     @functools.cached_property
     def layout(self) -> Fingerprint:
-        """Fingerprint that states contain: row numbers, dtypes and optimizers of the tables."""
+        """Fingerprint that states contain.
+
+        The fingerprint depends on the row numbers, dtypes, placements and optimizers of the tables.
+        """
         of_tables = self._row_facts()
         for table in self.tables:
             of_tables[table.name] |= table.contents()
@@ -328,9 +331,9 @@ class TBEPlan:
 
     @functools.cached_property
     def contents(self) -> Fingerprint:
-        """Fingerprint that state dicts contain: sizes and optimizers of the tables.
+        """Fingerprint that state dicts contain.
 
-        Placements and dtypes are not part of this fingerprint, so they may differ.
+        The fingerprint depends on the sizes and optimizers of the tables, but not on placements and dtypes.
         """
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
