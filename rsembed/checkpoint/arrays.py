@@ -39,7 +39,7 @@ from rsembed.storage.logical_rows import Blocks, SavedArray
 
 CHUNK_BYTES = 1 << 22
 _BYTES_IN_FLIGHT = 1 << 24
-"""Maximum number of bytes that a save keeps in memory while they are being written."""
+"""Maximum size in bytes of all chunks that a save is writing at the same time."""
 _CHUNKS_IN_FLIGHT = 4
 """Number of chunks that a load reads at the same time."""
 _CHECKSUM_BYTES = 4
@@ -325,8 +325,8 @@ def _store(path: Path, entry: Entry, *, create: bool = False) -> StoreFuture:
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
-    # Only one save writes to a folder, so locks are not needed. With `sync`, data is on the disk
-    # when a write ends.
+    # Only one save writes to a folder, so locks are not needed. With `file_io_sync`, data is on the
+    # disk when a write ends.
     options = {"file_io_locking": {"mode": "none"}, "file_io_sync": True}
     context = tensorstore.Context(options)
     return tensorstore.open(spec, context=context, create=create, open=not create)
@@ -336,7 +336,7 @@ def _store(path: Path, entry: Entry, *, create: bool = False) -> StoreFuture:
 
 
 def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
-    """The array of a manifest entry, which is read later, after a check of its files.
+    """Opens the array of a manifest entry, after a check of its files.
 
     The check compares the size and the stored checksum of every file with the manifest. The rows
     are compared with the checksum when they are read.

@@ -6,11 +6,11 @@ checkpoint/
   0000/ ...       one zarr array each: the rows in order, in chunks of about 4 MiB
 ```
 
-A save writes to a hidden folder, syncs it to the disk and renames it. A checkpoint is therefore
-complete or absent, and no save replaces one. A load verifies every byte, and the error for a
-damaged file names the file or the array. Files do not depend on stacking, mesh or number of
-processes, because a state of embedding tables, anywhere in the tree, is written by table name with
-rows in id order (see `states`).
+A save writes to a hidden folder, syncs it to the disk and renames it. Therefore a checkpoint is
+complete or does not exist, and a save never replaces a checkpoint. A load verifies every byte, and
+the error for a damaged file names the file or the array. Files do not depend on stacking, mesh or
+number of processes, because a state of embedding tables, anywhere in the tree, is written by table
+name with rows in id order (see `states`).
 
 TensorStore reads and writes the arrays, and other zarr readers can open them. This module stores
 states by table name, writes either all arrays of a checkpoint or none, and detects missing or
@@ -451,7 +451,7 @@ def load_collection(
     others: Others = None,
     resize: Resize = False,
 ) -> PyTree:
-    """State of a saved collection, for a collection with the same tables.
+    """Loads the state of a saved collection, for a collection with the same tables.
 
     Stacking, mesh and placement of the two collections may differ.
 

@@ -104,7 +104,7 @@ def dump(path: str | os.PathLike[str], variables: object, optimizer: object = No
 def load(path: str | os.PathLike[str], variables: object, optimizer: object = None) -> None:
     """Restores tables from a `dump` onto the devices of this run.
 
-    The number of devices may differ from that of the dump.
+    The number of devices may differ from the run that wrote the dump.
 
     Rows are read a few MiB at a time. If an error is raised, no table has changed.
 

@@ -45,7 +45,7 @@ def group_embedding_lookup_sparse(
 ) -> list[Float[Array, "batch _"]]:
     """Pooled rows of many tables from one exchange.
 
-    With several processes, plain tables must be equal in all of them. If `params` has an
+    In a run of several processes, plain tables must be equal in all processes. If `params` has an
     `EmbeddingVariable`, every output has the samples of all processes. Without an
     `EmbeddingVariable`, the outputs have the samples of this process.
 

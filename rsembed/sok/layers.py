@@ -91,7 +91,8 @@ class _Layer(nnx.Module):
     def _read(self, batch: Batch) -> dict[str, Bags]:
         """Bags of a batch, after checks of their number and sizes, by the name of the layer.
 
-        Raises: ValueError: the bags are not whole samples, or a bag has a wrong number of keys.
+        Raises: ValueError: the number of bags is not a multiple of `slot_num`, or a bag has a wrong
+          number of keys.
         """
         what = f"layer {self.name!r}"
         bags = lookups.key_bags(*batch, self.name)
@@ -123,7 +124,7 @@ class _Layer(nnx.Module):
 
 
 class DistributedEmbedding(_Layer):
-    """Pooled rows of `slot_num` features that share one table, sharded over all devices.
+    """Layer that looks up and pools rows for `slot_num` features, which share a sharded table.
 
     `layer(keys)` looks up rows and trains nothing. A key without a row reads zeros.
     `out, backward = layer.vjp(keys)` is the lookup of a training step. In this lookup, new keys
@@ -227,7 +228,7 @@ class DistributedEmbedding(_Layer):
 
 
 class All2AllDenseEmbedding(_Layer):
-    """One row per key, without pooling, from a table that is sharded over all devices.
+    """Layer that looks up one row per key, without pooling, in a table sharded over all devices.
 
     Use the layer like `DistributedEmbedding`. With `dynamic_input`, `keys` is a flat list of any
     length, such as the result of `unique`, and the result has the rows in the order of this list.

@@ -79,7 +79,7 @@ def _as_matrix(array: Any) -> Any:
 
 
 EngineTable = tuple[VariableTable, tuple[Combiner, ...], bool]
-"""A table, the combiners of the features that read it, and whether it grows before a step."""
+"""A table, the combiners of its features, and whether the table grows before a step."""
 
 
 @functools.lru_cache(maxsize=256)
@@ -200,7 +200,7 @@ def _step(
     batch: Batch,
     d_outputs: Mapping[str, Float[Array, "_ _"]],
 ) -> Arrays:
-    """Makes one step, and returns new parameters, slots and step counts. `arrays` is donated."""
+    """New parameters, slots and step counts after one optimizer step. `arrays` is donated."""
     params, slots, numbers = arrays
     steps = {}
     for name, stack in engine.stacks.items():

@@ -179,7 +179,7 @@ class VariableTable:
         return _first_of_kind.setdefault(key, self)
 
     def init(self, key: PRNGKeyArray) -> EmbeddingState:
-        """Initial state, with no rows for a hash table and all rows for another table.
+        """Initial state. A hash table has no rows yet, and any other table has all rows.
 
         The initial rows depend on `key`.
         """

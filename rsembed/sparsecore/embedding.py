@@ -1,4 +1,4 @@
-"""All functions that a training program calls, named as in jax-tpu-embedding.
+"""Initial variables, lookup, update and limits of stacks, with the names of jax-tpu-embedding.
 
 On every device, lookup and update convert preprocessed buffers to row indices for the engine:
 
@@ -91,7 +91,7 @@ from rsembed.stacking import (
 
 
 class EmbeddingVariablesInitializer(NamedTuple):
-    """Initializers `(key, shape) -> array` of a table and its slots, as `EmbeddingVariables`."""
+    """Initializers `(key, shape) -> array` of a table and its slots, like `EmbeddingVariables`."""
 
     table: CallableTableInitializer
     slot: tuple[CallableTableInitializer, ...]
@@ -108,9 +108,9 @@ def auto_stack_tables(
 ) -> None:
     """Stacks all tables that can share a stack.
 
-    The specs are changed. See `table_stacking.auto_stack_tables`.
+    The specs of the tables and features are changed. See `table_stacking.auto_stack_tables`.
 
-    `options` are other keyword arguments of `table_stacking.auto_stack_tables`.
+    `options` are further keyword arguments of `table_stacking.auto_stack_tables`.
     """
     table_stacking.auto_stack_tables(
         feature_specs,
@@ -164,14 +164,14 @@ def init_embedding_variables(
 ) -> dict[str, EmbeddingVariables]:
     """Initial tables and slots of all stacks. Every device builds only its shard.
 
-    A logical table depends only on `rng`, its name and its initializer, not on stacking, sharding
-    or the number of devices. The initializer is called with the logical shape. Padding rows and
-    columns are zero.
+    The initial values of a logical table depend only on `rng` and on the table's name and
+    initializer, not on stacking, sharding or the number of devices. The initializer is called with
+    the logical shape. Padding rows and columns are zero.
 
     Args:
       rng: random key of the model.
       table_specs: tables, for example from `get_table_specs`. A table that has not been placed yet
-        gets a stack for itself.
+        becomes the only table of a stack.
       global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`. With
         `PartitionSpec(axis, None, None)`, arrays get a leading axis of devices, as `jax.pmap`
         needs.
@@ -192,7 +192,7 @@ def init_embedding_variables(
             "either needs to be in the format ('x', None) or, for jax.pmap, ('x', None, None); "
             f"got {global_sharding.spec}."
         )
-    mesh: Any = global_sharding.mesh  # Any: the mesh may be abstract.
+    mesh: Any = global_sharding.mesh  # The type is `Any` because the mesh may be abstract.
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
     variables = initialize(
         rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device
@@ -214,11 +214,11 @@ def update_preprocessing_parameters(
 ) -> None:
     """Sets the limits and buffer sizes of all stacks in place, from observed statistics.
 
-    The default, as in jax-tpu-embedding, sets the largest observed values. Buffers are then small,
-    but almost every call changes their sizes, and the training step compiles again each time. For a
-    long run, prefer `policy=LimitsPolicy()`: this policy adds headroom, never lowers a limit, and
-    uses only a few sizes. The new limits are part of the next preprocessed batch, so `jit` traces
-    the step again if they changed.
+    By default, as in jax-tpu-embedding, limits are set to the largest observed values. With such
+    limits, buffers are small, but almost every call changes the size of the buffers, so the
+    training step is compiled again. For a long run, prefer `policy=LimitsPolicy()`: this policy
+    adds headroom, never lowers a limit, and uses only a few sizes. The new limits are part of the
+    next preprocessed batch, so `jit` traces the step again if they changed.
 
     Args:
       feature_specs: placed specs of all features. Stacks without statistics keep their limits.
@@ -264,7 +264,7 @@ def sparse_dense_matmul(
         by default.
       perform_unstacking: if False, the result is `{stack: activations}` in the layout of the stack.
       use_activation_unstack_primitive: ignored; only jax-tpu-embedding uses this option.
-      axis_name: mesh axes that shard the tables, outermost first. By default, these are the axes
+      axis_name: mesh axes that shard the tables, outermost first. By default, the axes are used
         that together have `global_device_count` devices.
 
     Returns:
@@ -328,8 +328,8 @@ def sparse_dense_matmul_grad(
         computed from the number of samples in the gradients.
       sharding_strategy: "MOD", the only sharding strategy.
       label: ignored; jax-tpu-embedding uses the label as the name of a program.
-      step: index of the step, from 0. An optimizer, a learning rate or a stochastic rounding that
-        depends on the step needs the index.
+      step: index of the step, from 0. The index is needed if an optimizer, a learning rate or
+        stochastic rounding depends on the step.
       num_sc_per_device: cores per device, by default the number that the specs were placed for.
       enable_minibatching: whether the batch was preprocessed with `enable_minibatching=True`, False
         by default.
@@ -548,11 +548,11 @@ def _stacks(
     for layout, partition, (rows, offsets, gains) in zip(
         layouts.values(), partitions, entries, strict=True
     ):
-        # The stack is one feature of the engine: its ids are rows of the physical table, and its
-        # samples are in the order of the buffers.
+        # For the engine, a stack is one feature. The ids of this feature are rows of the physical
+        # table, and the samples are in the order of the buffers.
         occurrences = Occurrences(Call.of([IdList(rows, offsets, gains)], ["sum"]))
         num_ids = partition.embedding_ids.size
-        if layout.declared_ids is not None:  # The buffer may be larger than the batch.
+        if layout.declared_ids is not None:  # A buffer may have room for more ids.
             num_ids = min(num_ids, layout.declared_ids)
         capacity = default_capacity(num_ids, num_devices)
         if layout.name in max_ids_of_stack:
@@ -588,9 +588,9 @@ def _table_devices(num_devices: int, axis_name: AxisName | None = None) -> Devic
 
     Args:
       num_devices: number of devices that share the tables.
-      axis_name: names of the axes, outermost first. By default, these are all axes of the
-        `shard_map` if they have `num_devices` devices together, else the only axis with
-        `num_devices` devices.
+      axis_name: names of the axes, outermost first. By default, all axes of the `shard_map` are
+        used if together they have `num_devices` devices, else the only axis with `num_devices`
+        devices.
 
     Raises:
       ValueError: there is no surrounding `shard_map`, no axis fits, or several axes fit.

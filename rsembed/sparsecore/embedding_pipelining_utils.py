@@ -47,7 +47,7 @@ TrainState: TypeAlias = PyTree
 Aux: TypeAlias = PyTree
 """Auxiliary output of a stage: an argument of the next stage, or a result of `step`."""
 Output: TypeAlias = PyTree
-"""What the dense stage returns to the user, such as the loss."""
+"""Output of the dense stage for the user, such as the loss."""
 
 
 class CurrentStepInput(NamedTuple):
@@ -122,7 +122,7 @@ def get_pipeline_train_steps(num_steps: int) -> int:
 
 
 def is_output_valid(pipeline_step: int, num_steps: int) -> bool:
-    """True if the dense stage of a cycle has a batch, `pipeline_step - 1`, and so an output."""
+    """True if a cycle has an output of the dense stage, for batch `pipeline_step - 1`."""
     return 1 <= pipeline_step <= num_steps
 
 
@@ -141,7 +141,7 @@ def get_initial_state(
 
     Args:
       pipeline_input: any batch; only the shapes and dtypes of the batch are used.
-      tc_train_state: state of the dense part.
+      tc_train_state: state of the dense stage.
       embedding_variables: tables and slots of all stacks, by stack name.
       sc_fwd_function: lookup stage, a `ScFwdStageFun`.
       tc_function: dense stage, a `TcStageFun`.
@@ -238,7 +238,7 @@ def step(
 
     Args:
       pipeline_input: batch `i`; in the last two cycles, zeros in the shapes of a batch.
-      tc_train_state: state of the dense part.
+      tc_train_state: state of the dense stage.
       embedding_variables: tables and slots of all stacks, by stack name.
       pipeline_state: state from the previous cycle, or from `get_initial_state`.
       sc_fwd_function: lookup stage, a `ScFwdStageFun`.
@@ -353,7 +353,7 @@ def get_default_sc_bwd_function(
         def stepped(variables: Variables) -> Variables:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
-        if not moves_all_rows:  # Such optimizers change no row without a gradient.
+        if not moves_all_rows:  # Such optimizers change only rows with a gradient.
             return stepped(embedding_variables), None
         new_variables = jax.lax.cond(
             step >= 0, stepped, lambda variables: variables, embedding_variables

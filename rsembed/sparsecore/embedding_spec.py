@@ -1,4 +1,4 @@
-"""Specs and optimizers of jax-tpu-embedding by name, and a JSON description of placed specs.
+"""Specs and optimizers with the names of jax-tpu-embedding, and a JSON description of specs.
 
 ```
 EmbeddingSpecRecord ─▶ StackRecord ─▶ TableRecord (with its optimizer) ─▶ FeatureRecord
@@ -274,7 +274,7 @@ def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRec
 
 
 def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
-    """The code of an optimizer class; all custom functions have `CUSTOM_CODE`."""
+    """Code of an optimizer class, or `CUSTOM_CODE` if there is no code for the class."""
     check_type(optimizer_class, type[OptimizerSpec], "get_optimizer_type: optimizer_class")
     return _CODES.get(optimizer_class, CUSTOM_CODE)
 

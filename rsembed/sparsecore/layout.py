@@ -47,7 +47,7 @@ FeatureTree: TypeAlias = PyTree
 """Values for all features, such as ids or weights, in a tree like the feature specs."""
 ArrayLike = jax.Array | np.ndarray
 Scalar = ArrayLike | float
-"""A number, traced or not, such as a step."""
+"""A number such as a step, which may be traced."""
 MAX_MINIBATCHES = 64
 MAX_SAMPLES_PER_DEVICE = 2**26 - 1
 CORES_VARIABLE = "RSEMBED_CORES_PER_DEVICE"
@@ -171,7 +171,7 @@ class StackLayout:
 
     @property
     def plan(self) -> StackPlan:
-        """Placement of the stack, in the form of the plans of `rsembed.stacking`."""
+        """Placement of the stack as a `StackPlan`, like the plans of `rsembed.stacking`."""
         return StackPlan(
             spec=self.spec,
             dtype=self.tables[0].dtype,
@@ -189,8 +189,8 @@ class StackLayout:
     def check_features(self) -> None:
         """Checks the placement and the batch size of every feature.
 
-        Raises: ValueError: a feature is not where the stack expects it, or its batch does not split
-          evenly.
+        Raises: ValueError: a feature does not have the expected placement, or its batch does not
+          split evenly.
         """
         end = 0
         for feature in self.features:
@@ -285,7 +285,7 @@ def compute_theoretical_max_coo_buffer_size(
 ) -> int:
     """Size of a device's buffer, in entries, if every partition reaches its limit.
 
-    With minibatching, every minibatch has such partitions.
+    With minibatching, the partitions of all 64 minibatches are counted.
     """
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     return coo_buffer_size(
@@ -464,7 +464,7 @@ def check_is_array(table: TableSpec) -> None:
 def with_place(table: TableSpec, num_shards: int) -> TableSpec:
     """The table if it has been placed, else a placed copy of the table.
 
-    A table without a stack gets a stack with the name of the table.
+    A table without a stack becomes the only table of a stack with the table's name.
     """
     check_is_array(table)
     stack = table.stacked_table_spec

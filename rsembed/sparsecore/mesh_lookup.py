@@ -120,7 +120,7 @@ class MeshTables:
     def train(self, variables: Variables, counter: Array, inputs: PreprocessedInput) -> Activations:
         """Looks up a batch, and returns the activations.
 
-        The backward pass of this lookup returns updated variables as their "gradients".
+        The backward pass of this lookup returns updated variables as "gradients" of the variables.
 
         The "gradient" of the step counter is the counter of the next step. The counter is a float
         array, since autodiff computes gradients only for floats.

@@ -161,8 +161,8 @@ def preprocess_sparse_dense_matmul_input(
         the calls of all processes.
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches, False by
         default. See `rsembed.sparsecore.partitioner`. Buffers are sized for 64 minibatches unless
-        `suggested_coo_buffer_size_per_device` sets a smaller size. Pass the same value to lookup
-        and update.
+        `suggested_coo_buffer_size_per_device` sets a smaller size. Lookup and update need the same
+        value of `enable_minibatching`.
       all_reduce_interface: function by which processes agree on minibatches, by default
         `agree_through_devices`. Preprocessing with the default function must not run concurrently
         with a training step.

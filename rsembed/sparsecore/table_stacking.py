@@ -162,7 +162,7 @@ def stack_tables(
       stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` of distinct
         ids per partition.
       stack_name: name of the stack, by default the joined table names.
-      fail_on_excess_padding: whether a table that is narrower than the widest one is an error,
+      fail_on_excess_padding: whether a table that is narrower than the widest table is an error,
         False by default.
       activation_mem_bytes_limit: limit that is stored in the spec of the stack but not checked, 2
         MiB by default.
@@ -345,7 +345,8 @@ def stack_and_shard_tables(
     """Stacked arrays `[num_shards, rows per shard, columns]` by stack name, from logical tables.
 
     Args:
-      table_specs: all tables of one or more stacks. An unplaced table gets a stack for itself.
+      table_specs: all tables of one or more stacks. An unplaced table becomes the only table of a
+        stack.
       tables: arrays `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name or in a
         tree like `table_specs`. In place of an array, a tree of arrays is accepted, such as a table
         and its slots.
@@ -548,7 +549,7 @@ def unstack_and_unshard_stacked_tables(
 
     Args:
       stacked_tables: arrays `[shards * rows, columns]` or `[shards, rows, columns]` by stack name.
-      embedding_specs: description of the stacks, the result of `create_proto_from_feature_specs`.
+      embedding_specs: description of the stacks, as returned by `create_proto_from_feature_specs`.
       donate: whether a stack is freed when its tables are built, False by default.
 
     Raises: ValueError: a stack is missing, or its shape differs from `embedding_specs`.
@@ -573,7 +574,7 @@ def unstack_and_unshard_stacked_tables(
     return result
 
 
-# Programs for jax-tpu-embedding call `round_up` and `split_by_memory` by private names.
+# Programs for jax-tpu-embedding use these private names for `round_up` and `split_by_memory`.
 _next_largest_multiple = round_up
 _split_groups_by_memory_limit = split_by_memory
 

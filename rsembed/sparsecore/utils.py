@@ -31,8 +31,8 @@ def estimate_preprocessing_parameters(
     """First estimate of the limits and buffer size of a table, for use before there are statistics.
 
     The estimate assumes that a share `hot_shard_fraction` of the ids of a core is on one shard, and
-    that the other ids are spread evenly. Two standard deviations are added. Half of the ids of a
-    partition are assumed to be distinct.
+    that the other ids are spread evenly. Two standard deviations are added to the expected number
+    of ids. Half of the ids of a partition are assumed to be distinct.
 
     Args:
       global_batch_size: number of samples of all features of the stack together.
@@ -45,7 +45,7 @@ def estimate_preprocessing_parameters(
         default.
 
     Returns:
-      Keyword arguments for `TableSpec`.
+      Keyword arguments for `TableSpec`: the limits and the buffer size.
 
     Source: `estimate_preprocessing_parameters` of jax-tpu-embedding 0.2.
     """

@@ -211,13 +211,13 @@ def initialize(
 
     Args:
       key: random key of the model, typed or raw.
-      tables: the tables. A table that has not been placed yet gets a stack for itself.
+      tables: the tables. A table that has not been placed yet becomes the only table of a stack.
       devices: devices that share the tables.
       num_cores: cores per device, by default the number that the tables were placed for.
 
     Raises:
-      ValueError: a table was placed for a different number of shards, or tables of a stack are
-        missing. Outside `jit`, also: an initializer returned a number that is not finite.
+      ValueError: a table was placed for a different number of shards, tables of a stack are
+        missing, or outside `jit` an initializer returned a number that is not finite.
     """
     num_shards = devices.num_devices * resolve_cores(num_cores, devices.num_devices)
     tables = [with_place(table, num_shards) for table in tables]
