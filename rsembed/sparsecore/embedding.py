@@ -149,9 +149,10 @@ def compute_coo_buffer_size_per_device(
     layouts = stack_layouts(
         feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device
     )
-    return {
-        name: layout.buffer_size_per_device(enable_minibatching) for name, layout in layouts.items()
-    }
+    sizes = {}
+    for name, layout in layouts.items():
+        sizes[name] = layout.buffer_size_per_device(enable_minibatching)
+    return sizes
 
 
 @validated
@@ -441,13 +442,12 @@ def stack_embedding_gradients(
     del use_gradient_stacking_primitive  # Only jax-tpu-embedding uses this option.
     features = features_of(feature_specs)
     leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
+    by_name = {}
     for feature, leaf in zip(features, leaves, strict=True):
         check_gradient(leaf, f"feature {feature.name!r}: activation gradients")
+        by_name[feature.name] = jnp.asarray(leaf)
     num_devices = global_device_count or _num_devices(leaves[0], features[0].num_samples)
     layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_sc_per_device)
-    by_name = {
-        feature.name: jnp.asarray(leaf) for feature, leaf in zip(features, leaves, strict=True)
-    }
     result = {}
     for name, layout in layouts.items():
         pieces = []

@@ -141,24 +141,26 @@ class StackRecord:
     @property
     def row_layout(self) -> RowLayout:
         """The row layout of the flat stacked array."""
-        tables = tuple(
-            TablePlacement(
+        tables = []
+        for table in self.table_specs:
+            setting = TableSettingInStack(
+                self.stack_name, **_shared_fields(TableSettingInStack, table)
+            )
+            placement = TablePlacement(
                 **_shared_fields(TablePlacement, table),
                 name=table.table_name,
                 rows=table.vocab_size,
                 dim=table.embedding_dim,
-                setting=TableSettingInStack(
-                    self.stack_name, **_shared_fields(TableSettingInStack, table)
-                ),
+                setting=setting,
             )
-            for table in self.table_specs
-        )
+            tables.append(placement)
         # The row layout does not depend on the optimizer or the combiner.
         fields = _shared_fields(
             StackedTableSpec, self, optimizer=SGDOptimizerSpec(), combiner="sum"
         )
         spec = StackedTableSpec(**fields, num_shards=self.num_sparsecores)
-        plan = StackPlan(spec=spec, dtype=self.table_specs[0].dtype, tables=tables, features=())
+        dtype = self.table_specs[0].dtype
+        plan = StackPlan(spec=spec, dtype=dtype, tables=tuple(tables), features=())
         return RowLayout.as_planned(plan, self.num_sparsecores)
 
 
@@ -231,14 +233,15 @@ def create_proto_from_feature_specs(
     layouts = stack_layouts(
         feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device
     )
-    stacks = (
-        StackRecord(
+    stacks = []
+    for layout in layouts.values():
+        tables = tuple(_table_record(table, layout.features) for table in layout.tables)
+        stack = StackRecord(
             **_shared_fields(StackRecord, layout.spec),
             num_sparsecores=layout.num_shards,
-            table_specs=tuple(_table_record(table, layout.features) for table in layout.tables),
+            table_specs=tables,
         )
-        for layout in layouts.values()
-    )
+        stacks.append(stack)
     return EmbeddingSpecRecord(stacked_table_specs=tuple(stacks))
 
 
@@ -247,29 +250,33 @@ def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, A
 
     `recorded` has additional values, which take precedence.
     """
-    names = {field.name for field in dataclasses.fields(record)} & {
-        field.name for field in dataclasses.fields(source)
-    }
-    return {name: getattr(source, name) for name in names} | recorded
+    names_of_record = {field.name for field in dataclasses.fields(record)}
+    shared = {}
+    for field in dataclasses.fields(source):
+        if field.name in names_of_record:
+            shared[field.name] = getattr(source, field.name)
+    return shared | recorded
 
 
 def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRecord:
     config = table.quantization_config
-    readers = [feature for feature in features if feature.table_spec.name == table.name]
+    feature_records = []
+    for feature in features:
+        if feature.table_spec.name != table.name:
+            continue
+        record = FeatureRecord(
+            feature_name=feature.name,
+            **_shared_fields(FeatureRecord, feature),
+            **_shared_fields(FeatureRecord, feature.id_transformation),
+        )
+        feature_records.append(record)
     return TableRecord(
         **_shared_fields(TableRecord, table.setting_in_stack),
         **_shared_fields(TableRecord, table, optimizer=optimizer_spec_to_proto(table.optimizer)),
         table_name=table.name,
         vocab_size=table.vocabulary_size,
         quantization=None if config is None else config.as_tuple(),
-        feature_specs=tuple(
-            FeatureRecord(
-                feature_name=feature.name,
-                **_shared_fields(FeatureRecord, feature),
-                **_shared_fields(FeatureRecord, feature.id_transformation),
-            )
-            for feature in readers
-        ),
+        feature_specs=tuple(feature_records),
     )
 
 
@@ -302,19 +309,24 @@ def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
     tag = None
     if callable(learning_rate):
         tag = str(getattr(learning_rate, "__qualname__", type(learning_rate).__name__))
-    values: dict[str, float] = {}
+    float_params = {}
+    bool_params = {}
     if type(opt) in _CODES:
-        names = [field.name for field in dataclasses.fields(opt) if field.name != "learning_rate"]
-        values = {name: getattr(opt, name) for name in names if getattr(opt, name) is not None}
+        for field in dataclasses.fields(opt):
+            value = getattr(opt, field.name)
+            if field.name == "learning_rate" or value is None:
+                continue
+            if isinstance(value, bool):
+                bool_params[field.name] = value
+            else:
+                float_params[field.name] = float(value)
     return OptimizerRecord(
         type=get_optimizer_type(type(opt)),
         short_name=opt.short_name(),
         learning_rate=None if callable(learning_rate) else float(learning_rate),
         learning_rate_tag=tag,
-        float_params={
-            name: float(value) for name, value in values.items() if not isinstance(value, bool)
-        },
-        bool_params={name: value for name, value in values.items() if isinstance(value, bool)},
+        float_params=float_params,
+        bool_params=bool_params,
     )
 
 

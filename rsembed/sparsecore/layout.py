@@ -164,10 +164,13 @@ class StackLayout:
 
         The result is None if a feature does not declare its number of ids per sample.
         """
-        shapes = [feature.input_shape for feature in self.features]
-        if any(shape is None or None in shape for shape in shapes):
-            return None
-        return sum(math.prod(shape) for shape in shapes if shape is not None) // self.num_devices
+        num_ids = 0
+        for feature in self.features:
+            shape = feature.input_shape
+            if shape is None or None in shape:
+                return None
+            num_ids += math.prod(shape)
+        return num_ids // self.num_devices
 
     @property
     def plan(self) -> StackPlan:

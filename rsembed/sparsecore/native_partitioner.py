@@ -55,12 +55,15 @@ _TABLE_AND_SAMPLE = "spec.id_transformation.col_offset", "spec.id_transformation
 
 class _Feature(ctypes.Structure):
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("ids", "offsets", "weights")),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("ids_per_sample", "samples_per_core", "vocabulary_size")
-        ),
-        *((name, ctypes.c_int64) for name in ("first_row", "first_sample", "rotation")),
+        ("ids", ctypes.c_void_p),
+        ("offsets", ctypes.c_void_p),
+        ("weights", ctypes.c_void_p),
+        ("ids_per_sample", ctypes.c_int64),
+        ("samples_per_core", ctypes.c_int64),
+        ("vocabulary_size", ctypes.c_int64),
+        ("first_row", ctypes.c_int64),
+        ("first_sample", ctypes.c_int64),
+        ("rotation", ctypes.c_int64),
         ("id_type", ctypes.c_int32),
     )
 
@@ -68,19 +71,21 @@ class _Feature(ctypes.Structure):
 class _Stack(ctypes.Structure):
     _fields_ = (
         ("features", ctypes.POINTER(_Feature)),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("num_features", "num_cores", "num_shards", "samples_per_core")
-        ),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("max_ids", "max_unique", "places_per_core", "pointers_per_core")
-        ),
-        *(
-            (name, ctypes.c_void_p)
-            for name in ("row_pointers", "embedding_ids", "sample_ids", "gains")
-        ),
-        *((name, ctypes.c_void_p) for name in ("num_ids", "num_unique", "drops")),
+        ("num_features", ctypes.c_int64),
+        ("num_cores", ctypes.c_int64),
+        ("num_shards", ctypes.c_int64),
+        ("samples_per_core", ctypes.c_int64),
+        ("max_ids", ctypes.c_int64),
+        ("max_unique", ctypes.c_int64),
+        ("places_per_core", ctypes.c_int64),
+        ("pointers_per_core", ctypes.c_int64),
+        ("row_pointers", ctypes.c_void_p),
+        ("embedding_ids", ctypes.c_void_p),
+        ("sample_ids", ctypes.c_void_p),
+        ("gains", ctypes.c_void_p),
+        ("num_ids", ctypes.c_void_p),
+        ("num_unique", ctypes.c_void_p),
+        ("drops", ctypes.c_void_p),
         ("gain_rule", ctypes.c_int32),
         ("drops_something", ctypes.c_int32),
     )
@@ -135,15 +140,17 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     for task in tasks.values():
         task.place_buffers(block)
     descriptors = (_Stack * len(tasks))(*(task.descriptor for task in tasks.values()))
-    readers = [feature for stack in batch.readers.values() for feature in stack]
-    num_ids = sum(feature.bags.ids.size for feature in readers)
+    features: list[HostFeature] = []
+    for readers in batch.readers.values():
+        features += readers
+    num_ids = sum(feature.bags.ids.size for feature in features)
     threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
     status = _partition_function()(descriptors, len(tasks), batch.allow_id_dropping, threads)
     for task, descriptor in zip(tasks.values(), descriptors, strict=True):
         # `descriptors` has copies of the tasks' structs, and the library wrote to the copies.
         task.descriptor = descriptor
     if status == _BAD_ENTRY:
-        for feature in readers:
+        for feature in features:
             feature.check_values()
     if status != _PARTITIONED:
         raise MemoryError("no memory to partition a batch; use smaller batches or fewer threads.")

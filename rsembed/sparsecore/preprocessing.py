@@ -353,9 +353,11 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
             num_sc_per_device=layout.num_cores,
             enable_minibatching=enable_minibatching,
         )
-        sizes = (pointers, *[layout.buffer_size_per_device(enable_minibatching)] * 3)
-        named = zip(BUFFER_DTYPES.items(), sizes, strict=True)
-        buffers[name] = {field: empty(size, dtype) for (field, dtype), size in named}
+        size = layout.buffer_size_per_device(enable_minibatching)
+        stack_buffers = {}
+        for field, dtype in BUFFER_DTYPES.items():
+            stack_buffers[field] = empty(pointers if field == "row_pointers" else size, dtype)
+        buffers[name] = stack_buffers
     numbers = np.ones(local_device_count, np.int64)
     processed = _processed(layouts, buffers, numbers, has_leading_dimension, enable_minibatching)
     return jax.tree.map(lambda array: jax.ShapeDtypeStruct(array.shape, array.dtype), processed)

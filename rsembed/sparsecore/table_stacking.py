@@ -257,12 +257,16 @@ def prepare_feature_specs_for_training(
         "none", tables were placed for a different number of shards, a placed table has new
         features, or a batch does not split into equal parts.
     """
-    tables = tables_of(feature_specs).values()
-    placed = [table for table in tables if table.stacked_table_spec is not None]
+    placed = []
+    unplaced = []
+    for table in tables_of(feature_specs).values():
+        if table.stacked_table_spec is None:
+            unplaced.append([table.name])
+        else:
+            placed.append(table)
     if placed:
         num_sc_per_device = cores_of(placed, global_device_count, num_sc_per_device)
     num_shards, _ = _checked_sizes(feature_specs, global_device_count, num_sc_per_device)
-    unplaced = [[table.name] for table in tables if table.stacked_table_spec is None]
     plan = plan_groups(
         feature_specs,
         unplaced,
@@ -280,16 +284,19 @@ def attach_placement(features: Nested[FeatureSpec], plan: StackingPlan) -> None:
     Raises: ValueError: a table outside the plan was placed for a different number of shards, or its
       stack has the name of a planned stack.
     """
-    planned = {placement.name for stack in plan.stacks for placement in stack.tables}
-    others = [table for name, table in tables_of(features).items() if name not in planned]
-    cores_of(
-        [table for table in others if table.stacked_table_spec is not None], 1, plan.num_shards
-    )
+    planned_stacks = set()
+    planned_tables = set()
+    for stack in plan.stacks:
+        planned_stacks.add(stack.name)
+        planned_tables |= {placement.name for placement in stack.tables}
+    others = [table for name, table in tables_of(features).items() if name not in planned_tables]
+    placed = [table for table in others if table.stacked_table_spec is not None]
+    cores_of(placed, 1, plan.num_shards)
     for table in others:
-        name = (
-            table.name if table.stacked_table_spec is None else table.stacked_table_spec.stack_name
-        )
-        if name in {stack.name for stack in plan.stacks}:
+        name = table.name
+        if table.stacked_table_spec is not None:
+            name = table.stacked_table_spec.stack_name
+        if name in planned_stacks:
             raise ValueError(
                 f"stack name {name!r} is already used by table {table.name!r}; choose another stack_name."
             )
@@ -451,11 +458,10 @@ def _unstacked(stacked: TableRows, layout: RowLayout) -> dict[str, TableRows]:
         is_full_width = array.ndim == 2 and array.shape[1] == layout.stack.spec.stack_embedding_dim
         return rows[:, : table.dim] if is_full_width else rows
 
-    tables = layout.stack.tables
-    return {
-        table.name: jax.tree.map(functools.partial(logical_rows, table), stacked)
-        for table in tables
-    }
+    tables = {}
+    for table in layout.stack.tables:
+        tables[table.name] = jax.tree.map(functools.partial(logical_rows, table), stacked)
+    return tables
 
 
 @validated

@@ -76,8 +76,14 @@ class BoundedRowRule(OptimizerSpec):
     ) -> tuple[Array, Slots]:
         width = rows.shape[1]
         end = self.num_columns or width
-        inner_slots = tuple(slot[:, :end] if slot.shape[1:] == (width,) else slot for slot in slots)
-        new, new_slots = self.inner.step_rows(rows[:, :end], inner_slots, gradients[:, :end], hyper)
+        inner_slots = []
+        for slot in slots:
+            if slot.shape[1:] == (width,):
+                slot = slot[:, :end]
+            inner_slots.append(slot)
+        new, new_slots = self.inner.step_rows(
+            rows[:, :end], tuple(inner_slots), gradients[:, :end], hyper
+        )
         if self.minimum is not None or self.maximum is not None:
             new = jnp.clip(new, self.minimum, self.maximum)
 
