@@ -132,8 +132,8 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
     with tempfile.TemporaryDirectory() as folder:
         manager = AsyncKernelManager(
             kernel_name="python3",
-            # Without folders, the manager starts this Python. Kernels in folders may belong to a
-            # different Python.
+            # Without `kernel_dirs`, the kernel is the Python that runs this function. A kernel in a
+            # folder may belong to a different Python.
             kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
             connection_file=f"{folder}/connection.json",
             # Use sockets in the temporary folder, because other users could connect to ports.

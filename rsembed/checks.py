@@ -345,7 +345,7 @@ def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
 
 
 def _has_type(value: Any, hint: Any, kind: Any) -> bool:
-    """Whether a value has the type `kind`, without a check of the entries of the value.
+    """Whether a value has the type `kind`. The entries of a list or mapping are not checked.
 
     Args:
       value: value to check.

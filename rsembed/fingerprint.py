@@ -74,7 +74,7 @@ def check_same(actual: Fingerprint, expected: Fingerprint, *, what: str, way_out
       what: start of the message, such as `"the state does not belong to this collection"`.
       way_out: sentence at the end of the message that tells users what to do.
 
-    Raises: ValueError: the fingerprints differ. The message lists the differences.
+    Raises: ValueError: the fingerprints differ. The error message lists the differences.
     """
     if actual == expected:
         return

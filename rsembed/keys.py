@@ -481,7 +481,7 @@ def _remainder(keys: Keys, num_shards: int) -> Lane:
 
 
 def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
-    """The row `key // num_shards` of every key, as int32, for a table that needs no key index.
+    """The row `key // num_shards` of every key, as int32, for tables in which keys are row numbers.
 
     The row is `NO_ROW` for padding and for keys of `num_shards * rows_per_shard` or more.
 

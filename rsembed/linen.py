@@ -145,7 +145,7 @@ class TrainState(struct.PyTreeNode):
 
         Args:
           gradients: the `Gradients` of `value_and_grad`.
-          replacements: new values of other fields, such as `variables`.
+          replacements: new values for other fields of the training state, such as `variables`.
 
         Raises:
           TypeError: the gradients come from `jax.grad`, which has no gradients of tables.

@@ -152,7 +152,7 @@ class RowGradients:
         default=None, init=False, repr=False, compare=False
     )
 
-    # With None, NumPy computes `np.float32(2) * gradients` by `__rmul__`.
+    # If `__array_ufunc__` is None, NumPy calls `__rmul__` for `np.float32(2) * gradients`.
     __array_ufunc__: ClassVar[None] = None
 
     def tree_flatten_with_keys(
@@ -224,7 +224,7 @@ class RowGradients:
     def summed_from(
         self, engine: object, batch: object, d_outputs: Mapping[str, PyTree]
     ) -> RowGradients:
-        """A copy of these gradients with these `summands`."""
+        """A copy of the gradients, with `summands` that have the arguments of this call."""
         copy = self.with_values(self.values)
         summands = Summands(engine, batch, d_outputs)
         unsummed = _Unsummed(summands, jax.tree.leaves(copy))
@@ -354,7 +354,7 @@ def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
         return False
     if len(rows) < len(values):
         return True
-    # The last axis of `rows` is for keys: upper half, lower half and number of occurrences.
+    # The last axis of `rows` has the upper half, lower half and number of occurrences of a key.
     return rows[-1] > 2
 
 

@@ -242,7 +242,7 @@ class Gradients:
     calls: dict[str, list[Call]]
     changed: dict[str, RowGradients] = dataclasses.field(default_factory=dict)
 
-    # With None, NumPy computes `np.float32(2) * gradients` by `__rmul__`.
+    # If `__array_ufunc__` is None, NumPy calls `__rmul__` for `np.float32(2) * gradients`.
     __array_ufunc__: ClassVar[None] = None
 
     @staticmethod

@@ -105,8 +105,8 @@ def criteo(
       ValueError: a line is malformed, or the file is damaged or has no rows.
       FileNotFoundError: `path` is not a file.
 
-    Source: Criteo's data for Kaggle's Display Advertising Challenge (2014), and its Terabyte click
-      logs.
+    Source: Criteo's data for Kaggle's Display Advertising Challenge (2014), and Criteo's Terabyte
+      click logs.
 
     Example:
       >>> import tempfile
@@ -407,7 +407,8 @@ def _keys(
 ) -> np.ndarray:
     """Keys of a column of hexadecimal categories.
 
-    Raises: ValueError: a field has other characters, or more than 16 digits.
+    Raises: ValueError: a field has a character that is not a hexadecimal digit, or has more than 16
+      digits.
     """
     padded = np.array(texts, np.bytes_)
     width = padded.dtype.itemsize

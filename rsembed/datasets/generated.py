@@ -16,7 +16,7 @@ from rsembed.checks import NonNegativeInt, PositiveInt, validated
 CLICK_INTERCEPT = -1.0
 """Log-odds of a click without features.
 
-The standard deviations below leave clicks learnable but not certain.
+With the standard deviations below, a model can learn to predict clicks, but not with certainty.
 """
 CLICK_DENSE_STD = 0.6
 CLICK_BIAS_STD = 0.8
@@ -113,8 +113,8 @@ class ClickLog:
 
     `best_log_loss` is the expected log-loss, in nats, of a model that predicts `click_probability`
     on these samples: no model can do better. `base_rate_log_loss` is the log-loss of a model that
-    always predicts the mean probability. The loss on the drawn `labels` differs from these
-    expectations by about `1 / sqrt(samples)`.
+    always predicts the mean probability. The loss on the drawn `labels` differs from the expected
+    loss by about `1 / sqrt(samples)`.
     """
 
     sparse: dict[str, Int32[np.ndarray, " samples"]]

@@ -172,7 +172,7 @@ class RatingsLog:
         items = self.items[order]
         users = self.users[order]
         num_ratings = len(users)
-        # `num_before` is the number of earlier ratings by the user of each rating.
+        # For each rating, `num_before` is the number of earlier ratings by the same user.
         first_of_user = np.searchsorted(users, users)
         num_before = np.arange(num_ratings) - first_of_user
         sorted_histories = np.full((num_ratings, length), -1, np.int32)

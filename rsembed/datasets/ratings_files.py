@@ -43,7 +43,7 @@ ARCHIVE = Published(
 NO_GENRES = ("", "(no genres listed)", "unknown")
 """Entries that stand for unknown genres in GroupLens' files."""
 MOST_EXACT = 2**53
-"""Ids and times below this number are exact in float64, the type of a parsed line."""
+"""Ids and times below this number are exact in float64, the dtype of the parsed numbers."""
 SEARCH_DEPTH = 2
 """Levels of subfolders that are searched for a log."""
 
@@ -173,7 +173,7 @@ def _films_of_recbole(text: str) -> Iterator[Film]:
 
 
 def _lines(text: str) -> list[str]:
-    # In some encodings a byte of the letter "Å" is a line end for `splitlines`.
+    # `splitlines` would split at a byte of the letter "Å" in UTF-8 that is read as Latin-1.
     return text.replace("\r\n", "\n").split("\n")
 
 
@@ -221,8 +221,8 @@ def movielens(
     `download=True`.
 
     The licence of MovieLens allows research, with acknowledgement and without a claim that
-    GroupLens endorses the research. Commercial use needs the permission of GroupLens, and some
-    sizes must not be redistributed. For this reason MovieLens is not part of this library.
+    GroupLens endorses the research. Commercial use needs the permission of GroupLens. Some sizes
+    must not be redistributed, so MovieLens is not part of this library.
 
     Args:
       path: a folder with the two files, a zip or tar archive of the two files, or the file of

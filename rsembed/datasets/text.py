@@ -44,8 +44,8 @@ class Published:
         """Content of the published file, or of a different file at `path`, and its origin.
 
         Args:
-          path: a file, or a folder with the file. If None, the environment variable `RSEMBED_DATA`
-            may name a file or folder. Else the file is read from pooch's cache.
+          path: a file, or a folder with the file. If None, the file is read from the path in the
+            environment variable `RSEMBED_DATA`, or else from pooch's cache.
           download: whether the file may be downloaded into the cache. If the server does not answer
             within 5 seconds, nothing is downloaded.
 

@@ -217,7 +217,7 @@ def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
 
 
 def _announced(line: bytes, dim: int, name: str) -> int | None:
-    """Number of vectors that a header announces, or None if the line is not a header.
+    """Number of vectors that a header states, or None if the line is not a header.
 
     Raises: ValueError: the header has a different number of dimensions.
     """
@@ -235,7 +235,7 @@ def _announced(line: bytes, dim: int, name: str) -> int | None:
 def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     """The word at the start of a line, and the rest of the line, which holds the numbers.
 
-    Raises: ValueError: the line is bad, with the reason.
+    Raises: ValueError: the line is bad. The error message names the reason.
     """
     stripped = line.rstrip(b" ")
     num_spaces = stripped.count(b" ")
@@ -283,7 +283,7 @@ def _is_number(piece: bytes) -> bool:
         float(piece)
     except ValueError:
         return False
-    return b"_" not in piece  # Python reads 1_0 as 10.
+    return b"_" not in piece  # Python's `float` would read 1_0 as 10.
 
 
 def _shown(line: bytes) -> str:

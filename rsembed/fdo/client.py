@@ -180,7 +180,7 @@ class FileFDOClient(FDOClient):
         """Writes the statistics of all batches to one new file, and removes the replaced files.
 
         Files that this client has written or loaded are replaced. Files that other clients have
-        published for the same process in the meantime are kept.
+        published since the last `load` are kept.
         """
         content = self._encode(self._history)
         crc = f"{zlib.crc32(content):08x}"
@@ -423,9 +423,9 @@ def _wait_for_all_processes(reason: str) -> None:
 class MemoryFDOClient(FDOClient):
     """Client that keeps the running maximum of all statistics in memory.
 
-    With several processes, `load` takes the maximum over all of them, through the devices. Every
-    process must record the same stacks with the same layout, and call `load` together with the
-    others.
+    With several processes, `load` takes the maximum over all processes, which communicate through
+    their devices. Every process must record the same stacks with the same layout, and all processes
+    must call `load` together.
     """
 
     def __init__(self) -> None:

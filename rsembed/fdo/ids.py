@@ -45,7 +45,7 @@ def zipf_exponent(
       num_rows: number of rows of the table, for `counts` that leave out rows without a lookup. If
         None, the table has one row for each count.
 
-    Raises: ValueError: fewer than two rows, a negative count, or no lookup.
+    Raises: ValueError: there are fewer than two rows, a count is negative, or no row has a lookup.
 
     Source: Clauset, Shalizi, Newman, "Power-law distributions in empirical data", SIAM Review 2009,
       applied to a finite number of ranks. The likelihood is largest for the exponent with which the

@@ -1,4 +1,4 @@
-"""Reports on the ids of batches, and on the limits, shards and caches that they need."""
+"""Reports on the ids of batches, and on the effect of limits, shards and caches."""
 
 from __future__ import annotations
 

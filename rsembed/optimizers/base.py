@@ -192,7 +192,7 @@ class OptimizerSpec(abc.ABC):
         Args:
           rows: rows of the table in float32, each at most once.
           slots: slots of `rows`.
-          gradients: gradient of each row, summed over the samples that read it.
+          gradients: gradient of each row, summed over the samples that read the row.
           hyper: result of `get_hyperparameters`.
         """
 
@@ -283,9 +283,9 @@ class CompactOptimizerSpec(OptimizerSpec):
     def _step(
         self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
-        """Rows and slots after one step, as `step_rows`.
+        """Rows and slots after one step, as `step_rows` returns them, but with wide slots.
 
-        Slots are float32, or int32 if they count steps.
+        All slots are float32, or int32 if they count steps.
         """
 
     def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:

@@ -327,8 +327,8 @@ class _CountingAdagrad(CompactOptimizerSpec):
 class CounterAdagrad(_CountingAdagrad):
     """Row-wise Adagrad with learning rates and decay that depend on row counters.
 
-    This is `WeightDecayMode.COUNTER` of FBGEMM. With the default settings, it is row-wise Adagrad
-    that counts the updates of each row.
+    This is `WeightDecayMode.COUNTER` of FBGEMM. With the default settings, steps are those of
+    row-wise Adagrad, and the updates of each row are only counted.
 
     Args:
       epsilon: number added to the square root of the accumulator.

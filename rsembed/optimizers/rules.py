@@ -207,7 +207,7 @@ class Adam(_BiasCorrectedAdam):
     The bias correction counts global steps, not the steps of a row. A step of None means step 0.
     Layers without a step counter pass None in every step.
 
-    Source: Kingma, Ba (2015), with the corrections folded into the learning rate and epsilon.
+    Source: Kingma, Ba (2015), with bias corrections folded into the learning rate and epsilon.
     """
 
     epsilon: float = within("(0, inf)", default=1e-8)

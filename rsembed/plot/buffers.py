@@ -38,7 +38,7 @@ def buffer_places(
       num_shards: number of shards over all devices.
       num_places: number of slots in the device's buffer.
 
-    Raises: ValueError: the numbers do not describe one buffer.
+    Raises: ValueError: the arguments do not describe one buffer.
 
     Example:
       >>> pointers = np.array([2, 9, 16, 16, 16, 16, 16, 16])
@@ -86,7 +86,8 @@ def plot_buffer(
 
     Args:
       places: content of each slot, as `buffer_places` returns it.
-      labels: a label for each slot, drawn only in slots that hold an id. None: no labels.
+      labels: a label for each slot, drawn only in slots that hold an id. If None, slots have no
+        labels.
       ax: the axes to draw on. If None, the function creates a new figure.
       **mesh_kwargs: options of the coloured strips, see `Axes.pcolormesh`.
 
@@ -164,9 +165,9 @@ def partition_entries(
     Row `id` belongs to shard `id % num_shards`. Equal ids of one sample are one entry.
 
     Args:
-      batches: ids of each sample of each batch; -1 means no id. Each batch is cut by sample into
+      batches: ids of all samples in several batches, -1 for no id. Each batch is cut by sample into
         equal parts, one for each core.
-      num_shards: number of cores, and of shards.
+      num_shards: number of shards, which is also the number of cores.
 
     Raises: ValueError: the samples cannot be cut evenly, `num_shards` is below 1, or `batches` has
       no id.

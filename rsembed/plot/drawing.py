@@ -20,7 +20,7 @@ from rsembed.kernels.devices import granted_cores
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 """Colours of curves: blue, vermilion, green, purple, orange, sky blue, black.
 
-Okabe and Ito chose them so that colour-blind readers can tell them apart.
+Okabe and Ito chose these colours so that colour-blind readers can tell the curves apart.
 """
 MUTED = "#6b6b6b"
 """Grey for secondary text and lines, dark enough to read on white."""
@@ -121,13 +121,13 @@ def label_points(
     """Writes a label beside each point, at a position that covers neither a point nor a curve.
 
     Thin lines connect distant labels with their points. Set limits and scales of the axes before
-    the call, because the positions are computed for them.
+    the call, because the positions of labels depend on the limits and scales.
 
     Args:
       ax: axes to draw on.
       points: x and y of each point.
       labels: a string for each point.
-      colours: a colour for each label. None: black.
+      colours: a colour for each label. If None, all labels are black.
       curves: x and y of curves that labels must not cover.
       **options: further options of `textalloc.allocate`.
     """
