@@ -49,7 +49,9 @@ class QuantizationConfig:
         """`values` rounded to the nearest bucket. Values halfway between buckets are rounded up."""
         width = (self.max_value - self.min_value) / (self.num_buckets - 1)
         clipped = jnp.clip(values, self.min_value, self.max_value)
-        return jnp.floor((clipped - self.min_value) / width + 0.5) * width + self.min_value
+        position = (clipped - self.min_value) / width
+        bucket = jnp.floor(position + 0.5)
+        return bucket * width + self.min_value
 
 
 @dataclasses.dataclass(frozen=True)

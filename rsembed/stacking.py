@@ -236,13 +236,17 @@ class StackingPlan:
         if ids_by_feature is not None:
             load_rows = [("ids", "busiest shard", "skew")]
             for load in self.shard_load(ids_by_feature).values():
-                skew = load.max() * load.size / max(load.sum(), 1)
-                load_rows.append((f"{load.sum():,}", str(load.argmax()), f"{skew:.2f}"))
+                num_ids = load.sum()
+                skew = load.max() * load.size / max(num_ids, 1)
+                load_rows.append((f"{num_ids:,}", str(load.argmax()), f"{skew:.2f}"))
             rows = [row + load_row for row, load_row in zip(rows, load_rows, strict=True)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        columns = zip(*rows, strict=True)
+        widths = [max(map(len, column)) for column in columns]
         lines = []
         for row in rows:
-            lines.append("  ".join(map(str.ljust, row, widths)).rstrip())
+            padded_cells = map(str.ljust, row, widths)
+            line = "  ".join(padded_cells)
+            lines.append(line.rstrip())
         return "\n".join(lines)
 
     __str__ = describe

@@ -375,9 +375,11 @@ def _numbers(bags: Bags, feature: FeatureSpec) -> tuple[np.ndarray, np.ndarray, 
         numbers = join_keys(keys.high, keys.low)
         return numbers, ~keys.is_key, is_beyond(keys, key_dtype)
     check_ids_dtype(bags, feature=feature.name)
-    is_outside = (bags.ids < 0) | (bags.ids >= feature.table_spec.vocabulary_size)
-    numbers = np.where(is_outside, 0, bags.ids).astype(np.uint64)
-    return numbers, bags.ids == PAD_ID, is_outside
+    ids = bags.ids
+    is_missing = ids == PAD_ID
+    is_outside = (ids < 0) | (ids >= feature.table_spec.vocabulary_size)
+    numbers = np.where(is_outside, 0, ids)
+    return numbers.astype(np.uint64), is_missing, is_outside
 
 
 def _key_dtype(table: TableSpec) -> str | None:

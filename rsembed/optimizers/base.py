@@ -101,9 +101,10 @@ class OptimizerSpec(abc.ABC):
         return f"{type(self).__name__}()"
 
     def __str__(self) -> str:
-        names = [field.name for field in dataclasses.fields(self)]
-        arguments = ", ".join(f"{name}={getattr(self, name)!r}" for name in names)
-        return f"{type(self).__name__}({arguments})"
+        arguments = []
+        for field in dataclasses.fields(self):
+            arguments.append(f"{field.name}={getattr(self, field.name)!r}")
+        return f"{type(self).__name__}({', '.join(arguments)})"
 
     @property
     def identity(self) -> str:
@@ -112,8 +113,10 @@ class OptimizerSpec(abc.ABC):
         The string contains no hyperparameters, because they may change between runs, and no
         learning rate, because a schedule may replace it.
         """
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del fields["learning_rate"]
+        fields = {}
+        for field in dataclasses.fields(self):
+            if field.name != "learning_rate":
+                fields[field.name] = getattr(self, field.name)
         return type(self).__qualname__ + identity(fields)
 
     def get_learning_rate(self, step: StepNumber = None) -> float | Array:
@@ -260,11 +263,14 @@ class CompactOptimizerSpec(OptimizerSpec):
         return (0.0,) * len(self.slot_kinds)
 
     def init_slots(self, rows: Rows) -> Slots:
+        num_rows, num_columns = rows.shape
         dtypes = self.slot_dtypes or (None,) * len(self.slot_kinds)
         slots = []
         for (per_row, default), dtype in zip(self.slot_kinds, dtypes, strict=True):
-            num_columns = 1 if per_row else rows.shape[1]
-            slots.append(jnp.zeros((rows.shape[0], num_columns), dtype or default))
+            shape = (num_rows, num_columns)
+            if per_row:
+                shape = (num_rows, 1)
+            slots.append(jnp.zeros(shape, dtype or default))
         return tuple(slots)
 
     def step_rows(
@@ -276,8 +282,10 @@ class CompactOptimizerSpec(OptimizerSpec):
                 slot = slot.astype(jnp.float32)
             wide_slots.append(slot)
         rows, new_slots = self._step(rows, tuple(wide_slots), gradients, hyper)
-        stored = zip(new_slots, slots, strict=True)
-        return rows, tuple(new.astype(old.dtype) for new, old in stored)
+        stored_slots = []
+        for new_slot, slot in zip(new_slots, slots, strict=True):
+            stored_slots.append(new_slot.astype(slot.dtype))
+        return rows, tuple(stored_slots)
 
     @abc.abstractmethod
     def _step(
@@ -402,8 +410,9 @@ class Custom(OptimizerSpec):
             return tuple(result)
 
         arrays = [array[:, None, :] for array in (gradients, rows, *slots)]
-        new_rows, *new_slots = jax.vmap(step_one_row)(*arrays)
-        return new_rows[:, 0], tuple(slot[:, 0] for slot in new_slots)
+        stepped = jax.vmap(step_one_row)(*arrays)
+        new_rows, *new_slots = [array[:, 0] for array in stepped]
+        return new_rows, tuple(new_slots)
 
     def short_name(self) -> str:
         return self.short_name_str
@@ -478,13 +487,15 @@ class OptaxOptimizerSpec(OptimizerSpec):
 
     def _state_structure(self, dim: int) -> PyTree:
         row = jax.ShapeDtypeStruct((dim,), jnp.float32)
-        return jax.tree.structure(jax.eval_shape(self.transformation.init, row))
+        state = jax.eval_shape(self.transformation.init, row)
+        return jax.tree.structure(state)
 
     def slot_variables_count(self) -> int:
         return self._state_structure(1).num_leaves
 
     def init_slots(self, rows: Rows) -> Slots:
-        return tuple(jax.tree.leaves(jax.vmap(self.transformation.init)(rows)))
+        state = jax.vmap(self.transformation.init)(rows)
+        return tuple(jax.tree.leaves(state))
 
     def pack_slots(self, slots: Slots) -> PyTree:
         """`slots` as state of the transformation, with a leading row axis in each leaf."""
@@ -494,7 +505,8 @@ class OptaxOptimizerSpec(OptimizerSpec):
         self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
         (lr,) = hyper
-        state = jax.tree.unflatten(self._state_structure(rows.shape[-1]), slots)
+        structure = self._state_structure(rows.shape[-1])
+        state = jax.tree.unflatten(structure, slots)
         # optax computes powers of floats with integer step counts, an error under JAX's strict
         # dtype promotion.
         with jax.numpy_dtype_promotion("standard"):

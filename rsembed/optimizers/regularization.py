@@ -119,8 +119,11 @@ class CounterBasedRegularizationDefinition:
             per_table = [jnp.max(counter, initial=0.0) for counter in counters]
             return jnp.stack(per_table).max() + 1.0
 
+        def unchanged(_: tuple[Array, ...]) -> Array:
+            return old
+
         is_due = jnp.asarray(t, jnp.int32) % self.max_counter_update_freq == 0
-        return jax.lax.cond(is_due, largest, lambda _: old, tuple(row_counters))
+        return jax.lax.cond(is_due, largest, unchanged, tuple(row_counters))
 
 
 @dataclasses.dataclass(frozen=True)
