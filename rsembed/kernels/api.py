@@ -349,8 +349,8 @@ def apply_rows(
     donated.
     """
     if step.rule.moves_all_rows:
-        # A rule that moves all rows is one elementwise pass over table and slots. For such a pass,
-        # XLA is as fast as any kernel.
+        # A rule that moves all rows is one elementwise pass over table and slots, for which XLA is
+        # as fast as any kernel.
         return reference.apply_rows(table, slots, rows, gradients, step)
     arguments = (table, slots, rows, gradients, step)
     stepped: tuple[Table, Slots]

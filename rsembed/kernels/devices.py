@@ -100,7 +100,7 @@ def provide_threads() -> None:
     global _num_threads
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
     num_fake = int(fake[-1]) if fake else 1
-    config: Any = jax.config  # Some type stubs of JAX lack these settings.
+    config: Any = jax.config  # Some type stubs of JAX lack CPU settings.
     if not has_devices():
         num_devices = max(config.jax_num_cpu_devices, num_fake, 1)
         os.environ.update(thread_settings(num_devices))
@@ -162,14 +162,14 @@ LIBRARY_VARIABLE = "RSEMBED_NATIVE_LIBRARY"
 ISA_VARIABLE = "RSEMBED_ISA"
 """Environment variable that limits the instruction set of the native kernels.
 
-The native library reads this environment variable.
+The native library reads `RSEMBED_ISA`.
 """
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 KEPT_BYTES = 256 << 20
 """Bytes of freed memory that the process keeps for later results."""
-# If the user sets one of these environment variables, rsembed does not change the allocator's
-# settings.
+# Environment variables with which a user sets up the allocator. If one of them is set, rsembed does
+# not change the allocator's settings.
 _ALLOCATOR_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 _HANDLERS = """

@@ -6,7 +6,7 @@ these rows in place. With Zipf-distributed ids, a tenth of the entries of a batc
 row. The entries of a frequent row are first summed in pieces of `piece_entries` entries, so that no
 program runs much longer than the others.
 
-In a computation for a device that is not a GPU, a direct call of these functions runs in Pallas'
+In a computation for a device that is not a GPU, a direct call of a GPU kernel runs in Pallas'
 interpreter. The interpreter is slow and meant for tests.
 
 Source: FBGEMM's TBE kernels, which also sort the batch and step its distinct rows.

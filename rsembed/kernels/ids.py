@@ -258,7 +258,7 @@ def unpack_blocks(
     packed: Shaped[Array, "devices places *row"],
     shapes: Sequence[jax.ShapeDtypeStruct],
 ) -> tuple[Array, ...]:
-    """The blocks of each array, from the result of `pack_blocks`.
+    """Splits the result of `pack_blocks` into the blocks of each array.
 
     Args:
       packed: result of `pack_blocks`, which devices may have exchanged.
@@ -311,7 +311,7 @@ Cuts = UInt32[Array, "levels queues devices"]
 
 
 def block_ends(queues: Sequence[Queue]) -> tuple[Fit, Cuts]:
-    """Whether an owner's remaining entries fit in this round, and the first that does not fit.
+    """Whether an owner's remaining entries fit in this round, and the first entry that does not.
 
     Returns: for each queue and owner, 1 if all remaining entries fit in this round, else 0; and the
       ordered lanes of the first entry that does not fit, or zeros if all entries fit. All queues

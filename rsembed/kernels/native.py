@@ -73,7 +73,7 @@ STEP_BLOCK = 512
 
 The intermediate values of `STEP_BLOCK` rows fit in the caches of a CPU.
 """
-_MAX_HYPERPARAMETERS = 4  # Other rules pass zeros after their hyperparameters.
+_MAX_HYPERPARAMETERS = 4  # Rules with fewer hyperparameters are padded with zeros.
 
 Attributes = dict[str, Any]
 """Static arguments of a native call by name: integers and lists of integers."""
@@ -256,7 +256,7 @@ def gather_rows(
       arrays: arrays `[rows, ...]` of any dtype.
       rows: row numbers to read.
       missing: value that int32 arrays return for a row number outside the array, 0 by default.
-        For such a row number, arrays of other dtypes return zeros.
+        Float arrays and other arrays return zeros for a row number outside the array.
     """
     results = []
     for array in arrays:
@@ -312,12 +312,12 @@ def unpack_blocks(
     packed: Shaped[Array, "devices places *row"],
     shapes: Sequence[Result],
 ) -> tuple[Array, ...]:
-    """The blocks of each array. See `ids.unpack_blocks`."""
+    """Splits packed blocks into the blocks of each array. See `ids.unpack_blocks`."""
     return call_handler("rsembed_unpack_blocks", shapes, packed)
 
 
 def block_ends(queues: Sequence[Queue]) -> tuple[Fit, Cuts]:
-    """Whether an owner's remaining entries fit in this round, and the first that does not fit.
+    """Whether an owner's remaining entries fit in this round, and the first entry that does not.
 
     See `ids.block_ends`.
     """

@@ -76,7 +76,7 @@ def unavailable_because() -> str | None:
 def row_layout(sharding: Sharding) -> Any:
     """Memory layout of tables and slots `[rows, dim]` that tiles read without a copy of the table.
 
-    Pass the layout to `jax.jit` in `in_shardings` and `out_shardings`. On devices other than TPUs,
+    Pass this layout to `jax.jit` in `in_shardings` and `out_shardings`. On devices other than TPUs,
     the result is the row-major layout.
 
     Example:
@@ -88,7 +88,7 @@ def row_layout(sharding: Sharding) -> Any:
     """
     from jax.experimental.layout import Format, Layout
 
-    devices: Any = sharding.device_set  # Some type stubs of JAX lack this attribute.
+    devices: Any = sharding.device_set  # Some type stubs of JAX lack `device_set`.
     tiling = None
     if any(device.platform == "tpu" for device in devices):
         tiling = ((8,),)
@@ -500,8 +500,8 @@ def step_rows(
       traced: the rule, from `traced_rules.trace_rule`.
       dim: length of a row without padding.
       state: the table and the slots with rows of the same length, updated in place.
-      numbers: slots with one number per row. Every lane of vector `k` has the number of row
-        `ids[k]`.
+      numbers: slots with one number per row. Every lane of vector `k` repeats the number that
+        the slot has for row `ids[k]`.
       ids: distinct rows, and `NO_ID` for padding. The number of `ids` is a multiple of the chunk
         size.
       gradients: gradient of each row in `ids`.

@@ -121,10 +121,10 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
     num_written[output] += Times(segments[k].num_outputs, tables[segments[k].table].dim);
   }
   for (size_t k = 0; k < outputs.size(); ++k) {
-    // New memory of this size has no pages yet, and page faults take less time with huge pages.
+    // New memory for a large output has no pages yet, and page faults take less time with huge pages.
     if (outputs[k].size * 4 >= kStreamedBytes) AdviseHugePages(outputs[k].data, outputs[k].size * 4, false);
-    // If segments do not write all numbers of an output, the other numbers must be zeros. These numbers belong to
-    // entries outside all bags, or are columns after a shorter row.
+    // Numbers of an output that no segment writes must be zeros. They belong to entries outside all bags, or are
+    // columns after a shorter row.
     if (num_written[k] < outputs[k].size) std::fill(outputs[k].data, outputs[k].data + outputs[k].size, 0.0f);
   }
   PoolSegments(pool, tables, segments);
@@ -167,7 +167,7 @@ ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
   return ffi::Error::Success();
 }
 
-// Number of entries of all lists. At most this number of rows have a gradient.
+// Number of entries of all lists, which is the maximum number of rows with a gradient.
 int64_t NumEntries(const std::vector<List>& lists) {
   int64_t num_entries = 0;
   for (const List& list : lists) num_entries += list.num_ids;
@@ -320,9 +320,9 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
 // Gathers or scatters rows. Each array, of any dtype, has a list, and item i of the list is row `rows[i]` of the array.
 //
 // A gather copies rows from the arrays (`args`) to the lists (`rets`). For a row number outside the array, it writes
-// `missing` to the list of an int32 array, and zeros to other lists. A scatter copies rows from the lists, which follow
-// the arrays in `args`, to the arrays, which `rets` aliases. Its rows are distinct, and row numbers outside the array
-// are skipped.
+// `missing` to the list of an int32 array, and zeros to other lists. A scatter copies distinct rows from the lists,
+// which follow the arrays in `args`, to the arrays, which `rets` aliases. A scatter skips row numbers outside the
+// array.
 template <bool kScatter>
 ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
                     ffi::RemainingRets rets, int64_t missing) {
@@ -424,7 +424,7 @@ auto BindRows() { return Bind().Arg<Int32s>().RemainingArgs().RemainingRets().At
 
 }  // namespace
 
-// The library exports only functions in sections such as this one, so its symbols cannot clash with symbols of jaxlib.
+// Only functions with default visibility are exported, so symbols of the library cannot clash with symbols of jaxlib.
 #pragma GCC visibility push(default)
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_lookup, Lookup, BindCall(Bind().RemainingArgs().RemainingRets()));
@@ -468,7 +468,7 @@ extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return Adv
 // the heap before it has the padding (M_TOP_PAD) free. The padding is therefore set to the size of the largest result.
 extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
 #if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD) && defined(M_TOP_PAD)
-  constexpr int kMostOfOneResult = 64 << 20;  // size of a heap; older versions of glibc accept at most half of it
+  constexpr int kMostOfOneResult = 64 << 20;  // size of a heap; older versions of glibc accept at most half
   return (mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 || mallopt(M_MMAP_THRESHOLD, kMostOfOneResult / 2) != 0) &&
          mallopt(M_TOP_PAD, kMostOfOneResult) != 0 && mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;
 #else

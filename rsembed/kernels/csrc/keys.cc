@@ -136,7 +136,8 @@ ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_
 // Updates the last-used steps and the use counts of `rows` in place. Rows may repeat.
 ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int32s rows, ffi::BufferR0<ffi::S32> step,
                      Int32s occurrences, Int32Result out_last_step, Int32Result out_counts) {
-  constexpr int64_t kMostShares = 4, kRowsPerLine = 16;  // every share has a task that reads all entries
+  // The rows are divided into shares. The task of each share reads all entries.
+  constexpr int64_t kMostShares = 4, kRowsPerLine = 16;
   const int64_t num_rows = Size(counts), num_entries = Size(rows);
   Checks checks;
   checks.Need(Size(last_step) == num_rows && Size(occurrences) == num_entries, "wrong size of a lane");
@@ -181,7 +182,7 @@ ffi::Error RowBits(ffi::ThreadPool pool, LanePairs key, Int32s tables, ffi::Rema
   if (Size(tables) != 0 && Size(tables) != num_rows) reader.Fail("wrong number of tables");
   if (dim > int64_t{UINT32_MAX}) reader.Fail("too many columns");
   if (reader.Failed()) return reader.Complaint();
-  if (dim == 0) return ffi::Error::Success();  // rows without numbers take no memory, so there can be any number
+  if (dim == 0) return ffi::Error::Success();  // rows without columns take no memory, so there can be any number
   const int64_t rows_per_task = std::max<int64_t>(kBitsPerTask / dim, 1);
   const auto row_bits = BestRowKernels().row_bits;
   const TableKeys keys{key.typed_data(), num_keys, Size(tables) == 0 ? nullptr : tables.typed_data()};

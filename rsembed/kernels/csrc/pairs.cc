@@ -22,7 +22,7 @@ namespace {
 
 #include "vectors.h"
 
-// Number of sums that are kept in registers. A loaded vector is added to each of these sums, times a factor.
+// Number of sums that are kept in registers. A loaded vector is added to each sum, times a factor.
 constexpr int kTogether = 4;
 
 inline int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }

@@ -103,7 +103,7 @@ class Workers {
   }
 
   // Progress of the blocks of one step of a call, shared by the calling thread and its helpers. A helper can start
-  // after the caller has returned. In that case all blocks are done, and the helper reads only this struct.
+  // after the caller has returned. For such a helper, all blocks are done, and it reads only this struct.
   struct Job {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> num_done{0};

@@ -35,7 +35,7 @@ struct PartitionStack {
   int64_t samples_per_core;
   int64_t max_ids;
   int64_t max_unique;
-  int64_t places_per_core;    // a multiple of 8
+  int64_t places_per_core;    // entries in a core's part of a buffer, a multiple of 8
   int64_t pointers_per_core;  // at least num_shards
   int32_t* row_pointers;
   int32_t* embedding_ids;
@@ -43,7 +43,9 @@ struct PartitionStack {
   float* gains;
   int64_t* num_ids;     // [num_cores, num_shards], counted before ids are dropped
   int64_t* num_unique;  // [num_cores, num_shards]
-  int64_t* drops;       // [num_cores, num_features, kNumDropKinds]; a table counts at its first feature; 0 on entry
+  // Numbers of dropped ids, [num_cores, num_features, kNumDropKinds], zeros on entry. The ids of a table are counted at
+  // the first feature of the table.
+  int64_t* drops;
   int32_t gain_rule;
   int32_t drops_something;  // set if a limit is exceeded or a buffer is too small; 0 on entry
 };

@@ -30,7 +30,7 @@ namespace {
 
 constexpr int64_t kLineBytes = 64;
 
-// GCC removes calls of a function that only prefetches, because it sees no effect, unless the function is inlined.
+// GCC removes calls of a function that only prefetches, because the function has no effect, unless it is inlined.
 #define RSEMBED_PREFETCHING __attribute__((always_inline)) inline
 
 // Prefetches `bytes` bytes. The compiler knows that `bytes` is at least kLeast, and unrolls the loop over that part.
@@ -78,8 +78,8 @@ inline void sum_tail(const Source& source, int64_t first, int64_t last, int64_t 
   store_tail(out + column, sum * scale, count);
 }
 
-// Panels of at most 8 vectors keep the sums in registers. The first panel brings a row into the first-level cache,
-// where the later panels read it.
+// Sums columns in panels of at most 8 vectors, so that the sums stay in registers. The first panel brings a row into
+// the first-level cache, where the later panels read the row.
 template <int kVectors, typename Source>
 inline void sum_panels(const Source& source, int64_t first, int64_t last, int64_t dim, float scale, float* out,
                        int64_t& column) {
@@ -352,7 +352,7 @@ double square_groups(const SortedEntries& entries, int64_t first, int64_t last) 
 // The file rsembed/optimizers/rules.py defines the formulas, and the order of the hyperparameters in `hyper`.
 
 // Calls body(column, get, put) for the columns of a row, one vector at a time. `get` loads and `put` stores the vector
-// at the column. For the last columns of a row, both move fewer numbers than a vector has.
+// at the column. For the last columns of a row, `get` and `put` move fewer numbers.
 template <typename Body>
 inline void for_columns(int64_t dim, const Body& body) {
   int64_t column = 0;

@@ -78,8 +78,8 @@ struct TableKeys {
 };
 
 // The kernels for one instruction set. Every function works on a range, and calls with disjoint ranges can run in
-// parallel. A function over sorted entries handles the groups of equal rows that *begin* in its range. It reads entries
-// after the range to finish the last group.
+// parallel. A function over sorted entries handles the groups of equal rows that *begin* in its range. To finish the
+// last group, the function reads entries after the range.
 struct RowKernels {
   const char* name;
   void (*pool[kNumElementTypes])(const Table&, const Segment&, int64_t first_output, int64_t last_output);

@@ -130,7 +130,8 @@ Units MakeUnits(Workers& workers, const Call& call) {
       int64_t end = first;
       do {
         const uint32_t lookup = sort.items()[end].source;
-        uint64_t row = 0;  // overflows in trains of more than 2^64 rows, so slices are compared below
+        // In trains of more than 2^64 rows, `row` overflows, so neighbours are compared slice by slice below.
+        uint64_t row = 0;
         for (int64_t t = 0; t < train.num_cores; ++t) {
           if (t != train.grouped) row = row * train.num_digits[t] + train.digits[t][lookup];
         }
@@ -279,8 +280,8 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     const int32_t* const group_of = train.digits[grouped];
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
-      // A task handles the groups of units with equal slices of the grouped core that begin in its range. It writes the
-      // gradients of their other slices, and adds to the gradient of the grouped core.
+      // A task handles the groups of units with equal slices of the grouped core that begin in its range. The
+      // task writes the gradients of the other slices, and adds to the gradient of the grouped core.
       workers.ForEachRange(end - begin, kUnitsPerTask, [&](int64_t from, int64_t to) {
         const auto begins = [&](int64_t unit) {
           return unit == begin || group_of[units.examples[unit]] != group_of[units.examples[unit - 1]];

@@ -155,7 +155,8 @@ float dot(const float* a, const float* b, int64_t count) {
 }
 
 // Products of the slices of a block of lookups. Consecutive lookups with equal slices of all cores before the grouped
-// core share the products up to the grouped core. The first of these lookups is called their head. Products after the
+// core share the products up to the grouped core. The first of several lookups that share
+// products is called their head. Products after the
 // grouped core belong to single lookups.
 struct Block {
   const Train& train;

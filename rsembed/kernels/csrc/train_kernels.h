@@ -14,7 +14,7 @@ constexpr int64_t kLookupsPerBlock = 12;
 // `digits[t]` has the index of the slice of core t that each lookup reads.
 struct Train {
   int64_t num_cores;
-  int64_t grouped;  // core with the largest slices; all lookups of a block use the same slice of it
+  int64_t grouped;  // core with the largest slices; all lookups of a block use the same slice of this core
   int64_t dim;
   const float* cores[kMaxCores];
   const int32_t* digits[kMaxCores];

@@ -97,7 +97,7 @@ inline void store(T* to, Floats x) {
 }
 
 // Loads and stores the last columns of a row, which are fewer than kLanes. The other lanes of the vector are zero, and
-// are not stored. All columns of a short row are such columns, so a loop over single columns would be slow.
+// are not stored. A short row has only these last columns, so a loop over single columns would be slow.
 #if defined(__AVX512F__)
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
@@ -156,7 +156,7 @@ inline Floats load_tail(const float* from, int64_t count) {
 
 template <typename T>
 inline Floats load_tail(const T* from, int64_t count) {
-  typedef uint64_t Pair __attribute__((vector_size(16)));  // joins the parts in a register; in memory, it would stall
+  typedef uint64_t Pair __attribute__((vector_size(16)));  // joining two parts in memory would stall
   constexpr int64_t kColumns = 8 / sizeof(T), kBytes = sizeof(T);
   const Pair parts = {load_bytes(from, count * kBytes),
                       count > kColumns ? load_bytes(from + kColumns, (count - kColumns) * kBytes) : 0};
@@ -207,7 +207,7 @@ class RowsInUse {
   RowsInUse(int64_t num_rows, int64_t dim) {
     const int64_t size = num_rows * dim;
     rows_ = size <= kSmallSize ? small_ : static_cast<float*>(malloc(size * sizeof(float)));
-    if (rows_ == nullptr) abort();  // the buffer is small, so the system is out of memory
+    if (rows_ == nullptr) abort();  // no memory is left even for a small buffer
   }
   RowsInUse(const RowsInUse&) = delete;
   ~RowsInUse() {
