@@ -8,7 +8,7 @@ one sample with equal rows are merged.
 A batch that exceeds a limit is split into several minibatches. A hash assigns every row to one of
 64 buckets. Neighbouring buckets form a minibatch as long as every partition of every core stays
 within its limits. All stacks, devices and processes split at the same buckets. A row belongs to one
-bucket, so it is in one minibatch and is stepped once, as without minibatches.
+bucket, so the row is in one minibatch and is updated once per batch, as without minibatches.
 
 ```
 buckets      2 5 | 1 6 | 3 4 | 2 0      limit 7: no two neighbouring pairs fit together
@@ -190,7 +190,7 @@ class HostBatch(NamedTuple):
     statistics: SparseDenseMatmulInputStats
 
     def merged_entries(self, name: str) -> Entries:
-        """Entries that the cores of this process look up, with equal rows of a sample merged.
+        """Entries that the cores of this process look up, after equal rows of a sample were merged.
 
         Raises: ValueError: an id is outside its table, a weight is not finite, or a device has too
           many samples.

@@ -46,8 +46,8 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       mesh: mesh with the devices of the layer. With None, the default, the layer makes a mesh with
         all devices on one axis, and stores the mesh in this attribute.
       table_sharding_strategy: "MOD", the only sharding strategy.
-      enable_minibatching: whether batches that exceed a limit are split, instead of being an
-        error. False by default.
+      enable_minibatching: whether a batch that exceeds a limit is split into minibatches instead of
+        raising an error, False by default.
       num_sc_per_device: cores per device. With None, the default, or -1, the layer stores the
         number that the specs were placed for in this attribute.
     """

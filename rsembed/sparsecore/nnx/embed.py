@@ -57,8 +57,8 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         replicated along the other axes of the mesh.
       mesh: mesh with the devices of the layer, by default a mesh with all devices on one axis.
       rngs: random streams; the stream `params` has the key of the initial tables.
-      enable_minibatching: whether batches that exceed a limit are split, instead of being an
-        error. False by default.
+      enable_minibatching: whether a batch that exceeds a limit is split into minibatches instead of
+        raising an error, False by default.
       table_sharding_strategy: "MOD", the only sharding strategy.
       num_sc_per_device: cores per device, by default the number that the specs were placed for. The
         attribute `num_sc_per_device` has the number that the layer uses.
