@@ -188,6 +188,7 @@ print((faults[-1] - faults[0]) / 9 / (SIZE >> 12))
 """
 
 
+@pytest.mark.slow_rows("14")
 @pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="speaks to the allocator of glibc")
 @pytest.mark.parametrize("megabytes", (14, 48))
 def test_pages_of_results_of_other_threads_are_used_again(megabytes):

@@ -213,6 +213,7 @@ def run_child(program, **environment):
     return json.loads(child.stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="this system does not grant single cores"
 )

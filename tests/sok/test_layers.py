@@ -118,7 +118,7 @@ class TestFullTable:
         assert_array_equal(layer(self.keys(0, 4)), before)
         assert layer.variable.num_rows == 8 and layer.variable.counts()["failed"].sum() == 0
 
-    @pytest.mark.slow_rows("1")
+    @pytest.mark.slow_rows("2")
     @pytest.mark.parametrize("num_devices", [1, 2])
     def test_grows_by_the_keys_that_are_admitted_and_says_when_no_more_can_wait(self, num_devices):
         policies = {"when_full": "grow", "admission_count": 1, "context": context(num_devices)}

@@ -76,8 +76,9 @@ def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(storage,
     ids, d_outputs = rng.integers(0, ROWS, (8, 3)), rng.normal(size=(8, DIM)).astype(np.float32)
     batch = collection.prepare({"f": ids})
     state = collection.prefetch(collection.init(jax.random.key(0)), batch)
+    update = jax.jit(collection.update)
     if storage == "hashed":  # gives rows to the keys
-        state = jax.jit(collection.update)(state, batch, {"f": np.zeros_like(d_outputs)})
+        state = update(state, batch, {"f": np.zeros_like(d_outputs)})
 
     before = rows_of(collection, state)
 
@@ -96,7 +97,7 @@ def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(storage,
     for sample, d_output in zip(ids.tolist(), d_outputs, strict=True):
         for i in sample:
             expected[i] = expected[i] - LEARNING_RATE * d_output.astype(np.float64)
-    for stepped in (applied, jax.jit(collection.update)(state, batch, {"f": d_outputs})):
+    for stepped in (applied, update(state, batch, {"f": d_outputs})):
         after = rows_of(collection, stepped)
         for i, row in expected.items():
             np.testing.assert_allclose(

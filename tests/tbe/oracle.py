@@ -21,14 +21,22 @@ def variant(name):
 
 
 def make(
-    specs, *, location=rt.EmbeddingLocation.DEVICE, uniform=(-1.0, 1.0), **arguments
+    specs, *, location=rt.EmbeddingLocation.DEVICE, uniform="numpy", **arguments
 ) -> rt.TableBatchedEmbeddingBags:
-    """A module with `(rows, dim)` tables of random weights; SGD at the rate of the formulas by default."""
+    """A module with `(rows, dim)` tables of random weights; SGD at the rate of the formulas by default.
+
+    The weights are in [-1, 1). numpy draws them, as a program of JAX that draws is compiled for every shape. Where
+    `uniform` is a pair of bounds, the module draws by itself, and where it is None nobody does.
+    """
     arguments = {"optimizer": rt.OptimType.EXACT_SGD, "learning_rate": LR, **arguments}
     module = rt.TableBatchedEmbeddingBags(
         [(*spec, location, rt.ComputeDevice.CPU) for spec in specs], **arguments
     )
-    if uniform is not None:
+    if uniform == "numpy":
+        for number, shape in enumerate(specs):
+            drawn = np.random.default_rng(number).uniform(-1, 1, shape)
+            module.set_embedding_weights(number, drawn.astype(np.float32))
+    elif uniform is not None:
         module.init_embedding_weights_uniform(*uniform)
     return module
 

@@ -162,7 +162,7 @@ def test_only_some_tables_may_be_cached():
         specs, feature_table_map=FEATURES, learning_rate=0.1, cache_sets=1
     )
     mixed.init_embedding_weights_uniform(-1, 1)
-    assert_steps_agree(make(SPECS, feature_table_map=FEATURES), mixed)
+    assert_steps_agree(make(SPECS, feature_table_map=FEATURES, uniform=(-1, 1)), mixed)
 
 
 # Prefetching

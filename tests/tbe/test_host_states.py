@@ -188,6 +188,7 @@ def test_a_clone_cannot_be_used_beside_its_original_but_a_deep_copy_or_a_merged_
 # Threads
 
 
+@pytest.mark.slow
 def test_lookups_of_several_threads_read_their_own_rows_while_one_trains_others():
     plain, cached = pair()
     fixed, trained = np.arange(0, 200, dtype=np.int32), np.arange(200, 400, dtype=np.int32)

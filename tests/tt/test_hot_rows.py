@@ -317,6 +317,7 @@ def hot_ids(epoch, num_rows=900, width=24):
     return ((drawn + epoch * width) * 37 % num_rows).astype(np.int32)
 
 
+@pytest.mark.slow
 def test_under_endless_drift_the_cache_hits_like_a_fresh_one_inside_jit():
     emb = TTEmbeddingBag(900, 4, [3], [30, 30], [2, 2], cache_size=32)
     hit_rates = []
@@ -467,6 +468,7 @@ def test_lookups_count_and_populate_also_inside_jit_but_not_after_eval():
         make().cache_populate()
 
 
+@pytest.mark.slow
 def test_memory_of_the_default_cache_is_a_hundredth_of_dense():
     emb = TTEmbeddingBag(11_000_000, 64, [32, 32], [200, 220, 250], [4, 4, 4])
     assert (
