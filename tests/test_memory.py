@@ -145,6 +145,7 @@ print(np.median(np.diff(faults)[20:]) / num_pages)  # every thread has a heap to
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="speaks to the allocator of glibc")
 def test_pages_of_activations_are_used_again_unless_the_user_chose_what_the_allocator_does():
     if (reason := native.unavailable_because()) is not None:

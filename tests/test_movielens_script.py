@@ -32,6 +32,7 @@ def test_every_setting_is_an_option_of_its_type(script):
         script.parsed(["--tables", "stone"])
 
 
+@pytest.mark.slow
 def test_a_run_with_users_on_the_host_goes_on_where_the_last_one_stopped(script, tmp_path, capsys):
     options = ["--tables", "host_cached", "--batch-size", "64", "--folder", str(tmp_path)]
     printed = []

@@ -60,6 +60,7 @@ def gradients_like(activations, seed):
     }
 
 
+@pytest.mark.slow_rows("host")
 @pytest.mark.parametrize(
     "storage", [None, rs.Hashed(), rs.HostCached(cache_rows=64)], ids=["dense", "keys", "host"]
 )

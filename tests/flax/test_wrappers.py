@@ -79,7 +79,9 @@ def stepped_on_all(name, *storages):
     return interface.contents(step(interface.model, interfaces.batch_of(interface)))
 
 
-@pytest.mark.slow_rows("linen-rs.combine", "nnx-a * 0.5 + b * 0.5", "nnx-(a + b) / 2")
+@pytest.mark.slow_rows(
+    "linen-rs.combine", "nnx-a * 0.5 + b * 0.5", "nnx-(a + b) / 2", "nnx-rs.combine"
+)
 @pytest.mark.parametrize(
     ("name", "idiom"),
     [*((name, "rs.combine") for name in interfaces.ALL), *(("nnx", idiom) for idiom in IDIOMS)],
@@ -99,7 +101,7 @@ def test_micro_batches_are_one_step_of_the_mean_in_every_storage(name, idiom):
     assert_same(interface.contents(step(interface.model, *batches)), stepped_on_all(name, *ALL))
 
 
-@pytest.mark.slow_rows("False-core", "False-linen", "True-nnx")
+@pytest.mark.slow_rows("False-core", "False-linen", "True-nnx", "True-linen")
 @pytest.mark.parametrize("name", interfaces.ALL)
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_gradients_of_two_programs_are_added_outside_of_them(name, on_mesh):
@@ -158,6 +160,7 @@ def test_row_numbers_are_never_added(name, idiom):
 # Skipping
 
 
+@pytest.mark.slow_rows("linen")
 @pytest.mark.parametrize("name", interfaces.ALL)
 def test_a_step_is_skipped_or_made_for_all_parts_together(name):
     interface = interfaces.ALL[name](*ALL)

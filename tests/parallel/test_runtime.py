@@ -140,6 +140,7 @@ def test_launch_hands_arguments_and_devices_to_every_process(tmp_path, capfd):
     assert lines == ["[0] 0 2 3 ['--steps', '5']", "[1] 1 2 3 ['--steps', '5']"]
 
 
+@pytest.mark.slow
 def test_the_program_of_the_page_goes_on_after_a_preemption_as_if_there_had_been_none(tmp_path):
     page = (launching.ROOT / "docs" / "distributed.md").read_text()
     (tmp_path / "page.py").write_text(re.findall(r"```python\n(.*?)```", page, re.DOTALL)[0])

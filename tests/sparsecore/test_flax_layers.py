@@ -118,6 +118,7 @@ def test_linen_autodiff_trains_as_dense_loops():
         assert float(linen_embed.step_number(after[linen_embed.STEP_PARAM_NAME])) == counter
 
 
+@pytest.mark.slow
 def test_nnx_autodiff_trains_as_dense_loops():
     _, (before, *updated), counters = nnx_run()
     for after, tables in zip(updated, dense_adam(before), strict=True):

@@ -379,6 +379,7 @@ def assert_table_holds(collection, state, cell, oracle, found, what):
     "hashed, admitting-one device",
     "host-cached-row",
     "train-one device",
+    "host-cached-one device",
 )
 @pytest.mark.parametrize(("storage", "way"), RUNS)
 def test_a_storage_on_a_way_gives_the_numbers_of_loops(storage, way):

@@ -172,6 +172,7 @@ GIVEN = {
 }
 
 
+@pytest.mark.slow_rows("1-1-False")
 @pytest.mark.parametrize(("saved_on", "loaded_on", "is_unlike"), [(1, 1, False), (4, 2, True)])
 def test_files_know_tables_by_name_whatever_storage_they_share(
     saved_on, loaded_on, is_unlike, any_size, tmp_path

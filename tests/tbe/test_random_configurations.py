@@ -194,6 +194,11 @@ def batches(draw, c):
     "lars",
     "adam",
     "emainplace",
+    "cowclip",
+    "ensemble",
+    "global_decay_of_single_rows",
+    "max_norm",
+    "lamb",
 )
 @pytest.mark.parametrize("name", CONFIGURATIONS)
 @hypothesis.settings(
