@@ -34,6 +34,8 @@ class Samples(NamedTuple):
 class Quality(NamedTuple):
     log_loss: float
     auc: float
+    num_samples: int
+    num_clicks: int
 
 
 class Fit(NamedTuple):
@@ -75,9 +77,8 @@ def make_model(num_numbers, num_categories, num_rows, rate=0.1, seed=0):
             name=f"c{column}",
             vocabulary_size=num_rows,
             embedding_dim=DIM,
-            initializer=jax.nn.initializers.normal(
-                0.02
-            ),  # larger vectors make 351 products of noise at first
+            # Larger vectors make 351 products of noise at first.
+            initializer=jax.nn.initializers.normal(0.02),
             storage=rs.Hashed(when_full="evict", eviction="lfu"),
             optimizer=rs.optimizers.RowWiseAdagrad(rate),
         )
@@ -240,7 +241,8 @@ def auc(labels, scores):
 
 def judge(labels, scores):
     scores = np.asarray(scores, np.float64)
-    return Quality(float(np.mean(np.logaddexp(0, scores) - labels * scores)), auc(labels, scores))
+    log_loss = float(np.mean(np.logaddexp(0, scores) - labels * scores))
+    return Quality(log_loss, auc(labels, scores), len(labels), int(labels.sum()))
 
 
 def best_of(fits):

@@ -77,7 +77,7 @@ def test_the_rows_that_are_reported_choose_nothing(monkeypatch):
     held, _ = criteo.generated(200, num_features=2, sample_seed=1)
     validation, _ = criteo.generated(200, num_features=2, sample_seed=2)
     # On the held-out rows the last epoch is the best, on the validation rows the first.
-    first, last = criteo.Quality(0.5, 0.6), criteo.Quality(0.7, 0.6)
+    first, last = criteo.Quality(0.5, 0.6, 9, 3), criteo.Quality(0.7, 0.6, 9, 3)
     for fit in (
         lambda: criteo.fit_linear((train, validation, held), 100, 2, 0.05, 0),
         lambda: criteo.fit_dlrm((train, validation, held), 100, 2, 0.1, 500, 0)[0],
