@@ -365,7 +365,7 @@ class Hashed(DynamicRows):
           params: the table before the step.
           strangers: keys of the batch that have no row, with repetitions. The caller replaces keys
             with a row by padding.
-          occurrences: number of occurrences that each entry of `strangers` stands for.
+          occurrences: number of occurrences to count for each entry of `strangers`.
           number: index of the step.
         """
         entry_of, distinct, first_of, totals = row_map.entries(strangers, occurrences)
@@ -484,7 +484,7 @@ class Hashed(DynamicRows):
             with a row by padding.
           table: spec of the table.
           number: index of the step.
-          occurrences: number of occurrences that each entry of `strangers` stands for.
+          occurrences: number of occurrences to count for each entry of `strangers`.
         """
         new = self._new_keys(params, strangers, occurrences, number)
         admitted = new.keys.only(new.is_admitted)
@@ -679,7 +679,7 @@ class HashedTables(Hashed):
     largest table.
 
     Args:
-      tables: specs of the tables, in the order in which the arrays contain the tables.
+      tables: specs of the tables, in the order of the tables in the arrays.
     """
 
     tables: tuple[TableSpec, ...]

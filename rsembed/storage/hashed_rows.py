@@ -44,8 +44,8 @@ class Counters(NamedTuple):
     Attributes:
       inserted: number of keys that got a row.
       evicted: number of keys that lost their row to another key, or by a call of `evict`.
-      failed: number of new keys in training for which no row was free, or that had to wait for
-        admission while the map of waiting keys was full.
+      failed: number of new keys in training that got no row because all rows were in use, or that
+        could not wait for admission because the map of waiting keys was full.
       not_admitted: number of new keys in training that were not admitted.
       forgotten: number of waiting keys that were removed, for a new key or because of their age.
     """

@@ -283,7 +283,7 @@ def _key_dtype(table: TableSpec) -> str:
 
 
 def array_names(table: TableSpec, slots: Sequence[PyTree]) -> list[str]:
-    """Names of a table's vectors and slots in an export, in the order in which a state has them.
+    """Names of a table's vectors and slots in an export, in the order of the arrays in a state.
 
     If `slots` is empty (a state for serving), the result has no names of slots.
     """
@@ -559,7 +559,7 @@ def _checked(table: TableSpec, exported: Export, name: str, shape: tuple[int, ..
 
 
 def _fixed_positions(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) -> Positions:
-    """Row index of each key in a table without a hash table, in which keys are row numbers.
+    """Row index of each key in a table without a hash table. The keys are row numbers.
 
     Raises: ValueError: a key is not below `num_rows`.
     """

@@ -23,9 +23,9 @@ from rsembed.specs import TableSpec
 ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nnz"] | None]
 """Facts about the optimizer step that follows a lookup: `(occurrences, step number, arrival)`.
 
-`occurrences` is the number of occurrences that each key of the lookup stands for. In the step,
-`find` gives rows to new keys in ascending order of their `arrival`. If `arrival` is None, `find`
-gives rows to new keys in the order of the lookup."""
+`occurrences` is the number of occurrences to count for each key of the lookup. In the step, `find`
+gives rows to new keys in ascending order of their `arrival`. If `arrival` is None, `find` gives
+rows to new keys in the order of the lookup."""
 Params: TypeAlias = PyTree
 """Parameters of a storage: one array, or a pytree of arrays."""
 SlotTree: TypeAlias = PyTree
@@ -116,7 +116,7 @@ class Storage(abc.ABC):
         return None
 
     def resolved(self, table: TableSpec) -> Storage:
-        """Copy of the storage in which all options that depend on `table` have values.
+        """Copy of the storage with values for all options that depend on `table`.
 
         If two storages resolve to equal storages, states of one can be used with the other.
         """
@@ -127,7 +127,8 @@ class Storage(abc.ABC):
         """Hashable key that is equal for tables that may share one storage.
 
         None if `table` cannot share a storage with other tables. The key need not contain dim,
-        dtype and optimizer, because the caller only compares tables for which these are equal.
+        dtype and optimizer, because the caller only compares tables with equal dim, dtype and
+        optimizer.
         """
         del table
         return None
@@ -140,7 +141,7 @@ class Storage(abc.ABC):
         return [list(tables)]
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
-        """All tables that share the storage, in the order in which the arrays contain the tables.
+        """All tables that share the storage, in the order of the tables in the arrays.
 
         The result includes `table`.
         """
@@ -296,8 +297,8 @@ class Storage(abc.ABC):
           keys: keys and padding. Padding and keys without a row read zeros.
           table: spec of the table.
           ahead: facts about the step that follows the lookup. A key that will get a row in this
-            step then reads the initial value of the row. The second result counts only keys for
-            which the step tries to assign a row. None, the default: no step follows.
+            step then reads the initial value of the row. The second result counts only keys
+            that the step tries to give a row. None, the default: no step follows.
         """
 
     def pooled(
@@ -353,7 +354,7 @@ class Storage(abc.ABC):
           params: parameters of one shard.
           slots: slots of the same shard.
           keys: keys and padding. Keys may repeat.
-          occurrences: number of occurrences in the batch that each entry of `keys` stands for.
+          occurrences: number of occurrences to count for each entry of `keys`.
           table: spec of the table.
           step: the optimizer step that uses the rows.
 

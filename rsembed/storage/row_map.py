@@ -2,8 +2,8 @@
 
 All functions work inside `jit`. The row of a key is in a hash table with open addressing and linear
 probing. At most half of the slots hold keys, and at most another quarter are deleted, so every
-search reaches an empty slot. `kernels/keyed.py` defines the content of a slot, and the slots in
-which the search for a key looks.
+search reaches an empty slot. `kernels/keyed.py` defines the content of a slot, and the order of
+the slots in the search for a key.
 
 Every array of a map can contain several tables, one after the other. Row indices in arguments and
 results of functions count the rows of all tables. Row indices in the arrays of a map count from the
@@ -711,8 +711,8 @@ def _bound(
     skips the leading bits that are equal in all candidates, and stops when exactly `num_wanted`
     candidates are below the bound.
     """
-    # Above the highest bit in which the largest and the smallest candidate differ, all candidates
-    # have equal bits.
+    # The largest and the smallest candidate have equal bits above their highest differing bit, so
+    # all candidates have these bits.
     largest = jnp.max(jnp.where(is_candidate, lane, jnp.uint32(0)))
     smallest = jnp.min(jnp.where(is_candidate, lane, largest))
     differing_bits = smallest ^ largest
@@ -756,7 +756,7 @@ def entries(
 
     Args:
       keys: keys and padding, in any order.
-      occurrences: number of occurrences that each entry of `keys` stands for.
+      occurrences: number of occurrences to count for each entry of `keys`.
 
     Returns: a tuple of four: the index of each key in the distinct keys (`NO_ROW` for padding); the
       distinct `Keys`, followed by padding; the position of the first occurrence of each distinct
@@ -804,7 +804,7 @@ def combine(
 
     Args:
       keys: keys and padding, in any order.
-      occurrences: number of occurrences that each entry of `keys` stands for.
+      occurrences: number of occurrences to count for each entry of `keys`.
       values: vector of each entry of `keys`, such as its gradient.
     """
     entry_of, distinct, _, counts = entries(keys, occurrences)

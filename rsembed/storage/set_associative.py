@@ -126,7 +126,7 @@ NUM_WAYS = 32
 
 
 class SetAssociativeCache:
-    """Cache policy, which decides which ids are in the cache, and in which slots.
+    """Cache policy: decides which ids are in the cache, and chooses their slots.
 
     The caller moves the rows. Call `admit` once for each batch. `admit` records a use of the cached
     ids, and admits missing ids: in each set, the first missing id replaces the id in the first
@@ -488,8 +488,8 @@ class CachedRows:
     ) -> tuple[Array, ...]:
         """Exchanges rows with the host, and returns the device arrays with all rows of the batch.
 
-        The scratch area is enlarged if it is too small for the batch. Inside `jit`, it is enlarged
-        if it is too small for any batch with as many moves.
+        The scratch area is enlarged if it is too small for the scratch rows of the batch. Inside
+        `jit`, the scratch area is enlarged if it is too small for all entries of `moves.inserted`.
 
         Args:
           arrays: device arrays before the exchange. They are donated.
