@@ -135,7 +135,7 @@ def _choices(
 
 
 def check_implementation(implementation: str | None) -> None:
-    """Checks that the named implementation can run here. The name None is always accepted.
+    """Checks that the named implementation can run here; `implementation=None` passes the check.
 
     Raises:
       ValueError: the name is unknown.
@@ -181,8 +181,8 @@ def dispatch(
             try:
                 if not is_gpu_kernel or target_device().platform != "gpu":
                     return kernel(*args, **kwargs)
-                # On a machine with a GPU, the arrays may still be on the CPU. JAX only knows when
-                # it compiles a program whether the program runs on the CPU or on the GPU.
+                # Even on a machine with a GPU, JAX can compile this call for the CPU. JAX knows the
+                # platform only at compile time, so `platform_dependent` chooses the kernel then.
                 serve = partial(kernel, *args, **kwargs)
                 default = partial(meaning, *args, **kwargs)
                 return jax.lax.platform_dependent(cuda=serve, default=default)
@@ -277,7 +277,8 @@ def lookup(
     if quantization is None:
         return _lookup(implementation, tuple(tables), call)
     (table,) = tables
-    # Quantization applies to single rows. Look up every row by itself, quantize, then combine.
+    # `quantize` takes single rows, not pooled rows. So this function looks up every row by itself,
+    # quantizes the rows, and then pools the quantized rows.
     row_lists = []
     num_rows = table.shape[0]
     for number in range(len(call.lists)):
@@ -349,8 +350,8 @@ def apply_rows(
     donated.
     """
     if step.rule.moves_all_rows:
-        # A rule that moves all rows is one elementwise pass over table and slots, for which XLA is
-        # as fast as any kernel.
+        # A rule that moves all rows makes one elementwise pass over table and slots. In an
+        # elementwise pass, XLA is as fast as any kernel.
         return reference.apply_rows(table, slots, rows, gradients, step)
     arguments = (table, slots, rows, gradients, step)
     stepped: tuple[Table, Slots]
@@ -434,19 +435,22 @@ def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:
 
 SPARSECORE = "lowers for v5p, v6e and TPU7x SparseCore; simulated numerics agree with the reference"
 GPU = "ran on an H100 (docs/accelerators.md); interpret-mode numerics agree with the reference"
-"""Evidence for the kernels of each backend, in the words of `backend_evidence`."""
+"""Evidence that the SparseCore and GPU kernels work, in the terms that `backend_evidence` defines.
+"""
 
 
 def backend_evidence() -> list[tuple[str, str]]:
     """Name of each backend, and the evidence that its kernels work on this machine.
 
-    *Runs*: the results of this process come from the backend. *Compiles*: the vendor's compiler
-    made a program. *Simulated*, *interpreted*: numpy or Pallas' interpreter evaluated the kernel's
-    equations. *Lowers*: JAX translated it. Anything that was not tried is *unproven*.
+    *Runs*: this process computes its results with the kernels of the backend. *Compiles*: the
+    vendor's compiler translated the kernels to machine code. *Simulated*, *interpreted*: numpy or
+    Pallas' interpreter evaluated the equations of the kernels. *Lowers*: JAX translated the kernels
+    for the chip. *Unproven*: the kernels have not been tried in this way.
 
-    The test suite checks the claims about simulation, interpretation and lowering. `make test-tpu`
-    and `make test-gpu` check the claims about compilers. Speed and numbers on a chip are unproven
-    until `make test-gpu`, or a run of your model, has used that chip.
+    The test suite checks what the evidence says about simulation, interpretation and lowering.
+    `make test-tpu` and `make test-gpu` check what the evidence says about compilers. The speed and
+    the numbers of a chip stay unproven until `make test-gpu`, or a run of your model, has used that
+    chip.
     """
     platform = target_device().platform
     on_xla = f"runs here ({platform})"

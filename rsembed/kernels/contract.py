@@ -31,7 +31,7 @@ table."""
 Ref: TypeAlias = Any
 """Reference to memory of a device, which Pallas passes to a kernel.
 
-Reading the reference returns an array.
+Reading from a `Ref` returns an array.
 """
 
 Index: TypeAlias = Any
@@ -81,8 +81,8 @@ Combiner = Literal["sum", "mean", "sqrtn", "none", "mean_by_count"]
 
 `sum` adds `weight * row`. `mean` divides the result of `sum` by the sum of the weights, `sqrtn` by
 the root of the sum of the squared weights, and `mean_by_count` by the number of entries. Entries
-without a valid row are ignored. If a divisor is zero, the output is zero. `none` does not pool:
-every entry has an output, `weight * row`.
+without a valid row are ignored. If the divisor of a bag is zero, the bag's output is zero. `none`
+does not pool: every entry has an output, `weight * row`.
 """
 
 Layout = Literal["each", "columns", "blocks"]
@@ -96,7 +96,7 @@ segments one after the other. With combiner `none`, `columns` and `blocks` both 
 """
 
 
-@no_type_check  # Unchecked, because JAX puts placeholders into the fields of pytrees.
+@no_type_check  # Types are unchecked, because JAX puts placeholders into fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class IdList:
@@ -165,12 +165,12 @@ class Segment(NamedTuple):
     Args:
       list: index of the list in the call.
       first_bag: index of the first bag in that list.
-      num_bags: number of consecutive bags. No two segments share a bag.
+      num_bags: number of consecutive bags that the segment reads. No two segments share a bag.
       combiner: how rows are pooled, `sum` by default.
       table: index of the table in the call, 0 by default.
       first_row: row of the table that id 0 selects, 0 by default.
-      num_rows: ids outside `[0, num_rows)` contribute nothing and are not counted. The default,
-        `NO_ROW`, allows all rows from `first_row` to the end of the table.
+      num_rows: ids outside `[0, num_rows)` contribute nothing and are not counted. If `num_rows` is
+        `NO_ROW`, the default, ids can select all rows from `first_row` to the end of the table.
     """
 
     list: int
@@ -205,7 +205,7 @@ class Place(NamedTuple):
     stride: int
 
 
-@no_type_check  # Unchecked, because JAX puts placeholders into the fields of pytrees.
+@no_type_check  # Types are unchecked, because JAX puts placeholders into fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -223,7 +223,7 @@ class Call:
 
     @staticmethod
     def of(lists: Sequence[IdList], combiners: Sequence[Combiner]) -> Call:
-        """A call with one feature per list. All features read the same table."""
+        """A call with one feature per list, where all features read table 0."""
         segments: list[Segment] = []
         for ids, combiner in zip(lists, combiners, strict=True):
             number = len(segments)
@@ -296,7 +296,7 @@ class Call:
         return [(sum(sizes),)], output_places
 
 
-@no_type_check  # Unchecked, because JAX puts placeholders into the fields of pytrees.
+@no_type_check  # Types are unchecked, because JAX puts placeholders into fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class CallGradients:
@@ -319,7 +319,7 @@ class CallGradients:
         rows: Int[Array, " n"],
         gradients: Float[Array, "n dim"],
     ) -> CallGradients:
-        """`CallGradients` from row numbers, which may repeat, and a gradient for each of them."""
+        """`CallGradients` in which row `rows[k]` has gradient `gradients[k]`; rows may repeat."""
         call = Call.of([IdList.single(rows)], ["sum"])
         dims = (gradients.shape[1],)
         return CallGradients(call, (gradients,), dims)
@@ -349,7 +349,7 @@ class CallGradients:
         return sorted(numbers)
 
 
-@no_type_check  # Unchecked, because JAX puts placeholders into the fields of pytrees.
+@no_type_check  # Types are unchecked, because JAX puts placeholders into fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
@@ -360,11 +360,11 @@ class Step:
       rule: optimizer that steps the rows.
       rounding: function that rounds stepped rows to the table's dtype. None, the default: stepped
         rows are rounded to nearest.
-      number: index of the step, counted from 0. Storages that record the last use of a row need
-        the index. None, the default: the index is unknown.
-      resident_rows: if the table is a cache, the row in each cache slot, `NO_ROW` in empty slots.
-        The row numbers of a step with `resident_rows` are cache slots. None, the default: the
-        table is not a cache.
+      number: index of the step, counted from 0. Storages that record the step in which each row was
+        last used need this index. None, the default: the index is unknown.
+      resident_rows: if the table is a cache, the row that each cache slot holds, `NO_ROW` for empty
+        slots. With `resident_rows`, the row numbers of the rows to step are indices of cache slots.
+        None, the default: the table is not a cache.
     """
 
     hyper: Hyperparameters

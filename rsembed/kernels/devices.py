@@ -56,7 +56,7 @@ def target_device() -> AbstractDevice:
     return _default_device(jax.default_backend())
 
 
-@functools.cache  # Cached, because every eager call needs the device.
+@functools.cache  # Cached, because every eager call asks for the default device.
 def _default_device(platform: str) -> AbstractDevice:
     first = jax.devices(platform)[0]
     return AbstractDevice(first.device_kind, getattr(first, "num_cores", None), platform)
@@ -100,7 +100,7 @@ def provide_threads() -> None:
     global _num_threads
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
     num_fake = int(fake[-1]) if fake else 1
-    config: Any = jax.config  # Some type stubs of JAX lack CPU settings.
+    config: Any = jax.config  # Some type stubs of JAX lack `jax_num_cpu_devices`.
     if not has_devices():
         num_devices = max(config.jax_num_cpu_devices, num_fake, 1)
         os.environ.update(thread_settings(num_devices))
@@ -112,7 +112,7 @@ def provide_threads() -> None:
 def thread_settings(num_devices: int) -> dict[str, str]:
     """Environment variables for a process with `num_devices` CPU devices.
 
-    The dictionary is empty if XLA's pool has enough threads without such variables.
+    The dictionary is empty if XLA's pool already has enough threads.
     """
     is_set = os.environ.get("NPROC", "").isdecimal()
     likely = max(num_devices, _LIKELY_DEVICES)
@@ -144,7 +144,7 @@ def check_threads(mesh: Mesh) -> None:
 
 
 def granted_cores() -> int:
-    """Number of cores that this process may use. A container or `taskset` can limit the number."""
+    """Number of cores that this process may use, which a container or `taskset` can limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -158,7 +158,7 @@ def _pool_size() -> int:
 
 LIBRARY = "librsembed_kernels.so"
 LIBRARY_VARIABLE = "RSEMBED_NATIVE_LIBRARY"
-"""Environment variable with the path of a library to load instead of the installed one."""
+"""Environment variable with the path of a native library to load instead of the installed one."""
 ISA_VARIABLE = "RSEMBED_ISA"
 """Environment variable that limits the instruction set of the native kernels.
 
@@ -177,11 +177,11 @@ _HANDLERS = """
     rows_by_bag allocate distinct unique_keys find_keys insert_keys count_uses row_bits rows_of_ids
     count_ids compact take_rows pack_blocks unpack_blocks block_ends round_places entries_by_sample
     pair_products pull_pairs train_rows train_pull
-"""  # `rsembed/tt/cores.py` calls the last two handlers.
+"""  # `rsembed/tt/cores.py` calls `train_rows` and `train_pull`; `native.py` calls the others.
 
 
 def library_paths() -> tuple[Path, ...]:
-    """Paths where the library may be, in search order.
+    """Paths where the native library may be, in search order.
 
     An editable install puts the library in site-packages and not beside the sources.
     """
@@ -230,8 +230,8 @@ def shared_library() -> ctypes.CDLL | str:
             if handler is not None:
                 jax.ffi.register_ffi_target(target, jax.ffi.pycapsule(handler), platform="cpu")
     except jax.errors.JaxRuntimeError as error:
-        # pip compiles the library for the newest jaxlib that it finds. If an older jaxlib is
-        # installed, it may reject the handlers.
+        # pip compiles the library for the newest jaxlib that it finds. An older jaxlib in the
+        # user's environment may reject the handlers of the library.
         return (
             f"{path} was not made for jaxlib {jaxlib.__version__}: {error}; reinstall rsembed with "
             f"PIP_CONSTRAINT naming a file that says jaxlib=={jaxlib.__version__}"
@@ -281,7 +281,7 @@ def instruction_set() -> str | None:
 def num_cores() -> int | None:
     """Number of granted cores, the maximum number of threads of a native call.
 
-    The result is None if the native library cannot be used.
+    Returns None if the native library cannot be used.
     """
     library = shared_library()
     if isinstance(library, str):
@@ -300,7 +300,7 @@ def call_handler(
 
     Args:
       target: name of the handler.
-      results: objects with the shape and dtype of each result.
+      results: arrays or `ShapeDtypeStruct` objects with the shape and dtype of each result.
       operands: arrays that the handler reads.
       aliases: index of each operand that the handler updates in place, mapped to the index of the
         result that the operand becomes. None, the default: the handler updates no operand.
@@ -325,15 +325,15 @@ def call_handler(
     )
     varying = vary_alike(operands)
     returned = call(*varying, **numbers)
-    # JAX does not infer the varying mesh axes of a foreign call's results. Casting the results
-    # together with an operand gives the results the axes of the operands.
+    # JAX does not infer the varying mesh axes of a foreign call's results. `vary_alike` with an
+    # operand makes the results vary over the same mesh axes as the operands.
     cast = vary_alike([*returned, *varying[:1]])
     num_results = len(returned)
     return tuple(cast[:num_results])
 
 
 def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
-    """The arrays, cast so that all of them vary over the same mesh axes.
+    """The arrays, cast so that each varies over every mesh axis that any of them varies over.
 
     In `shard_map`, the operands of an operation must vary over the same mesh axes.
     """
@@ -348,5 +348,5 @@ def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
     return cast
 
 
-# The settings take effect only if rsembed is imported before JAX creates its first array.
+# `provide_threads` takes effect only if rsembed is imported before JAX creates its first array.
 provide_threads()

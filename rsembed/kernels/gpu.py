@@ -52,18 +52,19 @@ _MAX_COLUMNS = 8192
 class Tiling(NamedTuple):
     """Sizes that divide a kernel's work among GPU programs, tuned on an H100.
 
-    All are powers of two, as Triton requires.
+    All sizes are powers of two, as Triton requires.
 
     Args:
-      num_bags: minimum number of bags that one program of a lookup pools. If rows are short, a
-        program pools more than `num_bags` bags.
-      num_numbers: minimum count of table values that a program reads at once. A program of a step
-        holds rows with `num_numbers` values in total, or one longer row.
+      num_bags: minimum number of bags that one program of a lookup pools. If rows have few columns,
+        a program pools more bags, so that it reads `num_numbers` values at once.
+      num_numbers: minimum number of table values that a program of a lookup reads at once. A
+        program of an optimizer step holds rows with `num_numbers` values in total, or a single row
+        if the row is longer.
       num_ahead: number of rows per bag that a program loads before it adds the first of them.
       max_columns: maximum number of columns that one program of a lookup pools.
       num_warps: number of warps (32 threads) of a program that holds `num_numbers` values.
       piece_entries: number of consecutive entries of the sorted batch in a piece. If all entries of
-        a piece read the same row, the piece is summed first.
+        a piece read the same row, a separate kernel sums the piece before rows are summed.
     """
 
     num_bags: int = 8
@@ -91,7 +92,7 @@ def unavailable_because() -> str | None:
 
 
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
-    """Pooled rows of every bag of a list, float32. One kernel computes all bags."""
+    """Pooled rows of every bag of a list, float32. One kernel call pools all bags."""
     _check_table(table)
     entries = _with_safe_weights(entries, table.shape[0])
     return _pool(table, _operands(entries), entries.num_outputs, entries.combiner)
@@ -100,8 +101,8 @@ def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
 def _with_safe_weights(entries: Entries, num_rows: int) -> Entries:
     """The entries with each bag's weights scaled by a power of two, for `mean` and `sqrtn`.
 
-    Without this scale, sums or squares of the weights could overflow or underflow float32. The
-    scale does not change the pooled rows.
+    Sums or squares of unscaled weights could overflow or underflow float32. The scale does not
+    change the pooled rows.
     """
     is_divided = entries.combiner in ("mean", "sqrtn")
     if not is_divided or entries.weights is None or entries.num_outputs == 0:
@@ -160,7 +161,7 @@ def apply_rows(
     """
     if step.rounds(table):
         return reference.apply_rows(table, slots, rows, gradients, step)
-    # The gradient of `rows[k]` is `gradients[k]`, so bag `k` has the single entry `k`.
+    # Row `rows[k]` has the single gradient `gradients[k]`, so bag `k` holds only entry `k`.
     numbers = int32_range(rows.shape[0] + 1)
     entries = Entries(numbers[:-1], numbers, None)
     rows = as_rows(rows)
@@ -208,20 +209,20 @@ def _sum_bags(
     stride: int = 1,
     has_pieces: bool = False,
 ) -> Float[Array, "bags columns"]:
-    """Pooled rows of some bags, for use inside a kernel. Entries are added in order.
+    """Pooled rows of `bags`, computed inside a kernel. The entries of a bag are added in order.
 
     Args:
-      table: reference to the rows to pool.
+      table: reference to the array that holds the rows to pool.
       refs: references to the arrays from `_operands`, and to the array from `_pieces` if
         `has_pieces`.
       bags: indices of the bags to pool.
       columns: columns of the rows to pool.
       combiner: combiner of the bags.
       num_bags: number of bags. An index in `bags` that is `num_bags` or more is padding.
-      stride: number of bounds per bag. 1, the default: the bounds are offsets, where the end of a
-        bag is the start of the next bag. 2: the bounds are pairs of start and end.
-      has_pieces: whether the last of `refs` holds the sums from `_pieces`, False by default.
-        Entries of summed pieces are not read again.
+      stride: number of bounds per bag. 1, the default: the bounds are offsets, so a bag ends where
+        the next bag starts. 2: the bounds of a bag are its start and its end.
+      has_pieces: whether the last of `refs` holds the sums from `_pieces`, False by default. If
+        True, the sums replace the entries of the pieces, which are then not read.
     """
     from jax.experimental.pallas import triton
 
@@ -240,7 +241,7 @@ def _sum_bags(
         num_pieces = jnp.maximum(stop // length - first_piece, 0)
 
     def read_entries(turn: Index) -> tuple[Array, Array]:
-        """Gain and vector of entry `turn` of every bag. Entries of pieces are not counted."""
+        """Gain and vector of entry `turn` of every bag, not counting entries of summed pieces."""
         entry = start + turn
         is_after_pieces = entry >= first_piece * length
         num_skipped = jnp.where(is_after_pieces, num_pieces * length, 0)
@@ -250,8 +251,8 @@ def _sum_bags(
         is_row = is_between(rows, 0, num_rows)
         gains = is_row.astype(jnp.float32)
         if others:
-            # An entry without a valid row must have gain 0, even if its weight is not 0. Gain 0
-            # prevents a read outside the table.
+            # An entry without a valid row must have gain 0, even if its weight is not 0, because
+            # entries with gain 0 do not read the table.
             weights = triton.load(others[0].at[entry], mask=is_entry, other=0.0)
             gains = jnp.where(is_row, weights, 0.0)
         # A row with gain 0 is not read, because it may hold NaN.
@@ -321,8 +322,9 @@ def _pieces(
 ) -> tuple[Float[Array, "pieces dim"], ...]:
     """Sums of the pieces of the sorted entries, or `()` if the batch is shorter than a piece.
 
-    A piece has `piece_entries` entries. A piece is summed only if all its entries belong to one
-    row. The sums of other pieces are zeros, and their entries are read one by one.
+    A piece has `piece_entries` consecutive entries. A piece gets a sum only if all entries of the
+    piece belong to one row. The result has zeros for any other piece, and the kernel that uses the
+    result reads the entries of this piece one by one.
     """
     length = tiling.piece_entries
     num_pieces = group_of.shape[0] // length
@@ -348,7 +350,7 @@ def _pool(
     combiner: str,
     **options: Any,
 ) -> Float[Array, "num_bags dim"]:
-    """Pooled rows of bags; `options` are further keyword arguments of `_sum_bags`."""
+    """Pooled rows of every bag. `options` are further keyword arguments of `_sum_bags`."""
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
@@ -404,7 +406,7 @@ def _call(
 ) -> Any:
     """Runs a kernel once for each point of the grid, and returns arrays with the shapes in `out`.
 
-    The first `num_stepped` operands are updated in place and become the results.
+    The kernel updates the first `num_stepped` operands in place, and they become its results.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -507,7 +509,8 @@ def _step(
         is_group = groups < num_groups
         rows = triton.load(rows_ref.at[groups], mask=is_group, other=-1)
         is_row = is_between(rows, 0, num_rows)
-        # Padding gets index `num_rows`. The masks prevent reads and writes of padding.
+        # Padding gets the index `num_rows`. The masks keep the kernel from reading or writing at
+        # this index.
         safe_rows = jnp.where(is_row, rows, num_rows)
         index = (safe_rows[:, None], columns[None, :])
         masks = []

@@ -1,7 +1,7 @@
 """Kernels for the ids of a batch, in plain JAX.
 
 The kernels turn ids into rows, sort preprocessed batches by sample, and fill the blocks that
-devices exchange. These kernels define the results of all implementations.
+devices exchange. Other implementations of these kernels must return the same results.
 """
 
 from __future__ import annotations
@@ -122,15 +122,16 @@ def rows_by_bag(
 class Partitions(NamedTuple):
     """Preprocessed entries that one device looks up in a stack.
 
-    The entries are ordered by core, then by minibatch if there are minibatches, then by shard and
-    row. The entries of one core, minibatch and shard are a partition.
+    The entries are sorted by core, by minibatch if there are minibatches, by shard and by row, in
+    this order. The entries of one core, minibatch and shard are a partition.
 
     Without minibatches, each core has one block of row pointers, relative to the first entry of the
     core's buffer. With minibatches, each minibatch of each core has one block, core by core, and
     row pointers are relative to the first entry of the device's buffer.
 
     Attributes:
-      row_pointers: end of every partition. A block has the partitions of all shards.
+      row_pointers: end of every partition, in blocks. A block has one end for each shard, and can
+        end with padding.
       embedding_ids: row number of every entry within its shard.
       sample_ids: sample number of every entry within its core.
       gains: factor of every entry's row in the sum of its sample.
@@ -214,8 +215,9 @@ def _partition_of_position(
         partitions = int32_range(ends.size)
         is_used = partitions[None, :] < num_used
         starts = jnp.where(is_used, starts, part_size)
-    # The number of partitions that start at or before a position determines its partition. If empty
-    # partitions start at the same position, the number selects the last of them.
+    # The partition of a position is the number of partitions that start at or before the position,
+    # minus 1. If several partitions start at the same position, only the last of them can have
+    # entries, and the number selects this last partition.
     part = int32_range(num_parts)
     num_starts = jnp.zeros((num_parts, part_size), jnp.int32)
     num_starts = num_starts.at[part[:, None], starts].add(1, mode="drop")
@@ -227,7 +229,7 @@ def _partition_of_position(
 
 
 Rows = Int[Array, "devices _"] | None
-"""Row to gather into each slot of an array's blocks; None if the array already holds blocks."""
+"""Row to copy to each slot of an array's blocks; None if the array already consists of blocks."""
 
 
 def pack_blocks(
@@ -237,12 +239,12 @@ def pack_blocks(
     """One array with the blocks of several arrays side by side, to send in one exchange.
 
     Args:
-      arrays: arrays `[n, ...]`, or blocks `[devices, capacity, ...]`. Either all arrays hold rows
-        with equal shapes and dtypes, or all are lanes (arrays of 32-bit words), which become
-        uint32.
-      rows: for each array, the rows that fill its blocks. None for every array if the arrays are
-        blocks. A row number outside the array reads padding: `NO_ROW` from int32 arrays, zeros from
-        other arrays.
+      arrays: arrays `[n, ...]` with the rows to gather, or blocks `[devices, capacity, ...]`.
+        Either all arrays hold rows with equal shapes and dtypes, or all are lanes (arrays of 32-bit
+        words), which become uint32.
+      rows: for each array, the row numbers to gather into its blocks, or None for every array if
+        `arrays` already are blocks. A row number outside the array reads padding: `NO_ROW` from
+        int32 arrays, zeros from other arrays.
     """
     blocks = []
     for array, block_rows in zip(arrays, rows, strict=True):
@@ -261,7 +263,7 @@ def unpack_blocks(
     """Splits the result of `pack_blocks` into the blocks of each array.
 
     Args:
-      packed: result of `pack_blocks`, which devices may have exchanged.
+      packed: result of `pack_blocks`, before or after devices have exchanged their blocks.
       shapes: objects with the shape and dtype of each array's blocks.
     """
     capacities = [shape.shape[1] for shape in shapes]
@@ -280,8 +282,8 @@ class Queue(NamedTuple):
     Attributes:
       offsets: device `d` owns the entries `offsets[d] : offsets[d + 1]`.
       cursor: number of entries already sent to each owner.
-      lanes: int32 or uint32 arrays with one word per entry, most significant word first. The words
-        of an entry distinguish it from the owner's other entries.
+      lanes: int32 or uint32 arrays with one word per entry, most significant word first. Two
+        entries of one owner differ in at least one word.
       capacity: maximum number of entries sent to one owner in a round.
     """
 
@@ -311,12 +313,11 @@ Cuts = UInt32[Array, "levels queues devices"]
 
 
 def block_ends(queues: Sequence[Queue]) -> tuple[Fit, Cuts]:
-    """Whether an owner's remaining entries fit in this round, and the first entry that does not.
+    """Whether each owner's remaining entries fit in this round, and the first entry that does not.
 
     Returns: for each queue and owner, 1 if all remaining entries fit in this round, else 0; and the
-      ordered lanes of the first entry that does not fit, or zeros if all entries fit. All queues
-      get the number of lanes of the queue with the most lanes. A queue with fewer lanes repeats
-      its last lane.
+      ordered lanes of the first entry that does not fit, or zeros if all entries fit. If queues
+      have different numbers of lanes, a queue with fewer lanes repeats its last lane.
     """
     fit = []
     first_left = []
@@ -360,7 +361,7 @@ def round_places(
       fit: for each queue and owner, 1 if on every device all remaining entries fit in this round,
         else 0.
       cuts: for owners with `fit` 0, the least entry that does not fit on some device, as words like
-        those from `block_ends`. Only smaller entries are sent.
+        those from `block_ends`. To such an owner, only entries less than this entry are sent.
 
     Returns: for each queue, the entries to send, with `NO_ROW` in unused slots; for each queue,
       the cursor after this round; and whether any queue has entries left.

@@ -1,6 +1,6 @@
 """Kernels for keys in plain JAX: distinct entries, and hash tables from keys to rows.
 
-The functions define the results of all implementations.
+Other implementations of these kernels must return the same results.
 
 The hash table uses open addressing with linear probing. A slot is empty, deleted, claimed, or
 holds a key and its row. All keys of a call probe in parallel. If several keys reach the same free
@@ -13,9 +13,9 @@ each key, and a key only probes the slots of its table.
 
 A lane is an array with one 32-bit word per entry. A key has two lanes: its high and its low half.
 
-Source: lock-free hash tables on GPUs, for example SlabHash and WarpCore. In such tables, keys race
-  for a slot. In this file, a scatter-min selects the key that gets the slot. The hash ends with the
-  finaliser of MurmurHash3 (Appleby).
+Source: lock-free hash tables on GPUs, for example SlabHash and WarpCore. In lock-free hash tables,
+  keys race for a slot. In this file, a scatter-min selects the key that gets the slot. The hash of
+  a key ends with the finaliser of MurmurHash3 (Appleby).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ MAX_COUNT = 2**31 - 1
 CLAIM = -(2**31)
 """A claimed slot holds `CLAIM` plus the position of the claiming key in the call.
 
-The first key of the call has the smallest claim.
+If several keys claim a slot, the first key of the call has the smallest claim and gets the slot.
 """
 MIN_WIDTH = 2048
 """Once at most `MIN_WIDTH` keys are probed at a time, `_probe_all` does not narrow further."""
@@ -104,14 +104,14 @@ def distinct(
     Args:
       owners: owner of every occurrence. An occurrence with an owner outside `[0, num_owners)` is
         padding.
-      lanes: arrays of 32-bit words, most significant first. Occurrences with equal owners and
-        equal words are one entry.
+      lanes: arrays of 32-bit words, most significant first. Two occurrences with the same owner and
+        the same words belong to the same entry.
       num_owners: number of owners.
 
-    Returns: the lanes of every distinct entry, padded with zeros; the index of every occurrence's
-      entry, `NO_ROW` for padding; the position of every entry's first occurrence, padded with
-      `NO_ROW`; the offset of each owner's entries; and the number of occurrences of every entry,
-      padded with zeros.
+    Returns: the lanes of the distinct entries, padded with zeros; for each occurrence, the index of
+      its entry, `NO_ROW` for padding; for each entry, the position of its first occurrence, padded
+      with `NO_ROW`; the offset of each owner's entries; and for each entry, the number of its
+      occurrences, padded with zeros.
     """
     num_occurrences = owners.shape[0]
     is_owned = is_between(owners, 0, num_owners)
@@ -153,7 +153,7 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
     """Distinct keys in the order of their first occurrence.
 
     The keys go into a hash table of positions that exists only during this call. A stable sort of
-    two lanes would take three times as long.
+    the keys would take three times as long as this hash table.
 
     Args:
       keys: keys and padding, in any order.
@@ -272,8 +272,8 @@ def ranks(
         num_marked = jnp.sum(marks, dtype=jnp.int32)
         return rank, num_marked[None]
     owners = jnp.where(marks, table, num_tables)
-    # The only lane is the position, so all entries are distinct, and the entries of a table stay in
-    # order.
+    # `tell_apart` gets the position of each entry as the only lane. So no two entries are equal,
+    # and the entries of a table stay in order.
     positions = int32_range(marks.shape[0])
     _, entry_of, _, offsets, _ = tell_apart(owners, [positions], num_owners=num_tables)
     rank = entry_of - offsets.at[table].get(mode="clip")
@@ -289,11 +289,12 @@ def take_rows(
     """Takes a free row from the table of each entry that wants a row.
 
     Args:
-      free: list of free rows of each table, concatenated in the order of the tables. A list has
-        space for all rows of its table. Rows are relative to the first row of their table, and are
-        taken from the end of the list.
+      free: for each table, the list of its free rows; the lists are concatenated in the order of
+        the tables. A list has space for all rows of its table. The row numbers in a list count from
+        the first row of the table. Free rows are taken from the end of a list.
       num_free: number of free rows of each table.
-      wants: which entries want a row. Earlier entries get rows first.
+      wants: whether each entry wants a row. If a table has too few free rows, the first entries of
+        the table get the free rows.
       table: table of each entry. None, the default: there is one table.
 
     Returns: the row of each entry, counted through all tables, or `NO_ROW` if the entry gets no
@@ -389,7 +390,7 @@ def count_uses(
 ) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
     """Counts the uses of `rows` in `step`, and returns last-used step and use count of every row.
 
-    `rows` may repeat. A count stops at `MAX_COUNT`.
+    `rows` may repeat. A use count never exceeds `MAX_COUNT`.
     """
     counts = counts.at[rows].add(occurrences, mode="drop")
     sums = counts.at[rows].get(mode="fill", fill_value=0)
@@ -403,7 +404,7 @@ def varying_zero(*arrays: Array) -> Int[Array, ""]:
     """Zero that varies over the same mesh axes as the arrays.
 
     In `shard_map`, the first carry of a loop must vary over the mesh axes of later carries. Adding
-    this zero to the first carry makes the carry vary.
+    this zero to the first carry makes it vary over the mesh axes of `arrays`.
     """
     total = jnp.int32(0)
     for array in arrays:
@@ -425,9 +426,9 @@ Lanes = Sequence[Array]
 Probe = Callable[[Array, Lanes, Array, Array, Array], tuple[Array, Array, Array]]
 """Function `(state, lanes, positions, slots, active) -> (state, is_done, results)` that probes.
 
-The function checks one slot for each key that it gets, which may be only some of the keys. `lanes`
-are the lanes of these keys, `positions` their indices among all keys, and `slots` the slots to
-check. `active` is False for keys that are already done.
+The function checks one slot for each of several keys, which may be only some keys of the call.
+`lanes` are the lanes of these keys, `positions` their indices among all keys of the call, and
+`slots` the slots to check. `active` is False for keys that are already done.
 """
 
 
@@ -452,7 +453,8 @@ def _probe_all(
     Returns: the final state, and the result of the last probe of every key, `NO_ROW` for padding.
     """
     num_keys = keys.low.shape[0]
-    # A loop probes `width` keys at a time and ends when the unfinished keys fit the next width.
+    # Each loop probes `width` keys at a time. The loop ends when the number of unfinished keys is
+    # at most the next, smaller width.
     widths = [num_keys]
     while widths[-1] > MIN_WIDTH:
         widths.append(widths[-1] // 8)
@@ -484,7 +486,7 @@ def _probe_all(
 
 
 Search = tuple[Array, Array, Array, Array]
-"""State of `probe`, slot of each key, whether the key is still active, and its last result."""
+"""State of `probe`; and for each key, its slot, whether it is still active, and its last result."""
 
 
 def _searches_more_than(limit: int, search: Search) -> Bool[Array, ""]:

@@ -73,7 +73,7 @@ STEP_BLOCK = 512
 
 The intermediate values of `STEP_BLOCK` rows fit in the caches of a CPU.
 """
-_MAX_HYPERPARAMETERS = 4  # Rules with fewer hyperparameters are padded with zeros.
+_MAX_HYPERPARAMETERS = 4  # Rules with fewer hyperparameters pass zeros after them.
 
 Attributes = dict[str, Any]
 """Static arguments of a native call by name: integers and lists of integers."""
@@ -255,8 +255,8 @@ def gather_rows(
     Args:
       arrays: arrays `[rows, ...]` of any dtype.
       rows: row numbers to read.
-      missing: value that int32 arrays return for a row number outside the array, 0 by default.
-        Float arrays and other arrays return zeros for a row number outside the array.
+      missing: value that int32 arrays return for a row number outside the array, 0 by default. For
+        a row number outside the array, arrays of other dtypes return zeros.
     """
     results = []
     for array in arrays:
@@ -312,12 +312,12 @@ def unpack_blocks(
     packed: Shaped[Array, "devices places *row"],
     shapes: Sequence[Result],
 ) -> tuple[Array, ...]:
-    """Splits packed blocks into the blocks of each array. See `ids.unpack_blocks`."""
+    """The blocks of each array, from the result of `pack_blocks`. See `ids.unpack_blocks`."""
     return call_handler("rsembed_unpack_blocks", shapes, packed)
 
 
 def block_ends(queues: Sequence[Queue]) -> tuple[Fit, Cuts]:
-    """Whether an owner's remaining entries fit in this round, and the first entry that does not.
+    """Whether each owner's remaining entries fit in this round, and the first entry that does not.
 
     See `ids.block_ends`.
     """
@@ -406,7 +406,7 @@ def count_ids(
     for feature_ids, feature_offsets in zip(ids, offsets, strict=True):
         operands += [feature_ids, feature_offsets]
     _check_ids(operands)
-    # Each feature has two operands and two results.
+    # The operands of a feature are ids and offsets; its results are the counts inside and outside.
     results = [Result((), jnp.int32)] * len(operands)
     counts = call_handler("rsembed_count_ids", results, *operands, sizes=list(sizes))
     num_inside = counts[::2]
@@ -611,7 +611,7 @@ def _check_tables(*tables: Array) -> None:
 
 
 def _integers(*shapes: tuple[int, ...]) -> list[Result]:
-    """One int32 `Result` for each shape."""
+    """One int32 `ShapeDtypeStruct` for each shape."""
     return [Result(shape, jnp.int32) for shape in shapes]
 
 
@@ -683,8 +683,8 @@ def _list_operands(
 ) -> tuple[list[Array], list[int]]:
     """Arrays of all lists, and three numbers per list: flags, number of bags, entries per bag.
 
-    `Lists` of csrc/arguments.h reads these numbers. The third number of a list with offsets is
-    ignored.
+    `Lists` of csrc/arguments.h reads these numbers, and ignores the number of entries per bag if
+    the list has offsets.
     """
     operands: list[Array] = []
     forms: list[int] = []
@@ -761,7 +761,7 @@ def _step_in_place(
     """Calls the handler `target`, which steps table and slots in place, and returns them."""
     results = (table, *slots)
     operands = (table, step.hyper_vector(_MAX_HYPERPARAMETERS), *slots, *inputs)
-    # The hyperparameters are operand 1, so the slots are operands 2, 3, ... and results 1, 2, ...
+    # Operand 1 holds the hyperparameters, so slot `k` is operand `2 + k` and result `1 + k`.
     aliases = {0: 0}
     for number in range(1, len(results)):
         aliases[1 + number] = number

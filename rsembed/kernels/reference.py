@@ -86,15 +86,16 @@ def entries_of(
     """Entries of list `number` that read table `table`, with the bags of the list.
 
     Entries that read a different table have row `NO_ROW`. If `Entries` does not support the
-    combiner of a segment, the weights include the effect of the combiner.
+    combiners of the segments, the result has combiner `sum`, and its weights are already divided by
+    the divisors of the combiners.
 
     Args:
       call: call that contains the list.
       number: index of the list in the call.
       table: index of the table in the call.
       table_rows: number of rows of the table.
-      pool: kernel that sums the weights of a bag in order, see `entry_gains`. None, the default:
-        XLA sums the weights.
+      pool: kernel that sums the weights of each bag in order, see `entry_gains`. None, the default:
+        XLA sums the weights of each bag, in any order.
 
     Raises: ValueError: some segments of the list have combiner `none`, and others do not.
     """
@@ -138,7 +139,7 @@ def _segments_of(
     number: int,
     table: int,
 ) -> list[Segment]:
-    """Segments that read list `number` and table `table`."""
+    """Segments of `call` that read list `number` and table `table`."""
     readers = []
     for segment in call.segments:
         if segment.list == number and segment.table == table:
@@ -154,7 +155,7 @@ def rows_of_list(
 ) -> Int[Array, " nnz"]:
     """Row of table `table` that each entry of list `number` reads.
 
-    An entry that reads no row of this table has a number outside `[0, table_rows)`.
+    If an entry reads no row of table `table`, its row number is outside `[0, table_rows)`.
     """
     ids = call.lists[number]
     segments = _segments_of(call, number, table)
@@ -213,8 +214,8 @@ def by_bag(
         if are_equal.all():
             return jnp.asarray(numbers[0], dtype)
     bag = bag_of_entries(ids)
-    # An entry outside all bags has bag -1 or `num_bags`. Both values are indices of the last entry
-    # of `numbers`, which is `other`.
+    # An entry outside all bags has bag -1 or `num_bags`. Both `numbers[-1]` and `numbers[num_bags]`
+    # are the last number, which is `other`.
     return jnp.asarray(numbers, dtype)[bag]
 
 
@@ -231,8 +232,9 @@ def _bag_of_entries(
     offsets: Int[Array, " bags_plus_1"],
     num_entries: Any,
 ) -> Int[Array, " nnz"]:
-    # Counting the bags that start at or before an entry takes a third of the time of a binary
-    # search per entry. In an export for any batch size, `num_entries` is a symbol, not an integer.
+    # Counting the bags that start at or before each entry takes a third of the time of a binary
+    # search for each entry. In an export for any batch size, `num_entries` is a symbol, not an
+    # integer.
     num_starts = jnp.zeros(num_entries, jnp.int32)
     num_starts = num_starts.at[offsets].add(1, mode="drop")
     return jnp.cumsum(num_starts) - 1
@@ -250,8 +252,8 @@ def entry_gains(
     Args:
       entries: entries with their bags and combiner.
       num_rows: number of rows of the table.
-      pool: kernel that sums the weights of a bag in order. None, the default: XLA sums the
-        weights, in any order.
+      pool: kernel that sums the weights of each bag in order. None, the default: XLA sums the
+        weights of each bag, in any order.
     """
     num_entries = entries.rows.shape[0]
     is_listed = is_between(entries.rows, 0, num_rows)
@@ -271,7 +273,7 @@ def entry_gains(
     if entries.weights is not None:
         scales = _inverse_magnitudes(gains, bag, entries.num_outputs)
         gains = gains * scales[bag]
-        # Without the barrier, XLA may square the two factors separately and overflow float32.
+        # Without the barrier, XLA may square weights and scales separately and overflow float32.
         gains = jax.lax.optimization_barrier(gains)
     terms = gains
     if entries.combiner != "mean":
@@ -283,7 +285,7 @@ def entry_gains(
         all_terms = Entries(positions, entries.offsets, None)
         total = pool(terms[:, None], all_terms)[:, 0]
     is_zero = total == 0.0
-    # Replace zeros before taking the root, because the root has no derivative at zero.
+    # The square root has no derivative at zero, so zeros are replaced before the root is taken.
     divisor = jnp.where(is_zero, 1.0, total)
     if entries.combiner == "sqrtn":
         divisor = jnp.sqrt(divisor)
@@ -298,8 +300,8 @@ def _inverse_magnitudes(
 ) -> Float[Array, " bags"]:
     """Power of two for each bag that scales its largest weight to about 1.
 
-    Sums and squares of the scaled weights neither overflow nor underflow. The scale cancels in a
-    mean. Scaling by a power of two does not round.
+    Sums and squares of the scaled weights neither overflow nor underflow. The scale of a bag does
+    not change its `mean` or `sqrtn`, and scaling by a power of two does not round.
     """
     magnitudes = jnp.abs(jax.lax.stop_gradient(weights))
     largest = jax.ops.segment_max(magnitudes, bag, num_bags)
@@ -326,8 +328,8 @@ def pooled(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
 def _pooled_with_slopes(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
     """Pooled rows that JAX can differentiate with respect to the weights.
 
-    The derivative with respect to a weight is the row, even if the weight is 0. Therefore rows with
-    weight 0 are read, unlike in `pooled`.
+    The derivative with respect to a weight is the row, even if the weight is 0. Therefore this
+    function, unlike `pooled`, reads rows with weight 0.
     """
     bag, gains, is_listed = entry_gains(entries, table.shape[0])
     (rows,) = gather_rows((table,), entries.rows)
@@ -351,7 +353,7 @@ def lookup(
     Args:
       tables: tables that the call's segments read.
       call: lists of ids and the segments that read them.
-      pool: kernel that pools the entries of one list. None, the default: `pooled`.
+      pool: kernel that pools the entries of one list. None, the default: the kernel is `pooled`.
     """
     pool_list = pooled if pool is None else pool
     vectors: list[Array] = [jnp.zeros(0)] * len(call.segments)
@@ -394,7 +396,7 @@ def _joined(
     call: Call,
     dims: Sequence[int],
 ) -> Outputs:
-    """The outputs of a call from the vectors of each segment."""
+    """Arranges the vectors of each segment as the outputs of a call, in the layout of the call."""
     if call.layout == "each":
         return tuple(vectors)
     if call.segments[0].combiner == "none":
@@ -489,7 +491,7 @@ def group_rows(
 ) -> tuple[Int[Array, " capacity"], Entries, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
     """Distinct rows that a batch reads, and the entries of each row.
 
-    A lookup sums over the entries of a bag. Row gradients sum over the entries of a row, so the
+    A lookup sums over the entries of a bag. A row gradient sums over the entries of a row. So the
     same kernels can compute lookups and row gradients:
 
     forward    output[b]     = sum of gain * table[row]     over the entries of bag b
@@ -502,14 +504,15 @@ def group_rows(
       gradients: the call and the gradients of its outputs.
       pool: see `entry_gains`.
 
-    The sorted entries are `Entries` that pool the output gradients: their bags are the distinct
-    rows, and their rows are indices of outputs, counted through all lists. Entries that contribute
-    nothing have a bag number after the last bag.
+    The returned `Entries` are sorted by row and pool the output gradients: their bags are the
+    distinct rows, and their `rows` are row numbers of the returned array of output gradients.
+    Entries that contribute nothing come after the last bag, and their bag is the number of bags.
 
     Returns: the distinct rows in ascending order, padded with `NO_ROW`; the entries, sorted by row;
       the bag of every sorted entry; and the gradients of the outputs, float32.
     """
-    # The lists begin with an empty array, in case no segment reads the table.
+    # Each list begins with an empty array, because `jnp.concatenate` fails on an empty list, and a
+    # table may have no segments.
     all_rows = [jnp.zeros(0, jnp.int32)]
     all_outputs = [jnp.zeros(0, jnp.int32)]
     all_gains = [jnp.zeros(0, jnp.float32)]
@@ -571,13 +574,14 @@ def row_gradients(
 ) -> RowsAndGradients:
     """Distinct rows in ascending order and the summed gradient of each, float32.
 
-    `NO_ROW` and zeros pad the result to the number of entries, or to `num_rows` if that is less. A
-    row that was looked up is listed even if its gradient is zero.
+    The result has a place for each entry, but at most `num_rows` places. Unused places hold
+    `NO_ROW` and zeros. A row that was looked up is listed even if its gradient is zero.
 
     Args:
       num_rows: number of rows of the table.
       gradients: the call and the gradients of its outputs.
-      pool: kernel that sums the gradients of each row. None, the default: XLA sums the gradients.
+      pool: kernel that sums the gradients of each row. None, the default: XLA sums the gradients of
+        each row.
     """
     rows, entries, group_of, d_output = group_rows(num_rows, gradients)
     if pool is not None:
@@ -631,7 +635,7 @@ def gather_rows(
 
     For a row number outside the array, int32 arrays return `missing`, and other arrays zeros.
     """
-    # Without this line, JAX would count negative row numbers from the end of the array.
+    # JAX counts negative indices from the end of an array, so negative row numbers become `NO_ROW`.
     rows = jnp.where(rows < 0, NO_ROW, rows)
     gathered = []
     for array in arrays:
@@ -748,7 +752,8 @@ def row_bits(
     Args:
       key: PRNG key, into which the lanes of a row are folded in order. With `table`, an array with
         one PRNG key per table.
-      lanes: arrays with one 32-bit word per row. The words of a row identify the row.
+      lanes: arrays with one 32-bit word per row. Rows with equal words and equal keys get equal
+        random bits.
       dim: number of random words per row.
       table: table of each row. None, the default: there is one table.
     """
@@ -777,7 +782,7 @@ def round_stochastically(
     the batch.
 
     Args:
-      values: float32 rows after a step.
+      values: float32 rows to round, the result of an optimizer step.
       dtype: dtype of the table. float32 needs no rounding.
       rows: index of each row in the table.
       key: PRNG key. With `table`, an array with one PRNG key per table.
@@ -798,14 +803,14 @@ def round_with_noise(
 ) -> Float[Array, "*shape"]:
     """Each value rounded to one of its two neighbours in `dtype`, at random and unbiased.
 
-    Noise is added to the bits that `dtype` drops. If the addition carries, the magnitude of the
-    value is rounded up, else down. Infinities, NaN and values above the largest number of `dtype`
-    are rounded to nearest.
+    Noise is added to the bits that `dtype` drops. If the sum carries into the bits that `dtype`
+    keeps, the magnitude of the value is rounded up, else down. Infinities, NaN and values above the
+    largest number of `dtype` are rounded to nearest.
 
     Args:
       values: float32 values to round.
-      words: one random 32-bit word per value. Only upper bits are used: 13 for float16 (24 for
-        subnormal results), 16 for bfloat16.
+      words: one random 32-bit word per value. Rounding uses only the upper bits of a word: 13 bits
+        for float16 (24 bits for subnormal results), 16 bits for bfloat16.
       dtype: float16 or bfloat16.
 
     Source: FBGEMM's fused optimizers, which add noise to the dropped bits and round toward zero. In
@@ -831,7 +836,7 @@ def round_with_noise(
         subnormal = jnp.copysign(magnitude, values)
         is_subnormal = jnp.abs(values) < smallest_normal
         rounded = jnp.where(is_subnormal, subnormal, rounded)
-    # The comparison is False for NaN, so NaN is rounded to nearest.
+    # `is_finite` is False for NaN, so NaN is rounded to nearest.
     largest = float(jnp.finfo(dtype).max)
     is_finite = jnp.abs(values) <= largest
     return jnp.where(is_finite, rounded, values).astype(dtype)

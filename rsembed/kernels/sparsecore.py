@@ -1,11 +1,11 @@
 """Kernels for the SparseCores of TPUs in Pallas.
 
-This file begins with functions of `reference.py` for SparseCores. After these functions come the
-kernels that the functions run. SparseCore kernels run only if the user names them, in a computation
-for a TPU that has SparseCores. Tables and slots are float32. The row length should be a multiple of
-8 (16 on TPU7x). For other row lengths, every call pads the rows, and so copies the whole table.
-Tables should have the memory layout of `row_layout`, because XLA copies a table that has a
-different layout.
+The first functions of this file implement functions of `reference.py`, for example `apply_rows`.
+The last functions are the Pallas kernels that the first functions run. SparseCore kernels run only
+if the user names them, in a computation for a TPU that has SparseCores. Tables and slots are
+float32. The row length should be a multiple of 8 (16 on TPU7x). For other row lengths, every call
+pads the rows, and so copies the whole table. Tables should have the memory layout of `row_layout`,
+because XLA copies a table that has a different layout.
 
 A SparseCore has 16 tiles. A tile moves rows between its memory and the device's memory by indirect
 copies, one row per id, and computes on vectors of 8 or 16 lanes. Work is divided into chunks, and
@@ -55,7 +55,7 @@ SUBLANES = 8
 MAX_CHUNK_ROWS = 64
 """Maximum number of rows in a chunk; a multiple of `SUBLANES`."""
 TILE_BYTES = 160 * 1024
-"""Maximum size of a tile's buffers. Every chip has more memory per tile."""
+"""Maximum size of a tile's buffers. A tile of any chip has more than `TILE_BYTES` of memory."""
 NO_ID = -1
 """Id that marks padding. Indirect copies skip padding."""
 
@@ -96,7 +96,7 @@ def row_layout(sharding: Sharding) -> Any:
 
 
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
-    """Pooled rows of every bag of a list, float32. One kernel computes all bags."""
+    """Pooled rows of every bag of a list, float32. One kernel call pools all bags."""
     _check_table(table)
     filled = _fill(table, num_lanes(), axis=1)
     return _pooled(table.shape, filled, entries)
@@ -235,7 +235,7 @@ def _pooled(
         terms = gains[:, None] * vectors[:num_outputs, :dim]
         return jnp.where(gains[:, None] == 0.0, 0.0, terms)
     chunk = chunk_rows(width, 2)
-    # For every chunk of bags, the range of chunks of entries that hold the entries of these bags.
+    # Each chunk of bags reads a range of chunks of entries, which hold all entries of these bags.
     offsets = as_offsets(entries.offsets, ids.shape[0])
     starts = offsets[:-1:chunk] // chunk
     last_entries = jnp.concatenate([offsets[chunk:-1:chunk], offsets[-1:]])
@@ -300,7 +300,7 @@ def _on_tiles(
     out: object,
     scratch: Sequence[object],
 ) -> Callable[..., Any]:
-    """Function that runs `body` on every tile of every core.
+    """Function that runs `body` on every tile of every SparseCore.
 
     Args:
       body: kernel that gets references to all operands, results and scratch buffers.
@@ -405,11 +405,12 @@ def pool_on_tiles(
 
     Args:
       table: rows to pool.
-      ids: row of every entry. The row must be valid even if the gain is 0.
+      ids: row of every entry. The row must be valid even if the gain is 0, because all rows are
+        read.
       gains: factor of every entry. An entry with gain 0 adds nothing, even if its row holds NaN.
       bags: bag of every entry, ascending except for entries with gain 0.
-      bounds: one vector for every chunk of bags. Lane 0 has the index of the first chunk of
-        entries to read, lane 1 the index after the last chunk. Other lanes are zeros.
+      bounds: one vector for every chunk of bags. Lane 0 of the vector has the index of the first
+        chunk of entries to read, lane 1 the index after the last chunk, and all other lanes zeros.
       num_bags: number of bags. Both `num_bags` and the number of entries are multiples of the chunk
         size.
     """
@@ -494,19 +495,19 @@ def step_rows(
     hyper: Float[Array, " hyper"],
     order: Sequence[int],
 ) -> tuple[list[Array], list[Array]]:
-    """Steps distinct rows once, in place, and returns the new state and the new numbers.
+    """Steps distinct rows once, and returns the new `state` and the new `numbers`.
 
     Args:
       traced: the rule, from `traced_rules.trace_rule`.
       dim: length of a row without padding.
-      state: the table and the slots with rows of the same length, updated in place.
-      numbers: slots with one number per row. Every lane of vector `k` repeats the number that
-        the slot has for row `ids[k]`.
+      state: the table, and the slots that have as many columns as the table, updated in place.
+      numbers: slots with one number per row, gathered for `ids`. Every lane of vector `k` has the
+        number of row `ids[k]`.
       ids: distinct rows, and `NO_ID` for padding. The number of `ids` is a multiple of the chunk
         size.
       gradients: gradient of each row in `ids`.
       hyper: hyperparameters, each repeated in all lanes of a vector.
-      order: index in `[*state, *numbers]` of the table and of each slot, in the rule's order.
+      order: index in `[*state, *numbers]` of the table, and then of each slot in the rule's order.
     """
     pl, pltpu, plsc = _pallas()
     width = gradients.shape[1]

@@ -1,8 +1,8 @@
 """Row rules inside kernels: evaluates the jaxpr of a rule on pieces of a row in registers.
 
 Rules are written for arrays `[rows, dim]`, but a kernel holds a row as several pieces: blocks of
-consecutive columns, all of one shape. The last piece of a row is padded. A number that belongs to
-the whole row (a hyperparameter, a mean) is a piece that repeats the number.
+consecutive columns, all of one shape. The last piece of a row is padded. For a number that belongs
+to the whole row (a hyperparameter, a mean), the kernel holds a piece filled with this number.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def _primitives(
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Name and parameters of every primitive that a kernel must compute, also inside calls.
 
-    Primitives that only repeat a number or change a shape are left out.
+    The result leaves out primitives that only repeat a number or change a shape.
     """
     for const in closed.consts:
         if np.size(const) != 1:
@@ -130,9 +130,9 @@ def evaluate(
 
     Args:
       closed: result of `trace_rule`.
-      arguments: value of each input of the rule: a `Row`, or a piece that repeats a number.
-      dim: length of the row. The pieces together can be longer than the row; the end of the last
-        piece is then padding.
+      arguments: value of each input of the rule: a `Row`, or a piece filled with a single number.
+      dim: length of the row. If the pieces together are longer than the row, the end of the last
+        piece is padding.
       swaps: functions that replace primitives which the kernel's compiler lacks, by name of the
         primitive. None, the default: no primitive is replaced.
     """
@@ -142,7 +142,7 @@ def evaluate(
 
 
 class _Evaluation(NamedTuple):
-    """Evaluates jaxprs on pieces of shape `shape`, for rows of length `dim`."""
+    """Evaluates jaxprs for one row of `dim` columns, held as pieces of shape `shape`."""
 
     shape: tuple[int, ...]
     dim: int
@@ -184,12 +184,12 @@ class _Evaluation(NamedTuple):
         return known[variable]
 
     def repeat(self, number: Any, variable: Any) -> Array:
-        """Piece that repeats a number, in the dtype of the variable."""
+        """Piece filled with `number`, in the dtype of `variable`."""
         scalar = np.asarray(number).reshape(())
         return jnp.full(self.shape, scalar, variable.aval.dtype)
 
     def add_up(self, value: Row | Array) -> Array:
-        """Piece that repeats the sum of a row without its padding."""
+        """Piece filled with the sum of a row. The padding of the row is left out of the sum."""
         if not isinstance(value, tuple):
             return value
         (size,) = self.shape
@@ -208,7 +208,7 @@ def _apply_to_pieces(
     function: Callable[..., Array],
     inputs: Sequence[Row | Array],
 ) -> Row | Array:
-    """Result of an elementwise function: a row if any input is a row, else a piece."""
+    """Result of an elementwise function: a row if any input is a row, else a single piece."""
     num_pieces = 0
     for value in inputs:
         if isinstance(value, tuple):
@@ -231,7 +231,7 @@ def _elementwise(
 ) -> Callable[..., Array]:
     """Function that applies an equation's primitive to one piece of the data.
 
-    The function comes from `swaps` if the primitive is listed there.
+    If `swaps` lists the primitive, the result is the function in `swaps`.
     """
     name = eqn.primitive.name
     if name in swaps:
@@ -245,7 +245,7 @@ def _elementwise(
 
 
 def _power(x: Array, *, exponent: int) -> Array:
-    """`x**exponent` by repeated multiplication. The exponent is not 0."""
+    """`x**exponent` by repeated multiplication, for any integer `exponent` except 0."""
     product = x
     for _ in range(abs(exponent) - 1):
         product = product * x
