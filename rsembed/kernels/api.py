@@ -101,7 +101,7 @@ def implementation_states() -> list[tuple[str, str]]:
     return states
 
 
-@functools.cache  # Cached, because every eager call needs the implementations.
+@functools.cache  # Cached, because every eager call asks for the implementations.
 def _choices(
     implementations: tuple[Any, ...],
     implementation: str | None,
@@ -429,7 +429,7 @@ _pair_products = _differentiable("pair_products", _pull_pair_products)
 
 
 def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:
-    """Function that rounds up or down at random, unbiased. See `reference.round_stochastically`."""
+    """Function that rounds values up or down at random, unbiased. See `round_stochastically`."""
     return jax.tree_util.Partial(reference.round_stochastically, key=key)
 
 

@@ -38,7 +38,7 @@ TARGETS = {
 def has_devices() -> bool:
     """Whether JAX has created its devices.
 
-    Device settings have no effect after the devices were created.
+    Settings such as `NPROC` have no effect after JAX has created its devices.
     """
     return backends_are_initialized()
 
@@ -83,7 +83,7 @@ def tracing_for(name: str) -> Iterator[None]:
 
 
 FEWEST_PER_DEVICE = 2
-"""Threads per CPU device below which collectives can block each other."""
+"""Minimum number of threads per CPU device. With fewer, collectives can block each other."""
 _PER_DEVICE = 4
 _LIKELY_DEVICES = 4  # Scripts may request CPU devices after `import rsembed`.
 _SHARED_POOL = jax.__version_info__ < (0, 12)  # Before JAX 0.12, CPU devices share a thread pool.

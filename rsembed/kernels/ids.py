@@ -360,8 +360,8 @@ def round_places(
       queues: queues of one device.
       fit: for each queue and owner, 1 if on every device all remaining entries fit in this round,
         else 0.
-      cuts: for owners with `fit` 0, the least entry that does not fit on some device, as words like
-        those from `block_ends`. To such an owner, only entries less than this entry are sent.
+      cuts: for owners with `fit` 0, the least entry that does not fit on some device, in the words
+        that `block_ends` returns. To such an owner, only entries less than this entry are sent.
 
     Returns: for each queue, the entries to send, with `NO_ROW` in unused slots; for each queue,
       the cursor after this round; and whether any queue has entries left.

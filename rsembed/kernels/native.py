@@ -551,7 +551,7 @@ def row_bits(
 
     See `reference.row_bits`.
     """
-    config: Any = jax.config  # Type stubs of JAX lack some settings.
+    config: Any = jax.config  # Some type stubs of JAX lack `jax_threefry_partitionable`.
     is_threefry = jax.random.key_impl(key) == "threefry2x32"
     if not is_threefry or not config.jax_threefry_partitionable:
         raise NotImplementedError(

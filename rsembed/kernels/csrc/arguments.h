@@ -18,7 +18,7 @@ constexpr int32_t kNoRow = 2147483647;  // NO_ROW of rsembed/kernels/contract.py
 
 // Sizes and indices in a call are not trusted, so the functions below add and multiply them without overflow.
 
-// Product of two sizes, or INT64_MAX on overflow. No buffer is that large.
+// Product of two sizes, or INT64_MAX on overflow, which is more than the size of any buffer.
 inline int64_t Times(int64_t a, int64_t b) {
   int64_t product;
   return __builtin_mul_overflow(a, b, &product) ? INT64_MAX : product;
@@ -32,7 +32,7 @@ inline bool LiesIn(int64_t first, int64_t count, int64_t size) {
 // Whether `count` vectors of `dim` numbers are inside an array of `size` numbers. The first vector starts at `first`,
 // and the starts of consecutive vectors are `stride` numbers apart.
 inline bool VectorsLieIn(int64_t first, int64_t count, int64_t stride, int64_t dim, int64_t size) {
-  int64_t length;  // from the first number to the end of the last vector
+  int64_t length;  // numbers from the start of the first vector to the end of the last vector
   const bool wraps = __builtin_mul_overflow(count - 1, stride, &length) || __builtin_add_overflow(length, dim, &length);
   return stride >= 0 && dim >= 0 && !wraps && LiesIn(first, length, size);
 }
@@ -45,8 +45,8 @@ struct List {
   int64_t num_ids, num_bags, width;
 };
 
-// Returns the index of the first entry of a bag, clipped to the list. For bag `num_bags`, returns the end of the last
-// bag.
+// Returns the index of the first entry of bag number `bag`, clipped to the list. If `bag` is the number of bags,
+// returns the end of the last bag.
 inline int64_t FirstEntry(const List& list, int64_t bag) {
   return list.offsets == nullptr ? bag * list.width : std::clamp<int64_t>(list.offsets[bag], 0, list.num_ids);
 }
@@ -100,8 +100,8 @@ class Reader {
   }
 
   // Reads the lists of a call. `forms` has three numbers per list: flags (1: the list has offsets, 2: it has weights),
-  // the number of bags, and the number of entries per bag if there are no offsets. The arrays of a list are consecutive
-  // buffers.
+  // the number of bags, and the number of entries per bag if there are no offsets. The ids, offsets and weights of a
+  // list are consecutive buffers.
   std::vector<List> Lists(ffi::Span<const int64_t> forms) {
     std::vector<List> lists;
     if (forms.size() % 3 != 0) Fail("unreadable lists");
@@ -127,7 +127,7 @@ class Reader {
     return lists;
   }
 
-  // Reads the gradients of `count` outputs.
+  // Reads the next `count` buffers, which are gradients of outputs.
   std::vector<Output> Gradients(int64_t count) {
     std::vector<Output> outputs;
     for (int64_t k = 0; k < count && !Failed(); ++k) {
@@ -138,9 +138,9 @@ class Reader {
     return outputs;
   }
 
-  // Reads the segments of a call. `numbers` has ten numbers per segment: the fields of Segment in
-  // rsembed/kernels/contract.py, in order, and the fields of the segment's Place. Combiner -1 stands for `none`. If
-  // `with_gradients` is true, `outputs` are gradients, which the kernels read.
+  // Reads the segments of a call. `numbers` has ten numbers per segment: the seven fields of Segment in
+  // rsembed/kernels/contract.py, in order, and then the three fields of Place in the same file. Combiner -1 stands for
+  // `none`. If `with_gradients` is true, `outputs` are gradients of outputs, which the kernels read.
   std::vector<Segment> Segments(ffi::Span<const int64_t> numbers, const std::vector<List>& lists,
                                 const std::vector<Table>& tables, const std::vector<Output>& outputs,
                                 bool with_gradients) {

@@ -28,7 +28,7 @@ class Fields {
  public:
   struct Field {
     const uint32_t* values;
-    uint32_t sign;  // sign bit of a signed field, to sort negative numbers first; 0 for an unsigned field
+    uint32_t sign;  // flipped in every value to sort negative numbers first: the sign bit of int32 fields, else 0
     uint32_t least = std::numeric_limits<uint32_t>::max();
     uint32_t most = 0;
     int shift = 0;
@@ -38,7 +38,7 @@ class Fields {
 
   std::vector<Field> fields;             // most significant first
   std::vector<std::vector<Field>> words;  // least significant first
-  std::vector<int> bits;                  // of each word
+  std::vector<int> bits;                  // number of bits of each word
 
   void Pack(Workers& workers, int64_t count, int64_t num_owners) {
     const int64_t num_tasks = (count + kEntriesPerTask - 1) / kEntriesPerTask;
@@ -65,7 +65,7 @@ class Fields {
         bits.push_back(0);
       }
       field.shift = bits.back();
-      if (width == 0) continue;  // all values are equal
+      if (width == 0) continue;  // all values of this field are equal
       bits.back() += width;
       words.back().push_back(field);
     }
@@ -144,7 +144,8 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
     });
     for (int64_t task = 0; task < num_tasks; ++task) first_entry[task + 1] += first_entry[task];
     const int64_t num_entries = first_entry[num_tasks];
-    std::vector<int32_t> num_carried(num_tasks, 0);  // per task: number of items of an earlier task's entry
+    // For each task, the number of items that belong to an entry which begins in an earlier task.
+    std::vector<int32_t> num_carried(num_tasks, 0);
     workers.ForEachRange(num_items, kEntriesPerTask, [&](int64_t first, int64_t last) {
       int64_t entry = first_entry[first / kEntriesPerTask] - 1;
       int32_t* num_occurrences = &num_carried[first / kEntriesPerTask];
@@ -179,7 +180,7 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
 }
 
 // Computes `unique_keys` of rsembed/kernels/keyed.py: distinct keys in the order of their first occurrence. Keys are
-// split by their hashes into parts, and stay in order within a part. Each part uses a small hash table.
+// split by their hashes into parts, and stay in order within a part. Each part has a small hash table of its keys.
 ffi::Error UniqueKeys(ffi::ThreadPool pool, Words high, Words low, Marks is_key, Int32s tables,
                       Int32s occurrences, Int32Result out_entry_of, Int32Result out_first_of, Int32Result out_counts) {
   constexpr int kPartBits = 6;
@@ -189,7 +190,7 @@ ffi::Error UniqueKeys(ffi::ThreadPool pool, Words high, Words low, Marks is_key,
   checks.Need(Size(*out_entry_of) == keys.count && Size(*out_first_of) == keys.count && Size(*out_counts) == keys.count,
               "wrong size of a result");
   if (checks.Failed()) return checks.Complaint();
-  int32_t* const entry_of = out_entry_of->typed_data();  // before the last pass: position of the first occurrence
+  int32_t* const entry_of = out_entry_of->typed_data();  // until the last pass: position of the first occurrence
   int32_t* const first_of = out_first_of->typed_data();
   int32_t* const counts = out_counts->typed_data();
   return WithMemory([&] {

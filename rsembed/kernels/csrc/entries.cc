@@ -16,7 +16,7 @@ namespace rsembed {
 namespace {
 
 constexpr int64_t kAlignment = 8;  // ALIGNMENT of ids.py
-constexpr size_t kNumNumbers = 5;  // numbers per stack in the attribute `stacks`
+constexpr size_t kNumNumbers = 5;  // how many numbers of the attribute `stacks` describe one stack
 
 struct Stack {
   const int32_t *row_pointers, *ids, *samples;
@@ -54,7 +54,7 @@ struct Stack {
   }
 };
 
-// Sorts the entries of a sample by row. With minibatches, the entries of a sample may be in a different order.
+// Sorts the entries of a sample by row. Without minibatches, the buffers already have the entries in this order.
 void SortByRow(int32_t* rows, float* gains, int64_t count, std::vector<int32_t>& order, std::vector<float>& spare) {
   if (std::is_sorted(rows, rows + count)) return;
   order.resize(count);

@@ -52,12 +52,12 @@ namespace {
 
 constexpr int64_t kBlockBytes = 128 << 10;
 constexpr int64_t kItemsPerBlock = 1024;
-constexpr int64_t kStreamedBytes = 8 << 20;  // a larger output does not fit in the caches of one core
+constexpr int64_t kStreamedBytes = 8 << 20;  // an output of this size does not fit in the caches of one core
 
 constexpr uintptr_t kHugePageBytes = 2 << 20;
 
-// Requests huge pages for the memory [data, data + bytes). If `now` is true, huge pages also replace pages that are
-// already in use.
+// Requests huge pages for the memory [data, data + bytes). If `now` is true, pages that are already in use are replaced
+// by huge pages, too.
 bool AdviseHugePages(void* data, size_t bytes, bool now) {
 #if defined(MADV_HUGEPAGE)
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
@@ -121,10 +121,11 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
     num_written[output] += Times(segments[k].num_outputs, tables[segments[k].table].dim);
   }
   for (size_t k = 0; k < outputs.size(); ++k) {
-    // New memory for a large output has no pages yet, and page faults take less time with huge pages.
+    // An output of kStreamedBytes or more is in new memory, which has no pages yet. Page faults take less time with
+    // huge pages.
     if (outputs[k].size * 4 >= kStreamedBytes) AdviseHugePages(outputs[k].data, outputs[k].size * 4, false);
-    // Numbers of an output that no segment writes must be zeros. They belong to entries outside all bags, or are
-    // columns after a shorter row.
+    // If the segments do not write all numbers of an output, the numbers that no segment writes must be zeros. Such
+    // numbers belong to entries outside all bags, or to columns after the end of a row that is not the longest row.
     if (num_written[k] < outputs[k].size) std::fill(outputs[k].data, outputs[k].data + outputs[k].size, 0.0f);
   }
   PoolSegments(pool, tables, segments);
@@ -167,7 +168,7 @@ ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::R
   return ffi::Error::Success();
 }
 
-// Number of entries of all lists, which is the maximum number of rows with a gradient.
+// Number of entries of all lists, which is also the maximum number of rows that have a gradient.
 int64_t NumEntries(const std::vector<List>& lists) {
   int64_t num_entries = 0;
   for (const List& list : lists) num_entries += list.num_ids;
@@ -177,8 +178,8 @@ int64_t NumEntries(const std::vector<List>& lists) {
 using GradientRows = ffi::Result<ffi::BufferR1<ffi::S32>>;
 using GradientValues = ffi::Result<ffi::BufferR2<ffi::F32>>;
 
-// Computes the distinct rows of a call and their gradients. `reader` has read the segments, and the lists have
-// `num_entries` entries.
+// Computes the distinct rows of a call and their gradients. `reader` must have read the segments before, and
+// `num_entries` is the number of entries of all lists.
 ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vector<Segment>& segments,
                            int64_t num_entries, int64_t num_rows, GradientRows out_rows, GradientValues out_gradients) {
   const int64_t capacity = out_gradients->dimensions()[0], dim = out_gradients->dimensions()[1];
@@ -260,8 +261,8 @@ ffi::Error SquaredNorm(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Resul
 constexpr int kNumSlots[kNumRules] = {0, 1, 1, 2};
 constexpr int kNumHyperparameters[kNumRules] = {1, 2, 2, 4};
 
-// Reads a table, and from the next buffers its hyperparameters and slots. XLA aliases table and slots with the results,
-// so handlers update them in place.
+// Returns the table with these `values`, and reads its hyperparameters and slots from the next buffers. XLA aliases
+// table and slots with the results, so handlers update them in place.
 Table ReadTable(Reader& reader, ffi::AnyBuffer values, ffi::RemainingRets rets, int64_t rule) {
   Table table = reader.TableOf(values);
   if (rule < 0 || rule >= kNumRules) reader.Fail("unknown rule");
@@ -317,12 +318,13 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
   return ffi::Error::Success();
 }
 
-// Gathers or scatters rows. Each array, of any dtype, has a list, and item i of the list is row `rows[i]` of the array.
+// Copies rows between arrays and lists of rows. Each array, of any dtype, has a list, and item i of the list is row
+// `rows[i]` of the array.
 //
-// A gather copies rows from the arrays (`args`) to the lists (`rets`). For a row number outside the array, it writes
-// `missing` to the list of an int32 array, and zeros to other lists. A scatter copies distinct rows from the lists,
-// which follow the arrays in `args`, to the arrays, which `rets` aliases. A scatter skips row numbers outside the
-// array.
+// A gather copies rows from the arrays (`args`) to the lists (`rets`). For a row number outside the array, a gather
+// writes `missing` to the list of an int32 array, and zeros to other lists. A scatter copies rows from the lists to the
+// arrays. The `args` of a scatter are all arrays and then all lists, and its `rets` alias the arrays. The rows of a
+// scatter must be distinct, and row numbers outside the array are skipped.
 template <bool kScatter>
 ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
                     ffi::RemainingRets rets, int64_t missing) {
@@ -363,8 +365,8 @@ ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::Rem
   return ffi::Error::Success();
 }
 
-// Computes `rows_by_bag` of rsembed/kernels/ids.py. A bag number outside [0, num_bags) counts as num_bags, after all
-// other bags.
+// Computes `rows_by_bag` of rsembed/kernels/ids.py. Entries with a bag number outside [0, num_bags) get bag num_bags,
+// so they come after all other entries.
 ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Result<ffi::BufferR1<ffi::S32>> offsets,
                      ffi::Result<ffi::BufferR1<ffi::S32>> order) {
   const int64_t num_bags = static_cast<int64_t>(offsets->element_count()) - 1, num_entries = bags.element_count();
@@ -380,8 +382,8 @@ ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Re
       }
       return last - first;
     });
-    // Offset b is the first position that has bag b or a later bag. Position i sets the offsets of the bags after the
-    // previous position's bag, up to its bag.
+    // Offset b is the position of the first entry with bag b or a later bag. If the entries at positions i - 1 and i
+    // have bags p and q, then i is the offset of bags p + 1 to q.
     workers.ForEachRange(num_entries + 1, 8 * kItemsPerBlock, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         const int64_t previous = i == 0 ? -1 : int64_t{sort.items()[i - 1].row};
@@ -393,7 +395,7 @@ ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Re
   });
 }
 
-// Allocates an array on huge pages. If `fill` is true, every element is set to the low bytes of `pattern`.
+// Allocates an array on huge pages. If `fill` is true, the low bytes of `pattern` are the value of every element.
 ffi::Error Allocate(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> out, int64_t pattern, bool fill) {
   const int64_t bytes = out->size_bytes(), width = bytes == 0 ? 1 : bytes / out->element_count();
   if (width > 8) return ffi::Error::InvalidArgument("rsembed: elements have at most 8 bytes");
@@ -463,12 +465,14 @@ extern "C" int64_t rsembed_num_cores() { return NumCores(); }
 extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return AdviseHugePages(data, bytes, true); }
 
 // Makes the allocator keep freed memory for later results, up to `bytes` at the end of a heap. By default, the
-// allocator returns freed memory to the system after every call. The system then has to zero the pages again, with a
-// page fault for each. Threads other than the main thread have heaps of 64 MB. The allocator returns an empty heap if
-// the heap before it has the padding (M_TOP_PAD) free. The padding is therefore set to the size of the largest result.
+// allocator returns freed memory to the system after every call. The next call then gets new pages, and the system has
+// to zero each new page in a page fault. Threads other than the main thread have heaps of 64 MB. The allocator returns
+// an empty heap to the system if the previous heap has M_TOP_PAD bytes free. Therefore M_TOP_PAD is set to the size of
+// the largest result.
 extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
 #if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD) && defined(M_TOP_PAD)
-  constexpr int kMostOfOneResult = 64 << 20;  // size of a heap; older versions of glibc accept at most half
+  // The size of a heap. Older versions of glibc accept at most half of this size as M_MMAP_THRESHOLD.
+  constexpr int kMostOfOneResult = 64 << 20;
   return (mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 || mallopt(M_MMAP_THRESHOLD, kMostOfOneResult / 2) != 0) &&
          mallopt(M_TOP_PAD, kMostOfOneResult) != 0 && mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;
 #else

@@ -15,8 +15,8 @@ using Vectors = ffi::BufferR3<ffi::F32>;
 using Products = ffi::BufferR2<ffi::F32>;
 constexpr int64_t kNumbersPerBlock = 1 << 16;
 
-// Calls body(n, dim, first, last) for blocks of samples. Returns an error if the size of `products` is not the number
-// of pairs.
+// Calls body(n, dim, first, last) for blocks [first, last) of samples. A sample has `n` vectors of `dim` numbers.
+// Returns an error if the size of `products` is not the number of pairs.
 template <typename Body>
 ffi::Error ForEachSample(ffi::ThreadPool pool, const Vectors& vectors, const Products& products, const Body& body) {
   const int64_t batch = vectors.dimensions()[0], n = vectors.dimensions()[1], dim = vectors.dimensions()[2];

@@ -136,8 +136,7 @@ ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_
 // Updates the last-used steps and the use counts of `rows` in place. Rows may repeat.
 ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int32s rows, ffi::BufferR0<ffi::S32> step,
                      Int32s occurrences, Int32Result out_last_step, Int32Result out_counts) {
-  // The rows are divided into shares. The task of each share reads all entries.
-  constexpr int64_t kMostShares = 4, kRowsPerLine = 16;
+  constexpr int64_t kMostShares = 4, kRowsPerLine = 16;  // the task of every share of the rows reads all entries
   const int64_t num_rows = Size(counts), num_entries = Size(rows);
   Checks checks;
   checks.Need(Size(last_step) == num_rows && Size(occurrences) == num_entries, "wrong size of a lane");

@@ -18,7 +18,8 @@ using LanePairs = ffi::BufferR2<ffi::U32>;
 using Int32Result = ffi::Result<Int32s>;
 using CountResult = ffi::Result<ffi::BufferR0<ffi::S32>>;
 
-// Row numbers that mark slots without a key, and the hash of a key, equal to those of rsembed/kernels/keyed.py.
+// Row numbers that mark slots without a key, and the hash of a key. The row numbers and the hash are the same as in
+// rsembed/kernels/keyed.py.
 constexpr int32_t kEmpty = -1, kDeleted = -2;
 inline uint32_t Mix(uint32_t high, uint32_t low) {
   uint32_t h = low ^ (high * 0x9E3779B1u);

@@ -1,9 +1,9 @@
 // XLA FFI handlers that turn ids into rows, count ids, list marked entries, take free rows, and fill the blocks that
 // devices exchange.
 //
-// XLA would compile an operation for every feature, and several operations for every list. One call of a handler
-// handles all features and lists. The functions of the same names in rsembed/kernels/ids.py and keyed.py define the
-// results.
+// One call of a handler handles all features and lists. Without these handlers, XLA would compile an operation for
+// every feature, and several operations for every list. The functions of the same names in rsembed/kernels/ids.py and
+// keyed.py define the results.
 
 #include <algorithm>
 #include <cstdint>
@@ -24,7 +24,7 @@ constexpr int64_t kIdsPerTask = 1 << 14;
 constexpr int64_t kBytesPerTask = 1 << 16;
 constexpr int32_t kPadId = -1;  // PAD_ID of rsembed/bags.py
 
-// Whether all numbers are between 0 and kNoRow. An array without bytes can have any size, and the product of larger
+// Whether all `numbers` are between 0 and kNoRow. An array without bytes can have larger sizes, and the product of such
 // sizes could overflow.
 bool AreSizes(std::initializer_list<int64_t> numbers) {
   return std::all_of(numbers.begin(), numbers.end(), [](int64_t size) { return size >= 0 && size <= kNoRow; });
@@ -35,8 +35,8 @@ struct Place {
   uint64_t owner, first, rotation, num_ids;
 };
 
-// Consecutive ids of one table, as a part of a list. `first_entry` is the number of ids in all parts before this part,
-// and `begin` the number of ids before this part in its list.
+// Consecutive ids of one list that select rows of one table. `first_entry` is the number of ids in all parts before
+// this part, and `begin` the number of ids before this part in the same list.
 struct Part {
   const int32_t* ids;
   int64_t first_entry, num_entries;
@@ -45,7 +45,8 @@ struct Part {
   int64_t begin;
 };
 
-// Writes the rows of a part. Ids are compared as unsigned numbers, so a negative id is outside every table.
+// Writes the rows of ids [begin, end) of a part. Ids are compared as unsigned numbers, so a negative id is outside
+// every table.
 void WriteRows(const Part& part, uint64_t spread, uint64_t rows_per_shard, int64_t begin, int64_t end) {
   const Place& place = part.place;
   const uint32_t num_ids = static_cast<uint32_t>(place.num_ids);
@@ -62,7 +63,8 @@ void WriteRows(const Part& part, uint64_t spread, uint64_t rows_per_shard, int64
   }
 }
 
-// Splits a list into parts: one part for each segment, and one for each gap between segments. Ids in a gap have no row.
+// Splits a list into parts: one part for each segment, and one for each gap between segments. No segment reads the ids
+// in a gap, so these ids get kNoRow.
 void AddParts(const List& list, std::vector<Part> segments, int32_t* rows, std::vector<Part>* parts) {
   std::sort(segments.begin(), segments.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
   int64_t done = 0;
@@ -197,9 +199,9 @@ ffi::Error Compact(ffi::ThreadPool pool, ffi::BufferR1<ffi::PRED> marks, ffi::Re
   });
 }
 
-// Takes a free row for every entry that wants a row, from the end of its table's list of free rows. An entry gets
-// kNoRow if the list is empty. Also returns, for each table, the number of rows that remain free and the number of
-// entries that wanted a row but got none. If `tables` is empty, there is one table.
+// Takes a free row for every entry that wants a row, from the end of the list of free rows of the entry's table. If
+// this list is empty, the entry gets kNoRow. Also returns, for each table, the number of rows that remain free and the
+// number of entries that wanted a row but got none. If `tables` is empty, there is one table, which all entries read.
 ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_free, ffi::BufferR1<ffi::PRED> wants,
                     ffi::BufferR1<ffi::S32> tables, ffi::Result<ffi::BufferR1<ffi::S32>> rows,
                     ffi::Result<ffi::BufferR1<ffi::S32>> num_left, ffi::Result<ffi::BufferR1<ffi::S32>> num_without) {
@@ -233,9 +235,9 @@ ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_fr
 }
 
 // Puts the blocks of several arrays side by side: for each device, the block of the first array, then of the second,
-// and so on. If `gathers` is false, `args` are blocks. If `gathers` is true, `args` alternate: a list of rows, and the
-// array from which the blocks gather these rows. A row number outside the array is padding, which reads as kNoRow from
-// int32 arrays and as zeros from other arrays.
+// and so on. If `gathers` is false, each buffer in `args` has the blocks of one array. If `gathers` is true, each array
+// has two buffers in `args`: the rows to gather into its blocks, and then the array. A row number outside the array is
+// padding, which reads as kNoRow from int32 arrays and as zeros from other arrays.
 ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> packed, bool gathers) {
   const auto sizes = packed->dimensions();
   if (sizes.size() < 2 || !AreSizes({sizes[0], sizes[1]})) {
@@ -280,7 +282,7 @@ ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result
   return ffi::Error::Success();
 }
 
-// Splits packed blocks into the blocks of each array.
+// Splits the result of `pack_blocks` into the blocks of each array.
 ffi::Error UnpackBlocks(ffi::ThreadPool pool, ffi::AnyBuffer packed, ffi::RemainingRets rets) {
   const auto sizes = packed.dimensions();
   if (sizes.size() < 2 || !AreSizes({sizes[0], sizes[1]})) {
@@ -319,10 +321,10 @@ struct Queue {
   const int32_t* offsets;
   const int32_t* cursor;
   std::vector<const uint32_t*> lanes;
-  std::vector<uint32_t> signs;  // per lane: sign bit of a signed lane, to sort negative numbers first; else 0
+  std::vector<uint32_t> signs;  // per lane, flipped to sort negative words first: the sign bit of int32 lanes, else 0
   int64_t num_owners, num_entries, capacity;
 
-  // Range of the entries that are not yet sent to an owner.
+  // Returns the range [first, last) of the entries that still have to be sent to `owner`.
   std::pair<int64_t, int64_t> Next(int64_t owner) const {
     const int64_t last = std::clamp<int64_t>(offsets[owner + 1], 0, num_entries);
     return {std::clamp<int64_t>(int64_t{offsets[owner]} + cursor[owner], 0, last), last};
@@ -400,8 +402,9 @@ ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32
   return ffi::Error::Success();
 }
 
-// Computes the entries to send in this round: the next entries of every owner, up to the capacity. If `fit` is 0, the
-// remaining entries do not fit on some device, and only entries below the least entry that does not fit are sent.
+// Computes the entries to send in this round: the next entries of every owner, up to the capacity. If `fit` is 0 for an
+// owner, its remaining entries do not fit on some device. In that case `cuts` has the least entry that does not fit on
+// some device, and only entries less than this entry are sent.
 ffi::Error RoundPlaces(ffi::BufferR2<ffi::S32> fit, ffi::BufferR3<ffi::U32> cuts, ffi::RemainingArgs args,
                        ffi::Result<ffi::BufferR0<ffi::PRED>> are_left, ffi::RemainingRets rets,
                        ffi::Span<const int64_t> num_lanes, ffi::Span<const int64_t> capacities) {

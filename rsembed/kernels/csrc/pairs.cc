@@ -22,7 +22,8 @@ namespace {
 
 #include "vectors.h"
 
-// Number of sums that are kept in registers. A loaded vector is added to each sum, times a factor.
+// Number of rows that `multiply` computes at once. The sums of these rows are kept in registers, and each loaded vector
+// is added to every sum, times a factor.
 constexpr int kTogether = 4;
 
 inline int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }

@@ -103,7 +103,7 @@ class Workers {
   }
 
   // Progress of the blocks of one step of a call, shared by the calling thread and its helpers. A helper can start
-  // after the caller has returned. For such a helper, all blocks are done, and it reads only this struct.
+  // after the caller has returned. A helper that starts so late reads only this struct, because all blocks are done.
   struct Job {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> num_done{0};
@@ -147,7 +147,7 @@ class Workers {
     }
   };
 
-  // Helper threads of one call. Like a Job, this struct can outlive the call.
+  // Helper threads of one call. Helpers can run after the call has returned, so a Crew can outlive the call.
   struct Crew {
     std::atomic<int64_t> num_members{0};  // helpers that run, or that the pool has yet to start
     std::atomic<int64_t> num_jobs{0};

@@ -81,8 +81,8 @@ class Job {
 }  // namespace rsembed
 
 // Fills the buffers and counts of all stacks. The result does not depend on the number of threads. If a partition
-// exceeds a limit, its entries are written only if ids may be dropped. The counts tell the caller that a limit was
-// exceeded.
+// exceeds a limit, its entries within the limits are written, but only if ids may be dropped. `drops_something` and the
+// counts tell the caller that a limit was exceeded.
 extern "C" __attribute__((visibility("default"))) int32_t rsembed_partition(rsembed::PartitionStack* stacks,
                                                                             int64_t num_stacks, int32_t drops_ids,
                                                                             int64_t num_threads) {

@@ -25,8 +25,8 @@ struct PartitionFeature {
   int32_t id_type;
 };
 
-// One stack, for the `num_cores` cores of this process. Each core has a part of every buffer. Features are sorted by
-// (first_row, first_sample). Features of one table have the same first row.
+// Features and buffers of one stack. Every buffer has one part for each of the `num_cores` cores of this process.
+// Features are sorted by (first_row, first_sample). Features of one table have the same first row.
 struct PartitionStack {
   const PartitionFeature* features;
   int64_t num_features;
@@ -43,8 +43,8 @@ struct PartitionStack {
   float* gains;
   int64_t* num_ids;     // [num_cores, num_shards], counted before ids are dropped
   int64_t* num_unique;  // [num_cores, num_shards]
-  // Numbers of dropped ids, [num_cores, num_features, kNumDropKinds], zeros on entry. The ids of a table are counted at
-  // the first feature of the table.
+  // Number of dropped ids, [num_cores, num_features, kNumDropKinds], 0 on entry. The ids that a table drops are counted
+  // at the table's first feature.
   int64_t* drops;
   int32_t gain_rule;
   int32_t drops_something;  // set if a limit is exceeded or a buffer is too small; 0 on entry

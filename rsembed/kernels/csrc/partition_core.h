@@ -1,9 +1,9 @@
 // Partitions the ids of one core on the host, and writes the part of the buffers that belongs to this core.
 //
-// The input is in the order of samples. Each entry is packed into one number (shard, row, sample). A stable radix sort
-// by (shard, row) then gives the final order, and entries with equal numbers are merged. The tables of a stack have
-// disjoint rows, so each table is sorted separately. The sort of one table has short keys, and its data fit in the
-// cache.
+// The ids of each feature come in the order of samples. The partitioner packs each entry into one number (shard, row,
+// sample), sorts the entries by (shard, row) with a stable radix sort, and merges entries with equal numbers. The
+// tables of a stack have disjoint rows, so each table is sorted separately. The sort of one table has short keys, and
+// its data fit in the cache.
 #pragma once
 
 #include <algorithm>
@@ -65,7 +65,7 @@ class QuotientByShards {
   uint64_t reciprocal_;
 };
 
-// Features of one table, and the number of bits of each part of their keys.
+// Features of one table, and the number of bits of each part (sample, row, shard) of their entries' keys.
 struct Group {
   const PartitionFeature* features;
   int64_t num_features;
@@ -178,7 +178,7 @@ class CorePartitioner {
   // Sorts the entries of a group into `sorted`, starting with the least significant digit of (shard, row).
   bool Sort(const Group& group, int64_t size, ItemType* sorted) {
     const int sort_bits = group.row_bits + group.shard_bits;
-    // For few entries, more passes with fewer counters are faster.
+    // Few entries are sorted faster in more passes, because each pass then has fewer counters.
     const int max_digit_bits = size < 256 ? 6 : size < 1024 ? 8 : 11;
     const int num_passes = (sort_bits + max_digit_bits - 1) / max_digit_bits;
     const int digit_bits = num_passes == 0 ? 0 : (sort_bits + num_passes - 1) / num_passes;
@@ -197,9 +197,9 @@ class CorePartitioner {
     return true;
   }
 
-  // One pass of the stable sort. Frequent ids increment the same counter repeatedly, and a processor stalls when it
-  // reads a counter that it is still writing. Therefore the items are split into several streams, which take turns and
-  // have separate counters.
+  // One pass of the stable radix sort, by one digit of the keys. Frequent ids increment the same counter repeatedly,
+  // and a processor stalls when it reads a counter that it is still writing. To avoid these stalls, the items are split
+  // into several streams, which take turns and have separate counters.
   static void SortByDigit(const ItemType* from, ItemType* to, int64_t size, int shift, int digit_bits,
                           uint32_t* counts) {
     const int64_t num_digits = int64_t{1} << digit_bits, length = size / kStreams;
@@ -212,7 +212,7 @@ class CorePartitioner {
           body(item, counts[stream * num_digits + ((item.key >> shift) & mask)]);
         }
       }
-      for (int64_t i = kStreams * length; i < size; ++i) {  // remaining items after the last stream
+      for (int64_t i = kStreams * length; i < size; ++i) {  // the last stream also has the remaining items
         body(from[i], counts[(kStreams - 1) * num_digits + ((from[i].key >> shift) & mask)]);
       }
     };
@@ -250,7 +250,8 @@ class CorePartitioner {
     }
   }
 
-  // Writes the items of a feature. A bad id is reported only after the last item, so that the loop has no branch.
+  // Writes one item for every entry that the core has of a feature. A bad id is reported only after the last item, so
+  // that the loop has no branch.
   template <typename Id>
   bool Emit(const Group& group, const PartitionFeature& feature, ItemType* items, int64_t* emitted) {
     const Id* const ids = static_cast<const Id*>(feature.ids);

@@ -24,7 +24,8 @@ namespace {
 template <int kDistance>
 inline Words rotated(Words x) { return x << kDistance | x >> (32 - kDistance); }
 
-// One round of several blocks. A round depends on the previous round, so several blocks run side by side.
+// One Threefry round of kBlocks independent blocks. A round of a block needs the result of the block's previous round,
+// so the processor computes several blocks side by side.
 template <int kBlocks, int kDistance>
 inline void threefry_round(Words* x, Words* y) {
   for (int k = 0; k < kBlocks; ++k) {
@@ -59,7 +60,7 @@ inline void threefry(Words first, Words second, Words* x, Words* y) {
   }
 }
 
-// PRNG keys of several rows, in two words per key.
+// PRNG keys of kLanes rows. The two words of a key are in `first` and `second`.
 struct RowKeys {
   uint32_t first[kLanes], second[kLanes];
 };

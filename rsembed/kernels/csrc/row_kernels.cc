@@ -19,7 +19,7 @@
 namespace rsembed {
 namespace RSEMBED_ISA {
 
-// Defined in random_bits.cc and pairs.cc.
+// `row_bits` is defined in random_bits.cc, `pair_products` and `pull_pairs` in pairs.cc.
 void row_bits(const TableKeys&, const uint32_t* const*, int64_t, int64_t, int64_t, int64_t, uint32_t*);
 void pair_products(const float*, int64_t, int64_t, int64_t, int64_t, float*);
 void pull_pairs(const float*, const float*, int64_t, int64_t, int64_t, int64_t, float*);
@@ -33,7 +33,8 @@ constexpr int64_t kLineBytes = 64;
 // GCC removes calls of a function that only prefetches, because the function has no effect, unless it is inlined.
 #define RSEMBED_PREFETCHING __attribute__((always_inline)) inline
 
-// Prefetches `bytes` bytes. The compiler knows that `bytes` is at least kLeast, and unrolls the loop over that part.
+// Prefetches `bytes` bytes, at least kLeast. kLeast is a constant, so the compiler unrolls the loop over the first
+// kLeast bytes.
 template <int kForWriting, int64_t kLeast = 0>
 RSEMBED_PREFETCHING void prefetch(const void* from, int64_t bytes) {
   const char* line = static_cast<const char*>(from);
@@ -78,8 +79,8 @@ inline void sum_tail(const Source& source, int64_t first, int64_t last, int64_t 
   store_tail(out + column, sum * scale, count);
 }
 
-// Sums columns in panels of at most 8 vectors, so that the sums stay in registers. The first panel brings a row into
-// the first-level cache, where the later panels read the row.
+// Sums rows panel by panel. A panel is a group of kVectors vectors of columns, at most 8, so that its sums stay in
+// registers. The first panel brings a row into the first-level cache, where the later panels read it.
 template <int kVectors, typename Source>
 inline void sum_panels(const Source& source, int64_t first, int64_t last, int64_t dim, float scale, float* out,
                        int64_t& column) {
@@ -106,8 +107,8 @@ inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t 
 
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
-// Prefetch distance, in rows. Rare rows are in no cache, and with a long distance, many of their loads overlap. The
-// prefetched rows fill at most half of a first-level cache.
+// Prefetch distance, in rows. Rare rows are in no cache. With a long prefetch distance, the loads of many rare rows
+// overlap. The prefetched rows fill at most half of a first-level cache.
 inline int64_t rows_ahead(int64_t row_bytes, int64_t bytes, int64_t least, int64_t most) {
   return row_bytes == 0 ? 0 : clamp(bytes / row_bytes, least, most);
 }
@@ -156,8 +157,9 @@ struct BagScale {
   float after;
 };
 
-// Scale of a bag with extreme weights. Sums or squares of such weights could overflow or underflow, so `before` is a
-// power of two that scales the largest weight to about 1, as does `_inverse_magnitudes` of kernels/reference.py.
+// Scale of a bag with very large or very small weights. Sums or squares of such weights could overflow or underflow.
+// Therefore `before` is a power of two that scales the largest weight to about 1, as in `_inverse_magnitudes` of
+// kernels/reference.py.
 __attribute__((noinline)) BagScale bag_scale_of_extremes(const Segment& segment, EntryRange bag) {
   const auto weight_of = [&](int64_t i) {
     const bool is_listed = static_cast<uint32_t>(segment.rows[i]) < static_cast<uint32_t>(segment.num_rows);
@@ -200,8 +202,8 @@ inline BagScale bag_scale(const Segment& segment, EntryRange bag) {
   return {1.0f, divisor == 0.0f ? 0.0f : 1.0f / divisor};
 }
 
-// Computes the scales of several bags. If weights are so large that a scale is not a normal float, the scale is NaN
-// instead of a silent zero.
+// Computes the scales of several bags. If the weights of a bag are so large that its scale is not a normal float, the
+// scale becomes NaN, because a scale of zero would hide the error.
 void bag_scales(const Segment& segment, int64_t first_output, int64_t last_output, float* scales) {
   for (int64_t output = first_output; output < last_output; ++output) {
     const BagScale scale = bag_scale(segment, bag_entries(segment, output));
@@ -270,7 +272,7 @@ void weight_gradients(const Table& table, const Segment& segment, int64_t first_
 
 // --- row gradients --------------------------------------------------------------------------------------------------
 
-// Prefetch distance of a step, in rows. A step reads gradients, rows and slots.
+// Prefetch distance of an optimizer step, in rows. For every row, a step reads the gradient, the row and its slots.
 inline int64_t steps_ahead(int64_t dim) { return rows_ahead(dim * sizeof(float), 4 << 10, 8, 24); }
 
 template <bool kGained>
@@ -352,7 +354,7 @@ double square_groups(const SortedEntries& entries, int64_t first, int64_t last) 
 // The file rsembed/optimizers/rules.py defines the formulas, and the order of the hyperparameters in `hyper`.
 
 // Calls body(column, get, put) for the columns of a row, one vector at a time. `get` loads and `put` stores the vector
-// at the column. For the last columns of a row, `get` and `put` move fewer numbers.
+// at the column. If fewer columns remain than a vector has lanes, `get` and `put` move only the remaining columns.
 template <typename Body>
 inline void for_columns(int64_t dim, const Body& body) {
   int64_t column = 0;
@@ -420,8 +422,8 @@ RSEMBED_PREFETCHING void prefetch_table_row(const Table& table, uint32_t row) {
   }
 }
 
-// Row-wise Adagrad of several rows at once, with the bits of `step_row`. The sum, root and division of one row depend
-// on each other, so the processor computes those of several rows in parallel.
+// Row-wise Adagrad of several rows at once, with the same bits as `step_row`. The division of a row needs its root, and
+// the root needs its sum. Different rows are independent, so the processor computes several rows in parallel.
 constexpr int kRowsTogether = 4;
 
 template <typename T>
@@ -441,7 +443,8 @@ inline void step_rows_together(T* const rows[], float* const slots[], const floa
   });
 }
 
-// Steps distinct rows, one or a few at a time. `finish` steps the rows that still wait.
+// Steps distinct rows. In row-wise Adagrad, rows wait until kRowsTogether rows can be stepped at once, and `finish`
+// steps the rows that still wait. In other rules, every call of `step` steps its row.
 template <typename T, Rule kRule>
 class Stepper {
  public:

@@ -1,7 +1,8 @@
 // Floating-point loops over embedding rows, compiled once per instruction set and selected at run time.
 //
-// Only plain structs are allowed in this header. An inline function or a template would be compiled once per
-// instruction set. The linker would keep only one of the copies, perhaps the AVX-512 copy on a machine without AVX-512.
+// Only plain structs are allowed in this header. An inline function or a template in this header would be compiled once
+// per instruction set. The linker would keep only one of these compiled functions, perhaps the function with AVX-512
+// instructions, on a machine without AVX-512.
 #pragma once
 
 #include <cstdint>
@@ -60,8 +61,8 @@ struct GainedSource {
 };
 
 // Valid entries in the order of their rows. Entries with equal rows stay in the order of the call. If every gain is 1,
-// the `source` of an item is an output, an index into `d_outputs`. Otherwise the `source` is an entry, an index into
-// `gained`.
+// the `source` of an item is the index of an output in `d_outputs`. If gains differ from 1, the `source` of an item is
+// the index of an entry in `gained`.
 struct SortedEntries {
   const Item* items;
   int64_t num_items;
@@ -78,8 +79,8 @@ struct TableKeys {
 };
 
 // The kernels for one instruction set. Every function works on a range, and calls with disjoint ranges can run in
-// parallel. A function over sorted entries handles the groups of equal rows that *begin* in its range. To finish the
-// last group, the function reads entries after the range.
+// parallel. A function over sorted entries handles the groups of equal rows that *begin* in its range. If the last of
+// these groups ends after the range, the function also reads the entries after the range.
 struct RowKernels {
   const char* name;
   void (*pool[kNumElementTypes])(const Table&, const Segment&, int64_t first_output, int64_t last_output);
@@ -95,8 +96,8 @@ struct RowKernels {
   // Computes random bits `[rows, dim]`. The lanes are the 32-bit words that identify a row of a table.
   void (*row_bits)(const TableKeys& from, const uint32_t* const* lanes, int64_t num_lanes, int64_t dim, int64_t first,
                    int64_t last, uint32_t* bits);
-  // `pair_products` computes the dot products of all pairs of a sample's `n` vectors, `pull_pairs` the gradient of the
-  // vectors.
+  // `pair_products` computes the dot products of all pairs of a sample's `n` vectors. `pull_pairs` computes the
+  // gradient of the vectors from the gradient of the products.
   void (*pair_products)(const float* vectors, int64_t n, int64_t dim, int64_t first, int64_t last, float* products);
   void (*pull_pairs)(const float* vectors, const float* d_products, int64_t n, int64_t dim, int64_t first, int64_t last,
                      float* d_vectors);

@@ -11,7 +11,7 @@
 
 namespace rsembed {
 
-// Array without initial values. A std::vector would first write zeros.
+// Array with uninitialised elements. A std::vector would first fill the array with zeros.
 template <typename T>
 class Scratch {
  public:
@@ -40,7 +40,7 @@ class RowSort {
     chunk_size_ = std::max<int64_t>((num_entries + num_chunks - 1) / num_chunks, 1);
     int row_bits = 1;
     while ((int64_t{1} << row_bits) < num_rows) ++row_bits;
-    // For few entries, more passes with fewer counters are faster.
+    // Few entries are sorted faster in more passes, because each pass then has fewer counters.
     const int max_digit_bits = num_entries < 2048 ? 7 : num_entries < 16384 ? 10 : 12;
     const int num_passes = (row_bits + max_digit_bits - 1) / max_digit_bits;
     digit_bits_ = (row_bits + num_passes - 1) / num_passes;
@@ -174,8 +174,8 @@ class SortedSegments {
     }
   };
 
-  // Writes the items of entries [entry, last_entry) of a segment, and returns the end of the items. Each entry is
-  // written at most once, even if offsets are invalid.
+  // Writes the items of entries [entry, last_entry) of a segment, and returns the end of the items. Even if the offsets
+  // are invalid, an entry gets at most one item.
   Item* Emit(const Segment& segment, int64_t entry, int64_t last_entry, Item* items) const {
     if (segment.offsets == nullptr) {
       for (int64_t output = entry / std::max<int64_t>(segment.width, 1); entry < last_entry; ++output) {

@@ -1,9 +1,9 @@
 // XLA FFI handlers for lookups in tensor trains, and for the gradients of lookups.
 //
 // Lookups are sorted by their slice of the grouped core (the core with the largest slices), then by all other slices,
-// so that equal rows are adjacent and computed once. Rows are computed tile by tile to bound the memory. Within a tile,
-// threads first compute rows (or gradients of slices). Then each thread sums its outputs in the order of the lookups,
-// so the order of additions is fixed. The only caller is rsembed/tt/cores.py.
+// so that equal rows are adjacent and computed once. Rows are computed tile by tile to bound the memory. For each tile,
+// threads first compute the rows (in the backward pass, the gradients of slices). Then each output is summed by one
+// thread in the order of the lookups, so the order of additions is fixed. The only caller is rsembed/tt/cores.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -89,12 +89,12 @@ Call ReadCall(Reader& reader, ffi::Span<const int64_t> shapes, int64_t grouped, 
   return call;
 }
 
-// Lookups that contribute to an output, sorted by slices (see the top of the file). A unit is a run of lookups of the
-// same row.
+// Lookups that contribute to an output, sorted by their slices as the top of this file describes. Consecutive lookups
+// of the same row form a unit.
 struct Units {
-  std::vector<uint32_t> lookups;   // lookups of all units, concatenated
-  std::vector<uint32_t> first;     // first position of each unit in `lookups`, then the end of the last unit
-  std::vector<uint32_t> examples;  // one lookup of each unit
+  std::vector<uint32_t> lookups;   // the lookups of the first unit, then of the second unit, and so on
+  std::vector<uint32_t> first;     // position of each unit's first lookup in `lookups`, then the number of lookups
+  std::vector<uint32_t> examples;  // the first lookup of each unit
 
   int64_t size() const { return static_cast<int64_t>(examples.size()); }
 };
@@ -130,8 +130,7 @@ Units MakeUnits(Workers& workers, const Call& call) {
       int64_t end = first;
       do {
         const uint32_t lookup = sort.items()[end].source;
-        // In trains of more than 2^64 rows, `row` overflows, so neighbours are compared slice by slice below.
-        uint64_t row = 0;
+        uint64_t row = 0;  // overflows in trains of more than 2^64 rows, so the loop below also compares slices
         for (int64_t t = 0; t < train.num_cores; ++t) {
           if (t != train.grouped) row = row * train.num_digits[t] + train.digits[t][lookup];
         }
@@ -186,7 +185,7 @@ void AddToRows(Workers& workers, int64_t num_entries, int64_t num_rows, int64_t 
   const Item* const items = sort.items();
   const int64_t count = sort.num_items();
   workers.ForEachRange(count, kSumsPerTask, [&](int64_t first, int64_t last) {
-    // A task adds to the rows that have their first item in its range.
+    // A task handles each row of `out` if the first item of the row is in [first, last).
     const auto begins = [&](int64_t i) { return i == 0 || items[i].row != items[i - 1].row; };
     while (first < last && !begins(first)) ++first;
     for (int64_t i = first; i < last || (i > first && i < count && !begins(i)); ++i) {
@@ -280,8 +279,9 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     const int32_t* const group_of = train.digits[grouped];
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
-      // A task handles the groups of units with equal slices of the grouped core that begin in its range. The
-      // task writes the gradients of the other slices, and adds to the gradient of the grouped core.
+      // A task handles the groups of units with equal slices of the grouped core that begin in its range. For each
+      // group, the task adds to the gradient of the slice of the grouped core, and writes the gradients of the other
+      // slices that the units read.
       workers.ForEachRange(end - begin, kUnitsPerTask, [&](int64_t from, int64_t to) {
         const auto begins = [&](int64_t unit) {
           return unit == begin || group_of[units.examples[unit]] != group_of[units.examples[unit - 1]];

@@ -59,8 +59,8 @@ inline void tile(int64_t depth, Matrix a, const float* b, int64_t b_row, float* 
 template <typename Vector, int kVectors>
 inline void strip(int64_t rows, int64_t depth, Matrix a, const float* b, int64_t width, float* c, bool adds) {
   while (rows > 0) {
-    // Tiles of six rows fill the registers. Eight rows are faster in two tiles of four than in tiles of six, one and
-    // one.
+    // The sums of a tile of six rows fill the registers. Eight rows are faster as two tiles of four rows than as one
+    // tile of six rows and two tiles of one row.
     const int64_t count = rows >= 6 && rows != 8 ? 6 : rows >= 4 ? 4 : 1;
     if (count == 6) tile<Vector, 6, kVectors>(depth, a, b, width, c, width, adds);
     if (count == 4) tile<Vector, 4, kVectors>(depth, a, b, width, c, width, adds);
@@ -92,7 +92,7 @@ inline Quad sum_of_quads(Floats x) {
   return quads[0];
 }
 
-// Computes c[kRows, 4] = a[kRows, depth] @ b[depth, 4]. A vector holds several rows of b.
+// Computes c[kRows, 4] = a[kRows, depth] @ b[depth, 4]. A vector holds kLanes / 4 rows of `b`.
 template <int kRows>
 inline void narrow_tile(int64_t depth, const float* a, const float* b, float* c) {
   Floats sum[kRows] = {};
@@ -103,7 +103,8 @@ inline void narrow_tile(int64_t depth, const float* a, const float* b, float* c)
   for (int i = 0; i < kRows; ++i) *reinterpret_cast<Anywhere<Quad>::type*>(c + 4 * i) = sum_of_quads(sum[i]);
 }
 
-// Computes c[rows, width] = a[rows, depth] @ b[depth, width], or adds the product to c if `adds`.
+// Computes c[rows, width] = a[rows, depth] @ b[depth, width]. If `adds` is true, the product is added to the old value
+// of c.
 void multiply(int64_t rows, int64_t width, int64_t depth, Matrix a, const float* b, float* c, bool adds) {
   if (width == 4 && !adds && a.column == 1 && a.row == depth && depth % (kLanes / 4) == 0) {
     for (; rows >= 8; rows -= 8, a.data += 8 * depth, c += 32) narrow_tile<8>(depth, a.data, b, c);
@@ -155,9 +156,8 @@ float dot(const float* a, const float* b, int64_t count) {
 }
 
 // Products of the slices of a block of lookups. Consecutive lookups with equal slices of all cores before the grouped
-// core share the products up to the grouped core. The first of several lookups that share
-// products is called their head. Products after the
-// grouped core belong to single lookups.
+// core share the products up to the grouped core. The first of several lookups that share products is called their
+// head. Lookups share no products that include a core after the grouped core.
 struct Block {
   const Train& train;
   const uint32_t* lookups;
@@ -182,7 +182,7 @@ struct Block {
   bool has_heads(int64_t t) const { return t <= train.grouped; }
   int64_t num_products(int64_t t) const { return has_heads(t) ? num_heads : count; }
   int64_t lookup_of(int64_t t, int64_t k) const { return has_heads(t) ? first_of_head[k] : k; }
-  // Index of the product up to core t - 1 from which product k up to core t is computed.
+  // Index of the product up to core t - 1 that is multiplied by a slice of core t to get product k up to core t.
   int64_t before(int64_t t, int64_t k) const { return has_heads(t - 1) && !has_heads(t) ? head_of[k] : k; }
 
   const float* slice(int64_t t, int64_t k) const {
@@ -194,7 +194,8 @@ struct Block {
     for (int64_t earlier = 0; earlier < t; ++earlier) at += kLookupsPerBlock * train.product[earlier];
     return at;
   }
-  // Product k up to core t. The product up to core 0 is a slice of core 0, and not a copy in the scratch memory.
+  // Product number k of slices of the cores 0 to t. If `t` is 0, the product is a slice of core 0, and not a copy in
+  // the scratch memory.
   const float* product(int64_t t, int64_t k) const {
     return t == 0 ? slice(0, k) : products(t) + k * train.product[t];
   }

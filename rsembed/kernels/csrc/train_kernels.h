@@ -10,8 +10,8 @@ namespace rsembed {
 constexpr int64_t kMaxCores = 16;
 constexpr int64_t kLookupsPerBlock = 12;
 
-// A tensor train, and the slices that every lookup reads. Each slice of core t is `[left, columns, right]` in C order.
-// `digits[t]` has the index of the slice of core t that each lookup reads.
+// A tensor train, and the slices of its cores that every lookup reads. Each slice of core t is `[left, columns, right]`
+// in C order. `digits[t]` has, for each lookup, the index of a slice of core t.
 struct Train {
   int64_t num_cores;
   int64_t grouped;  // core with the largest slices; all lookups of a block use the same slice of this core
@@ -22,9 +22,9 @@ struct Train {
   int64_t left[kMaxCores];
   int64_t columns[kMaxCores];
   int64_t right[kMaxCores];
-  int64_t size[kMaxCores];     // size of a slice
-  int64_t rows[kMaxCores];     // the product of the slices before core t is `[rows, left]`
-  int64_t product[kMaxCores];  // size of the product of the slices up to core t
+  int64_t size[kMaxCores];     // numbers in a slice of core t
+  int64_t rows[kMaxCores];     // the product of slices of all cores before core t is `[rows, left]`
+  int64_t product[kMaxCores];  // numbers in a product of slices of the cores 0 to t
 };
 
 // Size of the scratch memory for one block, in numbers.
@@ -42,10 +42,11 @@ struct TrainKernels {
   const char* name;
   // Computes rows `[count, dim]` of `count` lookups. No two lookups may use the same slices of all cores.
   void (*rows)(const Train&, const uint32_t* lookups, int64_t count, float* scratch, float* made);
-  // Backward pass of `rows`. Adds the gradient of the slice of the grouped core, which all lookups share, to
-  // `d_grouped`. Writes the gradients of the other slices to `d_slices`, `[count, size]` for every core. For cores
-  // before the grouped core, it writes only at heads (`is_head`), where the gradient covers the head and the lookups
-  // that share its slices. `rows` must have been called before with the same `scratch`.
+  // Backward pass of `rows`. `rows` must have been called before with the same `scratch`. All lookups share one slice
+  // of the grouped core, and the gradient of this slice is added to `d_grouped`. The gradients of the slices of other
+  // cores are written to `d_slices`, `[count, size]` for every core. If consecutive lookups have equal slices of all
+  // cores before the grouped core, their gradients of these slices are summed. The sum is written in the place of the
+  // first of these lookups, and `is_head` becomes true for this lookup.
   void (*pull)(const Train&, const uint32_t* lookups, int64_t count, const float* d_rows, const float* transposed,
                float* d_grouped, float* const* d_slices, bool* is_head, float* scratch);
   // Writes the transpose of a slice `[left, columns * right]` to `out`.

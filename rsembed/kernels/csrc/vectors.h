@@ -53,7 +53,8 @@ inline Floats decode(const float*, Floats x) { return x; }
 
 inline Floats decode(const BFloat16*, Halves x) { return as_floats(__builtin_convertvector(x, Words) << 16); }
 
-// XLA lets the processor read subnormal numbers as zero, so a subtraction of normal numbers converts subnormal halves.
+// XLA lets the processor read subnormal numbers as zero. Therefore a subnormal float16 number is converted by a
+// subtraction of two normal float32 numbers.
 inline Floats decode(const Float16*, Halves x) {
   const Words bits = __builtin_convertvector(x, Words);
   const Words magnitude = (bits & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
@@ -76,7 +77,7 @@ inline Halves encode(const BFloat16*, Floats x) {
 inline Halves encode(const Float16*, Floats x) {
   const Words bits = as_words(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
   const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  // Adding 0.5 rounds to nearest and leaves the ten bits of a subnormal half in the lowest bits of the sum.
+  // Adding 0.5 rounds a subnormal result to nearest, and leaves the ten bits of the result at the end of the sum.
   const Words tiny = as_words(as_floats(magnitude) + 0.5f) - 0x3f000000;
   const Words huge = select((Words)(magnitude > 0x7f800000), Words{} + 0x7e00, Words{} + 0x7c00);
   const Words finite = select((Words)(magnitude < 0x38800000), tiny, normal);
@@ -96,8 +97,9 @@ inline void store(T* to, Floats x) {
   memcpy(to, &raw, sizeof(raw));
 }
 
-// Loads and stores the last columns of a row, which are fewer than kLanes. The other lanes of the vector are zero, and
-// are not stored. A short row has only these last columns, so a loop over single columns would be slow.
+// Loads and stores the last columns of a row, which are fewer than kLanes. A load fills the remaining lanes of the
+// vector with zeros, and a store skips these lanes. Rows shorter than a vector have only such last columns, so a loop
+// over single columns would be slow.
 #if defined(__AVX512F__)
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
@@ -119,7 +121,7 @@ inline void store_tail(T* to, Floats x, int64_t count) {
   _mm256_mask_storeu_epi16(to, first_lanes(count), (__m256i)encode(to, x));
 }
 #else
-// Loads the first `bytes` bytes, but at most eight. `bytes` is a multiple of 2.
+// Loads `bytes` bytes, or the first eight bytes if `bytes` is more than 8. `bytes` is a multiple of 2.
 inline uint64_t load_bytes(const void* from, int64_t bytes) {
   const char* const part = static_cast<const char*>(from);
   uint64_t whole = 0;
@@ -156,7 +158,8 @@ inline Floats load_tail(const float* from, int64_t count) {
 
 template <typename T>
 inline Floats load_tail(const T* from, int64_t count) {
-  typedef uint64_t Pair __attribute__((vector_size(16)));  // joining two parts in memory would stall
+  // A Pair joins the two parts in a register. If the parts were joined in memory, the load of the whole would stall.
+  typedef uint64_t Pair __attribute__((vector_size(16)));
   constexpr int64_t kColumns = 8 / sizeof(T), kBytes = sizeof(T);
   const Pair parts = {load_bytes(from, count * kBytes),
                       count > kColumns ? load_bytes(from + kColumns, (count - kColumns) * kBytes) : 0};
@@ -180,8 +183,8 @@ inline void store_tail(T* to, Floats x, int64_t count) {
 }
 #endif
 
-// Stores to an aligned address, bypassing the caches. The processor does not read the cache line before it is
-// overwritten.
+// Stores to an aligned address and bypasses the caches, so that the processor does not read a cache line only to
+// overwrite it.
 inline void stream(float* to, Floats x) {
 #if defined(__AVX512F__)
   _mm512_stream_ps(to, (__m512)x);
@@ -207,7 +210,7 @@ class RowsInUse {
   RowsInUse(int64_t num_rows, int64_t dim) {
     const int64_t size = num_rows * dim;
     rows_ = size <= kSmallSize ? small_ : static_cast<float*>(malloc(size * sizeof(float)));
-    if (rows_ == nullptr) abort();  // no memory is left even for a small buffer
+    if (rows_ == nullptr) abort();  // the buffer is small, so malloc fails only if the system is out of memory
   }
   RowsInUse(const RowsInUse&) = delete;
   ~RowsInUse() {
