@@ -28,7 +28,7 @@ class Fields {
  public:
   struct Field {
     const uint32_t* values;
-    uint32_t sign;  // flipped in every value to sort negative numbers first: the sign bit of int32 fields, else 0
+    uint32_t sign;  // bit to flip in every value so that negative numbers sort first: 2^31 for int32 fields, else 0
     uint32_t least = std::numeric_limits<uint32_t>::max();
     uint32_t most = 0;
     int shift = 0;

@@ -321,7 +321,7 @@ struct Queue {
   const int32_t* offsets;
   const int32_t* cursor;
   std::vector<const uint32_t*> lanes;
-  std::vector<uint32_t> signs;  // per lane, flipped to sort negative words first: the sign bit of int32 lanes, else 0
+  std::vector<uint32_t> signs;  // per lane, bit to flip so that negative words sort first: 2^31 for int32, else 0
   int64_t num_owners, num_entries, capacity;
 
   // Returns the range [first, last) of the entries that still have to be sent to `owner`.
