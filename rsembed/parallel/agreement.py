@@ -8,15 +8,15 @@ with Agreement(mesh, "the batch", batch) as agreement:   every process, in the s
 agreement.width("feature 'f'")                            the largest width of all processes
 ```
 
-The processes compare batches by messages through the coordination service of `jax.distributed`,
-not by a collective on the devices. If shapes differed between processes, a collective would end the
-processes without a message. A collective would also have to wait until the devices finish the
-current step.
+The processes compare batches by messages through the coordination service of `jax.distributed`, not
+by a collective on the devices. If shapes differed between processes, a collective would end the
+processes without a message. In addition, a collective could start only when the devices have
+finished the current step.
 
 For each batch, every process sends one message (a "record") and reads one verdict. The first
-process of the mesh compares the records and writes the verdict. When a process ends, it sends a
-last record. If another process has one more batch, the comparison of that batch fails at once, and
-its error says that a process has ended.
+process of the mesh compares the records and writes the verdict. When a process ends, it sends one
+more record, which says that the process has ended. If another process still has a batch, the
+comparison of this batch fails at once, and the error message quotes this record.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from rsembed.kernels.devices import has_devices, service_of_processes
 TIMEOUT_SECONDS = 1800
 """Longest wait for the record of another process, which may be writing a checkpoint."""
 _RECEIPT_SECONDS = 10
-"""Longest time that the first process waits until the other processes have read an error."""
+"""Seconds that the first process waits at most for the others to read a verdict with an error."""
 Record = dict[str, Any]
 """Content of a message between processes: the record of a process, or the verdict."""
 _rounds: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -50,10 +50,12 @@ os.register_at_fork(after_in_child=lambda: _used_before_fork.append(has_devices(
 
 
 def check_not_forked(what: str) -> None:
-    """Checks that this process was not forked from one that uses JAX: a fork loses JAX's threads.
+    """Checks that this process was not forked from a process that uses JAX.
+
+    The threads of JAX do not exist in a forked process.
 
     Args:
-      what: subject of the error, such as "the batch".
+      what: subject of the error message, such as "the batch".
 
     Raises: RuntimeError: this process was forked after JAX had initialized its devices.
     """
@@ -72,7 +74,8 @@ class Agreement:
     raise a ValueError that quotes it. In a run with a single process, nothing is compared.
 
     Args:
-      mesh: mesh with devices of all processes that take part. None: a single process.
+      mesh: mesh with devices of all processes that take part. None: only this process takes part,
+        so nothing is compared.
       what: subject of error messages, such as `"the batch"`.
       batch: batch of this process. A batch that is traced, or has only global arrays, is the same
         in all processes, so nothing is compared.
@@ -92,18 +95,24 @@ class Agreement:
         self._widths: dict[str, int] | None = None
 
     def bring(self, name: str, shape: str, *, width: int = 0) -> None:
-        """Adds an entry to the record of this process, which is compared at the end of the block.
+        """Adds an entry to the record of this process.
+
+        At the end of the `with` block, the records of all processes are compared.
 
         Args:
           name: name of the entry. All processes use the same names in the same order.
-          shape: description of the entry. An error is raised if descriptions differ between
-            processes.
-          width: a size that may differ between processes, such as the length of the longest bag.
+          shape: text that describes the entry, such as "4 samples". An error is raised if the text
+            differs between processes.
+          width: size of the entry in this process, such as the length of the longest bag. Sizes may
+            differ between processes.
         """
         self._brought[name] = shape, width
 
     def width(self, name: str) -> int:
-        """Largest `width` that any process brought for `name`. Call `width` after the block."""
+        """Largest `width` that any process gave for entry `name`.
+
+        Call this method after the `with` block.
+        """
         if self._widths is not None:
             return self._widths[name]
         _, width = self._brought[name]
@@ -122,7 +131,7 @@ class Agreement:
             return
         reason = None
         if error is not None:
-            if not isinstance(error, Exception):  # Do not wait for other processes after Ctrl-C.
+            if not isinstance(error, Exception):  # After Ctrl-C, exit at once.
                 return
             reason = f"{type(error).__name__}: {error}"
         record = {"what": self.what, "error": reason, "brought": self._brought}
@@ -151,8 +160,8 @@ class Agreement:
         if this == first:
             verdict = self._compare(client, prefix, record)
             if number:
-                # Each process has sent its record of this round, so it has read the verdict of the
-                # last round, which can be deleted.
+                # A process sends its record of this round only after it has read the verdict of the
+                # last round. All records have arrived, so the last verdict can be deleted.
                 client.key_value_delete(f"{group}/{number - 1}")
             return verdict
         client.key_value_set(f"{prefix}/{this}", json.dumps(record))
@@ -176,8 +185,8 @@ class Agreement:
         verdict = {"problem": problem, "widths": widths}
         client.key_value_set(f"{prefix}/verdict", json.dumps(verdict))
         if problem is not None:
-            # The error may end this process, and this process may host the coordination service. So
-            # it waits until the other processes have read the verdict.
+            # This process may host the coordination service, and may end because of the error. It
+            # therefore waits until the other processes have read the verdict.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 for process in others:
                     if "ended" not in records[process]:
@@ -200,7 +209,7 @@ class Agreement:
 
 
 def _group(processes: tuple[int, ...]) -> str:
-    """Prefix of the names under which some processes store records in the service."""
+    """First part of the keys under which `processes` store messages in the coordination service."""
     return f"rsembed/agreement/{'-'.join(map(str, processes))}"
 
 
@@ -221,7 +230,7 @@ def say_goodbye() -> None:
         else:
             key = f"{prefix}/{this}"
             record = {"ended": reason}
-        # If the coordination service has ended already, no process can be told.
+        # If the coordination service has already ended, the message cannot be sent.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             service_of_processes().key_value_set(key, json.dumps(record))
 

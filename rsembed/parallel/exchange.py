@@ -6,12 +6,12 @@ ids ──distinct──▶ entries, grouped by owner ──ask──▶ owners 
 occurrences ◀────────┴──────────── entry_of ◀──── one reply per distinct entry
 ```
 
-In each round, a device sends one block of entries to every owner. A block has a fixed capacity.
-Entries that do not fit into the block are sent in a later round, so no entry is dropped, and all
-devices run the same number of rounds. Rounds are *row-complete*: all requests for a row, from all
-devices, arrive in the same round. An owner therefore sees the whole gradient of a row at once, and
-nonlinear optimizers are exact. In every round at least one device sends a full block or its last
-entries, so the rounds come to an end.
+In each round, a device sends one block of entries to every owner. Every block holds the same number
+of entries, its capacity. Entries that do not fit into the block are sent in a later round, so no
+entry is dropped, and all devices run the same number of rounds. Rounds are *row-complete*: all
+requests for a row, from all devices, arrive in the same round. An owner therefore sees the whole
+gradient of a row at once, and nonlinear optimizers are exact. In every round at least one device
+sends a full block or its last entries, so the rounds come to an end.
 
 All functions run inside `shard_map` over the mesh axis (or axes) `axis_name`.
 """
@@ -45,15 +45,17 @@ def trade(
         block). Arrays of equal row shape and dtype share one `all_to_all`, and so do all lanes
         (arrays with one 32-bit word per entry), because each collective has a fixed cost.
       axis_name: mesh axis, or several axes. The product of the axis sizes is the number of devices.
-      entries: for each parcel, the indices `[devices, capacity]` of the entries to send. The
-        arrays of the parcel are `[nnz, ...]`, and indices outside `[0, nnz)` are padding. None: the
-        arrays of all parcels are blocks `[devices, capacity, ...]` already.
+      entries: for each parcel, an array `[devices, capacity]` with the indices of the entries to
+        send. The arrays of the parcel then have shape `[nnz, ...]`, and indices outside `[0, nnz)`
+        are padding. None, the default: the arrays of all parcels already have shape
+        `[devices, capacity, ...]`.
 
     Returns: for each parcel, the pytree of received arrays `[devices, capacity, ...]`. Padding is
-      `NO_ROW` in int32 arrays, so that owners ignore it, and zero in other arrays.
+      `NO_ROW` in int32 arrays, so that owners ignore padding, and zero in other arrays.
     """
     leaves, tree = jax.tree.flatten(list(parcels))
-    # For each leaf, the indices of the entries to send. None: the leaf consists of blocks.
+    # For each leaf, the indices of the entries to send. None: the leaf already has shape
+    # `[devices, capacity, ...]`.
     picks: list[Array | None] = [None] * len(leaves)
     if entries is not None:
         picks = []
@@ -98,9 +100,10 @@ class _Group(NamedTuple):
     """Arrays of equal row shape and word dtype, which share one `all_to_all`.
 
     Attributes:
-      numbers: positions of the arrays among the leaves of all parcels.
+      numbers: index of each array in the list of the leaves of all parcels.
       arrays: arrays to exchange.
-      picks: for each array, the indices of the entries to send. None: the array consists of blocks.
+      picks: for each array, the indices of the entries to send. None: the array already has shape
+        `[devices, capacity, ...]`.
       blocks: shape and dtype of the blocks of each array.
     """
 
@@ -121,8 +124,8 @@ class Wanted(NamedTuple):
         zero.
       entry_of: index of the entry of each id in the batch, `NO_ROW` for ids without an owner.
       first_of: index in the batch of the first occurrence of each entry. Padding is `NO_ROW`.
-      offsets: device `d` owns the entries `offsets[d] : offsets[d + 1]`. Entries after the last
-        offset are padding.
+      offsets: device `d` owns the entries `offsets[d] : offsets[d + 1]`. Entries from `offsets[-1]`
+        on are padding.
       counts: number of occurrences of each entry in the batch. Padding is 0.
     """
 
@@ -144,7 +147,7 @@ def distinct(
     Args:
       owners: index of the device that owns each id. Values outside `[0, num_devices)` are padding.
       lanes: integer arrays that together identify an entry: a row index, or the halves of a key.
-      num_devices: size of the mesh axis.
+      num_devices: number of devices that own entries.
 
     Example:
       >>> wanted = distinct(jnp.asarray([1, 0, 1, 7]), [jnp.asarray([5, 3, 5, 0])], num_devices=2)
@@ -157,16 +160,16 @@ def distinct(
 def default_capacity(num_occurrences: int, num_devices: int) -> int:
     """Default capacity of a block: 5/8 of `num_occurrences / num_devices`, plus 8.
 
-    Among skewed ids, less than half are distinct, so they fit into one round. If all ids are
-    distinct, two rounds are needed, which send as many bytes as one round of twice the capacity.
-    The 8 additional entries matter only for small batches.
+    If the ids are skewed, less than half of them are distinct, and one round is enough. If all ids
+    are distinct, two rounds are needed. Two rounds send as many bytes as one round of twice the
+    capacity. The constant 8 is noticeable only in small batches.
     """
     share = -(-5 * num_occurrences // (8 * num_devices))
     return min(num_occurrences, share + 8)
 
 
 class Question(NamedTuple):
-    """Request of a device to the owners of some entries: to read rows, or to change them.
+    """Request of a device to the devices that own some entries: to read rows, or to change rows.
 
     Attributes:
       wanted: the requested entries, from `distinct`.
@@ -174,15 +177,15 @@ class Question(NamedTuple):
       answer: function `(state, arrived) -> (state, replies)` that an owner calls once per round.
         `arrived` is a payload, with leaves `[devices * capacity, ...]` grouped by sender. Padding
         is `NO_ROW` in int32 arrays and zero in other arrays. `replies` is a pytree of arrays with
-        one reply per arrived entry, or None. If only padding arrives, `answer` must not change the
-        state.
+        one reply per arrived entry, or None. If all arrived entries are padding, `answer` must
+        return `state` unchanged.
       state: state that `answer` may change, for example the owner's part of a table.
-      capacity: largest number of entries that a device sends to one owner in a round, from 1. A
-        small capacity saves memory, a large one saves rounds. With the number of ids in the batch
-        as capacity, one round is enough. If `answer` does not depend on the order of entries, the
-        result does not depend on the capacity.
-      reply: pytree of `jax.ShapeDtypeStruct` for the reply to one entry. None: `answer` returns no
-        replies.
+      capacity: largest number of entries that a device sends to one owner in a round, at least 1. A
+        small capacity saves memory, and a large capacity saves rounds. With the number of ids in
+        the batch as capacity, one round is enough. If `answer` does not depend on the order of
+        entries, the result does not depend on the capacity.
+      reply: pytree of `jax.ShapeDtypeStruct` for the reply to one entry. None, the default:
+        `answer` returns None as `replies`.
     """
 
     wanted: Wanted
@@ -194,14 +197,17 @@ class Question(NamedTuple):
 
     @property
     def num_occurrences(self) -> int:
-        """Number of ids in the batch, which is also the length of all arrays with entries."""
+        """Number of ids in the batch.
+
+        All arrays with one value per entry have this length.
+        """
         return self.wanted.entry_of.shape[0]
 
     def no_replies(self) -> PyTree:
-        """Zeros with the shapes and dtypes of the replies, one per entry."""
+        """Replies that are all zero, one for each entry."""
 
-        # `jax.eval_shape(answer)` would also give the shapes, but it would take a third of the time
-        # of all tracing.
+        # `jax.eval_shape(answer)` could replace the field `reply`, but would take a third of the
+        # time of all tracing.
         def zeros(reply: jax.ShapeDtypeStruct) -> Array:
             return jnp.zeros((self.num_occurrences, *reply.shape), reply.dtype)
 
@@ -212,7 +218,7 @@ class Answers(NamedTuple):
     """Results of a `Question`, after all exchange rounds.
 
     Attributes:
-      state: state of this device as an owner, after all rounds.
+      state: `Question.state` on this device after all rounds.
       replies: replies to this device's requests, one per distinct entry. Padding is zero.
       num_rounds: number of exchange rounds.
     """
@@ -225,16 +231,18 @@ class Answers(NamedTuple):
 Asking: TypeAlias = Generator[Question, Answers, Result]
 """A generator that yields `Question`s, receives their `Answers`, and returns a result."""
 Asked: TypeAlias = Asking[Result] | Result
-"""Either a plain result, or a generator that yields questions and returns a result."""
+"""Either a generator that yields questions and returns a result, or the result itself."""
 
 
 def together(askings: Sequence[Asked[Result]], axis_name: AxisName) -> list[Result]:
     """Runs several generators of questions side by side, and returns their results.
 
-    The first questions of all generators share one exchange, then the second questions, and so on.
+    All generators yield their first question, and one exchange answers these questions. Then one
+    exchange answers the second question of each generator, and so on.
 
     Args:
-      askings: generators or plain results. A plain result is returned unchanged.
+      askings: list of generators. The list may also contain results instead of generators.
+        `together` returns such results unchanged.
       axis_name: mesh axis, or several axes.
     """
     results: list[Any] = list(askings)
@@ -258,7 +266,7 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
     """Sends the payloads of some questions to the owners, and returns the answers.
 
     Args:
-      questions: any number of questions. One `all_to_all` can carry blocks of several questions.
+      questions: list of questions. One `all_to_all` can carry blocks of several questions.
       axis_name: mesh axis, or several axes. The product of the axis sizes is the number of devices.
     """
     with_one_round = []
@@ -282,8 +290,9 @@ class _Progress(NamedTuple):
     Attributes:
       num_rounds: number of rounds so far.
       cursors: number of entries that this device has sent to each owner.
-      states: states of this device as an owner.
-      replies: replies so far, one per distinct entry. Zero for entries that were not sent yet.
+      states: `Question.state` after the rounds so far.
+      replies: replies so far, one per distinct entry. An entry that was not sent yet has a reply of
+        zeros.
       are_left: whether any device still has entries to send.
     """
 
@@ -298,7 +307,7 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
     """Runs the exchange rounds of some questions, and returns the answers.
 
     Args:
-      questions: questions that all fit into one round, or all may need several rounds.
+      questions: questions that all need only one round, or that all may need several rounds.
       takes_rounds: whether several rounds may be needed.
       axis_name: mesh axis, or several axes.
     """
@@ -327,14 +336,15 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
     states = [question.state for question in questions]
     replies = [question.no_replies() for question in questions]
     # With `check_vma`, the carry of a loop must vary over the same mesh axes before and after a
-    # round. After a round all arrays vary like `offsets`.
+    # round. After a round, all arrays of the carry vary over the same mesh axes as `offsets`.
     leaves, tree = jax.tree.flatten((cursors, states, replies))
     *leaves, _ = vary_alike([*leaves, questions[0].wanted.offsets])
     cursors, states, replies = jax.tree.unflatten(tree, leaves)
     start = _Progress(jnp.zeros((), jnp.int32), cursors, states, replies, jnp.asarray(True))
     run = run_round
     if takes_rounds:
-        # For a first round outside the loop, XLA would compile `answer` a second time.
+        # All rounds run in the loop. With the first round outside the loop, XLA would compile
+        # `answer` twice.
         run = functools.partial(jax.lax.while_loop, lambda progress: progress.are_left, run_round)
     end = run(start)
     answers = []
@@ -353,7 +363,7 @@ def _answer_all(
 
     Args:
       questions: questions of this device.
-      states: state of this device as an owner, for each question.
+      states: current `Question.state` of each question.
       entries: indices of the entries to send, for each question.
       axis_name: mesh axis, or several axes.
 
@@ -379,7 +389,7 @@ def _to_blocks(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _with_rows(replies: PyTree, entries: Int[Array, "devices capacity"], news: PyTree) -> PyTree:
-    """Writes the replies of one round, `news`, to the rows `entries` of all replies."""
+    """Writes `news`, the replies of one round, to the rows with index `entries` in `replies`."""
     arrays, tree = jax.tree.flatten(replies)
     if not arrays:
         return replies
@@ -392,19 +402,20 @@ def _cuts(
     takes_rounds: bool,
     axis_name: AxisName,
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """Where the round ends for each owner, so that no row is split over two rounds.
+    """For each owner, the entry before which the round ends, so that no row spans two rounds.
 
-    Returns: two integer arrays `fit` and `cuts` with one value per question and owner.
-      `fit` is 1 if the remaining entries of all devices fit into this round, else 0. Where `fit` is
-      0, `cuts` has the words of the smallest entry that does not fit into the block of some device.
-      In this round, all devices send only entries that are smaller than `cuts`.
+    Returns: two integer arrays `fit` and `cuts` with one value per question and owner. `fit` is 1
+      if the remaining entries of all devices fit into this round, else 0. Where `fit` is 0, `cuts`
+      has the 32-bit words of the smallest entry that does not fit into a block on one or more
+      devices. All devices then send only entries that are smaller than this entry.
     """
     if not takes_rounds:
         size = (len(queues), queues[0].cursor.shape[0])
         return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
     fit, first_left = api.block_ends(queues)
     lowest = jax.lax.pmin(fit, axis_name)
-    # If entries do not fit on some devices, only these devices take part in the minimum.
+    # `cuts` is a minimum over devices. If entries do not fit on one or more devices, the minimum is
+    # taken over these devices only.
     takes_part = fit == lowest
     cuts: list[Array] = []
     for words in first_left:

@@ -4,9 +4,9 @@
 init()  ─▶  mesh = make_mesh()  ─▶  your jitted step  ─▶  preempted(step): save and leave
 ```
 
-`init` detects how the processes of a run find each other, so that a script need not say it. The
-page docs/distributed.md shows how to start runs. `launch` starts several processes on this machine,
-to test a script for Slurm, Kubernetes or a TPU pod.
+`init` detects how the processes of a run find each other, so a script needs no addresses and no
+process numbers. The page docs/distributed.md shows how to start runs. `launch` starts several
+processes on this machine, to test a script for Slurm, Kubernetes or a TPU pod.
 """
 
 from __future__ import annotations
@@ -63,8 +63,8 @@ def init(
     Missing arguments are read from the environment variables `RSEMBED_COORDINATOR_ADDRESS`,
     `RSEMBED_NUM_PROCESSES` and `RSEMBED_PROCESS_ID` (or the same names with `JAX_`). If the
     variables are missing, `jax.distributed` detects the processes (Slurm, Open MPI, Kubernetes, TPU
-    pods). If there are no other processes, `init` does nothing. A second call of `init` does
-    nothing.
+    pods). If the run has only one process, or if `init` was called before, `init` makes no
+    connection.
 
     If a process dies, JAX aborts the other processes after `heartbeat_timeout_seconds` and names
     the dead process. Without the abort, the other processes would wait forever in a collective. A
@@ -76,21 +76,24 @@ def init(
       num_processes: number of processes of the run. With 1, the process connects to no other
         process, whatever the environment says.
       process_id: index of this process, from 0.
-      local_device_ids: accelerators that this process may use. None: all visible ones, or the ones
-        that the cluster assigns.
+      local_device_ids: indices of the accelerators that this process may use. None: all visible
+        accelerators, or the accelerators that the cluster assigns to this process.
       preemption: whether a SIGTERM means that the run will lose its machine and should save, see
         `preempted`. False by default: SIGTERM ends the process.
-      heartbeat_timeout_seconds: a process that sends no heartbeat for this time counts as dead.
-        Raise it if long compilations or slow storage block the machine.
-      initialization_timeout_seconds: time to wait for the other processes. After this time, JAX
-        aborts this process. Before that, a warning names the run that the process waited for.
-      shutdown_timeout_seconds: time that a finished process waits for the other processes.
+      heartbeat_timeout_seconds: a process counts as dead if it sends no heartbeat for this number
+        of seconds. Choose a larger number if long compilations or slow file systems block the
+        machine.
+      initialization_timeout_seconds: number of seconds to wait for the other processes. If they do
+        not connect in this time, JAX aborts this process. A warning at 80 % of the time says which
+        address and which number of processes this process waits for.
+      shutdown_timeout_seconds: number of seconds that a finished process waits for the other
+        processes.
 
     Raises:
-      ValueError: only some of address, number of processes and process index are known, a number is
-        out of range, or a timeout is below 1.
-      RuntimeError: JAX has already been used, the cluster could not be read, or a second call has
-        the arguments of a different run.
+      ValueError: only one or two of `coordinator_address`, `num_processes` and `process_id` are
+        known, a number is out of range, or a timeout is below 1.
+      RuntimeError: JAX has already been used, `jax.distributed` could not start, or a second call
+        has the arguments of a different run.
     """
     global _watches_preemption
     timeouts = {
@@ -115,7 +118,8 @@ def init(
             )
         is_alone = False
     else:
-        # Versions of JAX differ in the default of this option, so it is always set.
+        # The default of `jax_enable_preemption_service` depends on the version of JAX, so `init`
+        # always sets this option.
         jax.config.update("jax_enable_preemption_service", preemption)
         is_alone = num_processes == 1
         if not is_alone:
@@ -155,7 +159,8 @@ def _connect(
     who = "init: this process"
     if is_requested:
         who = f"init: process {process_id} of {num_processes} at {address}"
-    # After the timeout JAX aborts the process and raises no exception, so a warning comes before.
+    # JAX does not raise an exception after the timeout, but aborts the process. A timer therefore
+    # logs a warning before the timeout.
     timeout = timeouts["initialization_timeout"]
     warning = (
         f"{who} still waits for the others, and will be ended after {timeout} s. Are all of them "
@@ -184,7 +189,7 @@ def _connect(
         if "must be called before" in reason:
             has_launcher = any(name in os.environ for name in _LAUNCHERS)
             if not is_requested and not has_launcher:
-                return False  # There are no other processes, for example in a notebook.
+                return False  # A single process, for example a notebook.
             reason = "JAX has already made its devices; call init() before any array"
         way_out = "A single process needs no init, or init(num_processes=1)"
         raise RuntimeError(f"{who}: {reason}. {way_out}.") from error
@@ -196,8 +201,8 @@ def _connect(
 def _leave() -> None:
     """Tells the other processes that this process ends, and exits at once after an error.
 
-    At exit, JAX waits for the other processes. After an error, these may be waiting for this
-    process.
+    At exit, JAX waits for the other processes. If this process has failed, the other processes may
+    be waiting for this process, so `_leave` does not wait for them.
     """
     say_goodbye()
     if getattr(sys, "last_value", None) is not None:
@@ -216,12 +221,12 @@ def _leave() -> None:
 def preempted(step: int) -> bool:
     """True if the run should save and exit now, because a process received SIGTERM.
 
-    All processes get True at the same step, one step or more after the signal. At all other steps
-    the result is False.
+    With several processes, the result is True at exactly one step after the signal, the same step
+    in all processes. With a single process, the result is True at every step after the signal.
 
     Args:
-      step: index of the training step. Every process must call `preempted` once per step, with
-        increasing indices.
+      step: index of the current training step. Every process must call `preempted` once per step,
+        with increasing indices.
 
     Raises: RuntimeError: `init(preemption=True)` was not called.
     """
@@ -237,13 +242,13 @@ def preempted(step: int) -> bool:
 def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     """A mesh with one axis, over the devices of all processes, for sharded tables and batches.
 
-    The axis type is `Auto`. By default `jax.make_mesh` makes `Explicit` axes, and an array that is
-    sharded over an `Explicit` axis cannot be indexed by ids outside `shard_map`.
+    The type of the mesh axis is `Auto`. By default, `jax.make_mesh` makes `Explicit` axes. An array
+    that is sharded over an `Explicit` axis cannot be indexed by ids outside `shard_map`.
 
     Args:
       axis: name of the axis.
-      num_devices: number of devices in the mesh. Every process contributes an equal number. None:
-        all devices.
+      num_devices: number of devices in the mesh. Every process contributes the same number of
+        devices. None: all devices.
 
     Raises: ValueError: there are too few devices, or the processes cannot contribute equal numbers
       of devices.
@@ -270,7 +275,7 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
 # Several processes on this machine
 
 GRACE_SECONDS = 3.0
-"""Time for processes to end by themselves after one has failed, or after Ctrl-C."""
+"""Seconds that processes have to end by themselves after one of them fails, or after Ctrl-C."""
 _POLL_SECONDS = 0.05
 # A script that was preempted exits with this status, so that the scheduler starts it again.
 _START_AGAIN = getattr(os, "EX_TEMPFAIL", 75)
@@ -293,9 +298,10 @@ def launch(
     """Runs a script in several processes with separate CPU devices, until all end or one fails.
 
     Each line of output starts with the index of the process that wrote it. If a process fails, the
-    other processes are killed, because they would wait for the failed one. A message on standard
-    error then says which process failed, how, and what to do. Ctrl-C and SIGTERM are passed to the
-    processes. A second Ctrl-C kills the processes.
+    other processes have `GRACE_SECONDS` to end, and are then killed, because they would wait for
+    the failed process forever. A message on standard error says which process failed, how it
+    failed, and what to do. Ctrl-C and SIGTERM are passed to the processes. A second Ctrl-C kills
+    the processes.
 
     Args:
       script: path of a Python file that calls `rsembed.parallel.init()`.
@@ -381,7 +387,8 @@ def _follow(process: int, child: subprocess.Popen[bytes], ended: list[int]) -> N
     """Prints the output of a process line by line, until the process has ended."""
     with cast(IO[bytes], child.stdout) as lines:
         for line in lines:
-            # Each line is written by one call, so that lines of different processes do not mix.
+            # One call of `write` writes a whole line, so that lines of different processes do not
+            # mix.
             sys.stdout.write(f"[{process}] {line.decode(errors='replace').rstrip()}\n")
             sys.stdout.flush()
     child.wait()
@@ -399,9 +406,10 @@ def _wait(
 
     Args:
       children: all processes that `launch` started.
-      ended: indices of the processes that have ended, the first one first. Other threads append to
-        this list.
-      received: signals that this process received. The signal handler appends to this list.
+      ended: list of the processes that have ended, by index, in the order of their ends. Threads
+        that run `_follow` append to `ended`.
+      received: list of the signals that this process has received. The signal handler of `launch`
+        appends to `received`.
     """
     start = time.monotonic()
     deadline = None
@@ -448,12 +456,12 @@ def _first_failure(
     children: Sequence[subprocess.Popen[bytes]],
     all_failed: Sequence[int],
 ) -> int | None:
-    """Index of the process that caused all failures. None if no process has failed.
+    """Index of the process that caused the failures of the others. None if no process has failed.
 
     If a signal killed a process, the first killed process is the cause, even if another process
-    failed earlier: the system closes the connections of a killed process before it ends, so other
-    processes may fail earlier. SIGABRT does not count, because JAX aborts a process if a different
-    process stops responding.
+    failed earlier. The system closes the connections of a killed process before the process ends,
+    so other processes may fail earlier. SIGABRT does not count, because JAX aborts a process if a
+    different process stops responding.
     """
     for process in all_failed:
         status = children[process].returncode

@@ -1,11 +1,12 @@
 """Rows in host memory, and their exchange with a device cache.
 
 A cache decides which rows are on the device. For each batch, the cache lists the evicted and the
-inserted rows in a `Moves` tuple. Evicted and inserted rows are exchanged in three steps. The device
-gathers the evicted rows. `BackingStore.exchange` writes the evicted rows to the host, and reads the
-inserted rows. The device scatters the inserted rows into the cache.
+inserted rows in a `Moves` tuple. Rows are exchanged between the host and the cache in three steps.
+First, a program on the device gathers the evicted rows from the cache. Next,
+`BackingStore.exchange` writes the evicted rows to the host, and reads the inserted rows. Last, a
+program on the device writes the inserted rows to the cache.
 
-The caches are in `host_cached.py` and `set_associative.py`.
+Files `host_cached.py` and `set_associative.py` define the two caches.
 """
 
 from __future__ import annotations
@@ -55,9 +56,10 @@ class Lock:
 class Generation:
     """Version counter shared by a host store and the state on the device.
 
-    The counter starts at a random number. The state contains the value of the counter when the
-    state was made. `check` rejects a state that is older than the store, or that belongs to a
-    different store, because its cache does not hold the rows that the host expects.
+    The counter starts at a random number. Every state contains the value that the counter had when
+    the state was made. `check` rejects a state with a different value: the state is older than the
+    host store, or belongs to a different store, so the state's cache does not hold the rows that
+    the host expects.
 
     Example:
       >>> generation = Generation("the state is of another time; start again.")
@@ -73,30 +75,31 @@ class Generation:
         """Creates a version counter that starts at a random number.
 
         Args:
-          refusal: error message for a state of a different generation, and what the user should do.
+          refusal: first part of the error message for a rejected state. The message should say what
+            the user can do.
         """
         self.number = secrets.randbits(31)
         self.lock = Lock()
         self._refusal = refusal
 
     def check(self, numbers: ArrayLike | None) -> None:
-        """Checks that all `numbers` are the current value of the counter.
+        """Checks that every number in `numbers` equals the current value of the counter.
 
-        Raises: RuntimeError: a number is different.
+        Raises: RuntimeError: a number differs from the value of the counter.
         """
         if (np.asarray(numbers) != self.number).any():
             raise RuntimeError(f"{self._refusal} (It has another generation than the host.)")
 
     def advance(self, numbers: ArrayLike | None) -> None:
-        """Increments the counter, before the store and the state change.
+        """Adds 1 to the counter. Call `advance` before you change the store and the state.
 
         Args:
-          numbers: values of the counter in the state.
+          numbers: counter value that the state contains, or an array with one value for each shard.
 
-        Raises: RuntimeError: a number is not the current value of the counter.
+        Raises: RuntimeError: a number differs from the value of the counter.
         """
         numbers = np.asarray(numbers)
-        with self.lock:  # If two threads pass the same state, the second thread gets the error.
+        with self.lock:  # If two threads pass the same state, `check` fails in the second thread.
             self.check(numbers)
             self.number = (self.number + 1) % 2**32
 
@@ -123,7 +126,7 @@ def padded_rows(numbers: Rows, size: int | None = None) -> Int[np.ndarray, " siz
 
     Args:
       numbers: row numbers.
-      size: length of the result. None, the default: the next power of two.
+      size: length of the padded array. None, the default: the next power of two.
     """
     if size is None:
         size = padded_size(numbers.size)
@@ -153,9 +156,10 @@ class BackingStore:
           arrays: array of the table, and one array for each slot, with equal numbers of rows. The
             operating system allocates memory of an `np.zeros` array only for rows that are written.
           first_values: function that computes the initial values of some rows, one array for each
-            of `arrays`. `read` calls the function for rows that have never been written. The number
-            of rows in a call is one of a few sizes. The same row may be computed several times.
-            None, the default: `arrays` already contain the initial values.
+            of `arrays`. `read` calls the function for rows that `write` has never written. `read`
+            pads the row numbers to a power of two, so a jitted function is compiled only a few
+            times. The function may be called for the same row several times. None, the default:
+            `arrays` already contain the initial values.
           device_dtype: dtype of the table on the device. If the dtype on the device has fewer bits
             than the first array, `write` keeps the stored value of every number that has not
             changed on the device. None, the default: the dtype of the first array.
@@ -171,7 +175,7 @@ class BackingStore:
             self._is_written = np.zeros(arrays[0].shape[0], bool)
 
     def read(self, rows: Rows) -> list[np.ndarray]:
-        """Copies of some rows of the table and its slots, one array for each."""
+        """Copies of some rows, as a list of arrays: rows of the table, then rows of each slot."""
         arrays = [array[rows] for array in self.arrays]
         if self._first_values is None:
             return arrays

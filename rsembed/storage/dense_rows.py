@@ -92,7 +92,7 @@ class RowLayout:
 
     @staticmethod
     def as_planned(stack: StackPlan, shards_per_device: int) -> RowLayout:
-        """Layout with the number of shards, the padding and the rotation of the stacking plan."""
+        """Layout with the number of shards, the padded sizes and the table rotations of `stack`."""
         num_shards = stack.spec.num_shards
         places = []
         for table in stack.tables:
@@ -117,8 +117,8 @@ class RowLayout:
         Args:
           stack: plan of the stack.
           num_shards: number of devices.
-          load: bytes of the other stacks on each device. `table_wise` adds the bytes of this stack
-            to the list.
+          load: bytes of the other stacks on each device. `table_wise` changes this list: it adds
+            the bytes of `stack` to the entry of each device.
         """
         used = [0] * num_shards
 
@@ -182,8 +182,9 @@ class RowLayout:
                 "in_files": in_files,
             }
             if storage is not None and len(self.stack.tables) > 1:
-                # The arrays of tables that share a storage are concatenated. The size of each part
-                # tells where the next table begins.
+                # Tables that share a storage lie one after the other in each array of the storage.
+                # A reader of the facts computes the first row of a table from the part sizes of the
+                # tables before it.
                 sizes = storage.part_sizes(table)
                 if sizes is not None:
                     facts["part_sizes"] = list(sizes)
@@ -250,7 +251,9 @@ class RowLayout:
         )
 
     def call(self, bags: Sequence[Bags], readers: Sequence[Segment]) -> Call:
-        """Kernel call that reads the array. Ids outside their table contribute nothing.
+        """Kernel call that reads the array of the stack.
+
+        An id outside its table adds nothing to the output.
 
         Args:
           bags: ids of all features. Each `Bags` has the ids of one feature, or of several features.
@@ -291,8 +294,7 @@ def list_of(bags: Bags, ids: Int[Array, " nnz"] | None = None) -> IdList:
 
     Args:
       bags: bags of one or several features.
-      ids: row numbers that replace the ids of the bags. None, the default: the ids are not
-        replaced.
+      ids: row numbers for the `IdList`. None, the default: the ids of `bags`.
     """
     if ids is None:
         ids = jnp.asarray(bags.ids)
@@ -325,7 +327,7 @@ def numbers_of_rows(
 ) -> Int[Array, " rows"]:
     """32-bit number of each row: a hash of the table's name and the row's id.
 
-    The number of a row does not depend on the stack or on the mesh.
+    The hash of a row is the same for every stacking plan and every mesh.
 
     Args:
       names: names of the tables.
@@ -375,14 +377,14 @@ INIT_BLOCK_VALUES = 1 << 18
 class DenseRows(Storage):
     """Storage of several tables in one array.
 
-    The ids of all methods are row indices in this array.
+    In all methods of `DenseRows`, an id is a row index in the array of the stack.
 
     Args:
       layout: layout of the rows.
       tables: specs of the tables, in the order of the layout.
       num_parts: number of devices that share the columns of each row. 1, the default: every device
         has whole rows.
-      implementation: name of the kernel implementation. None, the default: the dispatcher chooses
+      implementation: name of the kernel implementation. None, the default: `kernels.api` chooses
         the implementation.
     """
 
@@ -411,9 +413,9 @@ class DenseRows(Storage):
     ) -> State:
         """Initial rows and slots of one device.
 
-        If `num_parts` is above 1, the device has some columns of all rows. The initial values of a
-        table depend only on `key`, on the table's name and on the table's initializer. Padding rows
-        are zero.
+        If `num_parts` is above 1, the device has only a part of the columns, for all rows. The
+        initial values of a table depend only on `key`, on the table's name and on the table's
+        initializer. Padding rows are zero.
         """
         layout = self.layout
         width = table.embedding_dim // self.num_parts
@@ -442,8 +444,8 @@ class DenseRows(Storage):
             alike = spec.initializer, spec.vocabulary_size, spec.embedding_dim
             if alike not in forms:
                 forms[alike] = form(spec)
-            # The block is the smallest power of four that holds the rows of the table on one shard,
-            # but at most a full block.
+            # The loop writes `block` rows at a time: the smallest power of four that is at least
+            # the number of the table's rows on one shard, but at most `full_block`.
             rows_of_shard = -(-self._num_rows(number) // self.layout.spread)
             num_bits = max(rows_of_shard - 1, 0).bit_length()
             num_bits += num_bits % 2
@@ -471,11 +473,11 @@ class DenseRows(Storage):
         """Writes the initial rows and slots of some tables block by block, and returns the arrays.
 
         Args:
-          arrays: rows and slots of the device.
+          arrays: array of the rows on this device, and one array for each slot.
           numbers: indices of the tables to fill, which have equal `form`.
           block: number of rows of a block.
           key: PRNG key of the model.
-          shard: index of the device.
+          shard: index of this device in the mesh.
         """
         layout = self.layout
         names = []
@@ -494,8 +496,9 @@ class DenseRows(Storage):
         padded = np.asarray(padded_sizes, np.int32)
         num_rows = jnp.asarray(padded)
         num_ids = jnp.asarray(vocabulary_sizes, jnp.int32)
-        # The loop counts blocks over all tables, and over all shards of the device in each table.
-        # Table `t` ends before block `ends[t]`.
+        # The loop numbers the blocks of all tables consecutively. Each table has `blocks_of_shard`
+        # blocks for each shard of this device. The last block of table `t` has number
+        # `ends[t] - 1`.
         shards_here = layout.shards_per_device
         blocks_of_shard = -(-padded // (layout.spread * block))
         blocks_of_table = blocks_of_shard * shards_here
@@ -599,7 +602,7 @@ class DenseRows(Storage):
         table: TableSpec,
         ahead: ReadAhead | None = None,
     ) -> Vectors:
-        """Vectors of the ids, in the dtype of the table, and 0, because every id has a row."""
+        """Vectors of the ids, in the table's dtype, and 0 as the number of ids without a row."""
         del ahead
         rows = self._rows(keys)
         vectors = self.vectors(params, rows, table)
@@ -628,8 +631,9 @@ class DenseRows(Storage):
     ) -> Found:
         """Row of each id on the device that owns it.
 
-        Parameters and slots are returned unchanged, because every id has a row. If the table is a
-        cache, the ids are cache slots, and are returned unchanged.
+        `find` returns `params` and `slots` unchanged, because every id has a row. If
+        `step.resident_rows` is set, the array is a device cache. Each id is then already a slot of
+        the cache, and `find` returns the ids unchanged as rows.
         """
         del table, occurrences
         if step.resident_rows is not None:
@@ -665,7 +669,7 @@ class DenseRows(Storage):
         table: TableSpec,
         step: Step,
     ) -> State:
-        """See `Storage.step_distinct`. The rows are not sorted."""
+        """See `Storage.step_distinct`. The numbers in `rows` may be in any order."""
         return api.apply_rows(
             params,
             slots,
@@ -684,7 +688,7 @@ class DenseRows(Storage):
     ) -> list[State]:
         """The whole arrays of the stack, once for each table.
 
-        Methods such as `rows` select the rows of one table.
+        Methods such as `rows` then select one table's rows from the whole arrays.
         """
         return [(params, slots)] * len(self.tables)
 
@@ -717,8 +721,8 @@ class DenseRows(Storage):
         copies = []
         for array in arrays:
             rows = array[index]
-            # An index that selects all rows returns the array itself. A later step that donates the
-            # array would then delete the result.
+            # An index that selects all rows returns the array itself. Without the copy, a later
+            # step that donates the array would also delete the result of `_copies`.
             if rows is array:
                 rows = jnp.copy(rows)
             copies.append(rows)
@@ -737,7 +741,7 @@ class DenseRows(Storage):
         num_shards: int,
         new_slots: ByTable,
     ) -> State:
-        """See `Storage.with_tables`. Dense storage also supports the call inside `jit`."""
+        """See `Storage.with_tables`. For dense storage, `with_tables` also works inside `jit`."""
         for member in self.tables:
             name = member.name
             index = self.layout.all_rows(name, member.vocabulary_size)

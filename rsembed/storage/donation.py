@@ -43,9 +43,9 @@ def kept(
 ) -> PyTree:
     """Calls a program that donates its operands, passes the result to `keep`, and returns it.
 
-    Ctrl-C is delayed until `keep` has the result. A KeyboardInterrupt after the program has run and
-    before its result is stored would lose the donated arrays. A compilation of the program is not
-    interrupted either.
+    Ctrl-C is delayed until `keep` has stored the result. Without the delay, a KeyboardInterrupt
+    between the end of the program and the call of `keep` would lose the donated arrays. If the
+    program is compiled first, Ctrl-C is also delayed during the compilation.
 
     Args:
       keep: function that stores the result.

@@ -98,13 +98,17 @@ class DynamicRows(Storage):
         table: TableSpec,
         step: Step,
     ) -> State:
-        """See `Storage.step_distinct`. The rows are not sorted."""
+        """See `Storage.step_distinct`. The numbers in `rows` may be in any order."""
         step = hashed_rows.rounding_by_key(params, step)
         stepped, slots = api.apply_rows(params.rows, slots, rows, values, step)
         return params._replace(rows=stepped), slots
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
-        """Counters of each shard by name, as int64. Counter `rows` is the number of rows in use."""
+        """Counters of each shard by name, as int64.
+
+        Counter `rows` is the number of rows that have a key. In a table without a hash table,
+        counter `rows` is the number of all rows.
+        """
         capacity = params.rows.shape[0] // num_shards
         num_rows = np.full(num_shards, capacity, np.int64)
         if params.keys is not None:
@@ -160,7 +164,8 @@ class NewKeys(NamedTuple):
 
     Attributes:
       keys: distinct new keys, followed by padding.
-      entry_of: for each key of the batch, its index in `keys`. `NO_ROW` for keys with a row.
+      entry_of: for each key of the batch, its index in `keys`. `NO_ROW` for keys that already have
+        a row in the table.
       first_of: for each new key, the position of its first occurrence in the batch.
       occurrences: for each new key, its number of occurrences in this batch and, if it waits for
         admission, in earlier batches.
@@ -185,8 +190,8 @@ class Hashed(DynamicRows):
     devices have the same number of rows.
 
     The initial value of a row is `initializer(prng_key, (1, embedding_dim))`. The PRNG key depends
-    on the model, the table and the id. The initial value of a row therefore does not depend on the
-    batch or on the number of devices.
+    on the model's key, the table's name and the id of the row. A new row therefore gets the same
+    initial value, whatever the batch and the number of devices.
 
     `lookup` reads zeros for a key without a row, and the divisor of a mean counts the key.
     `lookup_vjp` reads the initial value of a new key, and the next step assigns a row to the key.
@@ -200,9 +205,9 @@ class Hashed(DynamicRows):
       eviction: key that is evicted with `when_full="evict"`: the least recently used ("lru", the
         default) or the least often used ("lfu"). Among keys with equal use, the smallest key is
         evicted. Keys of the current batch are never evicted.
-      admission_count: number of occurrences in training that a key must exceed to get a row. Until
-        then, lookups of the key read zeros, and the key is not trained. 0, the default: a key gets
-        a row in its first training batch.
+      admission_count: number of occurrences in training that a key must exceed to get a row. While
+        the key has no row, its lookups read zeros and the key is not trained. 0, the default: a key
+        gets a row in its first training batch.
       admission_capacity: maximum number of keys on a device that wait for admission. None, the
         default: the number of rows on the device.
       admission_probability: probability that one occurrence of a new key in training admits the
@@ -211,8 +216,8 @@ class Hashed(DynamicRows):
       key_dtype: dtype of the keys: int32, int64 (the default), uint32 or uint64. Ids outside the
         range of the dtype are rejected. Signed keys may be negative, except -1, which means no id.
 
-    Raises: ValueError: an argument is unknown or out of range. The error is raised when a table
-      uses the storage.
+    Raises: ValueError: an argument is unknown or out of range. The constructor does not check the
+      arguments, so the error comes when a table uses the storage.
 
     Example:
       >>> import jax, numpy as np, rsembed as rs
@@ -236,10 +241,10 @@ class Hashed(DynamicRows):
 
     @property
     def in_files(self) -> str:
-        """Description of the storage in checkpoints: rows by key.
+        """`ROWS_BY_KEY`: checkpoints describe every `Hashed` storage by this one text.
 
-        The description does not contain the number of rows, so a checkpoint can be loaded into a
-        table of a different size.
+        The text does not contain the number of rows of the table, so a checkpoint can be loaded
+        into a table of a different size.
         """
         return ROWS_BY_KEY
 
@@ -299,11 +304,11 @@ class Hashed(DynamicRows):
     ) -> tuple[PyTree, Int[Array, ""]]:
         """See `Storage.pooled`.
 
-        If every key has a row, the vectors are pooled from the table directly.
+        If every key has a row, `pool` reads the vectors directly from the table.
 
-        If a key has no row, the vectors of all keys are gathered into one array. The code avoids a
-        second array of this size, because memory above 64 MB would be slow: the operating system
-        provides it page by page in every call.
+        If any key has no row, `pool` reads from a new array with one vector for each key. The code
+        allocates no second array as large as the new array. Arrays above 64 MB are slow to
+        allocate: the operating system provides their memory page by page in every call.
         """
         rows, num_absent = row_map.search(params.keys, keys)
         is_bound = hashed_rows.is_bound(params)
@@ -313,9 +318,11 @@ class Hashed(DynamicRows):
 
         def from_vectors() -> tuple[PyTree, Array]:
             vectors = self.vectors(params, rows, table)
-            # The array has the table's dtype, so initial values are rounded as in the step.
+            # `vectors` gets the dtype of the table, so that initial values are rounded in a lookup
+            # as in an optimizer step.
             vectors = vectors.astype(params.rows.dtype)
-            # A compiled function cannot raise an error, so lookups of a broken state read NaN.
+            # If rows and keys of a state do not belong together, lookups read NaN, because a
+            # compiled function cannot raise an error.
             nan = jnp.asarray(jnp.nan, vectors.dtype)
             vectors = jnp.where(is_bound, vectors, nan)
             strangers = keys.only(rows == NO_ROW)
@@ -348,7 +355,8 @@ class Hashed(DynamicRows):
             index = jnp.where(keys.is_key, index, NO_ROW)
             return pool(vectors, index), num_unknown
 
-        # Late in training, most batches have no new keys, and take the faster branch.
+        # Late in training, most batches have no new keys, so they take the faster branch
+        # `from_rows`.
         has_all = (num_absent == 0) & is_bound
         return jax.lax.cond(has_all, from_rows, from_vectors)
 
@@ -362,10 +370,10 @@ class Hashed(DynamicRows):
         """Distinct new keys of a batch, and whether each of these keys is admitted.
 
         Args:
-          params: the table before the step.
+          params: parameters of one shard before the step.
           strangers: keys of the batch that have no row, with repetitions. The caller replaces keys
             with a row by padding.
-          occurrences: number of occurrences to count for each entry of `strangers`.
+          occurrences: number of occurrences in the batch that each entry of `strangers` represents.
           number: index of the step.
         """
         entry_of, distinct, first_of, totals = row_map.entries(strangers, occurrences)
@@ -406,11 +414,12 @@ class Hashed(DynamicRows):
         If there are fewer free rows than admitted keys, the first keys get the rows.
 
         Args:
-          params: the table before the step.
+          params: parameters of one shard before the step.
           rows: row of each key of the lookup; `NO_ROW` for keys without a row.
-          new: the new keys of the lookup.
+          new: the new keys among the keys of the lookup.
           number: index of the step.
-          arrival: arrival of each key of the lookup, see `ReadAhead`.
+          arrival: order in which new keys get rows: one number for each key of the lookup, see
+            `ReadAhead`.
         """
         table = new.keys.table
         num_wanted = row_map.counts_of(new.is_admitted, table, params.num_tables)
@@ -460,8 +469,8 @@ class Hashed(DynamicRows):
             rows = jnp.where(strangers.is_key, new_rows, rows)
             return params, slots, rows
 
-        # Most batches have no new keys, and skip `admit`. A loop with at most one iteration updates
-        # the table in place, where `lax.cond` may copy the table.
+        # The loop calls `admit` once if the batch has new keys, and else not at all. XLA updates
+        # the table in place in a loop, but may copy the table in a `lax.cond`.
         num_iterations = jnp.minimum(num_absent, 1)
         result: Found = jax.lax.fori_loop(0, num_iterations, admit, (params, slots, rows))
         return result
@@ -478,13 +487,13 @@ class Hashed(DynamicRows):
         """Assigns rows to new keys, and returns the table, the slots and the row of each key.
 
         Args:
-          params: the table before the step.
+          params: parameters of one shard before the step.
           slots: slots of the table.
           strangers: keys of the batch that have no row, with repetitions. The caller replaces keys
             with a row by padding.
           table: spec of the table.
           number: index of the step.
-          occurrences: number of occurrences to count for each entry of `strangers`.
+          occurrences: number of occurrences in the batch that each entry of `strangers` represents.
         """
         new = self._new_keys(params, strangers, occurrences, number)
         admitted = new.keys.only(new.is_admitted)
@@ -537,7 +546,8 @@ class Hashed(DynamicRows):
     ) -> tuple[RowMap, Bool[Array, " nnz"], Int[Array, " tables"]]:
         """Updates the map of waiting keys in step `number`.
 
-        New keys that got a row no longer wait. New keys without a row wait, if the map has room.
+        New keys that got a row are removed from the map. New keys without a row are added to the
+        map, if it has room.
 
         Args:
           waiting: map of waiting keys before the step.
@@ -608,7 +618,8 @@ class Hashed(DynamicRows):
         if params.bond is None:
             return
         for leaf in (params.bond, params.keys.signature):
-            # A traced array has no values to check. A lookup in a broken state reads NaN instead.
+            # A traced array has no values to check. For traced arrays, `pooled` checks the bond
+            # instead, and reads NaN if the check fails.
             if not isinstance(leaf, (jax.Array, np.ndarray)) or is_traced(leaf):
                 return
             if not getattr(leaf, "is_fully_addressable", True):
@@ -665,7 +676,7 @@ class Hashed(DynamicRows):
 class GrowingKeys(Hashed):
     """Keyed storage for tables that have room for every new key.
 
-    The caller enlarges the table between a lookup and its step.
+    If a lookup finds new keys, the caller enlarges the table before the optimizer step.
     """
 
     always_has_room: ClassVar[bool] = True
@@ -675,8 +686,8 @@ class GrowingKeys(Hashed):
 class HashedTables(Hashed):
     """Storage shared by several keyed tables that differ only in name and size.
 
-    One compiled program then handles all these tables. Each table is padded to the size of the
-    largest table.
+    With a shared storage, one compiled program reads or updates all these tables. Each table is
+    padded to the size of the largest table.
 
     Args:
       tables: specs of the tables, in the order of the tables in the arrays.
@@ -699,7 +710,8 @@ class HashedTables(Hashed):
 
     def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
         written, slots = hashed_rows.stack(parts, num_shards)
-        # `unstack` leaves the PRNG keys out, so they are still on the devices.
+        # `parts` contains no PRNG keys, because `unstack` leaves them out; `like` has them on the
+        # devices.
         return written._replace(key=like.key), slots
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
@@ -729,8 +741,9 @@ def is_drawn(
     Each occurrence of a key admits the key with `probability`, so the chance of no admission is
     `(1 - probability) ** occurrences`. For each key and step, one 32-bit number is drawn from the
     table's PRNG key, folded with `DRAWS`, the step and the two 32-bit lanes of the key. The key is
-    admitted if this number, divided by `2**32`, is at least the chance of no admission. The chance
-    is computed by products of float32 numbers only, which all compilers round alike.
+    admitted if the drawn number, divided by `2**32`, is at least the chance of no admission. The
+    function computes this chance only by multiplying float32 numbers, so the rounding is the same
+    with every compiler.
 
     Args:
       key: PRNG key of the table. If several tables share the storage, one PRNG key for each table.
@@ -750,7 +763,8 @@ def is_drawn(
     bits = api.row_bits(keys_of_step, (keys.high, keys.low), 1, keys.table)
     draws = bits[:, 0].astype(jnp.float32) * 2.0**-32
 
-    # The power is the product of `squares[bit]` over the bits of `occurrences` that are 1.
+    # The chance of no admission is the product of `squares[bit]` over all bits that are 1 in
+    # `occurrences`.
     powers = []
     for bit in range(31):
         powers.append((1.0 - probability) ** (2**bit))
@@ -850,7 +864,7 @@ class RowNumbers(DynamicRows):
     ) -> tuple[PyTree, Int[Array, ""]]:
         """See `Storage.pooled`.
 
-        If all keys are in range, the vectors are pooled from the table directly.
+        If all keys are in range, `pool` reads the vectors directly from the table.
         """
         rows = self._rows(params, keys)
         is_beyond = keys.is_key & (rows == NO_ROW)

@@ -28,9 +28,9 @@ from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import RowMap
 
 MAX_CAPACITY = 2**29
-# New rows are initialised in blocks of `INITIAL_BLOCK` rows. The work is then proportional to the
-# number of new keys. All blocks have one shape, so the initial bits of a row do not depend on the
-# number of new rows.
+# New rows are initialised in blocks of `INITIAL_BLOCK` rows, so the work is proportional to the
+# number of new keys, not to the size of the batch. All blocks have one shape, so the initial bits
+# of a row do not depend on the number of new rows.
 INITIAL_BLOCK = 1024
 
 
@@ -87,9 +87,10 @@ class DynamicTable(NamedTuple):
       counters: numbers of keys that were inserted, evicted and so on.
       key: PRNG key of each table.
       generation: version of the state, see `Generation`. None if the table has no rows on the host.
-      bond: bytes of the signature of `keys`, as floats. The bond detects averages of states. If a
-        program averages the floats of two states, and takes the integers of one of them, the bond
-        differs from the signature. None if the state needs no bond.
+      bond: bytes of the signature of `keys`, as floats. The bond shows whether a state is an
+        average of two states with different keys. If a program averages the floats of two states,
+        but takes the integers of one state, the bond of the average differs from the signature of
+        its keys. None if the table needs no such check.
     """
 
     keys: PyTree
@@ -126,7 +127,7 @@ def empty(
       table: spec of the table, or of any of the tables that share the storage.
       capacities: number of rows of each table.
       key: PRNG key of the table, see `initial_values.table_key`. If several tables share the
-        storage, one PRNG key for each table. All shards get the same keys.
+        storage, one PRNG key for each table. Pass the same PRNG keys for all shards.
       num_waiting: maximum number of waiting keys of each table. None, the default: keys do not wait
         for admission.
     """
@@ -157,11 +158,12 @@ def empty(
 MOST_ROUNDING = 0.25
 """Largest difference between a bond and its signature that `is_bound` accepts.
 
-The average of equal bonds may differ from these bonds by a rounding error."""
+If a program averages states with equal bonds, the bond of the average may differ by a rounding
+error."""
 
 
 def bond_of(keys: RowMap) -> PyTree:
-    """Bytes of the signature of each table, as floats: the bond between keys and rows."""
+    """The bond of a map of keys: the four bytes of each table's signature, as floats."""
     signature: PyTree = keys.signature
     xp: Any = jnp
     if isinstance(signature, np.ndarray):
@@ -181,9 +183,10 @@ def with_keys(params: DynamicTable, keys: RowMap) -> DynamicTable:
 
 
 def is_bound(params: DynamicTable) -> PyTree:
-    """True if the rows of a state belong to its keys.
+    """True if the bond of a shard equals the signature of its keys.
 
-    False if the state is an average of states with different keys.
+    False if the state is an average of states with different keys, so that its rows do not belong
+    to its keys.
     """
     if params.bond is None:
         return np.bool_(True)
@@ -237,7 +240,8 @@ def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Arra
     Args:
       table: spec of the table.
       capacity: number of rows.
-      fill: number that fills all arrays. None: the caller must fill the arrays.
+      fill: number that fills all arrays. None: the arrays have undefined values, and the caller
+        must fill them.
 
     Raises: ValueError: `capacity` is above `MAX_CAPACITY`.
     """
@@ -266,9 +270,9 @@ def with_initial_values(
     """Writes the initial vectors and slots of new keys to rows, and returns the new arrays.
 
     Args:
-      arrays: array of vectors, followed by the arrays of the slots unless `slots` is False.
+      arrays: array of vectors. If `slots` is True, the arrays of the slots follow.
       rows: row to write for each key. A key with row `NO_ROW` is skipped.
-      keys: new keys. The keys that are skipped may be padding.
+      keys: new keys. Entries with row `NO_ROW` may be padding.
       table: spec of the table.
       key: PRNG key of the table. If several tables share the storage, one PRNG key for each table.
       slots: whether `arrays` contains the slots, True by default.
@@ -331,7 +335,8 @@ def forget_older(
     Args:
       params: arrays of the shard.
       step: index of the current step.
-      steps_to_live: number of steps. A key that has not occurred for more steps is removed.
+      steps_to_live: number of steps. A waiting key is removed if its last occurrence was more than
+        `steps_to_live` steps before `step`.
       number: index of the table.
     """
     waiting = params.waiting
@@ -355,7 +360,7 @@ def grow(
     capacity: int,
     num_waiting: int = 0,
 ) -> tuple[DynamicTable, Slots]:
-    """Enlarges a shard and its slots to `capacity` rows. Every key keeps its row.
+    """Enlarges a shard and its slots to `capacity` rows. The row index of every key stays the same.
 
     All programs that use the shard are compiled again, because the shapes of its arrays change.
 
@@ -363,9 +368,9 @@ def grow(
       params: arrays of the shard.
       slots: slots of the shard.
       table: spec of the table.
-      capacity: new number of rows.
-      num_waiting: minimum size of the map of waiting keys, which is enlarged if it is smaller. 0,
-        the default: the map keeps its size.
+      capacity: number of rows of the enlarged shard.
+      num_waiting: minimum number of rows in the map of waiting keys. A smaller map is enlarged. 0,
+        the default: the map of waiting keys is not enlarged.
 
     Raises: ValueError: `capacity` is less than the present number of rows, or above `MAX_CAPACITY`.
     """

@@ -62,8 +62,8 @@ class HostCached(DynamicRows):
         the default) or the least often fetched rows ("lfu"). Rows of the current batch are never
         evicted.
 
-    Raises: ValueError: an argument is out of range. The error is raised when a table uses the
-      storage.
+    Raises: ValueError: an argument is out of range. The constructor does not check the arguments,
+      so the error comes when a table uses the storage.
 
     Example:
       >>> import jax, rsembed as rs
@@ -83,7 +83,7 @@ class HostCached(DynamicRows):
 
     @property
     def in_files(self) -> None:
-        """Always None, because a checkpoint contains a row for every id."""
+        """None, because a checkpoint has one row for every id, in the order of the ids."""
         return None
 
     def num_rows(self, table: TableSpec) -> int:
@@ -109,7 +109,8 @@ class HostCached(DynamicRows):
         key_of_table = table_key(key, table.name)
         params, slots = hashed_rows.empty(table, [num_rows], key_of_table)
         generation = jnp.zeros(1, jnp.uint32)
-        # The table needs no `bond`, because `generation` already detects averages of states.
+        # The table needs no `bond`, because `generation` already rejects every state but the
+        # newest.
         params = params._replace(generation=generation, bond=None)
         return params, slots
 
@@ -135,7 +136,7 @@ class HostCached(DynamicRows):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        del occurrences, step  # `make_room` has already recorded the uses of the rows.
+        del occurrences, step  # `make_room` has already counted these occurrences.
         rows = _cached_rows(params, keys, table.name)
         return params, slots, rows
 
@@ -154,8 +155,8 @@ class HostCached(DynamicRows):
     ) -> tuple[DynamicTable, Moves, Int[Array, "1"]]:
         """Reserves cache rows for the keys of a batch that are not in the cache.
 
-        The time of last use for "lru" counts calls of `make_room`, not training steps, because many
-        batches may be looked up between two steps.
+        For "lru", the time of last use is the number of the call of `make_room`. It is not the
+        number of the training step, because many batches may be looked up between two steps.
 
         Args:
           params: parameters of one shard.
@@ -182,7 +183,8 @@ class HostCached(DynamicRows):
         moved, num_moved = api.compact(new_rows != NO_ROW, new_rows.shape[0])
         ids = distinct.low.astype(jnp.int32)
         cache_rows, inserted = api.gather_rows((new_rows, ids), moved, missing=NO_ROW)
-        # `touched` still has the old ids of the cache rows that are overwritten.
+        # Map `touched`, from before the assignment, still has the ids of the rows that the new rows
+        # replace.
         old_ids, last_step = api.gather_rows(
             (touched.low, touched.last_step),
             cache_rows,
@@ -204,7 +206,7 @@ class HostCached(DynamicRows):
 class HostTable(HostCached):
     """A `HostCached` storage together with the host rows of one table of one collection.
 
-    The host rows belong to one state of the collection at a time.
+    The host rows fit only the newest state of the collection.
 
     Args:
       storage: storage with the size of the cache and the eviction policy.
@@ -262,7 +264,7 @@ class HostTable(HostCached):
     def advanced(self, params: DynamicTable, num_shards: int) -> DynamicTable:
         """Marks parameters with a new generation, and returns them.
 
-        All older states of the table are rejected from then on.
+        After the call, all older states of the table are rejected.
         """
         self.generation.advance(self.generation.number)
         generation: PyTree = np.full(num_shards, self.generation.number, np.uint32)
@@ -310,8 +312,8 @@ class HostTable(HostCached):
         Args:
           params: parameters of all shards.
           slots: slots of all shards.
-          rows: array of all rows, or a dictionary as the method `rows` returns it. With an array,
-            the rows keep their slots.
+          rows: array of all rows, or a dictionary as the method `rows` returns it. If `rows` is an
+            array, the slots keep their values.
           table: spec of the table.
           num_shards: number of shards.
 
@@ -354,8 +356,9 @@ def _cached_rows(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array
             "call collection.prefetch(state, batch) before the compiled step, with the batch that it reads."
         )
 
-    # Under `vmap`, a condition of each sample would turn the branches of `lax.cond` into a select,
-    # which cannot contain a host callback. `checked` therefore has one condition for all samples.
+    # Under `vmap`, a `lax.cond` with one condition per sample becomes a select, which cannot
+    # contain a host callback. The batching rule of `checked` therefore uses one condition for all
+    # samples.
     @jax.custom_batching.custom_vmap
     def checked(rows: Array, num_missing: Array) -> Array:
         jax.lax.cond(

@@ -1,8 +1,8 @@
 """Exports the rows of keyed tables by key, and imports rows by key.
 
-Exported rows are in ascending order of their keys, so they do not depend on row numbers or shards.
-Imported rows may be in any order. The arrays of a state contain the rows of all shards: row `r` of
-shard `s` has index `s * capacity + r`.
+Exported rows are in ascending order of their keys, so an export does not depend on row numbers or
+on the number of shards. Imported rows may be in any order. The arrays of a state contain the rows
+of all shards: row `r` of shard `s` has index `s * capacity + r`.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ Export = Mapping[str, PyTree]
 Facts = dict[str, np.ndarray]
 """Arrays `keys`, `last_step` and `count` of some rows, in ascending order of the keys."""
 Positions = Int[np.ndarray, " n"]
-"""Indices of rows in an array that contains all shards."""
+"""Row indices in an array that contains the shards one after the other."""
 
 _find_or_assign = jax.jit(row_map.find_or_assign)
 _release = jax.jit(row_map.release)
@@ -59,8 +59,9 @@ class SavedArray:
       shape: shape of the array.
       dtype: dtype of the array.
       read: function that reads the array, and yields blocks `(index of the first row, rows)`. If
-        the argument is an array, the function reads into it. If the argument is None, the function
-        allocates the blocks. A scalar is read as an array with one row.
+        the argument of the function is an array, the function writes the values to this array. If
+        the argument is None, the function allocates a new array for each block. A scalar is read as
+        an array with one row.
     """
 
     shape: tuple[int, ...]
@@ -89,10 +90,10 @@ class SavedArray:
 
 
 def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.ndarray:
-    """Converts imported values to a dtype, and checks that they fit.
+    """Converts imported values to a dtype, and checks that the values fit this dtype.
 
     Args:
-      values: numbers from a user or a file.
+      values: array to convert, from the user or from a file.
       dtype: dtype of the result.
       where: subject of the error message, such as the name of the table.
       name: name of the array, for the error message.
@@ -117,18 +118,18 @@ def as_dtype(values: ArrayLike, dtype: DTypeLike, where: str, name: str) -> np.n
 def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
     """Checks slots that a user passes for a table, and returns them in the structure of `template`.
 
-    The returned slots are NumPy arrays in host memory. Inside `jit`, they are traced arrays.
+    The returned slots are NumPy arrays in host memory. Inside `jit`, the returned slots are traced
+    arrays.
 
     Args:
       slots: slots of a table as `EmbeddingCollection.slots` returns them, or a dictionary of slots
         by name, as in a checkpoint.
       template: slots with the shapes and dtypes that fit the table.
-      table: spec of the table. Error messages contain its name and its optimizer.
+      table: spec of the table. Error messages contain the name of the table and of its optimizer.
 
     Raises:
       TypeError: a slot is not an array of numbers.
-      ValueError: slots are missing or unknown, or a slot has the wrong shape or dtype. The message
-        names the table and the slot.
+      ValueError: slots are missing or unknown, or a slot has the wrong shape or dtype.
     """
     where = f"table {table.name!r}"
     arrays = _by_path(slots)
@@ -219,19 +220,21 @@ def rows_to_leave(
 ) -> tuple[Positions, Facts]:
     """Row indices of the keys that an eviction removes, and the keys, last steps and counts.
 
-    A key is removed if at least one of the conditions `keep`, `unused_for` and `norm_below` holds
-    for it. A condition that is None holds for no key. The result is in ascending order of the keys.
+    A key is removed if at least one of the conditions `keep`, `unused_for` and `norm_below` is true
+    for the key. A condition with value None is not checked. The result is in ascending order of the
+    keys.
 
     Args:
       params: arrays of all shards.
       table: spec of the table.
       policy: eviction policy, which defines the worth of a row, see `row_map.worth`.
       is_in_table: mask of the rows of the table, if several tables share the storage. True, the
-        default: all rows are rows of the table.
+        default: the storage contains only this table.
       keep: number of rows to keep, on all shards together. The rows with the smallest worth are
         removed. Among rows with equal worth, the rows with the smallest keys are removed.
-      unused_for: number of steps. A key that has not been used for more steps is removed.
-      norm_below: L2 norm. A key is removed if its row has a smaller norm.
+      unused_for: number of steps. A key is removed if its last use was more than `unused_for` steps
+        before `step`.
+      norm_below: L2 norm. A key is removed if the norm of its row is below `norm_below`.
       step: index of the next step.
     """
     maps = params.keys
@@ -262,7 +265,7 @@ def check_reasons(where: str, **reasons: float | None) -> None:
 
     Args:
       where: subject of the error message, such as the name of the table.
-      **reasons: conditions of the eviction, by name. The value of an unused condition is None.
+      **reasons: conditions of the eviction, by name. A condition with value None is not used.
 
     Raises: TypeError or ValueError: all conditions are None, or a condition has a wrong type or
       value.
@@ -389,7 +392,8 @@ def with_keys(
 ) -> tuple[DynamicTable, Positions]:
     """Adds the keys of `exported` to a table, with their last steps and counts.
 
-    The caller writes the vectors and slots of the keys. The arguments are those of `import_rows`.
+    `with_keys` writes no vectors and no slots, so the caller must write them. The arguments have
+    the same meaning as in `import_rows`.
 
     Returns: the new parameters, and the row index of each key.
 
@@ -417,7 +421,8 @@ def with_keys(
                 stacklevel=2,
             )
         return params, positions
-    # The imported keys have rows now, so they no longer wait for admission.
+    # A key with a row does not wait for admission, so the imported keys are removed from the map of
+    # waiting keys.
     waiting = _without(params.waiting, keys, num_shards)
     if "waiting_keys" in exported:
         waiting_keys = _checked_keys(table, exported, "waiting_")
@@ -442,8 +447,9 @@ def _written(
 ) -> PyTree:
     """Copies an array of all shards, and writes `values` to some rows of the copy.
 
-    The copy is on the devices of the array. `values` are written in blocks of rows. The write of
-    the first block copies the array, and later blocks are written in place.
+    A copy of a JAX array has the same sharding as `array`. `values` are written in blocks of rows.
+    The call of `_put` for the first block makes the copy. Each call for a later block donates the
+    copy, and updates it in place.
 
     Args:
       array: array of all shards.
@@ -464,8 +470,8 @@ def _written(
             array[block_positions] = rows
             continue
         shard, row = np.divmod(block_positions, array.shape[0] // num_shards)
-        # The block is padded to one of a few sizes, because `_put` is compiled for each size. The
-        # shard index of padding is out of range, so `_put` does not write padding.
+        # The block is padded to one of a few sizes, because `_put` is compiled for each size.
+        # Entries of padding have a shard index that is out of range, so `_put` does not write them.
         num_rows = block_positions.size
         padding = (0, padded_size(max(num_rows, 1)) - num_rows)
         shard = np.pad(shard, padding, constant_values=num_shards).astype(np.int32)
@@ -487,7 +493,7 @@ def _written(
 def _blocks_of(values: PyTree) -> Blocks:
     """Blocks of rows of an array or a `SavedArray`.
 
-    For an array without rows, the only block is empty.
+    An array without rows gives one empty block.
     """
     if isinstance(values, SavedArray):
         yield from values.blocks()
@@ -511,7 +517,8 @@ def _put(
 def room_needed(params: DynamicTable, exported: Export, table: TableSpec, num_shards: int) -> int:
     """Number of rows that each shard must have, so that `import_rows` has room for all keys.
 
-    The arguments are those of `import_rows`. The table must have a hash table.
+    The arguments have the same meaning as in `import_rows`. `params.keys` must not be None, so
+    tables with storage `RowNumbers` are not supported.
     """
     keys = _checked_keys(table, exported, "")
     return _keys_on_fullest_shard(params.keys, keys, num_shards)
@@ -559,7 +566,9 @@ def _checked(table: TableSpec, exported: Export, name: str, shape: tuple[int, ..
 
 
 def _fixed_positions(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) -> Positions:
-    """Row index of each key in a table without a hash table. The keys are row numbers.
+    """Row index of each key in a table without a hash table.
+
+    Without a hash table, the shard and the row are computed from the key.
 
     Raises: ValueError: a key is not below `num_rows`.
     """
@@ -606,11 +615,12 @@ def _with_rows_for(
 
     Args:
       table: spec of the table.
-      maps: maps of all shards. The maps contain the keys with rows, or the waiting keys.
+      maps: maps of all shards: the maps of the keys with rows, or the maps of the waiting keys.
       keys: distinct keys to add.
       exported: imported arrays. The arrays `<prefix>last_step` and `<prefix>count` have the last
         step and the count of each key.
-      prefix: "" for keys with rows, "waiting_" for waiting keys.
+      prefix: start of the names of the arrays in `exported`: "" for keys with rows, "waiting_" for
+        keys that wait for admission.
       num_shards: number of shards.
 
     Raises: ValueError: a last step or a count is out of range, or a shard has too few free rows.
@@ -643,7 +653,8 @@ def _with_rows_for(
                 enough = f"admission_capacity={needed}"
             else:
                 actual = f"capacity={num_rows}"
-                # All shards have the same number of rows, so the fullest shard decides.
+                # All shards must have the same number of rows, so the shard with the most keys
+                # determines this number.
                 enough = f"vocabulary_size={needed * num_shards}"
             raise ValueError(
                 f"table {table.name!r}: {rows.size} imported {prefix}keys need {num_free + num_missing} free rows, "

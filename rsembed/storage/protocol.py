@@ -23,9 +23,9 @@ from rsembed.specs import TableSpec
 ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nnz"] | None]
 """Facts about the optimizer step that follows a lookup: `(occurrences, step number, arrival)`.
 
-`occurrences` is the number of occurrences to count for each key of the lookup. In the step, `find`
-gives rows to new keys in ascending order of their `arrival`. If `arrival` is None, `find` gives
-rows to new keys in the order of the lookup."""
+`occurrences` is the number of occurrences in the batch that each key of the lookup represents. In
+the step, `find` gives rows to new keys in ascending order of `arrival`. If `arrival` is None,
+`find` gives rows to new keys in the order of the lookup."""
 Params: TypeAlias = PyTree
 """Parameters of a storage: one array, or a pytree of arrays."""
 SlotTree: TypeAlias = PyTree
@@ -52,30 +52,32 @@ class Storage(abc.ABC):
     A storage decides the structure of `params` and `slots`, which are pytrees of arrays. The
     methods that compute with `params` are pure and may be traced. If a table is split over a mesh,
     every leaf of `params` and `slots` contains the shards one after the other. A storage knows
-    nothing about the mesh, about bags or about other tables. The methods get ids as `Keys`, which
-    may repeat. A storage is frozen and hashable, because it is a part of a `TableSpec`.
+    nothing about the mesh, about bags or about other tables. The methods receive ids as `Keys`, in
+    which the same id may occur several times. A storage is frozen and hashable, because it is a
+    part of a `TableSpec`.
 
-    Two arguments have the same meaning in all methods. `table` is the spec of the table. `step` is
-    the current optimizer step, with its number, rule and hyperparameters.
+    In all methods, argument `table` is the spec of the table, or of one of the tables that share
+    the storage. Argument `step` is the current optimizer step, with its number, rule and
+    hyperparameters. Only in `checked_rows`, `step` is the number of optimizer steps so far.
     """
 
     placements: ClassVar[tuple[str, ...]] = ("replicated",)
-    # Name of the integer dtype of keys, or None if ids are row numbers. Keyed storages replace this
-    # attribute with a field.
+    # Name of the integer dtype of keys, or None if ids are row numbers. Keyed storages declare a
+    # dataclass field `key_dtype` instead.
     key_dtype: Any = None
 
     rows_on_host: ClassVar[bool] = False
     """True if `rows` and `with_rows` run on the host, outside `jit`.
 
-    A checkpoint of such a storage contains the rows of each table instead of `params`."""
+    If `rows_on_host` is True, a checkpoint contains the rows of each table instead of `params`."""
 
     @property
     def sums_gradients(self) -> bool:
         """True if an optimizer step updates all `params`, not only the rows of a batch.
 
-        The engine then computes the `gradients` of all `params` on each device, and calls
-        `step_all` with their sum over devices. Each device has a full copy of `params`. Every id
-        must have a row, and `find` must not change `params`.
+        If `sums_gradients` is True, each device has a full copy of `params`. The engine calls
+        `gradients` on each device, and passes the sum of the results over all devices to
+        `step_all`. Every id must have a row, and `find` must not change `params`.
         """
         return False
 
@@ -88,7 +90,7 @@ class Storage(abc.ABC):
     def makes_room(self) -> bool:
         """True if `find` may evict a key, and give the row of this key to a new key.
 
-        `hold` protects keys from eviction.
+        Call `hold` first for keys that `find` must not evict.
         """
         return False
 
@@ -96,15 +98,16 @@ class Storage(abc.ABC):
     def in_files(self) -> str | None:
         """Description of the storage in checkpoints.
 
-        The description in a checkpoint must equal the description of the table that loads it. None
-        if a checkpoint has a row for every id, as for a table without `storage`.
+        A table can load a checkpoint if the descriptions of both are equal. None if a checkpoint
+        has one row for every id, as for a table without `storage`.
         """
         return repr(self)
 
     def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
         """Path prefixes of the arrays that may be longer or shorter in a file than in `table`.
 
-        Only the leading axis of an array with such a prefix may have a different size.
+        If the path of an array starts with one of the prefixes, the leading axis of the array may
+        have a different size in the file.
 
         Args:
           table: the table that loads the file.
@@ -118,7 +121,8 @@ class Storage(abc.ABC):
     def resolved(self, table: TableSpec) -> Storage:
         """Copy of the storage with values for all options that depend on `table`.
 
-        If two storages resolve to equal storages, states of one can be used with the other.
+        If two storages have equal resolved copies, a state of one storage also works with the other
+        storage.
         """
         del table
         return self
@@ -143,7 +147,7 @@ class Storage(abc.ABC):
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         """All tables that share the storage, in the order of the tables in the arrays.
 
-        The result includes `table`.
+        The result also contains `table` itself.
         """
         return (table,)
 
@@ -162,7 +166,7 @@ class Storage(abc.ABC):
     def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
         """Number of rows of `table` in each part of `params`.
 
-        None if the parts of `params` are not concatenated from the arrays of several tables.
+        None if a part of `params` never contains several tables one after the other.
         """
         del table
         return None
@@ -185,7 +189,7 @@ class Storage(abc.ABC):
         """Joins `params` and slots of single tables to the arrays of all shards.
 
         Args:
-          parts: result of `unstack`, with changes.
+          parts: result of `unstack`. Values in these states may have changed since.
           like: the `params` that were passed to `unstack`.
           num_shards: number of shards.
         """
@@ -204,7 +208,7 @@ class Storage(abc.ABC):
         return table.vocabulary_size
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """Number of parameters, and number of slot values, on all devices together."""
+        """Number of values in all rows, and in all slots, on all devices together."""
         num_rows = self.num_rows(table)
         row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
         slots = jax.eval_shape(table.optimizer.init_slots, row)
@@ -212,7 +216,7 @@ class Storage(abc.ABC):
         return num_rows * table.embedding_dim, num_rows * slot_size
 
     def num_ids(self, table: TableSpec) -> int:
-        """Exclusive upper bound of ids. The bound applies if ids are row numbers, not keys."""
+        """Exclusive upper bound of the ids, if the ids are row numbers and not keys."""
         return table.vocabulary_size
 
     def checked(self, ids: PyTree, table: TableSpec, feature: str) -> Keys:
@@ -233,10 +237,11 @@ class Storage(abc.ABC):
     def keys_after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
         """Returns `keys`, but makes them depend on the gradients.
 
-        A compiled step then creates new rows after the lookup. Without the dependence, XLA could
-        create new rows before the lookup has read the table, and would copy the table. XLA removes
-        optimization barriers before it decides about copies. The keys therefore depend on a
-        condition that is never true: that one number equals both infinities.
+        With this dependence, a compiled step creates new rows only after the lookup. Without the
+        dependence, XLA could create new rows before the lookup has read the table, and would have
+        to copy the table. An optimization barrier has no effect, because XLA removes barriers
+        before it decides about copies. The keys therefore depend on a condition that is always
+        false: the sum of some gradients equals both infinity and minus infinity.
         """
         number = jnp.zeros((), jnp.float32)
         for gradient in gradients:
@@ -296,9 +301,10 @@ class Storage(abc.ABC):
           params: parameters of one shard.
           keys: keys and padding. Padding and keys without a row read zeros.
           table: spec of the table.
-          ahead: facts about the step that follows the lookup. A key that will get a row in this
-            step then reads the initial value of the row. The second result counts only keys
-            that the step tries to give a row. None, the default: no step follows.
+          ahead: facts about the optimizer step that follows the lookup, see `ReadAhead`. With these
+            facts, `read` returns the initial value of a row for each key that will get this row in
+            the step. The number of keys without a row then counts only keys for which the step
+            tries to assign a row. None, the default: no step follows the lookup.
         """
 
     def pooled(
@@ -312,16 +318,16 @@ class Storage(abc.ABC):
     ) -> tuple[PyTree, Int[Array, ""]]:
         """Pooled vectors of the keys, and the number of distinct keys without a row.
 
-        By default, `pooled` passes the vectors from `read` to `pool`. A storage can override the
-        method, to pool rows directly from the table.
+        The default implementation calls `read`, and passes the vectors to `pool`. A storage can
+        override `pooled`, so that `pool` reads the rows directly from the table.
 
         Args:
           params: parameters of one shard.
           keys: keys and padding.
           call: kernel call that reads the keys as row numbers, for storages without keys.
           table: spec of the table.
-          pool: function that pools vectors.
-          ahead: facts about the step that follows the lookup, or None, see `read`.
+          pool: function that pools the vectors of each bag, see `Pool`.
+          ahead: facts about the optimizer step that follows the lookup, or None, see `read`.
         """
         del call
         vectors, num_unknown = self.read(params, keys, table, ahead)
@@ -354,7 +360,7 @@ class Storage(abc.ABC):
           params: parameters of one shard.
           slots: slots of the same shard.
           keys: keys and padding. Keys may repeat.
-          occurrences: number of occurrences to count for each entry of `keys`.
+          occurrences: number of occurrences in the batch that each entry of `keys` represents.
           table: spec of the table.
           step: the optimizer step that uses the rows.
 
@@ -367,7 +373,8 @@ class Storage(abc.ABC):
 
         Args:
           params: parameters of one shard.
-          keys: keys to protect, and padding. The counts of waiting keys are also protected.
+          keys: keys to protect, and padding. A key that waits for admission also keeps its place in
+            the map of waiting keys.
           step: the current optimizer step.
         """
         del keys, step
@@ -385,10 +392,10 @@ class Storage(abc.ABC):
         """Updates the rows that a kernel call read, and returns the new `params` and slots.
 
         Args:
-          params: parameters of one shard, from `find`.
-          slots: slots of the same shard, from `find`.
-          gradients: kernel call, and gradients of its outputs. The ids of the call are the rows
-            that `find` returned.
+          params: parameters of one shard, as `find` returned them.
+          slots: slots of the same shard, as `find` returned them.
+          gradients: a kernel call, and the gradients of the call's outputs. In this call, the ids
+            are the rows that `find` returned.
           table: spec of the table.
           step: number, rule and hyperparameters of the optimizer step.
         """
@@ -405,8 +412,8 @@ class Storage(abc.ABC):
         """Updates distinct rows with their gradients, and returns the new `params` and slots.
 
         Args:
-          params: parameters of one shard, from `find`.
-          slots: slots of the same shard, from `find`.
+          params: parameters of one shard, as `find` returned them.
+          slots: slots of the same shard, as `find` returned them.
           rows: distinct rows. `NO_ROW` is skipped.
           values: gradient of each row.
           table: spec of the table.
@@ -420,10 +427,11 @@ class Storage(abc.ABC):
 
         Args:
           params: parameters of one device.
-          gradients: kernel call, and gradients of its outputs.
+          gradients: a kernel call, and the gradients of the call's outputs.
           table: spec of the table.
 
-        Raises: NotImplementedError: a step of this storage updates single rows.
+        Raises: NotImplementedError: `sums_gradients` is False, because a step of this storage
+          updates only the rows of a batch.
         """
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, and a step of this storage updates single rows."
@@ -446,14 +454,15 @@ class Storage(abc.ABC):
           table: spec of the table.
           step: number, rule and hyperparameters of the optimizer step.
 
-        Raises: NotImplementedError: a step of this storage updates single rows.
+        Raises: NotImplementedError: `sums_gradients` is False, because a step of this storage
+          updates only the rows of a batch.
         """
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, and a step of this storage updates single rows."
         )
 
-    # The methods below read and write whole tables. The arguments `params` and `slots` of these
-    # methods contain the rows of all shards.
+    # The following methods read and write whole tables. Their arguments `params` and `slots`
+    # contain the rows of all shards.
 
     def rows(
         self,
@@ -468,7 +477,7 @@ class Storage(abc.ABC):
         in the order of the ids. The rows of a keyed table are in ascending order of the keys, and
         the dictionary also has `keys` and other facts about the keys, such as `last_step`.
 
-        Raises: NotImplementedError: the storage has no rows that can be exported.
+        Raises: NotImplementedError: the storage cannot export rows.
         """
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which has no rows to be taken out."
@@ -519,7 +528,7 @@ class Storage(abc.ABC):
           table: spec of the table.
           num_shards: number of shards.
 
-        Raises: NotImplementedError: the storage does not support new rows.
+        Raises: NotImplementedError: the storage cannot write rows.
         """
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, which cannot take any rows; replace what state.tables holds."
@@ -556,9 +565,10 @@ class Storage(abc.ABC):
         return self.stack(parts, params, num_shards)
 
     def check_params(self, params: Params, table: TableSpec) -> None:
-        """Checks that the arrays in `params` belong together.
+        """Checks that the arrays in `params` come from one state.
 
-        Raises: ValueError: the arrays do not match, such as an average of two states.
+        Raises: ValueError: the arrays do not fit together, for example because they are averages of
+          two states.
         """
         del params, table
 
@@ -570,7 +580,7 @@ class Storage(abc.ABC):
           after: parameters after the step.
           table: spec of any table of the storage.
 
-        Raises: RuntimeError: the step had no room for a new key.
+        Raises: RuntimeError: no row was free for a new key of the step.
         """
         del before, after, table
 
@@ -607,9 +617,10 @@ def of_near_sizes(
 ) -> list[list[TableSpec]]:
     """Splits tables into groups of similar size, because a group is padded to its largest table.
 
-    The groups start with tables of equal size. As long as the padding stays below `MOST_EMPTY`, the
-    two groups with neighbouring sizes that need the least padding are merged. The number of groups
-    is the smallest possible number, or one or two more.
+    At first, each group contains the tables of one size. As long as the padding stays below
+    `MOST_EMPTY`, the function merges the two groups with neighbouring sizes that need the least
+    padding. This greedy method gives few groups, but not always the smallest possible number of
+    groups.
 
     Args:
       tables: tables that may share one storage.
@@ -646,12 +657,13 @@ def of_near_sizes(
 
 
 def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tuple[PyTree, ...]]:
-    """Cuts trees of arrays that contain several tables into the trees of each table.
+    """Cuts trees of arrays with several tables into separate trees for each table.
 
     Args:
       trees: trees of arrays, or of `jax.ShapeDtypeStruct`s. Each array contains the tables one
         after the other.
-      sizes: for each table, the number of its rows in the arrays of each tree.
+      sizes: for each table, one number per tree: the number of rows that the table has in the
+        arrays of this tree.
     """
     parts_of_tables = []
     firsts = [0] * len(trees)
@@ -665,7 +677,7 @@ def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tup
 
 
 def _cut(tree: PyTree, first: int, size: int) -> PyTree:
-    """Rows `first : first + size` of every leaf of a tree."""
+    """Tree in which each leaf has only the rows `first : first + size` of the leaf of `tree`."""
 
     def cut(leaf: PyTree) -> PyTree:
         if isinstance(leaf, jax.ShapeDtypeStruct):

@@ -5,10 +5,10 @@ probing. At most half of the slots hold keys, and at most another quarter are de
 search reaches an empty slot. `kernels/keyed.py` defines the content of a slot, and the order of
 the slots in the search for a key.
 
-Every array of a map can contain several tables, one after the other. Row indices in arguments and
-results of functions count the rows of all tables. Row indices in the arrays of a map count from the
-first row of their table. All tables are padded to the size of the largest table, and padding rows
-are never assigned.
+Every array of a map can contain several tables, one after the other. In arguments and results of
+functions, a row index counts from the first row of the first table. In the arrays `free` and
+`hashed.rows` of a map, a row index counts from the first row of the table that contains the row.
+All tables are padded to the size of the largest table, and padding rows are never assigned.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ Eviction = Literal["lru", "lfu"]
 FREE = -1
 REBUILD_BLOCK = 16_384
 SIGN_BIT = 1 << 31
-# `_signature` multiplies row numbers by this factor. The factor is odd, so products of different
-# rows are different.
+# `_signature` multiplies row numbers by `ROW_FACTOR`, modulo 2**32. `ROW_FACTOR` is odd, so
+# different row numbers have different products.
 ROW_FACTOR = 0x9E3779B9
 
 
@@ -67,8 +67,8 @@ class HashTable(NamedTuple):
     def insert(self, keys: Keys, rows: Int[Array, " nnz"]) -> HashTable:
         """Adds keys to the hash tables, and returns the new hash tables.
 
-        A key is not added if less than a quarter of the slots would then be empty. The caller must
-        not store more keys in a table than `max_keys` of `HashTable.empty`.
+        A key is skipped if, with this key, less than a quarter of the slots of its table would be
+        empty. The caller must not store more keys in a table than `max_keys` of `HashTable.empty`.
 
         Args:
           keys: distinct keys that are not in the hash tables. Padding is skipped.
@@ -123,13 +123,13 @@ class HashTable(NamedTuple):
 
         Args:
           other: hash tables with keys to add.
-          marks: mask of the slots of `other`. Only keys in marked slots are added.
+          marks: mask of the slots of `other`. Only keys in slots with mark True are added.
         """
         num_slots = other.rows.shape[0]
         num_tables = other.num_keys.shape[0]
         slots_per_table = num_slots // num_tables
-        # The loop skips blocks of slots without a mark, because a rebuild usually moves the keys of
-        # only a few of the tables.
+        # The loop skips each block in which all marks are False. A rebuild usually moves the keys
+        # of only a few tables, so most blocks are skipped.
         block_size = math.gcd(num_slots, REBUILD_BLOCK)
         has_mark = jnp.any(marks.reshape(-1, block_size), axis=1)
         blocks, num_blocks = api.compact(has_mark, num_slots // block_size)
@@ -160,13 +160,13 @@ def counts_of(
     """Number of marked entries of each table.
 
     Args:
-      marks: mask of the entries to count.
+      marks: mask with one value per entry: True if the entry is counted.
       table: table index of each entry. None if there is only one table.
       num_tables: number of tables.
     """
     if table is None:
         return jnp.sum(marks, dtype=jnp.int32)[None]
-    # Unmarked entries get index `num_tables`, which is out of range, so they are not counted.
+    # Unmarked entries get table index `num_tables`, which is out of range, so `add` skips them.
     counted_table = jnp.where(marks, table, num_tables)
     counts = jnp.zeros(num_tables, jnp.int32)
     return counts.at[counted_table].add(1, mode="drop")
@@ -179,13 +179,13 @@ class RowMap(NamedTuple):
 
     Attributes:
       hashed: hash tables with the row of every key.
-      high: upper 32 bits of the key of every row.
-      low: lower 32 bits of the key of every row.
+      high: upper 32 bits of the key in every row.
+      low: lower 32 bits of the key in every row.
       last_step: index of the last step that used the row. `FREE` if the row has no key.
       counts: number of occurrences of the row's key in training, at most `MAX_COUNT`.
       free: array with one part for each table. The first `num_free` entries of a part are a stack
-        of the free rows of the table, and the last of them is assigned next. The entries after the
-        stack are undefined.
+        of the free rows of the table. The last entry of the stack is assigned next. The other
+        entries of the part have undefined values.
       num_free: number of free rows of each table.
       signature: hash of all pairs of key and row, for each table. Maps with the same keys in the
         same rows have equal signatures.
@@ -221,7 +221,7 @@ def empty(*capacities: int) -> RowMap:
     rows_per_table = max(capacities)
     shape = (rows_per_table * num_tables,)
     num_free = jnp.asarray(capacities, jnp.int32)
-    # The last entry of a stack is its top, so row 0 is the last of the free rows.
+    # The last entry of a stack is its top, so each stack ends with row 0.
     positions = jnp.arange(rows_per_table, dtype=jnp.int32)
     last_row = num_free[:, None] - 1
     free = jnp.maximum(last_row - positions[None], 0)
@@ -307,7 +307,7 @@ def assign(
       occurrences: number of occurrences of each key so far.
       evict: policy that selects the keys to evict. None, the default: no key is evicted.
       is_signed: whether keys are signed numbers, False by default. Among keys of equal worth, the
-        smallest key is evicted first, and the smallest key depends on the sign.
+        smallest key is evicted first. Without `is_signed`, -5 is a very large key.
 
     Returns: the new map; the row of each key (`NO_ROW` if it got no row); the number of evicted
       keys of each table; and the number of keys of each table that got no row.
@@ -348,7 +348,7 @@ def _make_room(
 ) -> RowMap:
     """Evicts keys until each new key has a free row, or until no other key may be evicted.
 
-    The arguments are those of `assign`.
+    The arguments are those of `assign`; `policy` is `evict` there.
     """
     num_new = counts_of(keys.is_key, keys.table, row_map.num_tables)
     num_wanted = num_new - row_map.num_free
@@ -472,7 +472,7 @@ def count_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
 
 
 def add_counts(one: Int[Array, " nnz"], other: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-    """Sum of two arrays of counts. A sum above `MAX_COUNT` becomes `MAX_COUNT`."""
+    """Elementwise sum of two arrays of counts. A sum above `MAX_COUNT` becomes `MAX_COUNT`."""
     is_too_large = one > MAX_COUNT - other
     return jnp.where(is_too_large, MAX_COUNT, one + other)
 
@@ -482,8 +482,8 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
 
     Args:
       row_map: map before the call.
-      rows: distinct rows to free. `NO_ROW` is skipped. In each table, the first of these rows is
-        the next row that is assigned.
+      rows: distinct rows to free. `NO_ROW` is skipped. The first row in `rows` of each table is the
+        next row that the table assigns.
     """
     is_row = rows != NO_ROW
     table = table_of(row_map, rows)
@@ -491,7 +491,7 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     keys = Keys(high, low, is_row, table)
     rows_in_table = _rows_in_table(row_map, rows, table)
 
-    # The first of a table's freed rows becomes the top of the table's stack of free rows.
+    # In each table, the first row in `rows` becomes the top of the stack of free rows.
     rank, num_released = ranks(is_row, table, row_map.num_tables, api.distinct)
     num_free = row_map.num_free + num_released
     stack_size = num_free
@@ -533,7 +533,9 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
         return jnp.concatenate([array, tail])
 
     hashed = row_map.hashed
-    # In `shard_map`, the loop in `with_keys_of` needs a first carry that varies over the devices.
+    # Inside `shard_map`, the carry of a loop must vary over the same mesh axes from the start. The
+    # new hash table is the first carry of the loop in `with_keys_of`, so `vary` adds a zero that
+    # varies like `hashed.rows`.
     zero = varying_zero(hashed.rows)
 
     def vary(leaf: Array) -> Array:
@@ -583,7 +585,7 @@ def room(
       row_map: map before the step.
       rows: rows that the step uses. Rows may repeat, and `NO_ROW` is skipped.
       step: index of the step.
-      evicts: whether the step may evict keys that it does not use.
+      evicts: whether the step may evict keys that the step does not use.
     """
     if not evicts:
         return row_map.num_free
@@ -603,9 +605,9 @@ def first_marked(
     """Mask of the first `most` marked entries of each table.
 
     Args:
-      marks: mask of the entries to choose from.
-      arrival: number of each entry. Entries with smaller numbers come first. None: the entries are
-        already in order.
+      marks: mask of the entries that may be chosen.
+      arrival: a number for each entry. In each table, the marked entries with the smallest numbers
+        are the first ones. None: the entries are already in ascending order of their numbers.
       table: table index of each entry. None if there is only one table.
       most: maximum number of entries to choose in each table.
     """
@@ -641,7 +643,7 @@ def least(
     Args:
       row_map: map with the keys of the rows.
       worth: worth of each row. The worth of a candidate is at least 0.
-      is_candidate: mask of the rows to choose from.
+      is_candidate: mask of the rows that may be chosen.
       num_wanted: number of rows to choose in each table.
       is_signed: whether keys are signed numbers, False by default.
     """
@@ -668,8 +670,8 @@ def _first(
 ) -> Bool[Array, " rows"]:
     """Mask of the first `num_wanted` candidates in lexicographic order of `lanes`.
 
-    In each lane, `_bound` finds the value of the last candidate to choose, in a fraction of the
-    time of a sort.
+    In each lane, `_bound` computes the value up to which candidates are chosen. This search takes a
+    fraction of the time of a sort.
     """
     chosen = jnp.zeros_like(is_candidate)
     for lane in lanes:
@@ -686,8 +688,8 @@ class BoundSearch(NamedTuple):
     """Loop state of `_bound`, which determines the bits of a bound from the highest to the lowest.
 
     Attributes:
-      bit: index of the next bit to determine.
-      bound: the bits of the bound that are known; the other bits are 0.
+      bit: position of the next bit of `bound` to determine. Position 0 is the lowest bit.
+      bound: the bound so far. The bits that are not determined yet are 0.
       is_exact: True if exactly `num_wanted` candidates are below `bound`.
     """
 
@@ -701,11 +703,12 @@ def _bound(
     is_candidate: Bool[Array, " rows"],
     num_wanted: Array,
 ) -> UInt32[Array, ""]:
-    """Bound for the lane values of the `num_wanted` smallest candidates.
+    """Bound that separates the `num_wanted` candidates with the smallest values from the others.
 
-    At most `num_wanted` candidates are below the bound. The bound is the `num_wanted`-th smallest
-    value, or any number with exactly `num_wanted` candidates below it. If there are at most
-    `num_wanted` candidates, no candidate is above the bound.
+    At most `num_wanted` candidates have values below the bound. The bound is the `num_wanted`-th
+    smallest value of the candidates, or any number such that exactly `num_wanted` candidates have
+    smaller values. If there are at most `num_wanted` candidates, no candidate has a value above the
+    bound.
 
     The search determines the bound bit by bit, with one pass over the lane for each bit. The search
     skips the leading bits that are equal in all candidates, and stops when exactly `num_wanted`
@@ -718,7 +721,7 @@ def _bound(
     differing_bits = smallest ^ largest
     num_equal_bits = jax.lax.clz(differing_bits).astype(jnp.int32)
     num_bits = 32 - num_equal_bits
-    # These shifts set all bits below the highest differing bit.
+    # The loop sets all bits of `differing_bits` below its highest set bit.
     for distance in (1, 2, 4, 8, 16):
         differing_bits |= differing_bits >> distance
     common_bits = largest & ~differing_bits
@@ -756,7 +759,7 @@ def entries(
 
     Args:
       keys: keys and padding, in any order.
-      occurrences: number of occurrences to count for each entry of `keys`.
+      occurrences: number of occurrences in the batch that each entry of `keys` represents.
 
     Returns: a tuple of four: the index of each key in the distinct keys (`NO_ROW` for padding); the
       distinct `Keys`, followed by padding; the position of the first occurrence of each distinct
@@ -771,8 +774,9 @@ def entries(
 def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
     """Distinct keys in the format of row numbers in `RowGradients`.
 
-    The columns are the high and the low half of the key, and its number of occurrences, which is 0
-    for padding. If there are several tables, the fourth column is the table index.
+    The result has one row per key. Columns 0 and 1 are the high and the low half of the key. Column
+    2 is the number of occurrences of the key, or 0 for padding. If there are several tables, column
+    3 is the table index.
     """
     occurrences = counts.astype(jnp.uint32)
     lanes = [keys.high, keys.low, occurrences]
@@ -800,11 +804,12 @@ def combine(
 ) -> tuple[UInt32[Array, "nnz lanes"], Float[Array, "nnz dim"]]:
     """Distinct keys in the format of `named`, and for each distinct key the sum of its values.
 
-    The keys are in the order of their first occurrence. Zeros follow the last key.
+    The distinct keys are in the order of their first occurrence. After the last distinct key, both
+    arrays are filled with zeros.
 
     Args:
       keys: keys and padding, in any order.
-      occurrences: number of occurrences to count for each entry of `keys`.
+      occurrences: number of occurrences in the batch that each entry of `keys` represents.
       values: vector of each entry of `keys`, such as its gradient.
     """
     entry_of, distinct, _, counts = entries(keys, occurrences)

@@ -4,13 +4,15 @@
 loop over ids. A hash assigns each id to one set. The cache can hold the id in any of the `num_ways`
 slots of this set. Slot `set * num_ways + way` is a row of the device array.
 
-`CachedRows` moves the rows. The device array has the slots, followed by a *scratch* area for rows
-of a batch that get no slot. Evicted rows are written back to the host, and scratch rows are written
-back after every update. The optimizer state of a row is in separate arrays, and moves with the row.
-The last array contains the id in each slot and in each scratch row.
+`CachedRows` moves rows between host memory and the device array. The device array has the slots,
+followed by a *scratch* area for rows of a batch that get no slot. Evicted rows are written back to
+the host, and scratch rows are written back after every update. The optimizer state of a row is in
+separate arrays, and moves with the row. The last array contains the id in each slot and in each
+scratch row.
 
-Outside `jit`, the policy and the store are called directly. Inside `jit`, they are called through
-ordered callbacks, with arrays that are long enough for any batch of the same size.
+Outside `jit`, the methods of the policy and of the host store are called directly. Inside `jit`,
+the compiled program calls these methods through ordered callbacks. The arrays of a callback are
+long enough for any batch with the same number of ids.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from rsembed.storage.donation import kept
 class CacheCounts(NamedTuple):
     """Counters of one batch, or sums of counters over batches.
 
-    FBGEMM has the first six counters, in the same order.
+    The first six counters are also counters of FBGEMM, in the same order.
 
     Attributes:
       calls: number of batches.
@@ -46,8 +48,8 @@ class CacheCounts(NamedTuple):
       unique_misses: number of distinct cacheable ids of each batch that were not in the cache
         before the batch.
       unique_conflict_misses: number of unique misses that got no slot.
-      conflict_misses: number of lookups of ids that got no slot, with duplicates. Such a lookup
-        reads the row from the backing store.
+      conflict_misses: number of ids in the batch that got no slot, with duplicates. The rows of
+        these ids are read from the backing store.
       unique_hits: number of distinct cacheable ids of each batch that were in the cache before the
         batch.
     """
@@ -62,15 +64,16 @@ class CacheCounts(NamedTuple):
 
 
 NEVER = np.iinfo(np.int64).max
-"""Worth of a slot that must keep its id. Every count and every time of last use is smaller."""
+"""Worth of a slot that must keep its id: larger than every count and every time of last use."""
 
 IDS_PER_SEARCH = 4096
 
 MAX_LFU_SETS = 2**24 - 1
 """Exclusive upper bound of the number of sets for LFU.
 
-FBGEMM has this bound, because it packs the set number and a 40-bit count into 64 bits. With the
-same bound, every configuration also works in FBGEMM."""
+FBGEMM packs the number of a set and a 40-bit count into 64 bits, so FBGEMM has this bound.
+`SetAssociativeCache` uses the same bound, so that every size that it accepts also works in
+FBGEMM."""
 
 
 def set_of(ids: Int[np.ndarray, " ids"], num_sets: int) -> Int64[np.ndarray, " ids"]:
@@ -128,29 +131,30 @@ NUM_WAYS = 32
 class SetAssociativeCache:
     """Cache policy: decides which ids are in the cache, and chooses their slots.
 
-    The caller moves the rows. Call `admit` once for each batch. `admit` records a use of the cached
-    ids, and admits missing ids: in each set, the first missing id replaces the id in the first
-    slot, the second missing id replaces the id in the second slot, and so on. The algorithm defines
-    the order of ids and slots. Slots with an id of the batch, and locked slots, keep their ids. A
-    missing id that gets no slot is a conflict miss, and its row is read from the backing store.
+    The policy moves no rows; the caller moves the rows that `admit` returns. Call `admit` once for
+    each batch. `admit` records a use of the cached ids, and admits missing ids: in each set, the
+    first missing id replaces the id in the first slot, the second missing id replaces the id in the
+    second slot, and so on. The order of ids and slots depends on `algorithm`, see below. Slots with
+    an id of the batch, and locked slots, keep their ids. A missing id that gets no slot is a
+    conflict miss, and its row is read from the backing store.
 
-    * lru: missing ids are in ascending order. Slots are in the order of (time of last use, slot
-      number).
-    * lfu: missing ids are in the order of (descending count, id). Slots are in the order of (count
-      of the id in the slot, slot number). An empty slot has count -1. A missing id does not replace
-      an id with a larger count.
+    * lru: the missing ids of a set are sorted by id, and its slots by (time of last use, slot
+      number), both in ascending order.
+    * lfu: the missing ids of a set are sorted by descending count, then by ascending id. The slots
+      of a set are sorted by (count of the id in the slot, slot number), in ascending order. An
+      empty slot has count -1. A missing id does not replace an id with a larger count.
 
-    The counts for LFU are exact: they include the current batch, all earlier batches, and ids that
-    are not in the cache. The counts need 8 bytes of host memory for each of `num_ids` ids. The
-    cache needs 24 bytes for each slot, and during `admit` about 48 bytes more for each slot of the
-    sets that have a miss.
+    The counts for LFU are exact: the uses in the current batch and in all earlier batches are
+    counted, also for ids that are not in the cache. The counts need 8 bytes of host memory for each
+    of `num_ids` ids. The cache needs 24 bytes for each slot, and during `admit` about 48 bytes more
+    for each slot of the sets that have a miss.
 
     Attributes:
-      tags: id in each slot, -1 in empty slots. Do not modify this array.
-      counts: number of uses of each id. None if the algorithm is LRU. Do not modify this array.
+      tags: id in each slot, -1 in empty slots. Do not modify `tags`.
+      counts: number of uses of each id. None if the algorithm is LRU. Do not modify `counts`.
 
-    Source: FBGEMM, `lru_cache_populate` and `lfu_cache_populate`. Unlike FBGEMM, this LFU cache
-      never evicts an id of the current batch.
+    Source: the functions `lru_cache_populate` and `lfu_cache_populate` in FBGEMM. Unlike FBGEMM,
+      this LFU cache never evicts an id of the current batch.
 
     Example:
       >>> cache = SetAssociativeCache(1, num_ways=2, num_ids=100)
@@ -173,8 +177,8 @@ class SetAssociativeCache:
 
         Args:
           num_sets: number of sets.
-          num_ways: number of slots in each set, 32 by default. With fewer slots, there are more
-            conflict misses. With more slots, every search takes longer.
+          num_ways: number of slots in each set, 32 by default. With fewer slots per set, more
+            missing ids get no slot. With more slots per set, every search for an id takes longer.
           algorithm: "lru", the default, evicts the least recently used ids. "lfu" evicts the least
             frequently used ids.
           num_ids: number of cacheable ids. The cacheable ids are 0 to `num_ids - 1`.
@@ -201,7 +205,7 @@ class SetAssociativeCache:
 
     @validated
     def admit(self, ids: Int[np.ndarray, " ids"], *, lock: bool = False) -> Admission:
-        """Admits the ids of a batch, and returns their slots and the rows that the caller must move.
+        """Admits the ids of a batch. Returns their slots, and the rows that the caller must move.
 
         Args:
           ids: ids of the batch. Ids may repeat. Ids outside `[0, num_ids)` get location -1, and do
@@ -254,7 +258,7 @@ class SetAssociativeCache:
 
     @validated
     def find(self, ids: Int[np.ndarray, " ids"]) -> Int64[np.ndarray, " ids"]:
-        """Slot of each id, -1 if the id is not in the cache. The cache does not change.
+        """Slot of each id, -1 if the id is not in the cache. `find` does not change the cache.
 
         Raises: TypeError: `ids` is not a flat array of integers.
         """
@@ -270,7 +274,7 @@ class SetAssociativeCache:
 
     @validated
     def unlock(self, slots: Int[np.ndarray, " slots"]) -> None:
-        """Removes one lock from each slot.
+        """Removes one lock from each of `slots`.
 
         A call of `admit` with `lock=True` adds one lock to each slot with an id of the batch.
 
@@ -279,7 +283,8 @@ class SetAssociativeCache:
 
         Raises:
           TypeError: `slots` is not a flat array of integers.
-          ValueError: a slot does not exist or is not locked. No lock is removed before this error.
+          ValueError: a slot does not exist or is not locked. If this error is raised, no lock is
+            removed.
         """
         slots = np.unique(slots[slots != -1])
         if slots.size and not 0 <= slots[0] <= slots[-1] < self.tags.size:
@@ -296,7 +301,7 @@ class SetAssociativeCache:
     def reset(self) -> None:
         """Empties the cache: removes all ids, times of last use and LFU counts.
 
-        Raises: ValueError: a slot is locked.
+        Raises: ValueError: one or more slots of the cache are locked.
         """
         if num_locked := np.count_nonzero(self._locks):
             raise ValueError(
@@ -309,7 +314,7 @@ class SetAssociativeCache:
             self.counts[:] = 0
 
     def restore(self, tags: Int[np.ndarray, " slots"]) -> None:
-        """Replaces the ids in all slots, and removes all locks. LFU counts do not change.
+        """Replaces the ids in all slots, and removes all locks. Counts for LFU stay as they are.
 
         Args:
           tags: new id in each slot, -1 for empty slots.
@@ -324,7 +329,8 @@ class SetAssociativeCache:
         Args:
           ids: missing ids, distinct and in ascending order.
 
-        Returns: indices in `ids` of the ids to admit, grouped by set, and the slot of each of them.
+        Returns: two arrays, grouped by set: the index in `ids` of each id to admit, and the slot
+          that this id gets.
         """
         set_of_id = set_of(ids, self.num_sets)
         worth = np.full(ids.size, self._clock)
@@ -348,8 +354,8 @@ class SetAssociativeCache:
         is_protected = is_in_use | (self._locks[slots] > 0)
         slot_worth = np.where(is_protected, NEVER, slot_worth)
         by_worth = np.argsort(slot_worth, axis=1, kind="stable")
-        # The id with rank `r` in its set may replace the id in the slot with the `r`-th smallest
-        # worth.
+        # In each set, the missing id at position `r` of the sorted ids may only get the slot at
+        # position `r`, with the slots in ascending order of worth.
         rank = np.arange(ids.size) - np.repeat(first, sizes)
         fits = rank < self.num_ways
         chosen = order[fits]
@@ -385,8 +391,8 @@ _ROWS_PER_FLUSH = 1 << 16
 Leaving = Callable[[Int[Array, " places"]], Sequence[Array]]
 """Function that gathers rows of the device arrays, to write them to the host.
 
-The argument is an array of row indices. The result has no rows of the last device array, which
-contains ids."""
+The argument of the function is an array of row indices. The result has one array for each device
+array except the last one, which contains ids."""
 
 
 class BatchPlaces(NamedTuple):
@@ -442,11 +448,12 @@ class CachedRows:
 
         Args:
           rows: table row of each id of the batch, see `BatchPlaces`.
-          admit: whether missing rows are admitted to the cache. With False, no row is admitted or
-            evicted.
+          admit: whether missing rows are admitted to the cache. If `admit` is False, no row is
+            admitted or evicted.
           lock: whether the slots of the batch are locked, False by default, see
             `SetAssociativeCache.admit`.
-          is_prefetch: whether the batch is looked up later, in another call of `find`.
+          is_prefetch: whether this call only prefetches rows. For a prefetched batch, call `find`
+            again before the lookup.
           num_moves: length of the arrays of `moves`, padding included. None, the default: the next
             power of two.
         """
@@ -488,16 +495,17 @@ class CachedRows:
     ) -> tuple[Array, ...]:
         """Exchanges rows with the host, and returns the device arrays with all rows of the batch.
 
-        The scratch area is enlarged if it is too small for the scratch rows of the batch. Inside
-        `jit`, the scratch area is enlarged if it is too small for all entries of `moves.inserted`.
+        The scratch area is enlarged if it is too small for the batch. Inside `jit`, the scratch
+        area is enlarged until it is large enough for every batch with the same number of moves.
 
         Args:
-          arrays: device arrays before the exchange. They are donated.
-          moves: rows to exchange, from `find`.
+          arrays: device arrays before the exchange. `bring` donates these arrays.
+          moves: rows to exchange, as `find` returned them.
           leaving: function that gathers the evicted rows from the device arrays, see `Leaving`.
           keep: function that stores the new arrays, see `donation.kept`. Ctrl-C is delayed until
-            `keep` has the new arrays, because the old arrays are donated.
-          is_inside: whether the call is inside `jit`. If True, the host code runs in a callback.
+            `keep` has stored the new arrays, because `arrays` are donated.
+          is_inside: whether the call is inside `jit`. If True, `BackingStore.exchange` runs in a
+            host callback.
         """
         num_inserted = moves.inserted.shape[0]
         # Without inserted rows there are no evicted rows, because inserted rows replace them.
@@ -538,13 +546,15 @@ class CachedRows:
         *,
         is_inside: bool,
     ) -> Sequence[Array] | None:
-        """Gathers the rows of the scratch area, for `store_scratch`. None if the area is empty.
+        """Gathers the rows of the scratch area, for `store_scratch`.
+
+        The result is None if the scratch area is empty.
 
         Args:
           num_rows: number of rows of the device arrays.
           leaving: function that gathers rows of the device arrays, see `Leaving`.
-          is_inside: whether the call is inside `jit`. If True, the whole area is gathered, because
-            the number of scratch rows is not known during tracing.
+          is_inside: whether the call is inside `jit`. If True, all rows of the scratch area are
+            gathered, because the number of rows in use is not known during tracing.
         """
         size = padded_size(len(self.scratch_rows))
         if is_inside:
@@ -557,7 +567,7 @@ class CachedRows:
         """Writes the scratch rows of the last batch to the host.
 
         Args:
-          values: result of `scratch`. If it is None, no row is written.
+          values: result of `scratch`. If `values` is None, no row is written.
         """
         if values is not None:
             self.backing.write(self.scratch_rows, values)
@@ -573,7 +583,7 @@ class CachedRows:
         self.scratch_rows = _NOTHING
 
     def flush(self, leaving: Leaving) -> None:
-        """Writes all cached rows to the host. The rows stay in the cache.
+        """Writes all rows in the cache to the host. The cache still contains the rows afterwards.
 
         Args:
           leaving: function that gathers rows of the device arrays, see `Leaving`.
@@ -586,7 +596,7 @@ class CachedRows:
 
 
 def _enlarged(array: Array, size: int) -> Array:
-    """Appends rows of zeros to an array, so that it has `size` rows."""
+    """Appends rows of zeros to an array until the array has `size` rows."""
     num_added = size - array.shape[0]
     zeros = jnp.zeros((num_added, *array.shape[1:]), array.dtype)
     return jnp.concatenate([array, zeros])
@@ -598,7 +608,7 @@ def call_host(function: Callable[..., PyTree], shapes: PyTree, *operands: PyTree
     Args:
       function: function of NumPy or JAX arrays.
       shapes: shapes and dtypes of the result, for a call through an ordered `io_callback`. If
-        `shapes` is None, the function is called directly.
+        `shapes` is None, `function` is called without a callback.
       *operands: arguments of `function`.
     """
     if shapes is None:
