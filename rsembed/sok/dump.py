@@ -1,4 +1,7 @@
-"""Exports and imports rows by key, as numpy arrays or as a checkpoint for any number of devices."""
+"""Export and import of the rows of a table by key, as NumPy arrays or as a checkpoint.
+
+The number of devices at the import may differ from the number at the export.
+"""
 
 from __future__ import annotations
 
@@ -44,17 +47,19 @@ def assign_rows(
     *,
     allow_nonfinite: bool = False,
 ) -> None:
-    """Writes rows by key. Rows of known keys are overwritten, and a hash table adds new keys.
+    """Writes rows to a table by key.
+
+    If the table already has a row for a key, the row is overwritten. A hash table adds new keys.
 
     Args:
       variable: table to write to.
-      rows: `keys [n]`, `values [n, dim]` and any other arrays that `export_rows` returns. Missing
-        slots start at their initial values. Without `last_step`, all keys count as used at the
-        current step.
+      rows: `keys [n]`, `values [n, dim]` and any other arrays that `export_rows` returns. If
+        `rows` lacks an optimizer slot, the slot of the written rows gets its initial value. If
+        `rows` lacks `last_step`, the current step becomes the last step that used the keys.
       allow_nonfinite: see `EmbeddingCollection.with_tables`.
 
-    Raises: ValueError: a number is not finite, an array has the wrong shape or dtype, or keys
-      repeat, are out of range or find no free row.
+    Raises: ValueError: a number is not finite, an array has the wrong shape or dtype, a key occurs
+      twice or is out of range, or the table has no free row for a key.
     """
     table = variable.table
     name = table.spec.name
@@ -76,8 +81,8 @@ def dump(path: str | os.PathLike[str], variables: object, optimizer: object = No
     Args:
       path: a folder that does not exist yet.
       variables: list of `EmbeddingVariable`s, or a model that contains such variables.
-      optimizer: ignored; accepted because SOK's function has this argument. In rsembed the tables
-        have the optimizer state.
+      optimizer: ignored; accepted because SOK's function has this argument. In rsembed the
+        optimizer state is a part of the variables.
 
     Raises:
       ValueError: `variables` contains no embedding variable, or two with the same name.
@@ -104,14 +109,13 @@ def dump(path: str | os.PathLike[str], variables: object, optimizer: object = No
 def load(path: str | os.PathLike[str], variables: object, optimizer: object = None) -> None:
     """Restores tables from a `dump` onto the devices of this run.
 
-    The number of devices may differ from the run that wrote the dump.
-
-    Rows are read a few MiB at a time. If an error is raised, no table has changed.
+    The number of devices may differ from the number in the run that wrote the dump. Rows are read
+    from disk in blocks of a few MiB. If an error is raised, no table has changed.
 
     Args:
       path: folder of the dump.
-      variables: list of `EmbeddingVariable`s, or a model that contains such variables. Keys of a
-        table that are not in the dump lose their rows.
+      variables: list of `EmbeddingVariable`s, or a model that contains such variables. If the dump
+        lacks a key that is in a hash table, the key is removed from the hash table.
       optimizer: ignored; accepted because the function of the Sparse Operation Kit has this
         argument.
 
@@ -133,14 +137,14 @@ def load(path: str | os.PathLike[str], variables: object, optimizer: object = No
         arrays = _arrays_of_table(folder, manifest, name)
         _check_fits(path, facts[name], arrays, variable.table)
         loaded[name] = _loaded_copy(variable, arrays, facts[name]["step"])
-    # All rows have been read without an error, so the tables can change.
+    # Variables are changed only here, after the rows of all tables have been read without an error.
     for name, variable in variable_of.items():
         variable.set_metadata(table=loaded[name].table)
         variable.set_value(loaded[name].get_value())
 
 
 def _arrays_of_table(folder: Path, manifest: Facts, name: str) -> dict[str, SavedArray]:
-    """Arrays of a table in a dump, by their names in `export_rows`."""
+    """Arrays of a table in a dump, by the names that `export_rows` uses."""
     entries = [entry for entry in manifest["arrays"] if entry["path"][:1] == [name]]
     paths = {tuple(entry["path"]) for entry in entries}
     if not {(name, "keys"), (name, "values")} <= paths:
@@ -153,14 +157,15 @@ def _loaded_copy(
     arrays: Mapping[str, SavedArray],
     step: int,
 ) -> EmbeddingVariable:
-    """Copy of `variable` with the rows and the step of a dump."""
+    """Copy of `variable` with the rows and the step count of a dump."""
     rows: dict[str, TableRows] = {}
     for array_name, array in arrays.items():
         is_matrix = len(array.shape) > 1
         rows[array_name] = array if is_matrix else array.whole()
     empty_state = variable.table.init(variable.get_value().key)
     copy = EmbeddingVariable(empty_state, table=variable.table)
-    assign_rows(copy, rows, allow_nonfinite=True)  # The dump may have rows that are not finite.
+    # A dump may contain NaN or infinity, because `dump` does not check rows.
+    assign_rows(copy, rows, allow_nonfinite=True)
     state = copy.get_value()
     device_step = jax.device_put(jnp.asarray(step, jnp.int32), state.step.sharding)
     copy.set_value(state._replace(step=device_step))
@@ -168,7 +173,7 @@ def _loaded_copy(
 
 
 def _dumped_facts(folder: Path, manifest: Facts) -> dict[str, Facts]:
-    """Metadata of each table in a dump.
+    """Metadata of each table in a dump, by table name.
 
     Raises: CorruptCheckpointError: an entry of the metadata is missing or invalid.
     """
@@ -197,12 +202,13 @@ def _check_fits(
 ) -> None:
     """Checks that a table can hold the rows of a dumped table.
 
-    Raises: ValueError: dim, optimizer or kind of table differ, or the dtype is too narrow.
+    Raises: ValueError: the dims, the optimizers or the kinds of the two tables differ, or the dtype
+      of the table cannot hold the dumped values.
     """
     there = jnp.finfo(arrays["values"].dtype)
     here = jnp.finfo(table.spec.dtype)
     facts = _description(table)
-    # A wider dtype holds every dumped value exactly.
+    # The dtypes may differ if the table's dtype represents every dumped value exactly.
     if there.nmant > here.nmant or there.maxexp > here.maxexp:
         dumped = {**dumped, "dtype": str(there.dtype)}
         facts["dtype"] = str(here.dtype)
@@ -218,7 +224,7 @@ def _check_fits(
 
 
 def _description(table: VariableTable) -> dict[str, object]:
-    """Metadata of a table that must equal the metadata in a dump."""
+    """Metadata of a table. `load` accepts a dump only if the dump has the same metadata."""
     spec = table.spec
     return {
         "use_hashtable": isinstance(spec.storage, Hashed),

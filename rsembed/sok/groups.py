@@ -45,9 +45,9 @@ def group_embedding_lookup_sparse(
 ) -> list[Float[Array, "batch _"]]:
     """Pooled rows of many tables from one exchange.
 
-    In a run of several processes, plain tables must be equal in all processes. If `params` has an
-    `EmbeddingVariable`, every output has the samples of all processes. Without an
-    `EmbeddingVariable`, the outputs have the samples of this process.
+    In a run of several processes, plain tables must be equal in all processes. If `params` contains
+    an `EmbeddingVariable`, every output has one row for each sample of all processes. Otherwise,
+    every output has one row for each sample of this process.
 
     Args:
       params: one table per output, of any dim: `EmbeddingVariable`s, or plain tables `[rows, dim]`
@@ -57,15 +57,15 @@ def group_embedding_lookup_sparse(
       combiners: "sum", "mean" or "sqrtn" for each table.
       partition_strategy: "mod", the only supported value.
       sp_weights: weights for each table, with None for a table without weights.
-      name: name of the group, for errors.
-      training: if True, a new key of an embedding variable reads the initial values of its row. If
-        False, a key without a row reads zeros.
+      name: name of the group in error messages.
+      training: if True, the lookup returns the initial row for a new key of an embedding variable.
+        If False, the lookup returns zeros for a key without a row.
 
     Returns: one array `[batch, dim]` per table, in the order of `params`.
 
     Raises:
-      ValueError: the lists differ in length, or an entry is invalid. The message names the group,
-        and the position of an invalid entry.
+      ValueError: the lists differ in length, or an entry is invalid. The error message contains
+        the name of the group and the position of the invalid entry.
       NotImplementedError: `partition_strategy` is not "mod".
 
     Source: DeepRec, `tf.nn.group_embedding_lookup_sparse`.
@@ -85,7 +85,7 @@ def group_embedding_lookup_vjp(
 ) -> tuple[list[Float[Array, "batch _"]], Callable[[Sequence[ArrayLike]], None]]:
     """Pooled rows of many tables for training, and `backward(d_outputs)`, which updates the rows.
 
-    See `group_embedding_lookup_sparse` for the arguments, but `params` must be
+    `group_embedding_lookup_sparse` describes the arguments. All `params` must be
     `EmbeddingVariable`s.
 
     Raises:
@@ -187,12 +187,11 @@ def _features_of(
 ) -> tuple[dict[str, FeatureSpec], dict[str, EmbeddingVariable], dict[str, Array]]:
     """Feature specs, embedding variables and plain tables of a group, by name.
 
-    A name contains the position of the table in `params`. A `FeatureSpec` determines how rsembed
-    reads the ids.
+    The names are made from the positions of the tables in `params`, such as "params[0]".
 
     Raises:
       TypeError: an entry of `params` is not a table.
-      ValueError: variables are on different devices.
+      ValueError: the embedding variables are on different devices.
     """
     features: dict[str, FeatureSpec] = {}
     variables: dict[str, EmbeddingVariable] = {}
@@ -230,7 +229,8 @@ def _pool(
 ) -> Float[Array, "batch dim"]:
     """Pooled rows of a table that is a plain array.
 
-    Each device has a copy of the table, and pools its part of the samples.
+    The table is copied to every device. Each device then computes the outputs of a part of the
+    samples.
     """
 
     def on_device(values: Array, batch: lookups.KeysOfFeature) -> Array:
@@ -262,7 +262,7 @@ class EmbeddingColumn:
 def group_embedding_column_scope(name: str | None = None) -> contextlib.AbstractContextManager[str]:
     """Context manager that yields the name of a group of columns, as in DeepRec.
 
-    The context has no effect, because `input_layer` groups all its columns.
+    The context manager has no effect, because `input_layer` always looks up all columns together.
 
     Args:
       name: name of the group, by default "group".
@@ -290,7 +290,7 @@ def embedding_column(
 ) -> EmbeddingColumn:
     """A column that looks up `feature` in a new table with the name of the feature.
 
-    For a column with an existing table, call `EmbeddingColumn`.
+    For a column that reads an existing table, call `EmbeddingColumn` directly.
 
     Args:
       feature: name of the feature in the batch, and of the table.
@@ -326,10 +326,10 @@ def input_layer_vjp(
     features: Mapping[str, KeysOfBags],
     columns: Sequence[EmbeddingColumn],
 ) -> tuple[Float[Array, "batch _"], Callable[[ArrayLike], None]]:
-    """Result of `input_layer` for training, and `backward(d_output)`, which updates the rows.
+    """Output of `input_layer` for training, and `backward(d_output)`, which updates the rows.
 
-    Raises: ValueError: see `input_layer`. `backward` raises ValueError before it changes a table if
-      the shapes of gradient and output differ.
+    Raises: ValueError: see `input_layer`. `backward` raises ValueError if the gradient does not
+      have the shape of the output. In that case no table has changed.
     """
     outputs, step = _read_columns(features, columns, training=True)
     output = jnp.concatenate(outputs, axis=1)

@@ -53,12 +53,12 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        # Make and cache the engine now, so that the first step is not slower than later steps.
+        # `engine_of` caches the engine of this table, so the first step need not wait for it.
         lookups.engine_of(((self.variable.table.kind, (combiner,), False),))
 
     @property
     def embedding_variable(self) -> EmbeddingVariable:
-        """Table of the layer. The attribute has the name that SOK uses."""
+        """Table of the layer, under the attribute name of SOK's layers."""
         return self.variable
 
     def _look_up(
@@ -68,7 +68,7 @@ class _Layer(nnx.Module):
         training: bool,
         *axes: int,
     ) -> tuple[Array, StepOnce]:
-        """Rows of a batch in the shape `[*axes, dim]`, and the function that trains the table."""
+        """Rows of a batch in the shape `[*axes, dim]`, and a function that trains the table."""
         table = self.variable.table
         bags = inputs.prepare(
             table.collection.features,
@@ -89,7 +89,7 @@ class _Layer(nnx.Module):
         return output, backward
 
     def _read(self, batch: Batch) -> dict[str, Bags]:
-        """Bags of a batch, after checks of their number and sizes, by the name of the layer.
+        """Checks the number and the sizes of the bags of a batch, and returns `{layer name: bags}`.
 
         Raises: ValueError: the number of bags is not a multiple of `slot_num`, or a bag has a wrong
           number of keys.
@@ -101,10 +101,10 @@ class _Layer(nnx.Module):
                 f"{what}: {bags.num_bags} bags do not make samples of slot_num={self.slot_num} "
                 "each; pass [batch, slot_num, keys] or [batch * slot_num, keys]."
             )
-        if bags.dense_shape is not None:  # The shape is also known inside `jit`.
+        if bags.dense_shape is not None:  # Shapes of arrays are known even inside `jit`.
             lengths = np.full(bags.num_bags, math.prod(bags.dense_shape[1:]))
         elif inputs.is_unknown(bags):
-            return {self.name: bags}  # Numbers of keys are unknown inside `jit`.
+            return {self.name: bags}  # Offsets, and so the sizes of bags, are unknown inside `jit`.
         else:
             lengths = np.diff(np.asarray(bags.offsets))
         if self.combiner == "none":
@@ -126,25 +126,25 @@ class _Layer(nnx.Module):
 class DistributedEmbedding(_Layer):
     """Layer that looks up and pools rows for `slot_num` features, which share a sharded table.
 
-    `layer(keys)` looks up rows and trains nothing. A key without a row reads zeros.
-    `out, backward = layer.vjp(keys)` is the lookup of a training step. In this lookup, new keys
-    read the initial values of their rows. `backward(d_out)` stores the rows of new keys and updates
-    every row that was read. `backward` can be called once per lookup. Lookups and `backward` work
-    eagerly and under `nnx.jit`. `nnx.jit` copies the table unless it is donated (`donate_argnums`).
-    The result does not depend on the number of devices.
+    `layer(keys)` looks up rows and trains nothing. It returns zeros for a key without a row.
+    `out, backward = layer.vjp(keys)` is the lookup of a training step. It returns the initial row
+    for a new key. `backward(d_out)` stores the rows of new keys, and updates every row that the
+    lookup read. `backward` can be called once per lookup. Lookups and `backward` work eagerly and
+    under `nnx.jit`. `nnx.jit` copies the table unless the layer is donated (`donate_argnums`). The
+    result does not depend on the number of devices.
 
     Args:
       combiner: "sum", "mean" or "sqrtn" over the keys of a slot, in any case.
       max_vocabulary_size_per_gpu: number of rows on each device.
       embedding_vec_size: number of columns of the table.
-      slot_num: number of features per sample. All features read the same rows for the same key. For
-        different rows, make the index of the feature a part of the key.
+      slot_num: number of features per sample. All features read the same row for the same key. If
+        features need different rows, make the index of the feature a part of the key.
       max_nnz: maximum number of keys per slot.
-      max_feature_num: ignored. In SOK's layer, this argument is the maximum number of keys per
-        sample.
-      use_hashtable: if True, the default, keys are any integers and get rows in their first
+      max_feature_num: ignored; accepted because SOK's layer has this argument, the maximum number
+        of keys per sample.
+      use_hashtable: if True, the default, keys are any integers, and a key gets a row in its first
         training step. If False, keys are row numbers below `max_vocabulary_size_per_gpu * devices`.
-      name: name of the table, for errors and dumps. The initial rows depend on the name.
+      name: name of the table in error messages and dumps. The initial rows depend on the name.
       **options: `key_dtype`, `embedding_initializer`, `optimizer`, `context`, `rngs` and policies,
         see `embedding_variable`.
 
@@ -204,12 +204,12 @@ class DistributedEmbedding(_Layer):
             with padding -1 for signed dtypes. `Bags`, or lists with one bag per sample and slot,
             are also accepted. With several processes, each process passes its part of the batch.
           weights: one weight per key, 1 by default.
-          training: if True, new keys read the initial values of their rows. If False, new keys read
-            zeros.
+          training: if True, the lookup returns the initial rows for new keys. If False, it returns
+            zeros for new keys.
 
         Raises:
-          TypeError, ValueError: keys or weights are invalid. The message names the table and the
-            position.
+          TypeError, ValueError: keys or weights are invalid. The error message contains the name of
+            the layer.
           RuntimeError: the table is full, see `when_full` of `rsembed.Hashed`.
         """
         output, _ = self._look_up(self._read, (keys, weights), training, -1, self.slot_num)
@@ -220,9 +220,9 @@ class DistributedEmbedding(_Layer):
         keys: KeysOfBags,
         weights: WeightsOfKeys = None,
     ) -> tuple[Float[Array, "batch slot_num dim"], StepOnce]:
-        """Pooled rows for a training step, and a function `backward(d_out)` that makes the step.
+        """Pooled rows for a training step, and a function `backward(d_out)` that trains the table.
 
-        See `__call__` for the arguments.
+        `__call__` describes the arguments.
         """
         return self._look_up(self._read, (keys, weights), True, -1, self.slot_num)
 
@@ -230,21 +230,21 @@ class DistributedEmbedding(_Layer):
 class All2AllDenseEmbedding(_Layer):
     """Layer that looks up one row per key, without pooling, in a table sharded over all devices.
 
-    Use the layer like `DistributedEmbedding`. With `dynamic_input`, `keys` is a flat list of any
-    length, such as the result of `unique`, and the result has the rows in the order of this list.
-    With several processes, every process passes the same number of keys (pad with -1). The result
-    then has one row per key, and rows of zeros at the end if the number of keys is not a multiple
-    of the number of devices.
+    `DistributedEmbedding` describes how to train the layer. With `dynamic_input`, `keys` is a flat
+    list of any length, such as the result of `unique`, and the result has the rows in the order of
+    this list. With several processes, every process must pass the same number of keys (pad with
+    -1). The result then has one row per key, followed by rows of zeros if the number of keys is not
+    a multiple of the number of devices.
 
     Args:
       max_vocabulary_size_per_gpu: number of rows on each device.
       embedding_vec_size: number of columns of the table.
-      slot_num: number of features per sample. All features read the same rows for the same key.
+      slot_num: number of features per sample. All features read the same row for the same key.
       nnz_per_slot: number of keys in every slot.
       dynamic_input: if True, `keys` has the shape `[num_keys]`. If False, the default, `keys` has
         the shape `[batch, slot_num, nnz_per_slot]`.
       use_hashtable: see `DistributedEmbedding`.
-      name: name of the table, for errors and dumps. The initial rows depend on the name.
+      name: name of the table in error messages and dumps. The initial rows depend on the name.
       **options: see `DistributedEmbedding`.
 
     Raises: ValueError: an argument is out of range or unknown.
@@ -289,9 +289,9 @@ class All2AllDenseEmbedding(_Layer):
 
         Args:
           keys: keys of shape `[batch, slot_num, nnz_per_slot]`, or `[num_keys]` with
-            `dynamic_input`. A key of -1 is padding and reads zeros.
-          training: if True, new keys read the initial values of their rows. If False, new keys read
-            zeros.
+            `dynamic_input`. A key of -1 is padding, and its row in the result is zero.
+          training: if True, the lookup returns the initial rows for new keys. If False, it returns
+            zeros for new keys.
 
         Raises: see `DistributedEmbedding`.
         """
@@ -299,9 +299,9 @@ class All2AllDenseEmbedding(_Layer):
         return output
 
     def vjp(self, keys: KeysOfBags) -> tuple[Float[Array, "..."], StepOnce]:
-        """Rows for a training step, and a function `backward(d_out)` that makes the step.
+        """Rows for a training step, and a function `backward(d_out)` that trains the table.
 
-        See `__call__` for the arguments.
+        `__call__` describes the arguments.
         """
         return self._rows(keys, True)
 
@@ -319,7 +319,9 @@ class All2AllDenseEmbedding(_Layer):
         return output, backward
 
     def _read_list(self, batch: Batch) -> dict[str, Bags]:
-        """Bags of one key each, padded to a multiple of the number of devices, by the layer's name.
+        """Makes a bag of every key, pads the bags, and returns `{layer name: bags}`.
+
+        The padded number of bags is a multiple of the number of devices.
 
         Raises: ValueError: the keys are not a flat list.
         """
@@ -335,7 +337,8 @@ class All2AllDenseEmbedding(_Layer):
             keys = split_keys(keys, feature=what)
         num_shares = devices.num_devices
         if not inputs.is_unknown(bags):
-            # An array that is neither traced nor global has only the keys of this process.
+            # A traced or global array has the keys of all processes. Any other array has only the
+            # keys of this process, so they are split over the devices of this process.
             num_shares = num_shares // devices.num_processes
         xp: Any = np if isinstance(keys.low, np.ndarray) else jnp
         num_padded = -keys.low.shape[0] % num_shares

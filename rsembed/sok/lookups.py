@@ -1,4 +1,4 @@
-"""Lookups of several embedding variables in one exchange, and the optimizer step that may follow.
+"""Lookups in several embedding variables with one exchange between devices, and their training.
 
 A `rsembed.collection.engine.Engine` is built for the tables of some variables, and has the compiled
 programs for these tables.
@@ -42,11 +42,11 @@ STACKS_TOGETHER = 25
 
 
 def checked_combiner(combiner: str, what: str) -> Combiner:
-    """`combiner` in lower case, after a check.
+    """Checks `combiner`, and returns it in lower case.
 
     Args:
       combiner: "sum", "mean" or "sqrtn", in any case.
-      what: name of the argument, for errors.
+      what: name of the argument in the error message.
 
     Raises: ValueError: the combiner is unknown.
     """
@@ -62,9 +62,10 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str) -> Bags:
       keys: integer array or `Keys` of shape `[..., keys per bag]` with padding -1, or any input of
         `as_bags`.
       weights: one float per key, in the structure of `keys`, 1 by default.
-      feature: name of the feature, for errors.
+      feature: name of the feature in error messages.
 
-    Raises: TypeError, ValueError: keys or weights are invalid. The message names the feature.
+    Raises: TypeError, ValueError: keys or weights are invalid. The error message contains the name
+      of the feature.
     """
     if isinstance(keys, Bags) and weights is None:
         return as_bags(keys, feature=feature)
@@ -79,20 +80,20 @@ def _as_matrix(array: Any) -> Any:
 
 
 EngineTable = tuple[VariableTable, tuple[Combiner, ...], bool]
-"""A table, the combiners of its features, and whether the table grows before a step."""
+"""A table, the combiners of its features, and whether the table is enlarged before the step."""
 
 
 @functools.lru_cache(maxsize=256)
 def engine_of(tables: tuple[EngineTable, ...]) -> Engine:
     """The `Engine` with the compiled programs for some tables on the same devices.
 
-    Stacks are named by the position of their table, and features by the positions of table and
-    combiner, such as "0.1". Because these names do not contain the names of tables, tables with
-    equal sizes and optimizers share compiled programs.
+    The stack of a table is named after the position of the table in `tables`, such as "0". A
+    feature is named after the positions of its table and its combiner, such as "0.1". Names of
+    tables are not used, so that tables with equal sizes and optimizers share compiled programs.
 
     Args:
-      tables: tables of the engine. In a lookup, a table that grows before the step has room for all
-        keys.
+      tables: tables of the engine, with the combiners of their features. If a table is enlarged
+        before the step, its lookup returns initial rows for all new keys, as if it had free rows.
     """
     stacks: dict[str, Stack] = {}
     features: dict[str, FeatureSpec] = {}
@@ -125,7 +126,7 @@ class _Program(NamedTuple):
     """The `Engine` with the compiled programs for some embedding variables.
 
     Attributes:
-      engine: engine with one stack per variable.
+      engine: the engine, which has one stack per variable.
       variables: index of each variable, by the name of its stack in the engine.
       features: index of each feature, by its name in the engine.
     """
@@ -141,16 +142,16 @@ def _programs(
     *,
     grow: Sequence[bool],
 ) -> Iterator[_Program]:
-    """Engines that together look up all features.
+    """Distributes variables over one or more engines, and yields the engines.
 
     An engine has at most `STACKS_TOGETHER` variables, because the compile time of a program grows
-    with the square of its number of tables. Variables with equal tables are put into the same
-    engine, so that equal programs are compiled once.
+    with the square of its number of tables. Variables with the same kind of table (`kind`) are
+    neighbors in the engines, so that several engines may share one compiled program.
 
     Args:
       variables: distinct embedding variables of all features.
       features: variable and combiner of each feature.
-      grow: for each variable, whether its table grows between this lookup and the step.
+      grow: for each variable, whether its table may be enlarged between this lookup and the step.
     """
     numbers_by_kind: dict[int, list[int]] = {}
     for number, variable in enumerate(variables):
@@ -178,7 +179,7 @@ def _programs(
 
 
 Arrays = tuple[ByStack, ByStack, ByStack]
-"""Parameters, slots and steps, by the name of the stack in an engine."""
+"""Three dictionaries by stack name: parameters, optimizer slots and step counts of the tables."""
 
 
 def _arrays_of(variables: Sequence[EmbeddingVariable], program: _Program) -> Arrays:
@@ -200,7 +201,10 @@ def _step(
     batch: Batch,
     d_outputs: Mapping[str, Float[Array, "_ _"]],
 ) -> Arrays:
-    """New parameters, slots and step counts after one optimizer step. `arrays` is donated."""
+    """Makes one optimizer step. Returns the new parameters, slots and step counts.
+
+    `arrays` is donated.
+    """
     params, slots, numbers = arrays
     steps = {}
     for name, stack in engine.stacks.items():
@@ -212,18 +216,19 @@ def _step(
 
 @dataclasses.dataclass(eq=False)
 class StepOnce:
-    """Function that trains the tables of a lookup with the gradients of its outputs.
+    """Function that trains the tables of a lookup with the gradients of the lookup's outputs.
 
-    The function can be called once.
+    A `StepOnce` can be called once.
 
     Args:
       variables: distinct variables of the lookup.
       features: variable and combiner of each output.
       batch: keys of each output.
       wanted: number of new keys on each device, by index in `variables`.
-      shapes: shapes of the gradients.
-      num_padded: trailing output rows that are padding and get a zero gradient.
-      is_used: whether the function has been called.
+      shapes: shapes of the outputs, which the gradients must have.
+      num_padded: number of rows of padding that were cut off at the end of the output. The gradient
+        of these rows is zero.
+      is_used: whether this `StepOnce` has been called.
     """
 
     variables: Sequence[EmbeddingVariable]
@@ -235,18 +240,20 @@ class StepOnce:
     is_used: bool = False
 
     def __call__(self, *d_outputs: ArrayLike) -> None:
-        """Makes one optimizer step of every row that the lookup read. New keys get rows first.
+        """Adds rows for new keys, and makes one optimizer step of every row that the lookup read.
 
-        Many tables are updated by several programs, one after the other. After an error in a
-        program, the tables of earlier programs have been updated, and the other tables are
-        unchanged. The `step` of a table's state shows whether the table was updated.
+        If the lookup has more than `STACKS_TOGETHER` variables, several compiled programs run one
+        after the other, and each program updates some of the tables. If a program raises an error,
+        the tables of earlier programs have been updated, and the other tables are unchanged. Each
+        table counts its updates in the field `step` of its state.
 
         Args:
           *d_outputs: gradient of the loss over the global batch, for each output.
 
         Raises:
-          RuntimeError: the function has been called before, or a table with `when_full="error"` has
-            become full since the lookup.
+          RuntimeError: this `StepOnce` has been called before. For a table with `when_full="error"`
+            or "grow", also: a new key gets no row, because other steps have filled the table since
+            the lookup, or because the list of keys that wait for admission is full.
           ValueError: the gradients differ from the outputs in number or shape.
         """
         gradients = self._checked_gradients(d_outputs)
@@ -261,10 +268,11 @@ class StepOnce:
             for number in range(len(self.variables)):
                 if self._may_fail_after_growth(number):
                     num_failed_before[number] = self._num_failed(number)
-        never_grow = [False] * len(self.variables)  # Tables that grow were enlarged above.
+        # `_may_fail_after_growth` has enlarged the tables that may grow.
+        never_grow = [False] * len(self.variables)
         for program in _programs(self.variables, self.features, grow=never_grow):
-            # A program donates the old arrays of its tables, so the new arrays are stored before
-            # the next program runs. If the next program fails, the stored arrays are still valid.
+            # `_run` donates the old arrays of the program's tables, and stores the new arrays in
+            # the variables. The variables are therefore valid even if a later program fails.
             self._run(program, gradients)
         for number, before in num_failed_before.items():
             num_failed = self._num_failed(number) - before
@@ -272,9 +280,9 @@ class StepOnce:
                 raise _full(self.variables[number], num_failed)
 
     def _checked_gradients(self, d_outputs: Sequence[ArrayLike]) -> list[Array]:
-        """Gradients of the outputs as float32 `[rows of the output, dim]`, after checks.
+        """Checks the gradients, and returns them as float32 arrays `[rows of the output, dim]`.
 
-        Gradients of padding rows are zero.
+        The gradients of padding rows are zero.
         """
         if len(d_outputs) != len(self.shapes):
             problem = f"{len(d_outputs)} gradients came"
@@ -294,7 +302,7 @@ class StepOnce:
         return gradients
 
     def _run(self, program: _Program, gradients: list[Array]) -> None:
-        """Makes the optimizer step of the tables of one program."""
+        """Makes one optimizer step of the tables of `program`, and stores the new states."""
         batch = {name: self.batch[number] for name, number in program.features.items()}
         d_batch = {name: gradients[number] for name, number in program.features.items()}
         arrays = _arrays_of(self.variables, program)
@@ -313,9 +321,10 @@ class StepOnce:
         return int(self.variables[number].counts()["failed"].sum())
 
     def _may_fail_after_growth(self, number: int) -> bool:
-        """Enlarges a full table with `when_full="grow"`.
+        """Enlarges a table with `when_full="grow"` that has too few free rows for the new keys.
 
-        Returns: True if some new keys may still get no row.
+        Returns: whether the step may still fail to give a new key a row (or a place in the list of
+          keys that wait for admission).
         """
         variable = self.variables[number]
         table = variable.table
@@ -329,7 +338,8 @@ class StepOnce:
             num_missing = 0
         if num_missing > 0 or params.waiting is None:
             return num_missing > 0
-        # In the worst case, all keys of the batch are new and wait for admission.
+        # The number of keys that will start to wait for admission is not known. It is at most the
+        # number of all keys in the batch.
         num_keys = 0
         for (feature_variable, _), keys in zip(self.features, self.batch, strict=True):
             if feature_variable is variable:
@@ -344,18 +354,21 @@ def look_up_variables(
     *,
     training: bool,
 ) -> tuple[list[Float[Array, "_ _"]], StepOnce]:
-    """Rows of several features from one exchange, and the function that trains their tables.
+    """Looks up several features with one exchange between the devices.
 
     Args:
       variables: table of each feature. Features may share a table.
       batch: keys `[bags, width]` of each feature, or pairs `(keys, weights)`, sharded by bag.
       combiners: combiner of each feature. With "none", the output has the shape
         `[bags * width, dim]`.
-      training: if True, new keys read the initial values of their rows. If False, new keys read
-        zeros. New keys without a free row always read zeros.
+      training: if True, the lookup returns the initial row for a new key, or zeros if no row is
+        free for the key. If False, the lookup returns zeros for all new keys.
 
-    Raises: RuntimeError: a table with `when_full="error"` has no room for the new keys. Inside
-      `jit`, no error is raised, and `EmbeddingVariable.counts` has the number of failed keys.
+    Returns: the output of each feature, and a function that trains the tables.
+
+    Raises: RuntimeError: a table with `when_full="error"` has too few free rows for the new keys.
+      Inside `jit`, no error is raised. Use `EmbeddingVariable.counts` to read how many keys
+      `failed`.
     """
     by_identity = {id(variable): variable for variable in variables}
     distinct = list(by_identity.values())
@@ -382,9 +395,9 @@ def look_up_variables(
 
 
 def _check_room(variables: Sequence[EmbeddingVariable], wanted: Mapping[int, Array]) -> None:
-    """Checks that every table with `when_full="error"` has rows for its new keys.
+    """Checks that every table with `when_full="error"` has enough free rows for its new keys.
 
-    Raises: RuntimeError: a table lacks rows.
+    Raises: RuntimeError: a table has fewer free rows than new keys on one of its devices.
     """
     for number, variable in enumerate(variables):
         if variable.table.when_full != "error":
@@ -396,9 +409,9 @@ def _check_room(variables: Sequence[EmbeddingVariable], wanted: Mapping[int, Arr
 
 
 def _num_missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
-    """Number of rows that each device lacks for its new keys.
+    """For each device, the number of new keys minus the number of free rows.
 
-    The number is negative if rows remain free.
+    A positive number means that some new keys on the device get no row.
     """
     num_free = on_host(keys.num_free).astype(np.int64)
     missing: np.ndarray = on_host(wanted) - num_free
@@ -406,15 +419,16 @@ def _num_missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices
 
 
 def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
-    """Error for new keys that got no row.
+    """Error about new keys that got no row.
 
-    The message suggests only settings that the table does not use.
+    The error message suggests other settings, and leaves out settings that the table already has.
     """
     table = variable.table
     storage = cast(Hashed, table.spec.storage)
     rooms = f"the devices use {variable.counts()['rows'].tolist()} rows"
     if table.when_full == "grow":
-        # A growing table always has rows, so the list of keys that wait for admission is full.
+        # A table that grows always has rows for new keys. If a key fails nevertheless, the list of
+        # keys that wait for admission is full.
         num_waiting = storage.admission_capacity or table.rows_per_device
         rooms += f" and have room for {num_waiting} keys that wait for one"
         way_out = (

@@ -60,7 +60,7 @@ class Context:
 
         Args:
           num_samples: number of samples in this process.
-          name: name of the layer, for errors.
+          name: name of the layer in the error message.
 
         Raises: ValueError: the processes together do not have `global_batch_size` samples.
         """
@@ -73,10 +73,7 @@ class Context:
             )
 
     def place(self, tree: PyTree) -> PyTree:
-        """Global arrays, sharded over all devices, from the arrays of each process.
-
-        The arrays are copied.
-        """
+        """Copies the arrays of each process into global arrays, sharded over all devices."""
         sharding = self.devices.sharding(self.devices.split)
 
         def place_copy(array: ArrayLike) -> jax.Array:
@@ -97,7 +94,8 @@ def Init(
 ) -> Context:
     """Connects the processes of a run, and chooses the devices that share tables.
 
-    Call `Init` once, before the first layer. A second call affects only layers that are made later.
+    Call `Init` once, before the first layer. A second call of `Init` affects only layers that are
+    made after it.
 
     Args:
       global_batch_size: number of samples per step on all devices. A batch of a different size is
@@ -131,14 +129,17 @@ _first_of_kind: dict[Hashable, VariableTable] = {}
 
 @dataclasses.dataclass(frozen=True)
 class VariableTable:
-    """Description of the table of a variable. The arrays are in the value of the variable.
+    """Description of the table of an `EmbeddingVariable`.
+
+    The rows and the optimizer state of the table are in the value of the variable.
 
     Attributes:
       spec: spec of the table, with storage `Hashed` or `RowNumbers`.
       context: devices that share the table.
-      when_full: policy for new keys of a full hash table, see `embedding_variable`. None for a
-        table without hashing.
-      evict_option: rule for the keys that `EmbeddingVariable.evict` evicts by default, or None.
+      when_full: policy for new keys of a full hash table, see `embedding_variable`. None if the
+        table has no hash table.
+      evict_option: rule that selects the keys that `EmbeddingVariable.evict` evicts by default, or
+        None.
     """
 
     spec: TableSpec
@@ -148,23 +149,23 @@ class VariableTable:
 
     @property
     def rows_per_device(self) -> int:
-        """Number of rows that each device has memory for."""
+        """Number of rows of the table on each device, used or free."""
         return self.spec.vocabulary_size // self.context.num_devices
 
     @functools.cached_property
     def collection(self) -> EmbeddingCollection:
-        """Collection with only this table.
+        """An `EmbeddingCollection` with only this table.
 
-        The methods of the collection take the value of the variable as state.
+        The argument `state` of its methods is the value of the `EmbeddingVariable`.
         """
         feature = FeatureSpec(name=self.spec.name, table_spec=self.spec)
         return EmbeddingCollection([feature], mesh=self.context.mesh)
 
     @functools.cached_property
     def kind(self) -> VariableTable:
-        """The first table of this process for which the same programs are compiled.
+        """The first table of this process that has the same compiled programs as this table.
 
-        Tables of one kind share compiled programs.
+        Tables that differ only in their names share compiled programs, and have the same `kind`.
         """
         spec = self.spec
         key = (
@@ -179,22 +180,24 @@ class VariableTable:
         return _first_of_kind.setdefault(key, self)
 
     def init(self, key: PRNGKeyArray) -> EmbeddingState:
-        """Initial state. A hash table has no rows yet, and any other table has all rows.
+        """Initial state of the table.
 
-        The initial rows depend on `key`.
+        A hash table starts without keys. Any other table starts with the initial values of all
+        rows, which depend on `key`.
         """
         state = self.collection.init(key)
         return state._replace(key=self.context.devices.place(key, PartitionSpec()))
 
 
 class EmbeddingVariable(nnx.Variable):
-    """A sharded table as a variable of a model.
+    """A sharded embedding table as an `nnx.Variable` of a model.
 
-    The optimizer in the spec of the table updates the rows. Do not pass the variable to optax.
+    `backward` of a lookup updates the rows with the optimizer of the table. Do not pass the
+    variable to optax.
 
-    `embedding_variable` and the layers make such variables. The attribute `table` is a
-    `VariableTable`. The value of the variable is an `EmbeddingState`, and `table.collection`, an
-    `EmbeddingCollection`, has the methods for this state.
+    Call `embedding_variable` or a layer to make an `EmbeddingVariable`. The attribute `table` is a
+    `VariableTable`. The value of the variable is an `EmbeddingState`. `table.collection` is an
+    `EmbeddingCollection` that accepts this state.
     """
 
     @property
@@ -213,15 +216,16 @@ class EmbeddingVariable(nnx.Variable):
         *,
         keep: NonNegativeInt | None = None,
     ) -> dict[str, np.ndarray]:
-        """Evicts keys and returns their rows. Call `evict` only outside `jit`.
+        """Evicts keys, and returns the evicted rows. Call `evict` only outside `jit`.
 
         Args:
-          option: rule for the keys to evict. If `option` and `keep` are None, the `evict_option` of
-            the table is used.
+          option: rule that selects the keys to evict. If `option` and `keep` are None, the
+            `evict_option` of the table is used.
           keep: number of keys, on all devices together, that are not evicted. The policy `eviction`
-            of the table chooses these keys.
+            of the table selects these keys.
 
-        Returns: the evicted rows, as `export_rows` returns them. `assign_rows` restores these rows.
+        Returns: the evicted rows, as a dictionary of the form that `export_rows` returns. Pass the
+          dictionary to `assign_rows` to restore the rows.
 
         Raises:
           ValueError: neither `keep`, `option` nor the table's `evict_option` selects keys to evict,
@@ -276,11 +280,11 @@ def state_of(variable: EmbeddingVariable) -> EmbeddingState:
 def make_larger(variable: EmbeddingVariable, rows_per_device: int) -> None:
     """Enlarges a hash table.
 
-    The list of keys that wait for admission grows to the same size, unless the table has an
-    `admission_capacity`.
+    Unless the table has an `admission_capacity`, the list of keys that wait for admission gets the
+    same size as the table.
 
     Args:
-      variable: variable of a hash table.
+      variable: the variable. The table must be a hash table.
       rows_per_device: new number of rows on each device.
     """
     table = variable.table
@@ -309,7 +313,7 @@ def make_larger(variable: EmbeddingVariable, rows_per_device: int) -> None:
 @dataclasses.dataclass(frozen=True)
 @validated
 class CounterFilter:
-    """Gives a key a row after more than `filter_freq` occurrences of the key.
+    """Admission rule: a key gets a row once it has occurred more than `filter_freq` times.
 
     Source: DeepRec, `tf.CounterFilter`.
     """
@@ -320,10 +324,10 @@ class CounterFilter:
 @dataclasses.dataclass(frozen=True)
 @validated
 class GlobalStepEvict:
-    """Evicts keys that were not used for more than `steps_to_live` steps.
+    """Eviction rule: keys that were not used for more than `steps_to_live` steps are evicted.
 
-    Keys that wait for admission are removed after the same number of steps. If `steps_to_live` is
-    None, no key is evicted.
+    Keys that wait for admission are also removed after `steps_to_live` steps without use. If
+    `steps_to_live` is None, no key is evicted.
 
     Source: DeepRec, `tf.GlobalStepEvict`.
     """
@@ -331,7 +335,7 @@ class GlobalStepEvict:
     steps_to_live: NonNegativeInt | None = None
 
     def reasons(self) -> dict[str, float]:
-        """The `unused_for` argument for `EmbeddingCollection.evict`; empty if no key is evicted."""
+        """Keyword arguments for `EmbeddingCollection.evict`, empty if the rule evicts no key."""
         if self.steps_to_live is None:
             return {}
         return {"unused_for": self.steps_to_live}
@@ -340,18 +344,19 @@ class GlobalStepEvict:
 @dataclasses.dataclass(frozen=True)
 @validated
 class L2WeightEvict:
-    """Evicts keys if half the squared L2 norm of the row is below `l2_weight_threshold`.
+    """Eviction rule: a key is evicted if half the squared L2 norm of its row is too small.
 
-    A negative threshold evicts no key.
+    The key is evicted if the number is below `l2_weight_threshold`. With a negative threshold, no
+    key is evicted.
 
-    Source: the code of DeepRec's `tf.L2WeightEvict`. According to DeepRec's documentation, the norm
-      is compared.
+    Source: DeepRec, `tf.L2WeightEvict`. This class does what DeepRec's code does. DeepRec's
+      documentation differs: it compares the norm itself with the threshold.
     """
 
     l2_weight_threshold: float = -1.0
 
     def reasons(self) -> dict[str, float]:
-        """The `norm_below` argument for `EmbeddingCollection.evict`; empty if no key is evicted."""
+        """Keyword arguments for `EmbeddingCollection.evict`, empty if the rule evicts no key."""
         if self.l2_weight_threshold < 0:
             return {}
         return {"norm_below": math.sqrt(2 * self.l2_weight_threshold)}
@@ -363,9 +368,9 @@ class EmbeddingVariableOption:
     """Options of an embedding variable.
 
     Args:
-      evict_option: rule for the keys that `variable.evict()` evicts by default.
-      filter_option: rule for the keys that get rows. By default, every key gets a row when it is
-        first trained.
+      evict_option: rule that selects the keys that `variable.evict()` evicts by default.
+      filter_option: rule that selects the keys that get rows. By default, every key gets a row when
+        it is first trained.
 
     Source: DeepRec, `tf.EmbeddingVariableOption`.
     """
@@ -396,7 +401,7 @@ def embedding_variable(
       name: name of the table, unique in a model. The initial rows depend on the name.
       embedding_dim: number of columns.
       rows_per_device: number of rows on each device.
-      use_hashtable: if True, the default, keys are any integers and get rows in their first
+      use_hashtable: if True, the default, keys are any integers, and a key gets a row in its first
         training step. If False, keys are row numbers from 0 to `rows_per_device * n - 1`.
       key_dtype: dtype of the keys: int32, int64 (the default), uint32 or uint64.
       initializer: a function `(key, shape) -> array`, which is called for single rows. A number or
@@ -404,17 +409,18 @@ def embedding_variable(
         deviation 0.05), "truncated_normal", "zeros" and "ones". Keras class names such as
         `RandomUniform` are accepted. The initial row of a key depends only on `rngs`, the name of
         the table and the key.
-      optimizer: optimizer of the rows that a batch looked up, by default Adagrad. `sok.optimizers`
-        has TensorFlow's variants of Adam.
+      optimizer: optimizer that updates the looked-up rows, by default Adagrad. TensorFlow's
+        variants of Adam are in `sok.optimizers`.
       context: devices that share the table, by default the devices that `Init` chose.
-      rngs: random streams, by default `nnx.Rngs(0)`. The stream `params` has the key of the initial
-        rows.
+      rngs: random streams, by default `nnx.Rngs(0)`. The PRNG key of the initial rows comes from
+        the stream `params`.
       dtype: dtype of the rows: float32, bfloat16 or float16.
       ev_option: DeepRec's options for eviction and admission.
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and
         `admission_probability` of a hash table, see `rsembed.Hashed`. Two values of `when_full`
-        differ from those of `rsembed.Hashed`: "error" raises in the lookup, before anything
-        changes, and "grow" enlarges the table before a step.
+        mean something else than in `rsembed.Hashed`. With "error", the lookup of a training step
+        raises an error if the table has too few free rows, and no table has changed. With "grow",
+        the table is enlarged before the step.
 
     Raises:
       ValueError: an argument is out of range.
@@ -439,7 +445,7 @@ def embedding_variable(
         hash_options.append("evict_option")
     when_full = policies.get("when_full", "error") if use_hashtable else None
     if when_full == "grow":
-        # A `Hashed` storage cannot grow, so the variable replaces a full storage by a larger one.
+        # A `Hashed` storage does not implement "grow". `make_larger` replaces a full storage.
         policies["when_full"] = "error"
     key_dtype = dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")
     storage: Hashed | RowNumbers = Hashed(key_dtype=key_dtype, **policies)
@@ -507,12 +513,13 @@ def _named_initializer(
 def split_embedding_variable_from_others(
     variables: PyTree,
 ) -> tuple[tuple[EmbeddingVariable, ...], tuple[object, ...]]:
-    """Embedding variables in `variables`, and all other entries.
-
-    Both tuples keep the order of `variables`.
+    """Separates the embedding variables in a list from all other entries of the list.
 
     Args:
       variables: a list or tuple, such as `jax.tree.leaves(nnx.state(model), is_leaf=...)`.
+
+    Returns: a tuple of the embedding variables and a tuple of the other entries, each in the order
+      of `variables`.
 
     Raises: ValueError: `variables` is neither a list nor a tuple.
 
