@@ -1,8 +1,8 @@
 """Arguments of the TBE training module, and the table of its optimizers.
 
-For each optimizer, the optimizer table has the class that implements it, the arguments that it
-reads and the names of its states. Arguments that contradict each other raise errors, even where
-FBGEMM accepts them and ignores one of them.
+The optimizer table has an entry for each optimizer: the class that implements the optimizer, the
+arguments that the optimizer reads, and the names of its states. Arguments that contradict each
+other raise errors, even where FBGEMM accepts the arguments and ignores one of them.
 """
 
 from __future__ import annotations
@@ -71,9 +71,10 @@ def member(kind: type[Member], value: Member | str | int, argument: str) -> Memb
     Args:
       kind: the enum class that `value` is a member of.
       value: the member, its value or its name.
-      argument: name of the argument in the error message.
+      argument: name of the caller's argument, for the error message.
 
-    Raises: ValueError: the enum has no such member. The message names the argument and the members.
+    Raises: ValueError: the enum has no such member. The error message contains the name of the
+      argument and the names of all members of the enum.
     """
     for candidate in kind:
         names = str(candidate.value), candidate.name.lower()
@@ -108,7 +109,7 @@ class CacheAlgorithm(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class RecordCacheMetrics:
-    """Which cache misses are counted: the sum over all tables, the misses per feature, or both."""
+    """Which cache-miss counters a module has: a sum over all tables, and counts per feature."""
 
     record_cache_miss_counter: bool = False
     record_tablewise_cache_miss: bool = False
@@ -154,9 +155,10 @@ class BoundsCheckMode(enum.IntEnum):
 
 
 class Arguments(types.SimpleNamespace):
-    """Arguments of a module's constructor, as attributes. `defaults` has their default values.
+    """Arguments of a module's constructor, as attributes.
 
-    Two `Arguments` objects are equal only if they are the same object.
+    The attribute `defaults` is a dictionary of the default values of the arguments. Two `Arguments`
+    objects are compared by identity, and not by the values of their attributes.
     """
 
     __eq__ = object.__eq__
@@ -184,7 +186,7 @@ class Arguments(types.SimpleNamespace):
             settings[name] = value
         if settings["cache_precision"] is not None:
             precision = member(SparseType, settings["cache_precision"], "cache_precision")
-            # If cached rows have the dtype of the weights, `cache_precision` is None.
+            # `cache_precision` is set to None if cached rows have the dtype of the weights.
             is_other = precision != settings["weights_precision"]
             settings["cache_precision"] = precision if is_other else None
         defaults["record_cache_metrics"] = RecordCacheMetrics()
@@ -192,9 +194,10 @@ class Arguments(types.SimpleNamespace):
         return Arguments(**settings, defaults=defaults)
 
     def warn_of_no_effect(self, names: Iterable[str], reason: str) -> None:
-        """Gives one warning that names all arguments in `names` that were set, and the reason.
+        """Warns that some arguments have no effect.
 
-        An argument counts as set if its value is neither None nor its default.
+        The warning contains the names of all arguments in `names` that the user has set, and the
+        reason. An argument is regarded as set if its value is neither None nor the default value.
         """
         changed = []
         for name in names:
@@ -211,15 +214,15 @@ class OfferedOptimizer(NamedTuple):
     rule.
 
     Args:
-      rule: the `OptimizerSpec` class that implements the optimizer. An argument sets the field with
-        the same name, or the field that `_FIELDS` has for the argument. None: rows are not stepped,
-        and `backward` returns their gradients.
+      rule: the `OptimizerSpec` class that implements the optimizer. An argument of the module sets
+        the field of `rule` with the same name. `_FIELDS` lists the arguments that set a field with
+        a different name. None: rows are not updated, and `backward` returns their gradients.
       states: names of the optimizer's states in torch, separated by spaces.
       arguments: names of the constructor's arguments that the optimizer reads.
-      fixed: values of fields of `rule` that no argument sets.
-      fused: class with a native kernel, which has only some fields of `rule`. If all other fields
-        of `rule` have their default values, both classes compute the same values, and `fused` is
-        used. None: the optimizer has no native kernel.
+      fixed: fields of `rule` that no argument of the module sets, with their values.
+      fused: another `OptimizerSpec` class, which has a native kernel but lacks some fields of
+        `rule`. If all these fields have their default values, both classes compute the same update,
+        and `fused` is used. None: the optimizer has no such class.
     """
 
     rule: type[OptimizerSpec] | None
@@ -276,13 +279,20 @@ _MODES = {
         DecayedAdagrad, "sum prev_iter", _ROWWISE | _COUNTED
     ),
 }
-"""Entries of EXACT_ROWWISE_ADAGRAD for weight decay modes with a settings object and more states."""
+"""Entries of the optimizer table for EXACT_ROWWISE_ADAGRAD in some weight decay modes.
+
+In the modes COUNTER, COWCLIP and DECOUPLE_GLOBAL, the optimizer has more states than in the other
+modes. `_RECORDS` has the names of the arguments with the settings of these modes.
+"""
 _OF_OPTIMIZERS = frozenset[str]().union(*(entry.arguments for entry in _OPTIMIZERS.values()))
 _WHOLE_TABLES = {
     "ensemble_mode": EnsembleModeDefinition(),
     "emainplace_mode": EmainplaceModeDefinition(),
 }
-"""Arguments for passes over all rows before the lookup of a training step, and their defaults."""
+"""Settings of whole-table passes: names of the arguments, with the default settings.
+
+A whole-table pass changes all rows of a table before the lookup of a training step.
+"""
 _FIELDS = {
     "eps": "epsilon",
     "beta1": "beta_1",
@@ -290,13 +300,16 @@ _FIELDS = {
     "counter_based_regularization": "regularization",
     "cowclip_regularization": "regularization",
 }
-"""Names of fields of rules, by argument, where the field and the argument have different names."""
+"""Fields of optimizer classes that are set by an argument with a different name.
+
+The keys are the names of the arguments, and the values are the names of the fields.
+"""
 
 
 def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:
     """Entry of the optimizer table for an optimizer and a weight decay mode.
 
-    In mode NONE, an optimizer with weight decay modes does not read `weight_decay`.
+    In mode NONE, all forms of row-wise Adagrad ignore the argument `weight_decay`.
 
     Raises: NotImplementedError: the optimizer comes from another package, such as optax.
     """
@@ -320,9 +333,9 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
     """FBGEMM's names of an optimizer's states: `momentum1`, `momentum2` and so on.
 
     Args:
-      optimizer: the optimizer. States of an `OptimizerSpec` keep the names in `torch_names`.
-      torch_names: names of the states in torch. Counters (`prev_iter`, `row_counter`) keep their
-        torch names.
+      optimizer: the optimizer. For an `OptimizerSpec`, the result is `torch_names`.
+      torch_names: names of the states in torch. The counters `prev_iter` and `row_counter` have the
+        same names in FBGEMM.
     """
     if isinstance(optimizer, OptimizerSpec):
         return tuple(torch_names)
@@ -335,7 +348,7 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
 
 
 def unread_arguments(optimizer: TableOptimizer, arguments: Arguments) -> frozenset[str]:
-    """Names of the arguments that `optimizer` does not read, although another optimizer reads them."""
+    """Names of arguments that some optimizers read, but not `optimizer`."""
     return _OF_OPTIMIZERS - offered_optimizer(optimizer, arguments.weight_decay_mode).arguments
 
 
@@ -379,9 +392,10 @@ def _rule_of(
     arguments: Arguments,
     slot_dtypes: tuple[str | None, ...],
 ) -> OptimizerSpec | None:
-    """Rule that steps rows for an optimizer, or None for `EmbOptimType.NONE`.
+    """The `OptimizerSpec` that updates rows, or None for `EmbOptimType.NONE`.
 
-    If a rule with a fused native kernel computes the same values, the result is the fused rule.
+    If an `OptimizerSpec` with a native kernel computes the same update, the result is the one with
+    the native kernel.
     """
     if isinstance(optimizer, OptimizerSpec):
         return dataclasses.replace(optimizer, learning_rate=rate)
@@ -413,12 +427,12 @@ def _known_to(rule: type[OptimizerSpec], settings: Mapping[str, Any]) -> dict[st
 def trained_by(
     optimizer: TableOptimizer, learning_rate: LearningRate, arguments: Arguments
 ) -> dict[str, Any]:
-    """Fields of a `TablePlan` that depend on the optimizer and its arguments.
+    """Values for the fields of a `TablePlan` that depend on the optimizer, by field name.
 
     Arguments that the optimizer does not read have no influence on the result.
-    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD run passes over whole tables, with the
-    settings `ensemble_mode` and `emainplace_mode`. If the settings are None, the passes use the
-    defaults of the settings class.
+    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD change whole tables before some lookups,
+    with the settings `ensemble_mode` and `emainplace_mode`. If a settings argument is None, the
+    default settings of its class are used.
 
     Raises: ValueError: arguments contradict each other.
     """
@@ -433,7 +447,7 @@ def trained_by(
         dtypes.append(sparse_types[name].dtype if name in sparse_types else None)
     copy_dtypes: tuple[str, ...] = ()
     if optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD:
-        # The state `momentum2` is a copy of the table, and not a slot of the rule.
+        # The state `momentum2` is the slow copy of the table. The update rule has no slot for it.
         copy_dtypes = (dtypes.pop() or "float32",)
     slot_dtypes: tuple[str | None, ...] = ()
     if set(dtypes) - {None, "float32"}:

@@ -1,7 +1,6 @@
 """Checks the batch of a call once, and converts it to the form that kernels read.
 
-The arrays of the caller are never changed, because ids and offsets that are out of range are
-corrected in copies.
+Ids and offsets that are out of range are corrected in copies, and never in the caller's arrays.
 """
 
 from __future__ import annotations
@@ -39,31 +38,35 @@ def read(
     per_sample_weights: ArrayLike | None = None,
     batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
 ) -> tuple[AnyBatch, Count | None, str | None]:
-    """Reads and checks the arguments of a call.
+    """Checks the arguments of a lookup, and converts them to a batch.
 
-    `TableBatchedEmbeddingBags.__call__` describes the arguments. Inside `jit`, the values of ids
-    cannot raise an error. In mode FATAL, ids out of range then contribute nothing and are counted.
-    On a mesh, only a prepared batch can be read inside `jit`.
+    `TableBatchedEmbeddingBags.__call__` describes the arguments. Inside `jit`, an id out of range
+    cannot raise an error. In mode FATAL inside `jit`, ids out of range are counted, and contribute
+    nothing to the output. On a mesh, only a prepared batch can be read inside `jit`.
 
     Args:
       plan: plan of the module's tables and features.
       mode: treatment of ids and offsets that are out of range.
       indices: ids of all features, or a prepared batch.
-      offsets: 0, then the ends of all bags. None with a prepared batch.
+      offsets: positions in `indices`: the start of every bag, then the end of the last bag. None if
+        `indices` is a prepared batch.
       per_sample_weights: one weight per id, or None.
       batch_size_per_feature_per_rank: number of bags by feature and rank, or None.
 
     Returns:
-      The batch, with numpy arrays unless it is traced or prepared. The number of ids and offsets
-      that are out of range, which is 0 in modes IGNORE and NONE, and None for a prepared batch. In
-      mode WARNING outside `jit`, a message about the first id or offset out of range, else None.
+      A batch, a number and a message. The ids and offsets of the batch are NumPy arrays, unless they
+      are traced or the batch is prepared. The number is the count of ids and offsets out of range,
+      which is 0 in modes IGNORE and NONE, and None for a prepared batch. The message is about the
+      first id or offset out of range. It is None if there is no such id or offset, in modes other
+      than WARNING, and inside `jit`.
 
     Raises: TypeError, ValueError: arrays of the batch have a wrong dtype or shape for the plan, or,
       in mode FATAL, an id or offset is out of range or a weight is not finite.
     """
     weights = per_sample_weights
     sizes = batch_size_per_feature_per_rank
-    # If one process rejects its part of the batch, `Agreement` raises an error in all processes.
+    # If one process finds an error in its part of the batch, `Agreement` raises an error in all
+    # processes.
     with Agreement(plan.devices.known_mesh, "the batch", (indices, offsets, weights, sizes)):
         if isinstance(indices, (Call, PreparedBatch)):
             if not (offsets is None and weights is None and sizes is None):
@@ -113,7 +116,8 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
         batch,
         plan.devices,
         bounds_check="ignore",
-        # `prepare` calls `by_feature`, so that an error in one process is raised in all processes.
+        # `by_feature` is not called here but by `prepare`, which raises an error of one process in
+        # all processes.
         read=by_feature,
         lists=plan.list_of_feature,
         made_for=identity(plan, checks=mode != BoundsCheckMode.NONE),
@@ -124,15 +128,15 @@ def weights_as_passed(
     prepared: PreparedBatch,
     batch: AnyBatch,
 ) -> dict[str, Array | np.ndarray] | Float[Array, " nnz"]:
-    """Weights of a split batch, or their gradients, in the form of the batch before the split.
+    """Gradients of the ids' weights, in the form in which the user passed the ids.
 
-    For flat ids, the result is flat, with 0 for ids outside all bags. For a prepared batch, the
-    result is a dictionary with an array `[ids]` for each feature. Inside `jit`, the arrays end with
-    zeros for padding.
+    If the user passed flat ids, the result is a flat array, with 0 for ids outside all bags. If the
+    user passed a prepared batch, the result is a dictionary with one array `[ids]` per feature.
+    Inside `jit`, each array in the dictionary has zeros for padding at its end.
 
     Args:
-      prepared: result of `split`, with weights or with gradients in place of the weights.
-      batch: the batch that was passed to the module.
+      prepared: result of `split`, with the gradients (or any other values) in place of the weights.
+      batch: the batch that the user passed to the module.
     """
     by_feature = {name: bags.weights for name, bags in prepared.items()}
     if isinstance(batch, PreparedBatch):
@@ -152,9 +156,9 @@ def _call_of(
     weights: ArrayLike | None,
     sizes: Sequence[Sequence[int]] | None,
 ) -> Call:
-    """Converts the arguments of a module's call to a kernel `Call`.
+    """Converts the arguments of a lookup to a `Call`, the form that kernels read.
 
-    Types and shapes are checked, but not the values of ids and offsets.
+    Types and shapes are checked. The values of ids and offsets are not checked.
     """
     if offsets is None:
         raise TypeError("offsets is missing; pass indices and offsets.")
@@ -201,7 +205,7 @@ def _integers(values: ArrayLike, name: str) -> AnyArray:
     check_unmasked(values, name)
     array: AnyArray = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     if array.ndim == 1 and array.size == 0:
-        array = array.astype(np.int32)  # numpy converts an empty list to a float64 array.
+        array = array.astype(np.int32)  # NumPy has made a float64 array from an empty list.
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"{name} must be a flat array of integers, got {array.dtype} of shape {array.shape}."
@@ -238,12 +242,12 @@ def _checked(
 
 
 def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyArray:
-    """Repeats the value of each feature for all ids of the feature.
+    """For each id, the value of the feature that reads the id.
 
     Args:
-      values: `values[0]` is the value of ids before the first bag, and `values[1:]` are the values
-        of the features.
-      starts: position of the first id of every feature, and the end of the last feature's ids.
+      values: array `[1 + features]`. `values[0]` is used for ids before the first bag, and
+        `values[1 + f]` for the ids of feature `f`.
+      starts: position of the first id of every feature, then the end of the last feature's ids.
       num_ids: number of ids, which must be static inside `jit`.
     """
     if isinstance(starts, np.ndarray):
@@ -256,12 +260,14 @@ def _repaired(
     plan: TBEPlan,
     batch: Call,
 ) -> tuple[Call, Count]:
-    """Corrects ids and offsets that are out of range. Returns the batch and the number of changes.
+    """Corrects ids and offsets that are out of range.
 
-    The last offset becomes the number of ids. Other offsets are clipped to `[0, number of ids]`. An
-    offset that is smaller than an earlier offset is raised to the largest earlier offset. An id
-    outside its table becomes 0. The id -1 is not changed, because it means no id. The batch may
-    have numpy arrays or be traced.
+    The last offset is set to the number of ids. Other offsets are clipped to `[0, number of ids]`.
+    An offset that is smaller than an earlier offset is raised to the largest earlier offset. An id
+    outside the rows of its table is set to 0. The id -1 is not changed, because it means no id. The
+    arrays of the batch are NumPy arrays or traced arrays.
+
+    Returns: the corrected batch, and the number of corrected ids and offsets.
 
     Source: FBGEMM, BoundsCheckMode.WARNING.
     """
@@ -294,13 +300,14 @@ def _first_mistake(
 ) -> str | None:
     """Message about the first id or offset that is out of range, or None if all are in range.
 
-    The message names the feature, the table, the bag and the position.
+    A message about an id contains the names of the feature and the table, the index of the bag, and
+    the position of the id in the bag.
 
     Args:
       plan: plan of the module's tables and features.
       batch: the batch, which must not be traced.
-      may_begin_later: whether the first offset may be above 0. Ids before the first offset are in
-        no bag.
+      may_begin_later: whether a first offset above 0 is accepted. Ids before the first offset are
+        in no bag.
     """
     (entries,) = batch.lists
     ids = np.asarray(entries.ids)
@@ -346,7 +353,7 @@ def _first_mistake(
 def with_room(batch: Call) -> Call:
     """Pads the ids of a batch to a power of two.
 
-    Padding comes after the last offset, so it is in no bag.
+    The added ids come after the last offset, so they are in no bag.
     """
     (ids,) = batch.lists
     bags = Bags(ids.ids, ids.all_offsets(), ids.weights)
@@ -359,10 +366,10 @@ def mask_of_ids(
     batch: AnyBatch,
     feature_requires_grad: ArrayLike,
 ) -> AnyArray | dict[str, Array]:
-    """For each id, the entry of `feature_requires_grad` for the feature that reads the id.
+    """For each id, the number in `feature_requires_grad` for the feature that reads the id.
 
-    Returns: array with one entry per id, or, for a batch prepared on a mesh, a dictionary with one
-      entry per feature.
+    Returns: an array with one number per id. For a batch prepared on a mesh, a dictionary with one
+      number per feature.
 
     Raises: ValueError: `feature_requires_grad` does not have one entry per feature.
     """

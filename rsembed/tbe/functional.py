@@ -1,8 +1,8 @@
 """Table-batched lookup and training as pure functions of a plan and a state.
 
-`TableBatchedEmbeddingBags` calls the functions of this file. Every function can be traced, and
-states may be donated. Batches have cache slots in place of the ids of cached tables, except in
-`row_gradients`.
+`TableBatchedEmbeddingBags` calls the functions of this file. Every function can be traced by
+`jit`, and `jit` may donate the state. For a cached table, the ids in the argument `batch` are cache
+slots, because the caller has replaced the row ids. Only `row_gradients` expects row ids.
 """
 
 from __future__ import annotations
@@ -38,24 +38,25 @@ Value = TypeVar("Value")
 Rates = Float[Array, " groups"]
 """Learning rate of every group."""
 LookupOutput = Float[Array, "*output"]
-"""Output of a lookup, or a gradient of the output."""
+"""Output of a lookup, or the gradient of a lookup's output."""
 
 
 class TBEState(NamedTuple):
     """State of a table-batched module: everything that training changes.
 
-    The tuples have one entry per group of the plan.
+    `weights`, `slots` and `resident_rows` are tuples with one entry per group of the plan.
 
     Args:
-      weights: rows of the tables of each group, or the rows in the group's cache.
+      weights: rows of the tables of each group. For a cached group, only the rows in its cache.
       slots: optimizer state of the rows in `weights`. For ENSEMBLE_ROWWISE_ADAGRAD, the last slot
         is the slow copy of the tables.
       resident_rows: for each cache slot of a group, the row number of the row in the slot, or
         `NO_ROW` for an empty slot. None for a group without a cache.
       step: number of updates so far.
-      passed_step: number, from 1, of the last step for which passes over whole tables were run.
+      passed_step: number of the last training step for which `begin_step` was called, 1 for the
+        first step.
       learning_rates: learning rate of each group.
-      max_counter: largest row counter plus 1, for counter-based regularization.
+      max_counter: largest row counter of all tables plus 1, for weight decay mode COUNTER.
       key: PRNG key of stochastic rounding and of uniform initial weights.
       generation: generation of the state, see `storage.backing_store.Generation`. None if no table
         is on the host.
@@ -86,7 +87,10 @@ class TBEState(NamedTuple):
         number: int,
         arrays: Sequence[Array],
     ) -> TBEState:
-        """A copy of the state with new arrays for one group, in the order of `arrays`."""
+        """A copy of the state with new arrays for group `number`.
+
+        The order of the new arrays is the order in which the method `arrays` returns them.
+        """
         weights, *slots = arrays
         resident = None
         if self.resident_rows[number] is not None:
@@ -117,7 +121,7 @@ def by_name(
     plan: TBEPlan,
     of_groups: Iterable[Value],
 ) -> dict[str, Value]:
-    """Dictionary of one value per group, by group name, for the engine's methods."""
+    """Dictionary of values by group name, from a sequence with one value per group."""
     return dict(zip(engine_of(plan).stacks, of_groups, strict=True))
 
 
@@ -125,7 +129,7 @@ def in_order(
     plan: TBEPlan,
     of_names: Mapping[str, Value],
 ) -> tuple[Value, ...]:
-    """Values in the order of the plan's groups, from a dictionary by group name."""
+    """Tuple of values in the order of the plan's groups, from a dictionary by group name."""
     return tuple(of_names[group.table.name] for group in plan.groups)
 
 
@@ -149,8 +153,8 @@ def init_state(
     Args:
       plan: plan of the module's tables.
       key: PRNG key of stochastic rounding and of uniform initial weights.
-      num_places: number of cache slots of each cached group, by the index of the group. The arrays
-        of a group without a cache have all rows.
+      num_places: number of cache slots of each cached group, by the index of the group. For a group
+        without a cache, the arrays of the state contain all rows of the tables.
     """
     weights: list[Array] = []
     slots: list[Slots] = []
@@ -198,7 +202,8 @@ def check_state(plan: TBEPlan, state: TBEState) -> None:
       RuntimeError: the state's arrays were donated to a step, or this process was forked.
     """
     check_not_forked("the module")
-    # A compiled program for several devices aborts the process if its arguments are deleted arrays.
+    # If an argument of a compiled program for several devices is a deleted array, XLA aborts the
+    # process, so deleted arrays are rejected here.
     check_not_taken(
         (state.weights, state.slots, state.resident_rows, state.step, state.generation),
         "the module has lost its tables (perhaps because of a copy that shared them, Ctrl-C or an error)",
@@ -231,10 +236,10 @@ def learning_rates(
 
 
 def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
-    """Runs the passes over whole tables that precede the lookup of a training step.
+    """Does the work on whole tables that some optimizers need before the lookup of a training step.
 
-    The passes are part of some optimizers. A second call for the same step returns `state`
-    unchanged.
+    If `begin_step` has been called before for the same training step, the second call returns the
+    state unchanged.
     """
     check_state(plan, state)
     t = state.step + 1
@@ -269,7 +274,7 @@ def _parted(
     group: GroupPlan,
     slots: Slots,
 ) -> tuple[Slots, Slots]:
-    """Splits the slots of a group into the slots of its rule and the copies of its tables."""
+    """Splits the optimizer states of a group into slots of the update rule and copies of tables."""
     num_slots = len(slots) - len(group.table.copy_dtypes)
     return slots[:num_slots], slots[num_slots:]
 
@@ -295,7 +300,7 @@ def _pooled(
     batch: AnyBatch,
     rates: Rates,
 ) -> LookupOutput:
-    """Output of a lookup. Global weight decay is applied with the learning rates `rates`."""
+    """Output of a lookup. `rates` are the learning rates for global weight decay."""
     batch = _checked(plan, batch)
     if isinstance(batch, Call):  # Tables on a mesh have no global weight decay.
         batch = _decayed(plan, state, batch, rates)
@@ -326,7 +331,7 @@ def row_gradients(
 ) -> RowGradients:
     """Gradients of all rows that the batch reads.
 
-    Even for cached tables, the batch has row ids and not cache slots.
+    The ids of the batch must be row ids, and not cache slots, even if a table is cached.
     """
     engine = engine_of(plan)
     gradient = _gradient(d_output, max_gradient)
@@ -337,10 +342,12 @@ def row_gradients(
 
 
 def cut(gradients: RowGradients, bound: int) -> RowGradients:
-    """Cuts the row gradients of every group to `bound` rows. On a mesh, no rows are cut off.
+    """Keeps the first `bound` rows of the gradients of every group, and drops padding at the end.
 
-    Raises: ValueError: more than `bound` rows have a gradient. Inside `jit`, the number of rows is
-      not checked.
+    On a mesh, the gradients are returned unchanged.
+
+    Raises: ValueError: more than `bound` rows of a group have a gradient. Inside `jit`, the number
+      of rows is not checked.
     """
     touched = gradients.num_touched()
     if not is_traced(touched):
@@ -350,7 +357,8 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
                 f"total_unique_indices is {bound}, but {most} rows were read; raise it or leave it out."
             )
     if gradients.shardings is not None:
-        # The rows of every device end with padding, so a cut at the end of all rows would be wrong.
+        # On a mesh, the rows of each device are followed by padding, so the first `bound` rows of
+        # the whole array would not contain all gradients.
         return gradients
 
     def first(array: Array) -> Array:
@@ -361,7 +369,7 @@ def cut(gradients: RowGradients, bound: int) -> RowGradients:
 
 
 def row_counts(plan: TBEPlan) -> tuple[tuple[str, int], ...]:
-    """Pairs of group name and number of rows, sorted by name, for `RowGradients.num_rows`."""
+    """Value for `RowGradients.num_rows`: pairs (group name, number of rows), sorted by name."""
     counts = []
     for name, stack in engine_of(plan).stacks.items():
         counts.append((name, stack.layout.num_rows))
@@ -375,7 +383,9 @@ def update(
     d_output: LookupOutput,
     rates: Rates,
 ) -> TBEState:
-    """Steps every row that the batch reads once, with the sum of the row's gradients.
+    """Makes one optimizer step of every row that the batch reads.
+
+    The gradient of a row is the sum of its gradients over the whole batch.
 
     Args:
       plan: plan of the module's tables.
@@ -400,7 +410,7 @@ def apply(
     row_gradients: RowGradients,
     rates: Rates,
 ) -> TBEState:
-    """Steps every row in `row_gradients` once.
+    """Makes one optimizer step of every row in `row_gradients`.
 
     For cached tables, the row numbers in `row_gradients` must be cache slots.
 
@@ -419,14 +429,15 @@ def _stepped(
     function: Callable[..., tuple[ByName, ByName]],
     *gradients: AnyBatch | Array | Mapping[str, tuple[Array, Array]],
 ) -> TBEState:
-    """Steps all groups once, and returns the new state.
+    """Makes one optimizer step of all groups, and returns the new state.
 
     Args:
       plan: plan of the module's tables.
       state: state before the step.
       rates: learning rate of every group.
-      function: `update` or `apply` of the engine.
-      gradients: arguments of `function` between the slots and the steps.
+      function: the method `update` or `apply` of the plan's `Engine`. It is called with the
+        weights, the slots, `*gradients` and the steps of the groups.
+      *gradients: arguments of `function` that describe the gradients.
     """
     steps: dict[str, Step] = {}
     slots: dict[str, Slots] = {}
@@ -452,7 +463,7 @@ def _step_of(
     state: TBEState,
     rate: Array,
 ) -> Step:
-    """Rule, hyperparameters and rounding of a group's step.
+    """The `Step` of a group: update rule, hyperparameters, and PRNG key of stochastic rounding.
 
     Raises: ValueError: the group has no optimizer.
     """
@@ -478,7 +489,7 @@ def _decayed(
     batch: Call,
     rates: Rates,
 ) -> Call:
-    """Multiplies the weights of a batch by the global weight decay of the row of each id.
+    """Multiplies the weight of each id by the global weight decay of the row that the id selects.
 
     If no table has global weight decay, the batch is returned unchanged.
     """
@@ -496,7 +507,8 @@ def _decayed(
                 weight_decay,
                 group.table.global_decay,
             )
-            # For ids of other groups, `prev_iter` reads as 0, which gives the factor 1.
+            # Ids of other groups have no row in this group, so their `prev_iter` is filled with 0,
+            # and their decay factor is 1.
             factors = of_group if factors is None else factors * of_group
     if factors is None:
         return batch
@@ -507,9 +519,10 @@ def _decayed(
 
 
 _STORE = 2**32 - 2
-"""Number folded into the PRNG key for write-backs to the host.
+"""Number that is folded into the PRNG key when rows are rounded and written back to the host.
 
-The noise of write-backs then differs from the noise of training steps.
+Because of this number, the random bits for write-backs differ from the random bits of all training
+steps.
 """
 
 
@@ -526,10 +539,10 @@ def _noise(
     Args:
       plan: plan of the module's tables.
       number: index of the group.
-      state: state with the PRNG key and the step of the noise.
+      state: the state. The PRNG key of the rounding is made from its `key` and its `step`.
       dtype: dtype of the rounded rows.
-      use: number that is folded into the key for a use other than a training step. None, the
-        default: the noise is for a training step.
+      use: number that is also folded into the PRNG key. None, the default, means the rounding of
+        rows that a training step has updated.
     """
     if not plan.groups[number].table.rounds_stochastically or dtype == jnp.float32:
         return None
@@ -571,9 +584,10 @@ def backward(
 ) -> tuple[TBEState, Array | PreparedBatch | None]:
     """Runs `update`. Returns the new state and the gradients of the weights of the ids.
 
-    The weight gradients of a `Call` are an array. The weight gradients of a `PreparedBatch` are a
-    copy of the batch with gradients in place of weights. The weight gradients are None if
-    `wants_weight_gradients` is False or the batch has no weights.
+    If the batch is a `Call`, the gradients of the weights are one array. If the batch is a
+    `PreparedBatch`, the gradients are returned as a copy of the batch, with gradients in place of
+    the weights. The second result is None if `wants_weight_gradients` is False or the batch has no
+    weights.
     """
     gradient = _gradient(d_output, max_gradient)
     weights = list_of(batch).weights
@@ -585,8 +599,8 @@ def backward(
 
     output, pull_back = jax.vjp(weighted, weights)
     (d_weights,) = pull_back(gradient.reshape(output.shape))
-    # `zero` makes the update depend on `d_weights`. Without the dependence, XLA could schedule the
-    # update first, and would have to copy the tables.
+    # `zero` is 0, but XLA must compute `d_weights` first, because `zero` is computed from it. XLA
+    # could otherwise run the update first, and would copy the old tables for `d_weights`.
     total = jnp.nan_to_num(jnp.sum(jnp.abs(d_weights)))
     zero = jnp.minimum(total, 0.0)
     stepped = update(plan, state, batch, gradient + zero, rates)

@@ -1,10 +1,11 @@
 """Tables on the host with a device cache: caches, stores, prefetches and counts.
 
-Ids of cached tables are replaced by cache slots before kernels get them, so kernels compute the
-same bits as on a whole table.
+Before a lookup, the ids of cached tables are replaced by cache slots. The lookup therefore computes
+the same bits as a lookup in a table that is not cached.
 
-A row of a batch that gets no cache slot is copied to the scratch area, which follows the cache
-slots in the device arrays. An update writes rows in the scratch area back to the host.
+The arrays on the device contain the cache slots, followed by a scratch area. A row of a batch that
+gets no cache slot is copied to the scratch area. After an update, the rows in the scratch area are
+written back to the host.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ StateVariable = nnx.Variable[TBEState]
 class HostRows:
     """Rows of a module's cached tables, and their transfer between host and device.
 
-    Methods that change the state take the variable of the state, and not the state itself. A
-    compiled program donates the arrays of the old state, so the variable must get the new state
-    right after the program.
+    Methods that change the state have an argument `variable`, the variable that contains the state.
+    A compiled program donates the arrays of the old state, so the new state must be stored in the
+    variable right after the program.
 
-    A change outside `jit` starts with `begin` and ends with `end`. If an error or Ctrl-C stops a
-    change halfway, `resume` makes device and host consistent.
+    Outside `jit`, call `begin` before a change of rows and `end` after it. If an error or Ctrl-C
+    stops a change halfway, `resume` makes the rows on the device and on the host consistent.
 
     Args:
       plan: plan of the module's tables.
@@ -67,10 +68,10 @@ class HostRows:
       misses_by_feature: number of unique misses of each feature, summed over all batches. Zeros
         unless `record_tablewise_cache_miss` is set.
       lock: lock that a thread holds while it works with the rows outside `jit`.
-      begun: generation of the state before the unfinished change, or None if every change is
-        finished.
+      begun: during a change of rows, the generation of the state before the change. None if no
+        change has begun, or if every change has ended.
 
-    Raises: ValueError: the device memory does not hold one set per cache.
+    Raises: ValueError: the free device memory is too small for caches of one set (32 rows) each.
     """
 
     def __init__(self, plan: TBEPlan, caching: Arguments):
@@ -88,7 +89,7 @@ class HostRows:
             self.groups[number] = CachedRows(cache, _backing_of(group))
         self.reset_counts()
         self.prefetched: list[tuple[np.ndarray, list[tuple[SetAssociativeCache, np.ndarray]]]] = []
-        """Ids of each batch that waits for its lookup, and the cache slots that the batch locks."""
+        """Ids and locked cache slots of each prefetched batch that has not been looked up yet."""
         self.generation = Generation(_REFUSAL)
         self.lock = Lock()
         self.begun: int | None = None
@@ -104,22 +105,23 @@ class HostRows:
 
         Args:
           state: the module's state.
-          steps: whether the change is a training step, after which scratch rows are written to the
-            host.
+          steps: whether the change is a training step. After a training step, the rows in the
+            scratch area are written back to the host.
 
         Raises: RuntimeError: `state` and the host store have different generations.
         """
         self.generation.check(state.generation)
-        # `begun` is set before the generation advances, so that `resume` works after an interrupt
-        # in between.
+        # The tables are repaired by `resume` only if `begun` is set. Ctrl-C may arrive between any
+        # two of these lines, so `begun` is set before the generation of the host store changes.
         self.begun = self.generation.number
         self._steps = steps
         self.generation.advance(self.generation.number)
 
     def end(self, variable: StateVariable) -> None:
-        """Ends a change of rows.
+        """Ends a change of rows, and writes the new generation to the state.
 
-        The state gets the generation of the host store or, inside `jit`, its next generation.
+        Outside `jit`, the new generation is the generation of the host store. Inside `jit`, the new
+        generation is the old generation in the state plus 1.
         """
         state = variable.get_value()
         is_inside = is_traced(state)
@@ -132,19 +134,22 @@ class HostRows:
             self._steps = False
 
     def resume(self, variable: StateVariable) -> None:
-        """Makes device and host consistent after a change that stopped halfway.
+        """Makes the rows on the device and on the host consistent after an interrupted change.
 
-        `resident_rows` of the state says which rows are on the device. These rows are complete,
-        because one program moves all arrays of a row. Evicted rows are on the host, because they
-        are written before other rows take their slots. The list of prefetched batches is emptied.
+        The array `resident_rows` of the state contains the numbers of the rows on the device. The
+        weights and the optimizer states of these rows are complete, because one program moves all
+        arrays of a row. The host has the latest values of evicted rows, because an evicted row is
+        written to the host before another row gets its slot. All prefetched batches are forgotten.
 
-        Raises: RuntimeError: the state is older than the change, or belongs to a different module.
+        Raises: RuntimeError: the state is older than the interrupted change, or belongs to a
+          different module.
         """
         state = variable.get_value()
         if int(np.asarray(state.generation)) != self.begun:
             self.generation.check(state.generation)
         if self._steps:
-            # If the update did not run, the scratch rows still have the values of the host.
+            # If the interrupted step has not updated the rows, the scratch area has the same values
+            # as the host, and writing these values changes nothing.
             self._write_scratch(state)
         self.prefetched.clear()
         for number, group in self.groups.items():
@@ -176,8 +181,8 @@ class HostRows:
         Args:
           variable: variable of the module's state.
           batch: batch with row ids.
-          admit: whether missing rows enter the cache, True by default. If False, missing rows are
-            copied to the scratch area.
+          admit: whether rows that are not in the cache enter the cache, True by default. If False,
+            these rows are copied to the scratch area, which follows the cache in the device arrays.
 
         Returns: the batch with cache slots in place of the ids of cached tables.
         """
@@ -206,13 +211,13 @@ class HostRows:
         return dataclasses.replace(batch, segments=tuple(segments))
 
     def bring_rows(self, variable: StateVariable, row_gradients: RowGradients) -> RowGradients:
-        """Copies the rows of row gradients to the device.
+        """Copies the rows that have a gradient in `row_gradients` to the device.
 
         Args:
           variable: variable of the module's state.
-          row_gradients: gradients with row numbers.
+          row_gradients: gradients of rows, with the row numbers of the tables.
 
-        Returns: the row gradients with cache slots in place of row numbers.
+        Returns: a copy of `row_gradients` with cache slots in place of row numbers.
 
         Raises: NotImplementedError: the method is called inside `jit`.
         """
@@ -237,7 +242,7 @@ class HostRows:
         return dataclasses.replace(row_gradients, rows=rows)
 
     def prefetch(self, variable: StateVariable, batch: Call) -> None:
-        """Copies the rows of a later batch into the cache.
+        """Copies the rows of a batch into the cache before the batch is looked up.
 
         Rows that get no cache slot are copied to the device later, when the batch is looked up.
 
@@ -278,9 +283,9 @@ class HostRows:
         self.end(variable)
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
-        """Whether `ids` are the ids of a prefetched batch.
+        """Whether a prefetched batch has the ids `ids`.
 
-        The batch with these ids is removed from the list, and its cache slots are unlocked.
+        If so, this batch is removed from the list `prefetched`, and its cache slots are unlocked.
         """
         for number, (prefetched, locked) in enumerate(self.prefetched):
             if np.array_equal(prefetched, ids):
@@ -295,7 +300,7 @@ class HostRows:
         variable: StateVariable,
         moves: dict[int, Moves],
     ) -> None:
-        """Moves rows between host and device, in all groups."""
+        """Moves rows of all groups between host and device, as `moves` describes."""
         is_inside = is_traced(moves)
         for number, group in self.groups.items():
             state = variable.get_value()
@@ -319,7 +324,7 @@ class HostRows:
         return functools.partial(_stored_rows, self.plan, number, state)
 
     def write_back(self, variable: StateVariable) -> None:
-        """Writes scratch rows back to the host, after an update has changed them.
+        """Writes the rows in the scratch area back to the host after an update, and calls `end`.
 
         Outside `jit`, call `begin` before the update.
         """
@@ -341,7 +346,7 @@ class HostRows:
         call_host(self._store_scratch, shapes, generation, values)
 
     def flush(self, state: TBEState) -> None:
-        """Writes all cached rows to the host stores. The rows stay in the cache."""
+        """Writes all cached rows to the host stores, without removing them from the cache."""
         for number, group in self.groups.items():
             group.flush(self._leaving(state, number))
 
@@ -350,11 +355,11 @@ class HostRows:
 
         Args:
           variable: variable of the module's state.
-          discard: whether the state is accepted even if its generation differs from the generation
-            of the host store.
+          discard: whether a state is accepted if its generation differs from the generation of the
+            host store.
 
-        Raises: RuntimeError: `discard` is False, and state and host store have different
-          generations.
+        Raises: RuntimeError: `discard` is False, and the generations of the state and of the host
+          store differ.
         """
         jax.effects_barrier()
         state = variable.get_value()
@@ -380,16 +385,17 @@ class HostRows:
         ids: AnyArray,
         offsets: AnyArray,
     ) -> tuple[np.ndarray, dict[int, Moves]]:
-        """Replaces ids of cached tables by cache slots, on the host.
+        """Replaces ids of cached tables by cache slots, in a computation on the host.
 
-        Returns: the ids, with cache slots for cached tables, and the row moves of every cached
-          group.
+        Returns: the ids, with cache slots in place of the ids of cached tables, and the `Moves` of
+          every cached group.
         """
         if capacity is not None:
             self.generation.advance(generation)
         ids = np.asarray(ids)
         offsets = np.asarray(offsets)
-        # Prefetched batches are listed without padding, so padding is cut off for the comparison.
+        # The list of prefetched batches contains ids without padding, so the ids of this batch are
+        # compared without padding, too.
         admits = admit and not self._take_prefetched(ids[: offsets[-1]])
         by_group = self._find(first_bags, ids, offsets, admit=admits, num_moves=capacity)
         slots = ids.astype(np.int32)
@@ -408,14 +414,16 @@ class HostRows:
         admit: bool,
         **options: Any,
     ) -> dict[int, BatchPlaces]:
-        """For every cached group, finds a slot in the cache or scratch area for each row of a batch.
+        """Finds a place on the device for each row of a batch, in the cache or the scratch area.
 
         Args:
           first_bags: see `TBEPlan.first_bags`.
           ids: ids of all features.
-          offsets: offsets of all bags: 0, then the end of each bag.
-          admit: whether missing rows enter the cache.
-          options: more options of `CachedRows.find`.
+          offsets: positions in `ids`: the start of every bag, then the end of the last bag.
+          admit: whether rows that are not in the cache enter the cache.
+          **options: more arguments of `CachedRows.find`.
+
+        Returns: the places of the rows, by the index of the cached group.
         """
         starts = offsets[first_bags]
         rows_of_groups = {}
@@ -453,9 +461,9 @@ class HostRows:
         starts: np.ndarray,
         by_group: dict[int, BatchPlaces],
     ) -> None:
-        """Adds a batch to the cache statistics.
+        """Adds the cache counts of a batch to the statistics.
 
-        A batch counts as one call, whatever the number of groups.
+        A batch increments `calls` by 1, even if it reads several groups.
         """
         total = CacheCounts()
         num_cacheable = 0
@@ -465,7 +473,8 @@ class HostRows:
             is_cacheable = (result.rows >= 0) & (result.rows < self.groups[number].cache.num_ids)
             num_cacheable += int(is_cacheable.sum())
             if records_features:
-                # Ids before the first bag have row -1, which is never missing.
+                # The first part also contains the ids before the first bag. The row of these ids is
+                # -1, which is never in `missed_ids`.
                 for feature, rows in enumerate(np.split(result.rows, starts[1:-1])):
                     missed = np.intersect1d(rows, result.admission.missed_ids)
                     self.misses_by_feature[feature] += missed.size
@@ -485,16 +494,16 @@ def _cache_sizes(
     groups: Mapping[int, GroupPlan],
     caching: Arguments,
 ) -> dict[int, int]:
-    """Number of sets of each group's cache. A set has 32 rows.
+    """Number of sets in the set-associative cache of each group. A set contains 32 rows.
 
-    If `cache_sets` is 0, the number follows from `cache_load_factor` and the rows of the group. If
-    `cache_sets` is 0 and the device reports its memory, the numbers are reduced in proportion until
-    the caches fit into the free memory. Each cache has at least one set. Tables with placement
-    `host` get one set.
+    If `cache_sets` is 0, the number of sets is computed from `cache_load_factor` and the number of
+    rows of the group. If `cache_sets` is 0 and the device reports its memory, all caches are made
+    smaller in proportion until they fit into the free device memory. Each cache has at least one
+    set. The cache of a group with placement `host` has exactly one set.
 
-    Raises: ValueError: the free memory does not hold one set per cache.
+    Raises: ValueError: the free device memory is too small for caches of one set each.
 
-    Source: FBGEMM, size rule of the row cache.
+    Source: FBGEMM, the rule for the size of the cache in `SplitTableBatchedEmbeddingBagsCodegen`.
     """
     num_sets = {}
     least = 0
@@ -503,8 +512,8 @@ def _cache_sizes(
         num_rows = int(group.num_rows * caching.cache_load_factor)
         sets = caching.cache_sets or -(-num_rows // NUM_WAYS) or 1
         if group.table.placement == "host":
-            # Rows of tables with placement `host` stay on the device for one batch only, so the
-            # smallest cache is enough.
+            # Rows of tables with placement `host` are copied to the device for one batch only.
+            # These tables need no cache, so their cache has the smallest size.
             sets = 1
         num_sets[number] = sets
         row = group.table._replace(dtype=group.table.near_dtype).first_row()
@@ -528,13 +537,14 @@ def _cache_sizes(
 
 
 def _backing_of(group: GroupPlan) -> BackingStore:
-    """Host store with the rows and optimizer states of a group at their initial values."""
+    """Host store with the initial values of the rows and optimizer states of a group."""
     table = group.table
     arrays = []
     for row in table.first_row():
         array = np.zeros((group.num_rows, *row.shape[1:]), row.dtype)
         if row.any():
-            # Pages of `np.zeros` take no memory before they are written, so zeros are not written.
+            # Zeros are not written, because an array from `np.zeros` takes no memory before it is
+            # written.
             array[:] = row
         arrays.append(array)
     return BackingStore(arrays, device_dtype=jnp.dtype(table.near_dtype))

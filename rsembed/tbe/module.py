@@ -55,8 +55,8 @@ _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 WeightGradients: TypeAlias = Array | dict[str, Array | np.ndarray] | None
 """Gradients of `per_sample_weights`.
 
-An array or, for a batch prepared on a mesh, a dictionary of arrays by feature. None without
-weights.
+The gradients are an array. For a batch prepared on a mesh, the gradients are a dictionary with one
+array per feature. If the batch has no weights, the value is None.
 """
 _EVALUATES = "the module is in evaluation mode, which never trains; call train() first."
 
@@ -66,9 +66,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     `tbe(indices, offsets)` looks up rows without training. The lookup of a training step is
     `out, backward = tbe.vjp(indices, offsets)`. `backward(d_out)` sums the gradients of equal rows
-    over the whole call, then steps every looked-up row once. Rows that no id reads keep their bits,
-    and so do their optimizer states. The module can be called eagerly or under `nnx.jit`. An eager
-    call runs compiled programs.
+    over the whole batch, then makes one optimizer step of every looked-up row. Rows that no id
+    reads keep their bits, and so do their optimizer states. The module can be called eagerly or
+    under `nnx.jit`. An eager call also runs compiled programs.
 
     Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws random weights. A
     warning names arguments that have no effect in combination with the other arguments. Unlike in
@@ -77,9 +77,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     An eager training step donates the module's arrays, so copies that share them (`nnx.clone`,
     `nnx.split`) cannot be used afterwards. With cached tables, `nnx.state` contains only the rows
-    in the cache. A state of a module with cached tables can be used only with this module, and only
-    until the module changes. To copy a module or to go back to an earlier state, use `state_dict`
-    and `load_state_dict`.
+    in the cache. The state of a module with cached tables can be used only with the same module,
+    and becomes invalid when the module looks up or changes rows. To copy a module or to go back to
+    an earlier state, use `state_dict` and `load_state_dict`.
 
     Arguments that are enum members can also be passed by name or value ("exact_sgd", 0). The
     environment variable `FBGEMM_TBE_BOUNDS_CHECK_MODE` overrides `bounds_check_mode`.
@@ -91,8 +91,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         Training with a cache computes the same bits as training without a cache. On accelerators,
         MANAGED and HOST keep rows on the host, and each batch copies its rows to the device and
         back. On CPUs, MANAGED and HOST mean DEVICE.
-      feature_table_map: index of the table of every feature, in any order. By default, each table
-        has one feature.
+      feature_table_map: for every feature, the index of the table that the feature reads. The
+        indices may be in any order, and may repeat. By default, each table has one feature.
       cache_algorithm: eviction policy of caches, LRU by default.
       cache_load_factor: rows of the cache as a fraction of all rows of the group, 0.2 by default.
       cache_sets: number of sets of 32 rows in each cache. 0, the default: the number of sets
@@ -100,22 +100,24 @@ class TableBatchedEmbeddingBags(TrainedTables):
       cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. The argument
         has no effect, and the module warns, if `cache_sets` is set, or if the device (such as a
         CPU) does not report its memory.
-      cache_precision: dtype of cached rows. None, the default: `weights_precision`. With another
-        dtype, training a cached table differs from training an uncached table. If the dtype is
-        narrower, rows are rounded to nearest when they enter the cache, and stepped rows are
-        rounded like rows of a table with this dtype. If the dtype is wider, rows are rounded when
-        they leave the cache, in the way in which stepped rows of an uncached table are rounded.
+      cache_precision: dtype of cached rows. None, the default: `weights_precision`. If the dtype of
+        cached rows differs from `weights_precision`, training with a cache gives other results than
+        training without a cache. If the dtype of cached rows is narrower, rows are rounded to
+        nearest when they enter the cache, and an updated row is rounded like a row of a table with
+        this dtype. If the dtype of cached rows is wider, a row is rounded when it leaves the cache,
+        in the way in which an updated row of an uncached table is rounded.
       weights_precision: dtype of the stored rows: FP32 (default), FP16 or BF16.
       output_dtype: dtype of the output: FP32 (default), FP16 or BF16. Sums are computed in float32.
       enforce_hbm: whether MANAGED_CACHING means DEVICE, False by default.
       optimizer: optimizer of all tables, or a list with one optimizer per table. See
         `EmbOptimType`. An optimizer of rsembed, such as `rsembed.optimizers.FTRL(...)`, is also
-        accepted. Its fields then set the learning rate and all other hyperparameters.
-      record_cache_metrics: which cache misses `get_cache_miss_counter` and
-        `get_table_wise_cache_miss` return. None, the default: neither method can be called.
+        accepted. The learning rate and all other hyperparameters are then the fields of this
+        optimizer, and the arguments of the module do not set them.
+      record_cache_metrics: which of `get_cache_miss_counter` and `get_table_wise_cache_miss` can be
+        called. None, the default: neither method can be called.
       gather_uvm_cache_stats: whether `get_uvm_cache_stats` and `reset_uvm_cache_stats` can be
         called, False by default.
-      stochastic_rounding: whether stepped FP16 and BF16 rows are rounded stochastically, True by
+      stochastic_rounding: whether updated FP16 and BF16 rows are rounded stochastically, True by
         default.
       gradient_clipping: whether every entry of the output's gradient is clipped to
         `[-max_gradient, max_gradient]`, False by default.
@@ -124,12 +126,12 @@ class TableBatchedEmbeddingBags(TrainedTables):
         limited.
       learning_rate: a number, or a function of no arguments or of the step number (from 0). Pass
         one for all tables, or a list with one per table.
-      eps: number that is added to the square root in the denominator. The default is 1e-8, as in
-        FBGEMM. Torch's Adagrad has 1e-10.
+      eps: number that is added to the square root in the denominator of an update. The default is
+        1e-8, as in FBGEMM. `torch.optim.Adagrad` has the default 1e-10.
       momentum: momentum of LARS_SGD.
       weight_decay: strength of weight decay. Weight decay is decoupled for ADAM, LAMB and their
         partial forms, and added to the gradient for LARS_SGD. For row-wise Adagrad,
-        `weight_decay_mode` sets the kind.
+        `weight_decay_mode` selects the kind of weight decay.
       weight_decay_mode: kind of weight decay of row-wise Adagrad.
       eta: trust coefficient of LARS_SGD.
       beta1: decay of the first moment, for the ADAM and LAMB families.
@@ -150,22 +152,23 @@ class TableBatchedEmbeddingBags(TrainedTables):
         looked up, False by default. True needs `cache_algorithm` LRU.
       stats_reporter_config: settings of periodic reports about training outside `jit`. None, the
         default: no reports.
-      table_names: names of the tables in messages and state dicts, `table_0`, `table_1` and so on
-        by default.
+      table_names: names of the tables in error messages and state dicts, `table_0`, `table_1` and
+        so on by default.
       optimizer_state_dtypes: dtypes (FP32, FP16 or BF16) of the optimizer states `momentum1` and
         `momentum2`, by name. FP32 by default.
-      multipass_prefetch_config: splits the prefetch of a long batch into passes. None, the default:
-        one pass.
+      multipass_prefetch_config: settings that split the prefetch of a long batch into several
+        passes. None, the default: every prefetch has one pass.
       global_weight_decay: settings of weight decay mode DECOUPLE_GLOBAL, required by it and only
         allowed with it.
       uvm_host_mapped: no effect.
       emainplace_mode: settings of EMAINPLACE_ROWWISE_ADAGRAD.
-      feature_names: names of the features in messages. By default, a feature has the name of its
-        table, with an index if several features read the table.
+      feature_names: names of the features in error messages and, on a mesh, in the gradients of
+        `per_sample_weights`. By default, a feature has the name of its table, with an index if
+        several features read the table.
       mesh: devices that share the tables and the samples of a batch. None, the default: one device.
         See `prepare`.
       sharding_axis: axes of the mesh over which tables and samples are split. None, the default:
-        all axes.
+        all axes of the mesh.
       placement: placement of tables on a mesh, by table name, or one placement for all tables. See
         `rsembed.EmbeddingCollection`.
       rngs: source of the PRNG key for initial weights and stochastic rounding. Default:
@@ -272,7 +275,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
         total_unique_indices: int | None = None,
     ) -> Float[Array, "*output"]:
-        """Pooled rows of all features. The call does not train the tables.
+        """Pooled rows of all features, from a lookup that does not train the tables.
 
         Args:
           indices: ids of all features, feature after feature, or the result of `prepare`. The id -1
@@ -280,8 +283,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
           offsets: bag `b` of feature `f` holds
             `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`, for a batch of `B` bags per
             feature.
-          per_sample_weights: factor of every looked-up row, `[ids]`. `jax.grad` can differentiate
-            the result with respect to the weights. None, the default: all weights are 1.
+          per_sample_weights: array `[ids]` of weights. The row that an id reads is multiplied by
+            the weight of the id. `jax.grad` can differentiate the result with respect to the
+            weights. None, the default: all weights are 1.
           feature_requires_grad: ignored, because only `vjp` uses it.
           batch_size_per_feature_per_rank: number of bags `[feature][rank]`, if features have
             different numbers of bags.
@@ -312,8 +316,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
           indices: see `__call__`.
           offsets: see `__call__`.
           per_sample_weights: see `__call__`.
-          feature_requires_grad: 1 or 0 for each feature. With 0, the gradients of the feature's
-            `per_sample_weights` are zero. The rows of the feature are still trained.
+          feature_requires_grad: for each feature, 1 or 0. If the number is 0, the gradients of the
+            feature's `per_sample_weights` are zero, but the rows of the feature are trained.
           batch_size_per_feature_per_rank: see `__call__`.
           total_unique_indices: for OptimType.NONE, the maximum number of rows per group that
             `backward` returns. Default: the number of indices.
@@ -330,7 +334,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         if feature_requires_grad is not None:
             mask = batches.mask_of_ids(self.plan, batch, feature_requires_grad)
         with self._alone():
-            # An invalid batch must not change the tables, so the step begins after all checks.
+            # `_begin_step` may change tables, and an invalid batch must not change a table. The
+            # batch is therefore checked before.
             self._begin_step()
             near = self._brought(batch)
             output = self._pooled(near)
@@ -339,7 +344,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             )
 
     def apply(self, row_gradients: RowGradients) -> None:
-        """Steps every row in `row_gradients` once.
+        """Makes one optimizer step of every row in `row_gradients`.
 
         Args:
           row_gradients: result of `backward.row_gradients`, which may have been clipped, or summed
@@ -374,8 +379,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         batch. On one device, the ids are padded to a power of two (not for PoolingMode.NONE), so
         that a stream of batches needs only a few compiled programs.
 
-        Gradients of `per_sample_weights` have the form of the prepared batch. On a mesh, the
-        gradients are a dictionary `{feature: [ids]}`.
+        If a prepared batch is passed to `vjp`, the gradients of `per_sample_weights` have the form
+        of the prepared weights: an array for the padded ids on one device, or a dictionary
+        `{feature: [ids]}` on a mesh.
 
         Raises: RuntimeError: `prepare` is called inside `jit`.
         """
@@ -398,14 +404,14 @@ class TableBatchedEmbeddingBags(TrainedTables):
         forward_stream: object = None,
         batch_size_per_feature_per_rank: Sequence[Sequence[int]] | None = None,
     ) -> None:
-        """Copies the rows of a later batch into the cache.
+        """Copies the rows of a batch into the cache before the batch is looked up.
 
-        Other batches may be looked up before the prefetched batch.
+        Other batches may be looked up between the prefetch of a batch and its lookup.
 
         Args:
           indices: see `__call__`.
           offsets: see `__call__`.
-          forward_stream: ignored. FBGEMM has this argument.
+          forward_stream: ignored; accepted because FBGEMM's method has this argument.
           batch_size_per_feature_per_rank: see `__call__`.
 
         Raises: RuntimeError: `prefetch` is called inside `jit`, or 100 prefetched batches have not
@@ -424,20 +430,20 @@ class TableBatchedEmbeddingBags(TrainedTables):
             host.prefetch(self.state, batch)
 
     def _begin_step(self) -> None:
-        """Runs the passes over whole tables of the next step, if they have not run yet."""
+        """Calls `functional.begin_step` for the next training step, if an optimizer needs it."""
         if self.plan.has_passes:
             kept(self.state.set_value, _begin_step, self.plan, self.whole_state)
 
     def _step(
         self, host: HostRows | None, program: Callable[..., tuple[TBEState, Any]], *operands: PyTree
     ) -> Any:
-        """Runs a program that steps rows, and writes rows without a cache slot to the host.
+        """Runs a program that updates rows, then writes the rows in the scratch area to the host.
 
         Args:
           host: the module's `host_rows`.
-          program: function of the plan, the state and `operands`. `program` donates the state, and
-            returns the new state and a second result.
-          operands: arguments of the program after the state.
+          program: function that is called with the plan, the state and `*operands`. The function
+            donates the state, and returns the new state and a second result.
+          *operands: more arguments of `program`.
 
         Returns: the second result of `program`.
         """
@@ -460,8 +466,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         in mode IGNORE.
         """
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
-        # Inside a transformation, the variables of a module that is not an argument cannot be set.
-        # The number of ids out of range is then lost.
+        # Inside a transformation such as `nnx.jit`, the variables of a module can be set only if
+        # the module is an argument of the transformed function. Otherwise, the number of ids and
+        # offsets out of range is not stored.
         with contextlib.suppress(TraceContextError):
             if mistake and not self._has_warned:
                 message = (
@@ -481,7 +488,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
         Args:
           batch: result of `_read`.
-          admit: whether missing rows enter the cache, True by default.
+          admit: whether rows that are not in the cache enter the cache, True by default.
 
         Raises: RuntimeError: a table is cached, and the module is not an argument of the
           transformation.
@@ -504,9 +511,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return host.bring(self.state, batch, admit=admit)
 
     def _pooled(self, batch: AnyBatch) -> Array:
-        """Looks up a batch that `_brought` has returned."""
-        # Numpy arrays are passed to the compiled function as they are, because converting them to
-        # JAX arrays before the call is slower.
+        """Looks up a batch in the form that `_brought` returns."""
+        # NumPy arrays are passed to the compiled function without conversion, because a conversion
+        # to JAX arrays before the call is slower.
         return _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
 
 
@@ -516,7 +523,7 @@ SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
 
 @dataclasses.dataclass(eq=False, repr=False)
 class TablesBackward:
-    """Backward function of one `vjp` call, which trains looked-up rows or returns their gradients.
+    """Backward function of one lookup, which trains the looked-up rows or returns their gradients.
 
     Each object can be used once: `backward(d_out)` or `backward.row_gradients(d_out)`.
     """
@@ -529,7 +536,8 @@ class TablesBackward:
     _bound: int | None
 
     def __post_init__(self) -> None:
-        # A step uses the learning rate at the time of its lookup, even if the rate changes later.
+        # A training step uses the learning rate at the time of its lookup, even if the rate changes
+        # between the lookup and the update.
         self._rates = learning_rates(self._module.plan, self._module.whole_state)
         self._generation = self._module.state.get_value().generation
         self._is_used = False
@@ -537,19 +545,21 @@ class TablesBackward:
     def __call__(
         self, d_output: ArrayLike, *, per_sample_weights_grad: bool = True
     ) -> WeightGradients | RowGradients:
-        """Steps every looked-up row once, with the sum of the row's gradients over the whole call.
+        """Makes one optimizer step of every looked-up row.
+
+        The gradient of a row is the sum of its gradients over the whole batch.
 
         Args:
           d_output: gradient of the output of `vjp`, in the shape of the output.
           per_sample_weights_grad: whether the gradient of `per_sample_weights` is computed, True by
-            default. False makes the call faster.
+            default. `backward` is faster without this gradient.
 
         Returns: the gradient of `per_sample_weights`, in the structure of the weights, or None
           without weights. For a batch prepared on a mesh, the gradient is a dictionary
-          `{feature: [ids]}`. For OptimType.NONE, no row is stepped, and the result is a
+          `{feature: [ids]}`. For OptimType.NONE, no row is updated, and the result is a
           `RowGradients`.
 
-        Raises: RuntimeError: this backward has already been used, or the module is now in
+        Raises: RuntimeError: this backward function has already been used, or the module is now in
           evaluation mode.
         """
         with self._module._alone():
@@ -566,7 +576,8 @@ class TablesBackward:
         functional.check_state(module.plan, module.state.get_value())
         self._is_used = True
         module._begin_step()
-        # Since the call of `vjp`, lookups of other batches may have moved rows in the cache.
+        # If another batch has been looked up after the call of `vjp`, the rows of this batch may no
+        # longer be on the device. They are then copied to the device again.
         if module.state.get_value().generation is not self._generation:
             self._near = module._brought(self._batch, admit=False)
         program = functools.partial(
@@ -586,18 +597,18 @@ class TablesBackward:
         return weight_gradients
 
     def row_gradients(self, d_output: ArrayLike) -> RowGradients:
-        """Sums the gradients of every looked-up row, without a step.
+        """Gradients of all looked-up rows, without an update of the rows.
 
-        The result can be clipped or accumulated, and passed to `apply` later.
+        The gradients can be clipped, or summed over several batches, and passed to `apply` later.
 
         Args:
           d_output: gradient of the output of `vjp`, in the shape of the output.
 
-        Returns: one entry per group of tables with equal dim, optimizer and placement, by the name
-          of the group's first table. The row numbers of a table are offset by the number of rows of
-          all earlier tables of the group.
+        Returns: row numbers and gradients for each group of tables with equal dim, optimizer and
+          placement. The name of a group is the name of its first table. The row numbers of a table
+          are offset by the number of rows of all earlier tables of the group.
 
-        Raises: ValueError: more rows than `total_unique_indices` were looked up.
+        Raises: ValueError: more rows of a group than `total_unique_indices` were looked up.
         """
         module = self._module
         gradient = self._gradient(d_output)
@@ -616,7 +627,8 @@ class TablesBackward:
         Raises:
           TypeError: `d_output` is not an array of floats.
           ValueError: `d_output` does not have the shape of the output.
-          RuntimeError: this backward has already been used, or the module is in evaluation mode.
+          RuntimeError: this backward function has already been used, or the module is in evaluation
+            mode.
         """
         check_not_forked("the module")
         module = self._module

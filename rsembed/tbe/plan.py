@@ -45,7 +45,7 @@ from rsembed.tbe.arguments import (
 class EmbeddingLocation(enum.IntEnum):
     """Memory that holds the rows of a table: device, host, or host with a cache on the device.
 
-    FBGEMM's location MTIA is rejected, because JAX has no such backend.
+    `TableBatchedEmbeddingBags` rejects the member MTIA, because JAX has no MTIA backend.
     """
 
     DEVICE = 0
@@ -58,8 +58,8 @@ class EmbeddingLocation(enum.IntEnum):
 class ComputeDevice(enum.IntEnum):
     """Kind of device that looks up rows. GPU is another name of CUDA.
 
-    GPU and TPU are additions to FBGEMM. FBGEMM's device MTIA is rejected, because JAX has no such
-    backend.
+    FBGEMM's `ComputeDevice` has no members GPU and TPU. `TableBatchedEmbeddingBags` rejects the
+    member MTIA, because JAX has no MTIA backend.
     """
 
     CPU = 0
@@ -75,7 +75,7 @@ AnyBatch: TypeAlias = Call | PreparedBatch
 """A checked batch: a `Call` on one device, a `PreparedBatch` on a mesh."""
 Batch = TypeVar("Batch", Call, PreparedBatch, AnyBatch)
 LIST = "all"
-"""Name of the only list of ids of a `PreparedBatch`, which has the ids of all features."""
+"""Name of the list of ids in a `PreparedBatch`. The ids of all features are in this one list."""
 BagSizes = tuple[tuple[int, ...], ...]
 """`sizes[f][r]` is the number of bags of feature `f` from rank `r`."""
 
@@ -84,7 +84,7 @@ class TablePlan(NamedTuple):
     """Plan of one logical table.
 
     Args:
-      name: name of the table in messages and state dicts.
+      name: name of the table in error messages and state dicts.
       optimizer: optimizer from which `rule` was made.
       num_rows: number of rows.
       dim: number of columns.
@@ -92,18 +92,18 @@ class TablePlan(NamedTuple):
       dtype: dtype of the stored rows.
       near_dtype: dtype of the rows on the device. This dtype may differ from `dtype` if rows are
         stored on the host.
-      rule: optimizer that steps looked-up rows. None: rows are not stepped, and `backward` returns
-        their gradients.
+      rule: optimizer that updates looked-up rows. None: rows are not updated, and `backward`
+        returns their gradients.
       placement: `device`, `cached` (on the host, with a cache on the device) or `host` (each batch
         copies its rows to the device and back).
-      shared_by: placement on a mesh: `row`, `table`, `column` or `replicated`. Always `replicated`
-        on one device.
-      rounds_stochastically: whether stepped rows of a dtype other than float32 are rounded
+      shared_by: placement on a mesh: `row`, `table`, `column` or `replicated`. Without a mesh, the
+        value is `replicated`.
+      rounds_stochastically: whether updated rows of a dtype other than float32 are rounded
         stochastically.
-      whole_table_mode: settings of the pass over the whole table that runs before the lookup of
-        each training step. None: the optimizer has no such pass.
-      copy_dtypes: dtypes of the copies of the table that the pass over the whole table needs. In a
-        state, the copies come after the slots of `rule`.
+      whole_table_mode: settings of an optimizer that may change the whole table before the lookup
+        of a training step. None: the optimizer never changes the table before a lookup.
+      copy_dtypes: dtypes of the slow copies of the table, which some optimizers need. In a state,
+        the tuple of a group's optimizer states has the slots of `rule` first, then the copies.
       torch_state_names: names of the optimizer states in torch's optimizers.
     """
 
@@ -134,9 +134,10 @@ class TablePlan(NamedTuple):
 
     @property
     def global_decay(self) -> GlobalWeightDecayDefinition | None:
-        """Global weight decay, or None if the rule has none.
+        """Settings of weight decay mode DECOUPLE_GLOBAL, or None in other modes.
 
-        A lookup applies the decay of the steps since the last update of a row.
+        In this mode, a lookup multiplies a row by the decay of the steps since the row's last
+        update.
         """
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagrad) else None
 
@@ -151,7 +152,7 @@ class TablePlan(NamedTuple):
         return self.global_decay is not None
 
     def contents(self) -> dict[str, object]:
-        """Metadata of the table that must be equal when a state dict is loaded.
+        """Metadata of the table. A state dict can be loaded only into tables with equal metadata.
 
         Hyperparameters are not part of the metadata, so they may differ.
         """
@@ -174,16 +175,17 @@ class TablePlan(NamedTuple):
 
     def spec(self) -> TableSpec:
         """The `TableSpec` of the table, for rsembed's `Engine`."""
-        # The spec leaves out initial values, rounding noise and combiner. `init_state` makes the
-        # initial values, each `Step` has the noise, and `engine_of` sets the combiner.
+        # The `TableSpec` does not set the initial values, the random bits of rounding, or the
+        # combiner. `init_state` makes the initial values, a `Step` contains the PRNG key of the
+        # rounding, and `engine_of` sets the combiner.
         spec = TableSpec(
             name=self.name,
             # A `TableSpec` needs at least one row, so an empty table gets a row that no id reads.
             vocabulary_size=max(self.num_rows, 1),
             embedding_dim=self.dim,
             dtype=self.dtype,
-            # Stochastic rounding draws noise for whole rows, so it forbids a split by column. Rows
-            # in float32 are not rounded.
+            # A table with stochastic rounding cannot be split by column, because random bits are
+            # drawn for whole rows. Rows in float32 are not rounded.
             stochastic_rounding=self.rounds_stochastically and self.dtype != "float32",
         )
         if self.rule is None:
@@ -195,9 +197,9 @@ class GroupPlan(NamedTuple):
     """Tables of equal dim, optimizer and placement, which share one array.
 
     Args:
-      table: the first table of the group. Other tables of the group differ from the first only in
-        name and size. The name of the first table is the name of the group, and of its stack in the
-        engine.
+      table: plan of the first table in the group. The other tables of the group differ from this
+        table only in name and number of rows. The name of this table is also the name of the group,
+        and the name of the group's stack in the engine.
       tables: indices of all tables of the group.
       num_rows: number of rows of all tables of the group.
     """
@@ -217,7 +219,7 @@ class TBEPlan:
       tables: plans of the logical tables, in the order of `embedding_specs`.
       features: index of the table of every feature.
       pooling: `sum`, `mean` or `none`.
-      feature_names: names of the features in messages.
+      feature_names: names of the features in error messages and prepared batches.
       devices: devices that share tables and samples.
     """
 
@@ -228,8 +230,8 @@ class TBEPlan:
     devices: Devices
 
     def __post_init__(self) -> None:
-        # The hash is computed once: every call looks up its compiled program by the plan, and
-        # hashing all tables is slow.
+        # JAX hashes the plan in every call, to find the compiled program. The hash is computed only
+        # once, because hashing all tables is slow.
         fields = (self.tables, self.features, self.pooling, self.devices)
         object.__setattr__(self, "_hash", hash(fields))
 
@@ -256,7 +258,7 @@ class TBEPlan:
 
     @property
     def stacks(self) -> tuple[Stack, ...]:
-        """For every group, its stack in the engine, with layout and storage of the group's array."""
+        """For every group, the `Stack` of the engine with the group's array layout and storage."""
         return tuple(engine_of(self).stacks.values())
 
     @functools.cached_property
@@ -270,7 +272,10 @@ class TBEPlan:
 
     @functools.cached_property
     def readers(self) -> tuple[Segment, ...]:
-        """For every feature, a segment that reads its table. `_segments` adds the bags."""
+        """For every feature, a `Segment` that reads the feature's table, but has no bags yet.
+
+        For a batch, `_segments` sets `first_bag` and `num_bags` of the segments.
+        """
         readers = []
         for table in self.features:
             group, first_row = self.places[table]
@@ -295,12 +300,12 @@ class TBEPlan:
 
     @property
     def has_cache(self) -> bool:
-        """Whether the rows of some table are on the host."""
+        """Whether at least one table has its rows on the host."""
         return any(table.is_cached for table in self.tables)
 
     @functools.cached_property
     def has_passes(self) -> bool:
-        """Whether optimizers need `functional.begin_step` before a training step."""
+        """Whether an optimizer needs a call of `functional.begin_step` before a training step."""
         for table in self.tables:
             if table.whole_table_mode is not None or isinstance(table.rule, CounterAdagrad):
                 return True
@@ -308,12 +313,16 @@ class TBEPlan:
 
     @functools.cached_property
     def row_layout(self) -> Fingerprint:
-        """Fingerprint of the meaning of row numbers: group, first row and size of every table."""
+        """Fingerprint of all facts that determine row numbers.
+
+        The facts are the group, the first row, the number of rows and the dim of every table and,
+        on a mesh, the placements and the number of devices.
+        """
         return Fingerprint.of({"tables": self._row_facts()})
 
     @functools.cached_property
     def layout(self) -> Fingerprint:
-        """Fingerprint that states contain.
+        """Fingerprint of the plan, which every `TBEState` contains in its field `layout`.
 
         The fingerprint depends on the row numbers, dtypes, placements and optimizers of the tables.
         """
@@ -331,9 +340,10 @@ class TBEPlan:
 
     @functools.cached_property
     def contents(self) -> Fingerprint:
-        """Fingerprint that state dicts contain.
+        """Fingerprint of the tables, which every state dict contains in its entry `contents`.
 
-        The fingerprint depends on the sizes and optimizers of the tables, but not on placements and dtypes.
+        The fingerprint depends on the names, sizes and optimizers of the tables, but not on their
+        placements and dtypes.
         """
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
@@ -361,11 +371,11 @@ class TBEPlan:
         weights: Float[Array | np.ndarray, " nnz"] | None,
         sizes: BagSizes | None = None,
     ) -> Call:
-        """Kernel call with one list of ids.
+        """Makes a `Call`, the form of a batch that kernels read. All ids are in one list.
 
         Args:
           ids: ids of all features, feature after feature.
-          offsets: 0, then the end of every bag.
+          offsets: positions in `ids`: the start of every bag, then the end of the last bag.
           weights: one weight per id. None: all weights are 1.
           sizes: number of bags by feature and rank, for variable batch sizes. None if all features
             have equally many bags.
@@ -425,7 +435,7 @@ def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[
 def engine_of(plan: TBEPlan) -> Engine:
     """Engine with the compiled programs for the tables of a plan.
 
-    Each group of the plan is a stack of the engine, in the order of the groups.
+    The engine has one stack for each group of the plan, in the order of the groups.
     """
     specs = [table.spec() for table in plan.tables]
     features: dict[str, FeatureSpec] = {}
@@ -437,7 +447,8 @@ def engine_of(plan: TBEPlan) -> Engine:
     for group in plan.groups:
         names = [specs[table].name for table in group.tables]
         stack = plan_stack(readers, names, stack_name=group.table.name, num_shards=1, pad=False)
-        # `FeatureSpec` rejects the combiner "mean_by_count", so the combiner is set afterwards.
+        # The combiner is set in the stack and not in the `FeatureSpec`, because `FeatureSpec`
+        # rejects the combiner "mean_by_count".
         pooled = [dataclasses.replace(feature, combiner=combiner) for feature in stack.features]
         stacks.append(dataclasses.replace(stack, features=tuple(pooled)))
     made = make_stacks(
@@ -453,20 +464,20 @@ def engine_of(plan: TBEPlan) -> Engine:
 
 @functools.lru_cache(maxsize=64)
 def identity(plan: TBEPlan, *, checks: bool) -> str:
-    """Identity of prepared batches for a plan: tables, features, devices and bounds check."""
+    """Digest of what a prepared batch depends on: tables, features, devices and bounds check."""
     bounds_check = "raise" if checks else "ignore"
     return identity_of(engine_of(plan).features, plan.list_of_feature, plan.devices, bounds_check)
 
 
 def list_of(batch: AnyBatch) -> IdList | Bags:
-    """The only list of ids of a batch, which has the ids of all features."""
+    """The list of ids in a batch. The ids of all features are in this one list."""
     if isinstance(batch, Call):
         return batch.lists[0]
     return batch.lists[LIST]
 
 
 def with_list(batch: Batch, **changes: Any) -> Batch:
-    """A copy of the batch with new `ids`, `offsets` or `weights` in its only list of ids."""
+    """A copy of the batch with new `ids`, `offsets` or `weights` in its list of ids."""
     changed: Any = dataclasses.replace(list_of(batch), **changes)
     lists: Any = {LIST: changed} if isinstance(batch, PreparedBatch) else (changed,)
     return dataclasses.replace(batch, lists=lists)
@@ -510,7 +521,7 @@ def device_of(device: jax.Device | str | int | None) -> jax.Device | None:
 
 
 def make_plan(settings: Arguments) -> TBEPlan:
-    """Plan of a module with the arguments `settings`.
+    """Makes the plan of a module from the arguments of its constructor.
 
     Raises:
       ValueError: the declaration of a table or feature is invalid, or arguments contradict each
@@ -538,7 +549,8 @@ def make_plan(settings: Arguments) -> TBEPlan:
         )
     dtype = settings.weights_precision.dtype
     near_dtype = (settings.cache_precision or settings.weights_precision).dtype
-    # On CPUs, host and device memory are the same, so only caching makes a difference.
+    # On CPUs, host memory is device memory, so a table with location MANAGED or HOST is treated
+    # like a table with location DEVICE.
     elsewhere: Placement = "device" if default_platform() == "cpu" else "host"
     special: dict[EmbeddingLocation, Placement] = {
         EmbeddingLocation.DEVICE: "device",
@@ -607,8 +619,8 @@ def _optimizers_and_rates(
         f"optimizer {arguments.name_of(optimizers[0])} does not use them",
     )
     if len(set(optimizers)) == 1:
-        # `trained_by` checks only arguments that an optimizer reads. If all tables have one
-        # optimizer, the other arguments are checked, too.
+        # `trained_by` checks only the arguments that the optimizer of a table reads. If all tables
+        # have the same optimizer, all arguments are checked here.
         arguments.check_arguments(optimizers[0], settings)
     return optimizers, rates
 
@@ -617,7 +629,8 @@ def _default_feature_names(names: Sequence[str], features: Sequence[int]) -> lis
     """For every feature, the name of its table, with an index if several features read the table."""
     readers = []
     for feature, table in enumerate(features):
-        # A feature with a table index out of range gets any name, because `_check_specs` rejects it.
+        # If a feature has a table index out of range, the name is only a placeholder, because
+        # `_check_specs` will reject the feature.
         readers.append(names[table] if 0 <= table < len(names) else f"feature_{feature}")
     numbered = []
     for feature, name in enumerate(readers):
@@ -635,7 +648,8 @@ def _check_specs(
 ) -> None:
     """Checks the declarations of tables and features.
 
-    Raises: ValueError: a declaration is invalid. The message names the table or feature.
+    Raises: ValueError: a declaration is invalid. If the error concerns one table or feature, the
+      error message contains its name.
     """
     if not specs:
         raise ValueError("embedding_specs is empty; a module needs at least one table.")
@@ -676,7 +690,8 @@ def _check_trained(table: TablePlan) -> None:
 
     Raises:
       ValueError: the optimizer needs an even dim.
-      NotImplementedError: the optimizer reads or writes whole tables, and the table is on the host.
+      NotImplementedError: the table is on the host, and the optimizer reads or writes all rows of a
+        table in a step.
     """
     if isinstance(table.whole_table_mode, EmainplaceModeDefinition) and table.dim % 2:
         raise ValueError(

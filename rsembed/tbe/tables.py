@@ -69,7 +69,8 @@ def _uniform_rows(
     low: Float[Array, ""],
     high: Float[Array, ""],
 ) -> Float[Array, "rows dim"]:
-    # Each row has a PRNG key, so that rows can be drawn in blocks, without a second table.
+    # The PRNG key of a row depends on the row number. A table can therefore be drawn in blocks of
+    # rows, which needs no memory for a second table.
     def draw(row: Int[Array, ""]) -> Float[Array, " dim"]:
         row_key = jax.random.fold_in(key, row)
         return low + (high - low) * jax.random.uniform(row_key, (dim,))
@@ -99,14 +100,14 @@ class TBEVariable(nnx.Variable):
 
 
 class TrainedTables(nnx.Module):
-    """Base class of the module, with access to whole tables, states and learning rates.
+    """Base class of `TableBatchedEmbeddingBags` with access to whole tables and learning rates.
 
-    The constructor of the subclass sets the attributes. The subclass also has the lookups.
+    The subclass implements lookups, and sets the attributes in its constructor.
 
     Attributes:
       plan: plan of the module's tables.
-      state: everything that training changes, except rows that are only on the host.
-      arguments: arguments of the constructor.
+      state: variable with everything that training changes, except rows that are only on the host.
+      arguments: arguments of the module's constructor.
     """
 
     plan: TBEPlan
@@ -128,15 +129,17 @@ class TrainedTables(nnx.Module):
     def host_rows(self) -> HostRows | None:
         """The rows of cached tables on the host, or None if no table is cached.
 
-        Outside `jit`, use this property and not `_host_rows`. The property waits for compiled
-        programs, and repairs a change that an error or Ctrl-C has stopped halfway.
+        Outside `jit`, use this property and not `_host_rows`. The property waits until running
+        programs have finished. If an error or Ctrl-C has stopped a change of rows halfway, the
+        property repairs the rows.
 
         Raises: RuntimeError: the module's state is older than the host store, or belongs to a
           different module.
         """
         if self._host_rows is not None:
             check_not_forked("the module")
-            # Callbacks of compiled programs may still be changing the rows on the host.
+            # A compiled program may still run, and its callbacks may change the rows on the host.
+            # `effects_barrier` waits for these callbacks.
             jax.effects_barrier()
             if not is_traced(self.state.get_value().generation):
                 with self._host_rows.lock:
@@ -145,16 +148,17 @@ class TrainedTables(nnx.Module):
         return self._host_rows
 
     def _resume(self) -> None:
-        """Makes device and host consistent if an error or Ctrl-C has stopped a call halfway."""
+        """Repairs rows on device and host if an error or Ctrl-C has stopped a change halfway."""
         if self._host_rows is not None and self._host_rows.begun is not None:
             functional.check_state(self.plan, self.state.get_value())
             self._host_rows.resume(self.state)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context in which no other thread can use the tables on the host.
+        """Context manager in which no other thread can use the tables on the host.
 
-        If an error or Ctrl-C ends the context, device and host are made consistent.
+        If an error or Ctrl-C ends the `with` block, the rows on the device and on the host are made
+        consistent.
         """
         check_not_forked("the module")
         if self._host_rows is None:
@@ -172,7 +176,7 @@ class TrainedTables(nnx.Module):
     def set_learning_rate(self, lr: float | Sequence[float]) -> None:
         """Sets one learning rate for all tables, or one for each table.
 
-        A `backward` function of an earlier `vjp` still uses the rate at the time of its lookup.
+        A `backward` function from an earlier call of `vjp` uses the old learning rate.
 
         Raises: ValueError: a rate is negative or not finite, the rate is a schedule, or tables that
           share an array get different rates.
@@ -180,7 +184,7 @@ class TrainedTables(nnx.Module):
         self._set_numbers(learning_rates=_rates_of_groups(self.plan, lr))
 
     def _set_numbers(self, **numbers: Array) -> None:
-        """Sets fields of the state that are equal on all devices."""
+        """Sets fields of the state that have the same value on all devices, such as `step`."""
         state = self.whole_state._replace(**everywhere(self.plan, numbers))
         self.state.set_value(state)
 
@@ -204,7 +208,7 @@ class TrainedTables(nnx.Module):
     @property
     def step(self) -> Array:
         """Number of updates so far."""
-        # The result is a copy, because the next update donates the array of the state.
+        # The array in the state will be donated to the next update, so the result is a copy.
         return self.whole_state.step + 0
 
     def init_embedding_weights_uniform(
@@ -216,12 +220,13 @@ class TrainedTables(nnx.Module):
     ) -> None:
         """Draws all weights from the uniform distribution between two bounds.
 
-        Equal keys give equal bits, whether tables are on the device, on the host or on a mesh.
+        With the same key, the weights are equal in every bit for tables on one device, on the host
+        and on a mesh.
 
         Args:
           min_val: lower bound of the weights.
           max_val: upper bound of the weights.
-          key: PRNG key. Default: the key of the module.
+          key: PRNG key. By default, the PRNG key in the state of the module.
 
         Raises: ValueError: a bound is not finite, or `min_val` is above `max_val`.
         """
@@ -327,13 +332,13 @@ class TrainedTables(nnx.Module):
                     saved[name] = np.array(array)
         saved["step"] = np.asarray(state.step)
         if plan.has_passes and state.passed_step != state.step:
-            # A `vjp` has begun the next step, but its `backward` has not run.
+            # `vjp` has begun the next training step, but `backward` has not been called yet.
             saved["passed_step"] = np.asarray(state.passed_step)
         group_of_table = [group for group, _ in plan.places]
         saved["learning_rate"] = np.asarray(state.learning_rates)[group_of_table]
         saved["max_counter"] = np.asarray(state.max_counter)
         saved["key"] = np.asarray(jax.random.key_data(state.key))
-        # `contents` is saved as bytes, because some file formats cannot store strings.
+        # The fingerprint is saved as an array of bytes, because some file formats have no strings.
         saved["contents"] = np.frombuffer(plan.contents.text.encode(), np.uint8)
         return saved
 
@@ -391,7 +396,8 @@ class TrainedTables(nnx.Module):
             )
         numbers = self._numbers_of(saved)
         functional.check_state(plan, self.state.get_value())
-        # Cached rows are discarded, because all rows are replaced below.
+        # The cached rows need not be written to the host, because `_write_table` overwrites all
+        # rows of all tables.
         self.reset_cache_states(discard=True)
         for number, table in enumerate(plan.tables):
             for array, name in enumerate(_entries(table)):
@@ -424,7 +430,7 @@ class TrainedTables(nnx.Module):
     def _report(self, batch: AnyBatch, output: Array) -> None:
         """Reports counts and bytes under FBGEMM's names, every `interval` steps.
 
-        Inside `jit`, nothing can be reported, and the method warns.
+        Inside `jit`, the method reports nothing and gives a warning.
         """
         config = self.arguments.stats_reporter_config
         if config is None:
@@ -466,7 +472,7 @@ class TrainedTables(nnx.Module):
         logging.getLogger("rsembed").info("step %d: %s", step, text)
 
     def flush(self) -> None:
-        """Writes all cached rows and states to the host. The rows stay in the cache."""
+        """Writes all cached rows and their optimizer states to the host, and keeps them cached."""
         with self._alone():
             host_rows = self.host_rows
             if host_rows is not None:
@@ -679,7 +685,8 @@ def _non_negative_entries(table: TablePlan) -> set[str]:
     """Names of the entries of a table in a state dict that must not be negative."""
     if table.rule is None:
         return set()
-    # `torch_state_names` has the slots of the rule, followed by the copies of the table.
+    # `torch_state_names` has the names of the rule's slots first, then the names of copies of the
+    # table, so `zip` stops before the copies.
     slots = getattr(table.rule.slot_type, "_fields", ())
     entries = set()
     for slot, state in zip(slots, table.torch_state_names, strict=False):
@@ -693,7 +700,8 @@ def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
 
     A state with one number per row has the shape `[rows]`.
     """
-    # With dim 2, a state with one number per row, `[1, 1]`, differs from a state `[1, dim]`.
+    # Dim 2 is used to tell two kinds of states apart: `first_row` returns `[1, 1]` for a state with
+    # one number per row, and `[1, 2]` for a state with `dim` numbers per row.
     arrays = table._replace(dim=2).first_row()
     entries = {}
     for name, array in zip(("weight", *table.torch_state_names), arrays, strict=True):
