@@ -187,7 +187,7 @@ def _features_of(
 ) -> tuple[dict[str, FeatureSpec], dict[str, EmbeddingVariable], dict[str, Array]]:
     """Feature specs, embedding variables and plain tables of a group, by name.
 
-    The names are made from the positions of the tables in `params`, such as "params[0]".
+    The name of a table contains the position of the table in `params`, such as "params[0]".
 
     Raises:
       TypeError: an entry of `params` is not a table.
@@ -328,8 +328,8 @@ def input_layer_vjp(
 ) -> tuple[Float[Array, "batch _"], Callable[[ArrayLike], None]]:
     """Output of `input_layer` for training, and `backward(d_output)`, which updates the rows.
 
-    Raises: ValueError: see `input_layer`. `backward` raises ValueError if the gradient does not
-      have the shape of the output. In that case no table has changed.
+    Raises: ValueError: see `input_layer`. If the gradient does not have the shape of the output,
+      `backward` raises ValueError, and changes no table.
     """
     outputs, step = _read_columns(features, columns, training=True)
     output = jnp.concatenate(outputs, axis=1)

@@ -53,7 +53,7 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        # `engine_of` caches the engine of this table, so the first step need not wait for it.
+        # The engine is made and cached here, so that the first step is as fast as later steps.
         lookups.engine_of(((self.variable.table.kind, (combiner,), False),))
 
     @property
@@ -126,12 +126,12 @@ class _Layer(nnx.Module):
 class DistributedEmbedding(_Layer):
     """Layer that looks up and pools rows for `slot_num` features, which share a sharded table.
 
-    `layer(keys)` looks up rows and trains nothing. It returns zeros for a key without a row.
-    `out, backward = layer.vjp(keys)` is the lookup of a training step. It returns the initial row
-    for a new key. `backward(d_out)` stores the rows of new keys, and updates every row that the
-    lookup read. `backward` can be called once per lookup. Lookups and `backward` work eagerly and
-    under `nnx.jit`. `nnx.jit` copies the table unless the layer is donated (`donate_argnums`). The
-    result does not depend on the number of devices.
+    `layer(keys)` looks up rows and trains nothing. This lookup returns zeros for a key without a
+    row. `out, backward = layer.vjp(keys)` is the lookup of a training step. `vjp` returns the
+    initial row for a new key. `backward(d_out)` stores the rows of new keys, and updates every row
+    that the lookup read. `backward` can be called once per lookup. Lookups and `backward` work
+    eagerly and under `nnx.jit`. `nnx.jit` copies the table unless the layer is donated
+    (`donate_argnums`). Outputs do not depend on the number of devices.
 
     Args:
       combiner: "sum", "mean" or "sqrtn" over the keys of a slot, in any case.
@@ -204,8 +204,8 @@ class DistributedEmbedding(_Layer):
             with padding -1 for signed dtypes. `Bags`, or lists with one bag per sample and slot,
             are also accepted. With several processes, each process passes its part of the batch.
           weights: one weight per key, 1 by default.
-          training: if True, the lookup returns the initial rows for new keys. If False, it returns
-            zeros for new keys.
+          training: if True, the lookup returns the initial rows for new keys. If False, the lookup
+            returns zeros for new keys.
 
         Raises:
           TypeError, ValueError: keys or weights are invalid. The error message contains the name of
@@ -290,8 +290,8 @@ class All2AllDenseEmbedding(_Layer):
         Args:
           keys: keys of shape `[batch, slot_num, nnz_per_slot]`, or `[num_keys]` with
             `dynamic_input`. A key of -1 is padding, and its row in the result is zero.
-          training: if True, the lookup returns the initial rows for new keys. If False, it returns
-            zeros for new keys.
+          training: if True, the lookup returns the initial rows for new keys. If False, the lookup
+            returns zeros for new keys.
 
         Raises: see `DistributedEmbedding`.
         """

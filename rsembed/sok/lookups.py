@@ -93,7 +93,7 @@ def engine_of(tables: tuple[EngineTable, ...]) -> Engine:
 
     Args:
       tables: tables of the engine, with the combiners of their features. If a table is enlarged
-        before the step, its lookup returns initial rows for all new keys, as if it had free rows.
+        before the step, a lookup returns initial rows for all new keys, even if no row is free yet.
     """
     stacks: dict[str, Stack] = {}
     features: dict[str, FeatureSpec] = {}
@@ -145,8 +145,8 @@ def _programs(
     """Distributes variables over one or more engines, and yields the engines.
 
     An engine has at most `STACKS_TOGETHER` variables, because the compile time of a program grows
-    with the square of its number of tables. Variables with the same kind of table (`kind`) are
-    neighbors in the engines, so that several engines may share one compiled program.
+    with the square of the number of tables in the program. Variables are sorted by the `kind` of
+    their tables, so that equal engines occur more often and compiled programs are shared.
 
     Args:
       variables: distinct embedding variables of all features.
@@ -251,9 +251,9 @@ class StepOnce:
           *d_outputs: gradient of the loss over the global batch, for each output.
 
         Raises:
-          RuntimeError: this `StepOnce` has been called before. For a table with `when_full="error"`
-            or "grow", also: a new key gets no row, because other steps have filled the table since
-            the lookup, or because the list of keys that wait for admission is full.
+          RuntimeError: this `StepOnce` has been called before. Or a table with `when_full="error"`
+            or "grow" has no row for a new key, because other steps have filled the table since the
+            lookup, or because the list of keys that wait for admission is full.
           ValueError: the gradients differ from the outputs in number or shape.
         """
         gradients = self._checked_gradients(d_outputs)
@@ -338,8 +338,8 @@ class StepOnce:
             num_missing = 0
         if num_missing > 0 or params.waiting is None:
             return num_missing > 0
-        # The number of keys that will start to wait for admission is not known. It is at most the
-        # number of all keys in the batch.
+        # The number of keys that will start to wait for admission is not known here, but the number
+        # of all keys in the batch is an upper bound.
         num_keys = 0
         for (feature_variable, _), keys in zip(self.features, self.batch, strict=True):
             if feature_variable is variable:

@@ -156,7 +156,7 @@ class VariableTable:
     def collection(self) -> EmbeddingCollection:
         """An `EmbeddingCollection` with only this table.
 
-        The argument `state` of its methods is the value of the `EmbeddingVariable`.
+        The state that the methods of the collection take is the value of the `EmbeddingVariable`.
         """
         feature = FeatureSpec(name=self.spec.name, table_spec=self.spec)
         return EmbeddingCollection([feature], mesh=self.context.mesh)
@@ -344,13 +344,13 @@ class GlobalStepEvict:
 @dataclasses.dataclass(frozen=True)
 @validated
 class L2WeightEvict:
-    """Eviction rule: a key is evicted if half the squared L2 norm of its row is too small.
+    """Eviction rule: a key is evicted if the L2 norm of the key's row is small.
 
-    The key is evicted if the number is below `l2_weight_threshold`. With a negative threshold, no
+    A norm is small if `norm**2 / 2` is below `l2_weight_threshold`. With a negative threshold, no
     key is evicted.
 
-    Source: DeepRec, `tf.L2WeightEvict`. This class does what DeepRec's code does. DeepRec's
-      documentation differs: it compares the norm itself with the threshold.
+    Source: DeepRec, `tf.L2WeightEvict`. DeepRec's documentation says that the threshold is compared
+      with `norm`, but DeepRec's code compares the threshold with `norm**2 / 2`.
     """
 
     l2_weight_threshold: float = -1.0

@@ -54,11 +54,11 @@ def read(
       batch_size_per_feature_per_rank: number of bags by feature and rank, or None.
 
     Returns:
-      A batch, a number and a message. The ids and offsets of the batch are NumPy arrays, unless they
-      are traced or the batch is prepared. The number is the count of ids and offsets out of range,
-      which is 0 in modes IGNORE and NONE, and None for a prepared batch. The message is about the
-      first id or offset out of range. It is None if there is no such id or offset, in modes other
-      than WARNING, and inside `jit`.
+      A batch, a number and a message. The ids and offsets of the batch are NumPy arrays, unless
+      they are traced or the batch is prepared. The number is the count of ids and offsets out of
+      range, which is 0 in modes IGNORE and NONE, and None for a prepared batch. The message
+      describes the first id or offset out of range. The message is None if all ids and offsets are
+      in range, in modes other than WARNING, and inside `jit`.
 
     Raises: TypeError, ValueError: arrays of the batch have a wrong dtype or shape for the plan, or,
       in mode FATAL, an id or offset is out of range or a weight is not finite.
@@ -128,7 +128,7 @@ def weights_as_passed(
     prepared: PreparedBatch,
     batch: AnyBatch,
 ) -> dict[str, Array | np.ndarray] | Float[Array, " nnz"]:
-    """Gradients of the ids' weights, in the form in which the user passed the ids.
+    """Gradients of `per_sample_weights`, in the form in which the user passed the batch.
 
     If the user passed flat ids, the result is a flat array, with 0 for ids outside all bags. If the
     user passed a prepared batch, the result is a dictionary with one array `[ids]` per feature.

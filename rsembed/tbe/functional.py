@@ -435,7 +435,7 @@ def _stepped(
       plan: plan of the module's tables.
       state: state before the step.
       rates: learning rate of every group.
-      function: the method `update` or `apply` of the plan's `Engine`. It is called with the
+      function: the method `update` or `apply` of the plan's `Engine`. The method is called with the
         weights, the slots, `*gradients` and the steps of the groups.
       *gradients: arguments of `function` that describe the gradients.
     """

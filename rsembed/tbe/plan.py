@@ -648,8 +648,8 @@ def _check_specs(
 ) -> None:
     """Checks the declarations of tables and features.
 
-    Raises: ValueError: a declaration is invalid. If the error concerns one table or feature, the
-      error message contains its name.
+    Raises: ValueError: a declaration is invalid. An error message about one table or feature
+      contains the name of the table or feature.
     """
     if not specs:
         raise ValueError("embedding_specs is empty; a module needs at least one table.")
