@@ -147,9 +147,14 @@ def _arrays_of_table(folder: Path, manifest: Facts, name: str) -> dict[str, Save
     """Arrays of a table in a dump, by the names that `export_rows` uses."""
     entries = [entry for entry in manifest["arrays"] if entry["path"][:1] == [name]]
     paths = {tuple(entry["path"]) for entry in entries}
-    if not {(name, "keys"), (name, "values")} <= paths:
+    required = {(name, "keys"), (name, "values")}
+    if not required <= paths:
         refuse(folder / MANIFEST, f"table {name!r} must have arrays keys and values")
-    return {"/".join(path[1:]): array for path, array in opened(folder, entries).items()}
+    arrays = {}
+    for path, array in opened(folder, entries).items():
+        _, *parts = path
+        arrays["/".join(parts)] = array
+    return arrays
 
 
 def _loaded_copy(

@@ -290,7 +290,8 @@ def sparse_dense_matmul(
         lookups.append(rows.look_up(table, occurrences, None))
     results = together(lookups, devices.axes)
     activations = {}
-    for (layout, *_), table, ((output,), *_) in zip(stacks, tables, results, strict=True):
+    for (layout, _, _), table, result in zip(stacks, tables, results, strict=True):
+        (output,) = result[0]
         activations[layout.name] = output.astype(table.dtype)
     if not perform_unstacking:
         return activations
@@ -377,7 +378,8 @@ def sparse_dense_matmul_grad(
         table, *slots = jax.tree.leaves(variables)
         updates.append(rows.update(table, tuple(slots), occurrences, [d_activations], row_step))
     updated = {}
-    for (layout, *_), (table, slots) in zip(stacks, together(updates, devices.axes), strict=True):
+    results = together(updates, devices.axes)
+    for (layout, _, _), (table, slots) in zip(stacks, results, strict=True):
         structure = jax.tree.structure(embedding_variables[layout.name])
         updated[layout.name] = jax.tree.unflatten(structure, [table, *slots])
     return updated

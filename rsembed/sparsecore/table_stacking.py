@@ -406,18 +406,23 @@ def _replicated(array: Array | np.ndarray) -> NamedSharding | None:
 def _stacked(layout: RowLayout, pad_value: float, *tables: Any) -> Any:
     """A stack `[shards, rows, columns]` of logical tables, with `pad_value` in all padding."""
     placements = layout.stack.tables
-    arrays = [table[:, None] if table.ndim == 1 else table for table in tables]
+    arrays = []
     rows = []
-    for placement, array in zip(placements, arrays, strict=True):
+    for placement, array in zip(placements, tables, strict=True):
         if len(array) != placement.rows:
             raise ValueError(
                 f"table {placement.name!r}: got {len(array)} rows, but vocabulary_size={placement.rows}."
             )
+        if array.ndim == 1:
+            array = array[:, None]
+        arrays.append(array)
         rows.append(np.r_[layout.all_rows(placement.name, placement.rows)])
     # Arrays with other numbers of columns than the tables are not padded, such as a slot with one
     # number per row.
     columns = arrays[0].shape[1]
-    if [array.shape[1] for array in arrays] == [placement.dim for placement in placements]:
+    widths = [array.shape[1] for array in arrays]
+    dims = [placement.dim for placement in placements]
+    if widths == dims:
         columns = layout.stack.spec.stack_embedding_dim
     xp = np if isinstance(arrays[0], np.ndarray) else jnp
     values = []

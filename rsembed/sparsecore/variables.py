@@ -142,10 +142,12 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
     optimizer = layout.spec.optimizer
     num_columns = None
     dims = {table.name: table.embedding_dim for table in layout.tables}
+    has_one_dim = len(set(dims.values())) == 1
+    clips = limits != (None, None)
     # Limits that exclude zero would change the padding. Therefore, clipping skips the padding if
     # all tables have the same dim.
-    if optimizer.is_row_wise or (limits != (None, None) and len(set(dims.values())) == 1):
-        if len(set(dims.values())) > 1:
+    if optimizer.is_row_wise or (clips and has_one_dim):
+        if not has_one_dim:
             raise ValueError(
                 f"stack {layout.name!r}: optimizer {optimizer.short_name()!r} works on whole "
                 f"rows, so the tables of a stack must have one embedding_dim, but have {dims}; "
@@ -154,7 +156,7 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
         num_columns = next(iter(dims.values()))
         if num_columns == layout.spec.stack_embedding_dim:
             num_columns = None
-    if num_columns is None and limits == (None, None):
+    if num_columns is None and not clips:
         return optimizer
     return BoundedRowRule(optimizer.learning_rate, optimizer, num_columns, *limits)
 
