@@ -213,10 +213,12 @@ def test_a_collection_whose_manifest_was_forged_is_refused_by_file(tmp_path, res
     checkpoint.save_collection(tmp_path / "a", collection, collection.init(jax.random.key(0)))
     intact = (tmp_path / "a" / "manifest.json").read_bytes()
     body = json.loads(intact)["manifest"]
+    paths = ([], ["tables"], ["slots"], ["elsewhere"], ["tables", "host", "x"])
+    assert len(body["arrays"]) >= len(paths)
+    # Each array gets one of the paths.
     changes = [
-        functools.partial(rename, number, path)
+        functools.partial(rename, number, paths[number % len(paths)])
         for number in range(len(body["arrays"]))
-        for path in ([], ["tables"], ["slots"], ["elsewhere"], ["tables", "host", "x"])
     ]
     changes += [
         lambda body: body.update(step=2**31),

@@ -41,7 +41,7 @@ def features(draw):
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @given(features())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_rows_are_those_of_a_loop_over_ids(implementation, drawn):
     spread, all_features, is_shared = drawn
     ids, places, sizes = zip(*all_features, strict=True)

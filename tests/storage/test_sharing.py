@@ -43,7 +43,7 @@ def fewest_groups(sizes, room):
     raise AssertionError
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=25)
 @given(
     st.lists(
         st.one_of(st.integers(1, 30), st.integers(90, 110), st.integers(1, 10**6)),
