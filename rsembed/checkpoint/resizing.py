@@ -91,7 +91,7 @@ def resized(
     saved: Facts,
     key: PRNGKeyArray,
 ) -> dict[Path, Leaf]:
-    """Arrays of a file, in which the arrays of tables have the size and dtype of `tables`.
+    """Arrays of a file. Arrays of tables have the sizes and dtypes of `tables`.
 
     Arrays of keyed tables do not change, because a keyed table loads as many keys as it has free
     rows for.

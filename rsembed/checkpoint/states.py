@@ -100,7 +100,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class PickedRows:
-    """Rows of an array, in the order in which a save writes them to a file.
+    """Rows of an array, in the order of the file that a save writes.
 
     Attributes:
       array: array that contains the rows, such as the array of a stack.
@@ -129,7 +129,7 @@ def is_state(node: object) -> TypeGuard[EmbeddingState]:
 
 
 def logical(tree: PyTree) -> PyTree:
-    """`tree` in which each state is replaced by its tables and slots, by table name.
+    """Copy of `tree` with each state replaced by its tables and slots, by table name.
 
     No array is copied.
     """

@@ -339,7 +339,7 @@ def stack_layouts(
 ) -> dict[str, StackLayout]:
     """Layouts of the stacks that the features read, by stack name, after checks of the placement.
 
-    The stacks are in the order in which the features first read them.
+    The order of the stacks is the order of the first features that read them.
 
     Args:
       feature_specs: placed specs of all features.

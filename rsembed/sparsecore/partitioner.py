@@ -468,9 +468,9 @@ def partition_stacks_in_minibatches(
 ) -> tuple[dict[str, StackBuffers], int]:
     """Input buffers of all stacks, and the number of minibatches in them.
 
-    The largest counts in the statistics are those of partitions without minibatches, so limits that
-    are set from the statistics make minibatches unnecessary. Only the required buffer size in the
-    statistics is that of the minibatches. If a single bucket exceeds a limit, or the buffer is too
+    The statistics have the largest counts of partitions without minibatches, so limits that are set
+    from the statistics make minibatches unnecessary. Only the required buffer size in the
+    statistics counts the minibatches. If a single bucket exceeds a limit, or the buffer is too
     small, ids are dropped or an error is raised, as without minibatches.
 
     Args:

@@ -163,7 +163,7 @@ def preprocess_sparse_dense_matmul_input(
         default. See `rsembed.sparsecore.partitioner`. Buffers are sized for 64 minibatches unless
         `suggested_coo_buffer_size_per_device` sets a smaller size. Lookup and update need the same
         value of `enable_minibatching`.
-      all_reduce_interface: function by which processes agree on minibatches, by default
+      all_reduce_interface: function that lets processes agree on minibatches, by default
         `agree_through_devices`. Preprocessing with the default function must not run concurrently
         with a training step.
 

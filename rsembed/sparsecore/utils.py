@@ -41,8 +41,7 @@ def estimate_preprocessing_parameters(
       valency: average number of ids per sample.
       hot_shard_fraction: share of ids on the busiest shard, 0.2 by default. Try a larger share if a
         few ids make up most of the data.
-      headroom_factor: number by which the estimated ids per partition are multiplied, 1.25 by
-        default.
+      headroom_factor: factor that multiplies the estimated ids per partition, 1.25 by default.
 
     Returns:
       Keyword arguments for `TableSpec`: the limits and the buffer size.

@@ -37,7 +37,7 @@ def is_embedding_variables(path: object, value: object) -> bool:
 
 
 def is_non_embedding_variables(path: object, value: object) -> bool:
-    """Filter for `nnx.state` that selects all variables but those of `SparseCoreEmbed` layers."""
+    """Filter for `nnx.state` that selects all variables outside `SparseCoreEmbed` layers."""
     return not is_embedding_variables(path, value)
 
 
