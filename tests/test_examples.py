@@ -49,6 +49,7 @@ def test_a_log_in_criteos_form_trains_hashed_tables_beside_logistic_regression(t
     assert capsys.readouterr().out.count("step ") >= 10
 
 
+@pytest.mark.slow
 def test_a_short_log_with_a_header_shows_its_loss_and_every_epoch(tmp_path, capsys):
     criteo = script("criteo")
     lines = ["label,I1,C1,C2"]

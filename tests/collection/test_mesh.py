@@ -82,7 +82,7 @@ def trained(optimizers, **options):
     return found
 
 
-@pytest.mark.slow_rows("2x4-row")
+@pytest.mark.slow_rows("2x4-row", "8-mixed")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_on_a_mesh_gives_the_numbers_of_one_device(name):
     shape, optimizers, options = SETTINGS[name]

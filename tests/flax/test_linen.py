@@ -214,6 +214,7 @@ def test_tables_on_the_host_train_as_dense_ones():
     world.assert_same_run(world.core_run("dense"), losses, *trained_parts(collection, state))
 
 
+@pytest.mark.slow
 def test_training_goes_on_from_files_of_orbax(tmp_path):
     collection, batches, _, state = new(*ALL)
     state, losses = train(state, batches[:1])

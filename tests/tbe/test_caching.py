@@ -181,6 +181,7 @@ def test_a_hundred_batches_may_wait():
     assert_steps_agree(plain, cached, batches[:20])
 
 
+@pytest.mark.slow_rows("False")
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_compiled_steps_use_up_prefetched_batches(is_prepared):
     _, cached = pair(**PIPELINED)

@@ -143,7 +143,9 @@ def stepped(rate, *, num_steps=40, **arguments):
 
 
 @pytest.mark.slow_rows(
-    "SparseType.FP16-SparseType.BF16-0.0001", "SparseType.BF16-SparseType.FP32-0.0001"
+    "SparseType.FP16-SparseType.BF16-0.0001",
+    "SparseType.BF16-SparseType.FP32-0.0001",
+    "SparseType.FP32-SparseType.FP16-1e-05",
 )
 @pytest.mark.parametrize(
     ("weights", "cache", "rate"),

@@ -248,6 +248,12 @@ def test_new_cores_of_a_table_leave_the_learned_rows_of_the_others():
     assert_allclose(emb.full_weight(2), dense_table(emb.specs[2], emb.cores_of(2)), rtol=1e-6)
 
 
+@nnx.jit
+def whole_tables(emb):
+    """All tables of `three_tables`, by one program."""
+    return [emb.full_weight(k) for k in range(3)]
+
+
 def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_own_tables():
     rate = 0.3
     emb = three_tables(mode="mean", cache_size=99, learning_rate=rate)
@@ -255,7 +261,7 @@ def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_
         np.concatenate([np.arange(rows) for rows in SIZES]), np.asarray([0, *np.cumsum(SIZES)])
     )
     emb.cache_populate()  # all rows are cached
-    tables = [np.asarray(emb.full_weight(k), np.float64) for k in range(3)]
+    tables = [np.asarray(table, np.float64) for table in whole_tables(emb)]
     generator = np.random.default_rng(0)
     lengths = np.asarray([0, 3, 2, 1, 0, 4, 5, 2, 0])  # three bags a table
     ids = generator.integers(0, np.repeat(np.repeat(SIZES, 3), lengths))
@@ -275,8 +281,8 @@ def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_
         wanted[k, b] += gain * tables[k][i]
         stepped[k][i] -= rate * gain * d_output[k, b]
     assert_allclose(output, wanted, rtol=1e-5, atol=1e-7)
-    for k in range(3):
-        assert_allclose(emb.full_weight(k), stepped[k], rtol=1e-5, atol=1e-6)
+    for table, expected in zip(whole_tables(emb), stepped, strict=True):
+        assert_allclose(table, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow_rows("0.8-60000-1000", "1.2-60000-0")

@@ -117,7 +117,7 @@ def resident_bytes(what):
     return 1024 * int(line.split()[1])
 
 
-@pytest.mark.slow_rows("None")
+@pytest.mark.slow
 @pytest.mark.skipif(
     not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc"
 )
