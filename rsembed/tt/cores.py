@@ -58,7 +58,7 @@ def rows(
 
     The function works under `jit`, `grad`, `vmap` and `shard_map`. The backward pass computes the
     rows again, so that the forward pass saves no rows. The plain JAX version needs memory for one
-    row per lookup and one tile of `TILE_BYTES`.
+    row per lookup, and for one tile of `TILE_BYTES` with slices and products.
 
     Args:
       spec: size, factors and ranks of the table.
@@ -88,7 +88,7 @@ def rows_of(
 ) -> Float[Array, "nnz dim"]:
     """Rows of several tables with concatenated cores.
 
-    `digits_of` and `rows` describe the arguments.
+    For the arguments, see the functions `digits_of` and `rows`.
     """
     num_ids = ids.shape[0]
     digits, is_row = digits_of(specs, ids)
@@ -129,7 +129,8 @@ def bag(
     arrays = check_cores(spec, cores)
     bags = padded_bags(bags)
     digits, is_row = digits_of((spec,), bags.ids)
-    # `digits` say which slices are read. `call` only needs to know which ids have a row.
+    # `digits` choose the slices that each lookup reads. In `call`, the row number 0 only marks an
+    # id that has a row.
     rows = jnp.where(is_row, 0, NO_ROW)
     call = call_of(bags, rows, mode)
     _, outputs, gains = entries_of(call)
@@ -151,7 +152,7 @@ def full_weight(
     """The whole table in float32.
 
     The table is computed block by block. A block is all rows with the same first digit (see
-    `TTSpec`). Memory is needed for the table and for one block.
+    `TTSpec`). The function needs memory for the table and for one block.
     """
     arrays = check_cores(spec, cores)
     table: Array = _full_weight(spec, arrays)
@@ -170,7 +171,7 @@ def _full_weight(
     shapes = spec.slice_shapes
 
     def block(first_digit: Array | int) -> Float[Array, "block dim"]:
-        # The product of the first cores is an array [rows, columns, rank].
+        # `product` is the product of the first cores, an array [rows, columns, rank].
         _, q, next_rank = shapes[0]
         first_slice = cores[0][first_digit].astype(jnp.float32)
         product = first_slice.reshape(1, q, next_rank)
@@ -218,7 +219,7 @@ def digits_of(
     specs: Sequence[TTSpec],
     ids: Any,
 ) -> tuple[Digits, Any]:
-    """Digits of each id, which are slice indices for every core, and whether the id is a table row.
+    """For each id, the slice index in every core (a digit), and whether the id is a row of a table.
 
     All arithmetic uses integers, because float32 cannot tell ids above 2^24 apart. NumPy ids are
     split into digits on the host, in 64 bits.
@@ -356,16 +357,16 @@ def pooled_rows(
     num_bags: int,
     implementation: str | None = None,
 ) -> Float[Array, "bags dim"]:
-    """Sum of `gain * row` over the lookups of every bag, in float32.
+    """For every bag, the sum of `gain * row` over the lookups of the bag, in float32.
 
-    The result is differentiable in cores and gains.
+    The sum is differentiable with respect to `cores` and `gains`.
 
     Args:
       cores: arrays `[p_t, R_{t-1} * q_t * R_t]`.
       digits: for every core, the index of the slice that each lookup reads.
       bags: bag of each lookup, in any order. A lookup with a bag outside `[0, num_bags)`
         contributes nothing.
-      gains: factor of each row that is looked up.
+      gains: for each lookup, the number that multiplies the row.
       slice_shapes: shape `(R_{t-1}, q_t, R_t)` of the slices of every core.
       num_bags: number of bags in the result.
       implementation: "native" runs C++ kernels on CPUs. "plain" runs JAX operations, which also

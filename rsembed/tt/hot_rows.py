@@ -5,8 +5,8 @@ that row goes to the stored vector. Only `populate` changes which rows are cache
 chooses rows by their counts of recent reads. A row that stays in the cache keeps its cache slot and
 its bits. A row that enters the cache is initialised from the cores. Rows that are evicted are
 *written back*: the first core is changed so that the whole table comes as close as possible to its
-previous contents. The remaining error is reported as `residual`. All functions are pure and work
-inside `jit`, except `Directory.report`, which copies numbers to the host.
+previous contents. `CacheReport.residual` is an upper bound on the error that remains. All functions
+are pure and work inside `jit`, except `Directory.report`, which copies numbers to the host.
 """
 
 from __future__ import annotations
@@ -35,13 +35,16 @@ from rsembed.tt.spec import TTSpec
 COUNTS_PER_ROW = 16
 """Default number of counted ids per cached row."""
 MIN_COUNTS_PER_ROW = 6
-"""Smallest accepted number of counted ids per cached row. A smaller number lowers the hit rate."""
+"""Smallest accepted number of counted ids per cached row.
+
+Fewer counted ids would lower the hit rate.
+"""
 MAX_READS = 2**30
 """Read counts are clipped to this number when rows are chosen for the cache."""
 DAMPING = 1e-3
 """Damping of the least-squares problem in `written_back`.
 
-The number is relative to the mean diagonal entry of the Gram matrix.
+The damping is this number times the mean diagonal entry of the Gram matrix.
 """
 
 
@@ -111,12 +114,13 @@ class CacheReport(NamedTuple):
 
     Attributes:
       cached_ids: number of rows in the cache now.
-      residual: largest error that one write-back has caused in an entry of the table. In an evicted
-        row, the error is the measured difference between the new row and the cached row. In all
-        other rows, the error is bounded by the norm of the change of the whole table.
-      lookups: number of counted reads.
+      residual: upper bound on the error that any single write-back has caused in an entry of the
+        table. A write-back changes evicted rows and other rows. For an evicted row, the error is
+        the measured difference between the new row and the cached row. For every other row, the
+        bound is the norm of the change of the whole table.
+      lookups: number of reads of ids, including reads of ids that got no read count.
       hits: number of reads of ids that were cached at the time of the read.
-      uncounted: number of reads of ids without a read count, because the map of read counts was
+      uncounted: number of reads of ids that got no read count, because the map of read counts was
         full.
       evictions: number of rows that were evicted from the cache.
     """
@@ -198,7 +202,7 @@ def count(
     Args:
       directory: the directory before the reads.
       ids: ids that were read. Ids may repeat, and `NO_ROW` is skipped.
-      occurrences: number of reads of each entry of `ids`. Default: one read each.
+      occurrences: number of reads of each entry of `ids`. Default: each entry is one read.
     """
     if occurrences is None:
         occurrences = jnp.ones(ids.shape, jnp.int32)
@@ -246,8 +250,8 @@ def _with_new_ids(
     positions = jnp.arange(new.shape[0])
 
     def make_room(directory: Directory) -> tuple[Directory, Array]:
-        # If halving does not free enough rows for all new ids, the most read new ids get rows.
-        # Among ids with equal numbers of reads, lower ids come first.
+        # If halving the read counts does not free enough rows for all new ids, only the most read
+        # new ids get rows. Among ids with equal numbers of reads, lower ids come first.
         priority = jnp.where(new.is_key, -reads, 1)
         _, _, order = jax.lax.sort((priority, new.low, positions), num_keys=2)
         return halved(directory), order
@@ -272,7 +276,7 @@ def _with_totals(
     directory: Directory,
     **added: Int[Array, ""],
 ) -> Directory:
-    """Adds numbers to the totals, and returns the new directory.
+    """Adds numbers to the `totals` of a directory, and returns the new directory.
 
     Args:
       directory: the directory before the addition.
@@ -326,14 +330,15 @@ def populate(
     cores, rows, directory = params
     capacity = directory.ids.shape[0]
 
-    # Rows that stay in the cache keep their slots. All other slots are free for new rows.
+    # A row that stays in the cache keeps its cache slot. Every other cache slot is free for a row
+    # that enters the cache.
     was_cached = directory.places != NO_ROW
     is_cached = _most_read(directory, capacity)
     slot_of_id = jnp.where(is_cached, directory.places, NO_ROW)
     is_free = jnp.ones(capacity, bool)
     is_free = is_free.at[slot_of_id].set(False, mode="drop")
 
-    # Rows that enter the cache take the first free slots.
+    # The rows that enter the cache take the first free cache slots.
     is_new = is_cached & ~was_cached
     new, num_new = api.compact(is_new, capacity)
     free_slots, _ = api.compact(is_free, capacity)
@@ -409,12 +414,12 @@ def written_back(
 ) -> tuple[Cores, Float[Array, ""]]:
     """Writes `targets` into the rows of `ids`, as closely as a change of the first core allows.
 
-    Every row of the table is linear in the first core. The change therefore solves one
-    least-squares problem over the whole table, in which the rows of `ids` should equal `targets`,
+    Every row of the table is a linear function of the first core. The change of the first core
+    solves a least-squares problem over the whole table: the rows of `ids` should equal `targets`,
     and all other rows should stay unchanged.
 
-    Returns: new cores, and the larger of `residual` and the error of this change. `CacheReport`
-      describes the error.
+    Returns: new cores, and the new residual: the larger of `residual` and the error of this change.
+      `CacheReport.residual` defines the error.
     """
     first, *others = [core.astype(jnp.float32) for core in cores]
     gram = _gram_matrices(specs, others)
@@ -435,8 +440,9 @@ def written_back(
     table = _table_of_slices(specs, 0)
     change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest")
     change = change.reshape(first.shape)
-    # NaN and infinity in a cached row must not spread to other rows that read the slice, so the
-    # cached values of such a row are lost.
+    # NaN and infinity in a cached row must not spread to other rows that read the same slice.
+    # Entries of `change` that are not finite are set to zero, so the cached values of these entries
+    # are lost.
     finite_change = jnp.where(jnp.isfinite(change), change, 0.0)
     new_first = (first + finite_change).astype(cores[0].dtype)
     new_cores = (new_first, *cores[1:])

@@ -37,7 +37,7 @@ Rate = Annotated[float, "[0, inf)"]
 def _one_or_all(values: list[Any]) -> Any:
     """The common value if all values are equal, else the list of values.
 
-    Arrays are not compared. A list of several arrays is returned unchanged.
+    A list of two or more JAX arrays is returned unchanged, because JAX arrays are not compared.
     """
     if len(values) == 1:
         return values[0]
@@ -67,7 +67,8 @@ def _table_property(
 ) -> property:
     """Property that reads an attribute of FBTT from the spec of every table.
 
-    The property is one value if all tables have equal values, else a list with one value per table.
+    If the attribute is equal for all tables, the property returns this value, else a list with one
+    value per table.
     """
 
     def read_all(self: TableBatchedTTEmbeddingBag) -> Any:
@@ -87,8 +88,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     Args:
       num_tables: number of tables.
       num_embeddings: number of rows.
-      embedding_dim: length of a row; any number.
-      tt_ranks: ranks, one per boundary between cores, so `d - 1` ranks make `d` cores.
+      embedding_dim: length of a row. Every positive integer is allowed.
+      tt_ranks: inner ranks, one rank per boundary between two cores, so `d - 1` ranks make `d`
+        cores.
       tt_p_shapes: row factors with a product of at least `num_embeddings`. Default:
         `suggested_tt_shapes`.
       tt_q_shapes: column factors with the product `embedding_dim`. Default: `suggested_tt_shapes`
@@ -99,19 +101,20 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       optimizer: optimizer of the fused step: SGD (default), EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD
         (one state per core slice) or ADAM.
       learning_rate: learning rate of the fused step, 0.1 by default.
-      eps: number that both Adagrads add to the denominator, 1e-10 by default.
+      eps: number that both Adagrad optimizers add to the denominator, 1e-10 by default. Other
+        optimizers ignore `eps`.
       weight_dist: distribution of the initial table, "normal" by default. See `init_cores`.
       dtype: dtype of the cores, float32 (default) or bfloat16. Rows and sums are float32.
-      mode: "sum" (default) or "mean", which divides by the number of ids.
+      mode: "sum" (default) or "mean", which divides the sum of a bag by its number of ids.
       include_last_offset: whether the last entry of `offsets` is the end of the last bag. None, the
         default: the module decides in each call, as `__call__` describes. Under `jit`, a module
-        with one table cannot decide and needs True or False.
+        with one table cannot decide, so you must pass True or False.
       enforce_embedding_dim: ignored, because rows always have exactly `embedding_dim` columns.
       use_cache: whether to store the most read rows uncompressed and to train them directly. Rows
         enter the cache with the first `cache_populate`. None, the default: True for a
         `TTEmbeddingBag` with `sparse=True`, as in FBTT, and False otherwise. A cache needs
-        `sparse=True`: an external optimizer would store its state by cache slot, and the row in a
-        slot can change.
+        `sparse=True`, because an external optimizer would store one state per cache slot, and the
+        row in a cache slot can change.
       cache_size: number of cached rows of each group. 0, the default: a thousandth of the group's
         rows, but at least 32 (or all rows, if there are fewer).
       hashtbl_size: maximum number of ids with a read count. 0, the default, chooses 16 per cached
@@ -121,7 +124,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         for FBTT pass no random streams.
 
     Attributes:
-      is_single: whether the module has one table, and outputs without an axis of tables.
+      is_single: whether the module is a `TTEmbeddingBag`, which has one table and returns outputs
+        without an axis of tables.
       specs: shape of each table.
       groups: indices of the tables in each group.
       storages: storage of each group.
@@ -334,7 +338,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def _place_of(self, table: int) -> tuple[int, int, int]:
         """Index of a table's group, index of the table in the group, and number of its first row.
 
-        Row numbers count the rows of all earlier tables of the group.
+        Rows are numbered through all tables of the group, so the number of the first row is the
+        number of rows of all earlier tables.
         """
         for g, group in enumerate(self.groups):
             if table in group:
@@ -362,8 +367,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """Replaces the cores of a table, for example by the result of `from_dense`.
 
         `set_cores` resets the optimizer state of the cores and removes the rows of the table from
-        the cache. The read counts of these rows are kept. The step counter is reset only if the
-        module has no other table.
+        the cache. The read counts of the rows that leave the cache are kept. The step counter is
+        reset only if the module has no other table.
 
         Args:
           cores: new cores with the shapes `specs[table].core_shapes`.
@@ -394,7 +399,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             self.step.set_value(jnp.zeros((), jnp.int32))
 
     def get_params(self) -> list[Array]:
-        """Values of all cores, group after group, followed by the cached rows of each group."""
+        """Values of all cores, followed by the cached rows of each group of tables."""
         params = [core.get_value() for core in self.tt_cores]
         for cache in self.caches:
             params.append(cache.rows.get_value())
@@ -416,7 +421,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     @property
     def tt_cores(self) -> list[nnx.Variable]:
-        """Variables of all cores, group after group.
+        """Variables of all cores, in the order of the groups of tables.
 
         A core is shared by all tables of its group.
         """
@@ -440,7 +445,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def cache_weight(self) -> Any:
         """Cached rows `[cached rows, dim]`, or a list if there are several groups.
 
-        None without a cache.
+        None if the module has no cache.
         """
         if not self.caches:
             return None
@@ -471,7 +476,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     ) -> None:
         """Counts a read of each id, without a lookup.
 
-        A lookup counts its reads, too, except after `eval()`.
+        A lookup also counts one read of each id, except after `eval()`.
 
         Args:
           indices: ids, in any form that `__call__` accepts. With one table, flat ids need no
@@ -512,7 +517,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             raise _no_cache(type(self).__name__)
 
     def _count(self, batch: Sequence[Bags]) -> None:
-        """Counts the reads of a batch, which has one `Bags` per group."""
+        """Counts the reads of a batch, which has one `Bags` per group of tables."""
         for g, cache in enumerate(self.caches):
             params, _ = self._state(g)
             counted = programs.counted(params.directory, batch[g].ids)
@@ -522,7 +527,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
                 cache.directory.set_value(counted)
 
     def reset_cache(self) -> None:
-        """Empties the cache and the read counts. Updates of cached rows are lost.
+        """Removes all rows from the cache and all read counts. Updates of cached rows are lost.
+
+        The removed rows are not written back to the cores.
 
         To save the trained values, call `full_weight` before `reset_cache`.
         """
@@ -567,7 +574,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         Raises:
           TypeError: ids or offsets are not integers.
           ValueError: the forms of the arguments do not match, offsets decrease, an id is outside
-            its table, or a weight is not finite. The message names the id, bag or offset.
+            its table, or a weight is not finite. The error message names the id, bag or offset.
         """
         del warmup
         bags = self._read(indices, offsets, per_sample_weights)
@@ -617,7 +624,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
                     d_weights.append(group_d_weights)
             d_weight = None
             if bags.weights is not None:
-                # Entries after the ids of the batch are gradients of padding.
+                # Cut off the gradients of the padding, which follow the gradients of the ids.
                 num_ids = bags.ids.shape[0]
                 d_weight = sum(d_weights)[:num_ids]
             if self.sparse and d_weight is None:
@@ -681,8 +688,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def _joined(self, tables: list[Array]) -> PyTree:
         """Joins one array per table into the form that the module returns.
 
-        A `TTEmbeddingBag` returns its only array. Several tables return one stacked array if their
-        arrays have equal shapes, else a list.
+        For a `TTEmbeddingBag`, the result is the array of the only table. For other modules, the
+        result is one stacked array if the arrays of all tables have equal shapes, else the list of
+        arrays.
         """
         if self.is_single:
             return tables[0]
@@ -692,7 +700,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return tables
 
     def _look_up(self, bags: Bags) -> tuple[list[Array], list[PyTree], list[Bags]]:
-        """Pooled rows of every table. Also returns the parameters and the `Bags` of every group."""
+        """Pooled rows of every table, and the parameters and `Bags` of every group of tables."""
         batch = self._by_group(bags)
         if not self.deterministic:
             self._count(batch)
@@ -708,7 +716,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return all_outputs, params, batch
 
     def _by_group(self, bags: Bags) -> list[Bags]:
-        """The batch as one `Bags` per group. See `programs.rows_by_group`."""
+        """Splits a batch into one `Bags` per group of tables. See `programs.rows_by_group`."""
         sizes = tuple(spec.num_embeddings for spec in self.specs)
         bags = dataclasses.replace(bags, ids=narrow_ids(bags.ids))
         return programs.rows_by_group(self.groups, sizes, padded_bags(bags))
@@ -735,7 +743,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
 
     Args:
       num_embeddings: number of rows.
-      embedding_dim: length of a row; any number.
+      embedding_dim: length of a row. Every positive integer is allowed.
       published: positional arguments in the order of FBTT-Embedding: `tt_ranks, tt_p_shapes,
         tt_q_shapes, optimizer, learning_rate, eps, sparse, use_cache, cache_size, hashtbl_size,
         weight_dist, enforce_embedding_dim`. If `tt_ranks` is passed as a keyword, as in the

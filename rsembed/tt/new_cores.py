@@ -50,12 +50,12 @@ def init_cores(
 
         * "normal" (default): independent, normally distributed entries of the cores.
         * "uniform": independent, uniformly distributed entries of the cores, with mean zero.
-        * "approx-normal": normally distributed entries of the table. The distribution is exact for
-          two and three cores, and approximate for more.
+        * "approx-normal": normally distributed entries of the table. With two or three cores, each
+          entry has exactly a normal distribution. With more cores, the distribution is approximate.
         * "approx-uniform": uncorrelated, nearly uniform entries of the table. Ranks must be at
           least 2, and larger ranks give a more uniform distribution.
         * "naive-uniform": entries of the cores from `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The
-          table is nearly zero, so a warning is raised.
+          function then warns, because all entries of the table are nearly zero.
 
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
@@ -65,8 +65,8 @@ def init_cores(
     Source: Yin et al. (2021), "TT-Rec", section on initialisation.
     """
     dtype_among(CORE_DTYPES, dtype, "init_cores: dtype")
-    # Each entry of the table is a sum of `prod(tt_ranks)` products. Each product has one factor
-    # from every core.
+    # Each entry of the table is a sum of `prod(tt_ranks)` products, and each of these products
+    # multiplies one number from every core.
     table_std = 1 / math.sqrt(3 * spec.num_embeddings)
     product_variance = table_std**2 / math.prod(spec.tt_ranks)
     std = product_variance ** (1 / (2 * spec.num_cores))
@@ -141,11 +141,13 @@ def _triangle_wave_cores(
 ) -> list[Array]:
     """Cores `[p, R_left, q, R_right]` of a table with uniform, uncorrelated entries.
 
-    An entry is the triangle wave of a sum of random angles, one angle per core. The triangle wave
-    of a uniform angle is uniform. Two entries of the table differ in at least one angle, so they
-    are uncorrelated. The Fourier series of the wave is a tensor train: core `t` rotates the pair
-    `(cos, sin)` of every harmonic by its angle. Each harmonic takes two ranks. Noise of 1 % of the
-    root mean square of the core lets training use the remaining ranks.
+    Each entry of the table is the triangle wave of a sum of random angles, one angle from every
+    core. The triangle wave of a uniformly distributed angle is uniformly distributed. Two entries
+    of the table differ in at least one angle, so the entries are uncorrelated. The Fourier series
+    of the triangle wave is a tensor train: core `t` rotates the pair `(cos, sin)` of every harmonic
+    by the angle from core `t`. The series has one harmonic for every two ranks. Without noise, the
+    remaining ranks of a core would be zero and training could not use these ranks, so every core
+    gets noise of 1 % of its root mean square.
     """
     if min(spec.tt_ranks) < 2:
         raise ValueError(
@@ -175,7 +177,8 @@ def _triangle_wave_cores(
         sin = amplitudes * jnp.sin(angles)
         from_cos = jnp.stack([cos, sin], -1)
         from_sin = jnp.stack([-sin, cos], -1)
-        # One rotation matrix per harmonic: [p, row, q, harmonic, column].
+        # `rotation` has one 2 x 2 rotation matrix per harmonic. Its axes are [p, row of the matrix,
+        # q, harmonic, column of the matrix].
         rotation = jnp.stack([from_cos, from_sin], 1)
         rotation = rotation.reshape(p, 2, q, num_harmonics, 2)
         if t == 0:
@@ -199,7 +202,7 @@ def _rank_padding(
     rank: int,
     next_rank: int,
 ) -> list[tuple[int, int]]:
-    """Padding of a core with shape `shape`, after which axes 1 and 3 are `rank` and `next_rank`."""
+    """Widths for `np.pad` that pad a core of shape `shape` to the ranks `rank` and `next_rank`."""
     return [
         (0, 0),
         (0, rank - shape[1]),
@@ -222,9 +225,10 @@ def from_dense(
     continue training.
 
     Args:
-      spec: factors and ranks, for example from `TTSpec.suggest` or `TTSpec.for_budget`. Ranks that
-        the table does not need are filled with zeros. With the ranks `spec.max_ranks` the cores are
-        exact, and `round_cores` can then lower the ranks to a chosen error.
+      spec: factors and ranks, for example from `TTSpec.suggest` or `TTSpec.for_budget`. If the spec
+        has higher ranks than the table needs, the cores are padded with zeros. With the ranks
+        `spec.max_ranks` the cores are exact, and `round_cores` can then lower the ranks to a chosen
+        error.
       table: float table `[num_embeddings, embedding_dim]`.
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
@@ -245,7 +249,7 @@ def from_dense(
     num_padded_rows = math.prod(p)
     padded = np.zeros((num_padded_rows, spec.embedding_dim), np.float32)
     padded[: spec.num_embeddings] = dense
-    # One axis per digit, in the order row digit 1, column digit 1, row digit 2, column digit 2, ...
+    # `digits` has one axis per digit: row digit 1, column digit 1, row digit 2, column digit 2, ...
     axes: list[int] = []
     for t in range(d):
         axes += [t, d + t]
@@ -271,18 +275,19 @@ def round_cores(
     ranks: Integers | None = None,
     max_relative_error: RelativeError = 0.0,
 ) -> tuple[TTSpec, Cores]:
-    """Lowers the ranks of a tensor train. The dense table is never built.
+    """Lowers the ranks of a tensor train, without building the dense table.
 
-    Errors are measured on the padded table, which has `prod(tt_p_shapes)` rows.
+    The relative error is measured on the padded table, which has `prod(tt_p_shapes)` rows.
 
     Args:
       spec: size, factors and ranks of the table.
       cores: cores of the table.
-      ranks: upper bounds on the inner ranks, one per boundary between cores. Default:
+      ranks: upper bounds on the inner ranks, one bound per boundary between cores. Default:
         `spec.tt_ranks`.
       max_relative_error: largest allowed error, relative to the norm of the padded table. With 0,
-        the default, ranks are lowered only to `ranks` and to `TTSpec.max_ranks`. If `ranks` are
-        low, the error can be larger.
+        the default, the only bounds on the ranks are `ranks` and `TTSpec.max_ranks`. If the upper
+        bounds in `ranks` are too low for this error, the error becomes larger than
+        `max_relative_error`.
 
     Returns: spec with the lower ranks, and the cores.
 
@@ -299,8 +304,8 @@ def round_cores(
     parts = []
     for core in _in_tensorly_layout(spec, arrays):
         parts.append(core.astype(np.float64))
-    # Make the rows of every core after the first orthonormal. An error in the first core then has
-    # the norm of the error in the table.
+    # Make the rows of every core after the first core orthonormal. With orthonormal rows in these
+    # cores, a change of the first core has the same norm as the change of the table.
     for t in range(spec.num_cores - 1, 0, -1):
         rank, p, q, next_rank = parts[t].shape
         matrix = parts[t].reshape(rank, -1)
@@ -364,17 +369,20 @@ def _truncated(
     rank: int,
     max_error: float,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Two factors of a matrix from a truncated SVD. Their product is close to the matrix.
+    """Two factors of a matrix, from a truncated SVD.
+
+    The product of the factors is close to the matrix.
 
     Args:
       matrix: the matrix to factor.
       rank: upper bound on the number of columns of the first factor.
-      max_error: upper bound on the error in the Frobenius norm. As many columns are left out as the
-        bound allows. More columns are left out if there are more than `rank`.
+      max_error: upper bound on the error of the product, in the Frobenius norm. The first factor
+        gets the fewest columns that keep this bound. If it would get more than `rank` columns, it
+        gets `rank` columns, and the error exceeds the bound.
     """
     wide_matrix = matrix.astype(np.float64)
     basis, values, rest = np.linalg.svd(wide_matrix, full_matrices=False)
-    # Entry `n` is the error if the `n + 1` smallest singular values are left out.
+    # `errors[n]` is the error of a product without the `n + 1` smallest singular values.
     errors = np.sqrt(np.cumsum(values[::-1] ** 2))
     num_small = int(np.searchsorted(errors, max_error))
     num_kept = max(1, min(rank, values.size - num_small))
@@ -403,7 +411,7 @@ def _from_tensorly_layout(
 ) -> Cores:
     """Cores from arrays in tensorly's layout.
 
-    An array with lower ranks than the spec is padded with zeros.
+    An array with lower ranks than `spec` is padded with zeros.
     """
     dtype_among(CORE_DTYPES, dtype, "dtype")
     cores = []

@@ -32,7 +32,10 @@ from rsembed.tt.spec import TTSpec
 from rsembed.tt.storage import AllSlots, CachedTrain, Params, TensorTrain, cores_of
 
 MIN_CACHE_ROWS = 32
-"""Smallest default cache, in rows. For large groups of tables, a thousandth of the rows is cached."""
+"""Smallest default cache of a group of tables, in rows.
+
+The default cache of a large group holds a thousandth of the rows of the group.
+"""
 
 
 class FusedParam(nnx.Variable):
@@ -48,7 +51,7 @@ class FusedParam(nnx.Variable):
     ) -> None:
         """Always raises an error, because cores must change together with optimizer state and cache.
 
-        Raises: ValueError: always. The message names `set_cores`.
+        Raises: ValueError: always. The error message recommends the method `set_cores`.
         """
         raise ValueError(
             "cores of a module with sparse=True cannot be set alone, because their optimizer state "
@@ -60,7 +63,7 @@ class FusedParam(nnx.Variable):
 class FusedState(nnx.Variable):
     """State of the fused update: slots, counts, step number, learning rate.
 
-    External optimizers do not change this state, because it is not an `nnx.Param`.
+    A `FusedState` is not an `nnx.Param`, so external optimizers do not change it.
     """
 
 
@@ -94,11 +97,13 @@ class OptimType(enum.Enum):
 def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
     """Optimizer of rsembed for an optimizer name of FBTT.
 
-    The learning rate of the result is not used, because every step passes a learning rate.
+    The learning rate of the returned optimizer has no effect, because every step of the module
+    passes a learning rate.
 
     Args:
       optimizer: FBTT's name of the optimizer.
-      eps: number that both Adagrads add to the denominator. Adam always adds 1e-8.
+      eps: number that both Adagrad optimizers add to the denominator. Adam ignores `eps` and adds
+        1e-8 to the denominator.
 
     Raises: NotImplementedError: the module does not offer the optimizer.
     """
@@ -205,8 +210,8 @@ def stepped(
       mode: "sum" or "mean".
       params: parameters before the step.
       slots: optimizer state before the step.
-      lookup_params: parameters at the time of the lookup. Gradients are computed at these
-        parameters.
+      lookup_params: parameters at the time of the lookup. The gradients of cores and weights are
+        computed at `lookup_params`.
       batch: the bags that were looked up.
       d_output: gradient of the pooled rows.
       rate: learning rate of this step.
@@ -216,8 +221,8 @@ def stepped(
     rule = table.optimizer
     d_cores, d_weights = pulled(storage, mode, lookup_params, batch, d_output)
     if isinstance(lookup_params, CachedTrain) and isinstance(params, CachedTrain):
-        # The cache may have changed since the lookup: a row that is cached now gets its gradient in
-        # the cache, and a row that was evicted gets it through the cores.
+        # The cache may have changed since the lookup. The gradient of a row that is in the cache
+        # now goes to the cached row. The gradient of a row that was evicted goes to the cores.
         current_params = lookup_params._replace(directory=params.directory)
         d_cores, _ = pulled(storage, mode, current_params, batch, d_output)
     hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
@@ -296,15 +301,16 @@ def read_bags(
       weights: one weight per id, in the same structure as `indices`. None: all weights are 1.
       name: name of the module in error messages.
       last: whether `offsets` include the end of the last bag. None, the default of the modules: for
-        several tables, the number of offsets decides. For one table, the offsets include the end of
-        the last bag if the last offset equals the number of ids. Under `jit`, this comparison is
-        impossible, so one table needs True or False.
+        several tables, the offsets include this end if the number of offsets is a multiple of the
+        number of tables plus one. For one table, the offsets include this end if the last offset
+        equals the number of ids. Under `jit`, the values of the offsets are unknown, so a module
+        with one table needs True or False.
 
     Raises:
       TypeError: ids or offsets are not integers.
       ValueError: the forms of the arguments do not match, the number of bags is not a multiple of
         the number of tables, offsets decrease, an id is outside its table, or a weight is not
-        finite. The message names the id, the bag and the table.
+        finite. The error message names the id, the bag and the table.
     """
     check_not_forked(name)
     check_unmasked((indices, offsets), "indices or offsets")
@@ -379,7 +385,8 @@ def _with_last(
 ) -> Array | np.ndarray:
     """Offsets that include the end of the last bag.
 
-    `last` says whether `offsets` already include this end. None: see `read_bags`.
+    The argument `last` says whether `offsets` already include the end of the last bag. None: see
+    `read_bags`.
     """
     check_type(offsets, Int[np.ndarray, " bags"], "offsets")
     if not isinstance(offsets, jax.Array):

@@ -62,7 +62,8 @@ class TTSpec:
             numbers = np.asarray(getattr(self, name)).tolist()
             object.__setattr__(self, name, tuple(numbers))
         object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
-        check_fields(self)  # Checks again, because the first check does not look inside arrays.
+        # The first `check_fields` does not look inside arrays, which are tuples of numbers now.
+        check_fields(self)
         d = len(self.tt_p_shapes)
         if d < 2 or len(self.tt_q_shapes) != d or len(self.tt_ranks) != d - 1:
             raise ValueError(
@@ -124,11 +125,13 @@ class TTSpec:
           rows: number of rows of the table.
           dim: embedding dimension of the table.
           bytes: upper bound on the bytes of the cores, without optimizer state.
-          num_cores: number of cores, 2 by default. Two cores train best and cost least if their
-            ranks are above about 8. More cores fit into a smaller budget.
+          num_cores: number of cores, 2 by default. A table with two cores trains best and costs
+            least if the rank is above about 8. If two cores exceed the budget even at rank 1, more
+            cores may fit.
           dtype: dtype of the cores, float32 (default) or bfloat16.
 
-        Raises: ValueError: not even rank 1 fits. The message names the bytes that rank 1 needs.
+        Raises: ValueError: the cores exceed the budget even at rank 1. The error message says how
+          many bytes cores of rank 1 need.
 
         Example:
           >>> print(TTSpec.for_budget(11_000_000, 64, bytes=4_000_000))
@@ -210,7 +213,8 @@ class TTSpec:
     def flops_per_lookup(self) -> int:
         """Number of additions and multiplications that compute one row.
 
-        A training step takes about three times as many.
+        In a training step, the lookup and the gradients of a row take about three times this
+        number.
         """
         flops = 0
         for t in range(1, self.num_cores):
@@ -242,7 +246,10 @@ def _equal_rank(
     d: int,
     rank: int,
 ) -> TTSpec:
-    """Spec with `rank` at every boundary between cores, or with `max_ranks` where they are lower."""
+    """Spec with the rank `min(rank, max_rank)` at every boundary between two cores.
+
+    The `max_rank` of a boundary is an entry of `TTSpec.max_ranks`.
+    """
     q_shapes = suggested_tt_shapes(dim, d, False)
     ranks = [rank] * (d - 1)
     while True:
@@ -266,7 +273,8 @@ def specs_of_tables(
 
     Args:
       num_tables: number of tables.
-      arguments: each argument is one value for all tables, or a sequence with one value per table.
+      arguments: arguments of `TTSpec.suggest`. Each argument is one value for all tables, or a
+        sequence with one value per table.
 
     Raises: ValueError: the length of a sequence differs from the number of tables.
     """
@@ -274,8 +282,8 @@ def specs_of_tables(
     for name, value in arguments.items():
         is_per_table = isinstance(value, Sequence) and not isinstance(value, str)
         if is_per_table and name.startswith("tt_"):
-            # Ranks or factors for all tables are a sequence of numbers. With one value per table,
-            # the entries are sequences or None.
+            # A sequence of numbers holds the ranks or factors of all tables. A sequence with one
+            # value per table contains sequences or None.
             is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
         if is_per_table and len(value) != num_tables:
             raise ValueError(
@@ -298,9 +306,10 @@ def suggested_tt_shapes(
 ) -> list[int]:
     """The `d` most even integer factors of `n`, or of a slightly larger round number.
 
-    Candidates are `n` rounded up to multiples of 1, 10, 100, ... The evenness of factors is the
-    entropy of the factors divided by their sum. The first candidate with the greatest entropy is
-    chosen. Small and large factors alternate in the result.
+    The numbers that may be factored (the candidates) are `n` rounded up to multiples of 1, 10, 100,
+    ... The function factors the candidate with the most even factors. The evenness of factors is
+    the entropy of their shares, `factor / sum(factors)`. Among candidates with equal entropies, the
+    smallest is chosen. Small and large factors alternate in the result.
 
     Args:
       n: the number to factor.
@@ -324,7 +333,7 @@ def suggested_tt_shapes(
     candidates = []
     for power in powers:
         candidates.append(_most_even_factors(-(-n // power) * power, d))
-    # Among candidates with equal entropies, `max` returns the first.
+    # Among candidates with equal entropies, `max` returns the first candidate.
     _, factors = max(candidates, key=lambda candidate: candidate[0])
     small = list(factors[: d // 2])
     large = list(factors[d // 2 :])
@@ -338,18 +347,18 @@ def suggested_tt_shapes(
 
 
 _SLACK = 1e-9
-"""Tolerance when entropies of rounded roots are compared."""
+"""Tolerance for rounding errors in the upper bound on the entropy, which contains roots."""
 
 
 def _most_even_factors(
     n: int,
     d: int,
 ) -> tuple[float, tuple[int, ...]]:
-    """Finds the most even `d` factors of `n`, and returns their entropy and the ascending factors.
+    """Finds the `d` most even factors of `n`, and returns their `_entropy` and the sorted factors.
 
-    Among factors with equal entropies, the lexicographically largest are chosen. If `n` has fewer
-    than `d` prime factors, the result is these primes and ones. If `n` has `d` prime factors or
-    more, no factor is 1.
+    Among lists of factors with equal entropies, the lexicographically largest list is chosen. If
+    `n` has fewer than `d` prime factors, the result consists of the prime factors and ones. If `n`
+    has `d` or more prime factors, no factor in the result is 1.
     """
     candidates = np.arange(1, math.isqrt(n) + 1)
     small = candidates[n % candidates == 0].tolist()
@@ -361,11 +370,12 @@ def _most_even_factors(
         chosen: tuple[int, ...],
         remainder: int,
     ) -> None:
-        """Tries all ascending factors of `remainder` after the factors in `chosen`.
+        """Completes `chosen` to `d` ascending factors in all possible ways, and updates `best`.
 
-        Factors are tried from the most even to the least even. For each factor, an even split of
-        the rest gives an upper bound on the entropy. The bound only decreases from one factor to
-        the next, so the search ends when the bound is below the best entropy so far.
+        The product of the new factors is `remainder`. The next factor is tried from the largest
+        possible value to the smallest. For each value, equal factors after it would have the
+        greatest entropy, which is an upper bound. The bound decreases from one value to the next,
+        so the search ends when the bound is below the best entropy so far.
         """
         nonlocal best
         count = d - len(chosen)
@@ -396,7 +406,7 @@ def _most_even_factors(
 
 
 def _entropy(factors: tuple[float, ...]) -> float:
-    """Entropy of the factors divided by their sum, rounded to 12 decimals to make ties exact."""
+    """Entropy of the shares `factor / sum(factors)`, rounded to 12 decimals to make ties exact."""
     total = sum(factors)
     shares = [factor / total for factor in factors]
     entropy = -sum(share * math.log(share) for share in shares)
@@ -407,12 +417,12 @@ def _cheapest_p_shapes(
     num_embeddings: int,
     slice_sizes: Sequence[int],
 ) -> list[int]:
-    """Row factors with the fewest parameters of the cores, `sum(p * slice_size)`.
+    """Row factors with which the cores have the fewest parameters, `sum(p * slice_size)`.
 
-    The sum is smallest when all its terms are equal,
+    The sum is smallest when all terms of the sum are equal. In this case
     `p_t = (num_embeddings * prod(a))^(1/d) / a_t`, where `a_t` is the slice size of core `t`. The
-    core with the largest slices therefore gets the fewest slices. The search tries a few integers
-    around the ideal `p_t` of every core, and starts with the core that has the largest slices.
+    core with the largest slices gets the fewest slices. The search tries a few integers around the
+    ideal `p_t` of every core, and starts with the core that has the largest slices.
     """
     order = sorted(range(len(slice_sizes)), key=lambda t: -slice_sizes[t])
     _, factor_of_core = _cheapest_factors(num_embeddings, order, slice_sizes)

@@ -68,17 +68,19 @@ class TensorTrain(Storage):
       tt_q_shapes: column factors. Default: `suggested_tt_shapes` of the embedding dimension.
       bytes: maximum size of the cores in bytes, as an alternative to ranks and factors. See
         `TTSpec.for_budget`.
-      weight_dist: distribution of the initial table, "normal" by default. See `init_cores`.
-        The initializer of the table has no effect.
-      cache_rows: how many of the most read rows are cached as float32 vectors. A cached row is
-        trained directly and costs no products. 0, the default: no cache. See `hot_rows`.
-      counted_ids: maximum number of ids with a read count. Cached rows are chosen from these ids.
-        By default (0), the number is 16 per cached row, rounded up to a power of two.
-      populate_every: number of steps between two choices of the cached rows, 100 by default. Each
-        choice also halves the read counts.
-      tables: tables that share this storage. Only a collection sets this field. The cores of the
-        tables have slices of equal shapes, and are concatenated along the first axis. The row
-        numbers of a table are offset by the number of rows of all earlier tables.
+      weight_dist: distribution of the initial table, "normal" by default. See `init_cores`. The
+        `initializer` of the `TableSpec` has no effect.
+      cache_rows: how many of the most read rows are cached as float32 vectors. A lookup of a cached
+        row reads a stored vector and multiplies no slices, and a step updates the stored vector. 0,
+        the default: no cache. See `hot_rows`.
+      counted_ids: maximum number of ids with a read count. Only rows of ids with a read count can
+        enter the cache. 0, the default: 16 ids per cached row, rounded up to a power of two.
+      populate_every: number of steps after which the rows in the cache are chosen again, 100 by
+        default. Every time, all read counts are halved.
+      tables: tables that share this storage. Users leave this field empty: collections and modules
+        set the field. The cores of the tables have slices of equal shapes, and are concatenated
+        along the first axis. The row numbers of a table are offset by the number of rows of all
+        earlier tables.
 
     Raises: ValueError: both or neither of `tt_ranks` and `bytes` are set, or the distribution is
       unknown.
@@ -119,7 +121,7 @@ class TensorTrain(Storage):
     def __repr__(self) -> str:
         """Description of the storage in checkpoints.
 
-        The description mentions the cache only if there is one.
+        The description mentions the cache only if the storage has a cache.
         """
         num_fields = 8 if self.cache_rows else 5
         descriptions = []
@@ -171,8 +173,8 @@ class TensorTrain(Storage):
 
         The result is None if the table differs from `saved` in more than the first row factor.
 
-        The first row factor belongs to the most significant digit of an id. Slices that are
-        appended to the first core therefore add rows at the end of the table.
+        The first row factor belongs to the most significant digit of an id. If slices are appended
+        to the first core, the table gets more rows at its end.
         """
         current = repr(self.resolved(table))
         if _FIRST_FACTOR.sub("", saved) != _FIRST_FACTOR.sub("", current):
@@ -209,8 +211,8 @@ class TensorTrain(Storage):
     ) -> list[tuple[Params, AllSlots]]:
         """Cores and slots of each table that shares the storage.
 
-        If no tables share the storage, the result has one entry with `params` and `slots`, which
-        include the cache.
+        If the field `tables` is empty, the result is one entry with the unchanged `params` and
+        `slots`, including the cache. Otherwise the entries do not include the cache.
         """
         del num_shards
         if not self.tables:
@@ -334,7 +336,7 @@ class TensorTrain(Storage):
     ) -> list[Float[Array, "_ dim"]]:
         """Pooled rows of every list of a call, in float32.
 
-        The result is differentiable in cores, cached rows and weights.
+        The pooled rows are differentiable with respect to cores, cached rows and weights.
         """
         all_specs = self.specs_of(table)
         output_shapes, _ = call.outputs([table.embedding_dim])
@@ -347,7 +349,8 @@ class TensorTrain(Storage):
             cache_slots, cache_call = _cache_call(params.directory, call, rows, bags, gains)
             bags = jnp.where(cache_slots == NO_ROW, bags, NO_ROW)
         # `pooled_rows` is compiled once per value of `implementation`. The default implementation
-        # of kernels can change between calls, so the value depends on this default.
+        # of kernels can change between calls, so a new default must change the value of
+        # `implementation`.
         implementation = "plain" if api.default_implementation() == "reference" else None
         pooled = pooled_rows(
             cores_of(params),
@@ -377,7 +380,11 @@ class TensorTrain(Storage):
         pool: Pool,
         ahead: ReadAhead | None,
     ) -> tuple[PyTree, Int[Array, ""]]:
-        """See `Storage.pooled`. Rows that are not quantized are summed as they are computed."""
+        """See `Storage.pooled`.
+
+        Without a `quantization_config`, the rows of a bag are summed as the rows are computed, and
+        `pool` is not called.
+        """
         if table.quantization_config is not None:
             return super().pooled(params, keys, call, table, pool, ahead)
         num_missing = jnp.zeros((), jnp.int32)
@@ -516,8 +523,8 @@ class TensorTrain(Storage):
           gradients: the lookup and the gradients of its outputs.
           table: spec of the table.
           step: number and hyperparameters of the step.
-          d_cores: gradients of the cores, if the caller has computed them already. Default: `step`
-            computes the gradients.
+          d_cores: gradients of the cores, if the caller has already computed these gradients. None,
+            the default: `step` computes the gradients of the cores.
         """
         if d_cores is None:
             d_cores = self.gradients(params, gradients, table)
@@ -611,7 +618,7 @@ class TensorTrain(Storage):
         where = f"table {table.name!r}"
         cores = rows
         if isinstance(rows, Mapping):
-            # Names are core numbers, so "2" comes before "10".
+            # The names in `rows` are core numbers, so they are sorted as numbers: "2" before "10".
             names = sorted(rows, key=lambda name: (len(name), name))
             cores = [rows[name] for name in names]
         if isinstance(cores, (tuple, list)) and _shapes(cores) == list(spec.core_shapes):
@@ -720,8 +727,9 @@ def _cache_call(
       call: kernel call of the lookup.
       rows: row number of every entry, from `entries_of`.
       bags: output index of every entry. An entry with `NO_ROW` is not looked up in the cache.
-      gains: factor of every entry. The returned call has the gains as weights, because the gains of
-        a mean depend on all entries of a bag, including entries that are not cached.
+      gains: for every entry, the number that multiplies the row. The returned call has the gains as
+        weights, because the gain of an entry in a mean depends on all entries of the bag, including
+        entries that are not cached.
     """
     read_rows = jnp.where(bags == NO_ROW, NO_ROW, rows)
     cache_slots = directory.find(read_rows)
