@@ -3,7 +3,7 @@
 ```
 embeddings.py        EmbeddingCollection: the public methods
 ├─ inputs.py         checks a batch and converts it to the form of compiled programs
-├─ prepared.py       this form: lists of ids, with one part per device of a mesh
+├─ prepared.py       the form of compiled programs: lists of ids, one part per device of a mesh
 ├─ placement.py      placements of tables, and whole tables read and written by name
 ├─ devices.py        the devices of a mesh, and functions that run on each of them
 ├─ engine.py         lookups, row gradients and steps of all stacks

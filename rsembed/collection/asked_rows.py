@@ -5,8 +5,8 @@ ids ──▶ keys ──[distinct, ask]──▶ storage.read ──▶ vectors
 state ◀── storage.step ◀── storage.find ◀──[ask]── keys, gradients ◀──spread── d(activations)
 ```
 
-`look_up`, `row_gradients` and `update` are generators. They yield a `Question` of
-`parallel/exchange.py` for each exchange with the owners, and receive the replies.
+The methods `look_up`, `row_gradients` and `update` are generators. For each exchange with the
+owners of rows, a generator yields a `Question` of `parallel/exchange.py`, and receives the replies.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class AskedRows(Rows):
 
     In a lookup, a device requests every distinct row of its samples once from the row's owner, and
     pools the received vectors. In an update, a device sends the sum of the gradients of every
-    distinct row to the owner. Each entry of a request is a row number.
+    distinct row to the owner. A device requests a row by its row number.
 
     Args:
       capacity: largest number of rows that a device requests from one owner in an exchange round.
@@ -134,8 +134,8 @@ class AskedRows(Rows):
             count, all_rows, all_values = state
             request, gradients = arrived
             rows, values, is_row = self._combined(request, gradients)
-            # All gradients of a row arrive in one round, so each round brings different rows. New
-            # rows are appended after the rows of earlier rounds.
+            # All gradients of a row arrive in the same exchange round, so no row arrives in two
+            # rounds. The rows of this round are appended to the rows of earlier rounds.
             index = jnp.arange(is_row.shape[0], dtype=jnp.int32)
             position = jnp.where(is_row, count + index, most_rows)
             all_rows, all_values = api.scatter_rows(
@@ -207,7 +207,7 @@ class AskedRows(Rows):
         return [keys.low.astype(jnp.int32)]
 
     def _request(self, wanted: Wanted) -> Request:
-        """Content of a request: the row number of every distinct entry, `NO_ROW` for padding."""
+        """Request for the owners: the row number of every distinct entry, `NO_ROW` for padding."""
         (row,) = wanted.lanes
         return jnp.where(wanted.first_of == NO_ROW, NO_ROW, row)
 
@@ -241,7 +241,7 @@ class AskedRows(Rows):
         )
 
     def _no_rows(self, wanted: Wanted) -> Array:
-        """Array of padding for `RowGradients.rows`, with room for every row that can arrive."""
+        """Padding for `RowGradients.rows`: an array with space for every row that can arrive."""
         most_rows = wanted.entry_of.shape[0] * self.num_shards
         num_rows = self.storage.num_ids(self.table)
         rows_per_shard = -(-num_rows // self.num_shards)
@@ -255,7 +255,10 @@ class AskedRows(Rows):
         return Combined(rows, values, rows != NO_ROW)
 
     def _with_keys_held(self, params: Params, wanted: Wanted, step: Step) -> Asking[Params]:
-        """Parameters that protect the rows of all requested keys until the end of the step."""
+        """Protects the rows of all requested keys from eviction until the end of the step.
+
+        The result is the new parameters.
+        """
         del wanted, step
         yield from ()
         return params
@@ -269,15 +272,19 @@ class AskedRows(Rows):
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]
         if self.table.optimizer.moves_all_rows:
-            # An optimizer with `moves_all_rows` steps every row in each exchange round. One round
-            # must hold all entries, so that each row is stepped once.
+            # An optimizer with `moves_all_rows` steps every row of the table in each exchange
+            # round. All entries must fit into a single exchange round, so that each row is stepped
+            # once.
             return num_entries
         capacity = self.capacity or default_capacity(num_entries, self.num_shards)
         return min(capacity, num_entries)
 
 
 class AskedArrayRows(AskedRows):
-    """Sharded rows of tables in one array. Each entry of a request is an index in the array."""
+    """Sharded rows of tables in one array.
+
+    A device requests a row by the index of the row in the array.
+    """
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
         """Ids of the batch as row indices in the stack's array."""
@@ -326,7 +333,7 @@ class AskedKeys(AskedRows):
 
     def _no_rows(self, wanted: Wanted) -> Array:
         most_rows = wanted.entry_of.shape[0] * self.num_shards
-        num_columns = len(wanted.lanes) + 1  # The last column counts occurrences.
+        num_columns = len(wanted.lanes) + 1  # The last column has the number of occurrences.
         return jnp.zeros((most_rows, num_columns), jnp.uint32)
 
     def _combined(self, request: Request, gradients: Array) -> Combined:

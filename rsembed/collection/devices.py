@@ -66,13 +66,13 @@ class Devices:
 
     @functools.cached_property
     def num_processes(self) -> int:
-        """Number of processes with devices of the mesh. Each process passes different samples."""
+        """Number of processes with devices of the mesh. Each process has different samples."""
         mesh = self.known_mesh
         return 1 if mesh is None else len(processes_of(mesh))
 
     @functools.cached_property
     def num_parts_here(self) -> int:
-        """Number of parts of a split array that this process holds."""
+        """Number of parts that this process holds of an array with the partition `split`."""
         mesh = self.known_mesh
         if mesh is None:
             return self.num_devices
@@ -94,7 +94,7 @@ class Devices:
         return PartitionSpec(self.axes)
 
     def sharding(self, partition: PartitionSpec) -> NamedSharding:
-        """Sharding of a global array with this partition.
+        """Sharding of a global array that `partition` splits over the mesh.
 
         Raises: ValueError: there is no mesh.
         """
@@ -113,7 +113,8 @@ class Devices:
     def place_from_host(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
         """Copies numpy arrays to the devices, sharded by a partition.
 
-        Every process passes arrays with equal values. JAX arrays in the tree are not moved.
+        All processes of the mesh must call `place_from_host` with equal arrays. JAX arrays in the
+        tree are not moved.
         """
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, tree)

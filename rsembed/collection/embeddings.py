@@ -51,9 +51,10 @@ class EmbeddingCollection:
     tables in place if the state is donated. Call `prepare`, `prefetch`, `evict`, and anything that
     reads or writes whole keyed tables, outside the jitted step.
 
-    On a mesh, every device looks up its part of the samples and stores its part of the tables. The
-    results equal the results of one device. Gradients belong to the loss over the global batch:
-    they are summed over all devices, and each row is stepped once.
+    On a mesh, every device looks up its part of the samples and stores its part of the tables.
+    Lookups and steps give the same results as on one device. Gradients are gradients of the loss
+    over the global batch: the gradients of a row are summed over all devices, and each row is
+    stepped once.
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
@@ -64,20 +65,21 @@ class EmbeddingCollection:
         most tables, neighbouring rows have different owners. With `table`, each table has one
         owner. With `column`, every device has some columns of all rows. With `replicated`, every
         device has a copy of the table.
-      exchange_capacity: largest number of distinct rows that a device requests from one owner in
-        one exchange round, with `row` and `table`. A small capacity saves memory, a large one
-        saves rounds. None: a capacity at which skewed ids need one round. Results do not depend on
-        the capacity, with one exception. If a hashed table, or its list of keys that wait for
-        admission, fills up within one batch, new keys of earlier rounds get the last free rows or
-        list entries. A key that gets a row leaves the list of waiting keys, but only in later
-        rounds is its list entry free for a different key.
-      implementation: name of the only kernel implementation to use. None: the fastest one
-        available. With "reference", lookups and steps are plain JAX. Any other name applies only to
-        the kernels that pool and step rows. The kernels that find keys and exchange rows still use
-        the fastest implementation.
-      bounds_check: treatment of ids outside their table. With `raise`, such ids are an error
-        outside `jit`. With `ignore`, and always inside `jit`, such ids contribute nothing, and
-        `lookup(..., return_statistics=True)` counts them.
+      exchange_capacity: with the placements `row` and `table`, the largest number of distinct rows
+        that a device requests from one owner in one exchange round. A small capacity saves memory,
+        and a large capacity saves exchange rounds. None: a capacity with which a batch of skewed
+        ids needs one exchange round. Lookups and steps give the same results with every capacity,
+        unless a table with `storage=Hashed(...)`, or its list of keys that wait for admission,
+        becomes full within one batch. In this case, the new keys of earlier rounds get the last
+        free rows or list entries. When a waiting key gets a row, its list entry is free for a
+        different key only in later rounds.
+      implementation: name of a kernel implementation. None: the fastest implementation that is
+        available. With "reference", lookups and steps are plain JAX. With any other name, only the
+        kernels that pool rows and step rows use this implementation. The kernels that look up keys
+        and exchange rows use the fastest implementation.
+      bounds_check: treatment of ids outside their table. With `raise`, the default, an id outside
+        its table is an error outside `jit`. With `ignore`, and always inside `jit`, an id outside
+        its table contributes nothing, and `lookup(..., return_statistics=True)` counts the id.
 
     Raises: ValueError: an option is unknown, or the mesh does not divide the tables or the batch of
       a feature.
@@ -170,14 +172,14 @@ class EmbeddingCollection:
     def init(self, key: PRNGKeyArray) -> EmbeddingState:
         """New state with initial tables and optimizer state.
 
-        The values of a table depend only on `key`, the table's name and its initializer. Other
-        tables and the number of devices do not influence these values.
+        The initial values of a table depend only on `key`, the table's name and the table's
+        initializer. Other tables and the number of devices have no influence on the initial values.
 
         Raises:
           TypeError: `key` is not a PRNG key.
           ValueError: a custom initializer returns a number that is not finite. Inside `jit`,
-            numbers are not checked. A keyed table draws its rows during training, so `init` draws
-            and checks one row of it.
+            initial values are not checked. A keyed table draws its rows during training, so `init`
+            draws a single row of the table for the check.
         """
         check_type(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
@@ -192,12 +194,12 @@ class EmbeddingCollection:
         return host_rows.with_new_generation(self._on_host, fresh)
 
     def prefetch(self, state: EmbeddingState, batch: Batch) -> EmbeddingState:
-        """Copies a batch's rows to the device, for tables on the host. Returns the new state.
+        """Copies the rows of a batch from tables on the host to the device. Returns the new state.
 
-        Do not call `prefetch` inside `jit`. Call it before a compiled step, with the batch that the
-        step will read. A later prefetch of a different batch may evict the batch's rows. `state` is
-        donated: use only the returned state. Without tables on the host, `state` is returned
-        unchanged.
+        Call `prefetch` outside `jit`, before a compiled step, with the batch that the step will
+        read. If `prefetch` is called for another batch before this step, the rows of the first
+        batch may be evicted. `state` is donated: use only the returned state. Without tables on the
+        host, `state` is returned unchanged.
 
         Raises: RuntimeError: the batch reads more rows than the device caches, `state` is older
           than the rows on the host, or `prefetch` is called inside `jit`. After an error, `state`
@@ -218,11 +220,12 @@ class EmbeddingCollection:
     def _fetched(self, state: EmbeddingState, wanted: ByName) -> EmbeddingState:
         """Copies rows from the host to the device caches, and returns the new state.
 
-        Inside `jit`, and without tables on the host, `state` is returned unchanged.
+        Inside `jit`, or without tables on the host, `state` is returned unchanged.
 
         Args:
-          state: state of the collection. It stays valid.
-          wanted: for each stack on the host, the batch or rows to copy; see `host_rows.fetched`.
+          state: state of the collection. `state` stays valid.
+          wanted: for each stack on the host, a batch or the rows of `RowGradients`, as for
+            `host_rows.fetched`.
         """
         if not self._on_host or is_traced((state, wanted)):
             return state
@@ -256,7 +259,7 @@ class EmbeddingCollection:
     ) -> None:
         """Checks that a state belongs to this collection.
 
-        All methods with a state argument make this check.
+        All public methods of the collection with a `state` argument call `check_state`.
 
         Args:
           state: the value to check.
@@ -313,7 +316,7 @@ class EmbeddingCollection:
         return tables
 
     def each_table(self, state: EmbeddingState) -> Iterator[tuple[str, PyTree]]:
-        """Yields the name and rows of each table. The rows are in the form of `tables`.
+        """Yields the name and rows of each table. The rows have the form that `tables` returns.
 
         `each_table` needs less memory than `tables`. The rows may be the arrays of the state, so do
         not donate the state while the rows are in use.
@@ -338,9 +341,10 @@ class EmbeddingCollection:
     def slots(self, state: EmbeddingState) -> ByName:
         """Copies of the optimizer state of all tables, by table name.
 
-        The slots of a table are in the named tuple of its optimizer. The slots of a keyed table are
-        in the order of `tables(state)[name]["keys"]`. For the form of the slots of other storages,
-        see `optimizer_state` of the storage's class.
+        The slots of a table have the structure that its optimizer defines, usually a named tuple.
+        The slots of a keyed table are in the order of the keys in `tables(state)[name]["keys"]`.
+        Some storages return slots in a different form: see `optimizer_state` of the storage's
+        class.
         """
         self.check_state(state)
         slots: ByName = {}
@@ -362,26 +366,28 @@ class EmbeddingCollection:
         Tables that are not in `tables` do not change.
 
         For a keyed table, pass a dictionary in the form that `tables` returns. Only `keys` and
-        `values` are required. Slots that the dictionary lacks get their initial values. Without
-        `last_step`, the keys count as used in the current step. Rows of keys that are not in the
-        dictionary do not change.
+        `values` are required. Slots that are not in the dictionary get their initial values. If
+        `last_step` is not in the dictionary, all keys in the dictionary are treated as used in the
+        current step. Rows of keys that are not in the dictionary do not change.
 
         To move a table to another storage, pass an array of all its rows. A keyed table uses the
         row numbers as keys, and a tensor train computes the cores closest to the array.
 
         Args:
-          state: from `init`. The step of `state` is kept, and optimizers that count steps, such as
-            Adam, continue from it. Use `state._replace(step=jnp.int32(int(old_state.step)))` to
-            continue from another step.
+          state: from `init`. The new state keeps the step number of `state`, from which optimizers
+            that count steps, such as Adam, continue. To continue from another step number, pass
+            `state._replace(step=jnp.int32(int(old_state.step)))`.
           tables: new values by table name.
           slots: new optimizer state by table name, in the form of the method `slots` or of
             `load(path).tree["slots"]`. Slots of a keyed table are in the order of its `keys` in
-            `tables`. If `tables` lacks the table, the order is that of the keys in the state. None:
-            slots do not change. Only replaced rows of keyed tables start with the slots in their
-            dictionary, or else with initial values.
-          allow_nonfinite: accept NaN, infinity and negative sums of squares. By default such
-            numbers are an error, because one NaN spreads to every model output that reads its row.
-            Inside `jit`, numbers are not checked.
+            `tables`. If `tables` does not contain the table, the slots are in the order of the keys
+            that `tables(state)` returns. None: slots do not change, except for the replaced rows of
+            keyed tables. These rows get the slots in the dictionary of the table, or initial slots
+            if the dictionary has none.
+          allow_nonfinite: whether to accept NaN, infinity and negative sums of squares in `tables`
+            and `slots`. By default, these numbers are an error, because one NaN spreads to every
+            model output that reads the row of the NaN. Inside `jit`, the numbers in `tables` and
+            `slots` are not checked.
 
         Raises:
           ValueError: a table is unknown, or its values or slots have the wrong shape or dtype or
@@ -403,21 +409,22 @@ class EmbeddingCollection:
     ) -> tuple[EmbeddingState, dict[str, np.ndarray]]:
         """Evicts keys of a table. Returns the new state, and the evicted keys with their rows.
 
-        A key is evicted if any of the conditions `keep`, `unused_for` and `norm_below` applies to
-        it. Do not call `evict` inside `jit`.
-        `state` is donated: use only the returned state.
+        A key is evicted if at least one of the conditions `keep`, `unused_for` and `norm_below`
+        applies to the key. Do not call `evict` inside `jit`. `state` is donated: use only the
+        returned state.
 
         Args:
           state: state to evict keys from.
           table: name of a keyed table.
           keep: keeps at most this number of keys, counted over all devices. The table's `eviction`
             policy decides which keys are evicted first. None: no limit.
-          unused_for: evicts keys that no training step has used for more than this number of
-            steps. The limit also removes keys that wait for admission. None: no limit.
+          unused_for: evicts keys that no training step has used for more than this number of steps.
+            Keys that wait for admission are removed by the same limit. None: no limit.
           norm_below: evicts keys of rows with an L2 norm below this number. None: no limit.
 
         Returns: the new state, and the evicted keys with their rows and slots, in the form that
-          `tables` has for a keyed table. `with_tables` restores evicted keys from this form.
+          `tables` has for a keyed table. To restore the evicted keys, pass this dictionary to
+          `with_tables` under the name of the table.
 
         Raises:
           ValueError: all conditions are None, one is out of range, or the table is unknown or has
@@ -443,8 +450,8 @@ class EmbeddingCollection:
 
         A feature that is an array stays an array. The bags of all ragged features that share a
         stack of tables become one list of ids. Lists are padded to one of a few sizes, so a stream
-        of batches needs few compiled programs. On one device, a feature without a combiner is not
-        padded.
+        of batches needs few compiled programs. On one device, the ids of a ragged feature without a
+        combiner are not padded.
 
         On a mesh, each process passes the same number of samples and gets the global batch, split
         by sample. A list has one part per device, and all parts are padded to one length. A ragged
@@ -455,8 +462,8 @@ class EmbeddingCollection:
             padding), nested lists, a column of a data frame, or a pair `(ids, weights)`. Inside
             `jit` on a mesh, only arrays are accepted.
 
-        Raises: TypeError or ValueError: the batch is wrong. The message names the feature, sample,
-          id and table, and says what to change.
+        Raises: TypeError or ValueError: the batch is wrong. The error message names the feature,
+          sample, id and table, and says what to change.
         """
         return inputs.prepare(
             self.features,
@@ -518,7 +525,7 @@ class EmbeddingCollection:
     def row_gradients(self, batch: Batch, d_activations: ActivationGradients) -> RowGradients:
         """Gradients of the distinct rows of a batch, from the gradients of its activations.
 
-        The calculation does not read the tables.
+        `row_gradients` needs only the batch and the gradients, and does not read the tables.
         """
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
@@ -558,8 +565,8 @@ class EmbeddingCollection:
     ) -> EmbeddingState:
         """Runs one step with the gradients of a batch, and returns the new state.
 
-        The result equals `apply(state, pullback(d_activations))`. If the kernel supports it, one
-        kernel call sums the row gradients and steps the rows.
+        The result equals `apply(state, pullback(d_activations))`. A single kernel call sums the row
+        gradients and steps the rows, if such a kernel is available.
         """
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
@@ -578,7 +585,7 @@ class EmbeddingCollection:
 
         Args:
           state: state before the step.
-          wanted: for each stack on the host, the batch or rows that the step reads; see
+          wanted: for each stack on the host, a batch or the rows of `RowGradients`, as for
             `host_rows.fetched`.
           step_stacks: `apply` or `update` of the engine.
           gradients: the row gradients for `apply`, or the batch and the output gradients for
@@ -593,8 +600,8 @@ class EmbeddingCollection:
         stepped = EmbeddingState(tables, slots, fetched.step + 1, fetched.key, fetched.layout)
         if fetched is state:
             return stepped
-        # After an error in the step, `state` must still be valid. The new generation invalidates
-        # `state`, so it is set last.
+        # If the step raises an error, the caller's `state` must still be valid.
+        # `with_new_generation` makes `state` invalid, so the call comes after the step.
         return host_rows.with_new_generation(self._on_host, stepped)
 
     def _step_of(self, stack: StackPlan, state: EmbeddingState) -> Step:
@@ -614,7 +621,10 @@ class EmbeddingCollection:
 
 
 def _shape_and_kind(leaf: object) -> tuple[tuple[int, ...], object]:
-    """Shape and dtype of an array. All kinds of PRNG keys, such as "rbg", count as one dtype."""
+    """Shape and dtype of an array.
+
+    The dtype of PRNG keys is `prng_key` for every implementation, such as "rbg".
+    """
     if not isinstance(leaf, (jax.Array, np.ndarray, jax.ShapeDtypeStruct)):
         return (), type(leaf)
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):

@@ -44,7 +44,8 @@ class LookupStatistics(NamedTuple):
       num_ids: per feature, number of ids that contributed.
       num_out_of_range: per feature, number of ids outside the table, which contributed nothing.
       num_unknown: per stack of keyed tables, one number per device: how many distinct keys of the
-        device have no row. If a step follows the lookup, only keys that the step admits count.
+        device have no row. If a step follows the lookup, `num_unknown` does not count keys that the
+        step does not admit.
       num_rounds: per stack, number of exchange rounds. 0 if rows are not exchanged.
     """
 
@@ -61,24 +62,26 @@ class Engine:
     carries the requests of all stacks.
 
     A batch is a mapping from features to ids. On one device, a batch may also be a kernel `Call`
-    with one output. Table `k` of such a call is the array of the `k`-th stack, the call's output
-    takes the place of the activations, and `d_outputs` is the gradient of the output.
+    with one output. Table `k` of the `Call` is the array of the `k`-th stack, the output of the
+    `Call` takes the place of the activations, and `d_outputs` is the gradient of the output.
 
     Args:
       features: features by name.
       stacks: stacks by name.
       devices: devices of the mesh.
-      implementation: "reference" runs plain JAX everywhere, including storages and exchanges. The
-        engine ignores other names, because each stack passes the name to its own kernel calls.
+      implementation: with "reference", the engine runs plain JAX everywhere, including storages and
+        exchanges. The engine ignores all other names, because each stack already passes the name to
+        the kernel calls of the stack.
       side_by_side: if True, a lookup returns one array `[batch, sum of dims]` with the activations
         of all features next to each other, and `d_outputs` is an array of this shape. If False,
         the default, activations and `d_outputs` are dictionaries by feature.
 
     Attributes:
-      init: function `(key) -> (tables, slots)` of all stacks.
+      init: function `(key) -> (tables, slots)` that initializes the tables and slots of all stacks.
       row_gradients: function `(batch, d_outputs) -> (rows, values)` of `RowGradients`, by stack.
       squared_norm: function `(batch, d_outputs) -> sum of squares of the row gradients`, by stack.
-        It works on one device only, and only if the rows of every stack are in one array.
+        `squared_norm` works only on one device, and only if the rows of every stack are in one
+        array.
       apply: function `(tables, slots, gradients, steps) -> (tables, slots)` that makes a step with
         the gradients of distinct rows.
       update: function `(tables, slots, batch, d_outputs, steps) -> (tables, slots)` that makes a
@@ -168,8 +171,9 @@ class Engine:
           numbers: by stack, index of the step that follows the lookup. None: no step follows.
         """
         if self._has_all_rows:
-            # Rows in arrays do not depend on the step. Without step numbers, `lookup` and
-            # `lookup_vjp` of a collection share one compiled program.
+            # If every stack has its rows in one array, no lookup depends on the number of the next
+            # step. Without step numbers, `lookup` and `lookup_vjp` of a collection share one
+            # compiled program.
             numbers = None
         activations, statistics = self._look_up(tables, numbers, batch)
         if isinstance(activations, dict):
@@ -196,8 +200,8 @@ class Engine:
     def _stacks_of_one_call(self) -> list[list[str]]:
         """Groups of two or more stacks that one kernel call can look up.
 
-        Stacks are grouped only on a single device. The rows of a group are arrays of one dtype,
-        without quantization.
+        Stacks are grouped only on a single device. The rows of all stacks in a group are in arrays
+        of one dtype, without quantization.
         """
         groups: dict[tuple[str | None, str], list[str]] = {}
         if self.devices.num_devices > 1:
@@ -391,10 +395,10 @@ class Engine:
         d_outputs: PyTree,
         function: Callable[..., Asked[PyTree]],
     ) -> ByName:
-        """Calls `function` for every stack, and returns the results by stack.
+        """Calls `function` for every stack, and returns the results by name of the stack.
 
         Args:
-          batch: batch, as in `Engine`.
+          batch: a batch or a `Call`, as described in `Engine`.
           d_outputs: gradients of the activations of all features, or of the output of a `Call`.
           function: function of a stack's name, `Rows`, `Occurrences` and output gradients.
         """

@@ -29,7 +29,7 @@ from rsembed.storage.protocol import (
 
 
 class Prefetch:
-    """Moves rows of a table between the host and the device caches.
+    """Moves the rows of one table between the host and the device caches.
 
     Args:
       stack: stack of the table.
@@ -65,11 +65,12 @@ class Prefetch:
         """Reserves cache slots for the rows that a batch reads.
 
         Args:
-          params: parameters of the state. They stay valid.
+          params: parameters of the state. The arrays in `params` stay valid.
           slots: optimizer slots of the state.
           wanted: a batch, or the rows of `RowGradients`.
 
-        Returns: new parameters, and the row moves that `moved` makes. No row has moved yet.
+        Returns: new parameters, and the moves of rows that the caller must make with `moved`.
+          `with_room` itself moves no rows.
 
         Raises:
           RuntimeError: the state is older than the rows on the host, or the cache is too small.
@@ -82,8 +83,8 @@ class Prefetch:
                 "state, or serve from a checkpoint that a collection without storage= loaded."
             )
         self.storage.generation.check(on_host(params.generation))
-        # On a mesh, the compiled program would return a copy of the rows, so it gets the parameters
-        # without rows.
+        # On a mesh, a compiled program cannot return the array of all rows without a copy of the
+        # array, so the compiled program gets the parameters without the rows.
         without_rows: PyTree = ()
         with_room, moves, num_failed = self._make_room(params._replace(rows=without_rows), wanted)
         if (num_failed := on_host(num_failed)).any():
@@ -109,15 +110,16 @@ class Prefetch:
           slots: optimizer slots of the state.
           moves: moves that `with_room` returned.
           donates: whether the arrays of `params` and `slots` are donated. If False, the old state
-            stays valid until `with_new_generation`: on the host only evicted rows change, and they
-            get their values in the old state.
+            stays valid until `with_new_generation`: on the host, only the evicted rows change, and
+            each evicted row gets the values that it has in the old state.
         """
         by_shard = (self.stack.num_shards, -1)
         num_moved = (moves.inserted != NO_ROW).reshape(by_shard).sum(axis=1).max()
         if not num_moved:
             return params, slots
-        # Every new number of rows compiles a program, so rows are padded to one of a few sizes. In
-        # `moves`, padding follows the moves of each shard, and padding after `size` is cut off.
+        # Every new number of rows compiles a program, so rows are padded to one of a few sizes.
+        # Each shard has an equal part of `moves`, with padding at the end of the part. The parts
+        # are cut off after `size` entries, which removes only padding.
         size = padded_size(int(num_moved))
         moves = Moves(*[lane.reshape(by_shard)[:, :size].reshape(-1) for lane in moves])
         place = self.stack.devices.place_from_host
@@ -159,13 +161,14 @@ def fetched(
 ) -> EmbeddingState:
     """Copies rows from the host to the device caches, and returns the new state.
 
-    All stacks reserve cache slots before the first row moves. So if a cache is too small, the error
-    is raised before anything changes.
+    All stacks reserve cache slots before the first row moves. If a cache is too small, the error is
+    therefore raised before any row has moved.
 
     Args:
       prefetches: the `Prefetch` of each stack on the host, by stack name.
       state: state of the collection.
-      wanted: by stack name, the rows to copy: those that a batch reads, or those of `RowGradients`.
+      wanted: by stack name, a batch or the rows of `RowGradients`. The function copies the rows
+        that the batch reads, or the rows of `RowGradients`.
       donates: whether the arrays of `state` are donated. If False, `state` stays valid until
         `with_new_generation`.
     """

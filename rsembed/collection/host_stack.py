@@ -32,7 +32,7 @@ from rsembed.storage.protocol import (
 )
 
 MOST_KEYS = 1 << 16
-"""Largest number of evicted rows that one call of a compiled program reads."""
+"""Evicted rows are read in blocks. This is the largest number of rows in a block."""
 FIRST_KEY = "initial_key"
 """Name, in files, of the array with the PRNG key that draws the rows of new keys."""
 
@@ -53,7 +53,7 @@ class HostStack(Stack):
         rows: ByTable,
         new_slots: ByTable = MappingProxyType({}),
     ) -> State:
-        """See `Stack.replaced`. The tables in `rows` include slots, and `new_slots` is empty."""
+        """See `Stack.replaced`. Tables in `rows` include their slots, and `new_slots` is empty."""
         del new_slots
         written = self.storage.with_tables(
             params,
@@ -95,9 +95,9 @@ class HostStack(Stack):
           params: parameters of the state.
           slots: slots of the state.
           table: spec of the table.
-          rows: new rows, checked by the storage. None: the rows of the state.
-          new_slots: slots of the new rows, or without new rows, of the state's rows. For a keyed
-            table, slots are in the order of the keys.
+          rows: new rows, checked by the storage. None: the table keeps the rows of the state.
+          new_slots: slots of the new rows. If `rows` is None, slots of the rows in the state. For a
+            keyed table, slots are in the order of the keys.
 
         Raises: ValueError, TypeError: slots have the wrong names, shapes or dtypes for the table.
         """
@@ -117,7 +117,8 @@ class HostStack(Stack):
     ) -> ByName:
         """Arrays of a table by name: `values`, and one `slot_<name>` per slot.
 
-        Arrays that `rows` lacks are arrays of the state. None: all arrays are arrays of the state.
+        Arrays that are not in `rows` are taken from the state. If `rows` is None, all arrays are
+        taken from the state.
         """
         rows_by_table = self._by_table(self.storage.rows, params, slots)
         whole: ByName = rows_by_table[table.name]
@@ -130,7 +131,7 @@ class HostStack(Stack):
     # Files
 
     def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
-        """Rows by table name, and slots by table name, as files store them."""
+        """Rows by table name, and slots by table name, in the form in which files store both."""
         values_by_table = {}
         slots_by_table = {}
         rows_by_table = self._by_table(self.storage.rows, params, slots)
@@ -158,7 +159,10 @@ class HostStack(Stack):
         return self.replaced(params, fresh_slots, rows_by_table)
 
     def _fresh(self) -> State:
-        """Initial parameters and slots. The caller overwrites all rows, so any PRNG key will do."""
+        """Initial parameters and slots.
+
+        The PRNG key of the initial rows does not matter, because the caller overwrites all rows.
+        """
         start = self.devices.on_each(
             self.rows.init,
             PartitionSpec(),
@@ -180,7 +184,8 @@ class KeyedStack(HostStack):
     def check_start(self, params: Params, slots: SlotTree) -> None:
         """See `Stack.check_start`.
 
-        A keyed table has no rows yet, so one row is drawn and checked.
+        A keyed table has no rows before training, so the check draws a single row with the
+        initializer.
         """
         if is_traced((params, slots)):
             return
@@ -208,7 +213,8 @@ class KeyedStack(HostStack):
     def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
         """Keys, rows and slots of every table in one dictionary, by table name.
 
-        The second result of `Stack.saved` has no slots of keyed tables: its dictionaries are empty.
+        The slots are in the first result, so the second result has an empty dictionary for every
+        table.
         """
         # `params.key` has one PRNG key per shard and table. The PRNG keys of all shards are equal,
         # so the file contains those of the first shard.
@@ -260,7 +266,8 @@ class KeyedStack(HostStack):
         """
         number = self.tables.index(table)
         policy = cast(Hashed, self.storage).eviction
-        # An array has all tables of the first shard, then all tables of the second shard.
+        # Each array of `params` contains all tables of the first shard, then all tables of the
+        # second shard, and so on.
         table_numbers = np.arange(params.num_tables) % len(self.tables)
         rows_of_table = params.rows.shape[0] // params.num_tables
         is_of_table = np.repeat(table_numbers == number, rows_of_table)
@@ -283,12 +290,12 @@ class KeyedStack(HostStack):
         leaves = np.zeros(is_of_table.shape, bool)
         leaves[rows] = True
         (leaves,) = self.devices.place_from_host([leaves], self.partition)
-        # On a mesh, the compiled program would return a copy of the rows, so it gets the parameters
-        # without rows.
+        # On a mesh, a compiled program cannot return the array of all rows without a copy of the
+        # array, so the compiled program gets the parameters without the rows.
         nothing: PyTree = ()
         unused_for = reasons["unused_for"]
         if unused_for is None:
-            unused_for = 2**31 - 1  # Longer than any key can be unused.
+            unused_for = 2**31 - 1  # No key can be unused for more steps.
         remaining = self._without(
             params._replace(rows=nothing),
             leaves,

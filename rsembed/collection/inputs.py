@@ -79,11 +79,11 @@ def prepare(
 
     Args:
       features: features by name.
-      source: the batch, or the argument of `read`.
+      source: a batch, or with `read`, any value from which `read` makes a batch.
       devices: devices of the mesh.
       bounds_check: "raise" or "ignore", see `EmbeddingCollection`.
-      what: subject of the error message if the batches of two processes do not match.
-      read: function that checks `source` and returns the batch. If it raises an error in one
+      what: name of the batch in the error message for batches of two processes that do not match.
+      read: function that checks `source` and returns the batch. If `read` raises an error in one
         process, all processes raise an error. None: `source` is the batch.
       lists: by feature name, the list (one per stack) to put the feature's bags into if they are
         ragged. None: no feature is put into a list.
@@ -98,7 +98,8 @@ def prepare(
         batch = source if read is None else read(source)
         check_names(features, batch, "batch")
         if not isinstance(batch, Jagged):
-            # A `Jagged` is in host memory already.
+            # The arrays of a `Jagged` are always in host memory, so only other batches are copied
+            # to the host.
             _start_copies_to_host(batch)
             if devices.mesh is None:
                 plain = _of_arrays(features, batch, bounds_check)
@@ -150,7 +151,7 @@ def prepare(
 
 
 def _start_copies_to_host(batch: Batch) -> None:
-    """Starts copies of all arrays to the host at once, so that reading them waits only once."""
+    """Starts copying all arrays to the host, so that the copies run at the same time."""
     values = [value for value in batch.values() if isinstance(value, (Bags, jax.Array))]
     for leaf in jax.tree.leaves(values):
         if isinstance(leaf, jax.Array) and not is_unknown(leaf):
@@ -163,7 +164,7 @@ def _on_mesh(batch: PreparedBatch, devices: Devices) -> PreparedBatch:
 
     def placed(leaf: PyTree) -> jax.Array:
         if is_unknown(leaf):
-            # The array is global already, or it is traced.
+            # `leaf` is already a global array, or is traced.
             return leaf
         return jax.make_array_from_process_local_data(sharding, np.asarray(leaf))
 
@@ -244,8 +245,9 @@ def _in_one_pass(
     """The bags of all features with checked ids (int32), or None if they need the slow path.
 
     The result is None if a table has keys, a feature declares its batch size or has no combiner,
-    the data are neither numpy arrays nor lists of integers, or the batch has an error. The caller
-    then checks one feature after the other, so that its error message names the feature.
+    the data are neither numpy arrays nor lists of integers, or the batch has an error. If the
+    result is None, the caller checks one feature after the other, so that an error message can name
+    the feature. This is the slow path.
     """
     for name, feature in features.items():
         is_declared = feature.num_samples is not None or feature.pooling == "none"
@@ -322,8 +324,9 @@ def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> Ragged | N
             return None
         if offsets.ndim != 1 or not offsets.size or offsets[0] != 0 or offsets[-1] != ids.size:
             return None
-    # Where two features meet, `steps` has the first offset of one feature minus the last offset of
-    # the feature before it. That number is not the length of a bag, so `np.delete` removes it.
+    # `steps` are the differences of neighbouring offsets, which are the lengths of the bags. The
+    # difference of the last offset of one feature and the first offset of the next feature is not
+    # the length of a bag, so `np.delete` removes this difference.
     steps = np.diff(np.concatenate([value.offsets for value in values]))
     ends = np.cumsum([value.offsets.size for value in values])[:-1] - 1
     lengths = np.delete(steps, ends)
@@ -342,7 +345,8 @@ def _of_arrays(
     All arrays are checked and copied to the device together. For 26 features of one sample, the
     slow path, which makes `Bags` of each feature, takes ten times as long. The result is None if a
     table has keys, a feature declares its batch size, an id is out of range, or the batch has
-    anything but integer arrays. In the slow path, the error message names the feature.
+    anything but integer arrays. If the slow path raises an error, the error message names the
+    feature.
     """
     values: ByName = {}
     are_on_device = True
@@ -384,12 +388,13 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
         and jnp.issubdtype(value.dtype, np.integer)
         and not is_unknown(value)
     ):
-        value = np.asarray(value)  # Checks of a JAX array would compile programs.
+        value = np.asarray(value)  # On a JAX array, the checks would compile programs.
     bags = as_bags(value, feature=feature.name)
     table = feature.table_spec
     visible = bags
     if isinstance(bags.weights, jax.core.Tracer):
-        # If the user differentiates by the weights, they are tracers, but the ids can be checked.
+        # If the user differentiates with respect to the weights, the weights are tracers. The ids
+        # can be checked without the weights.
         visible = dataclasses.replace(bags, weights=None)
     ids: PyTree
     if _has_keys(table):
@@ -426,7 +431,7 @@ def _canonical(feature: FeatureSpec, bags: Bags, value: PyTree) -> PyTree:
     """Converts checked bags of a feature to the form for compiled programs: an array, or `Bags`.
 
     The ids of `Bags` are padded to a power of two, so a stream of batches needs few compiled
-    programs. `Bags` that are traced or already padded do not change. `Bags` of a feature without a
+    programs. `Bags` that are traced or already padded get no padding. `Bags` of a feature without a
     combiner are not padded, because the feature has one activation per id.
 
     Args:
@@ -477,10 +482,11 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
 
 
 def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int]:
-    """Form of a feature's batch, and width of the array for ragged bags that are in no list.
+    """Description of the bags of a feature, and width of the array that replaces ragged bags.
 
-    The form is a string that must be equal in all processes. The width is the `common_width` of the
-    bags of this process. For arrays, and for bags in a list, the width is 0.
+    The description (the form) is a string that must be equal in all processes. Ragged bags that are
+    in no list become an array on a mesh. The width of this array is the `common_width` of the bags
+    of this process. For bags from an array, and for bags in a list, the width is 0.
 
     Raises: ValueError: ragged bags are traced, so they cannot be split over the mesh.
     """

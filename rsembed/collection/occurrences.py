@@ -25,14 +25,14 @@ from rsembed.storage.row_map import unnamed
 class Occurrences(NamedTuple):
     """All ids that a batch looks up in one stack, with the bags of each feature.
 
-    Equal ids are not merged.
+    An id that occurs twice in the batch has two entries.
 
     Attributes:
       call: kernel call with the ids and bags. The ids are row numbers, or if the tables have keys,
         indices of `keys`. Padding is `NO_ROW`.
       keys: 64-bit keys of the ids, for keyed tables. None: ids are row numbers.
       table: index of the stack's array among the tables of `call`.
-      dims: row length of each table that `call` reads. Empty: `call` reads one table.
+      dims: row length of each table that `call` reads. An empty tuple: `call` reads a single table.
     """
 
     call: Call
@@ -61,9 +61,10 @@ class Occurrences(NamedTuple):
         return keys_of_rows(jnp.concatenate(rows))
 
     def of_all(self, devices: Devices) -> Occurrences:
-        """Gathers the ids of all devices. Samples are in the order of the devices.
+        """Gathers the ids of all devices. Samples of device 0 come first, then samples of device 1.
 
-        On several devices, ids must be row numbers, because keys are not gathered.
+        If there are several devices, the ids must be row numbers, because `of_all` does not gather
+        keys.
         """
         num_devices = devices.num_devices
         if num_devices == 1:
@@ -221,8 +222,9 @@ def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
     """Keys of the rows in `RowGradients`, and the number of occurrences of each key.
 
-    `RowGradients` of keyed tables hold lanes and counts. Without keys, `rows` are row numbers, and
-    every row counts once.
+    For a keyed table, `rows` have the lanes of each key and the number of occurrences of the key.
+    For a table without keys, `rows` are row numbers, and the number of occurrences is 1 for every
+    row.
     """
     if rows.ndim == 1:
         keys = keys_of_rows(rows)

@@ -50,14 +50,15 @@ def placement_of_tables(
 ) -> dict[str, str]:
     """Placement of every table by name: "row", "table", "column" or "replicated".
 
-    A table without a requested placement gets the first one that its storage supports. For a dense
-    table this is "row". On one device every table is "replicated".
+    A table without a requested placement gets the first placement that its storage supports, for
+    example "row" if the table is dense. On one device every table is "replicated".
 
     Args:
       tables: specs of the tables by name.
       devices: devices that share the tables.
       placement: placement by table name, or one for all tables. A placement for all tables has no
-        effect on tables with a storage that does not support it. None: no placement is requested.
+        effect on tables with a storage that does not support this placement. None: no placement is
+        requested for any table.
 
     Raises:
       ValueError: a placement or table is unknown, the storage of a named table does not support its
@@ -255,7 +256,7 @@ class LogicalTables:
       on_host: for each stack with storage `HostCached`, by name, the `Prefetch` that moves rows
         between host and device.
       apart: stacks of keyed tables and of tables on the host, by name. A file stores each table of
-        these stacks separately.
+        the stacks in `apart` separately.
     """
 
     def __init__(self, specs: Mapping[str, TableSpec], stacks: Mapping[str, Stack]):
@@ -331,13 +332,13 @@ class LogicalTables:
     def _host_last(self, names: Iterable[str]) -> list[str]:
         """Names of stacks in the order in which they are written. Stacks on the host come last.
 
-        Writing rows on the host invalidates the old state. If a write to another stack fails before
-        that, the old state is still valid.
+        A write to a stack on the host makes the old state invalid. If a write to any other stack
+        fails, no stack on the host has been written, so the old state is still valid.
         """
         return sorted(names, key=self.on_host.__contains__)
 
     def _check_finite(self, table_name: str, parts: Iterable[tuple[str, PyTree]]) -> None:
-        """Checks the numbers of a table.
+        """Checks the rows or slots of a table.
 
         Raises: ValueError: a number is not finite, or a sum of squares is negative.
         """
@@ -346,8 +347,8 @@ class LogicalTables:
         ]
         for part, array in parts:
             if isinstance(array, SavedArray):
-                # The array is in a checkpoint. Its numbers were checked before they were saved, so
-                # the array is not read for a check.
+                # `array` is still in a checkpoint file. The numbers of an array are checked before
+                # a checkpoint is saved, so `array` is not read for another check.
                 continue
             where = f"table {table_name!r}: its {part}"
             check_finite(array, where, may_be_negative=part not in non_negative)
@@ -401,8 +402,8 @@ class LogicalTables:
     def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, ByName, ByName]:
         """Splits a state for a file.
 
-        Returns: the state without the stacks `apart`, and the rows and the slots of their tables,
-          both by table name.
+        Returns: the state without the stacks in `apart`; the rows of the tables of these stacks, by
+          table name; and the slots of these tables, by table name.
         """
         tables: ByName = {}
         slots: ByName = {}
@@ -414,7 +415,7 @@ class LogicalTables:
         return self.without_apart(state), tables, slots
 
     def without_apart(self, state: EmbeddingState) -> EmbeddingState:
-        """A state without the stacks `apart`. `state` may have shapes instead of arrays."""
+        """A state without the stacks in `apart`. `state` may have shapes instead of arrays."""
         facts: Mapping[str, PyTree] = {}
         if state.layout is not None:
             facts = state.layout.facts

@@ -35,15 +35,16 @@ class Listed(NamedTuple):
     num_bags: int
 
 
-@no_type_check  # JAX puts placeholders into the fields of pytrees, so their types differ.
+@no_type_check  # JAX puts placeholders of other types into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PreparedBatch(Mapping[str, PyTree]):
     """A batch for compiled programs, as a mapping from features to their ids.
 
-    The batch is a pytree: it can be an argument of `jit` and can be donated, and batches of equal
-    sizes can be stacked for `lax.scan`. The ids of all ragged features that share a stack of tables
-    are one list, padded to one of a few sizes, so a stream of batches needs few compiled programs.
+    A `PreparedBatch` is a pytree: a prepared batch can be an argument of `jit` and can be donated,
+    and prepared batches of equal sizes can be stacked for `lax.scan`. The ids of all ragged
+    features that share a stack of tables are one list, padded to one of a few sizes, so a stream of
+    batches needs few compiled programs.
 
     On a mesh, a list has a part for each device, with the bags of that device's samples. All parts
     are padded to one length, `room`. The parts are concatenated in global arrays that are split
@@ -78,7 +79,10 @@ class PreparedBatch(Mapping[str, PyTree]):
 
     @staticmethod
     def of(batch: Mapping[str, PyTree]) -> PreparedBatch:
-        """A prepared batch without lists from a mapping. A prepared batch is returned unchanged."""
+        """Converts a mapping from features to ids to a `PreparedBatch` without lists.
+
+        A `PreparedBatch` is returned unchanged.
+        """
         if isinstance(batch, PreparedBatch):
             return batch
         return PreparedBatch({}, dict(batch), features=tuple(batch))
@@ -173,7 +177,8 @@ def _part_of_process(array: PyTree) -> np.ndarray:
     if not is_global(array):
         return np.asarray(array)
     parts = {}
-    # Several devices may hold copies of one part. A dictionary keeps one copy of each part.
+    # Several devices of this process may hold copies of one part of the array. The dictionary
+    # `parts` keeps one copy of each part.
     for shard in array.addressable_shards:
         start = shard.index[0].start or 0
         parts[start] = np.asarray(shard.data)
@@ -184,11 +189,12 @@ def _part_of_process(array: PyTree) -> np.ndarray:
 def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, fill: int) -> Bags:
     """Joins the parts of a list into one list with all bags of some features.
 
-    All bags of the first feature come first, followed by all bags of the second feature. The bags
-    of one feature are in the order of the parts.
+    All bags of the first feature come first, followed by all bags of the second feature. Among the
+    bags of one feature, the bags in part 0 of the list come first, then the bags in part 1, and so
+    on.
 
     Args:
-      bags: a list of one or more parts.
+      bags: bags of the list, which has `num_parts` parts.
       places: positions of the features in the list.
       num_parts: number of parts of the list.
       fill: padding id. Inside `jit`, the result is as long as the list: ids are padded with `fill`,
@@ -237,8 +243,9 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
 def room_for(bags: Sequence[Bags], num_parts: int) -> int:
     """Length that each part of a list needs for the bags of several features.
 
-    The length is one of the few sizes of `size_of_list`. If the user has padded the bags of all
-    features, the list is at least as long as all padded bags together.
+    The length is one of the few sizes of `size_of_list`. But if the user has padded the bags of all
+    features, the parts together have room for all padded bags, and a list with one part has exactly
+    the length of all padded bags.
     """
     if not bags:
         return 0
@@ -264,7 +271,7 @@ def room_for(bags: Sequence[Bags], num_parts: int) -> int:
 
 
 def _ends_of_parts(bags: Bags, num_parts: int) -> np.ndarray:
-    """Indices of the ids at which the parts of a feature's bags begin, and the end of the ids."""
+    """Index of the first id of each part of a feature's bags, and at the end the number of ids."""
     bags_per_part = bags.num_bags // num_parts
     first_bags = np.arange(num_parts + 1) * bags_per_part
     return np.asarray(bags.offsets)[first_bags]
@@ -328,7 +335,8 @@ def identity_of(
 ) -> str:
     """Digest of everything in a collection that a prepared batch depends on.
 
-    The digest covers the features, the valid ids of their tables, the lists, and the devices.
+    The digest covers the features, the valid ids of the tables of the features, the list of each
+    feature, the devices, and `bounds_check`.
     """
     facts = [f"{devices.identity} {bounds_check}"]
     for name, feature in features.items():

@@ -6,8 +6,8 @@ state ◀── storage.step ◀── storage.find ◀── keys, gradients �
 ```
 
 `ArrayRows` and `ColumnRows` handle tables in one array. `NumberedRows` and `KeyedRows` handle
-storages that translate ids to rows first. `TrainRows` handles parameters that every step updates as
-a whole. The classes for sharded rows are in `asked_rows.py`. Lookups and steps run inside
+storages that translate ids to row indices. `TrainRows` handles parameters that every step updates
+as a whole. The classes for sharded rows are in `asked_rows.py`. Lookups and steps run inside
 `shard_map`, on one device, with that device's part of the batch and of the parameters.
 """
 
@@ -58,7 +58,8 @@ class Rows(abc.ABC):
       table: spec of the stack's first table. All tables of a stack agree in dim, dtype and
         optimizer.
       storage: storage of all tables of the stack.
-      implementation: name of the kernel implementation that pools rows. None: the fastest one.
+      implementation: name of the kernel implementation that pools rows. None: the fastest
+        implementation.
     """
 
     devices: Devices
@@ -68,7 +69,7 @@ class Rows(abc.ABC):
 
     @property
     def partition(self) -> PartitionSpec:
-        """Partition of parameters and slots over the mesh. By default every device has a copy."""
+        """Partition of parameters and slots over the mesh. By default, every device has a copy."""
         return PartitionSpec()
 
     @property
@@ -87,7 +88,7 @@ class Rows(abc.ABC):
         return jnp.zeros((), jnp.int32)
 
     def init(self, key: PRNGKeyArray) -> State:
-        """Initial parameters and slots of this device. `key` is the key of the whole model."""
+        """Initial parameters and slots of this device. `key` is the PRNG key of the whole model."""
         return self.storage.init(key, self.table, self.shard, self.num_shards)
 
     @abc.abstractmethod
@@ -101,14 +102,14 @@ class Rows(abc.ABC):
         batch: Occurrences,
         number: Int[Array, ""] | None,
     ) -> Asked[LookupResult]:
-        """Pooled rows of a batch. The parameters do not change.
+        """Pooled rows of a batch. A lookup does not change the parameters.
 
         Args:
           params: parameters of the storage on this device.
           batch: ids of this device's samples.
-          number: index of the step that follows the lookup. A key without a row reads the initial
-            values of the row that this step will give it. None: no step follows, and a key without
-            a row reads zeros.
+          number: index of the step that follows the lookup. If this step will give a row to a new
+            key, the lookup already reads the initial values of the row for this key. None: no step
+            follows, and a key without a row reads zeros.
         """
 
     @abc.abstractmethod
@@ -119,7 +120,7 @@ class Rows(abc.ABC):
     ) -> Asked[tuple[Array, Array]]:
         """This device's part of `RowGradients`: distinct ids of the global batch, and gradients.
 
-        Keyed tables have the 32-bit lanes of keys instead of ids.
+        For keyed tables, the 32-bit lanes of keys take the place of the ids.
         """
 
     @abc.abstractmethod
@@ -171,7 +172,7 @@ class Rows(abc.ABC):
     def _keys_here(self, keys: Keys) -> Keys:
         """`keys` with padding instead of the keys that a different device owns.
 
-        In the base class every device has all rows, so no key is replaced.
+        In the base class, every device has all rows, so `keys` are returned unchanged.
         """
         return keys
 
@@ -234,7 +235,7 @@ class Rows(abc.ABC):
 
 
 class ArrayRows(Rows):
-    """Rows in one array. Every device has a full copy of the array.
+    """Tables with all rows in one array. Every device has a full copy of the array.
 
     A lookup is one kernel call that reads and pools rows. An update is one kernel call that sums
     the gradients of equal rows and steps each row once. Every device steps its copy with the
@@ -291,10 +292,10 @@ class ArrayRows(Rows):
 
 
 class ColumnRows(ArrayRows):
-    """Rows in one array. Each device has some columns of all rows.
+    """Tables with all rows in one array. Each device has some columns of the array.
 
-    Every device pools the global batch for its columns. Devices then exchange columns of
-    activations instead of rows.
+    In a lookup, every device pools its columns for the global batch. The devices exchange columns
+    of the pooled activations, not rows of the tables.
     """
 
     @property
@@ -394,7 +395,7 @@ class NumberedRows(Rows):
         return self._step(params, slots, gradients, step)
 
     def _call_of_rows(self, call: Call, rows: Int[Array, " nnz"]) -> Call:
-        """`call` with ids replaced by the rows that the storage found for them."""
+        """`call` with ids replaced by row indices: `rows` has one row index for each id."""
         return call.with_ids(rows)
 
 
@@ -421,8 +422,9 @@ class KeyedRows(NumberedRows):
     def _call_of_rows(self, call: Call, rows: Int[Array, " nnz"]) -> Call:
         """`call` with the row of each key, and with the weights that the lookup used.
 
-        A mean divides by the number of all keys in the bag. A key without a row has no entry in the
-        new call, so the weights are computed before, and the combiner becomes "sum".
+        A mean divides by the number of all keys in the bag. A key without a row would not be
+        counted in the new call. The factors of the mean are therefore computed from the old call
+        and become weights of the new call, with the combiner "sum".
         """
         call_of_rows = call.with_ids(rows)
         lists = list(call_of_rows.lists)
@@ -469,8 +471,9 @@ class TrainRows(NumberedRows):
         step: Step,
     ) -> State:
         """See `Rows`."""
-        # Every device has the gradients of all rows, and `_step_all` sums over devices. So each
-        # device keeps a different part of the rows, and no gradient is counted twice.
+        # `values` has the gradients of all rows on every device, and `_step_all` sums over devices.
+        # Each device passes a different part of the rows to `_step_all`, so that no gradient is
+        # counted twice.
         device_of_row = jnp.arange(rows.shape[0]) % self.devices.num_devices
         rows_here = jnp.where(device_of_row == self.devices.index(), rows, NO_ROW)
         gradients = CallGradients.of_rows(rows_here, values)
@@ -485,7 +488,8 @@ class TrainRows(NumberedRows):
     ) -> State:
         """Steps all parameters, and returns new parameters and slots.
 
-        Every device passes different `gradients`. The step applies their sum over devices.
+        Every device passes different `gradients`. The step uses the sum of the gradients of all
+        devices.
         """
         gradients_here = self.storage.gradients(params, gradients, self.table)
         total = self.devices.total(gradients_here)

@@ -52,15 +52,16 @@ def for_serving(
       state: state to serve, on any mesh. Call `for_serving` outside `jit`.
       dtype: "float32", "bfloat16", "float16", or "int8" with a scale for each row. None: the dtype
         of the tables.
-      allow_nonfinite: accept rows with NaN or infinity, and numbers that are infinite in `dtype`.
-        By default such rows are an error: with "int8", one NaN makes its whole row NaN.
+      allow_nonfinite: whether to accept rows with NaN or infinity, and numbers that are infinite in
+        `dtype`. By default, a row with one of these numbers is an error: with "int8", one NaN makes
+        its whole row NaN.
 
     Returns: a function `lookup(tables, batch)` that returns the activations of `collection.lookup`,
       and a copy of each table. Tensor trains, and tables on the host, become arrays of all rows.
       Ids outside their table contribute nothing.
 
-    Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. For
-    this reason ids of a dense table must fit into int32, and 64-bit keys must be passed as
+    Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. Ids of
+    a dense table must therefore fit into int32, and 64-bit keys must be passed as
     `rsembed.keys.split_keys(keys)`. An array of int32 is rejected if a table has 64-bit keys.
 
     Raises: TypeError or ValueError: `dtype` is unknown, the state belongs to a different
@@ -84,7 +85,8 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     """Converts an entry of `EmbeddingCollection.tables` to a served table."""
     keys: ServedTable = {}
     if isinstance(values, Mapping):
-        # Sort keys as unsigned integers, as `_rows_of_keys` compares their words.
+        # Sort the keys as unsigned integers, because `_rows_of_keys` compares unsigned words of
+        # keys.
         order = np.argsort(values["keys"].astype(np.uint64))
         lanes = split_keys(values["keys"][order])
         keys["high"] = jnp.asarray(lanes.high)
@@ -106,7 +108,7 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     return {"rows": steps, "scales": scales} | keys
 
 
-@jax.jit  # In one program, XLA needs no memory for a float32 copy of the table.
+@jax.jit  # As one program, `_int8` makes no float32 copy of the table.
 def _int8(rows: Array) -> tuple[Array, Array]:
     """Rows as int8, and the scale of each row: its largest absolute value divided by 127."""
     rows = rows.astype(jnp.float32)
@@ -192,7 +194,7 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
     if "scales" in table:
         (scales,) = reference.gather_rows((table["scales"],), rows)
         vectors = vectors * scales[:, None]
-    # A key without a row reads zeros, but a mean counts it.
+    # A key without a row reads zeros, but the mean of a bag counts the key.
     counted = jnp.where(is_id, jnp.int32(0), NO_ROW)
     call = Call.of([list_of(bags, counted)], [combiner])
     entries = reference.entries_of(call, 0, 0, 1)
@@ -203,7 +205,8 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
     elif bags.dense_shape is None:
         pooled = jax.ops.segment_sum(terms, bag, bags.num_bags)
     else:
-        # If all bags have one length, XLA can fuse this sum with the gather of rows.
+        # If all bags have one length, XLA can fuse the sum over the rows of a bag with the gather
+        # of the rows.
         num_bags = bags.dense_shape[0]
         width = math.prod(bags.dense_shape[1:])
         terms_of_bags = terms.reshape(num_bags, width, terms.shape[1])

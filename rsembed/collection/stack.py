@@ -31,9 +31,9 @@ from rsembed.storage.protocol import (
 Activations = dict[str, Float[Array, "..."]]
 Batch = Mapping[str, PyTree]
 ActivationGradients = Mapping[str, PyTree]
-"""Gradients of activations, by feature."""
+"""Mapping from the names of features to the gradients of the activations of the features."""
 ByName = dict[str, PyTree]
-"""Pytrees by name of a table, stack or feature."""
+"""Dictionary from the names of tables, stacks or features to pytrees."""
 WAY_OUT = "give one that makes finite numbers of the table's dtype"
 
 
@@ -49,8 +49,8 @@ class EmbeddingState(NamedTuple):
       key: PRNG key of stochastic rounding, used for nothing else.
       layout: fingerprint of the layout of rows: which table, id and optimizer each row of an array
         belongs to (from `RowLayout.facts`, by stack). Checkpoints use the fingerprint, and a
-        collection rejects a state with a different layout. None, as in a state that a user built
-        from arrays: the layout is not checked.
+        collection rejects a state with a different layout. None: the layout of rows is not checked.
+        A state that a user has built from arrays has None here.
     """
 
     tables: ByName
@@ -69,7 +69,7 @@ class Stack:
     Args:
       layout: tables and features of the stack. If the rows of all tables are in one array, the
         layout also has the position of each table.
-      rows: lookups and steps of the rows on the devices.
+      rows: object that looks up and steps the rows on the devices.
     """
 
     def __init__(self, layout: RowLayout, rows: Rows):
@@ -108,7 +108,7 @@ class Stack:
         return self._by_table(self.storage.optimizer_state, params, slots)
 
     def _by_table(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
-        """Calls `read`, a method of the storage, for every table. Returns the results by name."""
+        """Calls `read`, a method of the storage, for every table. Returns results by table name."""
         params, slots = self.devices.place((params, slots), PartitionSpec())
         return self._read_tables(read, params, slots)
 
@@ -165,7 +165,10 @@ class Stack:
         return jax.eval_shape(self.slots, params, slots)[table.name]
 
     def counts(self, params: Params) -> dict[str, dict[str, np.ndarray]]:
-        """Counters by table, with one number per device. Empty if the storage has no counters."""
+        """Counters of each table by name, with one number per device.
+
+        If the storage has no counters, the dictionary of each table is empty.
+        """
         counts = self.storage.counts(params, self.num_shards * len(self.tables))
         counts_by_table = {}
         for number, table in enumerate(self.tables):
@@ -221,7 +224,9 @@ class ArrayStack(Stack):
             for array in (params, *slots):
                 check_finite(array, f"stack {self.layout.stack.name!r}", way_out=WAY_OUT)
         except ValueError:
-            # For an error that names the table, check each table. This copies the tables.
+            # The error message above names only the stack. Check one table after the other, so that
+            # the new error message names the table. `values` copies the tables, so this check runs
+            # only after an error.
             for table_name, values in self.values(params, slots).items():
                 where = f"table {table_name!r}: what its initializer gives"
                 check_finite(values, where, way_out=WAY_OUT)
@@ -231,8 +236,9 @@ class ArrayStack(Stack):
 def call_of(stacks: Sequence[Stack], batch: PreparedBatch) -> Call:
     """One kernel call that looks up several stacks of dense rows on one device.
 
-    Table `k` of the call is the array of stack `k`. The call has one segment per feature. The
-    features of the first stack come first.
+    Table `k` of the returned call is the array of `stacks[k]`. The call has one segment per
+    feature: first the segments of the features of `stacks[0]`, then the segments of the features of
+    `stacks[1]`, and so on.
     """
     features: list[FeaturePlacement] = []
     for stack in stacks:
