@@ -353,8 +353,8 @@ class AskedKeys(AskedRows):
             held = self.storage.hold(params, received, step)
             return held, None
 
-        # Without `hold`, a new key of an early round could evict a key that this step requests in a
-        # later round.
+        # Without `hold`, a new key of an early exchange round could evict a key that the same step
+        # requests in a later exchange round.
         answers = yield Question(
             wanted=wanted,
             payload=Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW),

@@ -382,8 +382,8 @@ class EmbeddingCollection:
             `load(path).tree["slots"]`. Slots of a keyed table are in the order of its `keys` in
             `tables`. If `tables` does not contain the table, the slots are in the order of the keys
             that `tables(state)` returns. None: slots do not change, except for the replaced rows of
-            keyed tables. These rows get the slots in the dictionary of the table, or initial slots
-            if the dictionary has none.
+            keyed tables. Each replaced row gets its slots from the dictionary of the table, or
+            initial slots if the dictionary has no slots.
           allow_nonfinite: whether to accept NaN, infinity and negative sums of squares in `tables`
             and `slots`. By default, these numbers are an error, because one NaN spreads to every
             model output that reads the row of the NaN. Inside `jit`, the numbers in `tables` and

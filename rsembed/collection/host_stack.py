@@ -32,7 +32,7 @@ from rsembed.storage.protocol import (
 )
 
 MOST_KEYS = 1 << 16
-"""Evicted rows are read in blocks. This is the largest number of rows in a block."""
+"""Evicted rows are read in blocks. `MOST_KEYS` is the largest number of rows in a block."""
 FIRST_KEY = "initial_key"
 """Name, in files, of the array with the PRNG key that draws the rows of new keys."""
 

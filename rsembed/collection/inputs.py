@@ -87,8 +87,8 @@ def prepare(
         process, all processes raise an error. None: `source` is the batch.
       lists: by feature name, the list (one per stack) to put the feature's bags into if they are
         ragged. None: no feature is put into a list.
-      made_for: identity of the collection, from `identity_of`. A prepared batch with this identity
-        is returned unchanged.
+      made_for: identity of the collection, from `identity_of`. If `source` is a `PreparedBatch`
+        with the same identity, `source` is returned unchanged.
     """
     if isinstance(source, PreparedBatch) and made_for is not None and source.made_for == made_for:
         return source
@@ -246,8 +246,8 @@ def _in_one_pass(
 
     The result is None if a table has keys, a feature declares its batch size or has no combiner,
     the data are neither numpy arrays nor lists of integers, or the batch has an error. If the
-    result is None, the caller checks one feature after the other, so that an error message can name
-    the feature. This is the slow path.
+    result is None, the caller takes the slow path: the caller checks one feature after the other,
+    so that an error message can name the feature.
     """
     for name, feature in features.items():
         is_declared = feature.num_samples is not None or feature.pooling == "none"
@@ -342,11 +342,11 @@ def _of_arrays(
 ) -> ByName | None:
     """Canonical form of a batch of integer arrays, or None if the batch needs the slow path.
 
-    All arrays are checked and copied to the device together. For 26 features of one sample, the
-    slow path, which makes `Bags` of each feature, takes ten times as long. The result is None if a
-    table has keys, a feature declares its batch size, an id is out of range, or the batch has
-    anything but integer arrays. If the slow path raises an error, the error message names the
-    feature.
+    The fast path checks all arrays together, and copies all arrays to the device together. For 26
+    features of one sample, the slow path, which makes `Bags` of each feature, takes ten times as
+    long. The result is None if a table has keys, a feature declares its batch size, an id is out of
+    range, or the batch has anything but integer arrays. If the slow path raises an error, the error
+    message names the feature.
     """
     values: ByName = {}
     are_on_device = True

@@ -330,7 +330,7 @@ class LogicalTables:
         return state._replace(tables=all_tables, slots=all_slots)
 
     def _host_last(self, names: Iterable[str]) -> list[str]:
-        """Names of stacks in the order in which they are written. Stacks on the host come last.
+        """Names of stacks in the order of writes to the stacks. Stacks on the host come last.
 
         A write to a stack on the host makes the old state invalid. If a write to any other stack
         fails, no stack on the host has been written, so the old state is still valid.

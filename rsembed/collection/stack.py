@@ -188,7 +188,7 @@ class Stack:
         """
 
     def _with_initializer(self) -> list[TableSpec]:
-        """Tables of the stack with a custom initializer."""
+        """Tables of the stack that have a custom initializer."""
         tables = []
         for table in self.tables:
             if table.initializer is not default_initializer:

@@ -53,8 +53,7 @@ class Directory(NamedTuple):
 
     Attributes:
       counted: ids with a read count. When there is no space for a new id, all counts are halved,
-        and ids with a count of zero are removed. The more ids are read, the faster old reads lose
-        weight.
+        and ids with a count of zero are removed. Each halving reduces the weight of old reads.
       places: cache slot of each counted id; `NO_ROW` if the id is not cached.
       ids: id in each cache slot; `NO_ROW` for a free slot.
       residual: see `CacheReport`.
@@ -221,7 +220,7 @@ def count(
         directory, _ = state
         return _with_new_ids(directory, new, reads)
 
-    # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
+    # A loop of at most one iteration updates arrays in place, but `lax.cond` may copy the arrays.
     num_iterations = jnp.any(new.is_key).astype(jnp.int32)
     directory, num_uncounted = jax.lax.fori_loop(
         0,
@@ -296,7 +295,8 @@ def _with_totals(
 def halved(directory: Directory) -> Directory:
     """Halves all read counts, and returns the new directory.
 
-    Ids with a read count of zero are then removed unless they are cached.
+    If an id then has a read count of zero and is not cached, the id is removed from the map of read
+    counts.
     """
     counts = directory.counted.counts >> 1
     counted = directory.counted._replace(counts=counts)
@@ -359,7 +359,7 @@ def populate(
         cores, residual = state
         return written_back(specs, evicted_ids, targets, cores, residual)
 
-    # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
+    # A loop of at most one iteration updates arrays in place, but `lax.cond` may copy the arrays.
     num_iterations = jnp.any(is_evicted).astype(jnp.int32)
     cores, residual = jax.lax.fori_loop(
         0,

@@ -589,10 +589,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
         """Pooled rows as from `__call__`, and a function `backward(d_output)`.
 
-        With `sparse=True`, `backward` steps the cores and can be called once. The result of the
-        call is the gradient of the weights in a `TTGradients`, or None if the lookup had no
-        weights. With `sparse=False`, `backward` changes nothing, and returns the gradients of cores
-        and weights.
+        With `sparse=True`, `backward` can be called once: it steps the cores, and returns a
+        `TTGradients` with the gradient of the weights, or None if the lookup had no weights. With
+        `sparse=False`, `backward` changes nothing, and returns the gradients of cores and weights.
         """
         bags = self._read(indices, offsets, per_sample_weights)
         is_used = False

@@ -177,8 +177,8 @@ def _triangle_wave_cores(
         sin = amplitudes * jnp.sin(angles)
         from_cos = jnp.stack([cos, sin], -1)
         from_sin = jnp.stack([-sin, cos], -1)
-        # `rotation` has one 2 x 2 rotation matrix per harmonic. Its axes are [p, row of the matrix,
-        # q, harmonic, column of the matrix].
+        # `rotation` has one 2 x 2 rotation matrix per harmonic. The axes of `rotation` are [p, row
+        # of the matrix, q, harmonic, column of the matrix].
         rotation = jnp.stack([from_cos, from_sin], 1)
         rotation = rotation.reshape(p, 2, q, num_harmonics, 2)
         if t == 0:

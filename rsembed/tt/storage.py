@@ -171,7 +171,8 @@ class TensorTrain(Storage):
     ) -> tuple[tuple[str, ...], ...] | None:
         """Paths in the state of the first core and its slots, if `table` may be resized.
 
-        The result is None if the table differs from `saved` in more than the first row factor.
+        The result is None if the factors, ranks or options of the table differ from `saved` in more
+        than the first row factor.
 
         The first row factor belongs to the most significant digit of an id. If slices are appended
         to the first core, the table gets more rows at its end.
@@ -212,7 +213,8 @@ class TensorTrain(Storage):
         """Cores and slots of each table that shares the storage.
 
         If the field `tables` is empty, the result is one entry with the unchanged `params` and
-        `slots`, including the cache. Otherwise the entries do not include the cache.
+        `slots`, including the cache. If the field is not empty, the result has one entry per table,
+        without the cache.
         """
         del num_shards
         if not self.tables:
@@ -484,7 +486,8 @@ class TensorTrain(Storage):
             params, slots = state
             return self.populate(params, slots, table)
 
-        # A loop of at most one iteration updates arrays in place; `lax.cond` may copy them.
+        # A loop of at most one iteration updates arrays in place, but `lax.cond` may copy the
+        # arrays.
         num_iterations = is_due.astype(jnp.int32)
         params, slots = jax.lax.fori_loop(0, num_iterations, populate, (params, slots))
         return params, slots, rows
