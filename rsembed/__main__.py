@@ -32,7 +32,8 @@ def find_notebook(name: str) -> Path:
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
-    # An installed package has the first folder, a checkout of the repository the second.
+    # The notebooks are in the first folder of an installed package, and in the second folder of a
+    # checkout of the repository.
     folders = (
         _PACKAGE / "_bundled" / "notebooks",
         _PACKAGE.parent / "notebooks",
@@ -48,16 +49,16 @@ def find_notebook(name: str) -> Path:
 
 
 def with_settings(source: str, settings: dict[str, str]) -> str:
-    """The code of the parameters cell, followed by assignments of `settings`.
+    """Code of the parameters cell of a notebook, with an assignment for each entry of `settings`.
 
     Args:
-      source: the cell's code.
-      settings: new values as Python literals, by name. A parameter that is a string in the cell can
-        also be set without quotes.
+      source: code of the parameters cell.
+      settings: new values as Python literals, by the name of the parameter. Quotes may be left out
+        if the cell assigns a string to the parameter.
 
     Raises:
-      ValueError: a name is not among the parameters, which the message lists. Or a value is not a
-        Python literal.
+      ValueError: `source` is not valid Python, `settings` has a name that the cell does not assign,
+        or a value is not a Python literal. For an unknown name, the message lists the parameters.
 
     Example:
       >>> print(with_settings("STEPS = 20  # 5_000 in the docs", {"STEPS": "10"}))
@@ -116,7 +117,7 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
 
     Args:
       notebook: an `nbformat` notebook. Outputs of cells are written into the notebook. If a cell
-        fails, the notebook has the outputs of all cells until then.
+        fails, the notebook has the outputs of all cells up to the failed cell.
       beside: folder of the notebook, from which cells can import modules.
       after_cell: function that is called after each code cell with `cell=` and `cell_index=`, the
         index of the cell from 0.
@@ -132,8 +133,8 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
     with tempfile.TemporaryDirectory() as folder:
         manager = AsyncKernelManager(
             kernel_name="python3",
-            # Without `kernel_dirs`, the kernel is the Python that runs this function. A kernel in a
-            # folder may belong to a different Python.
+            # With an empty `kernel_dirs`, Jupyter starts the Python that runs this function. A
+            # kernel that is installed in a folder may start a different Python.
             kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
             connection_file=f"{folder}/connection.json",
             # Use sockets in the temporary folder, because other users could connect to ports.
@@ -205,7 +206,8 @@ def run(name: str, settings: dict[str, str], output: Path) -> int:
     folder = output / path.stem
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        # Write before the run, so that a folder without write access raises an error at once.
+        # The notebook is written before the first cell runs, so that a folder without write access
+        # raises an error at once.
         nbformat.write(notebook, executed)
         # Delete the pictures of an earlier run.
         for picture in folder.glob("cell-*.png"):
@@ -329,7 +331,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(options.notebook, parse_settings(options.settings), options.output)
         return doctor()
     except ValueError as error:
-        # A ValueError comes from a mistake of the user. All other errors print a traceback.
+        # A ValueError reports a mistake of the user, so only the message is printed. Python prints
+        # a traceback for any other exception.
         print(f"rsembed: {error}", file=sys.stderr)
         return 2
 

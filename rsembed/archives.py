@@ -13,8 +13,8 @@ from collections.abc import Sequence
 MOST_UNPACKED_BYTES = 1 << 28
 """Maximum total size in bytes of the members that are read from one archive.
 
-The maximum is ten times a MovieLens log of a million ratings. If the archive itself is larger than
-the maximum, the size of the archive is the limit.
+The maximum is about ten times the size of the MovieLens 1M data, a log of a million ratings. If the
+archive file is larger than this maximum, the size of the file is the limit.
 """
 # Compression methods with which zipfile decompresses only the requested number of bytes.
 _COMPRESSIONS = (
@@ -54,7 +54,8 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
                 bytes_left -= len(contents[name])
     except KeyError as error:
         raise ValueError(f"the archive lacks a member: {error}") from error
-    # zipfile raises these errors for archives that are damaged, encrypted or in an unknown format.
+    # `zipfile` raises these exceptions for an archive that is damaged, encrypted or in an unknown
+    # format.
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -70,13 +71,14 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
 def _read(archive: zipfile.ZipFile, name: str, bytes_left: int, most: int) -> bytes:
     """Content of one member, after a check of its size.
 
-    The size in the header is checked first, then the size of the decompressed content.
+    The size that the archive declares for the member is checked before the member is decompressed.
+    The size of the decompressed content is checked afterwards.
 
     Args:
       archive: the open archive.
       name: name of the member.
-      bytes_left: maximum size of this member.
-      most: maximum size of all members, for the error message.
+      bytes_left: maximum size of the member, in bytes.
+      most: maximum size of all members together, in bytes, for the error message.
 
     Raises: ValueError: the member has more than `bytes_left` bytes.
     """

@@ -70,7 +70,7 @@ def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
     """Checks that no array of a tree was donated to a step.
 
     Args:
-      tree: arrays that the caller is about to use.
+      tree: pytree with the arrays to check. Leaves that are not JAX arrays are ignored.
       what: beginning of the message, such as "the state has lost its rows".
       way_out: end of the message, which says what the user can do.
 
@@ -87,8 +87,9 @@ def device_copy(array: ArrayLike, dtype: DTypeLike) -> Array:
     """The array on the device, in memory that is not shared with a NumPy array.
 
     A NumPy array is copied first, because data loaders often write the next batch into the memory
-    of the present batch. `jnp.asarray` with a dtype may use the memory of a NumPy array. Without a
-    dtype, `jnp.asarray` copies, but compiles a program for every shape.
+    of the present batch. `jnp.asarray(array, dtype)` may use the memory of a NumPy array instead of
+    a copy. `jnp.asarray(array)`, without a dtype, makes a copy, but JAX compiles a program for
+    every shape of an array.
     """
     if isinstance(array, np.ndarray):
         array = np.array(array, dtype)
@@ -99,8 +100,8 @@ def on_device(tree: PyTree) -> PyTree:
     """The tree, with a copy on the device in place of every NumPy array.
 
     Later changes of a NumPy array do not change the copy, so a data loader may write the next batch
-    into the same memory. A compiled function makes the copies. For 26 arrays, this function takes a
-    third of the time of `device_put`.
+    into the same memory. The copies are the results of a function that `jit` has compiled. For 26
+    arrays, this function takes a third of the time of `jax.device_put`.
     """
     if is_traced(tree):
         return tree
@@ -111,7 +112,8 @@ def on_device(tree: PyTree) -> PyTree:
         if isinstance(leaf, np.ndarray):
             positions.append(position)
             host_arrays.append(leaf)
-    # The user requested this transfer, so a transfer guard must not reject it.
+    # The caller of `on_device` requests a transfer from the host to the device, so
+    # `jax.transfer_guard` must not reject the transfer.
     with jax.transfer_guard_host_to_device("allow"):
         copies = _returned(host_arrays)
     for position, copy in zip(positions, copies, strict=True):
@@ -123,7 +125,7 @@ _returned = jax.jit(lambda arrays: arrays)
 
 
 def cut_on_device(values: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    """Arrays with the requested shapes on the device, cut from one flat array in this order."""
+    """Arrays with the requested shapes on the device, cut one after the other from a flat array."""
     with jax.transfer_guard_host_to_device("allow"):
         return _cut(values, shapes)
 

@@ -189,7 +189,7 @@ class Bags:
     ) -> Bags:
         """Bags from lists of coordinates (sample, id), in any order.
 
-        Ids of one sample keep their order.
+        The ids of one sample have the same order as in `embedding_ids`.
 
         Args:
           sample_ids: sample of each id, `[nnz]`.
@@ -231,8 +231,9 @@ class Bags:
         """Bags from the parts of a sparse tensor.
 
         Args:
-          indices: sample and position of each id, `[nnz, 2]`.
-          values: ids, `[nnz]`.
+          indices: sample of each id, and position of the id in the sample, `[nnz, 2]`. The
+            positions are not used.
+          values: ids, `[nnz]`. The ids of one sample have the same order as in `values`.
           dense_shape: shape `(samples, width)` of the tensor. The number of bags is `samples`.
           weights: one weight per id. If None, all weights are 1.
 
@@ -480,7 +481,7 @@ def _check_arrays(bags: Bags) -> None:
 
 
 def narrow_ids(ids: Ids) -> Ids:
-    """Ids as int32. `Keys` are returned unchanged.
+    """Integer ids as an int32 array. If `ids` are `Keys`, they are returned unchanged.
 
     An id that does not fit int32 becomes a number outside every table, never another valid id.
     """
@@ -523,8 +524,8 @@ def check_values(
       table: name of the feature's table, for error messages.
       vocabulary_size: number of rows of the table.
       allow_out_of_range: whether ids outside the table are allowed, False by default.
-      way_to_drop: hint in the error message at the option that drops ids outside the table, or None
-        if there is no such option.
+      way_to_drop: words for the error message that name an option to drop ids outside the table.
+        None, the default, if there is no such option.
 
     Raises: ValueError: an id is outside the table, offsets decrease, or a weight is not finite.
     """
@@ -595,7 +596,7 @@ def _check_offsets(ids: Ids, offsets: np.ndarray, feature: str) -> None:
         raise ValueError(
             f"feature {feature!r}: the last offset is {last}, but there are {num_ids} ids."
         )
-    # All entries after the last offset must be padding.
+    # Entries of `ids` after the last offset are in no bag, so all of these entries must be padding.
     num_lost = int(_are_ids(ids)[last:].sum())
     if num_lost:
         raise ValueError(

@@ -51,17 +51,19 @@ _REALS: tuple[Any, ...] = (np.integer, np.floating)
 _NUMBERS: dict[Any, tuple[Any, ...]] = {bool: (np.bool_,), int: _INTEGERS, float: _REALS}
 _SEQUENCES = (Sequence, Iterable, list, tuple)
 _MAPPINGS = (Mapping, dict)
-_MAX_ENTRIES = 1000  # Entries after the first 1000 of a list or mapping are not checked.
+_MAX_ENTRIES = 1000  # Entries of a list or mapping with more than 1000 entries are not checked.
 
 
 def validated(function: Function) -> Function:
-    """Decorator that checks the arguments of a function, or the fields of a dataclass.
+    """Decorator that checks arguments of a function or fields of a dataclass by their annotations.
 
-    Values are checked against annotations. An example of an error is
-    `plan_stacking: num_shards must be an integer, got '2' (str).` Decorate functions that run
-    seldom, such as functions that declare, plan, load or save. Functions that run in every step, or
-    take `*args`, check their arguments themselves. For a dataclass, put `@validated` below
-    `@dataclass`.
+    A value that does not match its annotation raises an error, such as
+    `plan_stacking: num_shards must be an integer, got '2' (str).`
+
+    The decorator is meant for functions that run seldom, such as functions that declare, plan, load
+    or save. In a function that runs in every step outside `jit`, the checks would cost time. The
+    decorator does not check `*args`, so a function that takes `*args` must check them itself. For a
+    dataclass, put `@validated` below `@dataclass`.
     """
     if isinstance(function, type):
         function.__post_init__ = check_fields  # type: ignore[attr-defined]
@@ -100,7 +102,7 @@ def check_fields(record: Any, where: str | None = None) -> None:
     """Checks all fields of a dataclass against their annotations and intervals.
 
     Args:
-      record: instance of a dataclass.
+      record: dataclass instance that has the fields to check.
       where: start of the error message, by default the name of the class.
 
     Raises: TypeError, ValueError: a value does not match its annotation or interval.
@@ -137,7 +139,10 @@ def check_within(interval: str, value: Any, name: str) -> None:
 
 
 _BYTES_PER_BLOCK = 1 << 22
-"""Number of bytes of a host array that are checked at a time, so that masks need little memory."""
+"""Size in bytes of the blocks in which `check_finite` checks an array in host memory.
+
+The boolean masks of one block need little memory.
+"""
 ALLOW_NONFINITE = "clean the numbers, or pass allow_nonfinite=True"
 
 
@@ -146,18 +151,19 @@ def check_finite(
 ) -> None:
     """Checks that a user's array has no NaN, no infinity and, if required, no negative number.
 
-    An array on a device is checked there, and an array on the host is checked block by block.
-    Traced values are accepted without a check.
+    NumPy checks an array in host memory, block by block. A JAX program checks an array on an
+    accelerator or on several hosts. Traced values are accepted without a check.
 
     Args:
       values: array or nested list of numbers.
       name: description of the array, at the start of the error message.
-      may_be_negative: whether negative numbers are accepted, True by default. Pass False for sums
-        of squares, counts and other numbers that an optimizer never makes negative.
+      may_be_negative: whether negative numbers are accepted, True by default. Callers pass False
+        for numbers that an optimizer never makes negative, such as counts and sums of squares.
       way_out: end of the error message, which says what the user can do.
 
-    Raises: ValueError: a number is not finite, or negative. If possible, the error message names
-      the first such number and the row of the number.
+    Raises: ValueError: a number is not finite, or is negative although `may_be_negative` is False.
+      The error message names the first wrong number and its row, if this process can read all of
+      the array.
     """
     if isinstance(values, jax.core.Tracer):
         return
@@ -173,8 +179,8 @@ def check_finite(
         devices: Any = array.sharding.device_set
         is_in_host_memory = all(device.platform == "cpu" for device in devices)
         if is_in_host_memory and array.is_fully_addressable and array.ndim:
-            # NumPy reads the memory of the array in blocks. A JAX program would write a mask for
-            # the whole array.
+            # NumPy can read the memory of the array, and checks it block by block. A JAX program
+            # would need memory for a boolean mask of the whole array.
             parts = [(shard.index[0].start or 0, shard.data) for shard in array.addressable_shards]
         elif bool(jax.device_get(_all_are_good(array, may_be_negative))):
             # `device_get` is an explicit transfer, which `jax.transfer_guard` permits.
@@ -314,7 +320,7 @@ class _Misfit(NamedTuple):
 
 
 def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
-    """`value` itself or its first entry that does not match `hint`, or None if all match."""
+    """Misfit of `value` or of its first entry that does not match `hint`; None if all match."""
     kind = get_origin(hint) or hint
     args = get_args(hint)
     if kind is Annotated:
@@ -323,7 +329,7 @@ def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
             check_within(hint.__metadata__[0], value, name)
         return inner
     if kind is Literal:
-        # All Literals in annotations of this package have strings as values.
+        # Every `Literal[...]` in an annotation of this package lists strings.
         if not isinstance(value, str):
             return _Misfit(TypeError, name, hint, value)
         if value in args:
@@ -345,12 +351,12 @@ def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
 
 
 def _has_type(value: Any, hint: Any, kind: Any) -> bool:
-    """Whether a value has the type `kind`. The entries of a list or mapping are not checked.
+    """Whether a value has the type `kind`. `_misfit_of_entries` checks the entries of a list.
 
     Args:
       value: value to check.
       hint: the whole annotation, such as `list[int]`.
-      kind: the annotation without the types of entries, such as `list`.
+      kind: the annotation without the types of entries, such as `list` for `list[int]`.
     """
     if kind is Callable:
         return callable(value)
@@ -402,8 +408,9 @@ def _misfit_of_union(value: object, hint: object, name: str) -> _Misfit | None:
         if misfit is None:
             return None
         misfits.append(misfit)
-    # Report the misfit of a type that the value has, if only an entry, or the number or string
-    # itself, is wrong.
+    # If the value has a type of the union, but an entry of the value is wrong, the error is about
+    # the entry. If the value has a type of the union, but is not an allowed value of this type, the
+    # error is a ValueError.
     for misfit in misfits:
         if misfit.name != name:
             return misfit
@@ -448,7 +455,8 @@ def _words_for(hint: Any) -> str:
         return " or ".join(map(repr, args))
     if kind in (Union, types.UnionType):
         if any(_dtypes_of(arg) == _KEYS for arg in args):
-            # An array of integers beside a PRNG key is a raw key, which messages do not mention.
+            # In a union with a typed PRNG key (`jax.random.key`), an integer array means a raw key
+            # (`jax.random.PRNGKey`). The error message asks only for a typed key.
             args = tuple(arg for arg in args if _dtypes_of(arg) != _INTEGERS)
         return " or ".join(dict.fromkeys(map(_words_for, args)))
     if kind in _WORDS:
@@ -483,7 +491,7 @@ def _words_for(hint: Any) -> str:
 
 
 def _is_record(hint: object) -> bool:
-    """Whether the annotation is a tuple of fixed length, with one annotation per entry."""
+    """Whether `hint` describes a tuple of fixed length, such as `tuple[int, str]`."""
     return get_origin(hint) is tuple and get_args(hint)[-1:] != (...,)
 
 

@@ -24,9 +24,9 @@ import numpy as np
 
 MAX_DIFFERENCES_SHOWN = 6
 ELSEWHERE = "elsewhere"
-"""Name of the metadata entry for a state that lacks a part, such as rows that are on the host.
+"""Name of the metadata entry of an incomplete state, such as a state without the rows on the host.
 
-The value of the entry tells users what to save in place of the state.
+The value of this metadata entry tells users what to save in place of the incomplete state.
 """
 
 
@@ -74,7 +74,8 @@ def check_same(actual: Fingerprint, expected: Fingerprint, *, what: str, way_out
       what: start of the message, such as `"the state does not belong to this collection"`.
       way_out: sentence at the end of the message that tells users what to do.
 
-    Raises: ValueError: the fingerprints differ. The error message lists the differences.
+    Raises: ValueError: the fingerprints differ. The error message lists the entries that differ, at
+      most `MAX_DIFFERENCES_SHOWN`.
     """
     if actual == expected:
         return
@@ -142,7 +143,8 @@ def _identity(value: object, above: frozenset[int]) -> str:
         if cell != CellType():
             closed[name] = inside(cell.cell_contents)
     name = value.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
-    # Whether a function has this wrapper depends on the version of optax, so leave the wrapper out.
+    # Some versions of optax put the wrapper `with_extra_args_support` around an update function.
+    # The identity leaves out the wrapper, so that it is equal for all versions of optax.
     if name == "with_extra_args_support.update":
         return next(iter(closed.values()), name)
     if name.endswith("<lambda>"):

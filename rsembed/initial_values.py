@@ -2,10 +2,10 @@
 
 `initial_rows` evaluates the initializer of a whole table, `initializer(key, (vocabulary, dim))`,
 for any rows without building the table. The initializer is traced for the logical shape of the
-table, so that scales computed from the shape are right. The trace is then evaluated for the
-requested rows, with random bits that depend on the row. Stacking, sharding and the number of
-devices therefore never change initial values, and memory for a second copy of a table is not
-needed.
+table, so that scales computed from the shape are right. The traced computation is then evaluated
+for the requested rows only, with random bits that depend on the row. Stacking, sharding and the
+number of devices therefore never change initial values, and memory for a second copy of a table is
+not needed.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def initial_rows(
 def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) -> tuple[Array, ...]:
     """Initial values of some rows in the dtype of the table, and the initial slots of the rows.
 
-    `EmbeddingCollection.init` computes the same values for all rows.
+    The values and slots of a row are the same as in a state from `EmbeddingCollection.init`.
 
     Args:
       key: random key of the table, `table_key(model_key, table.name)`.
@@ -86,10 +86,11 @@ def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) ->
 def form(table: TableSpec) -> Hashable:
     """Cache key that is equal for tables that can share one compiled program of `initial_rows`.
 
-    If the initializer computes every row independently, and no value depends on the number of rows,
-    the cache key is the trace of the initializer and the row length. Separate but equal functions,
-    as in `[normal(0.01) for _ in tables]`, therefore share a program. For all other initializers,
-    the cache key is the initializer function and the shape.
+    The cache key is the trace of the initializer and the row length, if the initializer computes
+    every row independently, no value depends on the number of rows, and the trace contains no
+    constant arrays. Separate but equal functions, as in `[normal(0.01) for _ in tables]`, therefore
+    share a program. For any other initializer, the cache key is the initializer function and the
+    shape of the table.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace = traced_initializer(table, shape)
@@ -123,7 +124,8 @@ def keyed_rows(
       initializer: function `(key, shape)`.
       lanes: 32-bit numbers that identify each row, such as the two halves of a 64-bit id.
       dim: length of a row.
-      table: index of the table of each row. None, the default, if there is only one table.
+      table: index of the table of each row, if `key` has one random key for each of several tables.
+        None, the default, if `key` is the random key of a single table.
     """
     trace = _trace_of_one_row(initializer, dim)
     evaluator = _RowEvaluator(
@@ -136,7 +138,8 @@ def keyed_rows(
     try:
         return evaluator.evaluate(trace, key).astype(jnp.float32)
     except _MixesRowsError:
-        # An initializer that splits its random key or sums over a row is called for single rows.
+        # `_RowEvaluator` rejects an initializer that splits its random key or sums over a row. Such
+        # an initializer is called once for each row, with the shape `(1, dim)`.
         def one_row(key: PRNGKeyArray, *row_lanes: Array) -> Array:
             row_key = functools.reduce(jax.random.fold_in, row_lanes, key)
             rows = initializer(row_key, (1, dim))
@@ -218,7 +221,7 @@ _Value = tuple[Any, bool]
 
 
 class _MixesRowsError(Exception):
-    """The computation cannot be evaluated for single rows."""
+    """A row may depend on other rows, so `_RowEvaluator` cannot compute only the requested rows."""
 
 
 class _RowEvaluator:
@@ -228,16 +231,18 @@ class _RowEvaluator:
 
     Args:
       rows: row numbers to evaluate.
-      num_rows: length of the row axis, the first axis of an array of all rows.
-      lanes: 32-bit numbers to fold into the random key for each requested row, in this order. If
-        None, the row number is folded in.
+      num_rows: number of rows of the table. If the first axis of a two-dimensional array has this
+        length, this axis is the row axis.
+      lanes: 32-bit numbers of each requested row, which are folded into the random key one after
+        the other. If None, the row number is folded into the random key.
       only_key: random key of the initializer. With `only_key`, only random bits that are drawn
         directly from this key can be evaluated for single rows, and a computation that splits the
         key is rejected.
       table: index of the table of each requested row, if `only_key` has one random key for each of
-        several tables.
-      only_cuts: whether to reject an array of `num_rows` rows that is computed in full, because its
-        values may depend on the number of rows. False by default.
+        several tables. None, the default, if `only_key` is a single random key.
+      only_cuts: whether to raise `_MixesRowsError` if an array that is computed in full has an axis
+        of length `num_rows`, because the values of such an array may depend on the number of rows.
+        False by default.
     """
 
     def __init__(

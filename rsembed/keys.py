@@ -27,14 +27,16 @@ Ids: TypeAlias = PyTree
 
 
 class Keys(NamedTuple):
-    """64-bit keys in an array of any shape. Every 64-bit number can be a key.
+    """64-bit keys in an array of any shape.
+
+    Every 64-bit number can be a key, because the mask `is_key` marks padding.
 
     Attributes:
-      high: upper 32 bits, uint32.
-      low: lower 32 bits, uint32.
-      is_key: mask, False for padding. Where the mask is False, `high`, `low` and `table` have no
-        meaning.
-      table: index of the table of each key, int32. None if there is only one table.
+      high: upper 32 bits of each key, uint32.
+      low: lower 32 bits of each key, uint32.
+      is_key: mask, False for padding. Where `is_key` is False, only `is_invalid` reads `high` and
+        `low`.
+      table: index of the table of each key, int32. None if all keys belong to one table.
     """
 
     high: Lane
@@ -84,28 +86,28 @@ def hash_keys(
 ) -> Int64[np.ndarray, "..."] | list[Int64[np.ndarray, " ids"]]:
     """64-bit keys of strings or bytes, equal in every process, machine and release.
 
-    Use keys for tables with the storage `rs.Hashed`. For other tables, use the ids
-    `rs.hash_keys(column) % vocabulary_size`, with which several strings can share a row. The key of
-    a string depends on its UTF-8 bytes: an "é" in one code point and an "e" with a combining accent
-    have different keys. Each distinct value of a column is hashed once.
+    The keys are ids for a table with the storage `rs.Hashed`. For a table with row numbers as ids,
+    use `rs.hash_keys(column) % vocabulary_size`: several strings can then share a row. The key of a
+    string depends on the UTF-8 bytes of the string: an "é" in one code point and an "e" with a
+    combining accent have different keys. Each distinct value of a column is hashed once.
 
     Args:
       column: strings or bytes as a list, a NumPy array of any shape, or a column of pandas, polars
         or Arrow (including categories). A column of lists gives a list of arrays, which `prepare`
         reads as one bag per row.
       missing: key of all missing values (None, NaN, pandas.NA, masked), for example -1 (no id). If
-        None, the default, a missing value raises an error.
+        `missing` is None, the default, a missing value in the column raises an error.
 
     Returns:
-      int64 keys, negative or not, in the shape of the column. Only missing values can have the key
-      -1.
+      int64 keys, negative or not, in the shape of the column. The key of a string or bytes value is
+      never -1.
 
     Raises:
       TypeError: a value is neither a string nor bytes. Integers are keys already.
       ValueError: a value is missing, a string is not Unicode, or `missing` does not fit 64 bits.
 
-    Source: BLAKE2b with a digest of 8 bytes (RFC 7693), read as a signed little-endian number. The
-      number -1 is replaced by -2.
+    Source: the key is the BLAKE2b digest of 8 bytes (RFC 7693), read as a signed little-endian
+      number. A value with the digest -1 gets the key -2.
 
     Example:
       >>> hash_keys(["apple", "pear", "apple"]).tolist()
@@ -155,7 +157,7 @@ def _is_list(value: object) -> bool:
 
 
 def _entries(values: Any) -> list[Any]:
-    """Values of a list or array as a list. Masked values become None."""
+    """Values of a list or array as a list. The masked values of a masked array become None."""
     entries: list[Any] = values.tolist() if isinstance(values, np.ndarray) else list(values)
     return entries
 
@@ -172,10 +174,12 @@ def _keys_of(
 
     Args:
       values: strings, bytes or missing values.
-      known: keys of values that have already been hashed. The function adds the keys of new values.
-      missing: key of missing values. If None, a missing value raises an error.
-      row: row of the column that contains all `values`, for error messages. If None, the default,
-        each row has `num_per_row` values.
+      known: key of each value that an earlier call has hashed, by value. The function adds the keys
+        that it computes to this dictionary.
+      missing: key of missing values. If `missing` is None, a missing value in `values` raises an
+        error.
+      row: index of the row of the column, for error messages, if all `values` are in one row. If
+        `row` is None, the default, each row of the column has `num_per_row` values.
       num_per_row: number of values in a row of the column, 1 by default.
     """
     try:
@@ -191,7 +195,7 @@ def _keys_of(
             known[value] = _key_of(value, missing)
         except (TypeError, ValueError) as error:
             if row is None:
-                # Compare with `is`, because `==` with pandas.NA is neither true nor false.
+                # Values are compared with `is`, because `pandas.NA == value` has no truth value.
                 is_value = [other is value for other in values]
                 row = is_value.index(True) // num_per_row
             kind = TypeError if isinstance(error, TypeError) else ValueError
@@ -200,10 +204,10 @@ def _keys_of(
 
 
 def _key_of(value: object, missing: int | None) -> int:
-    """64-bit key of one string or bytes value.
+    """64-bit key of one value of a column: a string, bytes or a missing value.
 
-    Raises: TypeError, ValueError: the value has no key. The caller puts words such as "row 3 has"
-      before the message.
+    Raises: TypeError, ValueError: the value has no key. The error message is the end of a sentence,
+      and the caller adds the beginning, such as "row 3 has".
     """
     if isinstance(value, str):
         try:
@@ -221,7 +225,7 @@ def _key_of(value: object, missing: int | None) -> int:
         raise TypeError(f"{describe(value)}, neither text nor bytes; {way_out}.")
     digest = hashlib.blake2b(value, digest_size=8, usedforsecurity=False).digest()
     key = int.from_bytes(digest, "little", signed=True)
-    # A key of -1 would mean no id.
+    # An id of -1 means "no id", so no string or bytes value may have the key -1.
     if key == -1:
         key = -2
     return key
@@ -246,7 +250,8 @@ def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
 
     Args:
       ids: an array with rows along its first axis, or a flat array of ids in bags.
-      offsets: start of each bag, if `ids` is a flat array. The index of a bag is then the row.
+      offsets: start of each bag, if `ids` is a flat array. The row in the error message is then the
+        index of a bag.
     """
     if not isinstance(ids, np.ndarray):
         return f"ids must be integers, got {ids.dtype}; convert them."
@@ -310,7 +315,7 @@ def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
     """`Keys` that fit `dtype`, from `Keys` or an integer array.
 
     If this process cannot read the keys, because they are traced or partly on other hosts, keys
-    that do not fit `dtype` become padding. `num_invalid` counts these keys.
+    that do not fit `dtype` become padding. `num_invalid` counts the keys that became padding.
 
     Args:
       keys: `Keys` or an integer array.
@@ -325,7 +330,8 @@ def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
         keys = split_keys(keys, feature=feature)
     if any(map(_is_hidden, jax.tree.leaves(keys))):
         is_lost = is_beyond(keys, dtype)
-        # `is_invalid` recognises lost keys by these words.
+        # A key that does not fit gets the words `(ALL_BITS, 0)`, by which `is_invalid` recognises
+        # the key.
         high = jnp.where(is_lost, jnp.uint32(ALL_BITS), keys.high)
         low = jnp.where(is_lost, 0, keys.low)
         marked = keys._replace(high=high, low=low)
@@ -343,8 +349,9 @@ def _is_hidden(lane: Lane) -> bool:
 def check_not_cut(keys: Ids, dtype: str, feature: str) -> None:
     """Checks that JAX has not truncated 64-bit keys to 32 bits.
 
-    JAX truncates 64-bit arguments of a jitted function, but neither `Keys` nor arrays outside
-    `jit`.
+    Without its 64-bit mode, JAX truncates a 64-bit NumPy array that is an argument of a jitted
+    function. The check therefore rejects only traced 32-bit arrays. `Keys` are never truncated,
+    because their words have 32 bits.
 
     Args:
       keys: the keys that a user passed.
@@ -378,7 +385,8 @@ def as_keys(ids: Ids) -> Keys:
 def is_beyond(keys: Keys, dtype: str) -> Lane:
     """Mask of the keys that do not fit `dtype`.
 
-    "uint64" holds all keys. "int64" holds all keys except the bits of -1, because -1 is padding.
+    All 64-bit numbers fit "uint64". All 64-bit numbers except `2**64 - 1` fit "int64": as a signed
+    number, `2**64 - 1` is -1, which means padding.
     """
     if dtype == "uint64":
         return keys.is_key & False
@@ -395,7 +403,7 @@ def is_beyond(keys: Keys, dtype: str) -> Lane:
 
 
 def check_fits(keys: Keys, dtype: str, feature: str) -> None:
-    """Checks that all keys, which are on the host, fit `dtype`.
+    """Checks that all keys fit `dtype`. The keys must be NumPy arrays.
 
     Raises: ValueError: a key does not fit `dtype`.
     """
@@ -405,8 +413,9 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         (key,) = join_keys(keys.high[index][None], keys.low[index][None])
         key = int(key)
         shown = str(key)
-        # A large key may be a negative number in the user's data, so show the negative number, too.
-        # The largest 64-bit number is not a key, because it is -1, which means padding.
+        # A key of `2**63` or more may come from a negative number in the data of the user, so the
+        # error message also shows the negative number. The key `2**64 - 1` cannot come from a
+        # negative number, because -1 means padding.
         if 2**63 <= key < 2**64 - 1:
             shown = f"{key} (of signed numbers: {key - 2**64})"
         raise ValueError(
@@ -474,8 +483,8 @@ def _remainder(keys: Keys, num_shards: int) -> Lane:
     n = np.uint32(num_shards)
     wrap = np.uint32(2**32 % num_shards)
     if not wrap:
-        # `num_shards` is a power of two, so the last bits are the remainder. A mask is a single
-        # operation, while JAX computes each `%` with seven operations.
+        # `num_shards` is a power of two, so the remainder is the last bits of the key. The bitwise
+        # `&` is a single operation, while JAX computes each `%` with seven operations.
         return keys.low & np.uint32(num_shards - 1)
     return ((keys.high % n) * wrap + keys.low % n) % n
 
@@ -483,7 +492,7 @@ def _remainder(keys: Keys, num_shards: int) -> Lane:
 def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
     """The row `key // num_shards` of every key, as int32, for tables in which keys are row numbers.
 
-    The row is `NO_ROW` for padding and for keys of `num_shards * rows_per_shard` or more.
+    The row is `NO_ROW` for padding, and for a key that is not below `num_shards * rows_per_shard`.
 
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`.
     """
@@ -491,8 +500,8 @@ def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
     xp = numpy_or_jax(keys.high)
     n = np.uint32(num_shards)
     half = np.uint32(16)
-    # This is a long division by `n` with digits of 16 bits. The quotient fits 32 bits if the high
-    # word is below `n`.
+    # Each 64-bit key is divided by `n` in a long division with digits of 16 bits. The quotient
+    # `key // n` fits 32 bits if the high word of the key is below `n`.
     first_remainder = keys.high % n
     upper = (first_remainder << half) | (keys.low >> half)
     second_remainder = upper % n

@@ -1,4 +1,8 @@
-"""Tables in Flax Linen models: one step trains tables by their optimizers and parameters by optax."""
+"""Embedding tables in Flax Linen models.
+
+Each table is trained by the optimizer of its `TableSpec`. In the same step, optax trains the
+parameters of the model.
+"""
 
 from __future__ import annotations
 
@@ -26,8 +30,9 @@ class Embeddings(nn.Module):
     """Layer with the tables of a collection.
 
     `rs.linen.value_and_grad` and `rs.linen.TrainState` train the tables. The `EmbeddingState` is
-    the variable `tables` of the variable collection `embeddings`. The parameter `guard` changes no
-    result, but raises an error if a model is differentiated without its tables.
+    the variable `tables` of the variable collection `embeddings`. The layer also has a parameter
+    `guard`, which does not change the activations. With `guard`, the layer can raise an error if
+    `jax.grad` differentiates the model, because `jax.grad` returns no gradients of tables.
 
     Attributes:
       collection: the tables, in any storage, on one device or a mesh.
@@ -49,8 +54,8 @@ class Embeddings(nn.Module):
     def __call__(self, batch: Batch) -> Activations:
         """Activations of every feature. See `EmbeddingCollection.lookup`.
 
-        Raises: RuntimeError: the model is differentiated without the tables, for example by
-          `jax.grad`.
+        Raises: RuntimeError: the model is differentiated by a function that returns no gradients of
+          tables, such as `jax.grad`.
         """
         check_fields(self)
         state = self.variable(
@@ -70,8 +75,9 @@ class TrainState(struct.PyTreeNode):
       step: number of updates so far.
       apply_fn: the `apply` method of the model.
       params: the parameters of the model, its variable collection `params`.
-      embeddings: tables with their optimizer state, by the path of their layer. After a `prefetch`,
-        or after loading tables from a checkpoint, set this field with `replace`.
+      embeddings: tables with their optimizer state, by the path of their layer. Use
+        `train_state.replace(embeddings=...)` after `EmbeddingCollection.prefetch`, or after loading
+        tables from a checkpoint.
       variables: other variable collections of the model, such as `batch_stats`.
       tx: optax transformation of `params`. Clipping, schedules, weight decay and other changes of
         gradients by `tx` have no effect on tables.
@@ -99,9 +105,10 @@ class TrainState(struct.PyTreeNode):
           tx: optax transformation of the parameters.
 
         Raises:
-          ValueError: `variables` has no parameters, or `tx` can skip steps, as
-            `optax.apply_if_finite` does. Steps of tables are never skipped.
-          TypeError: `tx` is not an optax transformation. A bare `optax.MultiSteps` is not one.
+          ValueError: `variables` has no entry `params`, or `tx` can skip steps of the parameters,
+            as `optax.apply_if_finite` does, while each step changes the tables.
+          TypeError: `tx` is not an optax transformation. An `optax.MultiSteps` object is not an
+            optax transformation.
         """
         taps.check_transformation(tx, _TRAIN_STATE)
         if "params" not in variables:

@@ -31,9 +31,10 @@ def offsets_of(
 
 
 def ids_of_plain_rows(rows: Sequence[Any]) -> tuple[FlatIds, Offsets] | None:
-    """Ids and offsets of rows that are all lists of `int` or all arrays, or None for other rows.
+    """Ids and offsets of rows that are all lists of `int` or all integer arrays; else None.
 
-    One call reads all rows, 20 times as fast as a call for each row.
+    All rows are converted by one call of NumPy or `marshal`, which is 20 times as fast as one call
+    of NumPy for each row.
     """
     small = small_ids_of_lists(rows)
     if small is not None:
@@ -41,7 +42,7 @@ def ids_of_plain_rows(rows: Sequence[Any]) -> tuple[FlatIds, Offsets] | None:
         return ids.astype(np.int64), offsets
     kinds = set(map(type, rows))
     if kinds == {np.ndarray}:
-        # Empty rows are left out, because an array made from [] is float64.
+        # Empty rows are left out, because `np.asarray([])` has the dtype float64.
         filled = [row for row in rows if row.size]
         numbers_of_axes = {row.ndim for row in rows}
         dtype_kinds = {row.dtype.kind for row in filled}
@@ -70,17 +71,19 @@ def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"
     """Ids and offsets, int32, of a list of lists of `int` that fit 32 bits, or None for other rows.
 
     `marshal` reads every object once, in C, while NumPy needs three passes to find types, values
-    and lengths. In version 2 of the marshal format, a list is the letter "[" and its length, and an
-    integer of 32 bits is "i" and its value: five bytes each. No other type has one of these letters
-    (bool has "T" and "F"). The result is therefore correct if only the letters "[" and "i" occur,
-    and every "[" is where the lengths of earlier rows put the beginning of a row. If a later Python
-    changes the format, the function returns None, and the caller converts the lists by slower code.
+    and lengths. In version 2 of the marshal format, a list starts with the letter "[" and its
+    length, and an integer of 32 bits is the letter "i" and its value: five bytes each. No other
+    type starts with "[" or "i" (bools are "T" and "F"). The bytes therefore are a list of lists of
+    integers if each group of five bytes starts with "[" or "i", and each "[" is at the position
+    that follows from the lengths of earlier rows. If a later Python changes the format, the
+    function returns None, and the caller converts the lists by slower code.
     """
     first_row = next(iter(rows), None)
     if type(rows) is not list or type(first_row) is not list:
         return None
     if first_row and (type(first_row[0]) is not int or first_row[0] >= 2**31):
-        # The ids are probably 64-bit keys, so do not try to read them as 32-bit integers.
+        # If the first id does not fit 32 bits, the ids are probably 64-bit keys, which this
+        # function does not convert.
         return None
     try:
         written = marshal.dumps(rows, 2)
@@ -96,7 +99,8 @@ def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"
         return None
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(items["value"][heads[1:]], out=offsets[1:])
-    # `heads[0]` is the list of all rows. The head of each row follows the ids of earlier rows.
+    # `heads` has the position of each "[" in `items`. `heads[0]` starts the list of all rows. The
+    # "[" of a row follows the ids of all earlier rows, and the "[" of all earlier lists.
     num_earlier_heads = np.arange(1, len(rows) + 1)
     expected_heads = offsets[:-1] + num_earlier_heads
     if not np.array_equal(heads[1:], expected_heads):
@@ -121,13 +125,14 @@ def ids_of_row(row: Any, position: int) -> FlatIds:
     if isinstance(row, np.ndarray) and row.dtype == object:
         # From a list, NumPy makes an integer array if all values are integers.
         row = row.tolist()
-    # NumPy would read an empty list as float64.
+    # `np.asarray([])` has the dtype float64, so an empty row is not converted by NumPy.
     array: np.ndarray = np.zeros(0, np.int64)
     if len(row):
         try:
             array = np.asarray(row)
         except ValueError:
-            # `row` has nested lists of different lengths.
+            # NumPy cannot convert a row of lists with different lengths. An array with two axes is
+            # rejected below.
             array = np.zeros((0, 0))
     # NumPy converts integers to floats if some fit int64 and others only uint64.
     if array.dtype.kind == "f" and all(isinstance(value, int) for value in row):

@@ -1,4 +1,8 @@
-"""Tables in Flax NNX models: one step trains tables by their optimizers and parameters by optax."""
+"""Embedding tables in Flax NNX models.
+
+Each table is trained by the optimizer of its `TableSpec`. In the same step, optax trains the
+parameters of the model.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +32,10 @@ class Tables(nnx.Variable):
 
 
 class Guard(nnx.Param):
-    """Parameter that changes no result.
+    """Parameter of an `Embeddings` layer that does not change the activations.
 
-    Differentiating a loss by the guard, but not by the tables, raises an error.
+    With the guard, the layer can raise an error if `nnx.grad` differentiates the model, because
+    `nnx.grad` returns no gradients of tables.
     """
 
 
@@ -68,8 +73,8 @@ class Embeddings(nnx.Module):
     def __call__(self, batch: Batch) -> Activations:
         """Activations of every feature. See `EmbeddingCollection.lookup`.
 
-        Raises: RuntimeError: the model is differentiated without the tables, for example by
-          `nnx.grad`.
+        Raises: RuntimeError: the model is differentiated by a function that returns no gradients of
+          tables, such as `nnx.grad`.
         """
         if self.frozen:
             return self.collection.lookup(self.state, batch)
@@ -89,9 +94,10 @@ class Embeddings(nnx.Module):
         self.tables.set_value(state)
 
     def prefetch(self, batch: Batch) -> None:
-        """Copies rows of host-cached tables that `batch` reads to the device.
+        """Copies the rows that `batch` reads from host memory to the device.
 
-        See `EmbeddingCollection.prefetch`.
+        Only tables with the storage `rs.HostCached` have rows in host memory. See
+        `EmbeddingCollection.prefetch`.
         """
         self.set_state(self.collection.prefetch(self.state, batch))
 
@@ -137,8 +143,8 @@ def value_and_grad(
 
     def with_gradients(model: Any, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
         def recorded_calls(model_copy: object) -> Any:
-            # This call only determines shapes. Clones protect modules among the arguments from
-            # changes that the loss makes.
+            # `nnx.eval_shape` calls this function only for the shapes of the results. The arguments
+            # are cloned, because the loss may change modules among the arguments.
             args_copy = nnx.clone(args)
             kwargs_copy = nnx.clone(kwargs)
             _, (_, calls) = recorded(model_copy, [], *args_copy, **kwargs_copy)
@@ -168,13 +174,14 @@ class Optimizer(nnx.Module):
       model: a model with `Embeddings` layers.
       tx: optax transformation for the dense parameters. Clipping, schedules, weight decay and other
         changes of gradients by `tx` have no effect on tables.
-      wrt: filter of the dense parameters, `nnx.Param` by default. Pass the same filter to
-        `value_and_grad`.
+      wrt: filter of the dense parameters, `nnx.Param` by default. `value_and_grad` needs an equal
+        argument `wrt`.
 
     Raises:
-      TypeError: `tx` is not an optax transformation. A bare `optax.MultiSteps` is not one.
-      ValueError: `tx` can skip steps, as `optax.apply_if_finite` does. Steps of tables are never
-        skipped.
+      TypeError: `tx` is not an optax transformation. An `optax.MultiSteps` object is not an optax
+        transformation.
+      ValueError: `tx` can skip steps of the parameters, as `optax.apply_if_finite` does, while each
+        step changes the tables.
     """
 
     @validated

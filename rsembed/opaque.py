@@ -1,10 +1,11 @@
 """Arrays of row numbers, ids and keys that reject arithmetic.
 
-Programs add, scale and average pytrees leaf by leaf. The sum of two row numbers is the row number
-of another row, so `jax.tree.map(jnp.add, ...)` of plain row numbers returns wrong rows without an
-error. Arrays of JAX's random keys reject arithmetic. `wrap` returns an array of random keys that
-holds numbers. Wrapped numbers can be moved, indexed, concatenated, compared, carried through loops
-and split over a mesh. `jnp.add` of wrapped numbers is a `TypeError`, also inside `jit`.
+Users often add gradients with `jax.tree.map(jnp.add, first, second)`. The sum of two row numbers is
+the number of a third row, so this call would return gradients of wrong rows, without an error, if
+row numbers were plain integers. JAX rejects arithmetic on arrays of random keys
+(`jax.random.key`), so `wrap` stores the bits of integers in an array of random keys. Wrapped
+numbers can be moved, indexed, concatenated, compared, carried through loops and split over a mesh.
+`jnp.add` of wrapped numbers is a `TypeError`, also inside `jit`.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ _KINDS = {implementation: kind for kind, implementation in _IMPLEMENTATIONS.item
 def wrap(numbers: Array, kind: str) -> Array:
     """The numbers as an array of the same shape that rejects arithmetic.
 
-    The bits of the numbers do not change.
+    The array contains the bits of the numbers, so `unwrap` returns exactly these numbers.
 
     Args:
       numbers: array with the dtype of the kind.
@@ -114,7 +115,7 @@ def unwrap_all(tree: PyTree) -> PyTree:
 
 
 def implementation(name: str) -> Any:
-    """The argument `impl` of `jax.random.wrap_key_data` for an array with this implementation.
+    """The argument `impl` with which `jax.random.wrap_key_data` makes an array of the kind `name`.
 
     Args:
       name: a kind of wrapped numbers, or the name of a random number generator of JAX.

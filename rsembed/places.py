@@ -1,14 +1,15 @@
-"""Computes the row of each id, by one formula for all layouts, with parameters for each table.
+"""Computes the row of each id in a stacked table. One formula covers the three layouts.
 
 ```
 table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ──ids, tables_and_ids──▶  table, id
 ```
 
-* Whole layout: all rows of a table are in one shard, alone or after other tables (`spread=1`).
-* Interleaved layout: consecutive ids are in different shards, so frequent ids are spread over all
-  shards (`spread` = number of shards).
-* Rotated layout: tables are interleaved, and each table of a stack starts in a different shard, so
-  the first ids of the tables are also spread.
+* Whole layout (`spread=1`): one shard contains all rows of a table. The shard can contain several
+  tables, one after the other.
+* Interleaved layout (`spread` is the number of shards): consecutive ids of a table are in different
+  shards, so frequent ids are spread over all shards.
+* Rotated layout: an interleaved layout in which the tables of a stack have their id 0 in different
+  shards. The first ids of the tables, which are often frequent, are then in different shards, too.
 
 The functions accept and return numbers, NumPy arrays or JAX arrays, which may be traced.
 """
@@ -30,11 +31,13 @@ Numbers: TypeAlias = Any
 class Place(NamedTuple):
     """Position of a table in the shards of its stack.
 
-    Id `i` is row `(first + i) // spread` of shard `owner + (first + rotation + i) % spread`.
+    The argument `spread` of the methods is the number of shards that hold rows of the table. Id `i`
+    is row `(first + i) // spread` of shard `owner + (first + rotation + i) % spread`.
 
     Args:
-      owner: index of the first of the `spread` shards that hold rows of the table.
-      first: number of rows of earlier tables in these shards, summed over the shards.
+      owner: index of the first shard that holds rows of the table.
+      first: number of rows of earlier tables of the stack in the shards of this table, summed over
+        the shards.
       rotation: number of shards by which ids are shifted, 0 by default.
     """
 
@@ -55,8 +58,8 @@ class Place(NamedTuple):
 
         For ids outside the table, the result has no meaning.
         """
-        # With `spread` 1, a single addition is enough. Programs with a thousand features compile
-        # faster with fewer operations.
+        # If `spread` is 1, the row is the id plus a constant. This special case has fewer
+        # operations, so programs with a thousand features compile faster.
         if spread == 1:
             first_row = self.owner * rows_per_shard + self.first
             return ids + first_row
@@ -69,7 +72,7 @@ class Place(NamedTuple):
     ) -> slice | Int[np.ndarray, " vocab"]:
         """Index that selects all rows of a table from the array of its stack, in order of the ids.
 
-        The index is a slice if all rows are in one shard.
+        The index is a slice if all rows of the table are in one shard, else an array.
 
         Args:
           count: number of rows of the table.
@@ -86,7 +89,8 @@ class Place(NamedTuple):
     def ids(self, shard: Numbers, row: Numbers, *, spread: int) -> Numbers:
         """Id of each row of a shard, the inverse of `rows`.
 
-        For a row of another table, the result is -1 or an id outside this table.
+        The id of a row that belongs to another table is negative, or is not below the number of
+        rows of this table.
         """
         phase = shard - self.owner
         ids = row * spread + (phase - self.rotation) % spread - self.first
@@ -94,7 +98,7 @@ class Place(NamedTuple):
         return _where(has_table, ids, -1)
 
     def first_row(self, shard: Numbers, *, spread: int) -> Numbers:
-        """The first row of a shard that can belong to the table."""
+        """First row, counted in the shard, that can belong to the table: its id is not negative."""
         id_of_row_0 = (shard - self.owner - self.rotation) % spread - self.first
         return -(id_of_row_0 // spread)
 
@@ -107,9 +111,9 @@ def tables_and_ids(
     *,
     spread: int,
 ) -> tuple[Numbers, Numbers]:
-    """Table, as an index into `table_places`, and id of each row of a shard.
+    """Table of each row of a shard, as an index into `table_places`, and id of each row.
 
-    Table and id are -1 for a row that belongs to no table.
+    The index and the id are -1 for a row that belongs to no table.
     """
     tables = row * 0 - 1
     ids = tables

@@ -19,7 +19,9 @@ def is_watched() -> bool:
 
 
 def progress(items: Iterable[Item], *, description: str, **bar_options: object) -> Iterable[Item]:
-    """The items, with a progress bar in terminals and notebooks. Elsewhere, `items` is returned.
+    """The items, with a progress bar if standard error is a terminal, or in a notebook.
+
+    If there is no terminal and no notebook, the function returns `items`, without a progress bar.
 
     Args:
       items: any iterable. For an iterable without a length, pass `total=`, and the progress bar
