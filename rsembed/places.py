@@ -98,7 +98,7 @@ class Place(NamedTuple):
         return _where(has_table, ids, -1)
 
     def first_row(self, shard: Numbers, *, spread: int) -> Numbers:
-        """First row, counted in the shard, that can belong to the table: its id is not negative."""
+        """First row of a shard, counted in the shard, for which `ids` returns no negative id."""
         id_of_row_0 = (shard - self.owner - self.rotation) % spread - self.first
         return -(id_of_row_0 // spread)
 

@@ -57,9 +57,9 @@ jax.tree_util.register_pytree_with_keys(ReadRows, _children_of_rows, _rows_of_ch
 def _opaque(rows: object) -> Any:
     """Row numbers of a stack as an array that rejects arithmetic.
 
-    `NO_ROW` is stored as 0, so `jnp.zeros_like` of row gradients returns gradients without rows. A
-    value that is not an array of row numbers is returned unchanged, and later checks reject the
-    value.
+    The array stores 0 for `NO_ROW`, so `jnp.zeros_like` of row gradients returns gradients without
+    rows. A value that is not an array of row numbers is returned unchanged, and later checks reject
+    the value.
     """
     if not isinstance(rows, (jax.Array, np.ndarray)) or not jnp.issubdtype(rows.dtype, jnp.integer):
         return rows
@@ -69,7 +69,8 @@ def _opaque(rows: object) -> Any:
     if rows.dtype.itemsize > 4 and not is_traced(rows):
         is_cut = np.asarray(rows) != np.asarray(numbers)
         if is_cut.any():
-            # A row number does not fit 32 bits, so `check_belong` will reject `rows`.
+            # At least one row number does not fit 32 bits. `rows` is returned unchanged, and
+            # `check_belong` will reject it.
             return rows
     return _opaque_numbers(numbers)
 
@@ -107,7 +108,10 @@ class Summands(NamedTuple):
 
 
 class _Unsummed(NamedTuple):
-    """Summands, and the arrays of the row gradients that hold the sums."""
+    """Summands of row gradients, and the arrays of these row gradients.
+
+    The summands are valid only while the row gradients still have the same arrays.
+    """
 
     summands: Summands
     sums: list[Array]
@@ -123,21 +127,21 @@ class RowGradients:
     that reject arithmetic. Therefore `jax.tree.map(jnp.add, first, second)` raises a TypeError,
     instead of returning gradients of wrong rows.
 
-    Inside `jit`, gradients of a collection also have `summands`. The summands are not in the
-    pytree, so copies of the gradients and results of compiled programs have no summands.
+    Inside `jit`, row gradients that a collection computes also have `summands`. The summands are
+    not in the pytree, so copies of the gradients and results of compiled programs have no summands.
 
     Args:
       rows: distinct row numbers in ascending order, with `NO_ROW` as padding at the end. On a mesh,
         the rows on each device are in ascending order. For a table with keys, `rows` is a uint32
-        array `[capacity, 3]`: upper half, lower half and number of occurrences of each key, 0 for
-        padding. For several tables with keys, `rows` is `[capacity, 4]`, with the index of the
-        table.
+        array `[capacity, 3]`. Its columns are the upper half of each key, the lower half of the
+        key, and the number of occurrences of the key, which is 0 for padding. If a stack has
+        several tables with keys, a fourth column of `rows` has the index of the table.
       values: float32 gradient of each row, zeros for padding.
       num_rows: number of rows of each stack, as pairs `(stack, number of rows)` sorted by stack.
       shardings: on a mesh, shardings of the rows and values of each stack, as triples
-        `(stack, rows, values)` sorted by stack. None without a mesh.
-      layout: fingerprint of the collection that the gradients belong to. A step compares the
-        fingerprint with that of the tables.
+        `(stack, rows, values)` sorted by stack. None if the tables are not on a mesh.
+      layout: fingerprint of the collection that computed the gradients. A step raises an error if
+        the tables have a different fingerprint.
     """
 
     rows: dict[str, Int[Array, "*capacity"]]
@@ -145,9 +149,10 @@ class RowGradients:
     num_rows: NumRows
     shardings: Shardings = None
     layout: Fingerprint | None = None
-    # The property `rows`, which is set below the class, reads and writes this field.
+    # This field has the row numbers in arrays that reject arithmetic. The property `rows`, which is
+    # defined after the class, reads and writes the field `opaque_rows`.
     opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)
-    # `summed_from` sets this field, and `summands` reads it.
+    # The method `summed_from` sets the field `unsummed`, and the property `summands` reads it.
     unsummed: _Unsummed | None = dataclasses.field(
         default=None, init=False, repr=False, compare=False
     )
@@ -168,7 +173,7 @@ class RowGradients:
     def tree_unflatten(cls, static: tuple[Any, ...], children: Iterable[object]) -> RowGradients:
         """Row gradients from the parts that `tree_flatten_with_keys` returned.
 
-        JAX may also pass placeholders of any type as children.
+        `children` can also be placeholders of any type, which JAX puts in place of arrays.
         """
         gradients = object.__new__(cls)
         names = ("opaque_rows", "values", "num_rows", "shardings", "layout")
@@ -178,7 +183,7 @@ class RowGradients:
         return gradients
 
     def with_values(self, values: Mapping[str, Array]) -> RowGradients:
-        """Gradients of the same rows with other values."""
+        """A copy of the gradients with the same row numbers and the new `values`."""
         _, static = self.tree_flatten_with_keys()
         return self.tree_unflatten(static, (self.opaque_rows, values))
 
@@ -188,7 +193,7 @@ class RowGradients:
         return combine(self, other)
 
     def __radd__(self, other: object) -> RowGradients:
-        # `sum` of several gradients computes `0 + first`.
+        # `sum([first, second])` first computes `0 + first`, so 0 is accepted.
         if isinstance(other, int) and other == 0:
             return self
         return NotImplemented
@@ -207,11 +212,11 @@ class RowGradients:
 
     @property
     def summands(self) -> Summands | None:
-        """Inputs from which the values are summed, inside the trace that computed the gradients.
+        """Inputs from which `values` are computed; None outside the trace that computed them.
 
-        A step uses the summands instead of the sums, so XLA does not compute the sums. The sums
-        would have space for one row per looked-up id. The summands are None outside the trace, and
-        after an array of the gradients was replaced.
+        `values` are sums over equal rows. A step uses the summands instead of `values`, so XLA does
+        not compute `values`, an array with space for one row per looked-up id. The summands are
+        also None after an array of the gradients was replaced.
         """
         if self.unsummed is None:
             return None
@@ -224,7 +229,7 @@ class RowGradients:
     def summed_from(
         self, engine: object, batch: object, d_outputs: Mapping[str, PyTree]
     ) -> RowGradients:
-        """A copy of the gradients, with `summands` that have the arguments of this call."""
+        """A copy of the gradients with the summands `Summands(engine, batch, d_outputs)`."""
         copy = self.with_values(self.values)
         summands = Summands(engine, batch, d_outputs)
         unsummed = _Unsummed(summands, jax.tree.leaves(copy))
@@ -257,12 +262,13 @@ def _keep_rows(gradients: RowGradients, rows: object) -> None:
     object.__setattr__(gradients, "opaque_rows", rows)
 
 
-# If the property was in the class, `dataclass` would take the property for the field's default.
+# The property `rows` is defined here, because `dataclass` would take a property in the class body
+# for the default value of the field `rows`.
 setattr(RowGradients, "rows", property(_read_rows, _keep_rows))  # noqa: B010
 
 
 def as_factor(factor: Any) -> float | Float[Array, ""]:
-    """A factor for gradients as a Python float or JAX array.
+    """The factor by which gradients are multiplied, as a Python float or a JAX array.
 
     Raises: TypeError, ValueError: the factor is not a single finite number.
     """
@@ -278,7 +284,7 @@ def as_factor(factor: Any) -> float | Float[Array, ""]:
 def check_gradient(value: object, name: str) -> None:
     """Checks that a gradient is an array of floats.
 
-    Integers are rejected, because a cast to integers has probably rounded the gradient.
+    An array of integers is rejected, because a cast to integers has probably rounded the gradient.
 
     Raises: TypeError: the gradient is not an array of floats.
     """
@@ -305,7 +311,7 @@ def check_belong(
       layout: fingerprint of the tables. If None, fingerprints are not compared.
       num_rows: number of rows of each stack.
       axes: for each stack, the number of axes of `rows`, and the length of the last axis of
-        `values`. If None, `rows` and `values` only have to fit each other.
+        `values`. If `axes` is None, `rows` and `values` may have any shapes that fit each other.
 
     Raises:
       TypeError: the value is not `RowGradients`.
@@ -332,7 +338,8 @@ def check_belong(
         fits = _shapes_fit(row_shape, value_shape)
         if fits and axes is not None:
             fits = (len(row_shape), value_shape[-1]) == axes[name]
-        # The rows of gradients with a layout are in order, because the collection sorted them.
+        # Row gradients with a layout come from a collection, which has sorted the rows, so only the
+        # rows of other row gradients are checked.
         if fits and row_gradients.layout is None and len(row_shape) == 1 and not is_traced(rows):
             numbers = np.asarray(rows, np.int64)
             used = numbers[numbers != NO_ROW]
@@ -348,7 +355,7 @@ def check_belong(
 def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
     """Whether arrays of rows and values with these shapes fit each other.
 
-    `lax.scan` may have added leading axes to both arrays.
+    The array of rows and the array of values may have leading axes that `lax.scan` added.
     """
     if len(values) < 2 or rows[: len(values) - 1] != values[:-1]:
         return False
@@ -362,7 +369,7 @@ def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
 def global_norm(row_gradients: RowGradients) -> Float[Array, ""]:
     """Euclidean norm over all values of all stacks.
 
-    The norm equals the norm of the dense gradients of all tables.
+    The norm equals the norm of the gradients as dense arrays, which have the shapes of the tables.
     """
     summands = row_gradients.summands
     if summands is not None:
@@ -409,9 +416,9 @@ def clip_by_global_norm(
     Args:
       row_gradients: gradients of distinct rows, as returned by the function from `lookup_vjp`. If
         `lax.scan` stacked gradients along a leading axis, sum the gradients by `combine` first.
-      max_norm: maximum global norm of the result.
-      other_norm: norm of the dense gradients (`optax.tree.norm`), 0 by default. The norm to be
-        clipped is that of the row gradients and the dense gradients together.
+      max_norm: maximum global norm.
+      other_norm: norm of the dense gradients (`optax.tree.norm`), 0 by default. `max_norm` is
+        compared with the norm of the row gradients and the dense gradients together.
 
     Raises: ValueError: a norm is NaN, or is negative, which would flip the sign of the gradients.
     """
@@ -481,7 +488,7 @@ def _combine_stack(
 def _combine_parts(
     num_rows: int, capacity: int, parts: list[tuple[Array, Array]]
 ) -> tuple[Array, Array]:
-    """Distinct rows of all parts on one device, at most `capacity`, and their summed values."""
+    """At most `capacity` distinct rows of all parts on one device, and the sum for each row."""
     first_rows, first_values = parts[0]
     dim = first_values.shape[-1]
     flat_values = [values.reshape(-1, dim) for _, values in parts]

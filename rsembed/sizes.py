@@ -1,6 +1,7 @@
 """Sizes of padded lists and arrays.
 
-Only a few sizes are used, so a stream of batches needs few compiled programs.
+The size of a list or array is rounded up to one of a few sizes. Batches of many sizes therefore
+need only a few compiled programs.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import numpy as np
 from rsembed.bags import Bags
 
 FEWEST_OF_ONE_LENGTH = 16
-"""If at least this number of bags have one length, the feature probably has a fixed length."""
+"""Minimum number of bags, all of one length, from which `common_width` infers a fixed length."""
 
 
 def padded_size(count: int) -> int:
@@ -35,8 +36,9 @@ def size_of_list(count: int) -> int:
 def common_width(bags: Bags) -> int:
     """Width of an array `[bags, ids]` that holds these bags and probably the bags of later batches.
 
-    If many bags all have one length, the width is this length, because the feature probably has a
-    fixed length. For other features, the width is a power of two.
+    If there are at least `FEWEST_OF_ONE_LENGTH` bags, and all have the same length, the feature
+    probably has a fixed length, so the width is this length. Otherwise, the width is the length of
+    the longest bag, rounded up to a power of two.
     """
     lengths = np.diff(np.asarray(bags.offsets))
     longest = int(lengths.max(initial=1))

@@ -27,7 +27,7 @@ class QuantizationConfig:
     """Rounding of looked-up rows before they are combined ("fake quantization").
 
     The numbers of a row are rounded to `num_buckets` evenly spaced values from `min_value` to
-    `max_value`. The table itself keeps full precision.
+    `max_value`. Only the result of a lookup is rounded, and the numbers in the table are not.
     """
 
     min_value: float
@@ -60,8 +60,8 @@ class FeatureIdTransformation:
 
     Args:
       row_offset: offset of the feature's first sample in the stacked batch.
-      col_offset: offset of the feature's table in the stacked table, in rows. The name `col_offset`
-        is that of jax-tpu-embedding.
+      col_offset: offset of the feature's table in the stacked table, in rows. The field is called
+        `col_offset` because jax-tpu-embedding uses this name.
       col_shift: rotation of the feature's table, in shards.
     """
 
@@ -85,7 +85,7 @@ class TableSettingInStack:
 class StackedTableSpec:
     """One physical table, the concatenated tables of a stack.
 
-    The row number modulo `num_shards` is the shard of a row.
+    Row `i` of the physical table is in shard `i % num_shards`.
     """
 
     stack_name: str
@@ -113,8 +113,8 @@ class StackedTableSpec:
 class Storage(Protocol):
     """Minimal interface of `TableSpec(storage=...)`: how the rows of a table are stored.
 
-    A storage is frozen and hashable. `rsembed.storage.Storage` is the full interface, which the
-    engine uses.
+    An object with this interface must be immutable and hashable. The engine of
+    `EmbeddingCollection` uses a larger interface, `rsembed.storage.Storage`.
     """
 
     @property
@@ -125,7 +125,7 @@ class Storage(Protocol):
         """
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Value that is equal for tables that can share a storage, else None."""
+        """Key that is equal for tables that can share one storage; None if `table` cannot share."""
 
     def check(self, table: TableSpec) -> None:
         """Checks that the storage supports the table.
@@ -142,7 +142,8 @@ class Storage(Protocol):
 class TableSpec:
     """Declaration of an embedding table.
 
-    Once a stacking function has placed the table, its public fields can no longer be set.
+    After a stacking function has put the table into a stack, the public fields of the table cannot
+    be set.
 
     Args:
       name: name of the table, unique in a model.
@@ -154,7 +155,7 @@ class TableSpec:
       optimizer: optimizer of the looked-up rows, by default SGD with learning rate 0.001.
       combiner: `sum` (default), `mean`, `sqrtn`, or `none` (one vector per id: sequence output).
       max_ids_per_partition: maximum number of entries that one core sends to one shard, 256 by
-        default. The limit is part of SparseCore layouts. Raise the limit if preprocessing drops
+        default. Only SparseCore layouts have this limit. Raise the limit if preprocessing drops
         ids, or let feedback-directed optimisation (`rsembed.fdo`) set the limit.
       max_unique_ids_per_partition: maximum number of distinct ids that one core sends to one shard,
         256 by default.
@@ -181,8 +182,9 @@ class TableSpec:
     max_unique_ids_per_partition: int = 256
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
-    # `repr` leaves out fields that jax-tpu-embedding does not have, so both print the same text.
-    # A plan prints the dtype.
+    # The class `TableSpec` of jax-tpu-embedding does not have the fields `dtype`,
+    # `stochastic_rounding` and `storage`. They have `repr=False`, so that `repr` of a table gives
+    # the same text in both libraries. The text of a stacking plan shows the dtype.
     dtype: str = dataclasses.field(default="float32", repr=False, kw_only=True)
     stochastic_rounding: bool = dataclasses.field(default=False, repr=False, kw_only=True)
     storage: Storage | None = dataclasses.field(default=None, repr=False, kw_only=True)
@@ -237,8 +239,9 @@ class TableSpec:
             self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config"
         )
         check_type(self.stochastic_rounding, bool, f"{where}: stochastic_rounding")
-        # `dataclasses.replace` passes the stack of the original table, which is not kept. A stack
-        # that a user constructed has 0 shards and is kept.
+        # `dataclasses.replace` passes the stack of the original table to the new table. The new
+        # table is not in this stack, so `__post_init__` drops the stack. A stack with 0 shards was
+        # constructed and passed by a user, so `__post_init__` keeps the stack.
         if stack is not None and not stack.num_shards:
             self._stacked_table_spec = stack
         if self._stacked_table_spec is None or self._setting_in_stack is None:
@@ -260,7 +263,10 @@ class TableSpec:
 
     @property
     def setting_in_stack(self) -> TableSettingInStack:
-        """Offsets of the table in its stack. Before stacking, offsets are 0 and sizes unpadded."""
+        """Padded size and offsets of the table in its stack.
+
+        Before stacking, the offsets are 0, and the size has no padding.
+        """
         return self._setting_in_stack
 
     @setting_in_stack.setter
@@ -306,7 +312,8 @@ class FeatureSpec:
     table_spec: TableSpec
     input_shape: tuple[Any, ...] | None = None
     output_shape: tuple[int, ...] | None = None
-    # `repr` leaves out this field, which jax-tpu-embedding does not have.
+    # The class `FeatureSpec` of jax-tpu-embedding does not have the field `combiner`, so `repr`
+    # leaves out this field.
     combiner: Combiner | None = dataclasses.field(default=None, repr=False, kw_only=True)
     _id_transformation: FeatureIdTransformation = dataclasses.field(
         default_factory=FeatureIdTransformation
@@ -333,7 +340,8 @@ class FeatureSpec:
                 setattr(self, field, tuple(sizes))
         stack = self.table_spec.stacked_table_spec
         if stack is None or stack.num_shards:
-            # `dataclasses.replace` passes the offsets of the original feature, which are not kept.
+            # `dataclasses.replace` passes the offsets of the original feature to the new feature.
+            # The new feature is not in a stack yet, so these offsets are dropped.
             self._id_transformation = FeatureIdTransformation()
         if self.output_shape is not None:
             dim = self.table_spec.embedding_dim

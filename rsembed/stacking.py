@@ -1,11 +1,12 @@
 """Computes stacking plans: which tables share a physical table, and the position of each row.
 
-A plan is frozen, hashable by value (including limits) and printable. Only this module computes
-plans. The in-place functions of jax-tpu-embedding (`sparsecore.table_stacking`) attach plans to
-specs. There are two kinds of layout:
+A plan is frozen, hashable by value (including limits) and printable. The functions of
+`rsembed.sparsecore.table_stacking`, which change specs in place as in jax-tpu-embedding, store the
+plan in the specs. A plan describes one of two layouts:
 
 * The layout for SparseCores pads dims to multiples of 8 and rows to multiples of `8 * num_shards`.
-  Tables are interleaved over all shards and rotated.
+  Consecutive ids of a table are in different shards. The tables of a stack can be rotated, so that
+  their first rows are in different shards.
 * The layout for `EmbeddingCollection` (`num_shards=1`, no padding) concatenates tables of equal
   dim, dtype and optimizer.
 """
@@ -69,7 +70,7 @@ class TablePlacement:
 
     @classmethod
     def of(cls, table: TableSpec, setting: TableSettingInStack) -> TablePlacement:
-        """Placement of a table with the offsets in `setting`."""
+        """Placement of `table`, with the stack, the padded size and the offsets in `setting`."""
         return cls(
             name=table.name,
             rows=table.vocabulary_size,
@@ -155,7 +156,7 @@ class StackPlan:
 class StackingPlan:
     """Placements of all tables and features of a model.
 
-    The hash depends on all values, including limits.
+    Two plans are equal only if all their values are equal, including the limits of the stacks.
     """
 
     num_shards: int
@@ -173,7 +174,7 @@ class StackingPlan:
         raise KeyError(f"no stack {name!r}{did_you_mean(name, known)}; the plan has {known}.")
 
     def table(self, name: str) -> tuple[StackPlan, TablePlacement]:
-        """A table by its logical name, and its stack.
+        """The stack of the logical table `name`, and the placement of this table in the stack.
 
         Raises: KeyError: the plan has no such table.
         """
@@ -201,7 +202,8 @@ class StackingPlan:
 
         The skew is the largest load divided by the mean load. A large skew costs time, because all
         shards wait for the busiest shard. The skew is large if frequent ids of several tables are
-        in one shard. A plan with a different `rotation` separates these ids.
+        in one shard. A plan with a different `rotation` can put the frequent ids of these tables
+        into different shards.
 
         Args:
           ids_by_feature: ids of some batches, as arrays or lists, by feature name. Features without
@@ -229,8 +231,9 @@ class StackingPlan:
         """Description of the plan: memory and padding of each stack.
 
         Args:
-          ids_by_feature: ids as in `shard_load`, to describe the loads of the shards. If None, the
-            default, the loads are left out.
+          ids_by_feature: ids of some batches by feature name, as for `shard_load`. The description
+            then also has the number of ids, the busiest shard and the skew of each stack. None by
+            default.
         """
         rows = self._cells()
         if ids_by_feature is not None:
@@ -259,7 +262,7 @@ class StackingPlan:
         return f"<table>{''.join(html_rows)}</table>"
 
     def _cells(self) -> list[tuple[str, ...]]:
-        """Cells of the printed table: the column names, then one row per stack."""
+        """Cells of the table that `describe` prints: the column names, then one row per stack."""
         stack_columns = ("stack", "tables", "features", "rows", "dim", "dtype", "optimizer")
         rows = [
             (
@@ -290,7 +293,8 @@ def _checked_flat_ids(
 
     Raises: ValueError: an id is not an integer, or is outside the table.
     """
-    # NumPy reads an empty list as floats, and would convert all ids to floats. Leave it out.
+    # Empty lists are left out: NumPy converts `[]` to an array of floats, and `np.concatenate`
+    # would then convert all ids to floats.
     rows = [np.zeros(0, np.int64)]
     for row in map(np.ravel, ids):
         if row.size:
@@ -308,7 +312,7 @@ def _checked_flat_ids(
 
 
 def place_of(setting: TableSettingInStack, num_shards: int) -> Place:
-    """The `Place` of a table with this setting, interleaved over all shards."""
+    """The `Place` of a table that is interleaved over all shards, with the offsets in `setting`."""
     return Place(0, setting.row_offset_in_shard * num_shards, setting.shard_rotation)
 
 
@@ -323,7 +327,7 @@ def plan_stacking(
     activation_mem_bytes_limit: PositiveInt | None = None,
     use_short_stack_names: bool = True,
 ) -> StackingPlan:
-    """A plan for all tables that `features` read. The specs are not changed.
+    """A plan for all tables that `features` read. The function does not change `features`.
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
@@ -401,12 +405,14 @@ def plan_groups(
 def stack_name_of(
     table_names: Sequence[str], *, is_taken: bool = False, use_short_stack_names: bool = True
 ) -> str:
-    """Name of a stack: table names joined by `_`. A long name is cut and gets a hash.
+    """Name of a stack: table names joined by `_`.
+
+    A joined name of more than 50 characters is cut after 50 characters, and ends with a hash.
 
     Args:
       table_names: names of the tables of the stack.
       is_taken: whether another stack has the joined name, as for tables `user` and `item` beside a
-        table `user_item`. If True, a short name also gets a hash. False by default.
+        table `user_item`. If True, the name ends with a hash for any length. False by default.
       use_short_stack_names: whether names over 50 characters are cut, True by default.
     """
     full = "_".join(table_names)
@@ -425,7 +431,8 @@ def group_tables(
 ) -> list[list[str]]:
     """Groups of names of tables that can share a physical table, in the order of the features.
 
-    A group is split if it has more than `MAX_ROWS` rows, or if its activations exceed the limit.
+    A group is split if its tables have more than `MAX_ROWS` rows, or if the activations of its
+    tables have more than `activation_mem_bytes_limit` bytes per shard.
     """
     tables = tables_of(features)
     groups: dict[Any, list[str]] = {}
@@ -441,7 +448,8 @@ def group_tables(
             table.quantization_config,
             table.dtype,
             table.stochastic_rounding,
-            # Padding columns would change the steps of a row-wise optimizer, so exact dims count.
+            # Padding columns would change the steps of a row-wise optimizer. Tables with such an
+            # optimizer are in one group only if their dims are equal without padding.
             table.embedding_dim if table.optimizer.is_row_wise else None,
             storage_key,
         )
@@ -449,7 +457,8 @@ def group_tables(
     row_tile = SUBLANES * num_shards if pad else 1
     num_rows = {}
     for name, table in tables.items():
-        # A hash table needs up to four slots per row. Count eight for a table with a storage.
+        # The hash table of a storage has up to four slots per row, and `MAX_ROWS` limits the number
+        # of slots, too. Each row of a table with a storage is counted as eight slots.
         slots_per_row = 1 if table.storage is None else 8
         num_rows[name] = slots_per_row * round_up(table.vocabulary_size, row_tile)
     split_groups = split_by_memory(groups.values(), num_rows, MAX_ROWS)
@@ -631,7 +640,7 @@ def _num_stored_values(tables: Sequence[TableSpec]) -> tuple[int, int] | None:
         most_slot_values = max(most_slot_values, slot_values)
     if not num_tables:
         return None
-    # Every table is padded to the size of the largest table.
+    # The tables share arrays, in which every table is padded to the size of the largest table.
     return num_tables * most_table_values, num_tables * most_slot_values
 
 

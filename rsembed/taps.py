@@ -2,13 +2,14 @@
 
 ```
 evaluate a loss, shapes only ─▶ lookups of every layer ─▶ taps: zeros added to the activations
-differentiate by parameters and taps ─▶ d(taps) = d(activations) ─▶ RowGradients, or a step directly
+gradients of parameters and taps ─▶ d(taps) = d(activations) ─▶ RowGradients, or a step directly
 ```
 
-A tap is an array of zeros that is added to the activations of a lookup. The gradient of a loss by
-the tap is the gradient by the activations. Tables are not an argument of the differentiated
-function, so no gradient has the size of a table. If lookups are not recorded, a layer guards its
-activations: differentiating the loss by the parameter `guard` of the layer raises an error.
+A tap is an array of zeros that is added to the activations of a lookup. The gradient of a loss with
+respect to the tap equals the gradient with respect to the activations. Tables are not an argument
+of the differentiated function, so no gradient has the size of a table. If lookups are not recorded,
+a function such as `jax.grad` raises an error, because the activations depend on the parameter
+`guard` of the layer, and the derivative with respect to `guard` is an error.
 """
 
 from __future__ import annotations
@@ -68,17 +69,18 @@ _WRAPPERS = {
         _PER_EXAMPLE,
     ),
 }
-"""Optax functions that decide whether or how a step is made.
+"""Optax transformations that a model with tables cannot use, by the class name of their state.
 
-A key is the class name of a function's state. The value is the name of the function, and advice for
-the user.
+Such a transformation can skip, delay or change a step of the parameters, and would not do the same
+for the tables. Each value is the name of the optax function, and advice for the user.
 """
 
 
 def check_transformation(tx: object, where: str) -> None:
     """Checks that `tx` is an optax transformation.
 
-    Raises: TypeError: `tx` is not an optax transformation. A bare `optax.MultiSteps` is not one.
+    Raises: TypeError: `tx` is not an optax transformation. An `optax.MultiSteps` object is not an
+      optax transformation.
     """
     if isinstance(tx, optax.MultiSteps):
         raise TypeError(_refused(where, *_WRAPPERS["MultiStepsState"]))
@@ -86,9 +88,9 @@ def check_transformation(tx: object, where: str) -> None:
 
 
 def check_steps_always(opt_state: PyTree, where: str) -> None:
-    """Checks that an optax transformation never skips a step, as steps of tables are not skipped.
+    """Checks that an optax transformation never skips a step, because the tables never skip one.
 
-    Raises: ValueError: the optax state contains the state of a function in `_WRAPPERS`.
+    Raises: ValueError: the optax state contains the state of a transformation in `_WRAPPERS`.
     """
 
     def is_wrapper(node: object) -> bool:
@@ -135,8 +137,8 @@ class Recording:
 
     Args:
       layers: names of the trained layers, by the `layer` argument of `look_up`.
-      taps: zeros to add to the activations of each lookup. An empty list while the shapes of the
-        activations are unknown.
+      taps: for each lookup, zeros that are added to the activations. An empty list if the loss is
+        evaluated only to determine the shapes of the activations.
 
     Raises: RuntimeError: another recording is active, because two calls of `value_and_grad` are
       nested.
@@ -171,7 +173,7 @@ def look_up(
     batch: Batch,
     guard: Float[Array, ""],
 ) -> Activations:
-    """Activations of a layer that is not frozen.
+    """Activations of one lookup in an `Embeddings` layer that is not frozen.
 
     During a recording, taps are added to the activations.
 
@@ -180,12 +182,12 @@ def look_up(
       collection: the tables of the layer.
       state: state of the tables.
       batch: ids of every feature.
-      guard: parameter of the layer that changes no result. Differentiating by `guard` without a
-        recording raises an error.
+      guard: parameter of the layer that does not change the activations. Without a recording,
+        differentiation with respect to `guard` raises an error.
 
     Raises: RuntimeError: the activations are differentiated without a recording, so the tables
-      would stay untrained. Or a recorded loss calls the layer inside another JAX transformation,
-      such as a loop, where lookups cannot be recorded.
+      would stay untrained. During a recording: the loss calls the layer inside another JAX
+      transformation, such as a loop, where lookups cannot be recorded.
     """
     recording = _recording.get()
     if recording is not None and get_opaque_trace_state(convention="flax") != recording.trace:
@@ -266,7 +268,8 @@ class Gradients:
                 rows[name] = combine(rows[name], other_rows)
             else:
                 rows[name] = other_rows
-        # `rows` has the sums already, so a step needs only the collection of each layer.
+        # `rows` has the sums of the row gradients. A step therefore needs no batches and no
+        # gradients of activations, but only the collection of each layer.
         calls = {}
         all_calls = {**self.calls, **other.calls}
         for name, layer_calls in all_calls.items():
@@ -275,7 +278,7 @@ class Gradients:
         return Gradients(dense, calls, rows)
 
     def __radd__(self, other: object) -> Gradients:
-        # `sum` of several gradients computes `0 + first`.
+        # `sum([first, second])` first computes `0 + first`, so 0 is accepted.
         if isinstance(other, int) and other == 0:
             return self
         return NotImplemented
@@ -310,7 +313,8 @@ class Gradients:
     def rows(self) -> dict[str, RowGradients]:
         """Gradients of distinct rows, by layer.
 
-        This property computes the sums of gradients of equal rows, which a step does not need.
+        The property adds the gradients of equal rows. A step does not need these sums if the loss
+        called each layer only once.
         """
         return {name: self._rows(name) for name in self.calls}
 
@@ -347,7 +351,7 @@ class Gradients:
 
 
 def stepped(gradients: object, states: Mapping[str, EmbeddingState]) -> dict[str, EmbeddingState]:
-    """States, after one step, of the layers that a loss called.
+    """New states, after one step, of the layers that the loss called.
 
     Args:
       gradients: the `Gradients` of the loss.
