@@ -34,8 +34,8 @@ class Keys(NamedTuple):
     Attributes:
       high: upper 32 bits of each key, uint32.
       low: lower 32 bits of each key, uint32.
-      is_key: mask, False for padding. Where `is_key` is False, only `is_invalid` reads `high` and
-        `low`.
+      is_key: mask, False for padding. Where `is_key` is False, the other fields are not a key, but
+        `high` and `low` can mark an invalid key for the function `is_invalid`.
       table: index of the table of each key, int32. None if all keys belong to one table.
     """
 

@@ -96,7 +96,7 @@ class Embeddings(nnx.Module):
     def prefetch(self, batch: Batch) -> None:
         """Copies the rows that `batch` reads from host memory to the device.
 
-        Only tables with the storage `rs.HostCached` have rows in host memory. See
+        Tables with the storage `rs.HostCached` have rows in host memory. See
         `EmbeddingCollection.prefetch`.
         """
         self.set_state(self.collection.prefetch(self.state, batch))

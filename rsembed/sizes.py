@@ -34,7 +34,7 @@ def size_of_list(count: int) -> int:
 
 
 def common_width(bags: Bags) -> int:
-    """Width of an array `[bags, ids]` that holds these bags and probably the bags of later batches.
+    """Ids per bag of an array `[bags, ids]` for these bags, and probably for bags of later batches.
 
     If there are at least `FEWEST_OF_ONE_LENGTH` bags, and all have the same length, the feature
     probably has a fixed length, so the width is this length. Otherwise, the width is the length of

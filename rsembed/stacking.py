@@ -524,7 +524,7 @@ def plan_stack(
     max_unique_ids_per_partition: LimitsCallable = get_default_limits,
     activation_mem_bytes_limit: int = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
 ) -> StackPlan:
-    """Plan of one stack with the named tables, in this order.
+    """Plan of one stack with the tables `table_names`, in the order of these names.
 
     A stack of a single table has the limits of the table. A stack of several tables has the limits
     that the functions `max_ids_per_partition` and `max_unique_ids_per_partition` return, when they
