@@ -57,7 +57,7 @@ class CriteoLog:
         keys if the features have the names of the columns.
       dense_names: names of the columns of numbers, "I1" to "I13" unless the header has other names.
       first_line: index of the line with the first row, counted from 1.
-      source: description of the file format and the path that the rows come from.
+      source: file format of the log, and path of the file.
     """
 
     labels: Int32[np.ndarray, " rows"]
@@ -93,7 +93,7 @@ def criteo(
         `I1`, `I2`, ... and `C1`, `C2`, ... (names such as `int_0` and `cat_0` are also accepted).
         In an archive, the log is `train.txt` or the only file.
       rows: number of rows to read from the beginning of the log. If None, all rows are read. A
-        million rows take 0.3 GB.
+        million rows take 0.3 GB of memory.
       missing: key of missing categories. The default -1 means no id, so missing categories
         contribute nothing. With any other key, all missing categories read the row of this key.
 
@@ -387,8 +387,8 @@ def _numbers(texts: list[bytes], block: Block, name: str, column_name: str) -> n
         numbers = np.array(filled).astype(np.float64)
         with np.errstate(over="ignore"):
             narrow = numbers.astype(np.float32)
-        # Python would read 1_0 as 10. No column may have an underscore, so one search of the whole
-        # block is enough.
+        # Python would read 1_0 as 10. No valid field contains an underscore, so one search of the
+        # whole block suffices.
         is_good = np.isfinite(narrow).all() and b"_" not in block.text
     except ValueError:
         is_good = False

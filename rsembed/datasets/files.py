@@ -96,7 +96,7 @@ def damage_is_a_value_error(name: str) -> Iterator[None]:
 def files_in(path: Path) -> Iterator[list[SourceFile]]:
     """Context manager with the files of a folder, or the members of a zip or tar archive.
 
-    Files in subfolders of a folder are left out.
+    If `path` is a folder, the files in its subfolders are not included.
 
     Args:
       path: a folder, or an archive (zip, tar, tar.gz).
@@ -188,7 +188,7 @@ def _check_size(path: Path, name: str, num_bytes: int) -> None:
 def read_first_line(file: io.BufferedIOBase, name: str) -> bytes:
     """First line of an open file, including its line end, without a byte order mark.
 
-    The result is empty for an empty file.
+    The first line of an empty file is b"".
 
     Raises: ValueError: the line has more than `MOST_LINE_BYTES`, or the file is damaged.
     """
@@ -207,7 +207,7 @@ def _check_line_bytes(num_bytes: int, name: str, number: int) -> None:
 
 
 class Block(NamedTuple):
-    """Whole lines of a file.
+    """A block of consecutive whole lines of a file.
 
     Attributes:
       first_line: index of the first line, from 1.
@@ -230,7 +230,7 @@ def line_blocks(
 
     Args:
       file: open file, positioned at the beginning of a line.
-      source: the file that `file` was opened from, for name and size.
+      source: the file that `file` reads; only the name and the size of `source` are used.
       first_line: index of the first line to read, counted from 1, for error messages.
       description: text beside the progress bar.
 

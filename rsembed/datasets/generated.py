@@ -61,10 +61,11 @@ def zipf_ids(
 
     Args:
       num_ids: number of ids to draw. 0 is allowed.
-      vocabulary_size: exclusive upper bound of the ids. A bound of ten million takes about 0.2 GB
-        of memory during the call.
+      vocabulary_size: exclusive upper bound of the ids. With ten million ids, the call needs about
+        0.2 GB of memory.
       exponent: Zipf exponent, see `zipf_probabilities`.
-      seed: seed of the draws and of the shuffle. The shuffle does not depend on `num_ids`.
+      seed: seed of the draws and of the shuffle. The shuffle depends on `seed` and
+        `vocabulary_size`, but not on `num_ids`.
       shuffle: whether popular ids are spread over the whole range, as with hashed ids, True by
         default. If False, id 0 is the most frequent id, then id 1, and so on.
 
@@ -100,7 +101,8 @@ def _zipf_ranks(
 ) -> np.ndarray:
     """Random ranks, from 0, that follow a Zipf law."""
     distribution = np.cumsum(zipf_probabilities(vocabulary_size, exponent=exponent))
-    # The last value is then exactly 1, and every number from `generator.random` is smaller.
+    # After the division, `distribution[-1]` is exactly 1, and every number from `generator.random`
+    # is smaller than 1.
     distribution /= distribution[-1]
     draws = generator.random(count)
     ranks = np.searchsorted(distribution, draws, side="right")
@@ -157,8 +159,8 @@ def synthetic_clicks(
         `num_samples`.
       sample_seed: seed of the rows. To draw a test set, change only `sample_seed`.
       exponent: Zipf exponent of the ids, see `zipf_probabilities`.
-      embedding_dim: length of the true id vectors. Models with at least this embedding dimension
-        can fit the true vectors.
+      embedding_dim: length of the vectors `v` in the known model. A trained model needs at least
+        this embedding dimension to fit the known model.
 
     Raises: ValueError: `num_dense` is negative, another number is below 1, or `exponent` is
       negative or not finite.

@@ -21,7 +21,7 @@ FEWEST_RATINGS = 20
 NUM_VISITS = 4
 TASTE_DIM = 4
 TASTE_STRENGTH = 6.0
-"""Factor in the log-odds of the product of taste vector and item vector.
+"""Factor of the product of taste vector and item vector in the log-odds of a rating.
 
 With a factor of 0, the most popular films would be the best recommendations for every user.
 """
@@ -33,7 +33,7 @@ The part of a vector that the genres determine has length 1.
 DRIFT_RADIANS = 0.8
 """Angle by which tastes turn between the first and the last visit, see `TasteLaw`."""
 NEW_SHARE = 0.3
-"""Share of films that come out while the log runs."""
+"""Share of films that are released after the log begins."""
 NEW_LOG_ODDS = 2.0
 """Additional log-odds of a film on its release day."""
 NEW_DAYS = 60.0
@@ -48,7 +48,7 @@ class TasteLaw:
     from 0 on the first visit to `DRIFT_RADIANS` on the last visit.
 
     Attributes:
-      first_tastes, last_tastes: two vectors of every user, which are combined to the user's taste.
+      first_tastes, last_tastes: for each user, the two vectors in the formula of the user's taste.
       first_days, last_days: first and last visit of every user, in days from the beginning of the
         log.
       item_vectors: vector of every item. The larger the product of item vector and taste, the more
@@ -109,7 +109,8 @@ class RatingsLog:
       user_ids, item_ids: id of each user and item in the files of the log, in ascending order. Some
         ids between the first and the last may be missing.
       titles: title of every item.
-      genres: mask of the `genre_names` of each item. An item without a known genre has only False.
+      genres: mask of the `genre_names` of each item. If no genre of an item is known, all entries
+        of the item are False.
       source: description of the files that the log was read from, or of the generated log.
       law: law of a generated log. None if the ratings are real.
     """
@@ -201,8 +202,8 @@ def generated_ratings(
 
     Films have Zipf popularity, one to three genres, and a vector similar to the vectors of their
     genres. Users like films with a vector similar to their taste, and tastes change with time. A
-    user visits a few times, rates many films in each visit, and rates no film twice. Some films
-    come out while the log runs, and are popular for some weeks. A model of the user, the latest
+    user visits a few times, rates many films in each visit, and rates no film twice. Some films are
+    released after the log begins, and are popular for some weeks. A model of the user, the latest
     ratings, the genres and the time can therefore do better than popularity alone.
 
     Args:
@@ -290,7 +291,7 @@ def _law(
 
     item_noise = TASTE_NOISE * _unit(generator.standard_normal((num_items, TASTE_DIM)))
     item_vectors = _unit(_unit(genres @ centres) + item_noise)
-    # Some films come out while the log runs. All other films came out before the log begins.
+    # Some films are released after the log begins, and all other films before the log begins.
     is_new = generator.permutation(num_items) < NEW_SHARE * num_items
     first_days = generator.uniform(0.0, 0.7 * SPAN_DAYS, num_users)
     first_tastes = tastes()
@@ -339,7 +340,7 @@ def _visits(
     all_users = []
     all_items = []
     all_seconds = []
-    # At most 256 users at a time, to bound the memory.
+    # The loop handles at most 256 users at a time, to bound the memory.
     num_parts = 1 + num_users // 256
     for user_part in np.array_split(np.arange(num_users), num_parts):
         is_rated = np.zeros((len(user_part), num_items), bool)

@@ -69,8 +69,8 @@ class Form:
     """A file format of a log of ratings.
 
     Attributes:
-      ratings_name, films_name: names of the file of ratings and the file of films. Names that begin
-        with a dot are the ends of file names.
+      ratings_name, films_name: names of the file of ratings and the file of films. A name that
+        begins with a dot is only the extension of the file name.
       separator: string between two fields in a line of ratings.
       columns: header names of user, film, stars and time, in this order; empty for a file without a
         header.

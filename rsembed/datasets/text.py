@@ -96,14 +96,15 @@ class Published:
     def _at(self, place: Path) -> Path | None:
         """The file `place`, or the file called `name` in the folder `place` or a subfolder.
 
-        None if there is no such file.
+        The result is None if there is no such file, or if only one of `place` and the published
+        file is a zip archive.
         """
         if place.is_dir():
             for file in (place / self.name, *sorted(place.glob(f"*/{self.name}"))):
                 if file.is_file():
                     return file
         elif place.is_file() and (place.suffix == ".zip") == self.name.endswith(".zip"):
-            # A zip archive is accepted only if the published file is one, too.
+            # The file at `place` and the published file are both zip archives, or neither is.
             return place
         return None
 
@@ -229,9 +230,9 @@ def shakespeare(
         checksum, or a text is empty or not UTF-8.
       FileNotFoundError: `path` has no text file, or `source="corpus"` and there is no file.
 
-    Source: the Shakespeare example of jax-tpu-embedding, for the ranking of words. In the example,
-      the most frequent word has id 0, as all unknown words have. In rsembed, every id is larger by
-      one, and id 0 only means an unknown word.
+    Source: the Shakespeare example of jax-tpu-embedding, for the ranking of words. In that example,
+      id 0 stands for the most frequent word and for all unknown words. In rsembed, the id of each
+      known word is larger by one than in that example, and id 0 stands only for unknown words.
 
     Example:
       >>> text = shakespeare(64, source="pastiche", max_words=2000)
@@ -290,9 +291,9 @@ def _bundled_file(name: str) -> Path:
 def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
     """Word ids as in jax-tpu-embedding's tutorial: 0 for the most frequent and all unknown words.
 
-    Use `load_shakespeare` to compare a model with the tutorial. `shakespeare` reads the same text,
-    but has different ids for the most frequent word (1) and for unknown words (0). Each of the
-    `vocab_size` most frequent words has a different id.
+    Use `load_shakespeare` to compare a model with the tutorial of jax-tpu-embedding. `shakespeare`
+    reads the same text, but has different ids for the most frequent word (1) and for unknown words
+    (0). Each of the `vocab_size` most frequent words has a different id.
 
     Example:
       >>> load_shakespeare(2048).dtype
@@ -321,7 +322,7 @@ def word_id_batches(
       num_steps: number of steps, the length of each list.
       batch_size: number of windows per step.
       seq_len: number of words in a window, which predict the next word.
-      num_tables: number of features. All features have the same words.
+      num_tables: number of features. All features get the same word ids.
 
     Raises: ValueError: a count is below 1, or the text is too short for one window and its label.
 

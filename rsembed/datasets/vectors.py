@@ -19,12 +19,12 @@ from rsembed.checks import PositiveInt, describe, validated
 MAX_WORD_BYTES = 65_536
 """Maximum number of bytes of a word in a file."""
 MAX_NUMBER_BYTES = 64
-"""Maximum mean number of bytes for a number in a line, including a space.
+"""Maximum number of bytes of a number and the space before it, as the mean over a line.
 
-`MAX_WORD_BYTES` and `MAX_NUMBER_BYTES` bound the memory for a line of a file.
+`MAX_WORD_BYTES + dim * MAX_NUMBER_BYTES` bounds the bytes of a line, and so the memory.
 """
 MAX_DIGITS = 19
-"""The first line is not a header if one of its integers has this number of digits or more."""
+"""A first line is a header only if each of its two integers has fewer digits than `MAX_DIGITS`."""
 BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
@@ -69,14 +69,16 @@ def word_vectors(
     """Pretrained vectors of some words, from a text file of word2vec, GloVe or fastText.
 
     Each line is a word and `dim` numbers. A first line of two integers is a header, as in files of
-    word2vec and fastText. A word may contain spaces, as some words of GloVe 840B. Lines are read
+    word2vec and fastText. A word may contain spaces, as some words of GloVe 840B do. Lines are read
     one at a time, so reading needs little more memory than the result. In lines of words that are
     not requested, not every number is checked.
 
     Args:
       source: path of a UTF-8 text file, plain or compressed by gzip, or an iterable of lines.
-      words: the requested words, one for each row of the result. A word may be listed twice.
-      dim: length of a vector. A header with a different length raises an error.
+      words: the requested words, one for each row of the result. The same word may occur several
+        times in `words`.
+      dim: length of a vector. If the header of a file states a different length, `word_vectors`
+        raises an error.
       bad_lines: "raise", the default, stops at the first bad line. "skip" skips bad lines and
         counts them in `num_bad_lines`. A line is bad if it has too few or too many numbers, a word
         that is not UTF-8, or a number that float32 cannot hold. The last line of a file is also bad
@@ -88,9 +90,9 @@ def word_vectors(
 
     Raises:
       TypeError: a line is neither a string nor bytes, or a word is not a string.
-      ValueError: a line is bad, the header has a different `dim`, or a compressed file is damaged.
-        With `bad_lines="raise"`, a file with fewer or more vectors than its header states is also
-        an error.
+      ValueError: a line is bad, the header states a different `dim`, or a compressed file is
+        damaged. With `bad_lines="raise"`, a file with fewer or more vectors than its header states
+        is also an error.
 
     Example:
       >>> found = word_vectors(["2 3", "the 0.5 1 2", "New York 1 1 1"], ["New York", "cat"], dim=3)
@@ -153,7 +155,7 @@ def word_vectors(
 
 
 def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
-    """Indices of the rows of the result for each word, by the UTF-8 bytes of the word."""
+    """For each word, as UTF-8 bytes: the indices of the rows that the word has in the result."""
     if isinstance(words, str):
         raise TypeError(f"word_vectors: words must be a list of texts, got {describe(words)}.")
     rows_of_word: dict[bytes, list[int]] = {}
@@ -165,7 +167,7 @@ def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
 
 
 def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Pairs of a line as bytes, without its line end, and True, as in `_lines_of_file`."""
+    """Pairs `(line, True)` in the form of `_lines_of_file`: lines are bytes without line ends."""
     for number, line in enumerate(lines, start=1):
         if isinstance(line, str):
             line = line.encode("utf-8", "surrogatepass")
@@ -177,11 +179,11 @@ def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
-    """Pairs of a line as bytes, without its line end, and whether the line has a line end.
+    """Pairs `(line, has_end)`: a line without its line end, and whether the file has the line end.
 
     Args:
       path: a text file, plain or compressed by gzip.
-      dim: length of a vector. `dim` bounds the bytes of a line, and so the memory.
+      dim: length of a vector, which bounds the number of bytes of a line, and so the memory.
 
     Raises: ValueError: the file is a zip archive or a damaged gzip file, or a line is too long.
     """
@@ -219,7 +221,7 @@ def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
 def _announced(line: bytes, dim: int, name: str) -> int | None:
     """Number of vectors that a header states, or None if the line is not a header.
 
-    Raises: ValueError: the header has a different number of dimensions.
+    Raises: ValueError: the header states a different length of the vectors than `dim`.
     """
     pieces = line.split()
     if len(pieces) != 2 or not all(piece.isdigit() and len(piece) < MAX_DIGITS for piece in pieces):
@@ -235,7 +237,7 @@ def _announced(line: bytes, dim: int, name: str) -> int | None:
 def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     """The word at the start of a line, and the rest of the line, which holds the numbers.
 
-    Raises: ValueError: the line is bad. The error message names the reason.
+    Raises: ValueError: the line is bad. The message says why.
     """
     stripped = line.rstrip(b" ")
     num_spaces = stripped.count(b" ")
@@ -244,7 +246,7 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     numbers = stripped[len(word) + 1 :]
     first = numbers.partition(b" ")[0]
     last = numbers.rpartition(b" ")[2]
-    # If a number is missing, `first` is the last part of a word with spaces, or the word itself.
+    # If the line has a number too few, `first` is the last part of the word, or the whole word.
     if num_spaces < dim or not _is_number(first) or not _is_number(last):
         raise ValueError(f"it has not a word and {dim} numbers, {_shown(line)}")
     last_of_word = word.rpartition(b" ")[2]

@@ -31,13 +31,13 @@ _log = logging.getLogger("rsembed")
 History = dict[str, np.ndarray]
 """Arrays of statistics by their names in files, `<stack>_<statistic>`.
 
-The statistics of one batch are one-dimensional. The statistics of several batches have one row per
-batch.
+In the statistics of one batch, each array is one-dimensional. In the statistics of several batches,
+each array has one row per batch.
 """
 
 
 def record_of(statistics: SparseDenseMatmulInputStats) -> History:
-    """The statistics of one batch as one-dimensional arrays, by their names in files."""
+    """Converts the statistics of one batch to one-dimensional arrays, by their names in files."""
     check_type(
         statistics,
         SparseDenseMatmulInputStats,
@@ -51,7 +51,7 @@ def record_of(statistics: SparseDenseMatmulInputStats) -> History:
 
 
 def append_history(history: History, later: History) -> History:
-    """One history with all batches of two histories. Batches of `later` are the last rows.
+    """Appends the batches of `later` to `history`: each array gets the rows of `later` at its end.
 
     Raises:
       ValueError: a statistic has different lengths in the two histories, because the layout changed
@@ -91,7 +91,7 @@ def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
 
 
 def to_statistics(history: Mapping[str, np.ndarray]) -> SparseDenseMatmulInputStats:
-    """The statistics in a history, by kind and stack (inverse of `record_of`).
+    """Converts a history to statistics by kind and stack (inverse of `record_of`).
 
     Raises:
       ValueError: a name in the history does not end in a known kind of statistic.
@@ -132,9 +132,9 @@ class FDOClient(abc.ABC):
 class FileFDOClient(FDOClient):
     """Client that exchanges histories through files in a folder. Subclasses define the file format.
 
-    A file is called `fdo_stats_<process>_<time in ns>_<client>_<CRC>.<extension>`. The CRC-32 is
-    computed from the content, so a file that was cut off or changed does not match its name. File
-    names of jax-tpu-embedding contain neither client nor CRC, and files with these names are loaded
+    A file is called `fdo_stats_<process>_<time in ns>_<client>_<CRC>.<extension>`. The CRC in the
+    name is the CRC-32 of the content, so `load` detects a file that was cut off or changed. The
+    file names of jax-tpu-embedding contain neither client nor CRC, and `load` reads such files
     without the check. `NPZFileFDOClient` documents the arguments.
     """
 
@@ -143,12 +143,12 @@ class FileFDOClient(FDOClient):
     @staticmethod
     @abc.abstractmethod
     def _encode(history: History) -> bytes:
-        """Bytes of a file that stores the history."""
+        """Converts a history to the bytes of a file."""
 
     @staticmethod
     @abc.abstractmethod
     def _decode(content: bytes) -> History:
-        """The history that a file with these bytes stores.
+        """Converts the bytes of a file to a history (inverse of `_encode`).
 
         Raises: ValueError: the bytes have the wrong format.
         """
@@ -161,12 +161,12 @@ class FileFDOClient(FDOClient):
         self._history: History = {}
         self._unpublished: History = {}
         self._client = secrets.token_hex(4)
-        # Files with statistics that this client has in memory. The next file that the client writes
-        # replaces these files.
+        # Files of this process with statistics that are also in `_history`. The next file that
+        # `publish` writes contains these statistics, so `publish` then removes the files.
         self._known: set[Path] = set()
 
     def record(self, data: SparseDenseMatmulInputStats) -> None:
-        """Adds the statistics of one batch as another row, or updates the running maximum."""
+        """Adds the statistics of one batch: a new row of each array, or a new running maximum."""
         self._unpublished = self._kept(append_history(self._unpublished, record_of(data)))
         self._history = self._kept(append_history(self._history, record_of(data)))
 
@@ -177,10 +177,11 @@ class FileFDOClient(FDOClient):
         return running_maximum(history)
 
     def publish(self) -> None:
-        """Writes the statistics of all batches to one new file, and removes the replaced files.
+        """Writes the statistics that this client has recorded or loaded to one new file.
 
-        Files that this client has written or loaded are replaced. Files that other clients have
-        published since the last `load` are kept.
+        The client then removes the files that the new file replaces: the files that this client has
+        written, and the files of the same process that this client has loaded. All other files stay
+        in the folder, such as files that other clients have published since the last `load`.
         """
         content = self._encode(self._history)
         crc = f"{zlib.crc32(content):08x}"
@@ -207,8 +208,8 @@ class FileFDOClient(FDOClient):
         The next file that this client writes also contains the loaded statistics.
 
         Returns:
-          The statistics of all batches in the file, if there is only one file. Several files give
-          the elementwise maximum over all batches of all files.
+          The statistics of all batches in the file, if `load` reads only one file. If `load` reads
+          several files, the elementwise maximum over all batches of all these files.
 
         Raises:
           FileNotFoundError: no process has published statistics yet.
@@ -227,7 +228,7 @@ class FileFDOClient(FDOClient):
         return statistics
 
     def _read(self) -> tuple[dict[Path, tuple[int, str]], list[History]]:
-        """Process and CRC of each file, and the histories of the files in the same order."""
+        """Reads the newest files: process and CRC of each file, and the histories of the files."""
         while True:
             files = self._newest()
             histories = []
@@ -236,7 +237,7 @@ class FileFDOClient(FDOClient):
                     histories.append(self._checked(path.name, path.read_bytes(), crc))
                 return files, histories
             except FileNotFoundError:
-                # A client has replaced the file since `_newest` listed the folder.
+                # A client has replaced the file after `_newest` listed the folder.
                 continue
             except IsADirectoryError as error:
                 raise ValueError(
@@ -244,7 +245,7 @@ class FileFDOClient(FDOClient):
                 ) from None
 
     def _checked(self, name: str, content: bytes, crc: str) -> History:
-        """The history in a file, after a check of the CRC.
+        """Decodes a file after a check of the CRC, and returns the history in the file.
 
         Raises: ValueError: the file is damaged, or has the wrong format.
         """
@@ -260,7 +261,10 @@ class FileFDOClient(FDOClient):
             raise ValueError(f"{name} in {str(self._folder)!r} cannot be read: {error}") from error
 
     def _newest(self) -> dict[Path, tuple[int, str]]:
-        """Process and CRC (or "") of the newest file of every client of every process."""
+        """Lists the newest file of each client of each process, with process and CRC.
+
+        The CRC of a file without a CRC in its name is "".
+        """
         pattern = re.compile(
             rf"fdo_stats_(\d+)_(\d+)(?:_([0-9a-f]{{8}})_([0-9a-f]{{8}}))?\.{self._extension}"
         )
@@ -366,9 +370,10 @@ def _array_of(name: str, data: bytes) -> np.ndarray:
 class CSVFileFDOClient(FileFDOClient):
     """Client that keeps statistics in CSV files in a shared folder.
 
-    Except for the file format, `CSVFileFDOClient` works like `NPZFileFDOClient`. Each line of a
-    file is `<stack>_<statistic>,<values separated by spaces>`. A batch has one line for each stack
-    and statistic.
+    Except for the file format, `CSVFileFDOClient` works like `NPZFileFDOClient`. The first line of
+    a file is the header `key,values`. Each further line is
+    `<stack>_<statistic>,<values separated by spaces>`, and holds one statistic of one stack in one
+    batch.
 
     Args:
       base_dir: folder of the files, which all processes must be able to read and write.

@@ -12,9 +12,9 @@ from rsembed.checks import PositiveInt, validated
 
 NUM_RANK_BLOCKS = 16_384
 FEWEST_PENDING_IDS = 2**20
-"""Number of new ids that `IdCounter` collects before a merge into the sorted array of all ids.
+"""Minimum number of new ids that `IdCounter` collects before a merge into the sorted array of ids.
 
-With a larger number, merges are rarer and counting is faster, but needs more memory.
+With a larger minimum, merges are rarer and counting is faster, but the new ids need more memory.
 """
 
 
@@ -42,8 +42,8 @@ def zipf_exponent(
 
     Args:
       counts: number of lookups of each row, in any order.
-      num_rows: number of rows of the table, for `counts` that leave out rows without a lookup. If
-        None, the table has one row for each count.
+      num_rows: number of rows of the table. Set `num_rows` if `counts` has no entries for rows
+        without a lookup. If None, the table has one row for each count.
 
     Raises: ValueError: there are fewer than two rows, a count is negative, or no row has a lookup.
 
@@ -61,9 +61,10 @@ def zipf_exponent(
         raise ValueError("zipf_exponent: needs counts of two rows at least.")
     logs_of_counts = np.log(np.arange(1, popular_first.size + 1))
     mean_log = float(popular_first @ logs_of_counts / popular_first.sum())
-    # Ranks are grouped into blocks to save time. The first few hundred blocks have one rank each.
-    # The width of a later block is less than 1 % of its ranks, even for 2^64 ranks. The blocks
-    # change the exponent by less than a millionth.
+    # Ranks are grouped into blocks, because a sum over all ranks would be slow. Each of the first
+    # few hundred ranks is a block. In each later block, the number of ranks is less than 1 % of the
+    # first rank of the block, even for 2^64 ranks. The grouping of ranks changes the exponent by
+    # less than a millionth.
     starts = np.unique(np.floor(np.geomspace(1.0, num_ranks + 1.0, NUM_RANK_BLOCKS)))
     ranks_per_block = np.diff(starts)
     logs = np.log(starts[:-1] + (ranks_per_block - 1) / 2)
@@ -105,7 +106,7 @@ def partition_counts(
 
 
 def _first_of_each_pair(groups: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Index of one occurrence of each distinct pair of group and id."""
+    """Index of one entry for each distinct pair of a group and an id."""
     order = np.lexsort((ids, groups))
     is_first = np.ones(ids.size, bool)
     is_first[1:] = np.diff(ids[order]) != 0
@@ -116,7 +117,7 @@ def _first_of_each_pair(groups: np.ndarray, ids: np.ndarray) -> np.ndarray:
 class IdCounter:
     """Counts the lookups of every distinct id of a stream, and the hits of LRU caches.
 
-    The counter needs 24 bytes for each distinct id, for any number of batches.
+    An `IdCounter` needs 24 bytes for each distinct id, for any number of batches.
 
     Args:
       cache_rows: sizes of the caches to simulate, in rows.
@@ -132,8 +133,8 @@ class IdCounter:
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_pending = 0
         self._num_batches = 0
-        # For each batch from `_first_batch` on, the number of rows that this batch used last. The
-        # largest simulated cache has already evicted all rows that earlier batches used last.
+        # Entry `i` is the number of rows that were last looked up in batch `_first_batch + i`. Rows
+        # that were last looked up in an earlier batch are not in the largest simulated cache.
         self._rows_by_last_batch: np.ndarray = np.zeros(0, np.int64)
         self._first_batch = 0
 
@@ -147,7 +148,7 @@ class IdCounter:
             self.merge()
 
     def merge(self) -> None:
-        """Updates `ids` (in ascending order), `counts` and cache hits with all added batches."""
+        """Adds all pending batches to `ids` (in ascending order), `counts` and the cache hits."""
         known = self.ids
         all_ids = [known]
         for ids, _ in self._pending:
@@ -170,12 +171,15 @@ class IdCounter:
         self._num_pending = 0
 
     def hit_rates(self) -> list[float]:
-        """Hit rate of each cache: share of the distinct ids that were hits, as of `merge`."""
+        """Hit rate of each cache: hits divided by distinct ids, each summed over all batches.
+
+        Call `merge` first, because only `merge` counts the hits.
+        """
         rates: list[float] = (self._hits / max(self.num_distinct_by_batch, 1)).tolist()
         return rates
 
     def _count_hits(self, last_batch: np.ndarray) -> None:
-        """Adds the hits of one batch.
+        """Adds the hits of one batch to the hits of each simulated cache.
 
         Args:
           last_batch: for each distinct id of the batch, the previous batch with this id, or -1.
@@ -191,8 +195,8 @@ class IdCounter:
         reused = np.bincount(recent_batches, minlength=rows_by_batch.size)
         divisors = np.maximum(rows_by_batch, 1)
         for number, cache_rows in enumerate(self._cache_rows):
-            # All rows that one batch used last are equally recent. If a cache has space for only a
-            # share of these rows, the same share of lookups are hits.
+            # Rows that were last looked up in the same batch count as equally recent. If a cache
+            # has space for only half of these rows, half of the lookups of these rows are hits.
             free_rows = cache_rows - used_later
             cached_share = np.clip(free_rows / divisors, 0.0, 1.0)
             self._hits[number] += reused @ cached_share

@@ -32,7 +32,7 @@ _log = logging.getLogger("rsembed")
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class IdFigures:
-    """Figures of the ids of one feature, or of all features that read one table.
+    """Numbers that describe the ids of one feature, or of all features that read one table.
 
     A *lookup* is an id that reads a row, so missing ids and ids out of range are not lookups.
     Duplicates are counted as separate lookups. The samples of a table are the samples of all
@@ -52,14 +52,14 @@ class IdFigures:
         cannot hold.
       num_distinct_ids: number of different ids among all lookups.
       hottest_share: share (0 to 1) of the lookups that read the hottest 1 % of the table's rows
-        (rounded up to whole rows). A cache that holds the hottest rows from the start would have
-        this hit rate.
+        (rounded up to whole rows). A cache that always holds exactly these rows would serve this
+        share of the lookups.
       zipf_exponent: exponent of the Zipf law that fits the lookups of all rows, see
         `zipf_exponent`. For a table with keys, only rows of keys in the batches are counted. The
         exponent is NaN without lookups, or if there is only one row.
-      ids_per_distinct_id: lookups divided by the sum of the distinct ids of each batch. If a lookup
-        merges the duplicates of a batch, `ids_per_distinct_id` is the factor by which the lookup
-        reads fewer rows.
+      ids_per_distinct_id: number of lookups divided by the number of distinct ids. Distinct ids are
+        counted in each batch, and the counts of all batches are added. If the duplicates of each
+        batch are merged, lookups read `num_lookups / ids_per_distinct_id` rows in all batches.
       shard_loads: number of lookups of each shard. Id `i` belongs to shard `i % num_shards`.
       max_ids_per_partition: the smallest limit of ids per partition that would have dropped no id.
         Each batch is cut by sample into `num_shards` nearly equal parts, one for each core. A
@@ -68,10 +68,12 @@ class IdFigures:
       max_unique_ids_per_partition: the smallest limit of distinct ids per partition that would have
         dropped no id.
       hit_rates: hit rate (0 to 1) of an LRU cache, by cache size in percent of the table's rows.
-        The cache starts empty. When a batch is looked up, each distinct id is a hit if the row is
-        cached, and the rows of all other ids are fetched. The hit rate is therefore the share of
-        rows that need not be fetched. All rows that one batch used last are equally recent: if only
-        a share of these rows fits into the cache, the same share of lookups are hits.
+        Each simulated cache is empty before the first batch. When a batch is looked up, each
+        distinct id is a hit if its row is cached, and the rows of all other ids are fetched. The
+        hit rate is the number of hits divided by the number of distinct ids, where both numbers are
+        sums over all batches. Rows that were last looked up in the same batch count as equally
+        recent: if a cache has space for only half of these rows, half of the lookups of these rows
+        are hits.
       counts: number of lookups of each distinct id, the most frequent id first.
     """
 
@@ -135,14 +137,15 @@ cell of this column.
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class IdReport:
-    """Report of `describe`: prints as two text tables, draws itself, and holds every figure.
+    """Report of `describe`: the numbers of each feature and table, to print or to plot.
 
     Attributes:
-      features: figures of each feature, by feature name.
-      tables: figures of each table, by table name.
+      features: the `IdFigures` of each feature, by feature name.
+      tables: the `IdFigures` of each table, by table name.
       num_batches: number of counted batches.
       num_shards: number of shards for which loads and partitions are counted.
-      is_complete: whether all batches were counted. `describe` stops early at `max_distinct_ids`.
+      is_complete: whether all batches were counted. False if `describe` stopped early, because a
+        table had more than `max_distinct_ids` distinct ids.
     """
 
     features: dict[str, IdFigures]
@@ -160,7 +163,7 @@ class IdReport:
             title += "; stopped early, at max_distinct_ids"
         rows = dict(self.features)
         for name, figures in self.tables.items():
-            # A table that only one feature reads has the figures of this feature.
+            # A table that only one feature reads has the same `IdFigures` as the feature.
             if figures not in self.features.values():
                 rows[f"(table) {name}"] = figures
         return "\n\n".join(
@@ -173,7 +176,8 @@ class IdReport:
         The panels show how often ids occur, which share of the lookups the hottest rows serve, the
         load of each shard (over all tables), and the miss ratio of LRU caches. Curves are drawn for
         the seven tables with the most lookups, because there are seven colours. To draw other
-        tables, pass figures such as `tables[name].counts` to functions of `rs.plot`.
+        tables, pass attributes of an `IdFigures`, such as `tables[name].counts`, to functions of
+        `rs.plot`.
 
         Returns: the four `Axes`, as an array `[2, 2]`.
 
@@ -193,7 +197,7 @@ class IdReport:
         for name in drawn:
             figures = self.tables[name]
             counts = figures.counts
-            # A table with keys may have seen more keys than it has rows.
+            # With keys, the batches can have more distinct ids than the table has rows.
             num_rows = max(figures.num_rows, len(counts))
             plot.plot_id_frequency(counts, ax=frequency_ax, label=name)
             plot.plot_coverage(counts, num_rows=num_rows, ax=coverage_ax, label=name)
@@ -213,14 +217,15 @@ def _text_table(rows: Mapping[str, IdFigures], columns: Mapping[str, str]) -> st
     """A text table: a line with the headings of the columns, and a line for each row.
 
     Args:
-      rows: figures of each row, by the name of the row.
+      rows: the `IdFigures` of each row of the text table, by name of the row.
       columns: by the format of each heading, the format of the cells below the heading.
     """
     names = ["feature", *rows]
     width = max(map(len, names))
     lines = [name.ljust(width) for name in names]
     for heading, cell in columns.items():
-        # A heading reads only the figures of the first row, `{0}`.
+        # All `IdFigures` are passed to the format of a heading, which reads only the first one,
+        # `{0}`.
         texts = [heading.format(*rows.values())]
         for figures in rows.values():
             texts.append(cell.format(figures))
@@ -241,8 +246,9 @@ def describe(
     """A report on the ids of batches, which prints as a table and draws itself.
 
     The report shows how skewed the ids are, how many ids are missing or out of range, and the
-    effect of limits, shards and caches. `IdFigures` defines each figure. `describe` reads no table
-    and compiles nothing. Ids out of range are counted, even if `prepare` would reject them.
+    effect of limits, shards and caches. `IdFigures` documents each number of the report. `describe`
+    reads no table and compiles nothing. Ids out of range are counted, even if `prepare` would
+    reject them.
 
     Memory grows with the number of distinct ids (at most about 100 bytes for each), not with the
     number of batches. A progress bar is shown in a terminal and in a notebook.
@@ -251,12 +257,12 @@ def describe(
       collection: the collection with the features, and the tables that they read.
       batches: any iterable of batches, each in a form that `collection.prepare` takes. With several
         processes, pass the batches of this process before they are prepared.
-      num_shards: number of shards for which loads and partitions are counted. If None, the number
-        is that of devices on the collection's mesh, or 8 without a mesh.
-      max_distinct_ids: maximum number of distinct ids of a table, 50 million by default. Counting
-        stops with a warning when a table has more distinct ids, and the report covers the batches
-        that were counted before. The maximum bounds memory, because tables of 64-bit keys can have
-        any number of ids.
+      num_shards: number of shards for which loads and partitions are counted. If None, `num_shards`
+        is the number of devices on the collection's mesh, or 8 without a mesh.
+      max_distinct_ids: maximum number of distinct ids of a table, 50 million by default. When a
+        table has more distinct ids, counting stops with a warning, and the report covers the
+        batches that were counted before. `max_distinct_ids` bounds the memory of `describe`,
+        because the number of distinct 64-bit keys has no other bound.
 
     Raises:
       TypeError: `batches` is a single batch, or `prepare` does not accept the form of a batch.
@@ -279,7 +285,7 @@ def describe(
         readers.setdefault(feature.table_spec.name, []).append(name)
         streams[(name,)] = _Stream(feature.table_spec, num_shards)
     for table, names in readers.items():
-        # A table that only one feature reads shares the counters of this feature.
+        # A table that only one feature reads shares the `_Stream` of this feature.
         streams.setdefault(tuple(names), _Stream(collection.table_specs[table], num_shards))
     num_batches = 0
     is_complete = True
@@ -406,7 +412,7 @@ class _Stream:
         self._max_unique = 0
 
     def add(self, parts: Sequence[_Lookups]) -> None:
-        """Counts one batch, from the lookups of each feature that reads the table."""
+        """Counts the lookups of one batch: `parts` has one item for each feature of the table."""
         ids = np.concatenate([part.ids for part in parts])
         lengths = np.concatenate([part.lengths for part in parts])
         cores = np.concatenate([part.cores for part in parts])
@@ -423,7 +429,7 @@ class _Stream:
         self._max_unique = max(self._max_unique, most_distinct)
 
     def figures(self) -> IdFigures:
-        """All figures of the batches that were added."""
+        """The `IdFigures` of all batches that were added."""
         self.counter.merge()
         ids = self.counter.ids
         counts = self.counter.counts
@@ -431,7 +437,7 @@ class _Stream:
         num_lookups = int(counts.sum())
         lengths, num_samples = np.array(sorted(self._samples_by_length.items())).T
         covered = np.cumsum(num_samples)
-        # Compare integers, because floats have no exact 0.99.
+        # The comparison uses integers, because no float is exactly 0.99.
         percentile = np.searchsorted(100 * covered, 99 * covered[-1])
         num_rows = self._table.vocabulary_size
         if _key_dtype(self._table) is not None:

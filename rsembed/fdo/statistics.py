@@ -1,8 +1,8 @@
 """Statistics of preprocessed batches by stack, and limits and buffer sizes computed from them.
 
 After every change of a limit or a buffer size, the training step is compiled again. Limits that
-follow each batch exactly are small, but change all the time. Limits that never decrease and are
-rounded up to one of a few sizes stop changing after a few batches.
+follow each batch exactly are small, but change all the time. Limits that never decrease, and are
+rounded up to a coarse grid of sizes, stop changing after a few batches.
 """
 
 from __future__ import annotations
@@ -54,7 +54,8 @@ class SparseDenseMatmulInputStats:
         fills whole tiles of 8 slots.
       id_drop_counters: number of dropped ids, duplicates included.
       id_drops_by_table: number of dropped ids by name of the table and by limit, for one batch
-        only. FDO clients do not store the numbers of single tables.
+        only. FDO clients store the drops of each stack (`id_drop_counters`), but not the drops of
+        each table.
     """
 
     max_ids_per_partition: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -78,12 +79,12 @@ class SparseDenseMatmulInputStats:
     ) -> int | None:
         """Buffer slots that a device needs: the largest need of a core times the number of cores.
 
-        The result is None for a stack without statistics.
+        If the statistics have no buffer size of the stack, the method returns None.
 
         Args:
           table_name: name of the stack.
-          num_sc_per_device: cores per device. If None, every stored buffer size belongs to a core
-            of one device.
+          num_sc_per_device: number of cores of a device. If None, a device has as many cores as the
+            statistics have buffer sizes of the stack.
         """
         if table_name not in self.required_buffer_size_per_sc:
             return None
@@ -102,11 +103,12 @@ class SparseDenseMatmulInputStats:
         Args:
           table_name: name of the stack.
           required_buffer_size_per_device: number of slots for all cores of a device.
-          num_sc_per_device: cores per device. If None, the number of cores is the number of stored
-            buffer sizes.
+          num_sc_per_device: number of cores of a device. If None, a device has as many cores as the
+            statistics have buffer sizes of the stack.
 
         Raises:
-          ValueError: the stack has no statistics, and `num_sc_per_device` is None.
+          ValueError: the statistics have no buffer size of the stack, and `num_sc_per_device` is
+            None.
         """
         if num_sc_per_device is None:
             if table_name not in self.required_buffer_size_per_sc:
@@ -150,12 +152,12 @@ class LimitsPolicy:
 
     Attributes:
       headroom_fraction: share of the observed maximum that is added to a limit (0.1 = 10%). Raise
-        the fraction if later batches still exceed a limit.
+        `headroom_fraction` if later batches still exceed a limit.
       monotone: whether a limit never decreases, and is never below the limit in the specs. True by
         default.
-      bucket: factor between the sizes to which limits are rounded up, 1.25 by default. All sizes
-        are multiples of 8. Between 100 and 1000, there are at most 12 sizes with a factor of 1.25,
-        and 4 with a factor of 2. If None, limits are not rounded.
+      bucket: factor between the sizes to which limits are rounded up, 1.25 by default. Each size is
+        a multiple of 8. From 100 to 1000, there are 10 such sizes with a factor of 1.25 (120, 152,
+        192, ...), and 3 with a factor of 2 (128, 256, 512). If None, limits are not rounded.
 
     Raises: ValueError: the headroom is negative, or the factor is not above 1.
     """
@@ -171,7 +173,7 @@ class LimitsPolicy:
           observed: the largest count that was observed.
           current: the present limit, or None if there is no limit.
         """
-        # A limit is at least 1, also for a stack without ids.
+        # The smallest valid limit is 1, even if the stack had no ids.
         value = max(1, math.ceil(round(observed * (1 + self.headroom_fraction), 6)))
         if self.bucket is not None:
             step = SUBLANES
@@ -210,10 +212,10 @@ def limits_from_statistics(
     Args:
       stacks: the stacks with their present limits.
       statistics: statistics of one or more batches, as returned by the `load` method of an FDO
-        client. A limit without statistics does not change.
+        client. If the statistics have no count for a limit, the limit does not change.
       num_sc_per_device: cores per device.
       policy: rule that computes a limit from a count. If None, `LimitsPolicy()` adds headroom,
-        never lowers a limit and rounds up to one of a few sizes.
+        never lowers a limit and rounds limits up to a coarse grid of sizes.
 
     Warns: the statistics or the number of cores belong to a different layout of a stack.
 
@@ -239,7 +241,7 @@ def _stack_limits(
 ) -> PartitionLimits:
     name = stack.stack_name
     buffer = stack.suggested_coo_buffer_size_per_device
-    # `num_shards` is 0 if a user constructed the stack, and then any number of cores is right.
+    # If a user constructed the stack, `num_shards` is 0, and the number of cores cannot be checked.
     if stack.num_shards:
         _warn_of_other_cores(stack, statistics, num_cores)
 
@@ -256,8 +258,8 @@ def _stack_limits(
         per_core = None if buffer is None else -(-buffer // num_cores)
         observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
         buffer = policy.limit(observed, per_core) * num_cores
-        # `largest` is the number of slots if every partition has as many ids as the limit allows. A
-        # buffer with more slots would never be full.
+        # `largest` slots suffice if every partition has as many ids as the limit allows. No batch
+        # could fill a larger buffer.
         largest = round_up(max_ids, SUBLANES) * num_cores * stack.num_shards
         if stack.num_shards and buffer > largest >= observed * num_cores:
             buffer = largest
@@ -272,16 +274,17 @@ def _warn_of_other_cores(
     num_values = np.shape(np.atleast_1d(statistics.max_ids_per_partition.get(name, 0)))[-1]
     num_sizes = np.shape(np.atleast_1d(statistics.required_buffer_size_per_sc.get(name, 0)))[-1]
     num_devices, rest = divmod(num_values, num_shards)
-    # Preprocessing returns a value for each device and shard. Statistics with a different number of
-    # values were made by a user and cannot be checked.
+    # Preprocessing returns one count for each device and shard. If the number of counts is not a
+    # multiple of `num_shards`, the statistics do not come from preprocessing, and the number of
+    # buffer sizes cannot be checked.
     is_whole = name in statistics.required_buffer_size_per_sc and num_devices and not rest
     # There is a buffer size for each core of every local device, or for each core of one device.
     fits = (
         num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
     )
     if num_shards % num_cores or (is_whole and not fits):
-        # This is not an error, because jax-tpu-embedding accepts any number of cores, and a buffer
-        # that is too small raises an error later.
+        # A number of cores that does not fit is not an error, because jax-tpu-embedding accepts any
+        # number of cores, and preprocessing later reports a buffer that is too small.
         _log.warning(
             "rsembed.fdo: stack %r has %d shards, and its statistics %d partitions and %d buffer sizes, which does not "
             "fit num_sc_per_device=%d; its new buffer size is a guess. Pass the number of cores that it was placed "

@@ -25,7 +25,7 @@ Rows = Float[Array, "rows dim"]
 Slots = tuple[Array, ...]
 Hyperparameters = tuple[PyTree, ...]
 StepNumber = int | float | np.number | np.ndarray | Array | None
-"""Number of updates of the tables so far. None means that the caller does not count updates."""
+"""Number of updates of the tables so far, or None if the caller does not count updates."""
 
 
 @no_type_check  # `OptimizerSpec.__post_init__` checks the fields, and names the field in errors.
@@ -51,7 +51,7 @@ class OptimizerSpec(abc.ABC):
     slot_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that hold the initial value of each slot.
 
-    If the tuple is empty, the slots in `slot_type` start at zero.
+    If `slot_fields` is empty, the slots in `slot_type` start at zero.
     """
     non_negative_slots: ClassVar[tuple[str, ...]] = ()
     """Names of slots that are never negative, such as sums of squares.
@@ -123,8 +123,9 @@ class OptimizerSpec(abc.ABC):
         """Learning rate at `step` (0-based).
 
         Raises:
-          ValueError: the learning rate is a function of the step, and `step` is None. Or the
-            function returns a number that is not finite, which is not checked inside `jit`.
+          ValueError: the learning rate is a function of the step and `step` is None, or the
+            function returns a number that is not finite. Inside `jit`, the check for finite numbers
+            is skipped.
           TypeError: the function does not return a scalar.
         """
         schedule: Any = self.learning_rate
@@ -291,9 +292,9 @@ class CompactOptimizerSpec(OptimizerSpec):
     def _step(
         self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
-        """Rows and slots after one step, as `step_rows` returns them, but with wide slots.
+        """Rows and slots after one step, like `step_rows`, but without 16-bit slots.
 
-        All slots are float32, or int32 if they count steps.
+        The slots in arguments and result are float32, or int32 if they count steps.
         """
 
     def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:
@@ -318,7 +319,7 @@ def as_float32(value: object) -> Array:
 def learning_rate_arity(learning_rate: object) -> int:
     """Number of arguments of a learning-rate function: 1 (the step) or 0.
 
-    For a learning rate that is a number, the result is 0.
+    A learning rate that is a number has 0 arguments.
 
     Raises: ValueError: the function needs two arguments or more, or a keyword argument.
     """
@@ -435,9 +436,10 @@ class OptaxOptimizerSpec(OptimizerSpec):
 
     Args:
       transformation: result of an optax function such as `optax.adam`.
-      learning_rate: factor of the transformation's updates, 1 by default. A function of the step is
-        a schedule over global steps. Use a negative factor for transformations that return a
-        direction of ascent, such as `optax.scale_by_adam`.
+      learning_rate: factor of the transformation's updates, 1 by default. If `learning_rate` is a
+        function of the step, the step is the number of training steps so far, not the number of
+        updates of the row. Use a negative factor for transformations that return a direction of
+        ascent, such as `optax.scale_by_adam`.
 
     Raises: TypeError: `transformation` is not an `optax.GradientTransformation`, or cannot step a
       row from its gradient alone.

@@ -1,8 +1,9 @@
 """Settings of weight decay, row counters, gradient clipping and weight averages, as in FBGEMM.
 
-Names and defaults are those of FBGEMM. Each settings class rejects values that are never valid,
-and the optimizer rejects invalid combinations of settings. The functions on whole tables are pure
-and traceable. `t` is the number of the training step of the next lookup, 1 for the first step.
+The names and default values of the settings agree with FBGEMM. Each settings class rejects values
+that are never valid, and the optimizer rejects invalid combinations of settings. The functions on
+whole tables are pure and traceable. The argument `t` of these functions is the number of the
+current training step, 1 for the first step.
 """
 
 from __future__ import annotations
@@ -49,9 +50,9 @@ class LearningRateMode(enum.IntEnum):
 
 
 class GradSumDecay(enum.IntEnum):
-    """Whether COUNTER decays the gradient sum.
+    """Values of the setting `grad_sum_decay` of FBGEMM.
 
-    The optimizer rejects CTR_DECAY, which has no effect in FBGEMM.
+    `grad_sum_decay` has no effect in FBGEMM, so the optimizer accepts only NO_DECAY.
     """
 
     NO_DECAY = -1
@@ -80,13 +81,13 @@ class CounterBasedRegularizationDefinition:
       counter_halflife: number of steps in which a row's counter halves. A negative half-life, such
         as the default -1, keeps counters from decaying. ADAGRADW computes learning rates
         differently for the half-lives -1 and -2. With a half-life of 0, every counter is 1.
-      adjustment_iter: last step before row counters change learning rates and decay. With 0 or
-        less, row counters are used from the first step.
+      adjustment_iter: number of the last step before row counters begin to change learning rates
+        and decay. With 0 or less, row counters are used from the first step.
       adjustment_ub: exponent in the TAIL_ID modes of `learning_rate_mode`, factor of the counter in
-        COUNTER_SGD, and largest learning rate in ADAGRADW with half-life -2.
+        COUNTER_SGD, and largest product of learning rate and counter in ADAGRADW with half-life -2.
       learning_rate_mode: how the counter changes the learning rate of rows that do not belong to
-        the tail. EQUAL, the default, changes nothing.
-      grad_sum_decay: NO_DECAY, the only supported value.
+        the tail. With EQUAL, the default, the counter does not change the learning rate.
+      grad_sum_decay: setting without effect in FBGEMM. NO_DECAY is the only supported value.
       tail_id_threshold: rows with a counter up to this threshold belong to the tail.
       max_counter_update_freq: number of steps between two updates of the largest counter. With 0 or
         less, the largest counter is never updated.
@@ -180,7 +181,7 @@ class EnsembleModeDefinition:
         """Table and slow copy after an update or a swap, if one is due before step `t`.
 
         Args:
-          table: the table that training changes.
+          table: the table that the optimizer steps, to which the slow copy belongs.
           copies: tuple with one array, the slow copy.
           t: number of the current step, 1 for the first step.
         """
@@ -213,10 +214,10 @@ class EmainplaceModeDefinition:
     """Settings of a moving average inside each row: the second half follows the first half.
 
     Args:
-      step_ema: number of steps between two updates of the second half.
-      step_start: first step at which the second half may be updated.
+      step_ema: number of steps between two updates of the second half of each row.
+      step_start: first step at which the second half of each row may be updated.
       step_ema_coef: factor of the difference `first half - second half`, which an update adds to
-        the second half.
+        the second half of each row.
     """
 
     step_ema: float = within("[1, inf)", default=10)
@@ -224,7 +225,7 @@ class EmainplaceModeDefinition:
     step_ema_coef: float = within("[0, 1]", default=0.6)
 
     def before_step(self, table: Table, copies: Copies, t: ArrayLike) -> tuple[Table, Copies]:
-        """Table after an update of the second halves, if one is due before step `t`, and `copies`.
+        """The table, with the second half of each row updated if step `t` needs it, and `copies`.
 
         Args:
           table: table with an even number of columns.
@@ -273,16 +274,16 @@ def global_decay_factor(
     weight_decay: ArrayLike,
     config: GlobalWeightDecayDefinition,
 ) -> Float[Array, "*rows"]:
-    """Factor of each row at step `t`: the decay of the steps between the row's last update and `t`.
+    """Decay factor of each row, for the steps between the row's last update and step `t`.
 
     Args:
-      prev_iter: step of each row's last update, 0 for a row without an update. The factor of a row
-        without an update is 1.
-      t: number of the current step, 1 for the first step. Before `config.start_iter`, all factors
-        are 1.
+      prev_iter: step of each row's last update, 0 for a row without an update. A row without an
+        update has the decay factor 1.
+      t: number of the current step, 1 for the first step. Before `config.start_iter`, all decay
+        factors are 1.
       learning_rate: current learning rate, used for all missed steps.
-      weight_decay: strength of decay. With 0, all factors are 1.
-      config: first step with decay, and lower bound of the factor.
+      weight_decay: strength of decay. If `weight_decay` is 0, all decay factors are 1.
+      config: first step with decay, and lower bound of the decay factor.
 
     Source: FBGEMM, DECOUPLE_GLOBAL.
     """

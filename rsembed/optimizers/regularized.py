@@ -41,7 +41,8 @@ from rsembed.optimizers.regularization import (
 from rsembed.optimizers.rules import AdagradSlotVariables, AdamSlotVariables, one_minus_power
 
 # `prev_iter` is the step of a row's last update, and 0 before the first update of the row.
-# `row_counter` is the number of updates of a row. Updates long ago may count less.
+# `row_counter` is the number of updates of a row. With a positive `counter_halflife`, an update
+# long ago counts less than a recent update.
 TimedSlotVariables = namedtuple("TimedSlotVariables", "accumulator prev_iter")
 CountedSlotVariables = namedtuple("CountedSlotVariables", "accumulator prev_iter row_counter")
 CountedAdamSlotVariables = namedtuple("CountedAdamSlotVariables", "momentum velocity row_counter")
@@ -125,14 +126,15 @@ class AdamW(_DecayingAdam):
       beta_1: decay of the first moment per update of the row.
       beta_2: decay of the second moment per update of the row.
       epsilon: number added to `sqrt(v)`.
-      weight_decay: decay per update of the row, multiplied by the learning rate.
+      weight_decay: strength of decay. Each update of a row subtracts `lr * weight_decay * w`.
       has_row_wise_second_moment: whether each row has one second moment, of `mean(g²)`, instead of
         one per column, False by default. One moment per row saves nearly half of the optimizer
         state.
       has_row_wise_bias_correction: whether `t` counts the updates of the row instead of all steps,
         False by default. The count of updates is a third slot with one value per row.
 
-    Source: Kingma, Ba (2015), Loshchilov, Hutter (2019), FBGEMM `ADAM` and `PARTIAL_ROWWISE_ADAM`.
+    Source: Kingma, Ba (2015) for Adam, Loshchilov, Hutter (2019) for decoupled weight decay, and
+      FBGEMM's optimizers `ADAM` and `PARTIAL_ROWWISE_ADAM`.
     """
 
     rule_name = "adamw"
@@ -145,7 +147,7 @@ class LAMB(_DecayingAdam):
     `u` is the direction of a step of `AdamW`, and `LAMB` has the arguments of `AdamW`. The ratio of
     norms is 1 if either norm is 0, because rows that start at zero could not move otherwise.
 
-    Source: You et al. (2020), FBGEMM `LAMB` and `PARTIAL_ROWWISE_LAMB`.
+    Source: You et al. (2020), and FBGEMM's optimizers `LAMB` and `PARTIAL_ROWWISE_LAMB`.
     """
 
     rule_name = "lamb"
@@ -162,9 +164,9 @@ class LARS(CompactOptimizerSpec):
     Args:
       momentum: decay of the momentum per update of the row.
       eta: trust coefficient, the factor of the norm ratio.
-      weight_decay: decay per update of the row, added to the gradient.
+      weight_decay: strength of decay. Each update of a row adds `weight_decay * w` to the gradient.
 
-    Source: You, Gitman, Ginsburg (2017), FBGEMM `LARS_SGD`.
+    Source: You, Gitman, Ginsburg (2017), and FBGEMM's optimizer `LARS_SGD`.
     """
 
     momentum: float = within("[0, 1]", default=0.9)
@@ -197,8 +199,9 @@ class DecayedAdagrad(CompactOptimizerSpec):
     * w` for L2 and `e = g` otherwise, and `keep = 1 - lr * weight_decay` for DECOUPLE and
     DECOUPLE_GLOBAL and `keep = 1` otherwise.
 
-    DECOUPLE_GLOBAL adds the decay of the steps since the row's last update to the next update.
-    Table-batched modules apply this decay to lookups as well (`global_decay_factor`).
+    The mode DECOUPLE_GLOBAL decays a row in every step, but writes the row only in its updates:
+    each update first applies the decay of the steps since the row's last update. In table-batched
+    modules, a lookup applies this decay, too (see `global_decay_factor`).
 
     Args:
       epsilon: number added to `sqrt(A)`.
@@ -335,9 +338,9 @@ class CounterAdagrad(_CountingAdagrad):
       weight_decay: strength of decay. With `counter_weight_decay_mode` NONE, weight decay has no
         effect.
       regularization: settings of the counters, the decay and the learning rates.
-      max_counter: largest counter of all tables plus 1, or a function that returns this number.
-        Some learning rates and a relative tail threshold depend on `max_counter`. Table-batched
-        modules keep the number up to date.
+      max_counter: largest counter of all tables plus 1, or a function that returns this number. The
+        TAIL_ID modes of the learning rate, and tail thresholds with `is_ratio`, depend on
+        `max_counter`. Table-batched modules update `max_counter` during training.
 
     Raises: ValueError: `regularization` has L2 or DECOUPLE without a positive half-life, or a
       `grad_sum_decay` that is not supported.
@@ -453,7 +456,7 @@ class CowClipAdagrad(_CountingAdagrad):
     Raises: ValueError: `regularization` would clip every gradient to zero, or has the weight decay
       mode ADAGRADW.
 
-    Source: Zheng et al., CowClip (2022), in FBGEMM's form.
+    Source: Zheng et al., "CowClip" (2022), with the formula of FBGEMM.
     """
 
     regularization: CowClipDefinition = CowClipDefinition(

@@ -1,7 +1,7 @@
 """Optimizers of the JAX SparseCore API, row-wise Adagrad, and the two Adam variants of TensorFlow.
 
 Formulas and defaults agree with jax-tpu-embedding 0.2. A rule steps only the rows that a batch
-looked up (except `TensorFlowAdam`). Rows that were not looked up, and their slots, keep their bits.
+looked up (except `TensorFlowAdam`). All other rows and their slots do not change by a single bit.
 All rules compute in float32, whatever the dtype of the table. `step` is 0 in the first step.
 """
 
@@ -51,7 +51,7 @@ class SGD(OptimizerSpec):
 
     The gradient of a row is summed over the samples that read the row. If the loss is a mean over
     the batch, each term is divided by the batch size, but only a few samples read any one row.
-    With a mean loss, learning rates far above one are therefore needed.
+    Training with a mean loss therefore needs learning rates far above 1.
     """
 
     rule_name = "sgd"
@@ -204,8 +204,8 @@ class _BiasCorrectedAdam(OptimizerSpec):
 class Adam(_BiasCorrectedAdam):
     """Adam that steps only the rows of a batch ("lazy"): other rows and moments do not change.
 
-    The bias correction counts global steps, not the steps of a row. A step of None means step 0.
-    Layers without a step counter pass None in every step.
+    The bias correction counts global steps, not the steps of a row. If `step` is None, the bias
+    correction is computed for step 0. Layers without a step counter pass `step=None` in every step.
 
     Source: Kingma, Ba (2015), with bias corrections folded into the learning rate and epsilon.
     """
@@ -235,7 +235,7 @@ class TensorFlowAdam(_BiasCorrectedAdam):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LazyAdam(_BiasCorrectedAdam):
-    """`TensorFlowAdam` that steps only the rows of a batch: other rows and moments keep their bits.
+    """Variant of `TensorFlowAdam` that steps only the rows of a batch; other rows do not change.
 
     Unlike `Adam`, `LazyAdam` adds epsilon to the root of the uncorrected second moment.
 
@@ -437,7 +437,7 @@ class F2A(OptimizerSpec):
 def _positive(values: Array) -> Array:
     """`values`, with every 0 replaced by 1.
 
-    Dividing a zero gradient by the result gives 0, where the formula would be 0/0.
+    A zero gradient divided by `_positive(accumulator)` is 0, where the formula would be 0/0.
     """
     return jnp.where(values == 0, 1.0, values)
 

@@ -34,7 +34,8 @@ def buffer_places(
     """Content of each slot of a device's buffer: index of the row's shard, `GAP` or `TAIL`.
 
     Args:
-      row_pointers: ends of the partitions of one device and one stack, without minibatches.
+      row_pointers: ends of the partitions of one device and one stack, from a batch that was
+        preprocessed without minibatches.
       num_shards: number of shards over all devices.
       num_places: number of slots in the device's buffer.
 
@@ -203,7 +204,7 @@ def limit_costs(
     """Fraction of the entries that a limit drops, and bytes of the input buffers of all cores.
 
     The number of bytes is for buffers in which every partition has as many entries as the limit
-    allows. Tables with a suggested buffer size can have smaller buffers.
+    allows. A stack with a suggested buffer size can have smaller buffers.
 
     Args:
       entries: entries of each partition, as `partition_entries` returns them.
@@ -231,14 +232,15 @@ def plot_limit_choice(
 
     Args:
       entries: entries of each partition, as `partition_entries` returns them.
-      max_ids_per_partition: the limit that the dot marks.
+      max_ids_per_partition: the limit to mark with a dot.
       ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of the curve.
     """
     ax = axes_or_new(ax)
     largest = max(int(entries.max()), max_ids_per_partition)
     most_tiles = max(largest / SUBLANES, 1)
-    # Partitions fill whole tiles of 8 slots, so only multiples of 8 differ in bytes.
+    # A partition fills whole tiles of 8 slots. Limits with the same number of tiles need equally
+    # many bytes, so only multiples of 8 are drawn.
     num_tiles = np.ceil(np.linspace(1, most_tiles, 120))
     limits = SUBLANES * np.unique(num_tiles.astype(int))
     costs = [limit_costs(entries, int(limit)) for limit in limits]

@@ -69,10 +69,10 @@ def plot_coverage(
     Another call with the same `ax` adds a curve.
 
     Args:
-      counts: number of lookups of each row, 0 for rows without a lookup. Probabilities are also
-        accepted.
-      num_rows: number of rows of the table, for `counts` that leave out rows without a lookup. If
-        None, the table has one row for each count.
+      counts: number of lookups of each row, or the probability of a lookup of each row; 0 for rows
+        without a lookup.
+      num_rows: number of rows of the table. Set `num_rows` if `counts` has no entries for rows
+        without a lookup. If None, the table has one row for each count.
       ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
 
@@ -90,7 +90,7 @@ def plot_coverage(
     served = 100 * np.cumsum(hottest_first) / hottest_first.sum()
     ranks = _drawn_ranks(len(served))
     served = served[ranks - 1]
-    if num_rows > len(hottest_first):  # Rows without a count are never looked up.
+    if num_rows > len(hottest_first):  # Rows without an entry in `counts` have no lookups.
         ranks = np.append(ranks, num_rows)
         served = np.append(served, 100.0)
     style = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
@@ -139,7 +139,8 @@ def treemap(
     """Rectangles `(x, y, width, height)` that tile a box, with areas in proportion to `sizes`.
 
     Rectangles are placed by size, the largest first, in rows along the shorter side of the empty
-    part of the box. A row gets another rectangle if this makes the rectangles of the row squarer.
+    part of the box. The next rectangle joins the current row if this makes the rectangles of the
+    row more similar to squares, and else starts a new row.
 
     Args:
       sizes: the size of each rectangle. The result has the rectangles in the order of `sizes`.
@@ -305,7 +306,7 @@ def plot_stack_treemap(
 ) -> Axes:
     """Draws a treemap of all stacks: the area of a rectangle shows the bytes of a stack.
 
-    The padding of each stack is the grey part of the rectangle.
+    The grey part of each rectangle shows the padding of the stack.
 
     Args:
       sizes: bytes of embeddings and bytes of padding of each stack, as `stack_bytes` returns them.
@@ -330,7 +331,7 @@ def plot_stack_treemap(
         total_padding += padding
     total = sum(areas)
     # `treemap` needs the size of the axes in inches, which the layout engine decides when it draws.
-    # The layout engine must already see the labels and the legend.
+    # Labels and legend are set before, because the space that they need changes this size.
     finish(ax, "area", "one rectangle per stack", xticks=[], yticks=[])
     figure = ax.figure.canvas.figure
     figure.draw_without_rendering()
@@ -353,7 +354,8 @@ def plot_stack_treemap(
         full_text = f"{name}\n{megabytes:,.1f} MB\n{1 - share:.0%} padding"
         for text in (full_text, name):
             lines = text.splitlines()
-            # Inches for each letter and for each line, at a font size of 9 points.
+            # Approximate width of a letter and height of a line in inches, at a font size of 9
+            # points.
             text_width = 0.075 * max(map(len, lines))
             text_height = 0.17 * len(lines)
             if used_width > text_width and box_height > text_height:

@@ -100,7 +100,8 @@ def measured_on() -> str:
       '... cores, ...-...-...'
     """
     processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")  # On Linux, this file has the full name of the processor.
+    # On Linux, the file /proc/cpuinfo has the full name of the processor.
+    cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
         for line in cpuinfo.read_text().splitlines():
             if line.startswith("model name"):

@@ -247,7 +247,7 @@ def plot_loss_against_state(
     reference_lines(ax, references)
     ax.margins(x=0.2, y=0.15)
     low, high = ax.get_xlim()
-    # The margin on the left would otherwise have ticks for negative numbers of bytes.
+    # Without this selection, the margin on the left would have ticks at negative numbers of bytes.
     ticks = [tick for tick in ax.get_xticks() if 0 <= tick <= high]
     ax.set_xticks(ticks)
     xlabel = "optimizer state (bytes per row)"
@@ -267,8 +267,8 @@ def plot_limits(
 ) -> Axes:
     """Plots a count of each batch, and the limit of the count.
 
-    Crosses mark batches that exceed the limit. Ids of such a batch are dropped, or preprocessing
-    raises an error.
+    Crosses mark batches that exceed the limit. If a batch exceeds the limit, preprocessing drops
+    ids of the batch or raises an error.
 
     Args:
       observed: the largest count in each batch, such as ids in the fullest partition.
@@ -364,9 +364,10 @@ def plot_against_bytes(
     The name of each method is written beside the last point of the curve.
 
     Args:
-      results: by name of the method, pairs of bytes and a value, such as a reconstruction error or
-        a loss. For several values with the same bytes, such as the results of three seeds, the mean
-        is drawn, and a vertical line from the lowest to the highest value.
+      results: by name of the method, pairs of a number of bytes and a value, such as a
+        reconstruction error or a loss. If a method has several values for the same number of bytes,
+        such as the results of three seeds, the mean is drawn, and a vertical line from the lowest
+        to the highest value.
       references: values to compare with, by name, drawn as dashed lines.
       ylabel: name of the values, with their unit.
       ax: the axes to draw on. If None, the function creates a new figure.
@@ -409,7 +410,7 @@ def _bytes_label(num_bytes: float, _: int) -> str:
 
 
 class Work(NamedTuple):
-    """The minimum work of an operation.
+    """Lower bounds for an operation: number of arithmetic operations, and number of bytes moved.
 
     Attributes:
       flops: number of additions and multiplications.
@@ -435,10 +436,10 @@ def lookup_work(
     *,
     value_bytes: int = 4,
 ) -> Work:
-    """The minimum work of a pooled lookup: additions and multiplications, and bytes moved.
+    """Lower bounds for a pooled lookup: number of arithmetic operations, and number of bytes moved.
 
-    Every looked-up number is scaled and added. Every id and every distinct row is read once, and
-    every pooled output is written once.
+    For each id, each number of its row is scaled and added to the pooled output. Every id and every
+    distinct row is read once, and every pooled output is written once.
 
     Args:
       num_ids: number of ids, duplicates included.
@@ -461,7 +462,7 @@ def roof(
     bytes_per_second: Annotated[float, "(0, inf)"],
     flops_per_second: Annotated[float, "(0, inf)"],
 ) -> Any:
-    """The most operations per second that a machine reaches at an arithmetic intensity.
+    """Upper bound of a machine's operations per second, at a ratio of operations per byte.
 
     The result is the minimum of `intensity * bytes_per_second` and `flops_per_second`.
 
@@ -491,7 +492,7 @@ def plot_roofline(
     Both axes are logarithmic.
 
     Args:
-      work: the minimum work of the operation.
+      work: number of arithmetic operations and number of bytes moved, from `lookup_work`.
       seconds: time of each program in seconds, by name.
       bytes_per_second: bandwidth of the memory, such as the speed of a large copy.
       flops_per_second: operations per second of the machine, without any access to memory.
