@@ -1,4 +1,8 @@
-"""Checkpoints of any pytree. Files are checksummed, and tables are stored by name in id order."""
+"""Saves and loads checkpoints of any pytree.
+
+Every file of a checkpoint has a checksum. Embedding tables are stored by name, with rows in id
+order.
+"""
 
 from rsembed.checkpoint.files import (
     load as load,

@@ -1,4 +1,4 @@
-"""Writes and reads one array as one zarr array. TensorStore transfers the bytes.
+"""Writes every array of a checkpoint as a zarr array, and reads it, through TensorStore.
 
 ```
 0000/
@@ -9,8 +9,8 @@
 A scalar is stored as an array of one row.
 
 Zarr reads a missing chunk as zeros and does not notice that two chunks were swapped. Therefore the
-manifest also has the checksums of all files, and `open_array` compares all files of an array with
-the manifest before any row is read.
+manifest of a checkpoint also has the checksums of all files, and `open_array` compares all files of
+an array with the manifest before any row of the array is read.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ class Chunk(NamedTuple):
 def as_saved(leaf: Leaf, name: str) -> tuple[ArrayToSave, str | None]:
     """The array of numbers to write for a leaf, and the kind of the leaf.
 
-    The kind of an array of PRNG keys is the PRNG implementation. Arrays of row numbers, ids or key
-    lanes that reject arithmetic have a kind of `rsembed.opaque`. The kind of any other leaf is
-    None.
+    If the leaf is an array of PRNG keys, its kind is the name of the PRNG implementation, such as
+    "threefry2x32". If the leaf is an array from `rsembed.opaque.wrap`, its kind is a key of
+    `opaque.DTYPES`, such as "row". The kind of any other leaf is None.
 
     Raises:
       TypeError: the leaf is not a plain array of numbers.
-      RuntimeError: the leaf is traced.
+      RuntimeError: the leaf is a tracer, because the caller runs inside `jit`.
     """
     if isinstance(leaf, PickedRows):
         return leaf, None
@@ -85,7 +85,7 @@ def as_saved(leaf: Leaf, name: str) -> tuple[ArrayToSave, str | None]:
         return jax.random.key_data(leaf), implementation
     array = np.asarray(leaf)
     is_number = array.dtype == np.bool_ or jnp.issubdtype(array.dtype, np.number)
-    # numpy counts times ("m", "M") among the integers, and zarr has no long doubles ("g", "G").
+    # For `issubdtype`, a time difference ("m") is an integer. Zarr has no long doubles ("g", "G").
     is_number &= array.dtype.char not in "mMgG"
     if isinstance(leaf, np.ma.MaskedArray) or not is_number:
         raise TypeError(
@@ -97,15 +97,15 @@ def as_saved(leaf: Leaf, name: str) -> tuple[ArrayToSave, str | None]:
 
 
 def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry]:
-    """Writes each array into a folder in `path`, and returns the entries for the manifest.
+    """Writes each array into a folder in `path`, and returns the arrays' entries for the manifest.
 
-    Many chunks are written at once, because most of the time goes into waiting for the disk. All
-    processes must call `write_arrays`. Even if a write to the disk fails, all processes gather all
-    rows, because a process that stopped would let the other processes wait forever.
+    `write_arrays` writes many chunks at once, because most of the time goes into waiting for the
+    disk. All processes must call `write_arrays`. Even if a write to the disk fails, all processes
+    gather all rows: if one process stopped, the other processes would wait for it forever.
 
     Args:
-      path: folder to create, None for processes that do not write.
-      arrays: arrays to write, the first items of results of `as_saved`.
+      path: folder to create. None in a process that only helps to gather the rows.
+      arrays: arrays to write. `as_saved` makes them from the leaves of a tree.
 
     Raises: OSError: the operating system reports that a write failed.
     """
@@ -135,7 +135,7 @@ def _blocks_of(entries: Sequence[Entry], arrays: Sequence[ArrayToSave]) -> Itera
 
 
 def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[Block]) -> None:
-    """Writes all blocks of rows, and adds the checksums to the entries."""
+    """Writes all blocks of rows, and adds the checksums of the files to the manifest entries."""
     path.mkdir(parents=True)
     stores = [_store(path, entry, create=True) for entry in entries]
     writes: collections.deque[tuple[int, tensorstore.WriteFutures]] = collections.deque()
@@ -152,7 +152,7 @@ def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[Block])
         for _, write in writes:
             write.result()
     finally:
-        # Wait for all writes even after a failure, because the caller removes the folder.
+        # After a failure the caller removes the folder, so no write to the folder may be pending.
         for store in stores:
             store.exception()
         for _, write in writes:
@@ -194,7 +194,8 @@ def _new_entry(number: int, array: ArrayToSave) -> Entry:
         "folder": f"{number:04d}",
         "shape": list(array.shape),
         "dtype": array.dtype.name,
-        # If chunks have nearly equal sizes, the last chunk needs little padding.
+        # All chunk files of an array have the same size. With about equal numbers of rows, the last
+        # chunk needs little padding.
         "rows_per_chunk": max(1, -(-num_rows // num_chunks)),
     }
 
@@ -251,8 +252,8 @@ def _rows(array: ArrayToSave, chunk: Chunk) -> np.ndarray:
         values[part] = _host_rows(shard.data, shard_rows)
     if source.is_fully_addressable:
         return values
-    # For each element, one process sends its bytes and all other processes send zeros, so the sum
-    # of the bytes is exact.
+    # Each number is in one process, which sends the bytes of the number. All other processes send
+    # zeros for it, so the sum over the processes has exactly these bytes.
     local_bytes = values.reshape(-1).view(np.uint8)
     bytes_by_process = multihost_utils.process_allgather(local_bytes)
     all_bytes = bytes_by_process.sum(axis=0, dtype=np.uint8)
@@ -264,13 +265,14 @@ def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
     if device.platform == "cpu":
         host_view = np.asarray(data)
         return host_view[_index(rows)]
-    # JAX would keep the host copy that `np.asarray(data)` makes of the whole array.
+    # `np.asarray(data)` would copy the whole array to the host, and JAX would keep the copy. Copy
+    # only the wanted rows.
     device_rows = data[rows.astype(np.int32)]
     return np.asarray(device_rows)
 
 
 def _index(rows: np.ndarray) -> np.ndarray | slice:
-    """An index for `rows`: a slice if the rows are consecutive, because a slice copies nothing."""
+    """A slice that selects `rows` without a copy if they are consecutive, otherwise `rows`."""
     if rows.size == 0:
         return rows
     first = int(rows[0])
@@ -320,13 +322,13 @@ def _store(path: Path, entry: Entry, *, create: bool = False) -> StoreFuture:
         "driver": "zarr3",
         "kvstore": {"driver": "file", "path": str(path / entry["folder"])},
         "metadata": metadata,
-        # Chunks of zeros are written too, so a missing file is always an error. Reads do not fill
-        # in zeros for a file that was deleted after the comparison with the manifest.
+        # By default, TensorStore writes no file for a chunk of zeros, and reads a missing file as
+        # zeros. With these two options, every chunk has a file, and a missing file is an error.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
-    # Only one save writes to a folder, so locks are not needed. With `file_io_sync`, data is on the
-    # disk when a write ends.
+    # Only one save writes to a folder, so TensorStore needs no file locks. With `file_io_sync`, the
+    # data is on the disk when a write ends.
     options = {"file_io_locking": {"mode": "none"}, "file_io_sync": True}
     context = tensorstore.Context(options)
     return tensorstore.open(spec, context=context, create=create, open=not create)
@@ -336,10 +338,11 @@ def _store(path: Path, entry: Entry, *, create: bool = False) -> StoreFuture:
 
 
 def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
-    """Opens the array of a manifest entry, after a check of its files.
+    """Opens the array of a manifest entry, after a comparison of its files with the manifest.
 
-    The check compares the size and the stored checksum of every file with the manifest. The rows
-    are compared with the checksum when they are read.
+    `open_array` compares the size and the stored checksum of every file with the manifest. When a
+    chunk is read later, TensorStore computes the checksum of the rows and compares it with the
+    stored checksum.
 
     Raises: CorruptCheckpointError: a file is missing or differs from the manifest.
     """
@@ -353,8 +356,8 @@ def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
     checksums = zip(_chunks(entry), entry["crc32c"], strict=True)
     for number, (chunk, checksum) in enumerate(checksums):
         file = folder / chunk.file
-        # If a file has the declared size, a reader does not allocate more memory than the file has
-        # bytes.
+        # The size of a file must be the size that the manifest declares. Otherwise a wrong shape in
+        # the manifest would let a load allocate far more memory than the files have bytes.
         is_intact = file.is_file() and file.stat().st_size == num_bytes
         if is_intact:
             is_intact = _chunk_checksum(file) == checksum
@@ -363,7 +366,7 @@ def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
     try:
         store = _store(path, entry)
     except ValueError as error:
-        # zarr does not support the shape or the dtype of the entry.
+        # TensorStore rejects the shape or the dtype in the manifest entry.
         raise _corrupt_array(folder, name, error) from error
     read = functools.partial(_read, store, folder, entry, name)
     shape = tuple(entry["shape"])
@@ -385,7 +388,7 @@ def _read(
     name: str,
     into: np.ndarray | None,
 ) -> Blocks:
-    """Yields blocks of rows in order, while the next blocks are being read."""
+    """Yields the blocks of an array in the order of rows, and reads the next blocks meanwhile."""
     try:
         store = store_future.result()
     except ValueError as error:

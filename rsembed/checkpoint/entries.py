@@ -1,7 +1,7 @@
 """Checks the fields of a manifest, before a load uses them to allocate memory or to open files.
 
-A correct checksum of the manifest is not enough, because another program may have written the
-manifest.
+The checksum of a manifest shows damage, but another program may have written the manifest with a
+correct checksum and wrong fields. Therefore the fields are checked, too.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ Body = dict[str, Any]
 def check_body(file: Path, body: Body) -> None:
     """Checks all fields of a manifest.
 
-    Raises: CorruptCheckpointError: a field is missing or has an invalid value. The message names
-      the file and the field.
+    Raises: CorruptCheckpointError: a field is missing or has an invalid value. The error message
+      names the manifest file and the field.
     """
     check = functools.partial(_check, file, body, "")
     check("step", _is_count(body.get("step")), "a number of steps")
@@ -53,7 +53,8 @@ def check_body(file: Path, body: Body) -> None:
 def refuse(file: Path, why: str) -> NoReturn:
     """Raises the error for a checkpoint file with impossible contents.
 
-    Raises: CorruptCheckpointError: always. The message names the file and says why.
+    Raises: CorruptCheckpointError: always. The error message has the name of `file` and the text
+      `why`.
     """
     raise CorruptCheckpointError(
         f"{file} is not what was written: {why}. Take an older checkpoint."
@@ -69,7 +70,10 @@ def num_chunks(shape: list[int], rows_per_chunk: int) -> int:
 
 
 def chunk_bytes(entry: Entry) -> int:
-    """Size of a chunk in bytes, without its checksum. The last chunk is padded to this size."""
+    """Size in bytes of every chunk of an array, without the checksum.
+
+    The last chunk of an array is padded to the size of the other chunks.
+    """
     num_columns = math.prod(max(1, size) for size in entry["shape"][1:])
     return entry["rows_per_chunk"] * num_columns * jnp.dtype(entry["dtype"]).itemsize
 
@@ -112,7 +116,8 @@ def _check_entry(file: Path, number: int, entry: Entry) -> None:
             f"{rows_per_chunk} rows has {num_expected} chunks",
         )
 
-    prng = entry.get("prng", 0)  # The default 0 is invalid, so a missing field is an error.
+    # None is a valid value of `prng`, so a missing field is replaced by the invalid value 0.
+    prng = entry.get("prng", 0)
     check("prng", prng is None or _is_text(prng), "null or the name of a generator")
 
 
@@ -148,7 +153,7 @@ def _is_dtype_of_numbers(name: object) -> bool:
         return False
     try:
         dtype = jnp.dtype(name)
-    except (TypeError, ValueError, SyntaxError):  # numpy parses strings such as "f4,(".
+    except (TypeError, ValueError, SyntaxError):  # `np.dtype("f4,(")` is a SyntaxError.
         return False
     is_number = dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
     return dtype.name == name and is_number and dtype.char not in "mMgG"

@@ -6,15 +6,13 @@ checkpoint/
   0000/ ...       one zarr array each: the rows in order, in chunks of about 4 MiB
 ```
 
-A save writes to a hidden folder, syncs it to the disk and renames it. Therefore a checkpoint is
-complete or does not exist, and a save never replaces a checkpoint. A load verifies every byte, and
-the error for a damaged file names the file or the array. Files do not depend on stacking, mesh or
-number of processes, because a state of embedding tables, anywhere in the tree, is written by table
-name with rows in id order (see `states`).
+A save writes to a hidden folder, syncs the folder to the disk and renames it. Therefore a
+checkpoint is complete or does not exist, and a save never replaces a checkpoint. A load verifies
+every byte, and the error for a damaged file names the file or the array.
 
-TensorStore reads and writes the arrays, and other zarr readers can open them. This module stores
-states by table name, writes either all arrays of a checkpoint or none, and detects missing or
-swapped files.
+A state of embedding tables, anywhere in the tree, is written by table name with rows in id order
+(see `states`). Therefore the files of a checkpoint do not depend on stacking, mesh or number of
+processes. TensorStore reads and writes the arrays, and other zarr readers can open them.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ Others: TypeAlias = PyTree
 def manifest(path: str | os.PathLike[str]) -> Body:
     """The verified manifest of a checkpoint, with `step`, `metadata`, `arrays` and other entries.
 
-    The arrays are not read.
+    `manifest` reads only the file `manifest.json`, and no array.
 
     Raises: FileNotFoundError, CorruptCheckpointError, ValueError: see `load`.
     """
@@ -112,9 +110,10 @@ def encoded(body: Body) -> bytes:
 
 
 def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf]:
-    """Arrays of some manifest entries, by path.
+    """Opens the arrays that some manifest entries describe, and returns the arrays by path.
 
-    PRNG keys and opaque arrays are loaded. Other arrays stay on disk as `SavedArray`s.
+    Arrays of PRNG keys and arrays of `rsembed.opaque` are loaded into memory. All other arrays are
+    `SavedArray`s, which read from the disk later.
     """
     arrays: dict[tuple[str, ...], Leaf] = {}
     for entry in entries:
@@ -136,7 +135,7 @@ def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf
 
 
 def nested(arrays: Mapping[tuple[str, ...], Leaf], folder: Path) -> PyTree:
-    """Arrays of a checkpoint in host memory, in nested dictionaries by the parts of their paths.
+    """Loads arrays into host memory, in nested dictionaries with the parts of the paths as keys.
 
     Raises: CorruptCheckpointError: the path of an array is the beginning of another path.
     """
@@ -159,7 +158,7 @@ class Contents(NamedTuple):
 
     Attributes:
       leaves: results of `as_saved` (an array and its kind), by path in the tree.
-      body: body of the manifest, without the entries of arrays.
+      body: fields of the manifest, without the entries of arrays.
     """
 
     leaves: dict[tuple[str, ...], tuple[Leaf, str | None]]
@@ -171,7 +170,8 @@ class Contents(NamedTuple):
 
         Args:
           tree: tree to save, see `save`.
-          owners: fingerprints of the states in `tree`, which a load compares.
+          owners: fingerprints of the states in `tree`. A load compares them with the fingerprints
+            of its template.
           step: number of updates done so far.
           metadata: values that JSON can hold, see `save`.
 
@@ -187,9 +187,9 @@ class Contents(NamedTuple):
             "belongs_to": dict(owners),
             "metadata": dict(metadata or {}),
         }
-        # Encode before the arrays are written, because an error after an hour of writing would be
-        # too late. Decode to get the body that a load will see, for example with dictionary keys as
-        # strings.
+        # Encode the metadata as JSON before the arrays are written: an error should not come after
+        # an hour of writing. Decode the JSON, so that `body` equals the body that a load will read,
+        # for example with strings as dictionary keys.
         try:
             body = json.loads(json.dumps(body))
         except (TypeError, ValueError) as error:
@@ -202,8 +202,9 @@ class Contents(NamedTuple):
     def in_memory(self) -> Contents:
         """The contents with copies of all arrays in the memory of process 0.
 
-        A later step that donates the arrays does not change the copies. All processes must call
-        `in_memory`, because they gather the arrays. Processes other than 0 get no arrays.
+        A later training step that donates the arrays does not change the copies. All processes must
+        call `in_memory`, because together they gather the arrays. Only process 0 gets the copies;
+        in the other processes, None replaces each array.
         """
         copies = {}
         for path, (array, prng) in self.leaves.items():
@@ -226,7 +227,7 @@ def write(path: Path, contents: Contents) -> None:
 
 @contextlib.contextmanager
 def same_error_everywhere(path: Path) -> Iterator[None]:
-    """Context manager that raises an error in all processes if the block fails in process 0."""
+    """Context manager that raises an error in all processes if its block fails in process 0."""
     failure: Exception | None = None
     try:
         yield
@@ -237,7 +238,7 @@ def same_error_everywhere(path: Path) -> Iterator[None]:
 
 
 def write_folder(path: Path, contents: Contents) -> None:
-    """Writes the folder of a checkpoint. No folder remains if the write fails.
+    """Writes the folder of a checkpoint. If the write fails, no folder remains.
 
     Args:
       path: folder of the checkpoint.
@@ -275,7 +276,7 @@ def write_folder(path: Path, contents: Contents) -> None:
 
 
 def from_first_process(number: int) -> int:
-    """The number (or truth value) that process 0 passed, in every process.
+    """Sends the number (or truth value) of process 0 to all processes, which return it.
 
     All processes must call `from_first_process`.
     """
@@ -292,7 +293,7 @@ def already_exists(path: Path) -> FileExistsError:
 
 
 def partial_path(path: Path) -> Path:
-    """A hidden path in the folder of `path`, with a random name that no checkpoint has."""
+    """A hidden path beside `path`, with a random part in its name, for an unfinished checkpoint."""
     return path.with_name(f".{path.name}.{secrets.token_hex(8)}.partial")
 
 
@@ -309,8 +310,8 @@ class Checkpoint(NamedTuple):
 
     Attributes:
       tree: loaded arrays, in the structure of `like` or in nested dictionaries.
-      step: number of updates that was passed to `save`.
-      metadata: metadata that was passed to `save`.
+      step: number of updates before the save, as the caller of `save` stated it.
+      metadata: the `metadata` that the caller passed to `save`.
     """
 
     tree: PyTree
@@ -326,13 +327,13 @@ def save(
     step: NonNegativeInt = 0,
     metadata: Metadata | None = None,
 ) -> None:
-    """Writes the folder of a checkpoint. No folder remains if the save fails.
+    """Writes the folder of a checkpoint. If the save fails, no folder remains.
 
     In a run of several processes, all processes must call `save` with the same tree. Process 0
-    gathers the arrays chunk by chunk and writes them, so `path` is on storage that process 0 can
-    write. If two saves use the same path, the save that finishes first succeeds, and the other save
-    raises an error. A save that is killed leaves a hidden folder `.<name>.<number>.partial`, which
-    can be removed.
+    gathers the arrays chunk by chunk and writes them, so `path` must be on storage that process 0
+    can write. If two saves use the same path, the save that finishes first succeeds, and the other
+    save raises an error. If the process is killed during a save, a hidden folder
+    `.<name>.<number>.partial` remains, which you can remove.
 
     Args:
       path: a folder that does not exist yet, such as `runs/a/step_001000`.
@@ -344,11 +345,12 @@ def save(
 
     Raises:
       FileExistsError: `path` exists.
-      OSError: a write to the storage fails.
+      OSError: the checkpoint cannot be written to the disk.
       TypeError: a leaf is not a plain array of numbers (but, for example, a masked or structured
         array), or JSON cannot hold `metadata`.
-      ValueError: two leaves have the same path, or the tree lacks part of a state, such as rows on
-        the host.
+      ValueError: two leaves have the same path, or an `EmbeddingState` in the tree does not contain
+        the rows of all its tables, because some tables are keyed or on the host. `save_collection`
+        saves these tables, too.
     """
     write(Path(path), Contents.of(tree, belongings(tree), step=step, metadata=metadata))
 
@@ -367,11 +369,11 @@ def load(path: str | os.PathLike[str], like: Template = None) -> Checkpoint:
 
     Raises:
       FileNotFoundError: `path` has no checkpoint.
-      CorruptCheckpointError: a file is missing or damaged. The message names the file and, for
-        damaged rows, the chunk, the array and the rows.
+      CorruptCheckpointError: a file is missing or damaged. The error message names the file and,
+        for damaged rows, the chunk, the array and the rows.
       ValueError: the checkpoint does not match `like` (the message names the arrays, or the
         differences of the tables), or another version of rsembed wrote the checkpoint.
-      TypeError: `like` is a collection.
+      TypeError: `like` is an `EmbeddingCollection`, which only `load_collection` accepts.
     """
     if isinstance(like, EmbeddingCollection):
         way_out = "load_collection takes a collection"
@@ -400,18 +402,18 @@ def save_collection(
 ) -> None:
     """Saves every table and its slots by table name, with step, key and other trees.
 
-    The arrays are `tables/<table>`, `slots/<table>/<slot>`, `key` and `others/...`. Rows are in id
-    order on any mesh, even for tables on the host. A keyed table has `tables/<table>/keys`,
-    `tables/<table>/values` and further arrays with one value per key, such as `last_step`. For a
-    tensor-train table, the cores are saved.
+    The arrays of the checkpoint are `tables/<table>`, `slots/<table>/<slot>`, `key` and
+    `others/...`. The rows of a table are saved in id order, on any mesh and also for tables on the
+    host. A keyed table is saved as `tables/<table>/keys`, `tables/<table>/values` and further
+    arrays with one value per key, such as `last_step`. A tensor-train table is saved as its cores.
 
     Args:
       path: see `save`.
       collection: collection that the state belongs to.
-      state: state with all parts from the same step.
+      state: state of the collection, with all arrays from the same step.
       others: any pytree, such as dense parameters and their optimizer state.
-      metadata: values that JSON can hold. After the save, `manifest(path)["metadata"]["user"]` has
-        these values.
+      metadata: values that JSON can hold. After the save, they are in
+        `manifest(path)["metadata"]["user"]`.
 
     Raises:
       ValueError: the state does not belong to the collection.
@@ -433,7 +435,7 @@ def contents_of(
     state = state._replace(layout=collection.layout)
     arrays, tables, slots = collection.logical.parted(state)
     tree = logical(arrays) | {"others": others}
-    del tree["step"]  # The manifest contains the step.
+    del tree["step"]  # The step is stored in the manifest, not as an array.
     tree["tables"] |= tables
     tree["slots"] |= slots
     user_metadata = {"user": dict(metadata or {})}
@@ -453,28 +455,30 @@ def load_collection(
 ) -> PyTree:
     """Loads the state of a saved collection, for a collection with the same tables.
 
-    Stacking, mesh and placement of the two collections may differ.
+    Stacking, mesh and placement of the saved collection and of `collection` may differ.
 
     Args:
       path: see `load`.
-      collection: collection with the saved tables. Learning rates and other hyperparameters are
-        taken from `collection`, not from the checkpoint.
-      others: template for the saved `others`, see `like` of `load`. By default, `others` are not
-        read.
-      resize: whether tables may differ from the checkpoint in size or dtype. False, the default,
-        rejects other sizes and dtypes, because a wrong size is usually a mistake. True allows more
-        rows and another dtype. New rows and their slots have the initial values of
-        `collection.init(state.key)` for the returned `state`. Saved values are rounded to nearest
-        for a narrower dtype. "shrink" also allows fewer rows and leaves out the last rows. A keyed
-        table loads all saved keys with any `resize`, if there is room. To resize a tensor train,
-        pass the old `tt_p_shapes` with a different first number.
+      collection: collection with the same tables as the saved collection. Learning rates and other
+        hyperparameters are taken from `collection`, not from the checkpoint.
+      others: template for the saved `others`, see `like` of `load`. By default, the saved `others`
+        are not read.
+      resize: whether tables may differ from the checkpoint in size or dtype. With False, the
+        default, a different size or dtype is an error, because a wrong size is usually a mistake.
+        With True, a table may have more rows or another dtype than in the checkpoint. With
+        "shrink", a table may also have fewer rows, and its last saved rows are not loaded. New rows
+        and their slots have the initial values of `collection.init(state.key)` for the returned
+        `state`. If the dtype of a table is narrower than in the checkpoint, the saved values are
+        rounded to nearest. A keyed table with enough rows loads all saved keys with any `resize`.
+        To resize a tensor train, pass the old `tt_p_shapes` with a different first number.
 
     Returns: the `EmbeddingState`, or with `others` a pair of the state and the loaded `others`.
 
     Raises:
       CorruptCheckpointError, FileNotFoundError: see `load`.
-      ValueError: the tables differ, or a table has a different storage, optimizer, size or dtype
-        than `resize` allows, or numbers are too large for a narrower dtype.
+      ValueError: the collection has other tables than the checkpoint, a table has a different
+        storage or optimizer, `resize` does not allow the size or dtype of a table, or a saved
+        number is too large for the dtype of its table.
     """
     path = Path(path)
     body = manifest(path)
@@ -502,15 +506,15 @@ def load_collection(
     if resize:
         arrays = resized(arrays, collection.table_specs, saved_facts, key)
 
-    # Only the file has the number of keys of a keyed table, so keyed tables are read separately,
-    # without templates. Tables on the host are also read separately.
+    # Only the checkpoint has the number of keys of a keyed table, so there is no template for the
+    # table's arrays. Therefore keyed tables are loaded separately, and so are tables on the host.
     apart = _pop_tables(arrays, _names_of_tables_apart(collection))
     tables_apart = nested(apart, path)
     check_apart(path, collection, tables_apart)
 
     without_apart = collection.logical.without_apart(template)
     like = logical(without_apart) | {"others": logical(others)}
-    del like["step"]  # The manifest contains the step.
+    del like["step"]  # The step is stored in the manifest, not as an array.
     del like["key"]  # The saved key may have any PRNG implementation.
     tree = restored(arrays, like, path)
     tree["key"] = placed(key, template.key)
@@ -521,7 +525,7 @@ def load_collection(
         slots = tables_apart.get("slots", {})
         try:
             state = collection.logical.whole(state, tables, slots, collection.layout)
-        except ValueError as error:  # `error` names the table but not the file.
+        except ValueError as error:  # Add the path, because the message of `error` lacks it.
             raise ValueError(f"checkpoint {path} does not match: {error}") from error
     if others is None:
         return state
@@ -539,7 +543,7 @@ def _names_of_tables_apart(collection: EmbeddingCollection) -> set[str]:
 def _pop_tables(
     arrays: dict[tuple[str, ...], Leaf], names: set[str]
 ) -> dict[tuple[str, ...], Leaf]:
-    """Moves the values and slots of the tables `names` from `arrays` into the result."""
+    """Removes the values and slots of the tables `names` from `arrays`, and returns them."""
     popped = {}
     for path in list(arrays):
         if len(path) < 2:
@@ -559,9 +563,10 @@ def is_one_key(array: Leaf) -> bool:
 
 
 def check_apart(path: Path, collection: EmbeddingCollection, arrays: Tables) -> None:
-    """Checks that the file has all arrays of keyed tables and of tables on the host.
+    """Checks that `arrays` has all arrays of the keyed tables and of the tables on the host.
 
-    Raises: CorruptCheckpointError: an array is missing. The message names the file and the table.
+    Raises: CorruptCheckpointError: an array of a table is missing. The error message names the
+      manifest file and the table.
     """
     tables = arrays.get("tables", {})
     slots = arrays.get("slots", {})
@@ -584,7 +589,7 @@ def check_apart(path: Path, collection: EmbeddingCollection, arrays: Tables) -> 
 def check_owners(path: Path, saved: Facts, expected: Facts) -> None:
     """Compares fingerprints in a checkpoint with fingerprints of the tree or collection to load.
 
-    Raises: ValueError: fingerprints differ. The message lists the differences.
+    Raises: ValueError: fingerprints differ. The error message lists the differing entries.
     """
     check_same(
         Fingerprint.of(saved),
@@ -601,7 +606,7 @@ def check_owners(path: Path, saved: Facts, expected: Facts) -> None:
 def verify(path: str | os.PathLike[str]) -> None:
     """Reads every byte of a checkpoint and compares the checksums.
 
-    At most a few MiB of a checkpoint are in memory at the same time.
+    Arrays of plain numbers are read chunk by chunk, with about 16 MiB in memory at the same time.
 
     Raises: FileNotFoundError, CorruptCheckpointError, ValueError: see `load`.
     """

@@ -57,23 +57,26 @@ class CheckpointManager:
     """Saves, keeps and restores the checkpoints of one run, in a folder that only this run writes.
 
     `save` copies the arrays and returns. A thread writes the copies while training continues. In a
-    run of several processes, all processes must make equal calls. Process 0 collects the copies,
-    and its thread writes them. `close` and the end of the `with` block wait for the last write.
-    `restore` skips damaged checkpoints.
+    run of several processes, every process must have a manager and call the same methods in the
+    same order. Process 0 collects the copies, and its thread writes them. `close` and the end of
+    the `with` block wait for the last write. `restore` skips damaged checkpoints.
 
     Args:
       folder: folder of the run. Only one process may write to the folder.
-      collection: collection that the saved states belong to. By default, any tree can be saved.
+      collection: collection of the states that the manager saves. Without a collection, the manager
+        saves any tree.
       max_to_keep: number of checkpoints to keep, by default all. Damaged checkpoints that `restore`
         skipped are removed first, then the oldest checkpoints.
-      keep_period: number of steps. Checkpoints with a step that is a multiple of `keep_period` are
-        always kept. By default, all checkpoints can be removed.
-      read_only: whether the manager neither writes nor locks, False by default. Pass True for a
-        folder that is not writable, or that another process writes to.
+      keep_period: number of steps. A checkpoint is never removed if its step is a multiple of
+        `keep_period`. By default, `max_to_keep` applies to the checkpoints of all steps.
+      read_only: whether the manager only reads: it writes no checkpoint and does not lock the
+        folder. False by default. Pass True if the folder is not writable, or if another process
+        writes to the folder.
 
     Raises:
-      RuntimeError: another process writes to the folder. The message names the process.
-      ValueError: `max_to_keep` or `keep_period` is below 1.
+      RuntimeError: another process writes to the folder. The error message has the host name and
+        the id of this process.
+      ValueError: `max_to_keep` or `keep_period` is smaller than 1.
 
     Example:
       >>> import tempfile, jax, rsembed as rs
@@ -113,7 +116,7 @@ class CheckpointManager:
             if jax.process_index() == 0 and not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(_only_writer(self.folder))
-                # An earlier process that was killed during a write has left a partial checkpoint.
+                # Remove the partial checkpoints of earlier processes that were killed in a write.
                 for partial in self.folder.glob(".step_*.partial"):
                     shutil.rmtree(partial, ignore_errors=True)
 
@@ -130,22 +133,24 @@ class CheckpointManager:
     ) -> None:
         """Waits for the previous write, copies the arrays, and writes `step_<step>` in a thread.
 
-        A damaged checkpoint of the same step is replaced, and a warning is logged.
+        If the folder already has a checkpoint of the same step and it is damaged, `save` replaces
+        it and logs a warning.
 
         Args:
           tree: a state of the collection, or any tree for a manager without a collection.
-          step: number of updates done so far. Leave `step` out for a state, which contains this
-            number.
+          step: number of updates done so far. With a collection, leave `step` out, because a state
+            contains its number of updates.
           others: any pytree to save together with a state, such as dense parameters.
           metadata: values that JSON can hold, such as the position of the input
             (`{"input": iterator.get_state()}`).
 
         Raises:
           FileExistsError: there is an undamaged checkpoint of this step.
-          OSError: the previous checkpoint could not be written. The new checkpoint was not started,
-            and another call of `save` may succeed.
+          OSError: the previous checkpoint could not be written. The write of the new checkpoint was
+            not started. Call `save` again to write the new checkpoint.
           RuntimeError: this manager is closed or read-only.
-          TypeError, ValueError: see `save_collection` and `save`.
+          TypeError, ValueError: see `rsembed.checkpoint.save_collection` and
+            `rsembed.checkpoint.save`.
         """
         if self.read_only:
             way_out = "make one without read_only=True"
@@ -171,7 +176,7 @@ class CheckpointManager:
     def wait_until_finished(self) -> None:
         """Waits until the last checkpoint has been written.
 
-        Raises: OSError: the checkpoint could not be written. The next call of `save` may succeed.
+        Raises: OSError: the last checkpoint could not be written. You may call `save` again.
         """
         pending = self._pending
         self._pending = None
@@ -201,7 +206,8 @@ class CheckpointManager:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            # `_write` logs an error of the thread, which must not replace the error of the block.
+            # Ignore an error of the writer thread, because the error of the `with` block must
+            # leave the block. `_write` has logged the error of the thread.
             self._pending = None
         self.close()
 
@@ -228,15 +234,15 @@ class CheckpointManager:
         Args:
           like: template for a tree, see `load`. Leave `like` out if the manager has a collection.
           others: template for the `others` that were saved with a state, see `load_collection`.
-          step: step to restore, by default the largest step with an undamaged checkpoint. A warning
-            names each damaged checkpoint that is skipped.
+          step: step of the checkpoint, by default the largest step with an undamaged checkpoint.
+            A warning names each damaged checkpoint that `restore` skips.
           resize: whether tables of the collection may differ from the checkpoint in size or dtype,
             see `load_collection`. False by default.
 
         Returns: the result of `load_collection`, or of `load` without a collection.
 
         Raises:
-          FileNotFoundError: there is no checkpoint.
+          FileNotFoundError: the folder has no checkpoint, or no checkpoint of `step`.
           CorruptCheckpointError: the checkpoint of `step` is damaged, or all checkpoints are
             damaged.
           ValueError: see `load_collection` and `load`.
@@ -293,8 +299,8 @@ class CheckpointManager:
     def _newest_first(self) -> Iterator[Path]:
         """Checkpoint folders that process 0 sees, from the latest step to the first.
 
-        The folder of the run is listed again for every step, because another process may write to
-        it.
+        The folder of the run is listed again for every checkpoint, because another process may add
+        or remove checkpoints.
         """
         tried: set[int] = set()
         while True:
@@ -306,7 +312,7 @@ class CheckpointManager:
             yield self._path(step)
 
     def _is_taken(self, path: Path) -> bool:
-        """True if `path` has a checkpoint that must be kept. A damaged checkpoint is removed."""
+        """True if `path` has a checkpoint that is not damaged. Removes a damaged checkpoint."""
         if not path.exists():
             return False
         try:
@@ -331,7 +337,10 @@ class CheckpointManager:
             raise
 
     def _remove_old(self, newest: Path) -> None:
-        """Removes damaged checkpoints, then the oldest checkpoints, until `max_to_keep` remain."""
+        """Removes all but `max_to_keep` checkpoints, except for multiples of `keep_period`.
+
+        Damaged checkpoints are removed first, then the oldest checkpoints.
+        """
         if self.max_to_keep is None:
             return
 
@@ -352,7 +361,7 @@ def _step(path: Path) -> int:
 
 
 def _written(path: Path) -> tuple[int, int]:
-    """Key to sort checkpoints by age: modification time of the manifest, and step."""
+    """Sort key, the oldest checkpoint first: modification time of the manifest, and step."""
     try:
         return (path / MANIFEST).stat().st_mtime_ns, _step(path)
     except OSError:
@@ -374,7 +383,7 @@ def _remove(path: Path) -> None:
 def _only_writer(folder: Path) -> Iterator[None]:
     """Context manager that locks a folder for this process.
 
-    The lock ends with the block, or with the process.
+    The lock is held until the end of the `with` block or of the process.
 
     Raises: RuntimeError: another process has the lock.
     """

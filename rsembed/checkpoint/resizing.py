@@ -1,8 +1,8 @@
 """Changes arrays of a checkpoint to the sizes and dtypes of other tables.
 
-Rows are added, removed or rounded. New rows have the values of `EmbeddingCollection.init` for the
-key of the saved state. The rows are made in blocks while the file is read, so an enlarged table is
-not in memory twice.
+A table gets new rows, loses its last rows, or has its values rounded to another dtype. New rows
+have the values of `EmbeddingCollection.init` for the key of the saved state. The saved rows are
+read in blocks, and the new rows are made in blocks, so an enlarged table is not in memory twice.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MakeRows = Callable[[int, int], np.ndarray]
 
 
 class WantedArray(NamedTuple):
-    """Shape and dtype that an array should have, and a function that makes new rows for it."""
+    """Shape and dtype that a load needs for an array, and a function that makes its new rows."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -47,13 +47,14 @@ def accepted_facts(
     """Metadata of the saved tables, with the expected sizes and dtypes if a load can change them.
 
     Args:
-      saved: metadata of the tables in the file, by name.
+      saved: metadata of the tables in the checkpoint, by name.
       tables: specs of the collection, by name.
       expected: metadata of the tables of the collection, by name.
-      shrinks: whether a table may have fewer rows than in the file, and loses the last rows.
+      shrinks: whether a table may have fewer rows than in the checkpoint. Its last saved rows are
+        then not loaded.
 
-    Raises: ValueError: a table is smaller than in the file, and `shrinks` is False. The message
-      names the table.
+    Raises: ValueError: a table has fewer rows than in the checkpoint, and `shrinks` is False. The
+      error message names the table.
     """
     accepted = dict(saved)
     for name, table in tables.items():
@@ -91,16 +92,16 @@ def resized(
     saved: Facts,
     key: PRNGKeyArray,
 ) -> dict[Path, Leaf]:
-    """Arrays of a file. Arrays of tables have the sizes and dtypes of `tables`.
+    """Arrays of a checkpoint. Arrays of tables have the sizes and dtypes of `tables`.
 
-    Arrays of keyed tables do not change, because a keyed table loads as many keys as it has free
-    rows for.
+    The arrays of keyed tables stay unchanged, because a keyed table of any size loads all saved
+    keys that it has rows for.
 
     Args:
       arrays: result of `files.opened`.
       tables: specs of the collection, by name.
-      saved: metadata of the tables in the file, after a check by `accepted_facts`.
-      key: key of the saved state.
+      saved: metadata of the tables in the checkpoint, by name, which `accepted_facts` has checked.
+      key: random key of the saved state.
     """
     result = dict(arrays)
     for name, table in tables.items():
@@ -114,7 +115,7 @@ def resized(
         for path, wanted in wanted_arrays.items():
             array = result.get(path)
             if not isinstance(array, SavedArray) or not array.shape:
-                continue  # `restored` reports arrays that do not match.
+                continue  # `states.restored` raises the error for a missing or wrong array.
             if array.shape[1:] == wanted.shape[1:]:
                 result[path] = _resized_array(array, wanted, path)
     return result
@@ -141,7 +142,10 @@ def _resized_array(array: SavedArray, wanted: WantedArray, path: Path) -> SavedA
 
 
 def _arrays_by_id(table: TableSpec, key: PRNGKeyArray) -> dict[Path, WantedArray]:
-    """Wanted arrays, by path, for the values and slots of a table with rows in id order."""
+    """Shapes, dtypes and new rows for the values and slots of a table with rows in id order.
+
+    The result is a dictionary by path.
+    """
     num_rows = table.vocabulary_size
     key = table_key(key, table.name)
     make_fresh = functools.partial(fresh_rows, table=table)
@@ -173,7 +177,7 @@ def _make_block(
 ) -> np.ndarray:
     """New rows `first` to `last - 1`.
 
-    All blocks have the same size, so the program is compiled once.
+    `program` always makes `ROWS_PER_BLOCK` rows, so that it is compiled only once.
     """
     ids = np.arange(first, first + ROWS_PER_BLOCK)
     ids = np.minimum(ids, num_rows - 1).astype(np.int32)
@@ -186,15 +190,16 @@ def _arrays_of_train(
     description: str,
     key: PRNGKeyArray,
 ) -> dict[Path, WantedArray]:
-    """Wanted arrays, by path, for the parameters of a tensor train and for growing slots.
+    """Shapes, dtypes and new rows for a tensor train's parameters and its first core's slots.
 
-    The slots of the first core grow with the table.
+    The result is a dictionary by path. If a tensor-train table gets more rows, its first core gets
+    more rows, and so do the slots of this core. All other cores and slots keep their sizes.
 
     Args:
       table: spec of the table.
       storage: tensor-train storage of the table.
-      description: `in_files` of the storage in the file.
-      key: key of the saved state.
+      description: `Storage.in_files` of the table, as the checkpoint recorded it.
+      key: random key of the saved state.
     """
     params, slots = storage.init(key, table, jnp.zeros((), jnp.int32), 1)
     prefixes = storage.resizable(table, description) or ()
@@ -224,9 +229,9 @@ def _read(
     name: str,
     into: np.ndarray | None,
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields blocks of saved rows, then blocks of new rows, as `SavedArray.read` does.
+    """Yields blocks of saved rows, then blocks of new rows, in the format of `SavedArray.read`.
 
-    The file is read to its end even if the table has fewer rows, so that all bytes are verified.
+    All saved rows are read even if the table has fewer rows, so that all bytes are verified.
     """
 
     def put(first: int, rows: np.ndarray) -> tuple[int, np.ndarray]:

@@ -27,11 +27,11 @@ from rsembed.storage.logical_rows import SavedArray
 from rsembed.storage.protocol import parts
 
 Path = tuple[str, ...]
-"""Path of a leaf in a tree: a tuple of dictionary keys, positions and field names as strings."""
+"""Path of a leaf in a tree: the dictionary keys, positions and field names, each as a string."""
 Leaf = Any
 """Leaf of a tree: an array, a number, a PRNG key, `PickedRows` or a `SavedArray`."""
 Template: TypeAlias = PyTree
-"""Tree that defines structure, shapes, dtypes and shardings of a loaded tree."""
+"""Tree that defines the structure, shapes, dtypes and shardings of a tree to load."""
 Tables = dict[str, Any]
 """Arrays or metadata by table name."""
 Facts = Mapping[str, Any]
@@ -41,7 +41,7 @@ Index = tuple[slice, ...]
 Bounds = tuple[tuple[int, int], ...]
 """Start and end of a block of an array, along each axis."""
 Blocks = Iterable[tuple[np.ndarray, np.ndarray]]
-"""Pairs `(indices, rows)`: some rows of an array, and the indices of these rows."""
+"""Pairs `(indices, rows)`, each with some rows of an array and the indices of the rows."""
 
 
 class CorruptCheckpointError(ValueError):
@@ -61,8 +61,9 @@ def sharded(
     Args:
       shape: shape of the whole array, with at least one dimension.
       dtype: dtype of the array.
-      sharding: sharding of the result. None means JAX's default device.
-      pieces: pairs of row indices and rows. Rows of the result that are in no pair are zero.
+      sharding: sharding of the array. With None, the array is on JAX's default device.
+      pieces: pairs `(row indices, rows)` that fill the array. Rows of the array that are in no pair
+        are zero.
     """
     whole = (slice(None),) * len(shape)
     indices: list[Index | None] = [whole]
@@ -131,7 +132,7 @@ def is_state(node: object) -> TypeGuard[EmbeddingState]:
 def logical(tree: PyTree) -> PyTree:
     """Copy of `tree` with each state replaced by its tables and slots, by table name.
 
-    No array is copied.
+    The arrays are not copied: `PickedRows` in the result refer to the arrays of the state.
     """
 
     def convert(node: object) -> Any:
@@ -146,8 +147,8 @@ def with_states(like: Template, tree: PyTree) -> PyTree:
     """Packs the tables of `tree` into states with the layouts of `like`; the inverse of `logical`.
 
     Args:
-      like: tree with states of the wanted layouts.
-      tree: result of `restored` for `logical(like)`.
+      like: tree with states, which define the layouts of the states in the result.
+      tree: tables and slots by name, as `restored` returns them for the template `logical(like)`.
     """
 
     def convert(node: Any, value: Any) -> Any:
@@ -182,16 +183,18 @@ def joined(path: Path | list[str]) -> str:
 
 
 def restored(arrays: Mapping[Path, Leaf], like: Template, where: object) -> PyTree:
-    """Arrays of a file in the structure of `like`, after a check of shapes and dtypes.
+    """Arrays of a checkpoint in the structure of `like`, after a check of shapes and dtypes.
 
-    Rows of tables stay on disk as `SavedArray`s, which `with_states` reads.
+    The rows of tables are not read yet. The result has a `SavedArray` for them, from which
+    `with_states` reads the rows.
 
     Args:
       arrays: result of `files.opened`.
-      like: tree without states, which has the wanted shapes, dtypes and shardings.
+      like: template, a tree without states. Its leaves define shapes, dtypes and shardings.
       where: folder of the checkpoint, for error messages.
 
-    Raises: ValueError: the arrays do not match `like`. The message names each array.
+    Raises: ValueError: arrays are missing, not in `like`, or of a different shape or dtype. The
+      error message names each of these arrays.
     """
     templates = flattened(like)
     problems = []
@@ -214,11 +217,11 @@ def restored(arrays: Mapping[Path, Leaf], like: Template, where: object) -> PyTr
 
 
 def _mismatch(array: Leaf, template: Leaf) -> str | None:
-    """Reason why an array of a file does not fit its template, or None if it fits."""
+    """Reason why an array of a checkpoint does not match its template, or None if it matches."""
     is_for_numpy = isinstance(template, (bool, int, float, np.ndarray, np.generic, PickedRows))
     if not hasattr(template, "shape"):
         template = np.asarray(template)
-    # Dtypes are compared by name, because the byte order of the template does not matter.
+    # Compare the names of the dtypes, because a template with another byte order also matches.
     actual = f"{array.dtype.name}{list(array.shape)}"
     expected = f"{template.dtype.name}{list(template.shape)}"
     if actual != expected:
@@ -232,9 +235,9 @@ def _mismatch(array: Leaf, template: Leaf) -> str | None:
 
 
 def placed(array: Leaf, template: Leaf) -> Leaf:
-    """An array of a file with the type and sharding of its template.
+    """An array of a checkpoint, converted to the type and sharding of its template.
 
-    If the template is on several devices, the whole array is never in the memory of the host.
+    If the template is on several devices, a process never has the whole array in host memory.
     """
     if isinstance(template, PickedRows):
         return array
@@ -251,12 +254,12 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
         return array
     is_committed = getattr(template, "committed", True)
     if sharding is None or not is_committed:
-        # Like the template, the array must be uncommitted. With a committed array, `jit` would
-        # compile every step again.
+        # If the template is not committed to a device, the array must not be, either: `jit` would
+        # compile a function again for a committed array.
         return jax.device_put(array)
     if isinstance(array, jax.Array):
-        # The numbers of a PRNG key are placed and then wrapped, because `device_put` rejects an
-        # array of keys if the sharding spans several processes.
+        # `jax.device_put` rejects an array of PRNG keys if the sharding spans several processes.
+        # Place the plain numbers of the keys, and wrap the placed numbers.
         key_data = np.asarray(jax.random.key_data(array))
         implementation = jax.random.key_impl(array)
         placed_data = placed(key_data, template)
@@ -269,22 +272,22 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
 
 
 def _numbered_blocks(saved: SavedArray) -> Blocks:
-    """Blocks of saved rows, with the row numbers in the file."""
+    """Blocks of saved rows, with the numbers of the rows in the checkpoint."""
     for first, rows in saved.blocks():
         yield np.arange(first, first + len(rows)), rows
 
 
 def in_memory(array: Leaf) -> Leaf:
-    """`array` in host memory. PRNG keys are returned unchanged."""
+    """Reads a `SavedArray` into host memory. A leaf of any other type is returned unchanged."""
     if isinstance(array, SavedArray):
         return array.whole()
     return array
 
 
 def belongings(tree: PyTree) -> Facts:
-    """Metadata of the fingerprints in a tree, by path.
+    """Metadata of every fingerprint in a tree, by the path of the fingerprint or of its state.
 
-    A state of embedding tables has a fingerprint, its layout.
+    The layout of an `EmbeddingState` is a fingerprint.
 
     Raises: TypeError: keys of a dictionary in the tree cannot be sorted.
     """
@@ -312,7 +315,8 @@ def belongings(tree: PyTree) -> Facts:
 def _state_facts(state: EmbeddingState) -> Tables:
     """Metadata of the tables of a state.
 
-    The entry `ELSEWHERE` names tables that the state alone does not contain, such as keyed tables.
+    If the rows of some tables are not in the state (keyed tables, tables on the host), the entry
+    `ELSEWHERE` names these tables.
     """
     facts = tables_of(state)
     not_in_state = []
@@ -326,7 +330,7 @@ def _state_facts(state: EmbeddingState) -> Tables:
 
 
 def _fingerprint_of(node: object) -> Fingerprint | None:
-    """`node` itself if it is a fingerprint, its layout if it is a state, or None."""
+    """The fingerprint of a node: the node itself or the layout of a state; None for other nodes."""
     if isinstance(node, tuple):
         node = getattr(node, "layout", None)
     if isinstance(node, Fingerprint):
@@ -335,7 +339,7 @@ def _fingerprint_of(node: object) -> Fingerprint | None:
 
 
 def stacks_of(state: EmbeddingState) -> Facts:
-    """Metadata of each stack in the layout of a state. The result is empty without a layout."""
+    """Metadata of each stack in the layout of a state, or `{}` if the state has no layout."""
     if state.layout is None:
         return {}
     return state.layout.facts
@@ -378,7 +382,7 @@ def _by_table(state: EmbeddingState) -> dict[str, Any]:
                 for slot, array in zip(stack["slots"], stack_slots, strict=True):
                     table_slots[slot] = _picked_rows(table, stack, array)
                 slots[name] = table_slots
-            elif "part_sizes" in table:  # Several tables of this stack share one storage.
+            elif "part_sizes" in table:  # The tables of this stack share one storage.
                 tables[name] = parts(stack_params, part_sizes)[number]
                 slots[name] = parts(stack_slots, part_sizes)[number]
             else:
@@ -453,18 +457,19 @@ def _concatenated(trees: Tables, names: list[str]) -> PyTree:
 
 
 Pieces = list[tuple[PickedRows, SavedArray]]
-"""For each table of a stack, its rows in the array of the stack, and its array in the file."""
+"""For each table of a stack, its rows in the stack's array, and its array in the checkpoint."""
 
 
 def _stack_array(pieces: Pieces, stack: Facts) -> jax.Array:
-    """Array of a stack with the rows of its tables from the file. Padding rows are zero."""
+    """The array of a stack, filled with the saved rows of its tables. Padding rows are zero."""
     like = pieces[0][0].array
     sharding = getattr(like, "sharding", None)
     blocks = _positioned_blocks(pieces)
     is_distributed = sharding is not None and len(sharding.device_set) > 1
     if stack["spread"] > 1 or is_distributed:
         return sharded(like.shape, like.dtype, sharding, blocks)
-    # Memory is allocated as for the initial values of tables, and blocks are written in place.
+    # `api.allocate` puts a large array on huge pages, if it can. Every call of `write` donates the
+    # array, so the blocks of rows are written in place.
     num_rows = sum(table.count for table, _ in pieces)
     fill = None
     if num_rows < like.shape[0]:
@@ -483,7 +488,7 @@ def _stack_array(pieces: Pieces, stack: Facts) -> jax.Array:
 
 
 def _positioned_blocks(pieces: Pieces) -> Blocks:
-    """Blocks of saved rows, with the row indices in the array of the stack."""
+    """Blocks of saved rows, with the indices of the rows in the array of the stack."""
     for table, saved in pieces:
         for numbers, rows in _numbered_blocks(saved):
             yield table.positions(numbers), rows

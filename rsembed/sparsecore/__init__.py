@@ -1,6 +1,6 @@
 """The JAX SparseCore embedding API on any backend.
 
-The API has table stacking, partitioned input, and fused lookup and update.
+The JAX SparseCore API has table stacking, partitioned input, and fused lookup and update.
 
 Modules have the names that jax-tpu-embedding gives them: `embedding`, `embedding_spec`,
 `table_stacking`, `utils`, `linen.embed`, `linen.embed_optimizer`, `nnx.embed` and
@@ -28,18 +28,19 @@ _MODULES = {
     "utils.utils": "rsembed.sparsecore.utils",
     "examples.models.shakespeare.dataset": "rsembed.datasets.text",
 }
-"""Modules below `jax_tpu_embedding.sparsecore`, and the modules that replace them."""
+"""Modules in `jax_tpu_embedding.sparsecore`, and the modules of rsembed that replace them."""
 
 
 def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
     """Makes `import jax_tpu_embedding.sparsecore...` import `rsembed.sparsecore` in this process.
 
-    After this call, libraries that use the JAX SparseCore API, such as
-    `keras_rs.layers.DistributedEmbedding`, run on rsembed. Call this function before such a library
-    is imported. To run a script unchanged, use `python -m rsembed.sparsecore SCRIPT`.
+    Call this function before you import a library that uses the JAX SparseCore API, such as
+    `keras_rs.layers.DistributedEmbedding`. The library then runs on rsembed. To run a script
+    unchanged, use `python -m rsembed.sparsecore SCRIPT`.
 
-    Returns: a context that removes the alias modules from `sys.modules` at its end. Outside a
-      `with` statement, the alias modules stay.
+    Returns: a context manager that removes the `jax_tpu_embedding` modules of rsembed from
+      `sys.modules` at the end of its `with` block. Without a `with` statement, the modules stay in
+      `sys.modules`.
 
     Raises: RuntimeError: jax-tpu-embedding itself has already been imported.
 

@@ -108,9 +108,8 @@ def auto_stack_tables(
 ) -> None:
     """Stacks all tables that can share a stack.
 
-    The specs of the tables and features are changed. See `table_stacking.auto_stack_tables`.
-
-    `options` are further keyword arguments of `table_stacking.auto_stack_tables`.
+    The function writes the placement into the specs of the tables and features. For the arguments
+    see `table_stacking.auto_stack_tables`, which also gets the keyword arguments `options`.
     """
     table_stacking.auto_stack_tables(
         feature_specs,
@@ -166,8 +165,8 @@ def init_embedding_variables(
     """Initial tables and slots of all stacks. Every device builds only its shard.
 
     The initial values of a logical table depend only on `rng` and on the table's name and
-    initializer, not on stacking, sharding or the number of devices. The initializer is called with
-    the logical shape. Padding rows and columns are zero.
+    initializer, not on stacking, sharding or the number of devices. The initializer of a table is
+    called with the logical shape. Padding rows and columns are zero.
 
     Args:
       rng: random key of the model.
@@ -178,7 +177,7 @@ def init_embedding_variables(
         needs.
       num_sparsecore_per_device: cores per device, by default the number that the tables were placed
         for. Pass the same number of cores to all functions. Variables do not store the number of
-        cores, so a function with a different number reads wrong rows without an error.
+        cores, so a function with a different number of cores reads wrong rows without an error.
       bypass_mesh_check: ignored. The mesh may have its devices in any order.
 
     Raises:
@@ -215,11 +214,11 @@ def update_preprocessing_parameters(
 ) -> None:
     """Sets the limits and buffer sizes of all stacks in place, from observed statistics.
 
-    By default, as in jax-tpu-embedding, limits are set to the largest observed values. With such
-    limits, buffers are small, but almost every call changes the size of the buffers, so the
-    training step is compiled again. For a long run, prefer `policy=LimitsPolicy()`: this policy
-    adds headroom, never lowers a limit, and uses only a few sizes. The new limits are part of the
-    next preprocessed batch, so `jit` traces the step again if they changed.
+    By default, as in jax-tpu-embedding, limits are set to the largest observed values. Buffers are
+    then small, but almost every call changes the size of the buffers, so the training step is
+    compiled again. For a long run, prefer `policy=LimitsPolicy()`: this policy adds headroom, never
+    lowers a limit, and uses only a few sizes. The new limits are part of the next preprocessed
+    batch, so `jit` traces the training step again if the limits changed.
 
     Args:
       feature_specs: placed specs of all features. Stacks without statistics keep their limits.
@@ -265,15 +264,17 @@ def sparse_dense_matmul(
         by default.
       perform_unstacking: if False, the result is `{stack: activations}` in the layout of the stack.
       use_activation_unstack_primitive: ignored; only jax-tpu-embedding uses this option.
-      axis_name: mesh axes that shard the tables, outermost first. By default, the axes are used
-        that together have `global_device_count` devices.
+      axis_name: mesh axes that shard the tables, outermost first. By default, all axes of the
+        surrounding `shard_map` if together they have `global_device_count` devices, else the only
+        axis with `global_device_count` devices.
 
     Returns:
-      Activations `[samples of this device, output dim]` in a tree like `feature_specs`. Sums are
-      computed in float32. The result has the dtype of the table.
+      Activations `[samples of this device, output dim]` in a tree like `feature_specs`. The
+      activations are summed in float32 and have the dtype of the table.
 
     Raises:
-      ValueError: input, variables and specs do not match.
+      ValueError: the batch was preprocessed for other specs or another number of devices, or the
+        shapes of the variables do not match the specs.
     """
     del use_activation_unstack_primitive
     sharding_strategy_to_enum(sharding_strategy)
@@ -326,11 +327,11 @@ def sparse_dense_matmul_grad(
       embedding_variables: this device's part of the variables, by stack. A plain tuple of a table
         and its slots is also accepted.
       feature_specs: placed specs of all features.
-      global_device_count: number of devices that share the tables. By default, the number is
-        computed from the number of samples in the gradients.
+      global_device_count: number of devices that share the tables. By default, it is the number of
+        samples in the global batch, divided by the number of samples in `activation_gradients`.
       sharding_strategy: "MOD", the only sharding strategy.
       label: ignored; jax-tpu-embedding uses the label as the name of a program.
-      step: index of the step, from 0. The index is needed if an optimizer, a learning rate or
+      step: index of the training step, from 0. Pass `step` if an optimizer, a learning rate or
         stochastic rounding depends on the step.
       num_sc_per_device: cores per device, by default the number that the specs were placed for.
       enable_minibatching: whether the batch was preprocessed with `enable_minibatching=True`, False
@@ -338,15 +339,17 @@ def sparse_dense_matmul_grad(
       perform_stacking: if False, gradients are expected in the layout of the stack.
       use_gradient_stacking_primitive: ignored; only jax-tpu-embedding uses this option.
       embedding_var_limits: pairs `(minimum or None, maximum or None)` for all stacks, by stack
-        name. Updated rows are clipped to these limits. By default, rows are not clipped.
+        name. The entries of updated rows are clipped to the limits of their stack. By default,
+        rows are not clipped.
       axis_name: see `sparse_dense_matmul`.
 
-    Returns: `{stack: variables}`. The variables of a stack have the tree structure of its entry in
-      `embedding_variables`.
+    Returns: `{stack: variables}`. The new variables of a stack have the same tree structure as the
+      entry of the stack in `embedding_variables`.
 
     Raises:
-      ValueError: `embedding_var_limits` does not name every stack, shapes of input and specs
-        differ, `step` is needed and None, or input, variables and specs do not belong together.
+      ValueError: `embedding_var_limits` does not name every stack, `step` is None but an optimizer
+        needs it, the batch was preprocessed for other specs or another number of devices, or the
+        shapes of gradients or variables do not match the specs.
     """
     del label, use_gradient_stacking_primitive
     sharding_strategy_to_enum(sharding_strategy)
@@ -403,7 +406,7 @@ def unstack_embedding_activations(
 
     Raises: ValueError: the activations of a stack are missing, or have the wrong shape.
     """
-    del use_activation_unstack_primitive  # Only jax-tpu-embedding uses this option.
+    del use_activation_unstack_primitive  # Accepted only because jax-tpu-embedding has this option.
     layouts = stack_layouts(
         feature_specs, num_devices=global_device_count, num_cores=num_sc_per_device
     )
@@ -433,15 +436,14 @@ def stack_embedding_gradients(
 ) -> dict[str, Array]:
     """Gradients of every stack on one device, from gradients in a tree like `feature_specs`.
 
-    The function is the inverse of `unstack_embedding_activations`.
-
-    Columns of the stack beyond a feature's columns are zero.
+    `stack_embedding_gradients` is the inverse of `unstack_embedding_activations`. If a stack has
+    more columns than the table of a feature, the additional columns are zero.
 
     Raises:
       ValueError: the tree differs from `feature_specs`, or a gradient has a different number of
         samples.
     """
-    del use_gradient_stacking_primitive  # Only jax-tpu-embedding uses this option.
+    del use_gradient_stacking_primitive  # Accepted only because jax-tpu-embedding has this option.
     features = features_of(feature_specs)
     leaves = leaves_like(feature_specs, activation_gradients, "activation gradients")
     by_name = {}
@@ -464,8 +466,8 @@ def stack_embedding_gradients(
                     f"expected ({expected}, {feature.output_dim}) on each of {num_devices} "
                     "devices."
                 )
-            # Output columns beyond the table's columns are padding, and their gradients are
-            # ignored.
+            # If a feature has more output columns than its table, the last output columns are
+            # padding. Their gradients are ignored.
             gradient = gradient[:, : feature.table_spec.embedding_dim]
             padded = jnp.pad(gradient, ((0, 0), (0, width - gradient.shape[1])))
             pieces.append(padded.reshape(layout.num_cores, -1, width))
@@ -476,7 +478,8 @@ def stack_embedding_gradients(
 def _num_devices(gradients: ArrayLike, num_samples: int | None) -> int:
     """Number of devices that share `num_samples` samples, from the gradients of one device.
 
-    The result is 1 if the samples cannot be split into parts of that size.
+    The number of devices is `num_samples`, divided by the number of samples in `gradients`. The
+    function returns 1 if this division has a remainder.
     """
     num_local = gradients.size // max(1, gradients.shape[-1])
     if not num_samples or not num_local or num_samples % num_local:
@@ -494,11 +497,11 @@ def _stacks(
 ) -> tuple[list[tuple[StackLayout, Occurrences, int]], Devices]:
     """Layout, ids and exchange capacity of every stack, and the devices that share the tables.
 
-    The ids are from this device's part of the batch.
+    The ids of a stack are the ids in this device's part of the batch.
 
-    The capacity is the number of distinct rows that one exchange round can request from one owner.
-    All minibatches are looked up together, since only the memory of a SparseCore requires a batch
-    to be small.
+    The exchange capacity of a stack is the number of distinct rows that a device can request from
+    one other device in one round of the exchange. All minibatches of a batch are looked up
+    together: only a SparseCore, with its small memory, needs minibatches.
     """
     if isinstance(inputs, SparseDenseMatmulInput):
         inputs = PreprocessedInput(inputs)
@@ -550,11 +553,11 @@ def _stacks(
     for layout, partition, (rows, offsets, gains) in zip(
         layouts.values(), partitions, entries, strict=True
     ):
-        # For the engine, a stack is one feature. The ids of this feature are rows of the physical
-        # table, and the samples are in the order of the buffers.
+        # The engine reads a stack as one table with one feature. The ids of the feature are row
+        # indices in the stack, and its samples are in the order of the buffers.
         occurrences = Occurrences(Call.of([IdList(rows, offsets, gains)], ["sum"]))
         num_ids = partition.embedding_ids.size
-        if layout.declared_ids is not None:  # A buffer may have room for more ids.
+        if layout.declared_ids is not None:  # The buffer may be larger than the declared ids need.
             num_ids = min(num_ids, layout.declared_ids)
         capacity = default_capacity(num_ids, num_devices)
         if layout.name in max_ids_of_stack:
@@ -567,8 +570,8 @@ def _stacks(
 def _rounding(step: Scalar | None, layout: StackLayout) -> Rounding | None:
     """Stochastic rounding with the noise of this step; None if the stack rounds to nearest.
 
-    The engine folds table and id into the noise, so the noise does not depend on the position of a
-    row.
+    The random noise for a row depends on the step, the table and the id, but not on the position of
+    the row in a stack.
     """
     if not layout.tables[0].stochastic_rounding:
         return None

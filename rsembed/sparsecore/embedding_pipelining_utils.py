@@ -1,8 +1,8 @@
 """Pipelined training: lookup and update run concurrently with the dense step of another batch.
 
-Training `n` batches takes `n + 2` cycles. Cycle `i` has three stages. The lookup stage runs after
-the update stage. The dense stage depends on neither of these stages, so the compiler can run it
-concurrently with them:
+Training on `n` batches takes `n + 2` cycles. Cycle `i` has three stages. The lookup stage runs
+after the update stage. The dense stage of a cycle does not depend on the other two stages of the
+cycle, so the compiler can run the dense stage concurrently with them:
 
 ```
 update    update of the tables with the gradients of batch i - 2
@@ -10,12 +10,13 @@ lookup    activations of batch i, from the updated tables
 dense     forward and backward pass of batch i - 1, with the activations of the previous cycle
 ```
 
-The activations of a batch then miss exactly one update, the update of the batch before it. Rows
-that two successive batches share are one step stale. Rows that only one of the two batches reads
-are up to date. Sequential training with the same delay computes the same values.
+When batch `i` is looked up, exactly one update is missing, the update for batch `i - 1`. A row that
+batches `i - 1` and `i` both read is therefore one update late in batch `i`. A row that batch
+`i - 1` does not read has all its updates. A sequential training loop that delays every update by
+one batch computes the same values.
 
-Cycles 0 and 1 have no gradients yet. The update of these cycles runs on a batch without ids, so no
-row and no optimizer state changes.
+In cycles 0 and 1, there are no gradients yet. The update stage of cycles 0 and 1 runs on a batch
+without ids, so no row and no optimizer state changes.
 """
 
 from __future__ import annotations
@@ -45,20 +46,20 @@ DenseInputs: TypeAlias = PyTree
 TrainState: TypeAlias = PyTree
 """State of the dense stage: parameters and optimizer state."""
 Aux: TypeAlias = PyTree
-"""Auxiliary output of a stage: an argument of the next stage, or a result of `step`."""
+"""Auxiliary output of a stage. The next stage gets it as an argument, or `step` returns it."""
 Output: TypeAlias = PyTree
 """Output of the dense stage for the user, such as the loss."""
 
 
 class CurrentStepInput(NamedTuple):
-    """Batch `i`: ids for the lookup of this cycle, and dense inputs for the next cycle."""
+    """Batch `i` in cycle `i`: ids for the lookup, and dense inputs for the next cycle."""
 
     sparse_inputs: SparseInputs
     dense_inputs: DenseInputs
 
 
 class LastStepInput(NamedTuple):
-    """Batch `i - 1`: dense inputs for this cycle, and ids for the update of the next cycle."""
+    """Batch `i - 1` in cycle `i`: inputs of the dense stage, and ids for the next update."""
 
     sparse_inputs: SparseInputs
     embedding_activations: Activations
@@ -67,7 +68,7 @@ class LastStepInput(NamedTuple):
 
 
 class StepBeforeLastStepInput(NamedTuple):
-    """Batch `i - 2`: ids and gradients for the update of this cycle."""
+    """Batch `i - 2` in cycle `i`: ids and gradients for the update."""
 
     sparse_inputs: SparseInputs
     embedding_gradients: Activations
@@ -78,8 +79,8 @@ class PipelineState(NamedTuple):
     """State that a cycle passes to the next cycle.
 
     Attributes:
-      pipeline_step: index of the cycle, from 0, as an int32 array. In a tree of shardings, this
-        entry is None, so the compiler chooses the sharding.
+      pipeline_step: index of the cycle, from 0, as an int32 array. In a tree of shardings,
+        `pipeline_step` is None, so the compiler chooses the sharding of the index.
       last_step_inputs: batch that the previous cycle looked up, with its activations.
       step_before_last_step_inputs: batch that was looked up two cycles ago (`i - 2` in cycle `i`),
         with the gradients of its activations.
@@ -110,14 +111,14 @@ ScBwdStageFun = Callable[..., tuple[Variables, Aux]]
 """Update stage: updates the tables with the gradients of one batch.
 
 The arguments are `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux)`, and the
-results are `(new variables, aux)`. A function with a parameter named `step` also gets the index,
-from 0, of the batch that the gradients belong to. The index is negative in the first two cycles,
-which have no gradients.
+results are `(new variables, aux)`. If the function has a parameter named `step`, it also gets the
+index, from 0, of the batch that the gradients belong to. In the first two cycles, which have no
+gradients, `step` is negative.
 """
 
 
 def get_pipeline_train_steps(num_steps: int) -> int:
-    """Number of cycles for `num_steps` batches; two more cycles fill and drain the pipeline."""
+    """Number of cycles for `num_steps` batches: two more, to fill and drain the pipeline."""
     return num_steps + 2
 
 
@@ -135,9 +136,9 @@ def get_initial_state(
     dense_input_sharding: Sharding | None = None,
     sparse_input_sharding: Sharding | None = None,
 ) -> PipelineState:
-    """The state before cycle 0: zeros in the right shapes.
+    """The pipeline state before cycle 0: zeros in the shapes of the later states.
 
-    The ids are all-zero buffers, which stand for a batch without ids.
+    The id buffers of the state are zero, so they stand for batches without ids.
 
     Args:
       pipeline_input: any batch; only the shapes and dtypes of the batch are used.
@@ -157,7 +158,7 @@ def get_initial_state(
         tc_function, activations, shapes.dense_inputs, tc_train_state, sc_fwd_aux
     )
     sparse = functools.partial(_zeros, sharding=sparse_input_sharding)
-    # Every leaf is a separate array, because a donated state must not contain a buffer twice.
+    # Every leaf of the state is a new array, because `jit` cannot donate the same buffer twice.
     return PipelineState(
         pipeline_step=jnp.zeros((), jnp.int32),
         last_step_inputs=LastStepInput(
@@ -244,12 +245,14 @@ def step(
       sc_fwd_function: lookup stage, a `ScFwdStageFun`.
       tc_function: dense stage, a `TcStageFun`.
       sc_bwd_function: update stage, a `ScBwdStageFun`.
-      fake_tc_step: whether the dense stage is skipped: `not is_output_valid(i, n)`. A Python bool
-        compiles two programs; a traced bool compiles one program with a branch.
+      fake_tc_step: whether the dense stage is skipped: `not is_output_valid(i, n)`. For a Python
+        bool, `jit` compiles two programs, with and without the dense stage. For a traced bool,
+        `jit` compiles one program with a branch.
 
     Returns:
-      The output of the dense stage (for batch `i - 1`; zeros if skipped), the aux of the update,
-      the train state, the variables, and the state for the next cycle.
+      The output of the dense stage (for batch `i - 1`; zeros if the dense stage is skipped), the
+      auxiliary output of the update stage, the train state, the variables, and the pipeline state
+      for the next cycle.
     """
     last = pipeline_state.last_step_inputs
     before = pipeline_state.step_before_last_step_inputs
@@ -327,9 +330,9 @@ def get_default_sc_bwd_function(
 ) -> ScBwdStageFun:
     """Update stage for all tables on a mesh, with None as auxiliary output.
 
-    For the arguments see `get_default_sc_fwd_function`. The returned function has a keyword
-    argument `step`, the index of the batch that the gradients belong to. The function `step` of
-    this module passes this index.
+    For the arguments see `get_default_sc_fwd_function`. The returned update stage has a keyword
+    argument `step`, the index of the batch that the gradients belong to. The function
+    `embedding_pipelining_utils.step` passes it.
     """
     devices = Devices.of(global_mesh, sharding_axis)
     tables = MeshTables(
@@ -353,7 +356,7 @@ def get_default_sc_bwd_function(
         def stepped(variables: Variables) -> Variables:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
-        if not moves_all_rows:  # Such optimizers change only rows with a gradient.
+        if not moves_all_rows:  # Without gradients, these optimizers change no row.
             return stepped(embedding_variables), None
         new_variables = jax.lax.cond(
             step >= 0, stepped, lambda variables: variables, embedding_variables

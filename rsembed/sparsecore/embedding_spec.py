@@ -69,8 +69,8 @@ _CODES: dict[type[OptimizerSpec], int] = {
     FTRLOptimizerSpec: 4,
     F2AOptimizerSpec: 5,
     AdagradMomentumOptimizerSpec: 6,
-    # Code 7 is "custom", the last code of jax-tpu-embedding. If LaProp had code 7, readers would
-    # load it as SGD.
+    # jax-tpu-embedding has the codes 1 to 7, and code 7 means a custom rule. Only rsembed has the
+    # codes from 8 on.
     LaPropOptimizerSpec: 8,
     RowWiseAdagradOptimizerSpec: 9,
 }
@@ -79,9 +79,10 @@ CUSTOM_CODE = 7
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerRecord:
-    """Description of an optimizer, with its code in jax-tpu-embedding.
+    """Description of an optimizer, with the code of its class.
 
-    If the learning rate is a function, `learning_rate` is None and `learning_rate_tag` is its name.
+    If the learning rate is a function, `learning_rate` is None and `learning_rate_tag` is the name
+    of the function.
     """
 
     type: int
@@ -248,7 +249,7 @@ def create_proto_from_feature_specs(
 def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, Any]:
     """Values, by field name, of the fields that the dataclasses `source` and `record` share.
 
-    `recorded` has additional values, which take precedence.
+    The keyword arguments `recorded` add fields to the result, or replace them.
     """
     names_of_record = {field.name for field in dataclasses.fields(record)}
     shared = {}
@@ -281,13 +282,13 @@ def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRec
 
 
 def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
-    """Code of an optimizer class, or `CUSTOM_CODE` if there is no code for the class."""
+    """Code of an optimizer class, or `CUSTOM_CODE` if the class has no code."""
     check_type(optimizer_class, type[OptimizerSpec], "get_optimizer_type: optimizer_class")
     return _CODES.get(optimizer_class, CUSTOM_CODE)
 
 
 def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
-    """The optimizer class with a given code of jax-tpu-embedding.
+    """The optimizer class for a code, as `get_optimizer_type` returns it.
 
     Raises: ValueError: no class has the code, or the code means a custom rule.
     """
@@ -303,7 +304,7 @@ def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
 def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
     """Description of an optimizer.
 
-    Only the name of a function is stored, such as a custom rule or a schedule.
+    If a custom rule or a learning rate is a function, the description has only its name.
     """
     learning_rate = opt.learning_rate
     tag = None
@@ -332,9 +333,9 @@ def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
 
 @validated
 def proto_to_optimizer_spec(proto: OptimizerRecord) -> OptimizerSpec:
-    """The optimizer that `optimizer_spec_to_proto` described.
+    """The optimizer that a result of `optimizer_spec_to_proto` describes.
 
-    Raises: ValueError: the rule or the learning rate was a function, and `proto` has only its name.
+    Raises: ValueError: the rule or the learning rate is a function, and `proto` has only its name.
     """
     if proto.type == CUSTOM_CODE or proto.learning_rate is None:
         what = (
@@ -393,9 +394,16 @@ def get_row_ids_in_stacked_tables(
 ) -> dict[str, list[int]]:
     """Indices, in the flat stacked arrays, of rows of several tables, by stack name.
 
-    `row_ids` has ids by table name. The indices for a stack are in the order of its `table_specs`.
+    Args:
+      embedding_spec_proto: description of the stacks.
+      row_ids: ids to convert, by table name.
 
-    Raises: ValueError: a table is unknown.
+    Returns:
+      For each stack, a list of row indices: first for the ids of the stack's first table, then for
+      its second table, in the order of `table_specs`.
+
+    Raises: ValueError: `embedding_spec_proto` does not describe a table in `row_ids`, or an id is
+      outside its table.
     """
     known: list[str] = []
     for stack in embedding_spec_proto.stacked_table_specs:

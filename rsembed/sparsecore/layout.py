@@ -40,7 +40,7 @@ from rsembed.stacking import (
 from rsembed.storage.dense_rows import RowLayout
 
 T = TypeVar("T")
-# A tree: `Nested[FeatureSpec]` is a FeatureSpec, or nested lists and dicts of FeatureSpecs.
+# Type of a tree: `Nested[FeatureSpec]` is a FeatureSpec, or nested lists and dicts of FeatureSpecs.
 Nested = Union[T, Sequence[Any], Mapping[Any, Any]]  # noqa: UP007  (X | Y cannot be subscripted)
 
 FeatureTree: TypeAlias = PyTree
@@ -103,9 +103,9 @@ ShardingStrategy = enum.Enum("ShardingStrategy", "MOD")
 
 
 def sharding_strategy_to_enum(sharding_strategy: str) -> ShardingStrategy:
-    """Member of `ShardingStrategy` with the name `sharding_strategy`, in any case.
+    """Member of `ShardingStrategy` for the name "MOD", in upper or lower case.
 
-    Raises: ValueError: the name is unknown.
+    Raises: ValueError: `sharding_strategy` is not "MOD".
     """
     if not isinstance(sharding_strategy, str) or sharding_strategy.upper() != "MOD":
         raise ValueError(f"unknown sharding strategy {sharding_strategy!r}; the only one is 'MOD'.")
@@ -121,11 +121,12 @@ _PLACE_AGAIN = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackLayout:
-    """Tables and features of a stack, and the number of devices that share it.
+    """Tables and features of a stack, and the number of devices that share the stack.
 
     Tables are in the order of their rows in the stack, and features in the order of their samples.
 
-    Functions that handle only rows use a layout without features, with all shards on one device.
+    Functions that need only the rows of a stack use a layout without features and with all shards
+    on one device.
     """
 
     spec: StackedTableSpec
@@ -160,9 +161,9 @@ class StackLayout:
 
     @property
     def declared_ids(self) -> int | None:
-        """Number of ids in one device's part of the batch, or None.
+        """Number of ids that the features declare for one device's part of a batch.
 
-        The result is None if a feature does not declare its number of ids per sample.
+        None if a feature does not declare its number of ids per sample.
         """
         num_ids = 0
         for feature in self.features:
@@ -186,14 +187,14 @@ class StackLayout:
 
     @functools.cached_property
     def row_layout(self) -> RowLayout:
-        """The row layout of the stack, as `DenseRows` uses it."""
+        """The `RowLayout` of the stack, which `DenseRows` takes."""
         return RowLayout.as_planned(self.plan, self.num_cores)
 
     def check_features(self) -> None:
         """Checks the placement and the batch size of every feature.
 
-        Raises: ValueError: a feature does not have the expected placement, or its batch does not
-          split evenly.
+        Raises: ValueError: the offsets of a feature are not the offsets that follow from the
+          features before it, or its batch cannot be split into equal parts for all shards.
         """
         end = 0
         for feature in self.features:
@@ -225,7 +226,7 @@ class StackLayout:
     def checked_activations(self, activations: Array) -> Array:
         """Checks the shape of the activations (or gradients) of one device, and returns them.
 
-        Raises: ValueError: the shape is wrong.
+        Raises: ValueError: the shape is not `[samples of one device, columns of the stack]`.
         """
         shape = (self.samples_per_core * self.num_cores, self.spec.stack_embedding_dim)
         if activations.shape != shape:
@@ -238,10 +239,13 @@ class StackLayout:
     def buffer_size_per_device(self, enable_minibatching: bool = False) -> int:
         """Size of the input buffer of one device, in entries.
 
-        If the stack suggests a size, the buffer has this size, rounded up. By default, the buffer
-        has room for the case that all partitions reach their limit.
+        If the stack has a `suggested_coo_buffer_size_per_device`, the buffer has this size, rounded
+        up. Otherwise the buffer has enough entries for partitions that all reach
+        `max_ids_per_partition`. If a stack of several tables suggests more entries, the buffer is
+        not larger than these partitions need.
 
-        Raises: ValueError: the suggested size is larger than the limits can fill.
+        Raises: ValueError: the stack has one table, and its suggested size is larger than
+          partitions that all reach `max_ids_per_partition` can fill.
         """
         max_ids = self.spec.max_ids_per_partition
         largest = coo_buffer_size(max_ids, self.num_devices, self.num_cores, enable_minibatching)
@@ -250,8 +254,8 @@ class StackLayout:
             return largest
         size = round_up(suggested, SUBLANES * self.num_cores)
         if size > largest and len(self.tables) > 1:
-            # The suggested size of a stack is a sum over its tables, which may exceed what the
-            # shared limits allow.
+            # The suggested size of a stack is the sum of the suggested sizes of its tables. All
+            # tables share `max_ids_per_partition`, so they may not be able to fill this size.
             return largest
         if size > largest:
             raise ValueError(
@@ -271,8 +275,8 @@ def compute_row_pointers_size_per_device(
 ) -> int:
     """Number of row pointers of one device for one stack.
 
-    Each core has one pointer per shard, and at least 8 pointers. With minibatching, each of the 64
-    minibatches of a core has this number of pointers.
+    Each core has one row pointer per shard, and at least 8 row pointers. With minibatching, each
+    core has 64 times as many row pointers, one set for every minibatch.
     """
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     pointers_per_block = max(global_device_count * num_cores, SUBLANES)
@@ -286,9 +290,9 @@ def compute_theoretical_max_coo_buffer_size(
     num_sc_per_device: int | None = None,
     enable_minibatching: bool = False,
 ) -> int:
-    """Size of a device's buffer, in entries, if every partition reaches its limit.
+    """Size of a device's buffer, in entries, if every partition reaches `max_ids_per_partition`.
 
-    With minibatching, the partitions of all 64 minibatches are counted.
+    With minibatching, the size includes the partitions of all 64 minibatches.
     """
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     return coo_buffer_size(
@@ -311,8 +315,8 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
     Args:
       tables: specs of placed tables.
       num_devices: number of devices that share the tables.
-      num_sc_per_device: expected number of cores per device. With None, any number of cores is
-        accepted.
+      num_sc_per_device: expected number of cores per device. With None, the number is the shards
+        of the tables, divided by the devices.
 
     Raises: ValueError: a table has not been placed, or was placed for a different number of shards.
     """
@@ -337,14 +341,15 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
 def stack_layouts(
     feature_specs: Nested[FeatureSpec], *, num_devices: int, num_cores: int | None
 ) -> dict[str, StackLayout]:
-    """Layouts of the stacks that the features read, by stack name, after checks of the placement.
+    """Checks the placement of the features, and returns the layouts of their stacks by stack name.
 
     The order of the stacks is the order of the first features that read them.
 
     Args:
       feature_specs: placed specs of all features.
       num_devices: number of devices that share the tables.
-      num_cores: expected number of cores per device. With None, any number of cores is accepted.
+      num_cores: expected number of cores per device. With None, the number is the shards of the
+        tables, divided by the devices.
 
     Raises:
       ValueError: a table has not been placed, or was placed for a different number of shards or for
@@ -364,7 +369,7 @@ def stack_layouts(
                 "with update_preprocessing_parameters, which changes all of them."
             )
         features = sorted(readers[name], key=lambda feature: feature.id_transformation.row_offset)
-        # A stack that a user constructed does not have `num_shards` yet.
+        # If a user constructed the `StackedTableSpec`, its `num_shards` is not set yet.
         spec = layout.spec.replace(num_shards=num_shards)
         layouts[name] = dataclasses.replace(
             layout,
@@ -377,13 +382,14 @@ def stack_layouts(
 
 
 def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dict[str, StackLayout]:
-    """Layout of each stack that has some of the tables, without features, by stack name.
+    """Layouts, without features, of the stacks of some tables, by stack name.
 
     Args:
       tables: specs of placed tables.
-      must_be_whole: whether every table of a stack must be among `tables`, True by default.
+      must_be_whole: whether `tables` must include all tables of each stack, True by default. With
+        False, the layout of a stack may lack tables of the stack.
 
-    Raises: ValueError: a table is not placed, or tables of a stack are missing.
+    Raises: ValueError: a table is not placed, or `tables` lacks a table of a stack.
     """
     unique_tables = {table.name: table for table in tables}
     layouts = {}
@@ -412,8 +418,8 @@ def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec
 def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
     """Leaves of `tree` in the order of the leaves of `specs`.
 
-    Leaves are matched by path. The containers of the two trees may be of different types, for
-    example a tuple in place of a list.
+    A leaf of `tree` belongs to the leaf of `specs` with the same path. A container in `tree` may be
+    of another type than in `specs`, for example a tuple instead of a list.
 
     Args:
       specs: tree that defines order and paths of the leaves.
@@ -426,8 +432,8 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
     try:
         return structure.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):
-        # The trees differ in their entries, or only in the types of containers, so compare level by
-        # level.
+        # Either the trees have different entries, or only the types of containers differ. To know
+        # which, compare the entries of the top-level containers, and call this function for each.
         children = jax.tree_util.tree_leaves_with_path(
             specs, is_leaf=lambda node: node is not specs
         )
@@ -453,7 +459,7 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
 
 
 def check_is_array(table: TableSpec) -> None:
-    """Checks that a table is a plain array, the only storage that partitioned layouts support.
+    """Checks that a table is a plain array, the only storage that `rsembed.sparsecore` supports.
 
     Raises: NotImplementedError: the table has a `storage`.
     """
@@ -467,7 +473,7 @@ def check_is_array(table: TableSpec) -> None:
 def with_place(table: TableSpec, num_shards: int) -> TableSpec:
     """The table if it has been placed, else a placed copy of the table.
 
-    A table without a stack becomes the only table of a stack with the table's name.
+    If the table has no stack, the copy is the only table of a stack with the table's name.
     """
     check_is_array(table)
     stack = table.stacked_table_spec

@@ -40,7 +40,7 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
     """The devices that share the tables of a layer.
 
     Args:
-      mesh: mesh of the devices. If None, the function makes a mesh with all devices on one axis.
+      mesh: mesh of the devices. With None, `table_mesh` makes a mesh with all devices on one axis.
       sharding_axis: name or names of the axes that shard tables and batch.
 
     Raises: ValueError: the mesh does not have the axes, or several axes are named without a mesh.
@@ -51,8 +51,8 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
         if len(axes) != 1:
             raise ValueError(f"sharding_axis {axes} needs a mesh; pass mesh=.")
         mesh = Mesh(np.asarray(jax.devices()), axes)
-    # The mesh keeps its explicit axes, because "gradients" of tables need the sharding of the
-    # tables.
+    # `Devices.of` makes all axes of the mesh automatic. Use the original mesh: if its axes are
+    # explicit, the "gradient" of a table must have the same sharding as the table.
     return dataclasses.replace(Devices.of(mesh, sharding_axis), mesh=mesh)
 
 
@@ -90,10 +90,10 @@ class MeshTables:
         step: Scalar | None,
         inputs: PreprocessedInput,
     ) -> Variables:
-        """Makes one optimizer step of every row that `inputs` look up, and returns the variables.
+        """Makes one optimizer step of every row that `inputs` read, and returns the new variables.
 
-        The result has the tree structure of `variables`. `step` is the index of the step, from 0,
-        or None if no optimizer needs the index.
+        The result has the tree structure of `variables`. `step` is the index of the training step,
+        from 0, or None if no optimizer needs the index.
         """
         split = self.devices.split
         shards = self.devices.num_devices
@@ -120,10 +120,9 @@ class MeshTables:
     def train(self, variables: Variables, counter: Array, inputs: PreprocessedInput) -> Activations:
         """Looks up a batch, and returns the activations.
 
-        The backward pass of this lookup returns updated variables as "gradients" of the variables.
-
-        The "gradient" of the step counter is the counter of the next step. The counter is a float
-        array, since autodiff computes gradients only for floats.
+        The backward pass of `train` returns the updated variables as the "gradients" of
+        `variables`. The "gradient" of `counter` is the counter of the next step. The counter is a
+        float array, because autodiff computes gradients only for floats.
         """
         check_type(
             inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,"
@@ -152,7 +151,7 @@ class MeshTables:
     def preprocess(
         self, features: FeatureTree, features_weights: FeatureTree = None, **options: Any
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-        """This process' part of a batch, partitioned on the host for the devices of the tables.
+        """Partitions this process' part of a batch, on the host, for the devices of the tables.
 
         For the arguments see `embedding.preprocess_sparse_dense_matmul_input`.
         """
@@ -207,7 +206,7 @@ class MeshLayer:
         features_weights: FeatureTree,
         all_reduce_interface: AllReduce | None = None,
     ) -> PreprocessedInput:
-        """This process' part of a batch, partitioned on the host for the layer's devices."""
+        """Partitions this process' part of a batch, on the host, for the layer's devices."""
         options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
         return self._tables().preprocess(features, features_weights, **options)[0]
 
@@ -218,8 +217,8 @@ class MeshLayer:
 
         Args:
           features: ids of this process' samples, in a tree like `feature_specs`.
-          features_weights: weights, in a tree like `features`. None, the default, means weights of
-            1.
+          features_weights: weights of the ids, in a tree like `features`. With None, the default,
+            all weights are 1.
           options: keyword options of `embedding.preprocess_sparse_dense_matmul_input`, such as
             `allow_id_dropping` and `batch_number`.
         """
@@ -242,7 +241,7 @@ _PLACES = np.asarray([1, 2**8, 2**16], np.float32)
 
 
 def step_counter(step: Scalar) -> Float[Array, " digits"]:
-    """Counter for a step: the three digits of its index in base 256, exact in a 16-bit dtype."""
+    """Counter for a step: the step's index as three digits in base 256, exact in a 16-bit dtype."""
     return jnp.floor(jnp.asarray(step, jnp.float32) / _PLACES) % _PLACES[1]
 
 
@@ -259,7 +258,7 @@ def next_step(counter: Float[Array, " digits"]) -> Float[Array, " digits"]:
 def counter_at(counter: Float[Array, " digits"], step: Scalar | None) -> Float[Array, " digits"]:
     """Counter for `step`, or `counter` itself if `step` is None.
 
-    The derivative of the result with respect to `counter` is one in both cases.
+    With or without `step`, the derivative of the result with respect to `counter` is one.
     """
     if step is None:
         return counter

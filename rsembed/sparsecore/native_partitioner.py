@@ -1,7 +1,8 @@
 """Multithreaded C++ partitioner with the same buffers and counts, bit for bit, as `partitioner.py`.
 
-One call partitions all stacks of a batch. The call reads ids without copies, in any integer width,
-and releases the GIL, so a thread can partition the next batch during a training step.
+One call of the C++ library partitions all stacks of a batch. The library reads ids of any integer
+dtype without copies, and releases the GIL, so a Python thread can partition the next batch during a
+training step.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ from rsembed.stacking import SUBLANES, round_up
 THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"
 """Environment variable with the maximum number of threads that partition a batch.
 
-By default, the maximum is the number of available processors.
+If the variable is not set, the maximum is the number of available processors.
 
 """
 
-# A thread with fewer ids would take longer to start than to partition its ids.
+# With fewer ids per thread, a thread would take longer to start than to partition its ids.
 _MIN_IDS_PER_THREAD = 16384
 # Codes of combiners and id types, as in csrc/partition.h.
 _GAIN_RULES = {"sum": 0, "mean": 1, "sqrtn": 2}
@@ -147,7 +148,8 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
     status = _partition_function()(descriptors, len(tasks), batch.allow_id_dropping, threads)
     for task, descriptor in zip(tasks.values(), descriptors, strict=True):
-        # `descriptors` has copies of the tasks' structs, and the library wrote to the copies.
+        # The ctypes array `descriptors` has copies of the structs. The library wrote its results to
+        # the copies.
         task.descriptor = descriptor
     if status == _BAD_ENTRY:
         for feature in features:
@@ -159,7 +161,7 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
         if batch.allow_id_dropping or not task.descriptor.drops_something:
             task.record(batch)
             buffers[name] = task.buffers
-        else:  # The NumPy partitioner raises an error that names the reason.
+        else:  # Ids do not fit. The NumPy partitioner raises an error that names the limit.
             buffers[name] = partitioner.partition_stack(batch, name)
     return buffers
 
@@ -169,8 +171,8 @@ class _Block:
 
     With pages of normal size, the page faults of new memory take as long as sorting the ids. NumPy
     requests huge pages for large arrays, but only the parts of an array that fill a whole huge page
-    get one. For this reason a large block starts at the boundary of a huge page, and its size is
-    rounded up to whole huge pages. The additional bytes are never written.
+    get one. Therefore a large block starts at the boundary of a huge page, and its size is rounded
+    up to whole huge pages. The bytes that the rounding adds are never written.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -187,16 +189,17 @@ class _Block:
 
 
 class _StackTask:
-    """Arguments of one stack for the native library.
+    """Arguments of one stack for the C++ library.
 
-    The object keeps the arrays alive that the library reads and writes.
+    The library gets only addresses of arrays. A `_StackTask` refers to the arrays, so that they are
+    not freed.
     """
 
     def __init__(self, batch: HostBatch, name: str) -> None:
         self.layout = layout = batch.layouts[name]
         num_cores = batch.local_device_count * layout.num_cores
         num_shards = layout.num_shards
-        # The library requires that features of one table follow each other, in the order of their
+        # The library requires that the features of a table are consecutive, in the order of their
         # samples.
         readers = sorted(batch.readers[name], key=operator.attrgetter(*_TABLE_AND_SAMPLE))
         self.inputs: list[np.ndarray | None] = []
@@ -217,19 +220,19 @@ class _StackTask:
             *(len(readers), num_cores, num_shards, layout.samples_per_core),
             *(layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition),
             *(size // num_cores, pointers),
-            *(None, None, None, None),  # `place_buffers` sets these addresses of buffers.
+            *(None, None, None, None),  # addresses of the four buffers, set by `place_buffers`
             *(address, address + 8 * num_partitions, address + 16 * num_partitions),
             _GAIN_RULES[layout.spec.combiner],
         )
 
     def _describe(self, feature: HostFeature) -> _Feature:
-        """The ids of one feature as the library reads them."""
+        """The struct from which the library reads the ids and weights of one feature."""
         bags = feature.bags
         placement = feature.spec.id_transformation
         num_shards = self.layout.num_shards
         ids = _plain(bags.ids)
         shape = bags.dense_shape
-        # Without offsets, all samples have the same number of ids.
+        # If all samples have the same number of ids, the library needs no offsets.
         offsets = np.asarray(bags.offsets, np.int64) if shape is None else None
         weights = None if bags.weights is None else _plain(bags.weights)
         arrays = (ids, offsets, weights)
@@ -246,7 +249,7 @@ class _StackTask:
         )
 
     def place_buffers(self, block: _Block) -> None:
-        """Allocates the buffers of this stack in a block of memory."""
+        """Takes the memory for the buffers of this stack from `block`."""
         self.buffers: StackBuffers = {}
         for (field, dtype), size in zip(BUFFER_DTYPES.items(), self.sizes, strict=True):
             self.buffers[field], address = block.cut(size, dtype)
@@ -265,7 +268,11 @@ class _StackTask:
 
 
 def _fits_keys(layout: StackLayout) -> bool:
-    """Whether shard, row and sample fit a 64-bit key, and no device has too many samples."""
+    """Whether the C++ partitioner can sort the ids of a stack.
+
+    A 64-bit sort key must hold shard, row and sample, and no device may have more than
+    `MAX_SAMPLES_PER_DEVICE` samples.
+    """
     counts = (layout.num_shards, layout.rows_per_shard, layout.samples_per_core)
     is_allowed = layout.samples_per_core * layout.num_cores <= MAX_SAMPLES_PER_DEVICE
     return is_allowed and sum(max(count - 1, 0).bit_length() for count in counts) <= 64

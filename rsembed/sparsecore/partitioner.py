@@ -7,16 +7,17 @@ one sample with equal rows are merged.
 
 A batch that exceeds a limit is split into several minibatches. A hash assigns every row to one of
 64 buckets. Neighbouring buckets form a minibatch as long as every partition of every core stays
-within its limits. All stacks, devices and processes split at the same buckets. A row belongs to one
-bucket, so the row is in one minibatch and is updated once per batch, as without minibatches.
+within its limits. All stacks, devices and processes split at the same buckets. All ids of a row are
+in the same bucket, so in the same minibatch. Therefore the optimizer updates each row once per
+batch, as without minibatches.
 
 ```
 buckets      2 5 | 1 6 | 3 4 | 2 0      limit 7: no two neighbouring pairs fit together
 minibatches   1     2     3     4
 ```
 
-Source: the documented behaviour of the JAX SparseCore API (jax-tpu-embedding). jax-tpu-embedding
-  assigns rows to minibatches by a different hash, HighwayHash.
+Source: the documented behaviour of the JAX SparseCore API (jax-tpu-embedding), except for the hash,
+  which is HighwayHash in jax-tpu-embedding.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rsembed.specs import FeatureSpec
 from rsembed.stacking import SUBLANES, round_up
 
 PADDING_VALUE = 2**31 - 1
-"""Id and sample of padding in a buffer."""
+"""Value of the ids and of the samples in the padding of a buffer."""
 _log = logging.getLogger("rsembed")
 
 SETTINGS = {
@@ -56,7 +57,7 @@ BUFFER_DTYPES = {
     "gains": "float32",
 }
 StackBuffers = dict[str, np.ndarray]
-"""The flat buffers of one stack in this process, by the names in `BUFFER_DTYPES`."""
+"""The flat buffers of one stack for this process, by the names in `BUFFER_DTYPES`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,8 +66,8 @@ class HostFeature:
 
     Attributes:
       spec: spec of the feature.
-      bags: NumPy arrays with one bag for every sample of this process. Ids are rows of the logical
-        table. Ids and weights are unchecked. See `check_values`.
+      bags: NumPy arrays with one bag for every sample of this process. Ids are row numbers in the
+        logical table. `check_values` checks the ids and weights.
     """
 
     spec: FeatureSpec
@@ -81,7 +82,8 @@ class HostFeature:
     def gains(self) -> Float32[np.ndarray, " nnz"]:
         """Factor of each entry's row in the activation of the sample, before entries are merged.
 
-        The factor is 0 in a sample with a zero sum of weights ("mean") or of squares ("sqrtn").
+        The factor is 0 if the weights of the sample have the sum 0 (combiner "mean") or their
+        squares have the sum 0 (combiner "sqrtn").
         """
         combiner = self.spec.table_spec.combiner
         weights = self.bags.weights
@@ -93,7 +95,7 @@ class HostFeature:
         wide = values.astype(np.float64)
         summands = wide if combiner == "mean" else wide * wide
         total = np.bincount(self.samples, summands, minlength=self.bags.num_bags)
-        total = total.astype(np.float64, copy=False)  # np.bincount of no entries returns integers.
+        total = total.astype(np.float64, copy=False)  # `np.bincount` without entries is integer.
         divisor = total if combiner == "mean" else np.sqrt(total)
         inverse = np.divide(1.0, divisor, out=np.zeros_like(divisor), where=divisor != 0)
         return (wide * inverse[self.samples]).astype(np.float32)
@@ -136,7 +138,7 @@ class Entries:
 
     @functools.cached_property
     def is_new_row(self) -> np.ndarray:
-        """Mask of the entries that are the first of their row in their partition."""
+        """Mask of the entries that are the first entry for their row in their partition."""
         return _differs_from_previous(self.partition, self.row)
 
     @functools.cached_property
@@ -237,7 +239,7 @@ class HostBatch(NamedTuple):
         is_first = _differs_from_previous(partition, key)
         starts = np.flatnonzero(is_first)
         merged = gain[starts]
-        # `np.add.at` adds in the order of the batch; `np.add.reduceat` would not.
+        # `np.add.at` adds gains in the order of the batch, which `np.add.reduceat` does not.
         np.add.at(merged, np.cumsum(is_first)[~is_first] - 1, gain[~is_first])
         multiplicity = np.diff(np.append(starts, key.size))
         row, sample = np.divmod(key[starts], layout.samples_per_core)
@@ -245,7 +247,7 @@ class HostBatch(NamedTuple):
 
 
 def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
-    """Input buffers of one stack. The statistics of the batch are also filled in.
+    """Input buffers of one stack. `partition_stack` also fills in the statistics of the batch.
 
     Raises:
       ValueError: a limit is exceeded, the buffer is too small, or there are too many samples.
@@ -255,7 +257,7 @@ def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
 
 
 def _differs_from_previous(partition: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Mask of the entries that differ from the entry before them in partition or key."""
+    """Mask of the entries with another partition or key than the entry before them."""
     differs = np.ones(key.shape, bool)
     differs[1:] = (np.diff(key) != 0) | (np.diff(partition) != 0)
     return differs
@@ -275,10 +277,11 @@ def lay_out(
     Args:
       batch: ids, layouts and statistics of the batch.
       layout: layout of the stack.
-      batch_entries: entries of the batch, partitioned without minibatches, for the statistics.
+      batch_entries: entries of the batch in partitions without minibatches. The statistics have
+        the counts of ids in these partitions.
       entries: entries of the batch, in the partitions and in the order of the buffers.
-      num_minibatches: number of minibatches. With minibatches, all cores of a device share one
-        buffer. By default, there are no minibatches, and each core has a part of the buffer.
+      num_minibatches: number of minibatches, by default none. With minibatches, all cores of a
+        device share its buffer. Without minibatches, each core has an equal part of the buffer.
 
     Raises: ValueError: a limit is exceeded or the buffer is too small, and ids may not be dropped.
     """
@@ -290,7 +293,7 @@ def lay_out(
         raise ValueError(exceeded)
     if exceeded:
         is_within_ids = entries.rank < layout.spec.max_ids_per_partition
-        # `row_rank` also counts the rows of entries that are above the limit of ids.
+        # An entry above `max_ids_per_partition` is dropped, but `row_rank` still counts its row.
         is_within_unique = entries.row_rank < layout.spec.max_unique_ids_per_partition
         above_ids = ~is_within_ids
         above_unique = is_within_ids & ~is_within_unique
@@ -375,10 +378,10 @@ def exceeded_limits(layout: StackLayout, entries: Entries, num_blocks_per_core: 
 def _fill(
     layout: StackLayout, entries: Entries, num_devices: int, num_minibatches: int | None
 ) -> tuple[StackBuffers, np.ndarray]:
-    """Input buffers, and a mask of the entries that fit into the region of their core or device.
+    """Input buffers of one stack, and a mask of the entries that fit into the buffers.
 
-    With minibatches, a region is the whole buffer of a device. Without minibatches, a region is the
-    part of one core.
+    Each device has a buffer. Without minibatches, each core of the device has an equal part of the
+    buffer, a region. With minibatches, the whole buffer of the device is one region.
     """
     num_shards = layout.num_shards
     size = layout.buffer_size_per_device(num_minibatches is not None) * num_devices
@@ -398,7 +401,7 @@ def _fill(
     ends = np.minimum(starts + counts, region_size).reshape(-1, num_blocks, num_shards)
     block_ends = np.minimum(round_up(ends[:, :, -1], SUBLANES), region_size)
     pointers = np.empty((num_regions, num_pointer_blocks, max(num_shards, SUBLANES)), np.int32)
-    # All pointers of an unused block mark the end of the last used block.
+    # The row pointers of minibatches that the batch does not have mark the end of the entries.
     pointers[:] = block_ends[:, -1, None, None]
     pointers[:, :num_blocks, :num_shards] = ends
     pointers[:, :num_blocks, num_shards:] = block_ends[:, :, None]
@@ -468,16 +471,16 @@ def partition_stacks_in_minibatches(
 ) -> tuple[dict[str, StackBuffers], int]:
     """Input buffers of all stacks, and the number of minibatches in them.
 
-    The statistics have the largest counts of partitions without minibatches, so limits that are set
-    from the statistics make minibatches unnecessary. Only the required buffer size in the
-    statistics counts the minibatches. If a single bucket exceeds a limit, or the buffer is too
-    small, ids are dropped or an error is raised, as without minibatches.
+    The statistics have the largest counts of ids in partitions without minibatches. If the limits
+    are set from these counts, no batch needs minibatches. The required buffer size in the
+    statistics, however, is the size with minibatches. If a single bucket exceeds a limit, or the
+    buffer is too small, ids are dropped or an error is raised, as without minibatches.
 
     Args:
       batch: ids, layouts and statistics of the batch.
       any_process: function `(question, flags) -> flags` that returns the elementwise "or" of the
-        flags of all processes. Question 0: is the batch too large? Question 1: at which nodes is
-        the batch split?
+        flags of all processes. With question 0, the flag is True if the batch exceeds a limit. With
+        question 1, the flags are the mask of the tree nodes to split, see `split_nodes`.
     """
     layouts = batch.layouts
     merged = {name: batch.merged_entries(name) for name in layouts}
@@ -505,8 +508,8 @@ def partition_stacks_in_minibatches(
 def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
     """Bucket of each row, from its row number in the stack.
 
-    The rows of a shard differ by multiples of the number of shards, so a weaker hash would fill
-    only a few buckets.
+    The row numbers in one shard differ by multiples of the number of shards, so a weaker hash would
+    put the rows of a shard into only a few buckets.
 
     Source: the low 6 bits of the SplitMix64 finalizer (Steele, Lea and Flood 2014).
     """
@@ -519,11 +522,11 @@ def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
 def split_nodes(
     counts: Int[np.ndarray, "*parts buckets"], limit: int
 ) -> Bool[np.ndarray, "*parts nodes"]:
-    """Mask of the nodes that must be split, for every partition.
+    """Mask of the tree nodes at which the buckets must be split, for every partition.
 
-    The buckets are the leaves of a binary tree, and the mask has its other nodes, from the lowest
-    level to the root. A node must be split if its two halves together exceed the limit. The parent
-    of a split node counts only the larger half of the node.
+    The buckets are the leaves of a binary tree. The mask has one entry for each inner node of the
+    tree, from the lowest level to the root. A node must be split if the counts of its two children
+    have a sum above `limit`. The count of a split node is then the larger count of its children.
 
     Example:
       >>> split_nodes(np.asarray([2, 5, 1, 6, 3, 4, 2, 0]), 7).astype(int).tolist()
@@ -542,7 +545,8 @@ def split_nodes(
 def minibatch_of_bucket(nodes: Bool[np.ndarray, " nodes"]) -> Int[np.ndarray, " buckets"]:
     """Index of the minibatch that each bucket belongs to.
 
-    A new minibatch begins after the left half of every split node.
+    If a node of the tree in `split_nodes` is split, a new minibatch begins with the first bucket of
+    its right half.
 
     Example:
       >>> minibatch_of_bucket(np.asarray([0, 0, 0, 0, 1, 1, 1], bool)).tolist()
@@ -561,7 +565,7 @@ def minibatch_of_bucket(nodes: Bool[np.ndarray, " nodes"]) -> Int[np.ndarray, " 
 
 
 def _nodes_to_split(layout: StackLayout, entries: Entries, buckets: np.ndarray) -> np.ndarray:
-    """Mask of the nodes that any partition of the stack must split, for ids or for distinct ids."""
+    """Mask of the tree nodes to split for a stack, so that no partition exceeds a limit of ids."""
     buckets_of_ids = entries.partition * MAX_MINIBATCHES + buckets
     buckets_of_rows = buckets_of_ids[entries.is_new_row]
     nodes = np.zeros(MAX_MINIBATCHES - 1, bool)

@@ -1,9 +1,9 @@
 """Reads a batch on the host in any form of jax-tpu-embedding, checks it and partitions it.
 
-Shapes and dtypes are checked in this module. Values are checked during partitioning (see
-`partitioner`), which reads all values anyway. The NumPy partitioner calls
-`HostFeature.check_values`. The native partitioner checks values itself, and calls `check_values`
-only to raise the error.
+The module `preprocessing` checks the shapes and dtypes of a batch. The partitioners check the ids
+and weights, because they read all of them anyway. The NumPy partitioner calls
+`HostFeature.check_values`. The C++ partitioner checks ids and weights itself, and calls
+`HostFeature.check_values` only to raise the error.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from rsembed.specs import FeatureSpec, features_of
 
 
 class SparseDenseMatmulInput(NamedTuple):
-    """Partitioned ids of a batch: for every core, one partition per shard that it reads from.
+    """Partitioned ids of a batch: each core has one partition per shard (and minibatch).
 
-    Each field has one flat array per stack, by stack name. An array is the concatenation of parts
-    for all devices, and the part of a device is the concatenation of parts for its cores.
+    Each field has one flat array per stack, by stack name. The flat array is a concatenation of one
+    part per device, and the part of a device is a concatenation of one part per core.
 
     Attributes:
       lhs_row_pointers: end of each partition, as an offset into the core's part of the buffer.
@@ -69,11 +69,11 @@ class PreprocessedInput:
 
     Attributes:
       sparse_dense_matmul_input: partitioned ids of all stacks.
-      num_minibatches: number of minibatches, repeated for every local device. Without minibatching,
-        the number is 1.
+      num_minibatches: number of minibatches, repeated for every local device. It is 1 without
+        minibatching.
       limits: for every stack, its name and the maximum number of ids and of distinct ids in a
-        partition. The limits are static, so a jitted step is traced again when they change. If the
-        limits are unknown, the tuple is empty, and lookups assume that all buffers are full.
+        partition. The limits are static, so a jitted step is traced again when they change. If
+        `limits` is empty, the limits are unknown, and lookups assume that all buffers are full.
       layout: static fingerprint of the row and sample layout, and of `enable_minibatching`.
     """
 
@@ -107,7 +107,8 @@ class PreprocessedInput:
     def check_layout(self, layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> None:
         """Checks that the batch was preprocessed for these layouts.
 
-        Raises: ValueError: stacks, layouts or `enable_minibatching` differ.
+        Raises: ValueError: the batch was preprocessed for other stacks, other layouts or another
+          value of `enable_minibatching`.
         """
         if set(layouts) != set(self.lhs_row_pointers):
             raise ValueError(
@@ -140,14 +141,14 @@ def preprocess_sparse_dense_matmul_input(
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
     """Partitions this process' part of a batch for the cores of its devices.
 
-    The work is done on the host, outside `jit`.
+    The partitioners run on the host CPU, so call this function outside `jit`.
 
     Args:
       features: ids, in a tree like `feature_specs`. A leaf is a 2-D integer array
         `[local samples, ids per sample]`, a 1-D object array of 1-D arrays, a list of lists, or
         `rsembed.Bags`, which include their weights.
-      features_weights: weights, in a tree like `features` and with leaves of the same shapes. None
-        in place of the tree or a leaf means weights of 1.
+      features_weights: weights of the ids, in a tree like `features` and with leaves of the same
+        shapes. If the tree or a leaf is None, its weights are 1.
       feature_specs: placed specs; their shapes describe the global batch.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
@@ -157,23 +158,23 @@ def preprocess_sparse_dense_matmul_input(
         default.
       allow_id_dropping: whether ids that exceed a limit or the buffer are dropped and counted. By
         default, ids that exceed a limit or the buffer are an error.
-      batch_number: index of the batch, equal in all processes. Minibatching uses the index to match
-        the calls of all processes.
+      batch_number: index of the batch, equal in all processes. With minibatching, the keys for
+        `all_reduce_interface` are computed from the index. See `AllReduce`.
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches, False by
         default. See `rsembed.sparsecore.partitioner`. Buffers are sized for 64 minibatches unless
         `suggested_coo_buffer_size_per_device` sets a smaller size. Lookup and update need the same
         value of `enable_minibatching`.
       all_reduce_interface: function that lets processes agree on minibatches, by default
-        `agree_through_devices`. Preprocessing with the default function must not run concurrently
-        with a training step.
+        `agree_through_devices`. With minibatching in several processes, preprocessing with the
+        default function must not run concurrently with a training step.
 
     Returns:
-      The buffers, and the counts of this batch for `rsembed.fdo`.
+      The input buffers, and the statistics of this batch for `rsembed.fdo`.
 
     Raises:
-      ValueError: the trees differ, the batch size differs from the declared one, an id is out of
-        range, a weight is not finite, the batch does not split into equal parts, or a limit is
-        exceeded.
+      ValueError: `features` or `features_weights` does not match the tree `feature_specs`, the
+        batch size differs from the declared batch size, an id is out of range, a weight is not
+        finite, the batch cannot be split into equal parts, or a limit is exceeded.
       TypeError: ids are not integers.
     """
     sharding_strategy_to_enum(sharding_strategy)
@@ -253,7 +254,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
 
 
 def _fingerprint(layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> Fingerprint:
-    """Fingerprint of the row and sample layout, without limits, because limits may change."""
+    """Fingerprint of the row and sample layouts. Limits are left out, because they may change."""
     stacks = {}
     for name, layout in layouts.items():
         tables = {}
@@ -343,7 +344,7 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
 
     def empty(size: int, dtype: str) -> np.ndarray:
-        # A broadcast array needs memory for one number only.
+        # An array from `np.broadcast_to` has the wanted shape, but memory for only one number.
         return np.broadcast_to(np.zeros((), dtype), local_device_count * size)
 
     buffers = {}
@@ -406,7 +407,7 @@ def read_features(
 def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
     """Bags of one feature, from ids and weights in any form that preprocessing accepts.
 
-    Padding after the last bag is removed.
+    If `leaf` is a `Bags` with padding after the last bag, the padding is removed.
     """
     check_unmasked([leaf, weights], "ids or weights")
     if isinstance(leaf, Bags):
@@ -435,7 +436,7 @@ def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
 
 
 def _as_lists(rows: PyTree) -> PyTree:
-    """List of the rows of a NumPy array. A value of any other type is returned unchanged."""
+    """List of the rows of a NumPy array. A value of another type is returned unchanged."""
     if not isinstance(rows, np.ndarray):
         return rows
     return rows.tolist() if rows.ndim > 1 else list(rows)
@@ -444,8 +445,8 @@ def _as_lists(rows: PyTree) -> PyTree:
 AllReduce = Callable[[int, np.ndarray], np.ndarray]
 """Function `(key, flags) -> flags` that returns the elementwise "or" of the flags of all processes.
 
-All processes call the function with the same keys and numbers of flags, in the same order. Batch
-`b` uses the keys `2 * b` and `2 * b + 1`.
+All processes call the function with the same keys and numbers of flags, in the same order. For the
+batch with `batch_number` `b`, preprocessing calls it with the keys `2 * b` and `2 * b + 1`.
 """
 
 
@@ -454,8 +455,8 @@ def agree_through_devices(
 ) -> Bool[np.ndarray, " flags"]:
     """Elementwise "or" of the flags of all processes, by a collective of all devices.
 
-    Do not call this function concurrently with a training step. In a single process, the result is
-    `flags`.
+    Do not call this function concurrently with a training step. With only one process, it returns
+    `flags` unchanged.
     """
     del key
     if jax.process_count() == 1:

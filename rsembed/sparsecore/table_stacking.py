@@ -1,4 +1,7 @@
-"""Functions of jax-tpu-embedding that stack tables in place; `rsembed.stacking` makes the plan."""
+"""Functions of jax-tpu-embedding that stack tables and write the placement into their specs.
+
+`rsembed.stacking` plans the placement.
+"""
 
 from __future__ import annotations
 
@@ -77,28 +80,28 @@ def auto_stack_tables(
 ) -> None:
     """Stacks tables with equal padded dim, optimizer, combiner and quantization.
 
-    The specs of the tables and features are changed.
-
-    Tables that `stack_tables` has placed keep their stacks.
+    The function writes the placement into the specs of the tables and features. Tables that
+    `stack_tables` has placed keep their stacks.
 
     Args:
-      features: specs of all features; their tables are changed. A list or tuple may contain the
-        same spec twice, as in programs for jax-tpu-embedding. A repeated spec is placed once, and a
-        batch contains its ids once.
+      features: specs of all features, which are changed in place. A list or tuple may contain the
+        same feature spec twice, as in programs for jax-tpu-embedding. A repeated feature is placed
+        once, and a batch contains its ids once.
       global_device_count: number of devices of all processes.
       num_sc_per_device: cores per device, by default `utils.num_sparsecores_per_device()`.
       rotation: number of shards by which each table of a stack is rotated against the table before
         it. The default rotation is the number of shards of one device.
       stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` of ids per
-        partition, for stacks of several tables. The returned limit replaces the limits of the
-        tables. By default the limit is 256, and the logger "rsembed" names tables that declare
-        another limit.
+        partition, for stacks of several tables. The limit of the stack replaces
+        `max_ids_per_partition` of its tables. By default, the limit of a stack is 256, and the
+        logger "rsembed" warns of tables that declare another limit.
       stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` of distinct
         ids per partition.
-      use_short_stack_names: whether names over 50 characters are cut and get a hash, True by
-        default.
+      use_short_stack_names: whether stack names with more than 50 characters are cut and get a
+        hash, True by default.
       activation_mem_bytes_limit: maximum size of the activations of a stack in bytes per shard, 2
-        MiB by default. Tables that together need more are put into several stacks.
+        MiB by default. If the tables of one stack would need more memory, they are put into several
+        stacks.
     """
     if isinstance(features, (list, tuple)):
         features = list({id(feature): feature for feature in features}.values())
@@ -147,18 +150,19 @@ def stack_tables(
 ) -> None:
     """Stacks tables in the order of `table_names`.
 
-    The specs of the tables and features are changed. All tables are padded to the number of columns
-    of the widest table.
+    The function writes the placement into the specs of the tables and features. All tables are
+    padded to the number of columns of the widest table.
 
     Args:
-      features: specs of all features; the named tables are changed.
+      features: specs of all features. The features that read the named tables are changed in place.
       table_names: names of the tables, in the order of their rows in the stack.
       global_device_count: number of devices of all processes.
       num_sc_per_device: cores per device, by default `utils.num_sparsecores_per_device()`.
       rotation: number of shards by which each table is rotated against the table before it. The
         default rotation is the number of shards of one device.
       stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` of ids per
-        partition, for stacks of several tables. The default limit is 256. See `auto_stack_tables`.
+        partition, for stacks of several tables. By default, the limit of a stack is 256. See
+        `auto_stack_tables`.
       stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` of distinct
         ids per partition.
       stack_name: name of the stack, by default the joined table names.
@@ -244,18 +248,18 @@ def prepare_feature_specs_for_training(
 ) -> None:
     """Places every unplaced table in a separate stack.
 
-    The specs of the tables and features are changed.
+    The function writes the placement into the specs of the tables and features.
 
     Args:
       feature_specs: specs of all features, with declared shapes.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device. The default is the number that other tables were placed
+      num_sc_per_device: cores per device. By default, the number that the other tables were placed
         for, or `utils.num_sparsecores_per_device()` if no table has been placed yet.
 
     Raises:
-      ValueError: a name is used twice, a feature declares no batch, a table has the combiner
-        "none", tables were placed for a different number of shards, a placed table has new
-        features, or a batch does not split into equal parts.
+      ValueError: a name is used twice, a feature does not declare its batch size, a table has the
+        combiner "none", a table was placed for a different number of shards, a placed table has new
+        features, or a batch cannot be split into equal parts.
     """
     placed = []
     unplaced = []
@@ -305,8 +309,8 @@ def attach_placement(features: Nested[FeatureSpec], plan: StackingPlan) -> None:
         settings = {placement.name: placement.setting for placement in stack.tables}
         for feature in stack.features:
             by_name[feature.name].id_transformation = feature.transformation
-            # Features of one table may have equal copies of its spec, and each copy needs the
-            # placement.
+            # Features of one table may refer to different copies of the table spec. Write the
+            # placement into every copy.
             spec = by_name[feature.name].table_spec
             spec.setting_in_stack = settings[spec.name]
             spec.stacked_table_spec = stack.spec
@@ -318,9 +322,9 @@ def _checked_sizes(
     num_sc_per_device: int | None,
     rotation: int | None = None,
 ) -> tuple[int, int]:
-    """Number of shards, and rotation in shards, after checks of the features.
+    """Checks the features, and returns the number of shards and the rotation in shards.
 
-    The default rotation is the number of shards of one device.
+    If `rotation` is None, the rotation is the number of shards of one device.
     """
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     for feature in features_of(features):
@@ -355,8 +359,8 @@ def stack_and_shard_tables(
       table_specs: all tables of one or more stacks. An unplaced table becomes the only table of a
         stack.
       tables: arrays `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name or in a
-        tree like `table_specs`. In place of an array, a tree of arrays is accepted, such as a table
-        and its slots.
+        tree like `table_specs`. Each array may be a tree of arrays instead, such as a table and its
+        slots.
       num_shards: number of shards: devices times cores per device.
       pad_value: value of padding rows and columns, NaN by default.
       allow_nonfinite: whether NaN, infinity and negative sums of squares are accepted instead of
@@ -398,13 +402,13 @@ def _check_finite(tree: TableRows, table: TableSpec) -> None:
 
 
 def _replicated(array: Array | np.ndarray) -> NamedSharding | None:
-    """Sharding with a full copy on every device; None if the mesh has no explicit axes."""
+    """Sharding with a full copy of `array` per device; None if its mesh has no explicit axes."""
     mesh = jax.typeof(array).sharding.mesh
     return NamedSharding(mesh, P()) if AxisType.Explicit in mesh.axis_types else None
 
 
 def _stacked(layout: RowLayout, pad_value: float, *tables: Any) -> Any:
-    """A stack `[shards, rows, columns]` of logical tables, with `pad_value` in all padding."""
+    """Stacked array `[shards, rows, columns]` of logical tables, with `pad_value` as padding."""
     placements = layout.stack.tables
     arrays = []
     rows = []
@@ -417,7 +421,7 @@ def _stacked(layout: RowLayout, pad_value: float, *tables: Any) -> Any:
             array = array[:, None]
         arrays.append(array)
         rows.append(np.r_[layout.all_rows(placement.name, placement.rows)])
-    # Arrays with other numbers of columns than the tables are not padded, such as a slot with one
+    # Columns are padded only if the arrays are as wide as the tables, so not for a slot with one
     # number per row.
     columns = arrays[0].shape[1]
     widths = [array.shape[1] for array in arrays]
@@ -427,7 +431,7 @@ def _stacked(layout: RowLayout, pad_value: float, *tables: Any) -> Any:
     xp = np if isinstance(arrays[0], np.ndarray) else jnp
     values = []
     for array in arrays:
-        # Arrays with different explicit shardings cannot be concatenated.
+        # JAX cannot concatenate arrays with different explicit shardings, so replicate every array.
         sharding = _replicated(array)
         if sharding is not None:
             array = jax.sharding.reshard(array, sharding)
@@ -518,18 +522,19 @@ def stack_and_shard_feature_tables(
     Args:
       feature_tables: arrays `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name.
       embedding_specs: result of `create_proto_from_feature_specs`.
-      delete_input: whether the tables of a stack are freed when the stack is built, False by
-        default.
+      delete_input: whether the input tables of a stack are deleted after the stack is built, False
+        by default.
       allow_nonfinite: whether NaN and infinity are accepted instead of raising an error, False by
         default.
 
     Returns:
-      One array per stack, with the sharding of its first table.
+      One array per stack, by stack name. If the first table of the stack is on several devices, the
+      array has the sharding of this table. Otherwise the array is on one device.
 
     Raises: ValueError: a table is missing, its shape differs from `embedding_specs`, or a number is
       not finite.
     """
-    # Check all tables before the first one is freed.
+    # Check all tables before the loop deletes the first table.
     for stack in embedding_specs.stacked_table_specs:
         for record in stack.table_specs:
             shape = np.shape(_entry(feature_tables, record.table_name, "feature_tables"))
@@ -556,16 +561,16 @@ def stack_and_shard_feature_tables(
 def unstack_and_unshard_stacked_tables(
     stacked_tables: Mapping[str, Array], embedding_specs: EmbeddingSpecRecord, donate: bool = False
 ) -> dict[str, Array]:
-    """Logical tables by name, from stacks: the inverse of `stack_and_shard_feature_tables`.
+    """Logical tables by name, from stacked arrays: inverse of `stack_and_shard_feature_tables`.
 
     Args:
       stacked_tables: arrays `[shards * rows, columns]` or `[shards, rows, columns]` by stack name.
       embedding_specs: description of the stacks, as returned by `create_proto_from_feature_specs`.
-      donate: whether a stack is freed when its tables are built, False by default.
+      donate: whether the array of a stack is deleted after its tables are built, False by default.
 
     Raises: ValueError: a stack is missing, or its shape differs from `embedding_specs`.
     """
-    # Check all stacks before the first one is freed.
+    # Check all stacks before the loop deletes the first stack.
     for stack in embedding_specs.stacked_table_specs:
         stacked = _entry(stacked_tables, stack.stack_name, "stacked_tables")
         recorded = (stack.stack_vocab_size, stack.stack_embedding_dim)
@@ -594,7 +599,7 @@ _split_groups_by_memory_limit = split_by_memory
 def round_up_dim_and_vocab_size(
     tables: Mapping[str, TableSpec], num_sc: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Padded numbers of columns, and padded numbers of rows, by table name.
+    """The padded number of columns of each table, and the padded number of rows, by table name.
 
     `num_sc` is the number of cores of all devices.
     """
@@ -619,7 +624,7 @@ def compute_table_to_setting_in_stack(
 
     The tables are stacked in the order of `table_names`.
 
-    Raises: ValueError: the padded size of a table is missing.
+    Raises: ValueError: `table_to_padded_vocab_size` lacks a table in `table_names`.
     """
     rows = [
         _entry(table_to_padded_vocab_size, name, "table_to_padded_vocab_size")
@@ -632,9 +637,9 @@ def compute_table_to_setting_in_stack(
 
 
 def _entry(entries: Mapping[str, Entry], name: str, what: str) -> Entry:
-    """`entries[name]`. `what` describes the entries in the error message.
+    """`entries[name]`. The error message calls `entries` by the name `what`.
 
-    Raises: ValueError: `name` is missing.
+    Raises: ValueError: `entries` has no entry `name`.
     """
     if name not in entries:
         raise ValueError(f"{what} have no {name!r}, only {sorted(entries)}.")
@@ -644,7 +649,7 @@ def _entry(entries: Mapping[str, Entry], name: str, what: str) -> Entry:
 def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
     """Plan of the stacks that all tables of `feature_specs` were placed in.
 
-    Print the plan to see memory and padding; its method `shard_load` computes the ids per shard.
+    Print the plan to see memory and padding. `StackingPlan.shard_load` computes the ids per shard.
 
     Raises: ValueError: a table has not been placed yet, or tables were placed for different numbers
       of shards.

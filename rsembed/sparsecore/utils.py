@@ -31,8 +31,9 @@ def estimate_preprocessing_parameters(
     """First estimate of the limits and buffer size of a table, for use before there are statistics.
 
     The estimate assumes that a share `hot_shard_fraction` of the ids of a core is on one shard, and
-    that the other ids are spread evenly. Two standard deviations are added to the expected number
-    of ids. Half of the ids of a partition are assumed to be distinct.
+    that the other ids are spread evenly over all shards. The estimated number of ids in the largest
+    partition is the expected number of ids plus two standard deviations. The estimate also assumes
+    that half of the ids in a partition are distinct.
 
     Args:
       global_batch_size: number of samples of all features of the stack together.
@@ -70,7 +71,7 @@ def estimate_preprocessing_parameters(
 def embedding_table_format(mesh: Mesh, partition_spec: PartitionSpec) -> Sharding:
     """Sharding of tables on a mesh.
 
-    In jax-tpu-embedding, the result also has the memory layout of a SparseCore.
+    In jax-tpu-embedding, `embedding_table_format` also sets the memory layout of a SparseCore.
     """
     return embedding_table_format_with_sharding(NamedSharding(mesh, partition_spec))
 

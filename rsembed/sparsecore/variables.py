@@ -1,9 +1,9 @@
 """Creates and checks the variables of stacks, and defines their optimizers.
 
-Variables of several stacks are pytrees by stack name. Variables are plain arrays, so only shapes
-and slots can be compared with specs. If specs differ in the number of cores, the rotation or the
-order of tables, rows have different indices in arrays of equal shape. The functions of
-`table_stacking` convert variables to the layout of other specs.
+The variables of several stacks are a pytree with one entry per stack, by stack name. Variables are
+plain arrays, so the functions of this module can compare only the shapes and slots of variables
+with the specs. With another number of cores, rotation or order of tables, rows have other indices
+in arrays of equal shape. The functions of `table_stacking` convert variables to other specs.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ RowLimits = tuple[float | None, float | None]
 class BoundedRowRule(OptimizerSpec):
     """Optimizer that applies `inner` to the first `num_columns` columns, and clips updated rows.
 
-    Clipping is part of the row update, so it happens in place and touches no other row. A slot with
-    `num_columns` columns is padded to the width of the table.
+    Clipping is part of the row update, so it happens in place and changes no other row. If a slot
+    of `inner` has `num_columns` columns, the slot is padded to the number of columns of the table.
 
     Args:
       inner: the optimizer to apply.
-      num_columns: number of columns to update, by default all. Columns from `num_columns` on stay
-        unchanged.
-      minimum: lower limit of updated entries, by default none.
-      maximum: upper limit of updated entries, by default none.
+      num_columns: number of columns to update, by default all. The columns after the first
+        `num_columns` columns stay unchanged.
+      minimum: lower limit for the entries of updated rows, by default none.
+      maximum: upper limit for the entries of updated rows, by default none.
     """
 
     inner: OptimizerSpec = dataclasses.field(default_factory=SGD)
@@ -98,9 +98,12 @@ class BoundedRowRule(OptimizerSpec):
 def checked_limits(
     limits: Mapping[str, RowLimits] | None, stacks: Sequence[str]
 ) -> Mapping[str, RowLimits]:
-    """Lower and upper limit of every stack; no limits if `limits` is None.
+    """Checks the lower and upper limits of all stacks, and returns the limits by stack name.
 
-    Raises: ValueError: the names differ from the stacks, or a minimum is above its maximum.
+    If `limits` is None, the stacks have no limits.
+
+    Raises: ValueError: the names in `limits` are not the names of all stacks, or the minimum of a
+      stack is larger than its maximum.
     """
     if limits is None:
         return dict.fromkeys(stacks, (None, None))
@@ -126,26 +129,27 @@ def checked_limits(
 
 
 def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerSpec:
-    """Optimizer that updates the rows of a stack, without their padding if the padding matters.
+    """Optimizer that updates the rows of a stack, without the padding columns where necessary.
 
     Padding columns are zero, and an elementwise optimizer keeps padding columns zero. An optimizer
-    of whole rows (a row-wise accumulator, a norm, a custom function) must not see the padding,
-    because the padding would change its means.
+    of whole rows (a row-wise accumulator, a norm, a custom function) must not read the padding
+    columns, because they would change a mean over the columns of a row.
 
     Args:
       layout: layout of the stack.
-      limits: lower and upper limit of updated entries; None for no limit.
+      limits: lower and upper limit for the entries of updated rows. None means no limit.
 
     Raises:
-      ValueError: the optimizer works on whole rows, and the tables have different dims.
+      ValueError: the optimizer works on whole rows, and the tables of the stack have different
+        dims.
     """
     optimizer = layout.spec.optimizer
     num_columns = None
     dims = {table.name: table.embedding_dim for table in layout.tables}
     has_one_dim = len(set(dims.values())) == 1
     clips = limits != (None, None)
-    # Limits that exclude zero would change the padding. Therefore, clipping skips the padding if
-    # all tables have the same dim.
+    # Clipping to a range without zero would change the padding columns. If all tables have the same
+    # dim, `num_columns` excludes the padding columns from clipping.
     if optimizer.is_row_wise or (clips and has_one_dim):
         if not has_one_dim:
             raise ValueError(
@@ -170,8 +174,8 @@ def stack_rows(
       layout: layout of the stack.
       devices: devices that share the stack.
       rule: optimizer that updates the rows.
-      capacity: maximum number of distinct rows requested from one owner per exchange round. The
-        default is `exchange.default_capacity`.
+      capacity: maximum number of distinct rows that a device requests from one other device in one
+        round of the exchange. The default is the result of `exchange.default_capacity`.
     """
     layout = dataclasses.replace(layout, num_devices=devices.num_devices)
     table = dataclasses.replace(
@@ -189,7 +193,7 @@ def stack_rows(
 class EmbeddingVariables(NamedTuple):
     """One physical table and its optimizer state.
 
-    Trees with the same structure, such as shardings of tables and slots, also have this type.
+    The class is also used for trees with the same structure, such as shardings of tables and slots.
 
     Attributes:
       table: rows of all shards, `[rows, columns]`, shard after shard.
@@ -203,7 +207,7 @@ class EmbeddingVariables(NamedTuple):
 Activations: TypeAlias = FeatureTree
 """Activations, or their gradients, in a tree like the feature specs."""
 Variables: TypeAlias = PyTree
-"""`EmbeddingVariables` of every stack, by its name, in any pytree."""
+"""Pytree with the `EmbeddingVariables` of every stack, by stack name."""
 
 
 def initialize(
@@ -215,7 +219,7 @@ def initialize(
 ) -> dict[str, EmbeddingVariables]:
     """Initial variables of all stacks.
 
-    Every device builds only its shard. The function works inside and outside `jit`.
+    Every device builds only its shard. You can call `initialize` inside and outside `jit`.
 
     Args:
       key: random key of the model, typed or raw.
@@ -266,10 +270,10 @@ def variables_of(
     Args:
       embedding_variables: variables of all stacks, by name.
       layout: layout of the stack.
-      rule: optimizer that defines the expected slots. By default, slots are not checked.
+      rule: optimizer that defines the expected slots. By default, the slots are not checked.
 
-    Raises: ValueError: the stack is missing, or the shapes of its variables do not match one
-      device's part.
+    Raises: ValueError: `embedding_variables` lacks the stack, or the variables of the stack do not
+      have the shapes of one device's part.
     """
     check_type(embedding_variables, Mapping[str, tuple[Any, ...]], "embedding_variables")
     if layout.name not in embedding_variables:
@@ -295,7 +299,7 @@ def variables_of(
     shapes = [leaf.shape for leaf in jax.tree.leaves(variables.slot)]
     expected_shapes = [leaf.shape for leaf in jax.tree.leaves(expected)]
     structure: jax.tree_util.PyTreeDef = jax.tree.structure(expected)
-    is_named = type(variables.slot) is not tuple  # A plain tuple of slots may have any structure.
+    is_named = type(variables.slot) is not tuple  # For a plain tuple, only the shapes are compared.
     if shapes != expected_shapes or (is_named and structure != jax.tree.structure(variables.slot)):
         raise ValueError(
             f"stack {layout.name!r}: its optimizer {optimizer.short_name()!r} keeps slots "

@@ -32,12 +32,12 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
     """Layer that looks up all features, and updates the tables in the backward pass.
 
     As gradients of the layer's parameters, `jax.grad` returns the UPDATED tables, slots and step
-    counter, after one optimizer step. `embed_optimizer` writes these values into the parameters,
-    and updates all other parameters with optax. A loss may call the layer only once: with two
-    calls, autodiff would add the two updated tables.
+    counter, after one optimizer step. The functions of `embed_optimizer` write the updated values
+    into the parameters, and update all other parameters with optax. A loss may call the layer only
+    once: with two calls, autodiff would add the two updated tables.
 
-    The parameter `sc_embedding_step` counts the steps; `step_number` reads it. The counter stays
-    exact if all parameters are cast to a 16-bit dtype.
+    The parameter `sc_embedding_step` is a counter of the training steps. `step_number` converts the
+    counter to a number. The counter stays exact if all parameters are cast to a 16-bit dtype.
 
     Attributes:
       feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
@@ -48,8 +48,8 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       table_sharding_strategy: "MOD", the only sharding strategy.
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches instead of
         raising an error, False by default.
-      num_sc_per_device: cores per device. With None, the default, or -1, the layer stores the
-        number that the specs were placed for in this attribute.
+      num_sc_per_device: cores per device. If you pass None, the default, or -1, the attribute has
+        the number of cores per device that the specs were placed for.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -86,9 +86,9 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
-          step: index, from 0, of the step that follows this lookup. The layer's counter continues
-            from this index. By default, the index is the value of the counter. In
-            jax-tpu-embedding, the index is always 0, so Adam applies the bias correction of its
+          step: index, from 0, of the training step of this lookup. After the update, the layer's
+            step counter is `step + 1`. By default, `step` is the value of the counter. In
+            jax-tpu-embedding, the step is always 0, so Adam applies the bias correction of its
             first step to all steps.
         """
         tables = self._tables()

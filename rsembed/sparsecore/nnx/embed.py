@@ -24,9 +24,9 @@ from rsembed.specs import FeatureSpec, tables_of
 
 
 class EmbeddingVariablesParam(nnx.Param):
-    """Variable of tables with their slots, or of a step counter.
+    """Variable of a `SparseCoreEmbed` layer: the tables with their slots, or the step counter.
 
-    Do not pass variables of this class to optax.
+    Do not pass an `EmbeddingVariablesParam` to optax: its "gradient" is its new value.
     """
 
 
@@ -48,8 +48,8 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
     one optimizer step. `PartitionedOptimizer` writes the updated values into the model. A loss may
     call the layer only once: with two calls, autodiff would add the two updated tables.
 
-    The variable `step` counts the steps; `step_number` reads it. The counter stays exact if all
-    parameters are cast to a 16-bit dtype.
+    The variable `step` is a counter of the training steps. `step_number` converts the counter to a
+    number. The counter stays exact if all parameters are cast to a 16-bit dtype.
 
     Args:
       feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
@@ -100,9 +100,9 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
 
         Args:
           embedding_lookup_inputs: a preprocessed batch of all devices.
-          step: index, from 0, of the step that follows this lookup. The layer's counter continues
-            from this index. By default, the index is the value of the counter. If all calls pass
-            index 0, Adam applies the bias correction of its first step to all steps.
+          step: index, from 0, of the training step of this lookup. After the update, the layer's
+            step counter is `step + 1`. By default, `step` is the value of the counter. If all calls
+            pass step 0, Adam applies the bias correction of its first step to all steps.
         """
         counter = counter_at(self.step.get_value(), step)
         return self._tables().train(
@@ -140,12 +140,12 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
 
     Args:
       res: layer, inputs and step of the lookup.
-      g: a pair. The first entry has a state of the layer and the gradients of inputs and step; the
-        second entry has the gradients of the activations.
+      g: a pair. The first item is a tuple: a state of the layer, and the gradients of inputs and
+        step. The second item is the gradients of the activations.
 
     Returns:
       The "gradients" of layer, inputs and step. The "gradient" of the layer is its state, with
-      updated tables and counter. The gradients of inputs and step are taken from `g`.
+      updated tables and counter. The gradients of inputs and step are the gradients in `g`.
     """
     layer, inputs, step = res
     (state, *others), d_activations = g
@@ -154,7 +154,7 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
         d_activations, layer.embedding_table.get_value(), step_number(counter), inputs
     )
     new = {"embedding_table": variables, "step": next_step(counter)}
-    # The state may lack `step`, because programs for jax-tpu-embedding have only tables in it.
+    # The layer state of a program for jax-tpu-embedding has only tables, and no `step`.
     return type(state)({name: param.replace(new[name]) for name, param in state.items()}), *others
 
 
@@ -163,8 +163,8 @@ class PartitionedOptimizer(nnx.Module):
 
     Args:
       model: a module with `SparseCoreEmbed` layers and dense layers.
-      dense_optimizer: optimizer of all other parameters. Norms and the state of this optimizer do
-        not include tables.
+      dense_optimizer: optimizer of all other parameters. It does not see the tables: its state has
+        no slots for them, and its gradient norms do not include them.
     """
 
     def __init__(self, model: nnx.Module, dense_optimizer: optax.GradientTransformation):
@@ -173,9 +173,9 @@ class PartitionedOptimizer(nnx.Module):
         )
 
     def update(self, model: nnx.Module, grads: PyTree) -> None:
-        """Applies gradients from `nnx.grad` of the model, in place."""
+        """Updates the model in place with gradients from `nnx.grad`."""
         nnx.update(model, nnx.state(grads, is_embedding_variables))
-        # optax mixes integer step counts with floats, which strict promotion would reject.
+        # optax mixes integer step counts with floats, an error with strict dtype promotion.
         with jax.numpy_dtype_promotion("standard"):
             self.dense.update(model, grads)
 
@@ -183,8 +183,8 @@ class PartitionedOptimizer(nnx.Module):
 def get_named_sharding(node: nnx.Module, mesh: Mesh) -> nnx.StateSharding:
     """Shardings of the state of a model or an optimizer, for `in_shardings` of `nnx.jit`.
 
-    Tables and slots are sharded along the axes of their layer. Every other variable follows its
-    annotation, or is replicated if it has none.
+    Tables and slots are sharded along the axes of their layer. Every other variable has the
+    sharding in its metadata entry `sharding_names`, or is replicated if it has no such entry.
 
     Args:
       node: an `nnx.Module` or `nnx.Optimizer`.
