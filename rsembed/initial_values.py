@@ -313,8 +313,8 @@ class _RowEvaluator:
         has_row_axis = len(shape) == 2 and shape[0] == self.num_rows
         if has_row_axis and name == "random_bits":
             bit_width = params["bit_width"]
-            # With `only_key`, random bits of 16-bit numbers are not evaluated for single rows,
-            # because the values would depend on how XLA fuses operations.
+            # With `only_key`, rows of 16-bit random numbers are not drawn one by one, because the
+            # values would depend on how XLA fuses operations.
             key = arrays[0]
             is_direct = key is self.only_key and bit_width == 32
             if self.only_key is None or is_direct:

@@ -50,8 +50,8 @@ def accepted_facts(
       saved: metadata of the tables in the checkpoint, by name.
       tables: specs of the collection, by name.
       expected: metadata of the tables of the collection, by name.
-      shrinks: whether a table may have fewer rows than in the checkpoint. Its last saved rows are
-        then not loaded.
+      shrinks: whether a table may have fewer rows than in the checkpoint. If a table does, the last
+        rows in the checkpoint are not loaded.
 
     Raises: ValueError: a table has fewer rows than in the checkpoint, and `shrinks` is False. The
       error message names the table.

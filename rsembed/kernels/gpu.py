@@ -222,7 +222,7 @@ def _sum_bags(
       stride: number of bounds per bag. 1, the default: the bounds are offsets, so a bag ends where
         the next bag starts. 2: the bounds of a bag are its start and its end.
       has_pieces: whether the last of `refs` holds the sums from `_pieces`, False by default. If
-        True, the sums replace the entries of the pieces, which are then not read.
+        True, the kernel adds the sum of each piece, and does not read the entries of the piece.
     """
     from jax.experimental.pallas import triton
 

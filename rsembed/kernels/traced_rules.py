@@ -208,7 +208,10 @@ def _apply_to_pieces(
     function: Callable[..., Array],
     inputs: Sequence[Row | Array],
 ) -> Row | Array:
-    """Result of an elementwise function: a row if any input is a row, else a single piece."""
+    """Applies an elementwise function to every piece of the inputs.
+
+    Returns: a row (a tuple of pieces) if any input is a row, else one piece.
+    """
     num_pieces = 0
     for value in inputs:
         if isinstance(value, tuple):

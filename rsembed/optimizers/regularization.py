@@ -21,7 +21,10 @@ from rsembed.checks import validated, within
 
 
 class WeightDecayMode(enum.IntEnum):
-    """How row-wise Adagrad uses `weight_decay`. Other optimizers support at most one mode."""
+    """How row-wise Adagrad uses `weight_decay`.
+
+    Optimizers other than row-wise Adagrad support at most one mode of weight decay.
+    """
 
     NONE = 0
     L2 = 1

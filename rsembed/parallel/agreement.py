@@ -14,9 +14,9 @@ processes without a message. In addition, a collective could start only when the
 finished the current step.
 
 For each batch, every process sends one message (a "record") and reads one verdict. The first
-process of the mesh compares the records and writes the verdict. When a process ends, it sends one
-more record, which says that the process has ended. If another process still has a batch, the
-comparison of this batch fails at once, and the error message quotes this record.
+process of the mesh compares the records and writes the verdict. When a process ends, it sends a
+last record, which says that the process has ended. If another process then prepares a batch, the
+comparison of the records fails at once, and the error message says which process has ended.
 """
 
 from __future__ import annotations

@@ -46,8 +46,8 @@ def trade(
         (arrays with one 32-bit word per entry), because each collective has a fixed cost.
       axis_name: mesh axis, or several axes. The product of the axis sizes is the number of devices.
       entries: for each parcel, an array `[devices, capacity]` with the indices of the entries to
-        send. The arrays of the parcel then have shape `[nnz, ...]`, and indices outside `[0, nnz)`
-        are padding. None, the default: the arrays of all parcels already have shape
+        send from the arrays of the parcel, which have shape `[nnz, ...]`. Indices outside
+        `[0, nnz)` are padding. None, the default: the arrays of all parcels already have shape
         `[devices, capacity, ...]`.
 
     Returns: for each parcel, the pytree of received arrays `[devices, capacity, ...]`. Padding is

@@ -332,7 +332,7 @@ def get_default_sc_bwd_function(
 
     For the arguments see `get_default_sc_fwd_function`. The returned update stage has a keyword
     argument `step`, the index of the batch that the gradients belong to. The function
-    `embedding_pipelining_utils.step` passes it.
+    `embedding_pipelining_utils.step` passes this argument.
     """
     devices = Devices.of(global_mesh, sharding_axis)
     tables = MeshTables(

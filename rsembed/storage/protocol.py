@@ -62,8 +62,8 @@ class Storage(abc.ABC):
     """
 
     placements: ClassVar[tuple[str, ...]] = ("replicated",)
-    # Name of the integer dtype of keys, or None if ids are row numbers. Keyed storages declare a
-    # dataclass field `key_dtype` instead.
+    # Name of the integer dtype of keys, or None if ids are row numbers. In keyed storages,
+    # `key_dtype` is a dataclass field, so users choose the dtype.
     key_dtype: Any = None
 
     rows_on_host: ClassVar[bool] = False
@@ -111,9 +111,9 @@ class Storage(abc.ABC):
 
         Args:
           table: the table that loads the file.
-          saved: `in_files` of the storage that wrote the file.
+          saved: description of the storage that wrote the file, from its method `in_files`.
 
-        Returns: the prefixes, or None if arrays of different sizes cannot be loaded into `table`.
+        Returns: the path prefixes, or None if `table` can load only arrays of its own size.
         """
         del table, saved
         return None

@@ -467,8 +467,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         """
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
         # Inside a transformation such as `nnx.jit`, the variables of a module can be set only if
-        # the module is an argument of the transformed function. Otherwise, the number of ids and
-        # offsets out of range is not stored.
+        # the module is an argument of the transformed function. If the module is not an argument,
+        # the number of ids and offsets out of range is not stored.
         with contextlib.suppress(TraceContextError):
             if mistake and not self._has_warned:
                 message = (

@@ -458,7 +458,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         Args:
           table: index of the table. None, the default: all tables, as one array
             `[tables, vocab, dim]` if they have equal shapes, else a list of arrays.
-            `TTEmbeddingBag` returns `[vocab, dim]`.
+            For a `TTEmbeddingBag`, which has one table, the result is `[vocab, dim]`.
         """
         if table is None:
             tables = [self.full_weight(k) for k in range(len(self.specs))]

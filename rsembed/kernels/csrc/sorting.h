@@ -174,8 +174,8 @@ class SortedSegments {
     }
   };
 
-  // Writes the items of entries [entry, last_entry) of a segment, and returns the end of the items. Even if the offsets
-  // are invalid, an entry gets at most one item.
+  // Writes the items of entries [entry, last_entry) of a segment, and returns the end of the items. Each entry has at
+  // most one item, even if the offsets are invalid, so the writes stay inside the array of items.
   Item* Emit(const Segment& segment, int64_t entry, int64_t last_entry, Item* items) const {
     if (segment.offsets == nullptr) {
       for (int64_t output = entry / std::max<int64_t>(segment.width, 1); entry < last_entry; ++output) {
