@@ -87,6 +87,7 @@ def test_a_reader_of_zarr_that_knows_nothing_of_us_finds_a_table_in_the_order_of
     assert zarr.codec.to_json()["codecs"][-1] == {"name": "crc32c"}
 
 
+@pytest.mark.slow_rows("None")
 @pytest.mark.parametrize("num_devices", [None, 4])
 def test_neither_save_nor_load_needs_memory_for_a_whole_table(tmp_path, monkeypatch, num_devices):
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 1 << 16)

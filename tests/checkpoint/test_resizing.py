@@ -163,6 +163,7 @@ def test_a_table_of_another_dtype_keeps_slots_and_step(tmp_path, kind, dtype, nu
     assert_same(again.slots(back)["t"], collection.slots(state)["t"])
 
 
+@pytest.mark.slow_rows("cached train-None")
 @pytest.mark.parametrize(("kind", "num_devices"), [("train", 2), ("cached train", None)])
 def test_a_train_grows_by_slices_of_its_first_core(tmp_path, kind, num_devices):
     collection, state = trained_few(kind)
@@ -211,6 +212,7 @@ def test_a_train_of_other_factors_is_refused(tmp_path):
         checkpoint.load_collection(tmp_path / "few", rs.EmbeddingCollection(features), resize=True)
 
 
+@pytest.mark.slow_rows("train", "dense")
 @pytest.mark.parametrize("kind", ["dense", "on the host", "train", "keyed"])
 def test_a_smaller_table_is_refused_unless_it_is_asked_for(tmp_path, kind):
     rows = 8

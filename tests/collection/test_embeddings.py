@@ -323,6 +323,7 @@ def test_the_loop_that_fills_tables_has_no_loop_inside():
     assert len(re.findall(r"= (?:while|scan)\[", program)) == 1
 
 
+@pytest.mark.slow_rows("storage2")
 @pytest.mark.parametrize("storage", [None, rs.Hashed(), rs.HostCached(cache_rows=VOCABULARY)])
 def test_ids_after_the_last_offset_are_neither_read_nor_trained_without_a_combiner(storage):
     spec = table_spec(combiner="none", storage=storage, optimizer=rs.optimizers.SGD(1.0))

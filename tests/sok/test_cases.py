@@ -29,6 +29,7 @@ def cases(kind):
     return [pytest.param(case, id=case["name"]) for case in CASES if case["kind"] == kind]
 
 
+@pytest.mark.slow_rows("combiner_sum_weighted-1-False", "combiner_mean_padding-1-False")
 @pytest.mark.parametrize(("num_devices", "use_hashtable"), [(1, False), (3, True)])
 @pytest.mark.parametrize("case", cases("pooled_lookup"))
 def test_pooled(case, num_devices, use_hashtable):

@@ -117,6 +117,7 @@ def variables_with(specs):
     return variables
 
 
+@pytest.mark.slow_rows("True-mesh2-False")
 @pytest.mark.parametrize(
     ("is_stacked", "mesh", "is_jitted"),
     [(True, (), True), (False, (), False), (True, (4,), False), (False, (2, 2), True)],

@@ -58,6 +58,7 @@ ENTRIES = {
 }
 
 
+@pytest.mark.slow_rows("dim", "rows")
 @pytest.mark.parametrize("fact", OTHERS)
 def test_states_and_row_gradients_of_another_module_are_refused_by_name(fact):
     arguments = {"specs": SPECS, "optimizer": Optim.ADAM}

@@ -261,6 +261,11 @@ def test_a_table_without_rows_reads_zeros_and_stands_in_nobodys_way():
         assert (np.asarray(module(np.array([3, 0]), np.array([0, 1, 2, 2])))[:, 4:] == 0).all()
 
 
+@pytest.mark.slow_rows(
+    "options3-sum prev_iter iter",
+    "options4-exp_avg exp_avg_sq",
+    "options1-sum prev_iter row_counter",
+)
 @pytest.mark.parametrize(
     ("options", "names"),
     [
