@@ -14,7 +14,7 @@ from rsembed.kernels import native
 
 ROWS, DIM, BATCH, LENGTH = 1_000_000, 64, 512, 4
 
-RULES = ("rs.optimizers.SGD()", "rs.optimizers.FTRL()")
+RULES = ("rs.optimizers.SGD()", "rs.optimizers.Adagrad()", "rs.optimizers.FTRL()")
 
 PROGRAM = """
 import ctypes, re, sys
