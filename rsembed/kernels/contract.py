@@ -67,12 +67,14 @@ def int32_range(size: Any) -> Int[Array, " size"]:
     return jnp.arange(size, dtype=jnp.int32)
 
 
-def is_between(
-    numbers: Array,
-    first: ArrayLike,
-    stop: ArrayLike,
-) -> Bool[Array, "..."]:
-    """Whether each number is in `[first, stop)`."""
+def is_between(numbers: Array, first: Any, stop: Any) -> Bool[Array, "..."]:
+    """Whether each number is in `[first, stop)`.
+
+    Args:
+      numbers: an array.
+      first: lower bound, an array or an integer.
+      stop: upper bound, like `first`. In an export for any batch size, it is a symbolic integer.
+    """
     return (numbers >= first) & (numbers < stop)
 
 

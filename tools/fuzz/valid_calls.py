@@ -188,7 +188,7 @@ def rows_of_ids(shapes: Draw, draw: Draw) -> ValidCall:
         sizes.append(int(shapes.integers(1, 2**20)))
         owner = int(shapes.integers(4)) if spread == 1 else 0
         places.append(Place(owner, int(shapes.integers(50)), int(shapes.integers(8))))
-    options = {"places": places, "sizes": sizes, "spread": spread, "rows_per_shard": 2**21}
+    options = {"table_places": places, "sizes": sizes, "spread": spread, "rows_per_shard": 2**21}
     return ValidCall(
         *(functools.partial(module.rows_of_ids, **options) for module in (native, ids)), (call,)
     )
