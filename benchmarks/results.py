@@ -298,7 +298,8 @@ You provide the data:
 * `--ratings` is one or several folders or archives of MovieLens, as GroupLens publishes them.
   `--ratings ml-latest-small ml-100k` adds the rows of ml-100k.
 * `--text` is a folder with `tinyshakespeare.txt`.
-* `--clicks` is a log in Criteo's format.
+* `--clicks` is a log in Criteo's format. `criteo-sample.tsv` has 1,999 rows of Kaggle's log, as they
+  circulate with implementations of click models. Its missing categories are written as 0.
 
 Numbers are means over several seeds. The least and the largest number are in brackets. No setting
 was chosen on rows that the page reports. The numbers are in `benchmarks/results.json`.
