@@ -320,8 +320,8 @@ click from samples without one. There are three ways to make its tables small:
 The script is `benchmarks/smaller.py`. Samples that are not reported chose the learning rates and
 the number of passes.
 
-Arrays overfit a small log such as ml-latest-small, so smaller tables are better there. That says
-nothing about large logs.
+Arrays overfit ml-latest-small, so tensor trains have a higher AUC there. On ml-100k, which has as
+many ratings of a sixth of the films, arrays have the highest AUC.
 """
 
 
