@@ -246,7 +246,7 @@ def test_keys_of_texts_keep_the_shape_and_lists_stay_lists():
         assert {row.dtype for row in rows} == {np.dtype(np.int64)}
 
 
-@pytest.mark.parametrize("missing", [None, float("nan"), np.nan, np.datetime64("NaT"), NA()])
+@pytest.mark.parametrize("missing", [None, float("nan"), np.nan, np.datetime64("NaT", "ns"), NA()])
 @pytest.mark.parametrize("kind", [list, Column, lambda texts: np.array(texts, object)])
 def test_a_missing_text_is_an_error_with_its_row_or_gets_the_key_that_is_given(missing, kind):
     column = kind(["a", "b", missing, "c", missing])
