@@ -183,7 +183,7 @@ class Engine:
     def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
         """Name of each stack, and shardings of its rows and values in `RowGradients`.
 
-        None on one device.
+        On a single device, the result is None.
         """
         if self.devices.mesh is None:
             return None

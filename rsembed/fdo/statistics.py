@@ -83,8 +83,8 @@ class SparseDenseMatmulInputStats:
 
         Args:
           table_name: name of the stack.
-          num_sc_per_device: number of cores of a device. If None, a device has as many cores as the
-            statistics have buffer sizes of the stack.
+          num_sc_per_device: number of cores of a device. If None, it is the number of buffer
+            sizes that the statistics have for the stack.
         """
         if table_name not in self.required_buffer_size_per_sc:
             return None
@@ -103,8 +103,8 @@ class SparseDenseMatmulInputStats:
         Args:
           table_name: name of the stack.
           required_buffer_size_per_device: number of slots for all cores of a device.
-          num_sc_per_device: number of cores of a device. If None, a device has as many cores as the
-            statistics have buffer sizes of the stack.
+          num_sc_per_device: number of cores of a device. If None, it is the number of buffer
+            sizes that the statistics have for the stack.
 
         Raises:
           ValueError: the statistics have no buffer size of the stack, and `num_sc_per_device` is
@@ -155,8 +155,8 @@ class LimitsPolicy:
         `headroom_fraction` if later batches still exceed a limit.
       monotone: whether a limit never decreases, and is never below the limit in the specs. True by
         default.
-      bucket: factor between the sizes to which limits are rounded up, 1.25 by default. Each size is
-        a multiple of 8. From 100 to 1000, there are 10 such sizes with a factor of 1.25 (120, 152,
+      bucket: factor between two sizes, 1.25 by default. Limits are rounded up to the next size. Each
+        size is a multiple of 8. From 100 to 1000, there are 10 such sizes with a factor of 1.25 (120, 152,
         192, ...), and 3 with a factor of 2 (128, 256, 512). If None, limits are not rounded.
 
     Raises: ValueError: the headroom is negative, or the factor is not above 1.
