@@ -155,9 +155,10 @@ class LimitsPolicy:
         `headroom_fraction` if later batches still exceed a limit.
       monotone: whether a limit never decreases, and is never below the limit in the specs. True by
         default.
-      bucket: factor between two sizes, 1.25 by default. Limits are rounded up to the next size. Each
-        size is a multiple of 8. From 100 to 1000, there are 10 such sizes with a factor of 1.25 (120, 152,
-        192, ...), and 3 with a factor of 2 (128, 256, 512). If None, limits are not rounded.
+      bucket: factor between two sizes, 1.25 by default. Limits are rounded up to the next size.
+        Each size is a multiple of 8. From 100 to 1000, there are 10 such sizes with a factor of
+        1.25 (120, 152, 192, ...), and 3 with a factor of 2 (128, 256, 512). If None, limits are not
+        rounded.
 
     Raises: ValueError: the headroom is negative, or the factor is not above 1.
     """
