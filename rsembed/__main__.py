@@ -32,8 +32,8 @@ def find_notebook(name: str) -> Path:
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
-    # The notebooks are in the first folder of an installed package, and in the second folder of a
-    # checkout of the repository.
+    # An installed package has its notebooks in the first of these folders. A checkout of the
+    # repository has them in the second folder.
     folders = (
         _PACKAGE / "_bundled" / "notebooks",
         _PACKAGE.parent / "notebooks",
@@ -134,7 +134,7 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
         manager = AsyncKernelManager(
             kernel_name="python3",
             # With an empty `kernel_dirs`, Jupyter starts the Python that runs this function. A
-            # kernel that is installed in a folder may start a different Python.
+            # Jupyter kernel that the user has installed may start a different Python.
             kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
             connection_file=f"{folder}/connection.json",
             # Use sockets in the temporary folder, because other users could connect to ports.

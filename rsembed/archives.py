@@ -24,15 +24,15 @@ _COMPRESSIONS = (
 
 
 def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, bytes]:
-    """Contents of members of a zip archive, by name.
+    """Unpacks members of a zip archive. Returns a dictionary from names to contents.
 
     Args:
-      content: bytes of the archive.
+      content: the archive file as bytes.
       names: names of the members to read. If None, all members are read.
 
     Raises: ValueError: the bytes are not a zip archive, the archive is damaged or encrypted, a
-      member is missing, two members have one name, or the members are larger than
-      `MOST_UNPACKED_BYTES` and the archive.
+      member is missing or has an unsupported compression, two members have the same name, or the
+      members are larger than the limit (see `MOST_UNPACKED_BYTES`).
 
     Example:
       >>> import io, zipfile

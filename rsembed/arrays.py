@@ -1,4 +1,4 @@
-"""Checks of traced, masked and donated arrays, and copies of arrays to the device."""
+"""Functions that check for traced, masked or donated arrays, and that copy arrays to the device."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ _returned = jax.jit(lambda arrays: arrays)
 
 
 def cut_on_device(values: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:
-    """Arrays with the requested shapes on the device, cut one after the other from a flat array."""
+    """Copies a flat array to the device, and splits it into arrays with the given shapes."""
     with jax.transfer_guard_host_to_device("allow"):
         return _cut(values, shapes)
 

@@ -156,7 +156,7 @@ class Bags:
 
         Args:
           ids: array of integers or `Keys`. -1 means no id.
-          weights: array with the shape of `ids`. If None, all weights are 1.
+          weights: one weight per id, with the same shape as `ids`. If None, all weights are 1.
 
         Raises:
           TypeError: ids are not an array.
@@ -232,7 +232,7 @@ class Bags:
 
         Args:
           indices: sample of each id, and position of the id in the sample, `[nnz, 2]`. The
-            positions are not used.
+            positions are ignored.
           values: ids, `[nnz]`. The ids of one sample have the same order as in `values`.
           dense_shape: shape `(samples, width)` of the tensor. The number of bags is `samples`.
           weights: one weight per id. If None, all weights are 1.
@@ -524,8 +524,8 @@ def check_values(
       table: name of the feature's table, for error messages.
       vocabulary_size: number of rows of the table.
       allow_out_of_range: whether ids outside the table are allowed, False by default.
-      way_to_drop: words for the error message that name an option to drop ids outside the table.
-        None, the default, if there is no such option.
+      way_to_drop: advice for the error message on how to drop ids outside the table. None, the
+        default: the message gives no such advice.
 
     Raises: ValueError: an id is outside the table, offsets decrease, or a weight is not finite.
     """

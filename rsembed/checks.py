@@ -55,15 +55,15 @@ _MAX_ENTRIES = 1000  # Entries of a list or mapping with more than 1000 entries 
 
 
 def validated(function: Function) -> Function:
-    """Decorator that checks arguments of a function or fields of a dataclass by their annotations.
+    """Decorator that checks arguments of a function or fields of a dataclass against annotations.
 
     A value that does not match its annotation raises an error, such as
     `plan_stacking: num_shards must be an integer, got '2' (str).`
 
-    The decorator is meant for functions that run seldom, such as functions that declare, plan, load
-    or save. In a function that runs in every step outside `jit`, the checks would cost time. The
-    decorator does not check `*args`, so a function that takes `*args` must check them itself. For a
-    dataclass, put `@validated` below `@dataclass`.
+    The decorator is meant for functions that run rarely, such as constructors and functions that
+    load or save. In a function that runs in every step outside `jit`, the checks would cost time.
+    The decorator does not check `*args`, so a function that takes `*args` must check them itself.
+    For a dataclass, put `@validated` below `@dataclass`.
     """
     if isinstance(function, type):
         function.__post_init__ = check_fields  # type: ignore[attr-defined]
@@ -253,7 +253,11 @@ def check_type(value: object, hint: object, name: str) -> None:
 
 
 def describe(value: Any) -> str:
-    """Text for a value in an error message: the value itself if its text is short, or its type."""
+    """Describes a value in an error message.
+
+    An array is described by its dtype and shape, a short number, string or list by its text and
+    type, and any other value by its type.
+    """
     if hasattr(value, "dtype") and isinstance(getattr(value, "shape", None), tuple):
         article = "a masked" if np.ma.isMaskedArray(value) else "an"
         return f"{article} array of {value.dtype} with shape {tuple(value.shape)}"
@@ -290,7 +294,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 
 @functools.cache
 def _hints(owner: Any) -> dict[str, Any]:
-    """Annotations of a function or class by name.
+    """Annotations of the arguments of a function, or of the fields of a class, by name.
 
     Annotations of a class are left out if they use names that exist only for a type checker.
     """
@@ -320,7 +324,7 @@ class _Misfit(NamedTuple):
 
 
 def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
-    """Misfit of `value` or of its first entry that does not match `hint`; None if all match."""
+    """First mismatch between `hint` and a value or its entries. None if everything matches."""
     kind = get_origin(hint) or hint
     args = get_args(hint)
     if kind is Annotated:
@@ -381,7 +385,7 @@ def _has_type(value: Any, hint: Any, kind: Any) -> bool:
 def _misfit_of_entries(
     value: Sequence[Any] | Mapping[Any, Any], hint: object, name: str
 ) -> _Misfit | None:
-    """The first entry of a list or mapping that does not match the annotation of its entries."""
+    """The first entry of a list or mapping that does not match `hint`. None if all match."""
     args = get_args(hint)
     if isinstance(value, Mapping):
         entries: Iterable[Any] = value.items()
@@ -401,16 +405,16 @@ def _misfit_of_entries(
 
 
 def _misfit_of_union(value: object, hint: object, name: str) -> _Misfit | None:
-    """None if the value matches a type of the union, else the misfit of the closest type."""
+    """The mismatch to report for a union type. None if the value matches one of its types."""
     misfits = []
     for alternative in get_args(hint):
         misfit = _misfit(value, alternative, name)
         if misfit is None:
             return None
         misfits.append(misfit)
-    # If the value has a type of the union, but an entry of the value is wrong, the error is about
-    # the entry. If the value has a type of the union, but is not an allowed value of this type, the
-    # error is a ValueError.
+    # If the value is, for example, a list as expected, but an entry of the list is wrong, report
+    # the entry. If the value has an expected type, but is not an allowed value of this type, report
+    # a ValueError.
     for misfit in misfits:
         if misfit.name != name:
             return misfit

@@ -105,7 +105,7 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
 
     Args:
       path: folder to create. None in a process that only helps to gather the rows.
-      arrays: arrays to write. `as_saved` makes them from the leaves of a tree.
+      arrays: arrays to write, which `as_saved` makes from the leaves of a tree.
 
     Raises: OSError: the operating system reports that a write failed.
     """
@@ -194,14 +194,14 @@ def _new_entry(number: int, array: ArrayToSave) -> Entry:
         "folder": f"{number:04d}",
         "shape": list(array.shape),
         "dtype": array.dtype.name,
-        # All chunk files of an array have the same size. With about equal numbers of rows, the last
-        # chunk needs little padding.
+        # All chunk files of an array have the same size, so the last chunk is padded. The rows are
+        # divided evenly among the chunks to keep this padding small.
         "rows_per_chunk": max(1, -(-num_rows // num_chunks)),
     }
 
 
 def _system_error(error: ValueError) -> OSError | None:
-    """The `OSError` that TensorStore reports as `error`; None if `error` has no OS error code."""
+    """The `OSError` behind an error of TensorStore, or None if `error` has no OS error code."""
     match = re.search(r"os_error_code='(\d+)'", str(error))
     if match is None:
         return None
@@ -252,8 +252,8 @@ def _rows(array: ArrayToSave, chunk: Chunk) -> np.ndarray:
         values[part] = _host_rows(shard.data, shard_rows)
     if source.is_fully_addressable:
         return values
-    # Each number is in one process, which sends the bytes of the number. All other processes send
-    # zeros for it, so the sum over the processes has exactly these bytes.
+    # For each element of the array, one process has the value and all other processes have zero.
+    # The sum of the bytes over all processes is therefore exactly the value.
     local_bytes = values.reshape(-1).view(np.uint8)
     bytes_by_process = multihost_utils.process_allgather(local_bytes)
     all_bytes = bytes_by_process.sum(axis=0, dtype=np.uint8)
@@ -265,8 +265,8 @@ def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
     if device.platform == "cpu":
         host_view = np.asarray(data)
         return host_view[_index(rows)]
-    # `np.asarray(data)` would copy the whole array to the host, and JAX would keep the copy. Copy
-    # only the wanted rows.
+    # `np.asarray(data)` would copy the whole array to the host, and JAX would keep the copy.
+    # Therefore only `rows` are copied.
     device_rows = data[rows.astype(np.int32)]
     return np.asarray(device_rows)
 
@@ -289,7 +289,7 @@ def _index(rows: np.ndarray) -> np.ndarray | slice:
 
 
 def _chunks(entry: Entry) -> list[Chunk]:
-    """Chunks of an array in the order of rows; none for an array of size 0."""
+    """Chunks of an array in the order of rows. An array of size 0 has no chunks."""
     shape = entry["shape"] or [1]
     if 0 in shape:
         return []
@@ -338,7 +338,7 @@ def _store(path: Path, entry: Entry, *, create: bool = False) -> StoreFuture:
 
 
 def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
-    """Opens the array of a manifest entry, after a comparison of its files with the manifest.
+    """Compares the files of an array with its manifest entry, and opens the array.
 
     `open_array` compares the size and the stored checksum of every file with the manifest. When a
     chunk is read later, TensorStore computes the checksum of the rows and compares it with the
@@ -388,7 +388,10 @@ def _read(
     name: str,
     into: np.ndarray | None,
 ) -> Blocks:
-    """Yields the blocks of an array in the order of rows, and reads the next blocks meanwhile."""
+    """Yields the blocks of an array in the order of rows.
+
+    While the caller uses a block, the next blocks are read.
+    """
     try:
         store = store_future.result()
     except ValueError as error:

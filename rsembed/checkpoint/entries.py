@@ -23,9 +23,16 @@ MAX_BYTES = 2**63
 _HEXADECIMAL = re.compile(r"[0-9a-f]{8}")
 
 Entry = dict[str, Any]
-"""Manifest entry of an array: folder, path, shape, dtype, rows_per_chunk, prng and checksums."""
+"""Manifest entry of an array.
+
+The keys are `folder`, `path`, `shape`, `dtype`, `rows_per_chunk`, `prng`, `metadata_crc32` and
+`crc32c`.
+"""
 Body = dict[str, Any]
-"""Manifest without its checksum: step, metadata, belongs_to, arrays and layout_version."""
+"""Manifest without its checksum.
+
+The keys are `step`, `metadata`, `belongs_to`, `arrays` and `layout_version`.
+"""
 
 
 def check_body(file: Path, body: Body) -> None:

@@ -63,7 +63,7 @@ from rsembed.parallel.agreement import check_not_forked
 LAYOUT_VERSION = 4
 MANIFEST = "manifest.json"
 Metadata = Mapping[str, Any]
-"""Values that JSON can hold, by name."""
+"""Mapping from names to values that JSON can hold."""
 Others: TypeAlias = PyTree
 """Any pytree that is saved with a state, such as dense parameters and their optimizer state."""
 
@@ -110,7 +110,7 @@ def encoded(body: Body) -> bytes:
 
 
 def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf]:
-    """Opens the arrays that some manifest entries describe, and returns the arrays by path.
+    """Opens the arrays of the given manifest entries. Returns a dictionary from paths to arrays.
 
     Arrays of PRNG keys and arrays of `rsembed.opaque` are loaded into memory. All other arrays are
     `SavedArray`s, which read from the disk later.
@@ -135,7 +135,7 @@ def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf
 
 
 def nested(arrays: Mapping[tuple[str, ...], Leaf], folder: Path) -> PyTree:
-    """Loads arrays into host memory, in nested dictionaries with the parts of the paths as keys.
+    """Loads arrays into host memory, as nested dictionaries. Each part of a path becomes a key.
 
     Raises: CorruptCheckpointError: the path of an array is the beginning of another path.
     """
@@ -157,8 +157,9 @@ class Contents(NamedTuple):
     """Contents of a checkpoint, collected before the checkpoint is written.
 
     Attributes:
-      leaves: results of `as_saved` (an array and its kind), by path in the tree.
-      body: fields of the manifest, without the entries of arrays.
+      leaves: dictionary from the path of each leaf to the result of `as_saved`: an array and its
+        kind.
+      body: the manifest without its list of arrays.
     """
 
     leaves: dict[tuple[str, ...], tuple[Leaf, str | None]]
@@ -166,12 +167,12 @@ class Contents(NamedTuple):
 
     @staticmethod
     def of(tree: PyTree, owners: Facts, *, step: int, metadata: Metadata | None) -> Contents:
-        """Contents of a checkpoint that `save` writes for a tree.
+        """Contents of the checkpoint that `save` writes for a tree.
 
         Args:
           tree: tree to save, see `save`.
-          owners: fingerprints of the states in `tree`. A load compares them with the fingerprints
-            of its template.
+          owners: metadata of the tables that the arrays in `tree` belong to, from `belongings`. A
+            load compares the metadata with those of its template.
           step: number of updates done so far.
           metadata: values that JSON can hold, see `save`.
 
@@ -203,8 +204,8 @@ class Contents(NamedTuple):
         """The contents with copies of all arrays in the memory of process 0.
 
         A later training step that donates the arrays does not change the copies. All processes must
-        call `in_memory`, because together they gather the arrays. Only process 0 gets the copies;
-        in the other processes, None replaces each array.
+        call `in_memory`, because together they gather the arrays. Only process 0 gets the copies.
+        In the other processes, each array is replaced by None.
         """
         copies = {}
         for path, (array, prng) in self.leaves.items():
@@ -276,7 +277,7 @@ def write_folder(path: Path, contents: Contents) -> None:
 
 
 def from_first_process(number: int) -> int:
-    """Sends the number (or truth value) of process 0 to all processes, which return it.
+    """Broadcasts `number` (or a truth value) from process 0 to all processes, and returns it.
 
     All processes must call `from_first_process`.
     """
@@ -309,7 +310,7 @@ class Checkpoint(NamedTuple):
     """A loaded checkpoint.
 
     Attributes:
-      tree: loaded arrays, in the structure of `like` or in nested dictionaries.
+      tree: loaded arrays, in the structure of `like`, or without `like` in nested dictionaries.
       step: number of updates before the save, as the caller of `save` stated it.
       metadata: the `metadata` that the caller passed to `save`.
     """
@@ -346,8 +347,8 @@ def save(
     Raises:
       FileExistsError: `path` exists.
       OSError: the checkpoint cannot be written to the disk.
-      TypeError: a leaf is not a plain array of numbers (but, for example, a masked or structured
-        array), or JSON cannot hold `metadata`.
+      TypeError: a leaf is not a plain array of numbers (for example, it is a masked or structured
+        array), or `metadata` has values that JSON cannot hold.
       ValueError: two leaves have the same path, or an `EmbeddingState` in the tree does not contain
         the rows of all its tables, because some tables are keyed or on the host. `save_collection`
         saves these tables, too.
@@ -364,8 +365,8 @@ def load(path: str | os.PathLike[str], like: Template = None) -> Checkpoint:
       like: template for the result, a pytree of arrays or `jax.ShapeDtypeStruct`s. A loaded array
         has the sharding of its template, which may differ from the saved sharding. An
         `EmbeddingState` in the template, such as `collection.template`, defines the layout that the
-        saved rows are loaded into. By default, the result has nested dictionaries of numpy arrays,
-        with positions and field names as keys.
+        saved rows are loaded into. By default, the result has nested dictionaries of numpy arrays.
+        List indices and field names become dictionary keys, as strings.
 
     Raises:
       FileNotFoundError: `path` has no checkpoint.
@@ -373,7 +374,7 @@ def load(path: str | os.PathLike[str], like: Template = None) -> Checkpoint:
         for damaged rows, the chunk, the array and the rows.
       ValueError: the checkpoint does not match `like` (the message names the arrays, or the
         differences of the tables), or another version of rsembed wrote the checkpoint.
-      TypeError: `like` is an `EmbeddingCollection`, which only `load_collection` accepts.
+      TypeError: `like` is an `EmbeddingCollection`. Pass a collection to `load_collection` instead.
     """
     if isinstance(like, EmbeddingCollection):
         way_out = "load_collection takes a collection"
@@ -400,7 +401,7 @@ def save_collection(
     others: Others = None,
     metadata: Metadata | None = None,
 ) -> None:
-    """Saves every table and its slots by table name, with step, key and other trees.
+    """Saves the tables and slots of a state by table name, with its step, PRNG key and `others`.
 
     The arrays of the checkpoint are `tables/<table>`, `slots/<table>/<slot>`, `key` and
     `others/...`. The rows of a table are saved in id order, on any mesh and also for tables on the
@@ -587,9 +588,10 @@ def check_apart(path: Path, collection: EmbeddingCollection, arrays: Tables) -> 
 
 
 def check_owners(path: Path, saved: Facts, expected: Facts) -> None:
-    """Compares fingerprints in a checkpoint with fingerprints of the tree or collection to load.
+    """Checks that a checkpoint was saved from the tables that the tree or collection expects.
 
-    Raises: ValueError: fingerprints differ. The error message lists the differing entries.
+    Raises: ValueError: the metadata of the tables differ. The error message lists the first
+      differences.
     """
     check_same(
         Fingerprint.of(saved),

@@ -54,7 +54,7 @@ _NAME = re.compile(r"step_(\d{9,})")
 
 
 class CheckpointManager:
-    """Saves, keeps and restores the checkpoints of one run, in a folder that only this run writes.
+    """Saves and restores the checkpoints of one run, and removes old checkpoints.
 
     `save` copies the arrays and returns. A thread writes the copies while training continues. In a
     run of several processes, every process must have a manager and call the same methods in the
@@ -62,7 +62,7 @@ class CheckpointManager:
     the `with` block wait for the last write. `restore` skips damaged checkpoints.
 
     Args:
-      folder: folder of the run. Only one process may write to the folder.
+      folder: folder with the checkpoints of this run. Only one process may write to the folder.
       collection: collection of the states that the manager saves. Without a collection, the manager
         saves any tree.
       max_to_keep: number of checkpoints to keep, by default all. Damaged checkpoints that `restore`
@@ -116,7 +116,7 @@ class CheckpointManager:
             if jax.process_index() == 0 and not read_only:
                 self.folder.mkdir(parents=True, exist_ok=True)
                 self._lock.enter_context(_only_writer(self.folder))
-                # Remove the partial checkpoints of earlier processes that were killed in a write.
+                # Remove partial checkpoints of earlier processes that were killed during a save.
                 for partial in self.folder.glob(".step_*.partial"):
                     shutil.rmtree(partial, ignore_errors=True)
 
@@ -141,7 +141,7 @@ class CheckpointManager:
           step: number of updates done so far. With a collection, leave `step` out, because a state
             contains its number of updates.
           others: any pytree to save together with a state, such as dense parameters.
-          metadata: values that JSON can hold, such as the position of the input
+          metadata: values that JSON can hold, such as the position in the input data
             (`{"input": iterator.get_state()}`).
 
         Raises:
@@ -207,7 +207,7 @@ class CheckpointManager:
     ) -> None:
         if error is not None:
             # Ignore an error of the writer thread, because the error of the `with` block must
-            # leave the block. `_write` has logged the error of the thread.
+            # propagate. `_write` has logged the error of the thread.
             self._pending = None
         self.close()
 
@@ -280,7 +280,7 @@ class CheckpointManager:
 
     @validated
     def metadata(self, step: NonNegativeInt) -> dict[str, PyTree]:
-        """The metadata that was passed to `save` at a step, such as the position of the input.
+        """Metadata of the checkpoint at `step`, such as the position in the input data.
 
         Raises:
           FileNotFoundError: there is no checkpoint of this step.
@@ -312,7 +312,7 @@ class CheckpointManager:
             yield self._path(step)
 
     def _is_taken(self, path: Path) -> bool:
-        """True if `path` has a checkpoint that is not damaged. Removes a damaged checkpoint."""
+        """Whether `path` has a checkpoint. A damaged checkpoint is removed and does not count."""
         if not path.exists():
             return False
         try:
@@ -337,9 +337,10 @@ class CheckpointManager:
             raise
 
     def _remove_old(self, newest: Path) -> None:
-        """Removes all but `max_to_keep` checkpoints, except for multiples of `keep_period`.
+        """Removes old checkpoints until `max_to_keep` remain.
 
-        Damaged checkpoints are removed first, then the oldest checkpoints.
+        Damaged checkpoints are removed first, then the oldest checkpoints. Checkpoints that would
+        be removed remain if their steps are multiples of `keep_period`.
         """
         if self.max_to_keep is None:
             return
@@ -361,7 +362,7 @@ def _step(path: Path) -> int:
 
 
 def _written(path: Path) -> tuple[int, int]:
-    """Sort key, the oldest checkpoint first: modification time of the manifest, and step."""
+    """Key that sorts the oldest checkpoint first: modification time of the manifest, and step."""
     try:
         return (path / MANIFEST).stat().st_mtime_ns, _step(path)
     except OSError:

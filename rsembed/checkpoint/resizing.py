@@ -1,8 +1,9 @@
-"""Changes arrays of a checkpoint to the sizes and dtypes of other tables.
+"""Loads tables of a checkpoint into a collection with different table sizes or dtypes.
 
-A table gets new rows, loses its last rows, or has its values rounded to another dtype. New rows
-have the values of `EmbeddingCollection.init` for the key of the saved state. The saved rows are
-read in blocks, and the new rows are made in blocks, so an enlarged table is not in memory twice.
+The load can append new rows to a table, leave out its last rows, or convert its values to another
+dtype. New rows have the values that `EmbeddingCollection.init` draws with the PRNG key of the saved
+state. Saved rows are read and new rows are made block by block, so an enlarged table is not in
+memory twice.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ from rsembed.storage.logical_rows import array_names, as_dtype
 from rsembed.storage.protocol import Storage
 
 ROWS_PER_BLOCK = 1 << 14
-"""Number of new rows that are made at the same time."""
+"""Number of new rows in a block."""
 MakeRows = Callable[[int, int], np.ndarray]
 """Function `(first, end) -> rows` that makes the new rows `first` to `end - 1`."""
 
 
 class WantedArray(NamedTuple):
-    """Shape and dtype that a load needs for an array, and a function that makes its new rows."""
+    """Shape and dtype that an array has after a load, and a function that makes its new rows."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -44,14 +45,17 @@ def accepted_facts(
     *,
     shrinks: bool,
 ) -> Tables:
-    """Metadata of the saved tables, with the expected sizes and dtypes if a load can change them.
+    """Metadata of the saved tables, with the sizes and dtypes that the collection expects.
+
+    The caller compares the result with `expected`, so it finds only differences that a load cannot
+    remove. The description of a storage is replaced only if the storage can be resized.
 
     Args:
       saved: metadata of the tables in the checkpoint, by name.
       tables: specs of the collection, by name.
       expected: metadata of the tables of the collection, by name.
-      shrinks: whether a table may have fewer rows than in the checkpoint. If a table does, the last
-        rows in the checkpoint are not loaded.
+      shrinks: whether a table may have fewer rows than in the checkpoint. The last saved rows are
+        then not loaded.
 
     Raises: ValueError: a table has fewer rows than in the checkpoint, and `shrinks` is False. The
       error message names the table.
@@ -92,16 +96,17 @@ def resized(
     saved: Facts,
     key: PRNGKeyArray,
 ) -> dict[Path, Leaf]:
-    """Arrays of a checkpoint. Arrays of tables have the sizes and dtypes of `tables`.
+    """Arrays of a checkpoint, with values and slots resized to the tables in `tables`.
 
-    The arrays of keyed tables stay unchanged, because a keyed table of any size loads all saved
-    keys that it has rows for.
+    Values are also converted to the dtype of the table. Slots keep the saved dtype. The arrays of
+    keyed tables stay unchanged, because a keyed table of any size loads all saved keys that it has
+    rows for.
 
     Args:
       arrays: result of `files.opened`.
       tables: specs of the collection, by name.
       saved: metadata of the tables in the checkpoint, by name, which `accepted_facts` has checked.
-      key: random key of the saved state.
+      key: PRNG key of the saved state, with which new rows are drawn.
     """
     result = dict(arrays)
     for name, table in tables.items():
@@ -144,7 +149,7 @@ def _resized_array(array: SavedArray, wanted: WantedArray, path: Path) -> SavedA
 def _arrays_by_id(table: TableSpec, key: PRNGKeyArray) -> dict[Path, WantedArray]:
     """Shapes, dtypes and new rows for the values and slots of a table with rows in id order.
 
-    The result is a dictionary by path.
+    The keys of the result are the paths of the arrays in the checkpoint.
     """
     num_rows = table.vocabulary_size
     key = table_key(key, table.name)
@@ -192,14 +197,15 @@ def _arrays_of_train(
 ) -> dict[Path, WantedArray]:
     """Shapes, dtypes and new rows for a tensor train's parameters and its first core's slots.
 
-    The result is a dictionary by path. If a tensor-train table gets more rows, its first core gets
-    more rows, and so do the slots of this core. All other cores and slots keep their sizes.
+    The keys of the result are the paths of the arrays in the checkpoint. If a tensor-train table
+    gets more rows, its first core and the slots of this core get more slices. All other cores and
+    slots keep their sizes.
 
     Args:
       table: spec of the table.
       storage: tensor-train storage of the table.
-      description: `Storage.in_files` of the table, as the checkpoint recorded it.
-      key: random key of the saved state.
+      description: description of the table's storage in the checkpoint, see `Storage.in_files`.
+      key: PRNG key of the saved state, with which new rows are drawn.
     """
     params, slots = storage.init(key, table, jnp.zeros((), jnp.int32), 1)
     prefixes = storage.resizable(table, description) or ()

@@ -27,21 +27,21 @@ from rsembed.storage.logical_rows import SavedArray
 from rsembed.storage.protocol import parts
 
 Path = tuple[str, ...]
-"""Path of a leaf in a tree: the dictionary keys, positions and field names, each as a string."""
+"""Path of a leaf in a tree: the dictionary keys, list indices and field names, as strings."""
 Leaf = Any
 """Leaf of a tree: an array, a number, a PRNG key, `PickedRows` or a `SavedArray`."""
 Template: TypeAlias = PyTree
 """Tree that defines the structure, shapes, dtypes and shardings of a tree to load."""
 Tables = dict[str, Any]
-"""Arrays or metadata by table name."""
+"""Dictionary from table names to arrays or metadata."""
 Facts = Mapping[str, Any]
-"""Part of a fingerprint: JSON values by name."""
+"""Metadata of a fingerprint, as a mapping from names to JSON values."""
 Index = tuple[slice, ...]
 """Slices that select a block of an array."""
 Bounds = tuple[tuple[int, int], ...]
 """Start and end of a block of an array, along each axis."""
 Blocks = Iterable[tuple[np.ndarray, np.ndarray]]
-"""Pairs `(indices, rows)`, each with some rows of an array and the indices of the rows."""
+"""Blocks of rows of an array, as pairs `(indices, rows)` with the index of each row."""
 
 
 class CorruptCheckpointError(ValueError):
@@ -54,7 +54,7 @@ def sharded(
     sharding: jax.sharding.Sharding | None,
     pieces: Blocks,
 ) -> jax.Array:
-    """An array with a sharding, filled with rows that are read in blocks.
+    """Makes an array with the given sharding, and fills it block by block.
 
     The host memory of a process needs room for the shards of its devices, not for the whole array.
 
@@ -62,7 +62,7 @@ def sharded(
       shape: shape of the whole array, with at least one dimension.
       dtype: dtype of the array.
       sharding: sharding of the array. With None, the array is on JAX's default device.
-      pieces: pairs `(row indices, rows)` that fill the array. Rows of the array that are in no pair
+      pieces: blocks of rows, as pairs `(row indices, rows)`. Rows of the array that are in no block
         are zero.
     """
     whole = (slice(None),) * len(shape)
@@ -101,7 +101,7 @@ def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
 
 @dataclasses.dataclass(frozen=True)
 class PickedRows:
-    """Rows of an array, in the order of the file that a save writes.
+    """Some rows of an array, in the order in which a save writes them to a file.
 
     Attributes:
       array: array that contains the rows, such as the array of a stack.
@@ -144,10 +144,10 @@ def logical(tree: PyTree) -> PyTree:
 
 
 def with_states(like: Template, tree: PyTree) -> PyTree:
-    """Packs the tables of `tree` into states with the layouts of `like`; the inverse of `logical`.
+    """Packs the tables of `tree` into states with the layouts of `like`. The inverse of `logical`.
 
     Args:
-      like: tree with states, which define the layouts of the states in the result.
+      like: tree with `EmbeddingState`s. The states in the result have the same layouts.
       tree: tables and slots by name, as `restored` returns them for the template `logical(like)`.
     """
 
@@ -160,7 +160,7 @@ def with_states(like: Template, tree: PyTree) -> PyTree:
 
 
 def flattened(tree: PyTree) -> dict[Path, Leaf]:
-    """Leaves of a tree by path.
+    """Dictionary from the paths of a tree to its leaves.
 
     Raises: ValueError: the paths of two leaves are equal as strings.
     """
@@ -185,12 +185,12 @@ def joined(path: Path | list[str]) -> str:
 def restored(arrays: Mapping[Path, Leaf], like: Template, where: object) -> PyTree:
     """Arrays of a checkpoint in the structure of `like`, after a check of shapes and dtypes.
 
-    The rows of tables are not read yet. The result has a `SavedArray` for them, from which
-    `with_states` reads the rows.
+    The rows of tables stay on disk: where `like` has `PickedRows`, the result has a `SavedArray`,
+    from which `with_states` reads the rows.
 
     Args:
       arrays: result of `files.opened`.
-      like: template, a tree without states. Its leaves define shapes, dtypes and shardings.
+      like: template from `logical`. Its leaves define shapes, dtypes and shardings.
       where: folder of the checkpoint, for error messages.
 
     Raises: ValueError: arrays are missing, not in `like`, or of a different shape or dtype. The
@@ -254,12 +254,13 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
         return array
     is_committed = getattr(template, "committed", True)
     if sharding is None or not is_committed:
-        # If the template is not committed to a device, the array must not be, either: `jit` would
-        # compile a function again for a committed array.
+        # If the template is uncommitted, the array must also be uncommitted, because `jit` would
+        # compile a function again for an array that is committed to a device.
         return jax.device_put(array)
     if isinstance(array, jax.Array):
         # `jax.device_put` rejects an array of PRNG keys if the sharding spans several processes.
-        # Place the plain numbers of the keys, and wrap the placed numbers.
+        # Therefore the integers of the keys are copied to the devices, and then wrapped as PRNG
+        # keys.
         key_data = np.asarray(jax.random.key_data(array))
         implementation = jax.random.key_impl(array)
         placed_data = placed(key_data, template)
@@ -272,7 +273,7 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
 
 
 def _numbered_blocks(saved: SavedArray) -> Blocks:
-    """Blocks of saved rows, with the numbers of the rows in the checkpoint."""
+    """Blocks of saved rows, with the index of each row in the array of the checkpoint."""
     for first, rows in saved.blocks():
         yield np.arange(first, first + len(rows)), rows
 
@@ -285,9 +286,10 @@ def in_memory(array: Leaf) -> Leaf:
 
 
 def belongings(tree: PyTree) -> Facts:
-    """Metadata of every fingerprint in a tree, by the path of the fingerprint or of its state.
+    """Metadata of the tables that the arrays in a tree belong to, by path in the tree.
 
-    The layout of an `EmbeddingState` is a fingerprint.
+    The metadata come from fingerprints. The path is the path of an `EmbeddingState`, of another
+    named tuple with a fingerprint in its field `layout`, or of a single fingerprint.
 
     Raises: TypeError: keys of a dictionary in the tree cannot be sorted.
     """
@@ -330,7 +332,10 @@ def _state_facts(state: EmbeddingState) -> Tables:
 
 
 def _fingerprint_of(node: object) -> Fingerprint | None:
-    """The fingerprint of a node: the node itself or the layout of a state; None for other nodes."""
+    """Fingerprint of a node in a tree, or None if the node has no fingerprint.
+
+    The node is a `Fingerprint`, or a named tuple with a fingerprint in its field `layout`.
+    """
     if isinstance(node, tuple):
         node = getattr(node, "layout", None)
     if isinstance(node, Fingerprint):
@@ -445,7 +450,7 @@ def _state_from_tables(like: EmbeddingState, values: Mapping[str, Any]) -> Embed
 
 
 def _concatenated(trees: Tables, names: list[str]) -> PyTree:
-    """Concatenation, leaf by leaf, of the trees of tables that share a storage."""
+    """Concatenates the arrays of the tables `names`, which share a storage."""
     trees_of_tables = [trees.get(name) for name in names]
     if len(trees_of_tables) == 1:
         return trees_of_tables[0]
@@ -488,7 +493,7 @@ def _stack_array(pieces: Pieces, stack: Facts) -> jax.Array:
 
 
 def _positioned_blocks(pieces: Pieces) -> Blocks:
-    """Blocks of saved rows, with the indices of the rows in the array of the stack."""
+    """Blocks of saved rows, with the index of each row in the array of the stack."""
     for table, saved in pieces:
         for numbers, rows in _numbered_blocks(saved):
             yield table.positions(numbers), rows
