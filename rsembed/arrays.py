@@ -17,7 +17,7 @@ AnyArray: TypeAlias = Array | np.ndarray
 
 
 def is_traced(tree: PyTree) -> bool:
-    """Whether a leaf of the tree is traced, by `jit` or another transformation."""
+    """Whether any leaf of the tree is traced, by `jit` or another transformation."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 

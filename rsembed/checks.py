@@ -502,7 +502,7 @@ def _is_record(hint: object) -> bool:
 def _dtypes_of(hint: object) -> tuple[Any, ...]:
     """Kinds of dtypes that an array annotation accepts, or () for other annotations.
 
-    Annotations of floats also accept integers.
+    An annotation of a float array also accepts integers.
     """
     if not isinstance(hint, type) or not issubclass(hint, AbstractArray):
         return ()

@@ -222,7 +222,7 @@ def _chunk_checksum(file: Path) -> str:
 
 
 def _rows(array: ArrayToSave, chunk: Chunk) -> np.ndarray:
-    """The rows of a chunk of a host array or a global array.
+    """Rows of one chunk, read from an array in host memory or from a global array.
 
     All processes must call `_rows`, and process 0 gets all rows.
     """
@@ -272,7 +272,7 @@ def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
 
 
 def _index(rows: np.ndarray) -> np.ndarray | slice:
-    """A slice that selects `rows` without a copy if they are consecutive, otherwise `rows`."""
+    """If `rows` are consecutive, a slice that selects them without a copy, else `rows`."""
     if rows.size == 0:
         return rows
     first = int(rows[0])
@@ -303,7 +303,7 @@ def _chunks(entry: Entry) -> list[Chunk]:
 
 
 def _store(path: Path, entry: Entry, *, create: bool = False) -> StoreFuture:
-    """Future of the opened TensorStore for a manifest entry."""
+    """Opens the TensorStore of a manifest entry, and returns it as a future."""
     shape = entry["shape"] or [1]
     chunk_shape = [entry["rows_per_chunk"]]
     for size in shape[1:]:

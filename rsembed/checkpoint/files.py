@@ -470,8 +470,8 @@ def load_collection(
         "shrink", a table may also have fewer rows, and its last saved rows are not loaded. New rows
         and their slots have the initial values of `collection.init(state.key)` for the returned
         `state`. If the dtype of a table is narrower than in the checkpoint, the saved values are
-        rounded to nearest. A keyed table with enough rows loads all saved keys with any `resize`.
-        To resize a tensor train, pass the old `tt_p_shapes` with a different first number.
+        rounded to nearest. A keyed table with enough rows loads all saved keys, whatever `resize`
+        is. To resize a tensor train, pass the old `tt_p_shapes` with a different first number.
 
     Returns: the `EmbeddingState`, or with `others` a pair of the state and the loaded `others`.
 

@@ -221,7 +221,7 @@ def _mismatch(array: Leaf, template: Leaf) -> str | None:
     is_for_numpy = isinstance(template, (bool, int, float, np.ndarray, np.generic, PickedRows))
     if not hasattr(template, "shape"):
         template = np.asarray(template)
-    # Compare the names of the dtypes, because a template with another byte order also matches.
+    # Compare the names of the dtypes, because a template may have another byte order.
     actual = f"{array.dtype.name}{list(array.shape)}"
     expected = f"{template.dtype.name}{list(template.shape)}"
     if actual != expected:

@@ -1,4 +1,4 @@
-"""EmbeddingCollection: all tables of a model with functional calls, on one device or a mesh.
+"""EmbeddingCollection: the embedding tables of a model, on one device or on a mesh.
 
 ```
 embeddings.py        EmbeddingCollection: the public methods

@@ -5,8 +5,8 @@ ids ──▶ keys ──[distinct, ask]──▶ storage.read ──▶ vectors
 state ◀── storage.step ◀── storage.find ◀──[ask]── keys, gradients ◀──spread── d(activations)
 ```
 
-The methods `look_up`, `row_gradients` and `update` are generators. For each exchange with the
-owners of rows, a generator yields a `Question` of `parallel/exchange.py`, and receives the replies.
+The methods `look_up`, `row_gradients` and `update` are generators. To exchange data with the owners
+of rows, such a method yields a `Question` (see `parallel/exchange.py`), and receives the `Answers`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rsembed.storage.protocol import Found, Params, SlotTree, State
 from rsembed.storage.row_map import combine, unnamed
 
 Request: TypeAlias = PyTree
-"""Arrays with one entry per requested row: the row number, or the lanes of the key and counts."""
+"""Arrays with one entry per requested row. An entry is a row number, or a key with its counts."""
 
 
 class Combined(NamedTuple):
@@ -57,7 +57,7 @@ class Combined(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AskedRows(Rows):
-    """Sharded rows of a storage that translates row numbers, and base class of other sharded rows.
+    """Sharded rows of a storage that finds rows by row number. Base class of other sharded rows.
 
     In a lookup, a device requests every distinct row of its samples once from the row's owner, and
     pools the received vectors. In an update, a device sends the sum of the gradients of every
@@ -86,7 +86,10 @@ class AskedRows(Rows):
         return self.devices.index()
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as row numbers, which count through all tables of the stack."""
+        """Ids of the batch as row numbers.
+
+        The rows are numbered consecutively over all tables of the stack.
+        """
         return row_numbers(batch, layout)
 
     def look_up(
@@ -194,7 +197,7 @@ class AskedRows(Rows):
         stepped: State = answers.state
         return stepped
 
-    # Content of requests
+    # Requests to the owners of rows
 
     def _distinct(self, keys: Keys) -> Wanted:
         """Distinct keys of this device's batch, grouped by owner."""
@@ -207,7 +210,7 @@ class AskedRows(Rows):
         return [keys.low.astype(jnp.int32)]
 
     def _request(self, wanted: Wanted) -> Request:
-        """Request for the owners: the row number of every distinct entry, `NO_ROW` for padding."""
+        """Row numbers of the distinct rows that this device requests, and `NO_ROW` for padding."""
         (row,) = wanted.lanes
         return jnp.where(wanted.first_of == NO_ROW, NO_ROW, row)
 
@@ -217,7 +220,7 @@ class AskedRows(Rows):
         return keys, keys.is_key.astype(jnp.int32)
 
     def _arrival(self, request: Request, num_ids: int) -> Int[Array, " nnz"] | None:
-        """Rank of each received entry: new keys get rows in the order of their ranks.
+        """Rank of each received key. New keys get rows in ascending order of their ranks.
 
         Args:
           request: request that an owner received.
@@ -241,7 +244,10 @@ class AskedRows(Rows):
         )
 
     def _no_rows(self, wanted: Wanted) -> Array:
-        """Padding for `RowGradients.rows`: an array with space for every row that can arrive."""
+        """Initial `RowGradients.rows`, all padding.
+
+        The array has room for all rows that this device can receive in all exchange rounds.
+        """
         most_rows = wanted.entry_of.shape[0] * self.num_shards
         num_rows = self.storage.num_ids(self.table)
         rows_per_shard = -(-num_rows // self.num_shards)
@@ -281,7 +287,7 @@ class AskedRows(Rows):
 
 
 class AskedArrayRows(AskedRows):
-    """Sharded rows of tables in one array.
+    """Sharded rows of tables that are stored in one array.
 
     A device requests a row by the index of the row in the array.
     """
@@ -299,7 +305,7 @@ class AskedKeys(AskedRows):
     """
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as 64-bit keys, in the bags of the features."""
+        """Ids of the batch as 64-bit keys, with the bags of each feature."""
         return keys_in_bags(batch, layout)
 
     def _lanes(self, keys: Keys) -> list[Array]:
@@ -333,7 +339,7 @@ class AskedKeys(AskedRows):
 
     def _no_rows(self, wanted: Wanted) -> Array:
         most_rows = wanted.entry_of.shape[0] * self.num_shards
-        num_columns = len(wanted.lanes) + 1  # The last column has the number of occurrences.
+        num_columns = len(wanted.lanes) + 1  # One more column counts the occurrences of each key.
         return jnp.zeros((most_rows, num_columns), jnp.uint32)
 
     def _combined(self, request: Request, gradients: Array) -> Combined:
@@ -374,13 +380,13 @@ class AskedKeys(AskedRows):
     def _in_order(self, request: Request) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
         """Received keys sorted by device and first occurrence, their counts, and the sort order.
 
-        If a table has too few free rows, only the first keys get a row. `update` and `apply` give
-        rows to the same keys, because both call `_in_order`.
+        If a table has too few free rows, only the first keys in this order get a row. `update` and
+        `apply` give rows to the same keys, because both call `_in_order`.
         """
         keys, occurrences = self._received(request)
         first_of = request[-1]
         position = jnp.arange(first_of.shape[0], dtype=jnp.int32)
-        # With `position` as a lane, all entries differ, so `distinct` only sorts the entries.
+        # Every entry has a different `position`, so `distinct` merges no entries, and only sorts.
         device = self._asking_devices(position)
         order = distinct(device, [first_of, position], num_devices=self.num_shards)
         arrays = keys.is_key, occurrences, *keys.lanes

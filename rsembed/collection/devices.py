@@ -21,8 +21,8 @@ class Devices:
     """One device (`mesh` is None), or the devices along some axes of a mesh.
 
     Args:
-      mesh: mesh with the devices. An abstract mesh is accepted, because inside a `shard_map` JAX
-        only has the abstract mesh.
+      mesh: mesh that contains the devices. An abstract mesh is accepted, because inside a
+        `shard_map` JAX only has the abstract mesh.
       axes: axes of the mesh over which samples and tables are split. Devices along the other axes
         hold copies of the tables and repeat the computation.
     """
@@ -56,7 +56,7 @@ class Devices:
 
     @property
     def known_mesh(self) -> Mesh | None:
-        """The mesh, if its devices are known. None on one device, or if the mesh is abstract."""
+        """The mesh. None if there is no mesh, or if it is an abstract mesh without devices."""
         return self.mesh if isinstance(self.mesh, Mesh) else None
 
     @functools.cached_property
@@ -66,13 +66,13 @@ class Devices:
 
     @functools.cached_property
     def num_processes(self) -> int:
-        """Number of processes with devices of the mesh. Each process has different samples."""
+        """Number of processes that have devices of the mesh. Each process has different samples."""
         mesh = self.known_mesh
         return 1 if mesh is None else len(processes_of(mesh))
 
     @functools.cached_property
     def num_parts_here(self) -> int:
-        """Number of parts that this process holds of an array with the partition `split`."""
+        """If an array has the partition `split`, number of its parts on devices of this process."""
         mesh = self.known_mesh
         if mesh is None:
             return self.num_devices
@@ -140,8 +140,8 @@ class Devices:
           in_specs: partition specs of the arguments, as for `jax.shard_map`.
           out_specs: partition specs of the results.
 
-        Returns: a function of global arrays; on one device, `function` itself. The function raises
-          ValueError if it is called while a mesh with explicit axes is set.
+        Returns: a function of global arrays. On one device, it is `function` itself. On a mesh, it
+          raises ValueError if it is called while a mesh with explicit axes is set.
         """
         if self.mesh is None:
             return function
@@ -184,11 +184,11 @@ class Devices:
         return jax.lax.all_gather(array, self.axes, tiled=True)
 
     def columns_of_all(self, array: Array) -> Array:
-        """Redistributes a matrix that is split by row, so that it is split by column."""
+        """Converts a matrix that is split by row to a matrix that is split by column."""
         return jax.lax.all_to_all(array, self.axes, split_axis=1, concat_axis=0, tiled=True)
 
     def rows_of_all(self, array: Array) -> Array:
-        """Redistributes a matrix that is split by column, so that it is split by row."""
+        """Converts a matrix that is split by column to a matrix that is split by row."""
         return jax.lax.all_to_all(array, self.axes, split_axis=0, concat_axis=1, tiled=True)
 
 

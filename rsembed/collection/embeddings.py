@@ -44,7 +44,7 @@ from rsembed.storage.protocol import ByTable
 
 
 class EmbeddingCollection:
-    """The embedding tables of a model, which named features look up.
+    """The embedding tables of a model, and the features that read rows of these tables.
 
     Tables that agree in dim, dtype, optimizer, storage and placement are stacked: they share arrays
     and kernel calls. Lookups and steps work inside `jax.jit` and `jax.lax.scan`. Steps update
@@ -52,9 +52,8 @@ class EmbeddingCollection:
     reads or writes whole keyed tables, outside the jitted step.
 
     On a mesh, every device looks up its part of the samples and stores its part of the tables.
-    Lookups and steps give the same results as on one device. Gradients are gradients of the loss
-    over the global batch: the gradients of a row are summed over all devices, and each row is
-    stepped once.
+    Lookups and steps give the same results as on one device. Each step uses the gradients of the
+    global batch: the gradients of a row are summed over all devices, and each row is stepped once.
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
@@ -70,9 +69,9 @@ class EmbeddingCollection:
         and a large capacity saves exchange rounds. None: a capacity with which a batch of skewed
         ids needs one exchange round. Lookups and steps give the same results with every capacity,
         unless a table with `storage=Hashed(...)`, or its list of keys that wait for admission,
-        becomes full within one batch. In this case, the new keys of earlier rounds get the last
-        free rows or list entries. When a waiting key gets a row, its list entry is free for a
-        different key only in later rounds.
+        becomes full within one batch. If one of them becomes full, the new keys of earlier rounds
+        get the last free rows, or the last free entries of the list. When a waiting key gets a row,
+        its entry in the list is free for a different key only in later rounds.
       implementation: name of a kernel implementation. None: the fastest implementation that is
         available. With "reference", lookups and steps are plain JAX. With any other name, only the
         kernels that pool rows and step rows use this implementation. The kernels that look up keys
@@ -81,8 +80,8 @@ class EmbeddingCollection:
         its table is an error outside `jit`. With `ignore`, and always inside `jit`, an id outside
         its table contributes nothing, and `lookup(..., return_statistics=True)` counts the id.
 
-    Raises: ValueError: an option is unknown, or the mesh does not divide the tables or the batch of
-      a feature.
+    Raises: ValueError: an option is unknown, a table does not support its placement, or the
+      declared output of a feature cannot be split over the devices.
 
     Example:
       >>> import jax, numpy as np, rsembed as rs
@@ -270,8 +269,8 @@ class EmbeddingCollection:
           ValueError: tables, optimizers or the layout of rows differ (the message names the
             difference), or an array has the wrong shape or dtype.
           TypeError: `state` is not an EmbeddingState.
-          RuntimeError: the arrays of the state were donated, or this process was forked from one
-            that used JAX.
+          RuntimeError: the arrays of the state were donated, or this process was forked from a
+            process that used JAX.
         """
         check_not_forked("the collection")
         check_type(state, EmbeddingState, "the state, which collection.init makes,")
@@ -316,10 +315,11 @@ class EmbeddingCollection:
         return tables
 
     def each_table(self, state: EmbeddingState) -> Iterator[tuple[str, PyTree]]:
-        """Yields the name and rows of each table. The rows have the form that `tables` returns.
+        """Yields the name and rows of each table.
 
-        `each_table` needs less memory than `tables`. The rows may be the arrays of the state, so do
-        not donate the state while the rows are in use.
+        The rows have the same form as in the result of `tables`, but `each_table` needs less
+        memory. The rows may be the arrays of the state, so do not donate the state while the rows
+        are in use.
         """
         self.check_state(state, parts=["tables"])
         for name, stack in self._stacks.items():
@@ -370,8 +370,9 @@ class EmbeddingCollection:
         `last_step` is not in the dictionary, all keys in the dictionary are treated as used in the
         current step. Rows of keys that are not in the dictionary do not change.
 
-        To move a table to another storage, pass an array of all its rows. A keyed table uses the
-        row numbers as keys, and a tensor train computes the cores closest to the array.
+        To move a table to another storage, pass an array of all its rows. If the new storage is
+        keyed, row `i` of the array gets the key `i`. If it is a tensor train, its cores approximate
+        the array.
 
         Args:
           state: from `init`. The new state keeps the step number of `state`, from which optimizers
@@ -385,9 +386,9 @@ class EmbeddingCollection:
             keyed tables. Each replaced row gets its slots from the dictionary of the table, or
             initial slots if the dictionary has no slots.
           allow_nonfinite: whether to accept NaN, infinity and negative sums of squares in `tables`
-            and `slots`. By default, these numbers are an error, because one NaN spreads to every
-            model output that reads the row of the NaN. Inside `jit`, the numbers in `tables` and
-            `slots` are not checked.
+            and `slots`. By default, such a number is an error, because a single NaN in a row
+            spreads to every model output that depends on the row. Inside `jit`, the numbers in
+            `tables` and `slots` are not checked.
 
         Raises:
           ValueError: a table is unknown, or its values or slots have the wrong shape or dtype or
@@ -419,7 +420,7 @@ class EmbeddingCollection:
           keep: keeps at most this number of keys, counted over all devices. The table's `eviction`
             policy decides which keys are evicted first. None: no limit.
           unused_for: evicts keys that no training step has used for more than this number of steps.
-            Keys that wait for admission are removed by the same limit. None: no limit.
+            The same limit applies to keys that wait for admission. None: no limit.
           norm_below: evicts keys of rows with an L2 norm below this number. None: no limit.
 
         Returns: the new state, and the evicted keys with their rows and slots, in the form that
@@ -448,14 +449,15 @@ class EmbeddingCollection:
         Call `prepare` outside `jit`. Inside `jit`, ids are int32 and cannot be checked, only
         counted. The result is a pytree, and a mapping from features to ids.
 
-        A feature that is an array stays an array. The bags of all ragged features that share a
-        stack of tables become one list of ids. Lists are padded to one of a few sizes, so a stream
-        of batches needs few compiled programs. On one device, the ids of a ragged feature without a
-        combiner are not padded.
+        A feature that is an array stays an array. The bags of all ragged features that read one
+        stack of tables are joined into one list of ids. The list is padded to one of a few sizes,
+        so a stream of batches needs few compiled programs. On one device, the ids of a ragged
+        feature without a combiner are not padded.
 
         On a mesh, each process passes the same number of samples and gets the global batch, split
-        by sample. A list has one part per device, and all parts are padded to one length. A ragged
-        feature without a combiner becomes an array `[batch, ids]`, padded to its longest bag.
+        by sample. The list of ids of a stack has one part per device, and all parts are padded to
+        one length. A ragged feature without a combiner becomes an array `[batch, ids]`, with all
+        bags padded to one length.
 
         Args:
           batch: for every feature `Bags`, an integer array `[batch]` or `[batch, ids]` (`-1` is
@@ -488,8 +490,8 @@ class EmbeddingCollection:
           batch: see `prepare`.
           return_statistics: whether to also return `LookupStatistics`.
 
-        Returns: `{feature: [batch, dim]}`. A feature with combiner `none` has one vector per id, in
-          the shape of its ids.
+        Returns: `{feature: [batch, dim]}`. With combiner `none`, a feature has one vector per id,
+          so its activations have the shape of its ids plus a last axis `dim`.
         """
         self.check_state(state, parts=["tables"])
         batch = self.prepare(batch)
@@ -610,9 +612,8 @@ class EmbeddingCollection:
         rounding = None
         if stack.tables[0].stochastic_rounding:
             key = jax.random.fold_in(state.key, state.step)
-            # The rounding noise of dense rows depends on the table's name. In storages other than
-            # dense rows, rows of two tables may have equal numbers, so every table gets a different
-            # PRNG key.
+            # The rounding noise of dense rows depends on the table's name. In other storages, rows
+            # of two tables may have the same row number, so every table gets a different PRNG key.
             if self.table_specs[stack.tables[0].name].storage is not None:
                 keys = table_keys(key, [table.name for table in stack.tables])
                 key = keys if len(stack.tables) > 1 else keys[0]
@@ -650,7 +651,7 @@ def value_and_grad(
       loss_fn: `loss_fn(params, activations, *args)` returns the loss, or `(loss, aux)` with
         `has_aux=True`.
       collection: collection that looks up the `activations` argument of `loss_fn`.
-      has_aux: as in `jax.value_and_grad`. False by default.
+      has_aux: whether `loss_fn` also returns `aux`, as in `jax.value_and_grad`. False by default.
 
     Returns: a function `(params, state, batch, *args) -> (value, (dense_grads, row_gradients))`.
       The function raises TypeError if `loss_fn` does not return a scalar loss, or with

@@ -43,9 +43,9 @@ class LookupStatistics(NamedTuple):
     Args:
       num_ids: per feature, number of ids that contributed.
       num_out_of_range: per feature, number of ids outside the table, which contributed nothing.
-      num_unknown: per stack of keyed tables, one number per device: how many distinct keys of the
-        device have no row. If a step follows the lookup, `num_unknown` does not count keys that the
-        step does not admit.
+      num_unknown: per stack of keyed tables, an array with one count per device: the distinct keys
+        in the batch that the device owns but has no row for. If a step follows the lookup, only
+        keys that the step admits are counted.
       num_rounds: per stack, number of exchange rounds. 0 if rows are not exchanged.
     """
 
@@ -70,11 +70,11 @@ class Engine:
       stacks: stacks by name.
       devices: devices of the mesh.
       implementation: with "reference", the engine runs plain JAX everywhere, including storages and
-        exchanges. The engine ignores all other names, because each stack already passes the name to
-        the kernel calls of the stack.
-      side_by_side: if True, a lookup returns one array `[batch, sum of dims]` with the activations
-        of all features next to each other, and `d_outputs` is an array of this shape. If False,
-        the default, activations and `d_outputs` are dictionaries by feature.
+        exchanges. Any other name has no effect here, because each stack already passes its
+        implementation to the kernels.
+      side_by_side: if True, a lookup returns one array `[batch, sum of dims]` with the concatenated
+        activations of all features, and `d_outputs` is an array of this shape. If False, the
+        default, activations and `d_outputs` are dictionaries by feature.
 
     Attributes:
       init: function `(key) -> (tables, slots)` that initializes the tables and slots of all stacks.
@@ -82,10 +82,10 @@ class Engine:
       squared_norm: function `(batch, d_outputs) -> sum of squares of the row gradients`, by stack.
         `squared_norm` works only on one device, and only if the rows of every stack are in one
         array.
-      apply: function `(tables, slots, gradients, steps) -> (tables, slots)` that makes a step with
-        the gradients of distinct rows.
-      update: function `(tables, slots, batch, d_outputs, steps) -> (tables, slots)` that makes a
-        step with the gradients of a batch.
+      apply: function `(tables, slots, gradients, steps) -> (tables, slots)` that applies one
+        optimizer step, with the gradients of distinct rows.
+      update: function `(tables, slots, batch, d_outputs, steps) -> (tables, slots)` that applies
+        one optimizer step, with the gradients of a batch.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class Engine:
         batch: Batch | Call,
         numbers: ByName | None = None,
     ) -> tuple[PyTree, LookupStatistics]:
-        """Activations of all features, and the counts of the lookup.
+        """Activations of all features, and statistics of the lookup.
 
         Args:
           tables: `tables` of the state.
@@ -171,8 +171,8 @@ class Engine:
           numbers: by stack, index of the step that follows the lookup. None: no step follows.
         """
         if self._has_all_rows:
-            # If every stack has its rows in one array, no lookup depends on the number of the next
-            # step. Without step numbers, `lookup` and `lookup_vjp` of a collection share one
+            # If the rows of every stack are in an array, no lookup needs the index of the next
+            # step. Without these indices, `lookup` and `lookup_vjp` of a collection share one
             # compiled program.
             numbers = None
         activations, statistics = self._look_up(tables, numbers, batch)
@@ -395,12 +395,12 @@ class Engine:
         d_outputs: PyTree,
         function: Callable[..., Asked[PyTree]],
     ) -> ByName:
-        """Calls `function` for every stack, and returns the results by name of the stack.
+        """Calls `function` for every stack, and returns the results by stack name.
 
         Args:
           batch: a batch or a `Call`, as described in `Engine`.
           d_outputs: gradients of the activations of all features, or of the output of a `Call`.
-          function: function of a stack's name, `Rows`, `Occurrences` and output gradients.
+          function: function `(name, rows, occurrences, output_gradients) -> result` of one stack.
         """
         if isinstance(batch, Call):
             results_of_call: ByName = {}
@@ -434,7 +434,7 @@ class Engine:
 
 
 def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, " nnz_plus_1"]]:
-    """Number of keys, and number of invalid ids, before each position of a list of ids."""
+    """For each position in a list of ids, the number of keys and of invalid ids before it."""
     masks = bags.ids.is_key, is_invalid(bags.ids)
     counts = []
     for is_counted in masks:
@@ -465,7 +465,7 @@ def to_activation(
     Args:
       feature: spec of the feature.
       dense_shape: shape of the array of ids, for a feature with combiner `none`. None: the ids are
-        ragged bags, or the feature has a different combiner.
+        ragged bags, or the feature has a combiner other than `none`.
       output: pooled rows `[outputs, dim]`. Only the first `feature.output_dim` columns are kept.
     """
     if feature.output_dim < output.shape[1]:

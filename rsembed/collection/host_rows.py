@@ -69,8 +69,8 @@ class Prefetch:
           slots: optimizer slots of the state.
           wanted: a batch, or the rows of `RowGradients`.
 
-        Returns: new parameters, and the moves of rows that the caller must make with `moved`.
-          `with_room` itself moves no rows.
+        Returns: new parameters, and the moves that the caller must pass to `moved`. `with_room`
+          itself moves no rows.
 
         Raises:
           RuntimeError: the state is older than the rows on the host, or the cache is too small.
@@ -83,8 +83,8 @@ class Prefetch:
                 "state, or serve from a checkpoint that a collection without storage= loaded."
             )
         self.storage.generation.check(on_host(params.generation))
-        # On a mesh, a compiled program cannot return the array of all rows without a copy of the
-        # array, so the compiled program gets the parameters without the rows.
+        # The compiled program does not need the array of rows. On a mesh, a program that passes an
+        # array on to its results copies it, so the array is left out.
         without_rows: PyTree = ()
         with_room, moves, num_failed = self._make_room(params._replace(rows=without_rows), wanted)
         if (num_failed := on_host(num_failed)).any():
@@ -103,23 +103,23 @@ class Prefetch:
         *,
         donates: bool,
     ) -> tuple[DynamicTable, PyTree]:
-        """Makes the moves that `with_room` returned, and returns new parameters and slots.
+        """Moves the rows that `with_room` selected, and returns new parameters and slots.
 
         Args:
           params: parameters that `with_room` returned.
           slots: optimizer slots of the state.
           moves: moves that `with_room` returned.
           donates: whether the arrays of `params` and `slots` are donated. If False, the old state
-            stays valid until `with_new_generation`: on the host, only the evicted rows change, and
-            each evicted row gets the values that it has in the old state.
+            stays valid until `with_new_generation`, because only the evicted rows change on the
+            host, and they get their values from the old state.
         """
         by_shard = (self.stack.num_shards, -1)
         num_moved = (moves.inserted != NO_ROW).reshape(by_shard).sum(axis=1).max()
         if not num_moved:
             return params, slots
-        # Every new number of rows compiles a program, so rows are padded to one of a few sizes.
-        # Each shard has an equal part of `moves`, with padding at the end of the part. The parts
-        # are cut off after `size` entries, which removes only padding.
+        # A program is compiled for every new number of rows, so the rows are padded to one of a few
+        # sizes. In `moves`, all shards have parts of equal length, with padding at the end of each
+        # part. Each part is cut to `size` entries, which removes only padding.
         size = padded_size(int(num_moved))
         moves = Moves(*[lane.reshape(by_shard)[:, :size].reshape(-1) for lane in moves])
         place = self.stack.devices.place_from_host
@@ -167,8 +167,8 @@ def fetched(
     Args:
       prefetches: the `Prefetch` of each stack on the host, by stack name.
       state: state of the collection.
-      wanted: by stack name, a batch or the rows of `RowGradients`. The function copies the rows
-        that the batch reads, or the rows of `RowGradients`.
+      wanted: by stack name, a batch or the rows of `RowGradients`. For a batch, the function copies
+        the rows that the batch reads.
       donates: whether the arrays of `state` are donated. If False, `state` stays valid until
         `with_new_generation`.
     """

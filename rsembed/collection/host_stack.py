@@ -32,9 +32,9 @@ from rsembed.storage.protocol import (
 )
 
 MOST_KEYS = 1 << 16
-"""Evicted rows are read in blocks. `MOST_KEYS` is the largest number of rows in a block."""
+"""Maximum number of evicted rows that are copied to the host at once."""
 FIRST_KEY = "initial_key"
-"""Name, in files, of the array with the PRNG key that draws the rows of new keys."""
+"""Name in checkpoints of the PRNG key with which a keyed table draws the rows of new keys."""
 
 
 class HostStack(Stack):
@@ -89,15 +89,15 @@ class HostStack(Stack):
         rows: TableRows,
         new_slots: SlotTree,
     ) -> ByName:
-        """Combines new rows and new slots of a table into one dictionary, for `replaced`.
+        """Combines new rows and new slots of a table into one dictionary, as `replaced` expects.
 
         Args:
           params: parameters of the state.
           slots: slots of the state.
           table: spec of the table.
-          rows: new rows, checked by the storage. None: the table keeps the rows of the state.
-          new_slots: slots of the new rows. If `rows` is None, slots of the rows in the state. For a
-            keyed table, slots are in the order of the keys.
+          rows: new rows, from `Storage.checked_rows`. None: the table keeps the rows of the state.
+          new_slots: new slots for the new rows, or if `rows` is None, for the rows in the state.
+            For a keyed table, slots are in the order of the keys.
 
         Raises: ValueError, TypeError: slots have the wrong names, shapes or dtypes for the table.
         """
@@ -131,7 +131,7 @@ class HostStack(Stack):
     # Files
 
     def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
-        """Rows by table name, and slots by table name, in the form in which files store both."""
+        """Rows by table name, and slots by table name, as they are saved in files."""
         values_by_table = {}
         slots_by_table = {}
         rows_by_table = self._by_table(self.storage.rows, params, slots)
@@ -176,7 +176,7 @@ class KeyedStack(HostStack):
     """Stack of tables with 64-bit keys."""
 
     def values(self, params: Params, slots: SlotTree) -> ByName:
-        """By table name, a dictionary of the table's keys, rows, slots, last steps and counts."""
+        """Dictionaries of keys, rows, slots, last steps and counts, by table name."""
         if slots is None:
             slots = ()
         return self._by_table(self.storage.rows, params, slots)
@@ -213,8 +213,8 @@ class KeyedStack(HostStack):
     def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
         """Keys, rows and slots of every table in one dictionary, by table name.
 
-        The slots are in the first result, so the second result has an empty dictionary for every
-        table.
+        The dictionaries in the first result include the slots, so the second result has an empty
+        dictionary for every table.
         """
         # `params.key` has one PRNG key per shard and table. The PRNG keys of all shards are equal,
         # so the file contains those of the first shard.
@@ -290,12 +290,12 @@ class KeyedStack(HostStack):
         leaves = np.zeros(is_of_table.shape, bool)
         leaves[rows] = True
         (leaves,) = self.devices.place_from_host([leaves], self.partition)
-        # On a mesh, a compiled program cannot return the array of all rows without a copy of the
-        # array, so the compiled program gets the parameters without the rows.
+        # The compiled program does not need the array of rows. On a mesh, a program that passes an
+        # array on to its results copies it, so the array is left out.
         nothing: PyTree = ()
         unused_for = reasons["unused_for"]
         if unused_for is None:
-            unused_for = 2**31 - 1  # No key can be unused for more steps.
+            unused_for = 2**31 - 1  # Step numbers are int32, so no key is unused for longer.
         remaining = self._without(
             params._replace(rows=nothing),
             leaves,
@@ -320,13 +320,13 @@ def _picked(array: Array, places: Int[Array, " n"]) -> Array:
 
 
 def _without(params: DynamicTable, leaves: Bool[Array, " rows"], *forget: Array) -> DynamicTable:
-    """Removes the keys of some rows on one device. Returns new parameters.
+    """Removes the keys of the rows in `leaves` on one device. Returns new parameters.
 
     Args:
-      params: parameters of the device.
+      params: parameters on this device.
       leaves: mask of the rows to free.
-      forget: step, age and table index for `hashed_rows.forget_older`, which removes keys that
-        wait for admission for too long.
+      forget: step, age limit and table index for `hashed_rows.forget_older`. The function removes
+        keys that wait for admission if their last occurrence is older than the limit.
     """
     rows = jnp.arange(leaves.shape[0], dtype=jnp.int32)
     freed_rows = jnp.where(leaves, rows, NO_ROW)

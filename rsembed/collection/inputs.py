@@ -1,9 +1,10 @@
 """Checks the batch that a user passes, and converts it to the canonical form: a `PreparedBatch`.
 
-For each stack, the bags of ragged features become one list of ids; see `prepared`. On a mesh, the
-list has one part per device. Of `B` samples on `D` devices, sample `b` goes to device `b * D // B`.
-An array `[batch, ids]` stays an array. On a mesh, a ragged feature without pooling becomes an
-array, too, padded to its longest bag.
+The bags of all ragged features that read one stack of tables are joined into one list of ids, see
+`prepared.py`. On a mesh, the list has one part per device. Of `B` samples on `D` devices, sample
+`b` goes to device `b * D // B`. A feature that is an array `[batch, ids]` stays an array. On a
+mesh, a ragged feature without pooling is also converted to such an array, with all bags padded to
+one length.
 """
 
 from __future__ import annotations
@@ -75,20 +76,20 @@ def prepare(
     lists: Mapping[str, str] | None = None,
     made_for: str | None = None,
 ) -> PreparedBatch:
-    """Checks a batch and converts it to canonical form; see `EmbeddingCollection.prepare`.
+    """Checks a batch and converts it to canonical form, see `EmbeddingCollection.prepare`.
 
     Args:
       features: features by name.
-      source: a batch, or with `read`, any value from which `read` makes a batch.
+      source: a batch. With `read`, any value that `read` converts to a batch.
       devices: devices of the mesh.
       bounds_check: "raise" or "ignore", see `EmbeddingCollection`.
-      what: name of the batch in the error message for batches of two processes that do not match.
+      what: name of the batch, for the error message if the batches of the processes do not match.
       read: function that checks `source` and returns the batch. If `read` raises an error in one
         process, all processes raise an error. None: `source` is the batch.
-      lists: by feature name, the list (one per stack) to put the feature's bags into if they are
-        ragged. None: no feature is put into a list.
-      made_for: identity of the collection, from `identity_of`. If `source` is a `PreparedBatch`
-        with the same identity, `source` is returned unchanged.
+      lists: by feature name, the name of the feature's stack. The bags of all ragged features of a
+        stack are joined into one list of ids. None: the features are not joined.
+      made_for: identity of the collection, from `identity_of`. If `source` is a `PreparedBatch` for
+        a collection with this identity, `source` is returned unchanged.
     """
     if isinstance(source, PreparedBatch) and made_for is not None and source.made_for == made_for:
         return source
@@ -176,7 +177,10 @@ def _members(
     bags: Mapping[str, Bags],
     lists: Mapping[str, str],
 ) -> dict[str, list[str]]:
-    """Names of the ragged features in each list. Inside `jit`, no feature is in a list."""
+    """By stack, names of the ragged features that are joined into one list of ids.
+
+    Inside `jit`, no features are joined.
+    """
     members: dict[str, list[str]] = {}
     for name, bags_of_feature in bags.items():
         is_ragged = bags_of_feature.dense_shape is None and features[name].pooling != "none"
@@ -189,11 +193,14 @@ def _places(
     members: Mapping[str, Sequence[str]],
     num_bags: Mapping[str, int],
 ) -> tuple[tuple[str, Listed], ...]:
-    """Pairs of a feature's name and its position in its list, sorted by name.
+    """For each ragged feature, its name and the position of its bags in the list of its stack.
+
+    The result is sorted by name.
 
     Args:
-      members: names of the features in each list, in the order of their bags.
-      num_bags: by feature name, number of its bags in each part of the list.
+      members: by stack, names of the features that are joined into the list of the stack, in the
+        order of their bags.
+      num_bags: by feature name, number of the feature's bags in each part of the list.
     """
     places = {}
     for stack, names in members.items():
@@ -219,11 +226,11 @@ class Ragged(NamedTuple):
 
     @property
     def first_bags(self) -> np.ndarray:
-        """Index of each feature's first bag, and the number of all bags."""
+        """Index of each feature's first bag, and at the end the number of all bags."""
         return offsets_of(np.fromiter(self.num_bags.values(), np.int64))
 
     def bags_of(self, names: Sequence[str]) -> Bags:
-        """The bags of some features, feature after feature."""
+        """The bags of the features `names`, feature after feature."""
         if list(names) == list(self.num_bags):
             return Bags(self.ids, self.offsets)
         lengths = np.diff(self.offsets)
@@ -242,12 +249,12 @@ class Ragged(NamedTuple):
 def _in_one_pass(
     features: Mapping[str, FeatureSpec], batch: Batch, lists: Mapping[str, str], bounds_check: str
 ) -> Ragged | None:
-    """The bags of all features with checked ids (int32), or None if they need the slow path.
+    """Fast path of `prepare` for ragged features: the bags of all features, with int32 ids.
 
-    The result is None if a table has keys, a feature declares its batch size or has no combiner,
-    the data are neither numpy arrays nor lists of integers, or the batch has an error. If the
-    result is None, the caller takes the slow path: the caller checks one feature after the other,
-    so that an error message can name the feature.
+    The ids are checked. The result is None if a table has keys, a feature declares its batch size,
+    has no combiner or is not in `lists`, the data are neither numpy arrays nor lists of integers,
+    or the batch has an error. The caller then takes the slow path: it checks one feature after the
+    other, so that an error message can name the feature.
     """
     for name, feature in features.items():
         is_declared = feature.num_samples is not None or feature.pooling == "none"
@@ -275,9 +282,10 @@ def _has_keys(table: TableSpec) -> bool:
 
 
 def _in_lists(ragged: Ragged, lists: Mapping[str, str]) -> PreparedBatch:
-    """Prepared batch of ragged features in the lists of a single device, in host memory.
+    """Joins ragged features into one list of ids per stack, for a single device, in host memory.
 
-    The result equals that of `joined`, which makes `Bags` of single features and takes longer.
+    The function `joined` gives the same lists, but it takes longer, because it needs the `Bags` of
+    each feature.
     """
     members: dict[str, list[str]] = {}
     for name in ragged.num_bags:
@@ -340,7 +348,7 @@ def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> Ragged | N
 def _of_arrays(
     features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: str
 ) -> ByName | None:
-    """Canonical form of a batch of integer arrays, or None if the batch needs the slow path.
+    """Fast path of `prepare` for a batch of integer arrays. None: take the slow path instead.
 
     The fast path checks all arrays together, and copies all arrays to the device together. For 26
     features of one sample, the slow path, which makes `Bags` of each feature, takes ten times as
@@ -428,7 +436,7 @@ def is_unknown(values: PyTree) -> bool:
 
 
 def _canonical(feature: FeatureSpec, bags: Bags, value: PyTree) -> PyTree:
-    """Converts checked bags of a feature to the form for compiled programs: an array, or `Bags`.
+    """Converts the checked bags of a feature to an array or `Bags` for compiled programs.
 
     The ids of `Bags` are padded to a power of two, so a stream of batches needs few compiled
     programs. `Bags` that are traced or already padded get no padding. `Bags` of a feature without a
@@ -455,7 +463,7 @@ def _canonical(feature: FeatureSpec, bags: Bags, value: PyTree) -> PyTree:
 
 
 def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> None:
-    """Raises: ValueError: the batch size is not as declared, or not divisible by the devices."""
+    """Raises: ValueError: the batch size is not as declared, or cannot be split over devices."""
     num_samples = bags.num_bags
     if devices.mesh is not None and not is_unknown(bags):
         num_samples *= devices.num_devices // devices.num_parts_here
@@ -482,11 +490,11 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
 
 
 def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int]:
-    """Description of the bags of a feature, and width of the array that replaces ragged bags.
+    """Text that describes the bags of a feature, and ids per bag if the bags become an array.
 
-    The description (the form) is a string that must be equal in all processes. Ragged bags that are
-    in no list become an array on a mesh. The width of this array is the `common_width` of the bags
-    of this process. For bags from an array, and for bags in a list, the width is 0.
+    The text must be equal in all processes. On a mesh, ragged bags that are not joined into a list
+    become an array `[bags, width]`. The width is the `common_width` of the bags of this process.
+    For all other bags, the width is 0.
 
     Raises: ValueError: ragged bags are traced, so they cannot be split over the mesh.
     """
@@ -508,8 +516,8 @@ def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int
 def _padded(bags: Bags, width: int) -> PyTree:
     """Converts bags to an array of ids, or with weights, to a pair of arrays of ids and weights.
 
-    Ragged bags become arrays `[bags, width]`, with ids padded by `-1` and weights by 0. Bags that
-    were made from an array get the array's shape again.
+    Ragged bags become arrays `[bags, width]`. Ids are padded with `-1`, and weights with 0. If the
+    bags come from an array, the result has the shape of that array.
     """
     weights = bags.weights
     if bags.dense_shape is not None:
