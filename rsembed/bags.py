@@ -1,4 +1,4 @@
-"""Ids of a batch in one canonical form, `Bags`: ids, offsets and weights."""
+"""Converts the ids of a batch to one canonical form: `Bags` with ids, offsets and weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a long run, which are written by a thread while training continues.
+"""Checkpoints of a long run. A thread writes them while training continues.
 
 ```
 save ──copy──▶ memory ──thread──▶ step_000000100/
@@ -372,7 +372,7 @@ def _written(path: Path) -> tuple[int, int]:
 def _remove(path: Path) -> None:
     """Removes a checkpoint.
 
-    The folder gets a hidden name first, so that no partly removed checkpoint is visible.
+    The folder is renamed to a hidden name first, so that no partly removed checkpoint is visible.
     """
     hidden = partial_path(path)
     with contextlib.suppress(OSError):

@@ -235,7 +235,7 @@ def _read(
     name: str,
     into: np.ndarray | None,
 ) -> Iterator[tuple[int, np.ndarray]]:
-    """Yields blocks of saved rows, then blocks of new rows, in the format of `SavedArray.read`.
+    """Yields blocks of saved rows, then blocks of new rows, like the function `SavedArray.read`.
 
     All saved rows are read even if the table has fewer rows, so that all bytes are verified.
     """

@@ -1,4 +1,4 @@
-"""`EmbeddingCollection`, the embedding tables of a model, and `value_and_grad` of its loss."""
+"""`EmbeddingCollection` for the embedding tables of a model, and `value_and_grad` for its loss."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ class EmbeddingCollection:
             yield from stack.each_table(state.tables[name], state.slots.get(name))
 
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
-        """Counters by table, one number per device, such as the number of keys inserted so far.
+        """Counters of each table, such as the number of keys inserted so far, for each device.
 
         A table without counters, such as a dense table, is not in the result.
         """

@@ -282,7 +282,7 @@ class Engine:
         return activations, statistics
 
     def _counts(self, batch: PreparedBatch) -> tuple[dict[str, Array], dict[str, Array]]:
-        """For each feature, the number of ids that contribute and the number out of range."""
+        """For each feature, the number of ids that contribute and of ids out of range."""
         num_ids: dict[str, Array] = {}
         num_out_of_range: dict[str, Array] = {}
         numbered: dict[str, Bags] = {}
