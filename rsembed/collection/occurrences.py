@@ -1,4 +1,4 @@
-"""Converts the ids of a batch to row numbers or keys, in the form of a kernel call."""
+"""Converts the ids of a batch to row numbers or keys, as arguments of kernels."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ class Occurrences(NamedTuple):
     An id that occurs twice in the batch has two entries.
 
     Attributes:
-      call: kernel call with the ids and bags. The ids are row numbers, or if the tables have keys,
-        indices of `keys`. Padding is `NO_ROW`.
-      keys: 64-bit keys of the ids, for keyed tables. None: ids are row numbers.
+      call: kernel call that looks up the ids. For keyed tables, the ids in `call` are indices into
+        `keys`. For other tables, they are row numbers. Padding is `NO_ROW`.
+      keys: 64-bit keys that the batch looks up, for keyed tables. None: ids are row numbers.
       table: index of the stack's array among the tables of `call`.
       dims: row length of each table that `call` reads. An empty tuple: `call` reads a single table.
     """
@@ -104,9 +104,10 @@ class Occurrences(NamedTuple):
 def bags_of(
     batch: PreparedBatch, features: Sequence[FeaturePlacement]
 ) -> tuple[list[Bags], list[Segment]]:
-    """The lists of bags that some features read, and the segment that each feature reads.
+    """Lists of ids that contain the bags of the features, and one segment for each feature.
 
-    Bags of several features may be in one list.
+    A segment says which bags of which list belong to the feature. Several features can have their
+    bags in the same list.
     """
     all_bags: list[Bags] = []
     segments: list[Segment] = []
@@ -138,7 +139,7 @@ def bags_of(
 
 
 def rows_of_array(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-    """Ids of a batch as row indices in the array of a layout.
+    """Ids of a batch as row indices in the array that `layout` describes.
 
     An id outside its table contributes nothing.
     """
@@ -147,10 +148,10 @@ def rows_of_array(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
 
 
 def row_numbers(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-    """Ids of a batch as row numbers, for stacks with a storage that translates row numbers.
+    """Ids of a batch as row numbers, which a storage then translates, for example to cache slots.
 
-    Row numbers count through all tables of the stack. An id outside its table, or outside all bags,
-    becomes `NO_ROW`, so that the storage does not look it up.
+    Rows are numbered consecutively over the tables of the stack. An id outside its table, or an id
+    that belongs to no bag, becomes `NO_ROW`, so that the storage does not look it up.
     """
     all_bags, segments = bags_of(batch, layout.stack.features)
     call = RowLayout.whole(layout.stack).call(all_bags, segments)
@@ -162,7 +163,7 @@ def row_numbers(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
 
 
 def keys_in_bags(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-    """Ids of a batch as 64-bit keys. Ids outside all bags become padding."""
+    """Ids of a batch as 64-bit keys. Ids that belong to no bag become padding."""
     all_bags, segments = bags_of(batch, layout.stack.features)
     lists = []
     all_keys = []
@@ -187,13 +188,13 @@ def _tables_of_keys(
     bags: Bags,
     segments: Sequence[Segment],
 ) -> Int[Array, " nnz"] | None:
-    """Index of the table that each key of a list belongs to. None if the stack has one table.
+    """Index of the table that each key belongs to. None if the stack has one table.
 
     Args:
       layout: tables and features of the stack.
-      number: index of the list in the batch.
-      bags: ids and bags of the list.
-      segments: for each feature of the stack, the bags that it reads.
+      number: index of the list among the lists of the kernel call.
+      bags: the list as `Bags`.
+      segments: for each feature of the stack, the list and the bags that belong to the feature.
     """
     names = [table.name for table in layout.stack.tables]
     if len(names) == 1:
@@ -222,9 +223,9 @@ def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
 def keys_of_gradients(rows: Array) -> tuple[Keys, Int[Array, " capacity"]]:
     """Keys of the rows in `RowGradients`, and the number of occurrences of each key.
 
-    For a keyed table, `rows` have the lanes of each key and the number of occurrences of the key.
-    For a table without keys, `rows` are row numbers, and the number of occurrences is 1 for every
-    row.
+    For a keyed table, `rows` has two 32-bit lanes for each key, and the number of occurrences of
+    the key. For a table without keys, `rows` are row numbers, and the number of occurrences is 1
+    for every row.
     """
     if rows.ndim == 1:
         keys = keys_of_rows(rows)

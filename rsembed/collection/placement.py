@@ -1,7 +1,8 @@
 """Places tables on devices, and reads and writes the tables of a state by name.
 
 `make_stacks` chooses the storage of each stack, and how its rows are split over the devices.
-`LogicalTables` reads and writes whole tables of a state, for users and for files.
+`LogicalTables` reads and writes whole tables of a state, for methods of `EmbeddingCollection` and
+for checkpoints.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def placement_of_tables(
     Args:
       tables: specs of the tables by name.
       devices: devices that share the tables.
-      placement: placement by table name, or one for all tables. A placement for all tables has no
-        effect on tables with a storage that does not support this placement. None: no placement is
-        requested for any table.
+      placement: one placement for all tables, or a mapping from table names to placements. A
+        placement for all tables has no effect on tables with a storage that does not support this
+        placement. None: no placement is requested for any table.
 
     Raises:
       ValueError: a placement or table is unknown, the storage of a named table does not support its
@@ -180,7 +181,7 @@ def _choose_rows(
     capacity: int | None,
     implementation: str | None,
 ) -> Rows:
-    """Chooses the class of `Rows` for a storage and a placement, and makes an object of it."""
+    """Creates an instance of the subclass of `Rows` that fits the storage and the placement."""
     arguments = devices, table, storage, implementation
     if placement in ("row", "table"):
         if isinstance(storage, DenseRows):
@@ -200,7 +201,7 @@ def _choose_rows(
 
 
 def _choose_stack(layout: RowLayout, rows: Rows) -> Stack:
-    """Chooses the class of `Stack` for the storage of `rows`, and makes an object of it."""
+    """Creates a `Stack`, or an instance of the subclass that fits the storage of `rows`."""
     if isinstance(rows.storage, DenseRows):
         return ArrayStack(layout, rows)
     if rows.storage.takes_keys:
@@ -330,7 +331,7 @@ class LogicalTables:
         return state._replace(tables=all_tables, slots=all_slots)
 
     def _host_last(self, names: Iterable[str]) -> list[str]:
-        """Names of stacks in the order of writes to the stacks. Stacks on the host come last.
+        """Sorts names of stacks for writing: stacks on the host are written last.
 
         A write to a stack on the host makes the old state invalid. If a write to any other stack
         fails, no stack on the host has been written, so the old state is still valid.
@@ -347,14 +348,13 @@ class LogicalTables:
         ]
         for part, array in parts:
             if isinstance(array, SavedArray):
-                # `array` is still in a checkpoint file. The numbers of an array are checked before
-                # a checkpoint is saved, so `array` is not read for another check.
+                # `array` has not been read from its file yet, and is not read only for this check.
                 continue
             where = f"table {table_name!r}: its {part}"
             check_finite(array, where, may_be_negative=part not in non_negative)
 
     def _check_outside_jit(self, table: TableSpec, values: PyTree) -> None:
-        """Raises: RuntimeError: a table with keys or on the host would be written inside `jit`."""
+        """Raises: RuntimeError: a keyed table, or a table on the host, is written inside `jit`."""
         stack = self._stack_of[table.name]
         if stack in self.apart and is_traced(values):
             raise RuntimeError(
@@ -400,10 +400,10 @@ class LogicalTables:
     # For files
 
     def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, ByName, ByName]:
-        """Splits a state for a file.
+        """Separates the tables that a file stores one by one from the rest of the state.
 
-        Returns: the state without the stacks in `apart`; the rows of the tables of these stacks, by
-          table name; and the slots of these tables, by table name.
+        Returns: a tuple of three: the state without the stacks in `apart`, the rows of each table
+          of these stacks by table name, and the slots of each of these tables by table name.
         """
         tables: ByName = {}
         slots: ByName = {}
@@ -415,7 +415,10 @@ class LogicalTables:
         return self.without_apart(state), tables, slots
 
     def without_apart(self, state: EmbeddingState) -> EmbeddingState:
-        """A state without the stacks in `apart`. `state` may have shapes instead of arrays."""
+        """A state without the stacks in `apart`.
+
+        `state` may contain `jax.ShapeDtypeStruct`s in place of arrays.
+        """
         facts: Mapping[str, PyTree] = {}
         if state.layout is not None:
             facts = state.layout.facts
@@ -438,7 +441,7 @@ class LogicalTables:
         slots: ByTable,
         layout: Fingerprint,
     ) -> EmbeddingState:
-        """State with all stacks, from the three results of `parted` and the original layout."""
+        """Inverse of `parted`: the state with all stacks. `layout` is the state's fingerprint."""
         all_tables = dict(state.tables)
         all_slots = dict(state.slots)
         for name in self._host_last(self.apart):
@@ -467,7 +470,7 @@ def _slots_by_name(slots: PyTree) -> list[tuple[str, PyTree]]:
 
 
 def _parts(values: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
-    """Pairs of a name and an array, for a dictionary, a tuple of cores, or an array of rows."""
+    """Names and arrays of a table: a dictionary, a tuple of cores, or a single array of rows."""
     if isinstance(values, Mapping):
         return values.items()
     if isinstance(values, tuple):

@@ -22,7 +22,7 @@ from rsembed.specs import FeatureSpec
 
 
 class Listed(NamedTuple):
-    """Position of a ragged feature's bags in a list.
+    """Position of a ragged feature's bags in the list of its stack, see `PreparedBatch`.
 
     Args:
       list: name of the list.
@@ -43,20 +43,22 @@ class PreparedBatch(Mapping[str, PyTree]):
 
     A `PreparedBatch` is a pytree: a prepared batch can be an argument of `jit` and can be donated,
     and prepared batches of equal sizes can be stacked for `lax.scan`. The ids of all ragged
-    features that share a stack of tables are one list, padded to one of a few sizes, so a stream of
-    batches needs few compiled programs.
+    features that read the same stack of tables are concatenated to one list. The list is padded to
+    one of the lengths that `size_of_list` returns, so a stream of batches needs few compiled
+    programs.
 
-    On a mesh, a list has a part for each device, with the bags of that device's samples. All parts
-    are padded to one length, `room`. The parts are concatenated in global arrays that are split
-    over the devices: ids `[parts * room]`, weights `[parts * room]`, and offsets
-    `[parts * (bags + 1)]`, which start at 0 in each part.
+    On a mesh, the list consists of one part for each device, with the bags of the device's samples.
+    All parts are padded to the same length, `room`. The parts are concatenated in global arrays
+    that are split over the devices: `parts * room` ids, `parts * room` weights and
+    `parts * (bags + 1)` offsets. In each part, the offsets start at 0.
 
     Args:
-      lists: by stack, a list with the bags of the stack's ragged features. Within each part of the
-        list, the bags of a feature are consecutive.
-      arrays: for every feature that is in no list, its array of ids, its pair of ids and weights,
-        or its `Bags`.
-      listed: for every feature in a list, a pair of its name and its position, sorted by name.
+      lists: for each stack with ragged features, by name, the list with the bags of these features.
+        Within each part of the list, the bags of a feature are consecutive.
+      arrays: for each of the other features, by name, an array of ids, a pair of ids and weights,
+        or `Bags`.
+      listed: pairs of a ragged feature's name and the position of its bags in the list of its
+        stack, sorted by name.
       features: names of all features, in the order of the collection.
       made_for: identity (`identity_of`) of the collection that checked the batch. None: the batch
         was not checked.
@@ -79,20 +81,20 @@ class PreparedBatch(Mapping[str, PyTree]):
 
     @staticmethod
     def of(batch: Mapping[str, PyTree]) -> PreparedBatch:
-        """Converts a mapping from features to ids to a `PreparedBatch` without lists.
+        """Converts a mapping from features to ids to a `PreparedBatch`.
 
-        A `PreparedBatch` is returned unchanged.
+        The ids of ragged features are not concatenated. A `PreparedBatch` is returned unchanged.
         """
         if isinstance(batch, PreparedBatch):
             return batch
         return PreparedBatch({}, dict(batch), features=tuple(batch))
 
     def place(self, feature: str) -> Listed | None:
-        """Position of a ragged feature in its list. None if the feature is in no list."""
+        """Position of a feature's bags in the list of its stack, or None for other features."""
         return dict(self.listed).get(feature)
 
     def num_parts(self, name: str) -> int:
-        """Number of parts of a list: one per device. Inside `shard_map`, a list has one part."""
+        """Number of parts of the list `name`: one per device, and 1 inside `shard_map`."""
         num_bags = 0
         for _, place in self.listed:
             if place.list == name:
@@ -101,11 +103,11 @@ class PreparedBatch(Mapping[str, PyTree]):
         return self.lists[name].offsets.shape[-1] // offsets_of_part
 
     def in_list(self, feature: str) -> PyTree:
-        """The feature's array, or its `Bags` without a copy of the ids.
+        """Ids of a feature, without a copy: an array, or `Bags`.
 
-        The list of the feature must have one part, as inside `shard_map`. The `Bags` have the
-        offsets of the feature and the ids of the whole list, so ids before the first offset and
-        after the last offset belong to other features.
+        If the feature is part of a list, the list must have only one part, as inside `shard_map`.
+        The `Bags` then have the offsets of this feature, but the ids of all features in the list.
+        Ids before the first offset and after the last offset belong to other features.
         """
         place = self.place(feature)
         if place is None:
@@ -116,12 +118,12 @@ class PreparedBatch(Mapping[str, PyTree]):
         return Bags(bags.ids, offsets, bags.weights)
 
     def __getitem__(self, feature: str) -> PyTree:
-        """Ids of a feature: its array, or `Bags` with the samples of this process.
+        """Ids of a feature: an array, or `Bags` with the samples of this process.
 
         Inside `jit`, the `Bags` may have ids of other features before the first offset and after
-        the last offset. Read the ids of a bag from its first offset to its last.
+        the last offset. The ids of bag `b` are `ids[offsets[b] : offsets[b + 1]]`.
 
-        Raises: ValueError: this is a stack of several batches on a mesh, made for `lax.scan`.
+        Raises: ValueError: several batches on a mesh are stacked in this object, for `lax.scan`.
         """
         place = self.place(feature)
         if place is None:
@@ -173,12 +175,12 @@ class PreparedBatch(Mapping[str, PyTree]):
 
 
 def _part_of_process(array: PyTree) -> np.ndarray:
-    """The rows of a global array that this process holds, if the array is split along axis 0."""
+    """Rows of a global array that are on the devices of this process. Axis 0 may be split."""
     if not is_global(array):
         return np.asarray(array)
     parts = {}
-    # Several devices of this process may hold copies of one part of the array. The dictionary
-    # `parts` keeps one copy of each part.
+    # Several devices of this process may hold copies of the same part of the array. `parts` has
+    # only one entry for all these copies.
     for shard in array.addressable_shards:
         start = shard.index[0].start or 0
         parts[start] = np.asarray(shard.data)
@@ -187,15 +189,15 @@ def _part_of_process(array: PyTree) -> np.ndarray:
 
 
 def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, fill: int) -> Bags:
-    """Joins the parts of a list into one list with all bags of some features.
+    """Collects the bags of some features from a list with one part per device.
 
-    All bags of the first feature come first, followed by all bags of the second feature. Among the
-    bags of one feature, the bags in part 0 of the list come first, then the bags in part 1, and so
-    on.
+    The result has all bags of the first feature, then all bags of the second feature, and so on.
+    Among the bags of one feature, the bags from part 0 of the list come first, then the bags from
+    part 1, and so on.
 
     Args:
-      bags: bags of the list, which has `num_parts` parts.
-      places: positions of the features in the list.
+      bags: the list, as it is stored in a `PreparedBatch`.
+      places: position of each feature's bags in the list.
       num_parts: number of parts of the list.
       fill: padding id. Inside `jit`, the result is as long as the list: ids are padded with `fill`,
         and weights with 0.
@@ -241,11 +243,11 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
 
 
 def room_for(bags: Sequence[Bags], num_parts: int) -> int:
-    """Length that each part of a list needs for the bags of several features.
+    """Number of ids, padding included, in each part of a list with the bags of several features.
 
-    The length is one of the few sizes of `size_of_list`. But if the user has padded the bags of all
-    features, the parts together have room for all padded bags, and a list with one part has exactly
-    the length of all padded bags.
+    The number is one of the sizes that `size_of_list` returns, unless the ids of every feature are
+    already padded. In this case, all parts together have at least as many ids as the padded
+    features, and a list with one part has exactly as many.
     """
     if not bags:
         return 0
@@ -271,7 +273,7 @@ def room_for(bags: Sequence[Bags], num_parts: int) -> int:
 
 
 def _ends_of_parts(bags: Bags, num_parts: int) -> np.ndarray:
-    """Index of the first id of each part of a feature's bags, and at the end the number of ids."""
+    """Index of the first id in each part of a feature's bags, followed by the number of ids."""
     bags_per_part = bags.num_bags // num_parts
     first_bags = np.arange(num_parts + 1) * bags_per_part
     return np.asarray(bags.offsets)[first_bags]
@@ -281,8 +283,9 @@ def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
     """Joins the bags of several features into one list, in host memory.
 
     Args:
-      bags: bags of each feature. Of `B` bags, bag `b` goes to part `b * num_parts // B`.
-      room: number of ids in each part, with padding.
+      bags: bags of each feature. If a feature has `B` bags, bag `b` goes to part
+        `b * num_parts // B`.
+      room: number of ids in each part, padding included.
       num_parts: number of parts of the list.
     """
     ends_of_features = [_ends_of_parts(bags_of_feature, num_parts) for bags_of_feature in bags]
@@ -335,8 +338,8 @@ def identity_of(
 ) -> str:
     """Digest of everything in a collection that a prepared batch depends on.
 
-    The digest covers the features, the valid ids of the tables of the features, the list of each
-    feature, the devices, and `bounds_check`.
+    The digest covers the features, the range or dtype of each table's ids, the name of the list
+    that each feature belongs to if it is ragged, the devices, and `bounds_check`.
     """
     facts = [f"{devices.identity} {bounds_check}"]
     for name, feature in features.items():

@@ -1,4 +1,4 @@
-"""Lookups and steps of tables that are copied to every device, or split by column.
+"""Lookups and updates of tables that are copied to every device, or split by column.
 
 ```
 ids ──▶ keys ──▶ storage.read ──▶ vectors ──pool──▶ activations
@@ -7,7 +7,7 @@ state ◀── storage.step ◀── storage.find ◀── keys, gradients �
 
 `ArrayRows` and `ColumnRows` handle tables in one array. `NumberedRows` and `KeyedRows` handle
 storages that translate ids to row indices. `TrainRows` handles parameters that every step updates
-as a whole. The classes for sharded rows are in `asked_rows.py`. Lookups and steps run inside
+as a whole. The classes for sharded rows are in `asked_rows.py`. Lookups and updates run inside
 `shard_map`, on one device, with that device's part of the batch and of the parameters.
 """
 
@@ -47,15 +47,15 @@ LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]
 
 @dataclasses.dataclass(frozen=True)
 class Rows(abc.ABC):
-    """Base class: looks up and steps the rows of a stack on the devices of a mesh.
+    """Base class: looks up and updates the rows of a stack on the devices of a mesh.
 
-    `look_up`, `row_gradients` and `update` return a result, or for sharded rows a generator. The
-    generator yields requests to the owners of rows, so that the requests of all stacks share one
-    exchange (`exchange.together`).
+    `look_up`, `row_gradients` and `update` return a result. In classes for sharded rows, they
+    return a generator, which yields requests to the owners of rows, so that the requests of all
+    stacks share one exchange (`exchange.together`).
 
     Args:
       devices: devices of the mesh.
-      table: spec of the stack's first table. All tables of a stack agree in dim, dtype and
+      table: spec of the stack's first table. All tables of a stack have the same dim, dtype and
         optimizer.
       storage: storage of all tables of the stack.
       implementation: name of the kernel implementation that pools rows. None: the fastest
@@ -132,9 +132,9 @@ class Rows(abc.ABC):
         d_outputs: Sequence[Array],
         step: Step,
     ) -> Asked[State]:
-        """Steps all rows of a batch, and returns new parameters and slots.
+        """Updates all rows that a batch looks up, and returns new parameters and slots.
 
-        Before the step, new keys get rows.
+        Before the update, new keys get rows.
         """
 
     def apply(
@@ -145,7 +145,7 @@ class Rows(abc.ABC):
         values: Array,
         step: Step,
     ) -> State:
-        """Steps the rows of distinct ids or keys, and returns new parameters and slots.
+        """Updates the rows of distinct ids or keys, and returns new parameters and slots.
 
         `rows` and `values` are results of `row_gradients`, possibly with changed values.
         """
@@ -170,14 +170,14 @@ class Rows(abc.ABC):
     # Helpers
 
     def _keys_here(self, keys: Keys) -> Keys:
-        """`keys` with padding instead of the keys that a different device owns.
+        """`keys`, where padding replaces the keys that a different device owns.
 
         In the base class, every device has all rows, so `keys` are returned unchanged.
         """
         return keys
 
     def _rounded(self, step: Step) -> Step:
-        """`step` with the stochastic rounding noise of this device's rows."""
+        """A copy of `step` with the rounding function for the rows of this device."""
         rounding = self.storage.rounding(step.rounding, self.shard, step.resident_rows)
         return dataclasses.replace(step, rounding=rounding)
 
@@ -213,7 +213,8 @@ class Rows(abc.ABC):
         """Sum of the gradients of each distinct key.
 
         Args:
-          entry_of: index of the distinct key of each id in the batch, `NO_ROW` for padding.
+          entry_of: for each id in the batch, the index of its key among the distinct keys.
+            `NO_ROW` for padding.
           batch: ids of this device's samples.
           d_outputs: gradients of the pooled outputs.
         """
@@ -229,7 +230,7 @@ class Rows(abc.ABC):
         return [self.devices.gather(d_output) for d_output in d_outputs]
 
     def _gradients_of_all(self, batch: Occurrences, d_outputs: Sequence[Array]) -> CallGradients:
-        """Global batch and its output gradients, as an argument of the backward kernels."""
+        """Argument of the backward kernels: the global batch, and its output gradients."""
         global_batch = batch.of_all(self.devices)
         return global_batch.gradients(self._of_all(d_outputs))
 
@@ -238,8 +239,8 @@ class ArrayRows(Rows):
     """Tables with all rows in one array. Every device has a full copy of the array.
 
     A lookup is one kernel call that reads and pools rows. An update is one kernel call that sums
-    the gradients of equal rows and steps each row once. Every device steps its copy with the
-    gradients of the global batch, so all copies stay equal.
+    the gradients of equal rows and updates each row once. Every device applies the gradients of the
+    global batch to its copy of the array, so all copies stay equal.
     """
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
@@ -307,7 +308,8 @@ class ColumnRows(ArrayRows):
     def gradient_partitions(self) -> tuple[PartitionSpec, PartitionSpec]:
         """Partition specs of the rows and the values of `RowGradients`.
 
-        Every device has the numbers of all rows, and the gradients of the columns that it stores.
+        Every device has the row numbers of all rows, and the gradients of the columns that it
+        stores.
         """
         return PartitionSpec(), self.partition
 
@@ -338,7 +340,7 @@ class NumberedRows(Rows):
     """Rows of a storage that translates row numbers, for example to slots of a cache."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as row numbers, which count through all tables of the stack."""
+        """Ids of the batch as row numbers, which are consecutive over the stack's tables."""
         return row_numbers(batch, layout)
 
     def look_up(
@@ -403,7 +405,7 @@ class KeyedRows(NumberedRows):
     """Rows of a storage that finds rows by 64-bit key, on a single device."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as 64-bit keys, in the bags of the features."""
+        """Ids of the batch as 64-bit keys, with the bags of each feature."""
         return keys_in_bags(batch, layout)
 
     def row_gradients(
@@ -422,9 +424,9 @@ class KeyedRows(NumberedRows):
     def _call_of_rows(self, call: Call, rows: Int[Array, " nnz"]) -> Call:
         """`call` with the row of each key, and with the weights that the lookup used.
 
-        A mean divides by the number of all keys in the bag. A key without a row would not be
-        counted in the new call. The factors of the mean are therefore computed from the old call
-        and become weights of the new call, with the combiner "sum".
+        A mean counts all keys in the bag, even keys without a row, but a call with row indices
+        ignores keys without a row. The factors of the mean are therefore computed from `call`. They
+        become the weights of the returned call, which has the combiner "sum".
         """
         call_of_rows = call.with_ids(rows)
         lists = list(call_of_rows.lists)
@@ -471,7 +473,7 @@ class TrainRows(NumberedRows):
         step: Step,
     ) -> State:
         """See `Rows`."""
-        # `values` has the gradients of all rows on every device, and `_step_all` sums over devices.
+        # Every device has the gradients of all rows, and `_step_all` sums over the devices.
         # Each device passes a different part of the rows to `_step_all`, so that no gradient is
         # counted twice.
         device_of_row = jnp.arange(rows.shape[0]) % self.devices.num_devices
@@ -486,9 +488,9 @@ class TrainRows(NumberedRows):
         gradients: CallGradients,
         step: Step,
     ) -> State:
-        """Steps all parameters, and returns new parameters and slots.
+        """Updates all parameters, and returns new parameters and slots.
 
-        Every device passes different `gradients`. The step uses the sum of the gradients of all
+        Every device passes different `gradients`. The update uses the sum of the gradients of all
         devices.
         """
         gradients_here = self.storage.gradients(params, gradients, self.table)

@@ -49,12 +49,12 @@ def for_serving(
 
     Args:
       collection: collection with the features to look up.
-      state: state to serve, on any mesh. Call `for_serving` outside `jit`.
+      state: state to serve, on one device or on a mesh. Call `for_serving` outside `jit`.
       dtype: "float32", "bfloat16", "float16", or "int8" with a scale for each row. None: the dtype
         of the tables.
-      allow_nonfinite: whether to accept rows with NaN or infinity, and numbers that are infinite in
-        `dtype`. By default, a row with one of these numbers is an error: with "int8", one NaN makes
-        its whole row NaN.
+      allow_nonfinite: whether to accept rows with NaN or infinity, and numbers that become infinite
+        in `dtype`. By default, such a row is an error. With "int8", lookups of a row that contains
+        NaN return only NaN.
 
     Returns: a function `lookup(tables, batch)` that returns the activations of `collection.lookup`,
       and a copy of each table. Tensor trains, and tables on the host, become arrays of all rows.
@@ -108,9 +108,9 @@ def _served(values: PyTree, dtype: str | None, table: str, allow_nonfinite: bool
     return {"rows": steps, "scales": scales} | keys
 
 
-@jax.jit  # As one program, `_int8` makes no float32 copy of the table.
+@jax.jit  # Compiled to one program, `_int8` makes no float32 copy of the table.
 def _int8(rows: Array) -> tuple[Array, Array]:
-    """Rows as int8, and the scale of each row: its largest absolute value divided by 127."""
+    """Rows as int8, and for each row a scale: the row's largest absolute value divided by 127."""
     rows = rows.astype(jnp.float32)
     largest = jnp.max(jnp.abs(rows), axis=1)
     scales = largest / 127.0
@@ -205,8 +205,8 @@ def _activation(feature: FeatureSpec, tables: Mapping[str, ServedTable], ids: Py
     elif bags.dense_shape is None:
         pooled = jax.ops.segment_sum(terms, bag, bags.num_bags)
     else:
-        # If all bags have one length, XLA can fuse the sum over the rows of a bag with the gather
-        # of the rows.
+        # If all bags have the same length, XLA can fuse the sum over the rows of a bag with the
+        # gather of the rows.
         num_bags = bags.dense_shape[0]
         width = math.prod(bags.dense_shape[1:])
         terms_of_bags = terms.reshape(num_bags, width, terms.shape[1])

@@ -31,7 +31,7 @@ from rsembed.storage.protocol import (
 Activations = dict[str, Float[Array, "..."]]
 Batch = Mapping[str, PyTree]
 ActivationGradients = Mapping[str, PyTree]
-"""Mapping from the names of features to the gradients of the activations of the features."""
+"""Mapping from the name of a feature to the gradients of its activations."""
 ByName = dict[str, PyTree]
 """Dictionary from the names of tables, stacks or features to pytrees."""
 WAY_OUT = "give one that makes finite numbers of the table's dtype"
@@ -41,10 +41,11 @@ class EmbeddingState(NamedTuple):
     """State of a collection: everything that training changes. Donate the state to your step.
 
     Args:
-      tables: by stack, one array `[rows, dim]`, or the parameters of the tables' storage. On a
-        mesh, all rows of the first shard come first, followed by the rows of the second shard.
-        `EmbeddingCollection.tables` returns the rows of each table in order of their ids.
-      slots: by stack, the optimizer state of the tables.
+      tables: for each stack, by name, one array `[rows, dim]`, or the parameters of the stack's
+        storage. On a mesh, all rows of the first shard come first, followed by the rows of the
+        second shard. `EmbeddingCollection.tables` returns the rows of each table in order of their
+        ids.
+      slots: for each stack, by name, the optimizer state of its tables.
       step: number of updates so far.
       key: PRNG key of stochastic rounding, used for nothing else.
       layout: fingerprint of the layout of rows: which table, id and optimizer each row of an array
@@ -69,7 +70,7 @@ class Stack:
     Args:
       layout: tables and features of the stack. If the rows of all tables are in one array, the
         layout also has the position of each table.
-      rows: object that looks up and steps the rows on the devices.
+      rows: object that looks up and updates the rows on the devices.
     """
 
     def __init__(self, layout: RowLayout, rows: Rows):
@@ -165,7 +166,7 @@ class Stack:
         return jax.eval_shape(self.slots, params, slots)[table.name]
 
     def counts(self, params: Params) -> dict[str, dict[str, np.ndarray]]:
-        """Counters of each table by name, with one number per device.
+        """Counters of each table by name, with one number per shard.
 
         If the storage has no counters, the dictionary of each table is empty.
         """
@@ -236,9 +237,8 @@ class ArrayStack(Stack):
 def call_of(stacks: Sequence[Stack], batch: PreparedBatch) -> Call:
     """One kernel call that looks up several stacks of dense rows on one device.
 
-    Table `k` of the returned call is the array of `stacks[k]`. The call has one segment per
-    feature: first the segments of the features of `stacks[0]`, then the segments of the features of
-    `stacks[1]`, and so on.
+    Table `k` of the returned call is the array of `stacks[k]`. The call has one segment for each
+    feature. The features of `stacks[0]` come first, then the features of `stacks[1]`, and so on.
     """
     features: list[FeaturePlacement] = []
     for stack in stacks:
