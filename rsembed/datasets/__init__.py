@@ -1,4 +1,4 @@
-"""Data sets: text, Zipf ids, click logs and film ratings, from files or generated from a known law.
+"""Data sets: text, Zipf ids, click logs and film ratings, read from files or generated at random.
 
 Generated data need neither files nor network, and equal seeds give equal data. All arrays are NumPy
 arrays. For a small data set, such as for a test, use the arguments `max_words`, `num_ids`,

@@ -30,9 +30,9 @@ from rsembed.datasets.files import (
 NUM_NUMBERS = 13
 NUM_CATEGORIES = 26
 TRAINING_FILE = "train.txt"
-"""Name of the labelled log inside the archive for Kaggle's competition."""
+"""Name of the log with labels in the archive of Kaggle's competition."""
 LABEL_NAMES = ("label", "click")
-"""Possible names of the label column. A first line with one of these names is a header."""
+"""Possible names of the label column. If the first line contains one of them, it is a header."""
 MOST_DIGITS = 16
 """Number of hexadecimal digits of a 64-bit key."""
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -54,7 +54,7 @@ class CriteoLog:
       dense: numbers in the order of `dense_names`, NaN for missing numbers.
       sparse: 64-bit keys of the categories, by name of the column. The key of a missing category is
         -1, or the argument `missing` of the loader. `collection.prepare(log.sparse)` accepts the
-        keys if the features have the names of the columns.
+        keys if the features of the collection are called like the columns.
       dense_names: names of the columns of numbers, "I1" to "I13" unless the header has other names.
       first_line: index of the line with the first row, counted from 1.
       source: file format of the log, and path of the file.
@@ -89,13 +89,15 @@ def criteo(
 
     Args:
       path: a file with a label, 13 numbers and 26 hexadecimal categories in each line, separated by
-        tabs or commas. Other numbers or orders of columns need a header with the names `label`,
-        `I1`, `I2`, ... and `C1`, `C2`, ... (names such as `int_0` and `cat_0` are also accepted).
-        In an archive, the log is `train.txt` or the only file.
+        tabs or commas. If the file has fewer or more columns, or a different order of columns, it
+        must have a header with the names `label`, `I1`, `I2`, ... and `C1`, `C2`, ... (names such
+        as `int_0` and `cat_0` are also accepted). In an archive, the log is `train.txt` or the only
+        file.
       rows: number of rows to read from the beginning of the log. If None, all rows are read. A
         million rows take 0.3 GB of memory.
-      missing: key of missing categories. The default -1 means no id, so missing categories
-        contribute nothing. With any other key, all missing categories read the row of this key.
+      missing: key that stands for a missing category. The default, -1, means no id, so missing
+        categories contribute nothing. With any other key, all missing categories read the row of
+        this key.
 
     Returns:
       The rows of the log. The key of a category is the number that its hexadecimal digits form. Use
@@ -141,9 +143,9 @@ def criteo_chunks(
 
     Args:
       path: file or archive, see `criteo`.
-      rows: number of rows of each chunk, such as one or more batches. The last chunk may have fewer
-        rows.
-      missing: key of missing categories, see `criteo`.
+      rows: number of rows in each chunk, for example the size of one or several batches. The last
+        chunk may have fewer rows.
+      missing: key that stands for a missing category, see `criteo`.
 
     Raises: ValueError, FileNotFoundError: see `criteo`. A malformed line raises the error only when
       the iterator reaches the chunk with this line.
@@ -198,14 +200,14 @@ def _concatenated(parts: list[CriteoLog]) -> CriteoLog:
 
 
 class Columns(NamedTuple):
-    """Columns of a click log, as indices of the fields of a line.
+    """Which field of a line holds the label, each number and each category of a click log.
 
     Attributes:
       separator: the byte between two fields, a tab or a comma.
       num_columns: number of fields in each line.
-      label: index of the column of the label.
-      numbers: index of the column of each numeric feature, by its name.
-      categories: index of the column of each categorical feature, by its name.
+      label: index of the field with the label.
+      numbers: index of the field of each numeric feature, by name of the feature.
+      categories: index of the field of each categorical feature, by name of the feature.
     """
 
     separator: bytes
@@ -280,9 +282,9 @@ def _log_in_archive(files: list[SourceFile]) -> SourceFile:
 
 
 def _columns_of(line: bytes) -> tuple[Columns, bool]:
-    """Columns of a log, from its first line, and whether this line is a header.
+    """Infers the columns of a log from its first line. Also returns whether the line is a header.
 
-    Raises: ValueError: a header names a column twice, or a column of the wrong kind.
+    Raises: ValueError: a header names a column twice, or has a name that is not accepted.
     """
     separator = b"\t" if b"\t" in line else b","
     fields = line.rstrip(b"\r\n").decode("latin-1").split(separator.decode())
@@ -345,7 +347,7 @@ def _parsed(block: Block, columns: Columns, name: str, missing: int, origin: str
 
 
 def _check_num_fields(block: Block, columns: Columns, name: str) -> None:
-    """Raises: ValueError: a line has a different number of fields than `columns`."""
+    """Raises: ValueError: a line has fewer or more fields than `columns.num_columns`."""
     characters = np.frombuffer(block.text, np.uint8)
     is_line_end = characters == ord("\n")
     ends = np.flatnonzero(is_line_end)
@@ -377,7 +379,7 @@ def _bad_field(
 
 
 def _numbers(texts: list[bytes], block: Block, name: str, column_name: str) -> np.ndarray:
-    """Numbers of a column; NaN for empty fields.
+    """Numbers of a column, with NaN for empty fields.
 
     Raises: ValueError: a field is not a number that float32 can hold.
     """

@@ -19,9 +19,9 @@ from rsembed import archives
 from rsembed.progress import progress
 
 BLOCK_BYTES = 1 << 20
-"""Number of bytes of a file that are in memory at a time."""
+"""Number of bytes that are read from a file at a time."""
 MOST_LINE_BYTES = 1 << 20
-"""Maximum number of bytes in a line.
+"""Smallest number of bytes at which a line may be rejected as too long.
 
 Without a limit, a file without line ends would be read as one line.
 """
@@ -94,7 +94,7 @@ def damage_is_a_value_error(name: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def files_in(path: Path) -> Iterator[list[SourceFile]]:
-    """Context manager with the files of a folder, or the members of a zip or tar archive.
+    """Context manager that yields the files of a folder, or the members of a zip or tar archive.
 
     If `path` is a folder, the files in its subfolders are not included.
 
@@ -119,7 +119,7 @@ def files_in(path: Path) -> Iterator[list[SourceFile]]:
 
 
 def is_archive(path: Path) -> bool:
-    """Whether the file name ends like the name of a zip or tar archive."""
+    """Whether the file name has the extension of a zip or tar archive."""
     return path.name.lower().endswith((".zip", ".tar", ".tar.gz", ".tgz"))
 
 
@@ -149,7 +149,7 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> list[SourceFile]:
             continue
         _check_size(path, member.filename, member.file_size)
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            # zipfile decompresses other methods without a bound on memory.
+            # With other compression methods, zipfile decompresses without a limit on memory.
             raise ValueError(
                 f"member {member.filename!r} is neither stored nor deflated. Pack it so."
             )
@@ -190,7 +190,7 @@ def read_first_line(file: io.BufferedIOBase, name: str) -> bytes:
 
     The first line of an empty file is b"".
 
-    Raises: ValueError: the line has more than `MOST_LINE_BYTES`, or the file is damaged.
+    Raises: ValueError: the line has `MOST_LINE_BYTES` bytes or more, or the file is damaged.
     """
     with damage_is_a_value_error(f"{name}, line 1,"):
         line = file.readline(MOST_LINE_BYTES)
@@ -199,7 +199,7 @@ def read_first_line(file: io.BufferedIOBase, name: str) -> bytes:
 
 
 def _check_line_bytes(num_bytes: int, name: str, number: int) -> None:
-    """Raises: ValueError: a line has `MOST_LINE_BYTES` or more."""
+    """Raises: ValueError: a line has `MOST_LINE_BYTES` bytes or more."""
     if num_bytes >= MOST_LINE_BYTES:
         raise ValueError(
             f"{name}, line {number} has {MOST_LINE_BYTES} bytes and no end. A log has one sample on each line."
@@ -210,10 +210,10 @@ class Block(NamedTuple):
     """A block of consecutive whole lines of a file.
 
     Attributes:
-      first_line: index of the first line, from 1.
+      first_line: index of the block's first line in the file, counted from 1.
       text: the lines, including their line ends.
-      has_end: whether the last line has a line end in the file. If False, a line end was added to
-        `text`.
+      has_end: whether the last line ends with a line end in the file. If False, a line end was
+        added to `text`.
     """
 
     first_line: int
@@ -230,11 +230,11 @@ def line_blocks(
 
     Args:
       file: open file, positioned at the beginning of a line.
-      source: the file that `file` reads; only the name and the size of `source` are used.
+      source: the source from which `file` was opened, for its name and size.
       first_line: index of the first line to read, counted from 1, for error messages.
       description: text beside the progress bar.
 
-    Raises: ValueError: a line has more than `MOST_LINE_BYTES`, or the file is damaged.
+    Raises: ValueError: a line is too long (see `MOST_LINE_BYTES`), or the file is damaged.
     """
     num_blocks = None
     if source.num_bytes is not None:
@@ -262,7 +262,10 @@ def _read_blocks(file: io.BufferedIOBase, name: str, first_line: int) -> Iterato
 
 
 def is_number(text: str) -> bool:
-    """Whether a string is a decimal number without underscores (Python also reads `1_0`)."""
+    """Whether `float` accepts the string, and the string has no underscore.
+
+    `float` reads 1_0 as 10.
+    """
     try:
         float(text)
     except ValueError:
@@ -271,7 +274,7 @@ def is_number(text: str) -> bool:
 
 
 def decoded(content: bytes) -> str:
-    """String from UTF-8 if the bytes are valid UTF-8, else from Latin-1.
+    """Decodes bytes as UTF-8 if they are valid UTF-8, and otherwise as Latin-1.
 
     Some MovieLens files (ml-1m and ml-100k) are in Latin-1. Titles in Latin-1 are hardly ever valid
     UTF-8 by chance, because a special character would have to follow each accented letter.

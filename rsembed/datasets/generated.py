@@ -1,4 +1,4 @@
-"""Generated data with a known law: Zipf ids, and click logs with a known best loss."""
+"""Generated data: ids with a Zipf distribution, and click logs with a known best loss."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jaxtyping import Float32, Float64, Int32
 from rsembed.checks import NonNegativeInt, PositiveInt, validated
 
 CLICK_INTERCEPT = -1.0
-"""Log-odds of a click without features.
+"""Constant term of the log-odds of a click.
 
 With the standard deviations below, a model can learn to predict clicks, but not with certainty.
 """
@@ -144,7 +144,7 @@ def synthetic_clicks(
     exponent: float = 1.05,
     embedding_dim: PositiveInt = 4,
 ) -> ClickLog:
-    """A click log with Zipf ids and with labels drawn from a known model, a factorisation machine.
+    """A click log with Zipf ids, and with labels drawn from a true model, a factorisation machine.
 
     The log-odds are `intercept + w·dense + sum_f b_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]>`,
     with dense weights `w`, and a bias `b` and a vector `v` for each id. Labels are Bernoulli draws.
@@ -159,8 +159,8 @@ def synthetic_clicks(
         `num_samples`.
       sample_seed: seed of the rows. To draw a test set, change only `sample_seed`.
       exponent: Zipf exponent of the ids, see `zipf_probabilities`.
-      embedding_dim: length of the vectors `v` in the known model. A trained model needs at least
-        this embedding dimension to fit the known model.
+      embedding_dim: length of the vectors `v` in the true model. A trained model needs at least
+        this embedding dimension to fit the true model.
 
     Raises: ValueError: `num_dense` is negative, another number is below 1, or `exponent` is
       negative or not finite.

@@ -1,4 +1,4 @@
-"""Logs of film ratings, and a generated log with a known law."""
+"""Logs of film ratings, and a generator of logs that are drawn from a known distribution."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ FEWEST_RATINGS = 20
 NUM_VISITS = 4
 TASTE_DIM = 4
 TASTE_STRENGTH = 6.0
-"""Factor of the product of taste vector and item vector in the log-odds of a rating.
+"""Factor of the inner product of taste vector and item vector in the log-odds of a rating.
 
-With a factor of 0, the most popular films would be the best recommendations for every user.
+If this factor were 0, the films that a user rates would not depend on the user's taste.
 """
 TASTE_NOISE = 0.6
 """Length of the random part of an item vector or a taste vector.
@@ -42,17 +42,17 @@ NEW_DAYS = 60.0
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TasteLaw:
-    """Law of a generated log: popularity of items, tastes of users, and release days of items.
+    """Distribution that a generated log is drawn from: popularity, tastes and release days.
 
     The taste of a user is `cos(angle) * first_taste + sin(angle) * last_taste`. The angle grows
     from 0 on the first visit to `DRIFT_RADIANS` on the last visit.
 
     Attributes:
-      first_tastes, last_tastes: for each user, the two vectors in the formula of the user's taste.
+      first_tastes, last_tastes: the two vectors of each user in the formula above.
       first_days, last_days: first and last visit of every user, in days from the beginning of the
         log.
-      item_vectors: vector of every item. The larger the product of item vector and taste, the more
-        likely the user rates the item.
+      item_vectors: vector of every item. The larger the inner product of item vector and taste, the
+        more likely the user rates the item.
       log_popularity: logarithm of every item's popularity.
       release_days: release day of each item, negative for a release before the log begins.
     """
@@ -72,11 +72,11 @@ class TasteLaw:
         """Logarithm of the probability that a user rates each item next, up to a constant.
 
         The result is `-inf` for items that are not released yet. The best possible ranking of the
-        items that a user has not rated yet is the order of the returned numbers.
+        items that a user has not rated yet sorts the items by these numbers, largest first.
 
         Args:
-          users: index of the user, for each ranking.
-          days: time of each ranking in days from the beginning of the log, see `RatingsLog.days`.
+          users: index of the user in each sample.
+          days: time of each sample, in days from the beginning of the log, see `RatingsLog.days`.
         """
         users = np.asarray(users)
         if np.shape(days) != users.shape or ((users < 0) | (users >= len(self.first_days))).any():
@@ -112,7 +112,7 @@ class RatingsLog:
       genres: mask of the `genre_names` of each item. If no genre of an item is known, all entries
         of the item are False.
       source: description of the files that the log was read from, or of the generated log.
-      law: law of a generated log. None if the ratings are real.
+      law: distribution that a generated log is drawn from. None if the ratings are real.
     """
 
     users: Int32[np.ndarray, " ratings"]
@@ -159,7 +159,9 @@ class RatingsLog:
 
     @validated
     def histories(self, length: PositiveInt) -> Int32[np.ndarray, "ratings length"]:
-        """Items that the user had rated before each rating, the latest first, padded with `-1`.
+        """For each rating, the items that the user had rated before, padded with `-1`.
+
+        The most recently rated item comes first.
 
         Raises: ValueError: `length` is below 1.
 
@@ -196,15 +198,16 @@ def generated_ratings(
     exponent: float = 0.8,
     seed: NonNegativeInt,
 ) -> RatingsLog:
-    """Ratings log with the columns of MovieLens, drawn from a known law.
+    """Generated ratings log with the columns of MovieLens.
 
-    Because the law is known, the best possible ranking is known, too: see `TasteLaw.log_odds`.
+    Because the log is drawn from a known distribution, the best possible ranking is known, too: see
+    `TasteLaw.log_odds`.
 
     Films have Zipf popularity, one to three genres, and a vector similar to the vectors of their
     genres. Users like films with a vector similar to their taste, and tastes change with time. A
     user visits a few times, rates many films in each visit, and rates no film twice. Some films are
-    released after the log begins, and are popular for some weeks. A model of the user, the latest
-    ratings, the genres and the time can therefore do better than popularity alone.
+    released after the log begins, and are popular for some weeks. A model that uses the user, the
+    user's latest ratings, the genres and the time can therefore do better than popularity alone.
 
     Args:
       num_users: number of users. A hundred users are enough for a quick test.
@@ -270,7 +273,7 @@ def generated_ratings(
 def _law(
     generator: np.random.Generator, num_users: int, num_items: int, exponent: float
 ) -> tuple[TasteLaw, np.ndarray]:
-    """Random `TasteLaw`, and a mask of the genres of each item."""
+    """A random `TasteLaw`, and a mask of each item's genres."""
     num_genres = len(GENRES)
     centres = _unit(generator.standard_normal((num_genres, TASTE_DIM)))
     # `ranks[g]` is the popularity rank of genre `g`: some genres are more frequent than others.
@@ -291,7 +294,7 @@ def _law(
 
     item_noise = TASTE_NOISE * _unit(generator.standard_normal((num_items, TASTE_DIM)))
     item_vectors = _unit(_unit(genres @ centres) + item_noise)
-    # Some films are released after the log begins, and all other films before the log begins.
+    # Some films are released after the log begins, and all other films are released before.
     is_new = generator.permutation(num_items) < NEW_SHARE * num_items
     first_days = generator.uniform(0.0, 0.7 * SPAN_DAYS, num_users)
     first_tastes = tastes()
@@ -323,7 +326,7 @@ def _visits(
 
     Args:
       generator: source of random numbers.
-      law: law of the log.
+      law: distribution that the log is drawn from.
       counts: number of ratings of each user, which are spread over `NUM_VISITS` visits.
     """
     num_users = len(counts)

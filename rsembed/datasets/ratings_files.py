@@ -49,10 +49,10 @@ SEARCH_DEPTH = 2
 
 
 class Film(NamedTuple):
-    """A line of a file of films.
+    """A film, as described on one line of the file of films.
 
     Attributes:
-      line: index of the line, from 1.
+      line: index of the line, counted from 1.
       number: id of the film, as a string.
       title: title, with the year in brackets.
       genres: names of the film's genres, which may include names of `NO_GENRES`.
@@ -72,8 +72,8 @@ class Form:
       ratings_name, films_name: names of the file of ratings and the file of films. A name that
         begins with a dot is only the extension of the file name.
       separator: string between two fields in a line of ratings.
-      columns: header names of user, film, stars and time, in this order; empty for a file without a
-        header.
+      columns: names that the header gives to the columns of user, film, stars and time, in this
+        order. An empty tuple if the file of ratings has no header.
       films: function that takes the content of the file of films, and returns the films in it.
     """
 
@@ -229,8 +229,8 @@ def movielens(
         ratings. A folder is searched two levels deep, and must have only one log.
       download: whether ml-1m (6 MB) may be downloaded into the cache folder, False by default. If
         the server does not answer within 5 seconds, nothing is downloaded.
-      max_users: number of users to read, in ascending order of their ids. A hundred users are
-        enough for a quick test. If None, all users are read.
+      max_users: number of users to keep, in ascending order of their ids. A hundred users are
+        enough for a quick test. If None, all users are kept.
 
     Returns:
       The log. Ratings with equal times stay in the order of the file. Reading takes about 120 bytes
@@ -372,7 +372,7 @@ def _logs_below(folder: Path, depth: int) -> list[Path]:
 
 @contextlib.contextmanager
 def _opened_log(log_path: Path) -> Iterator[tuple[Form, SourceFile, SourceFile]]:
-    """Context manager with the format of the log, its file of ratings and its file of films.
+    """Context manager that yields the format of a log, its file of ratings and its file of films.
 
     Raises: ValueError: the log does not have exactly one file of ratings and one file of films.
     """
@@ -482,7 +482,7 @@ def _numbers(
     Args:
       block: the lines. Empty lines are skipped.
       form: format of the file.
-      name: name of the file, for errors.
+      name: name of the file, for error messages.
       columns: indices of the columns of user, film, stars and time.
       num_columns: number of columns in the file.
 

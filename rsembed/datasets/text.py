@@ -1,4 +1,4 @@
-"""Texts as word ids, and windows of ids: Shakespeare's plays, or a bundled text in their manner.
+"""Texts as word ids, and windows of ids: Shakespeare's plays, or bundled texts in a similar style.
 
 `Published` reads files from a path, the cache or the network, and compares checksums.
 """
@@ -167,11 +167,12 @@ BEST_LOSS = 1.6432402670145951
 class Text:
     """A text as word ids, with its vocabulary and a description of its origin (`source`).
 
-    `content` is the whole text of the file, for models of letters. `vocabulary[i]` is the word of
-    id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. `vocabulary` is shorter than the requested
-    `vocabulary_size` if the text has fewer distinct words. `best_loss` is the expected loss, in
-    nats per word, of a model that knows the law of a generated text: no model can do better.
-    `best_loss` is None if the text has no such law, or if some words have id 0.
+    `content` is the whole text of the file, for character-level models. `vocabulary[i]` is the word
+    of id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. `vocabulary` is shorter than the requested
+    `vocabulary_size` if the text has fewer distinct words. For the generated text, `best_loss` is
+    the expected loss, in nats per word, of a model that knows the distribution that the text was
+    drawn from: no model can do better. `best_loss` is None for other texts, or if some words have
+    id 0.
     """
 
     word_ids: Int32[np.ndarray, " words"]
@@ -196,11 +197,11 @@ def shakespeare(
     download: bool = False,
     max_words: PositiveInt | None = None,
 ) -> Text:
-    """Shakespeare's plays, or a bundled text in their manner, as word ids ranked by frequency.
+    """Shakespeare's plays, or a bundled text in a similar style, as word ids ranked by frequency.
 
-    The most frequent word has id 1, the next word has id 2, and so on. Of words that occur equally
-    often, the first in the text has the smaller id. Id 0 stands for all words beyond
-    `vocabulary_size`.
+    The most frequent word has id 1, the next word has id 2, and so on. Words that occur equally
+    often are ranked in order of their first appearance. Id 0 stands for all words that are not
+    among the `vocabulary_size - 1` most frequent words.
 
     The real corpus (tinyshakespeare) is read from `path`, else from the file or folder that the
     environment variable `RSEMBED_DATA` names, else from pooch's cache. The corpus is downloaded
@@ -210,11 +211,11 @@ def shakespeare(
       vocabulary_size: number of ids, id 0 included. A table for the words needs `vocabulary_size`
         rows.
       source: "auto", the default, reads the real corpus if there is a file, else the generated
-        text, and logs the choice to the logger "rsembed". "corpus" reads the real corpus, and
-        raises an error if there is no file. "generated" reads 72,000 words of short sentences from
-        a grammar, with speakers' names and full stops: even a small model learns to write such
-        sentences. "pastiche" reads a short play, written by hand, with many rare words. The texts
-        of "generated" and "pastiche" are bundled with rsembed.
+        text, and logs the choice to the logger "rsembed". With "corpus", a missing file of the real
+        corpus is an error. "generated" and "pastiche" are texts that are bundled with rsembed.
+        "generated" has 72,000 words: short sentences, drawn from a grammar, with speakers' names
+        and full stops. Even a small model learns to write such sentences. "pastiche" is a short
+        play, written by hand, with many rare words.
       path: a text file, or a folder with `tinyshakespeare.txt`. The checksum of a file is checked
         only if the file is called `tinyshakespeare.txt`.
       download: whether the corpus (1.1 MB) may be downloaded into the cache folder, False by
@@ -230,8 +231,8 @@ def shakespeare(
         checksum, or a text is empty or not UTF-8.
       FileNotFoundError: `path` has no text file, or `source="corpus"` and there is no file.
 
-    Source: the Shakespeare example of jax-tpu-embedding, for the ranking of words. In that example,
-      id 0 stands for the most frequent word and for all unknown words. In rsembed, the id of each
+    Source: words are ranked as in the Shakespeare example of jax-tpu-embedding. In that example, id
+      0 stands for the most frequent word and for all unknown words. In rsembed, the id of each
       known word is larger by one than in that example, and id 0 stands only for unknown words.
 
     Example:
@@ -264,7 +265,7 @@ def shakespeare(
     if not words:
         raise ValueError(f"shakespeare: {origin} has no words; give a text with at least one.")
     counts = Counter(word for word in words if word != UNKNOWN_WORD)
-    # A stable sort keeps words of equal count in order of first appearance.
+    # A stable sort keeps words with equal counts in the order of their first appearance.
     ranked = sorted(counts, key=lambda word: -counts[word])[: vocabulary_size - 1]
     ids = {word: rank for rank, word in enumerate(ranked, start=1)}
     word_ids = np.array([ids.get(word, 0) for word in words], np.int32)
@@ -289,11 +290,12 @@ def _bundled_file(name: str) -> Path:
 
 @validated
 def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
-    """Word ids as in jax-tpu-embedding's tutorial: 0 for the most frequent and all unknown words.
+    """Word ids of the text that `shakespeare` reads, numbered as in jax-tpu-embedding's tutorial.
 
-    Use `load_shakespeare` to compare a model with the tutorial of jax-tpu-embedding. `shakespeare`
-    reads the same text, but has different ids for the most frequent word (1) and for unknown words
-    (0). Each of the `vocab_size` most frequent words has a different id.
+    Use `load_shakespeare` to compare a model with this tutorial. Id 0 stands for the most frequent
+    word and for all unknown words. In the result of `shakespeare`, the most frequent word has id 1,
+    and id 0 stands only for unknown words. Each of the `vocab_size` most frequent words has a
+    different id.
 
     Example:
       >>> load_shakespeare(2048).dtype
@@ -311,22 +313,22 @@ def word_id_batches(
     seq_len: PositiveInt,
     num_tables: PositiveInt = 1,
 ) -> tuple[dict[str, list[Int32[np.ndarray, "batch seq 1"]]], list[Int32[np.ndarray, " batch"]]]:
-    """Batches of jax-tpu-embedding's tutorial: every step has the first windows of the text.
+    """Batches of word windows as in jax-tpu-embedding's tutorial, with the same windows every step.
 
     `features["words_<i>"][step][b, s, 0]` is word `b + s` and `labels[step][b]` is word
-    `b + seq_len`. Windows beyond the end of the text continue at its start, so a batch larger than
-    the text repeats windows. All steps and features share one read-only array.
+    `b + seq_len`. Windows that extend beyond the end of the text continue at its start, so a batch
+    larger than the text repeats windows. All steps and features share one read-only array.
 
     Args:
       word_ids: the text as word ids.
-      num_steps: number of steps, the length of each list.
+      num_steps: number of steps, which is the length of each returned list.
       batch_size: number of windows per step.
-      seq_len: number of words in a window, which predict the next word.
+      seq_len: number of words in a window. The label is the next word.
       num_tables: number of features. All features get the same word ids.
 
     Raises: ValueError: a count is below 1, or the text is too short for one window and its label.
 
-    Source: Shakespeare example of jax-tpu-embedding.
+    Source: the Shakespeare example of jax-tpu-embedding.
 
     Example:
       >>> features, labels = word_id_batches(np.arange(9), num_steps=2, batch_size=2, seq_len=3)

@@ -17,11 +17,12 @@ from jaxtyping import Bool, Float32
 from rsembed.checks import PositiveInt, describe, validated
 
 MAX_WORD_BYTES = 65_536
-"""Maximum number of bytes of a word in a file."""
+"""Number of bytes that the limit on a line's length allows for the word."""
 MAX_NUMBER_BYTES = 64
-"""Maximum number of bytes of a number and the space before it, as the mean over a line.
+"""Number of bytes that the limit on a line's length allows for each number and the space before it.
 
-`MAX_WORD_BYTES + dim * MAX_NUMBER_BYTES` bounds the bytes of a line, and so the memory.
+To bound the memory, a line of a file must have fewer than
+`MAX_WORD_BYTES + dim * MAX_NUMBER_BYTES` bytes.
 """
 MAX_DIGITS = 19
 """A first line is a header only if each of its two integers has fewer digits than `MAX_DIGITS`."""
@@ -70,8 +71,8 @@ def word_vectors(
 
     Each line is a word and `dim` numbers. A first line of two integers is a header, as in files of
     word2vec and fastText. A word may contain spaces, as some words of GloVe 840B do. Lines are read
-    one at a time, so reading needs little more memory than the result. In lines of words that are
-    not requested, not every number is checked.
+    one at a time, so reading needs little more memory than the result. If a word is not requested,
+    only the first and the last number in its line are checked.
 
     Args:
       source: path of a UTF-8 text file, plain or compressed by gzip, or an iterable of lines.
@@ -155,7 +156,7 @@ def word_vectors(
 
 
 def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
-    """For each word, as UTF-8 bytes: the indices of the rows that the word has in the result."""
+    """Mapping from each word, as UTF-8 bytes, to the word's row indices in the result."""
     if isinstance(words, str):
         raise TypeError(f"word_vectors: words must be a list of texts, got {describe(words)}.")
     rows_of_word: dict[bytes, list[int]] = {}
@@ -167,7 +168,10 @@ def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
 
 
 def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Pairs `(line, True)` in the form of `_lines_of_file`: lines are bytes without line ends."""
+    """Pairs `(line, True)` for lines in memory, see `_lines_of_file`.
+
+    Each line is converted to bytes without a line end.
+    """
     for number, line in enumerate(lines, start=1):
         if isinstance(line, str):
             line = line.encode("utf-8", "surrogatepass")
@@ -179,11 +183,11 @@ def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
-    """Pairs `(line, has_end)`: a line without its line end, and whether the file has the line end.
+    """Pairs of a line, without its line end, and whether the line has a line end in the file.
 
     Args:
       path: a text file, plain or compressed by gzip.
-      dim: length of a vector, which bounds the number of bytes of a line, and so the memory.
+      dim: length of a vector. The limit on the number of bytes in a line depends on `dim`.
 
     Raises: ValueError: the file is a zip archive or a damaged gzip file, or a line is too long.
     """
@@ -221,7 +225,7 @@ def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
 def _announced(line: bytes, dim: int, name: str) -> int | None:
     """Number of vectors that a header states, or None if the line is not a header.
 
-    Raises: ValueError: the header states a different length of the vectors than `dim`.
+    Raises: ValueError: the length of the vectors that the header states differs from `dim`.
     """
     pieces = line.split()
     if len(pieces) != 2 or not all(piece.isdigit() and len(piece) < MAX_DIGITS for piece in pieces):
@@ -246,7 +250,7 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     numbers = stripped[len(word) + 1 :]
     first = numbers.partition(b" ")[0]
     last = numbers.rpartition(b" ")[2]
-    # If the line has a number too few, `first` is the last part of the word, or the whole word.
+    # If one number is missing after a word with spaces, `first` is the last part of the word.
     if num_spaces < dim or not _is_number(first) or not _is_number(last):
         raise ValueError(f"it has not a word and {dim} numbers, {_shown(line)}")
     last_of_word = word.rpartition(b" ")[2]
