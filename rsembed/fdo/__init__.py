@@ -1,4 +1,4 @@
-"""Reports on ids, and feedback-directed optimisation: limits from the statistics of earlier batches."""
+"""Reports on ids, and feedback-directed optimisation of limits and buffer sizes."""
 
 from rsembed.fdo import client
 from rsembed.fdo.client import (

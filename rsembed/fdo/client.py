@@ -29,7 +29,7 @@ _log = logging.getLogger("rsembed")
 
 
 History = dict[str, np.ndarray]
-"""Arrays of statistics by their names in files, `<stack>_<statistic>`.
+"""Mapping from names `<stack>_<statistic>`, which files also use, to arrays of statistics.
 
 In the statistics of one batch, each array is one-dimensional. In the statistics of several batches,
 each array has one row per batch.
@@ -37,7 +37,7 @@ each array has one row per batch.
 
 
 def record_of(statistics: SparseDenseMatmulInputStats) -> History:
-    """Converts the statistics of one batch to one-dimensional arrays, by their names in files."""
+    """Converts the statistics of one batch to a `History`, with one-dimensional arrays."""
     check_type(
         statistics,
         SparseDenseMatmulInputStats,
@@ -77,7 +77,7 @@ def running_maximum(history: Mapping[str, np.ndarray]) -> History:
 
 
 def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
-    """The elementwise maximum over the histories; a single history is returned unchanged.
+    """The elementwise maximum over the histories. A single history is returned unchanged.
 
     Raises: ValueError: the processes recorded different layouts.
     """
@@ -91,10 +91,10 @@ def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
 
 
 def to_statistics(history: Mapping[str, np.ndarray]) -> SparseDenseMatmulInputStats:
-    """Converts a history to statistics by kind and stack (inverse of `record_of`).
+    """Inverse of `record_of`: converts a history to statistics, sorted by kind and stack.
 
     Raises:
-      ValueError: a name in the history does not end in a known kind of statistic.
+      ValueError: a name in the history does not end with a known kind of statistic.
     """
     statistics = SparseDenseMatmulInputStats()
     for key, values in history.items():
@@ -161,17 +161,18 @@ class FileFDOClient(FDOClient):
         self._history: History = {}
         self._unpublished: History = {}
         self._client = secrets.token_hex(4)
-        # Files of this process with statistics that are also in `_history`. The next file that
-        # `publish` writes contains these statistics, so `publish` then removes the files.
+        # Files of this process that `publish` has written or `load` has read. Their statistics are
+        # also in `_history`, and therefore in the next file that `publish` writes, so `publish`
+        # then removes the old files.
         self._known: set[Path] = set()
 
     def record(self, data: SparseDenseMatmulInputStats) -> None:
-        """Adds the statistics of one batch: a new row of each array, or a new running maximum."""
+        """Adds the statistics of one batch to the history, or updates the running maximum."""
         self._unpublished = self._kept(append_history(self._unpublished, record_of(data)))
         self._history = self._kept(append_history(self._history, record_of(data)))
 
     def _kept(self, history: History) -> History:
-        """`history` itself if the client retains histories, else the maximum over all batches."""
+        """`history` itself if `retain_history` is True, else the maximum over all batches."""
         if self._retain_history:
             return history
         return running_maximum(history)
@@ -208,8 +209,8 @@ class FileFDOClient(FDOClient):
         The next file that this client writes also contains the loaded statistics.
 
         Returns:
-          The statistics of all batches in the file, if `load` reads only one file. If `load` reads
-          several files, the elementwise maximum over all batches of all these files.
+          The statistics of all batches in the file, if there is only one file to read. If there are
+          several files, the elementwise maximum over all batches in these files.
 
         Raises:
           FileNotFoundError: no process has published statistics yet.
@@ -228,7 +229,7 @@ class FileFDOClient(FDOClient):
         return statistics
 
     def _read(self) -> tuple[dict[Path, tuple[int, str]], list[History]]:
-        """Reads the newest files: process and CRC of each file, and the histories of the files."""
+        """Reads the newest files. Returns the result of `_newest`, and the history in each file."""
         while True:
             files = self._newest()
             histories = []
@@ -245,7 +246,7 @@ class FileFDOClient(FDOClient):
                 ) from None
 
     def _checked(self, name: str, content: bytes, crc: str) -> History:
-        """Decodes a file after a check of the CRC, and returns the history in the file.
+        """Checks the CRC of a file, and returns the history in the file.
 
         Raises: ValueError: the file is damaged, or has the wrong format.
         """
@@ -261,9 +262,10 @@ class FileFDOClient(FDOClient):
             raise ValueError(f"{name} in {str(self._folder)!r} cannot be read: {error}") from error
 
     def _newest(self) -> dict[Path, tuple[int, str]]:
-        """Lists the newest file of each client of each process, with process and CRC.
+        """Finds the newest file of each client of each process.
 
-        The CRC of a file without a CRC in its name is "".
+        Returns: mapping from the path of a file to the process index and the CRC in the file's
+          name. If the name contains no CRC, the CRC is "".
         """
         pattern = re.compile(
             rf"fdo_stats_(\d+)_(\d+)(?:_([0-9a-f]{{8}})_([0-9a-f]{{8}}))?\.{self._extension}"
@@ -307,7 +309,7 @@ class NPZFileFDOClient(FileFDOClient):
     Args:
       base_dir: folder of the files, which all processes must be able to read and write.
       retain_history: whether to keep the statistics of every batch, True by default. If False, only
-        the running maximum is kept, and files do not grow.
+        the running maximum is kept, so files do not grow with the number of batches.
 
     Example:
       >>> import tempfile
@@ -378,7 +380,7 @@ class CSVFileFDOClient(FileFDOClient):
     Args:
       base_dir: folder of the files, which all processes must be able to read and write.
       retain_history: whether to keep the statistics of every batch, True by default. If False, only
-        the running maximum is kept, and files do not grow.
+        the running maximum is kept, so files do not grow with the number of batches.
     """
 
     _extension = "csv"
@@ -420,7 +422,7 @@ class CSVFileFDOClient(FileFDOClient):
 
 
 def _wait_for_all_processes(reason: str) -> None:
-    """Waits until all processes have called this function: files are written before others read."""
+    """Waits until all processes have called this function, so that files are complete when read."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(reason)
 

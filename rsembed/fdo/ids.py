@@ -1,4 +1,4 @@
-"""Statistics of the ids of batches: popularity, partitions and cache hit rates."""
+"""Statistics of the ids in batches: Zipf exponents, sizes of partitions, and cache hit rates."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rsembed.checks import PositiveInt, validated
 
 NUM_RANK_BLOCKS = 16_384
 FEWEST_PENDING_IDS = 2**20
-"""Minimum number of new ids that `IdCounter` collects before a merge into the sorted array of ids.
+"""Minimum number of new ids that `IdCounter` collects before it merges them into `IdCounter.ids`.
 
 With a larger minimum, merges are rarer and counting is faster, but the new ids need more memory.
 """
@@ -61,10 +61,10 @@ def zipf_exponent(
         raise ValueError("zipf_exponent: needs counts of two rows at least.")
     logs_of_counts = np.log(np.arange(1, popular_first.size + 1))
     mean_log = float(popular_first @ logs_of_counts / popular_first.sum())
-    # Ranks are grouped into blocks, because a sum over all ranks would be slow. Each of the first
-    # few hundred ranks is a block. In each later block, the number of ranks is less than 1 % of the
-    # first rank of the block, even for 2^64 ranks. The grouping of ranks changes the exponent by
-    # less than a millionth.
+    # Ranks are grouped into blocks, because a sum over all ranks would be slow. The first few
+    # hundred blocks have only one rank each. In each later block, the number of ranks is less than
+    # 1 % of the first rank of the block, even for 2^64 ranks. The grouping of ranks changes the
+    # exponent by less than a millionth.
     starts = np.unique(np.floor(np.geomspace(1.0, num_ranks + 1.0, NUM_RANK_BLOCKS)))
     ranks_per_block = np.diff(starts)
     logs = np.log(starts[:-1] + (ranks_per_block - 1) / 2)
@@ -86,12 +86,13 @@ def partition_counts(
     cores: Int[np.ndarray, " nnz"],
     num_shards: int,
 ) -> tuple[Int[np.ndarray, "cores shards"], Int[np.ndarray, "cores shards"]]:
-    """Entries and distinct ids that each of `num_shards` cores sends to each shard.
+    """Number of entries, and number of distinct ids, that each core sends to each shard.
 
     Args:
-      ids: ids of one batch; id `i` belongs to shard `i % num_shards`.
-      samples: the sample of each id. Equal ids of one sample are one entry.
-      cores: index of the core that has the sample of each id.
+      ids: ids of one batch. Id `i` belongs to shard `i % num_shards`.
+      samples: index of the sample that contains each id. Equal ids in one sample are counted as one
+        entry.
+      cores: index of the core that processes each id.
       num_shards: number of shards, which is also the number of cores.
     """
     shards = (ids % np.asarray(num_shards, ids.dtype)).astype(np.int64)
@@ -106,7 +107,7 @@ def partition_counts(
 
 
 def _first_of_each_pair(groups: np.ndarray, ids: np.ndarray) -> np.ndarray:
-    """Index of one entry for each distinct pair of a group and an id."""
+    """Indices of entries, one for each distinct pair `(groups[k], ids[k])`."""
     order = np.lexsort((ids, groups))
     is_first = np.ones(ids.size, bool)
     is_first[1:] = np.diff(ids[order]) != 0
@@ -115,9 +116,9 @@ def _first_of_each_pair(groups: np.ndarray, ids: np.ndarray) -> np.ndarray:
 
 
 class IdCounter:
-    """Counts the lookups of every distinct id of a stream, and the hits of LRU caches.
+    """Counts the lookups of every distinct id in a stream of batches, and the hits of LRU caches.
 
-    An `IdCounter` needs 24 bytes for each distinct id, for any number of batches.
+    An `IdCounter` needs 24 bytes for each distinct id, independent of the number of batches.
 
     Args:
       cache_rows: sizes of the caches to simulate, in rows.
@@ -134,7 +135,8 @@ class IdCounter:
         self._num_pending = 0
         self._num_batches = 0
         # Entry `i` is the number of rows that were last looked up in batch `_first_batch + i`. Rows
-        # that were last looked up in an earlier batch are not in the largest simulated cache.
+        # that were last looked up before batch `_first_batch` are not even in the largest simulated
+        # cache.
         self._rows_by_last_batch: np.ndarray = np.zeros(0, np.int64)
         self._first_batch = 0
 
@@ -182,7 +184,8 @@ class IdCounter:
         """Adds the hits of one batch to the hits of each simulated cache.
 
         Args:
-          last_batch: for each distinct id of the batch, the previous batch with this id, or -1.
+          last_batch: for each distinct id of the batch, the index of the last earlier batch that
+            contains the id, or -1.
         """
         rows_by_batch = self._rows_by_last_batch
         used_later = np.cumsum(rows_by_batch[::-1])[::-1] - rows_by_batch

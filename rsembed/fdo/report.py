@@ -26,17 +26,17 @@ from rsembed.specs import FeatureSpec, TableSpec
 CACHE_PERCENTS = (1, 10, 30)
 SHARDS_OF_ONE_DEVICE = 8
 MOST_CURVES = 7
-"""Maximum number of curves in one panel of a plot: the number of colours in `rs.plot`."""
+"""Maximum number of curves in one panel of a plot, which is the number of colours in `rs.plot`."""
 _log = logging.getLogger("rsembed")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
 class IdFigures:
-    """Numbers that describe the ids of one feature, or of all features that read one table.
+    """Statistics of the ids of one feature, or of all features that read one table.
 
     A *lookup* is an id that reads a row, so missing ids and ids out of range are not lookups.
-    Duplicates are counted as separate lookups. The samples of a table are the samples of all
-    features that read the table.
+    Duplicates are counted as separate lookups. In the statistics of a table, the samples of all
+    features that read the table are counted.
 
     Attributes:
       table: name of the table.
@@ -46,25 +46,26 @@ class IdFigures:
       mean_ids_per_sample: lookups divided by samples.
       ids_per_sample_99th_percentile: the smallest number of lookups that 99 % of the samples do not
         exceed.
-      max_ids_per_sample: number of lookups of the longest sample.
-      num_missing: number of entries -1, which mean no id, including the padding of arrays.
+      max_ids_per_sample: largest number of lookups in one sample.
+      num_missing: number of entries that are -1, which means no id, including the padding of
+        arrays.
       num_out_of_range: number of ids outside the table, or of keys that the table's `key_dtype`
         cannot hold.
       num_distinct_ids: number of different ids among all lookups.
       hottest_share: share (0 to 1) of the lookups that read the hottest 1 % of the table's rows
         (rounded up to whole rows). A cache that always holds exactly these rows would serve this
         share of the lookups.
-      zipf_exponent: exponent of the Zipf law that fits the lookups of all rows, see
-        `zipf_exponent`. For a table with keys, only rows of keys in the batches are counted. The
-        exponent is NaN without lookups, or if there is only one row.
+      zipf_exponent: exponent of the Zipf law that best fits the number of lookups of each row, see
+        `zipf_exponent`. For a table with keys, only keys that occur in the batches count as rows.
+        The exponent is NaN if there are no lookups, or only one row.
       ids_per_distinct_id: number of lookups divided by the number of distinct ids. Distinct ids are
-        counted in each batch, and the counts of all batches are added. If the duplicates of each
-        batch are merged, lookups read `num_lookups / ids_per_distinct_id` rows in all batches.
+        counted in each batch, and the counts of all batches are added. If duplicates within a batch
+        are merged, all batches together read `num_lookups / ids_per_distinct_id` rows.
       shard_loads: number of lookups of each shard. Id `i` belongs to shard `i % num_shards`.
       max_ids_per_partition: the smallest limit of ids per partition that would have dropped no id.
-        Each batch is cut by sample into `num_shards` nearly equal parts, one for each core. A
-        partition has the ids that one core sends to one shard; equal ids of one sample are sent
-        once.
+        The samples of each batch are divided into `num_shards` nearly equal parts, one for each
+        core. A partition consists of the ids that one core sends to one shard. Equal ids in one
+        sample are sent once.
       max_unique_ids_per_partition: the smallest limit of distinct ids per partition that would have
         dropped no id.
       hit_rates: hit rate (0 to 1) of an LRU cache, by cache size in percent of the table's rows.
@@ -98,7 +99,7 @@ class IdFigures:
 
     @property
     def busiest_shard_load(self) -> float:
-        """Lookups of the busiest shard divided by the mean; 1 if all shards have equal loads."""
+        """Largest load of a shard, divided by the mean load. 1 if all shards have equal loads."""
         return _ratio(float(self.shard_loads.max()), float(self.shard_loads.mean()))
 
 
@@ -115,7 +116,8 @@ DATA_COLUMNS = {
 }
 """Columns of the first printed table, which describes the ids.
 
-A key is the heading of a column, and the value formats an `IdFigures` as a cell of this column.
+Each key is the heading of a column. Each value is the format string for the column's cells, with an
+`IdFigures` as its argument.
 """
 NEEDS_COLUMNS = {
     "hottest 1 %": "{0.hottest_share:.1%}",
@@ -128,21 +130,21 @@ NEEDS_COLUMNS = {
     "LRU 10 %": "{0.hit_rates[10]:.1%}",
     "LRU 30 %": "{0.hit_rates[30]:.1%}",
 }
-"""Columns of the second printed table, on the limits, shards and caches that the ids need.
+"""Columns of the second printed table: how skewed the ids are, and figures on shards and caches.
 
-A key formats an `IdFigures` as the heading of a column, and the value formats an `IdFigures` as a
-cell of this column.
+Each key is the format string for the heading of a column, and each value is the format string for
+the column's cells. The argument of both is an `IdFigures`.
 """
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class IdReport:
-    """Report of `describe`: the numbers of each feature and table, to print or to plot.
+    """Report of `describe`: statistics of each feature and each table, to print or to plot.
 
     Attributes:
       features: the `IdFigures` of each feature, by feature name.
       tables: the `IdFigures` of each table, by table name.
-      num_batches: number of counted batches.
+      num_batches: number of batches that were counted.
       num_shards: number of shards for which loads and partitions are counted.
       is_complete: whether all batches were counted. False if `describe` stopped early, because a
         table had more than `max_distinct_ids` distinct ids.
@@ -181,7 +183,7 @@ class IdReport:
 
         Returns: the four `Axes`, as an array `[2, 2]`.
 
-        Raises: ValueError: no table has a lookup.
+        Raises: ValueError: no batch has a lookup.
         """
         import matplotlib.pyplot as plt
 
@@ -214,18 +216,19 @@ class IdReport:
 
 
 def _text_table(rows: Mapping[str, IdFigures], columns: Mapping[str, str]) -> str:
-    """A text table: a line with the headings of the columns, and a line for each row.
+    """A table as text: a line with the headings of the columns, and a line for each row.
 
     Args:
-      rows: the `IdFigures` of each row of the text table, by name of the row.
-      columns: by the format of each heading, the format of the cells below the heading.
+      rows: mapping from the name of each row to the `IdFigures` that the row shows.
+      columns: mapping from format strings for headings to format strings for the cells below, as in
+        `NEEDS_COLUMNS`.
     """
     names = ["feature", *rows]
     width = max(map(len, names))
     lines = [name.ljust(width) for name in names]
     for heading, cell in columns.items():
-        # All `IdFigures` are passed to the format of a heading, which reads only the first one,
-        # `{0}`.
+        # A heading contains at most the first `IdFigures`, `{0}`. `format` ignores the other
+        # arguments.
         texts = [heading.format(*rows.values())]
         for figures in rows.values():
             texts.append(cell.format(figures))
@@ -243,7 +246,7 @@ def describe(
     num_shards: PositiveInt | None = None,
     max_distinct_ids: PositiveInt = 50_000_000,
 ) -> IdReport:
-    """A report on the ids of batches, which prints as a table and draws itself.
+    """Report on the ids of batches, with a printed form and a method `plot`.
 
     The report shows how skewed the ids are, how many ids are missing or out of range, and the
     effect of limits, shards and caches. `IdFigures` documents each number of the report. `describe`
@@ -255,17 +258,16 @@ def describe(
 
     Args:
       collection: the collection with the features, and the tables that they read.
-      batches: any iterable of batches, each in a form that `collection.prepare` takes. With several
-        processes, pass the batches of this process before they are prepared.
+      batches: any iterable of batches, each in a form that `collection.prepare` accepts. With
+        several processes, pass the batches of this process before they are prepared.
       num_shards: number of shards for which loads and partitions are counted. If None, `num_shards`
         is the number of devices on the collection's mesh, or 8 without a mesh.
-      max_distinct_ids: maximum number of distinct ids of a table, 50 million by default. When a
-        table has more distinct ids, counting stops with a warning, and the report covers the
-        batches that were counted before. `max_distinct_ids` bounds the memory of `describe`,
-        because the number of distinct 64-bit keys has no other bound.
+      max_distinct_ids: maximum number of distinct ids of a table, 50 million by default. If a table
+        exceeds the maximum, counting stops with a warning, and the report covers only the batches
+        that were counted until then. Without a maximum, 64-bit keys could fill the memory.
 
     Raises:
-      TypeError: `batches` is a single batch, or `prepare` does not accept the form of a batch.
+      TypeError: `batches` is a single batch, or a batch has a form that `prepare` does not accept.
       ValueError: `batches` is empty, or a batch lacks valid ids for a feature.
 
     Example:
@@ -326,8 +328,8 @@ class _Lookups(NamedTuple):
     Attributes:
       ids: looked-up ids of all samples, one sample after the other.
       lengths: number of lookups of each sample.
-      cores: index of the core that has each sample.
-      num_missing: number of entries -1.
+      cores: index of the core that processes each sample.
+      num_missing: number of entries that are -1, which means no id.
       num_out_of_range: number of ids outside the table.
     """
 
@@ -343,8 +345,8 @@ def _lookups(feature: FeatureSpec, value: Any, num_shards: int) -> _Lookups:
 
     Args:
       feature: spec of the feature.
-      value: ids of the feature, in any form that `prepare` takes.
-      num_shards: number of cores among which the samples are divided.
+      value: ids of the feature, in any form that `prepare` accepts.
+      num_shards: number of cores that the samples are divided among.
     """
     bags = as_bags(value, feature=feature.name)
     if is_unknown(bags):
@@ -372,7 +374,10 @@ def _lookups(feature: FeatureSpec, value: Any, num_shards: int) -> _Lookups:
 
 
 def _numbers(bags: Bags, feature: FeatureSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids as 64-bit numbers, and masks of the entries without an id and of ids out of range."""
+    """Ids as 64-bit numbers, a mask of entries without an id, and a mask of ids out of range.
+
+    An entry without an id can be in both masks.
+    """
     key_dtype = _key_dtype(feature.table_spec)
     if key_dtype is not None:
         keys = bags.ids

@@ -1,8 +1,8 @@
 """Statistics of preprocessed batches by stack, and limits and buffer sizes computed from them.
 
-After every change of a limit or a buffer size, the training step is compiled again. Limits that
-follow each batch exactly are small, but change all the time. Limits that never decrease, and are
-rounded up to a coarse grid of sizes, stop changing after a few batches.
+After every change of a limit or a buffer size, the training step is compiled again. A limit that
+equals the maximum of the latest batches is small, but changes often. Limits that never decrease,
+and are rounded up to a coarse grid of sizes, stop changing after a few batches.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _log = logging.getLogger("rsembed")
 
 
 class TableDrops(NamedTuple):
-    """Number of ids of a table that were dropped in one batch, by the limit that dropped them.
+    """Number of ids of a table that were dropped in one batch, separately for each limit.
 
     Attributes:
       ids: number of ids dropped by `max_ids_per_partition`, duplicates included.
@@ -41,20 +41,20 @@ class TableDrops(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class SparseDenseMatmulInputStats:
-    """Counts by name of the stack, for one batch or for many batches (with one row per batch).
+    """Counts by stack name, for one batch, or for many batches with one row per batch.
 
     Entries are counted after equal ids of one sample were merged, and before any entry was dropped.
 
     Attributes:
-      max_ids_per_partition: for each local device and shard, the most entries that one core of the
-        device sends to the shard.
-      max_unique_ids_per_partition: for each local device and shard, the most distinct rows that one
-        core of the device requests from the shard.
+      max_ids_per_partition: for each pair of a local device and a shard, the largest number of
+        entries that a core of the device sends to the shard.
+      max_unique_ids_per_partition: for each pair of a local device and a shard, the largest number
+        of distinct rows that a core of the device requests from the shard.
       required_buffer_size_per_sc: buffer slots that each core needs, padding included. A partition
         fills whole tiles of 8 slots.
       id_drop_counters: number of dropped ids, duplicates included.
-      id_drops_by_table: number of dropped ids by name of the table and by limit, for one batch
-        only. FDO clients store the drops of each stack (`id_drop_counters`), but not the drops of
+      id_drops_by_table: number of dropped ids for each table and each limit, for one batch only.
+        FDO clients store the drops of each stack (`id_drop_counters`), but not the drops of
         each table.
     """
 
@@ -77,14 +77,14 @@ class SparseDenseMatmulInputStats:
     def get_required_buffer_size_per_device(
         self, table_name: str, num_sc_per_device: int | None = None
     ) -> int | None:
-        """Buffer slots that a device needs: the largest need of a core times the number of cores.
+        """Buffer slots that a device needs: the largest buffer size of a core times the core count.
 
         If the statistics have no buffer size of the stack, the method returns None.
 
         Args:
           table_name: name of the stack.
-          num_sc_per_device: number of cores of a device. If None, it is the number of buffer
-            sizes that the statistics have for the stack.
+          num_sc_per_device: number of cores of a device. If None, the length of the stack's array
+            in `required_buffer_size_per_sc` is used.
         """
         if table_name not in self.required_buffer_size_per_sc:
             return None
@@ -98,13 +98,13 @@ class SparseDenseMatmulInputStats:
         required_buffer_size_per_device: int,
         num_sc_per_device: PositiveInt | None = None,
     ) -> None:
-        """Sets the buffer slots that a device needs, and divides them equally among the cores.
+        """Replaces the buffer sizes of a stack. Each core gets an equal share of a device's slots.
 
         Args:
           table_name: name of the stack.
           required_buffer_size_per_device: number of slots for all cores of a device.
-          num_sc_per_device: number of cores of a device. If None, it is the number of buffer
-            sizes that the statistics have for the stack.
+          num_sc_per_device: number of cores of a device. If None, the length of the stack's array
+            in `required_buffer_size_per_sc` is used.
 
         Raises:
           ValueError: the statistics have no buffer size of the stack, and `num_sc_per_device` is
@@ -142,7 +142,7 @@ KINDS: dict[str, str] = {
     "required_buffer_size": "required_buffer_size_per_sc",
     "id_drop_counters": "id_drop_counters",
 }
-"""Attribute of each kind of statistic, by the end of its name in files, `<stack>_<end>`."""
+"""Mapping from the end of a stored name, `<stack>_<end>`, to the attribute with the statistic."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -151,14 +151,14 @@ class LimitsPolicy:
     """Policy that turns observed maxima into new limits.
 
     Attributes:
-      headroom_fraction: share of the observed maximum that is added to a limit (0.1 = 10%). Raise
-        `headroom_fraction` if later batches still exceed a limit.
+      headroom_fraction: fraction of the observed maximum that is added to a limit (0.1 = 10%).
+        Raise `headroom_fraction` if later batches still exceed a limit.
       monotone: whether a limit never decreases, and is never below the limit in the specs. True by
         default.
-      bucket: factor between two sizes, 1.25 by default. Limits are rounded up to the next size.
-        Each size is a multiple of 8. From 100 to 1000, there are 10 such sizes with a factor of
-        1.25 (120, 152, 192, ...), and 3 with a factor of 2 (128, 256, 512). If None, limits are not
-        rounded.
+      bucket: approximate factor between two consecutive values on the grid of limits, 1.25 by
+        default. Limits are rounded up to the next value on the grid. All values are multiples of 8.
+        Between 100 and 1000, the grid has 10 values for a factor of 1.25 (120, 152, 192, ...), and
+        3 values for a factor of 2 (128, 256, 512). If None, limits are not rounded.
 
     Raises: ValueError: the headroom is negative, or the factor is not above 1.
     """
@@ -206,7 +206,7 @@ def limits_from_statistics(
     *,
     policy: LimitsPolicy | None = None,
 ) -> dict[str, PartitionLimits]:
-    """New limits and buffer sizes by name of the stack.
+    """New limits and buffer sizes by stack name.
 
     The function returns the limits, but does not set them in `stacks`.
 
@@ -218,7 +218,7 @@ def limits_from_statistics(
       policy: rule that computes a limit from a count. If None, `LimitsPolicy()` adds headroom,
         never lowers a limit and rounds limits up to a coarse grid of sizes.
 
-    Warns: the statistics or the number of cores belong to a different layout of a stack.
+    Warns: the statistics or the number of cores do not fit the layout of a stack.
 
     Example:
       >>> from rsembed.optimizers import SGD
@@ -242,7 +242,7 @@ def _stack_limits(
 ) -> PartitionLimits:
     name = stack.stack_name
     buffer = stack.suggested_coo_buffer_size_per_device
-    # If a user constructed the stack, `num_shards` is 0, and the number of cores cannot be checked.
+    # If a user constructed the stack without `num_shards`, the number of cores cannot be checked.
     if stack.num_shards:
         _warn_of_other_cores(stack, statistics, num_cores)
 
@@ -259,8 +259,8 @@ def _stack_limits(
         per_core = None if buffer is None else -(-buffer // num_cores)
         observed = float(np.max(statistics.required_buffer_size_per_sc[name]))
         buffer = policy.limit(observed, per_core) * num_cores
-        # `largest` slots suffice if every partition has as many ids as the limit allows. No batch
-        # could fill a larger buffer.
+        # `largest` slots suffice even if every partition has as many ids as the limit allows, so a
+        # larger buffer would never be full.
         largest = round_up(max_ids, SUBLANES) * num_cores * stack.num_shards
         if stack.num_shards and buffer > largest >= observed * num_cores:
             buffer = largest
@@ -279,7 +279,8 @@ def _warn_of_other_cores(
     # multiple of `num_shards`, the statistics do not come from preprocessing, and the number of
     # buffer sizes cannot be checked.
     is_whole = name in statistics.required_buffer_size_per_sc and num_devices and not rest
-    # There is a buffer size for each core of every local device, or for each core of one device.
+    # The statistics have a buffer size either for each core of every local device, or only for the
+    # cores of one device.
     fits = (
         num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
     )
