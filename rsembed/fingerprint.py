@@ -91,10 +91,9 @@ def identity(value: object) -> str:
     """Name and structure of an optimizer or function, without numbers such as learning rates.
 
     Two optimizers with interchangeable state have the same identity, even if their learning rates
-    differ.
-    Booleans, strings and functions in an optimizer are part of its identity, because they select
-    formulas (`nesterov=True`). An optax transformation is a closure, and the variables of the
-    closure are part of its identity. A lambda is identified by the names in its code.
+    differ. Booleans, strings and functions in an optimizer are part of its identity, because they
+    select formulas (`nesterov=True`). An optax transformation is a closure, and the variables of
+    the closure are part of its identity. A lambda is identified by the names in its code.
 
     Example:
       >>> import optax

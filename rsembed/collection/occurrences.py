@@ -32,7 +32,7 @@ class Occurrences(NamedTuple):
         `keys`. For other tables, they are row numbers. Padding is `NO_ROW`.
       keys: 64-bit keys that the batch looks up, for keyed tables. None: ids are row numbers.
       table: index of the stack's array among the tables of `call`.
-      dims: row length of each table that `call` reads. An empty tuple: `call` reads a single table.
+      dims: row length of each table that `call` reads. Empty if `call` reads a single table.
     """
 
     call: Call
@@ -104,10 +104,10 @@ class Occurrences(NamedTuple):
 def bags_of(
     batch: PreparedBatch, features: Sequence[FeaturePlacement]
 ) -> tuple[list[Bags], list[Segment]]:
-    """Lists of ids that contain the bags of the features, and one segment for each feature.
+    """Lists of ids for a kernel call that looks up some features, and one segment per feature.
 
-    A segment says which bags of which list belong to the feature. Several features can have their
-    bags in the same list.
+    A list of ids is returned as `Bags`, and can contain the bags of several features. The segment
+    of a feature has the index of a list, and the range of the feature's bags in this list.
     """
     all_bags: list[Bags] = []
     segments: list[Segment] = []
@@ -193,8 +193,8 @@ def _tables_of_keys(
     Args:
       layout: tables and features of the stack.
       number: index of the list among the lists of the kernel call.
-      bags: the list as `Bags`.
-      segments: for each feature of the stack, the list and the bags that belong to the feature.
+      bags: ids of the list, and their bags.
+      segments: for each feature of the stack, the range of the feature's bags in a list.
     """
     names = [table.name for table in layout.stack.tables]
     if len(names) == 1:

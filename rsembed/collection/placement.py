@@ -348,7 +348,7 @@ class LogicalTables:
         ]
         for part, array in parts:
             if isinstance(array, SavedArray):
-                # `array` has not been read from its file yet, and is not read only for this check.
+                # `array` has not been read from its file yet. Reading it twice would be slow.
                 continue
             where = f"table {table_name!r}: its {part}"
             check_finite(array, where, may_be_negative=part not in non_negative)
@@ -400,10 +400,10 @@ class LogicalTables:
     # For files
 
     def parted(self, state: EmbeddingState) -> tuple[EmbeddingState, ByName, ByName]:
-        """Separates the tables that a file stores one by one from the rest of the state.
+        """Separates the stacks in `apart` from the rest of a state, to write both to a file.
 
-        Returns: a tuple of three: the state without the stacks in `apart`, the rows of each table
-          of these stacks by table name, and the slots of each of these tables by table name.
+        Returns: a tuple of three: the state without the stacks in `apart`, the rows of the tables
+          in these stacks by table name, and the slots of these tables by table name.
         """
         tables: ByName = {}
         slots: ByName = {}
@@ -470,7 +470,7 @@ def _slots_by_name(slots: PyTree) -> list[tuple[str, PyTree]]:
 
 
 def _parts(values: PyTree) -> Iterable[tuple[PyTree, PyTree]]:
-    """Names and arrays of a table: a dictionary, a tuple of cores, or a single array of rows."""
+    """Arrays in `values`, each with a name. `values` is a dictionary, a tuple, or one array."""
     if isinstance(values, Mapping):
         return values.items()
     if isinstance(values, tuple):

@@ -55,8 +55,8 @@ class PreparedBatch(Mapping[str, PyTree]):
     Args:
       lists: for each stack with ragged features, by name, the list with the bags of these features.
         Within each part of the list, the bags of a feature are consecutive.
-      arrays: for each of the other features, by name, an array of ids, a pair of ids and weights,
-        or `Bags`.
+      arrays: ids of the features that are not in `lists`, by feature name: an array, a pair of ids
+        and weights, or `Bags`.
       listed: pairs of a ragged feature's name and the position of its bags in the list of its
         stack, sorted by name.
       features: names of all features, in the order of the collection.
@@ -90,7 +90,7 @@ class PreparedBatch(Mapping[str, PyTree]):
         return PreparedBatch({}, dict(batch), features=tuple(batch))
 
     def place(self, feature: str) -> Listed | None:
-        """Position of a feature's bags in the list of its stack, or None for other features."""
+        """Position of a feature's bags in its stack's list. None if the ids are in `arrays`."""
         return dict(self.listed).get(feature)
 
     def num_parts(self, name: str) -> int:
@@ -175,7 +175,7 @@ class PreparedBatch(Mapping[str, PyTree]):
 
 
 def _part_of_process(array: PyTree) -> np.ndarray:
-    """Rows of a global array that are on the devices of this process. Axis 0 may be split."""
+    """The rows of a global array that this process holds. Only axis 0 of the array is split."""
     if not is_global(array):
         return np.asarray(array)
     parts = {}

@@ -340,7 +340,7 @@ class NumberedRows(Rows):
     """Rows of a storage that translates row numbers, for example to slots of a cache."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as row numbers, which are consecutive over the stack's tables."""
+        """Ids of the batch as row numbers. Numbers are consecutive over the stack's tables."""
         return row_numbers(batch, layout)
 
     def look_up(

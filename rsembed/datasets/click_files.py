@@ -200,7 +200,7 @@ def _concatenated(parts: list[CriteoLog]) -> CriteoLog:
 
 
 class Columns(NamedTuple):
-    """Which field of a line holds the label, each number and each category of a click log.
+    """Indices of the fields that hold the label, numbers and categories in a line of a click log.
 
     Attributes:
       separator: the byte between two fields, a tab or a comma.

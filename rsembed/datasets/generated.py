@@ -144,7 +144,7 @@ def synthetic_clicks(
     exponent: float = 1.05,
     embedding_dim: PositiveInt = 4,
 ) -> ClickLog:
-    """A click log with Zipf ids, and with labels drawn from a true model, a factorisation machine.
+    """A click log with Zipf ids, and with labels from a factorisation machine, the true model.
 
     The log-odds are `intercept + w·dense + sum_f b_f[id_f] + sum_{f<g} <v_f[id_f], v_g[id_g]>`,
     with dense weights `w`, and a bias `b` and a vector `v` for each id. Labels are Bernoulli draws.

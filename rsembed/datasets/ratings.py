@@ -48,7 +48,7 @@ class TasteLaw:
     from 0 on the first visit to `DRIFT_RADIANS` on the last visit.
 
     Attributes:
-      first_tastes, last_tastes: the two vectors of each user in the formula above.
+      first_tastes, last_tastes: vectors `first_taste` and `last_taste` of each user.
       first_days, last_days: first and last visit of every user, in days from the beginning of the
         log.
       item_vectors: vector of every item. The larger the inner product of item vector and taste, the

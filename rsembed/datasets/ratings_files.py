@@ -173,7 +173,7 @@ def _films_of_recbole(text: str) -> Iterator[Film]:
 
 
 def _lines(text: str) -> list[str]:
-    # `splitlines` would split at a byte of the letter "Å" in UTF-8 that is read as Latin-1.
+    # If UTF-8 text was decoded as Latin-1, `splitlines` would split inside the letter "Å".
     return text.replace("\r\n", "\n").split("\n")
 
 
@@ -351,7 +351,7 @@ def _log_at(path: Path) -> Path | None:
 
 
 def _logs_below(folder: Path, depth: int) -> list[Path]:
-    """`folder` itself if it has a file of ratings, else archives and subfolders with logs.
+    """`folder` itself if it has a file of ratings, else its archives and its subfolders with logs.
 
     Args:
       folder: the folder to search.

@@ -79,7 +79,7 @@ def running_maximum(history: Mapping[str, np.ndarray]) -> History:
 def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
     """The elementwise maximum over the histories. A single history is returned unchanged.
 
-    Raises: ValueError: the processes recorded different layouts.
+    Raises: ValueError: the processes recorded statistics of different layouts.
     """
     first, *others = histories
     if not others:
@@ -91,7 +91,7 @@ def merge_processes(histories: Iterable[Mapping[str, np.ndarray]]) -> History:
 
 
 def to_statistics(history: Mapping[str, np.ndarray]) -> SparseDenseMatmulInputStats:
-    """Inverse of `record_of`: converts a history to statistics, sorted by kind and stack.
+    """Inverse of `record_of`: converts a history to a `SparseDenseMatmulInputStats`.
 
     Raises:
       ValueError: a name in the history does not end with a known kind of statistic.

@@ -47,8 +47,7 @@ class IdFigures:
       ids_per_sample_99th_percentile: the smallest number of lookups that 99 % of the samples do not
         exceed.
       max_ids_per_sample: largest number of lookups in one sample.
-      num_missing: number of entries that are -1, which means no id, including the padding of
-        arrays.
+      num_missing: number of entries without an id (-1), including the padding of arrays.
       num_out_of_range: number of ids outside the table, or of keys that the table's `key_dtype`
         cannot hold.
       num_distinct_ids: number of different ids among all lookups.
@@ -329,7 +328,7 @@ class _Lookups(NamedTuple):
       ids: looked-up ids of all samples, one sample after the other.
       lengths: number of lookups of each sample.
       cores: index of the core that processes each sample.
-      num_missing: number of entries that are -1, which means no id.
+      num_missing: number of entries without an id (-1).
       num_out_of_range: number of ids outside the table.
     """
 

@@ -77,7 +77,7 @@ class SparseDenseMatmulInputStats:
     def get_required_buffer_size_per_device(
         self, table_name: str, num_sc_per_device: int | None = None
     ) -> int | None:
-        """Buffer slots that a device needs: the largest buffer size of a core times the core count.
+        """Buffer slots that a device needs: number of cores times the largest buffer of a core.
 
         If the statistics have no buffer size of the stack, the method returns None.
 
