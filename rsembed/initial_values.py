@@ -86,11 +86,11 @@ def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) ->
 def form(table: TableSpec) -> Hashable:
     """Cache key that is equal for tables that can share one compiled program of `initial_rows`.
 
-    The cache key is the trace of the initializer and the row length, if the initializer computes
-    every row independently, no value depends on the number of rows, and the trace contains no
-    constant arrays. Separate but equal functions, as in `[normal(0.01) for _ in tables]`, therefore
-    share a program. For any other initializer, the cache key is the initializer function and the
-    shape of the table.
+    Usually the cache key is the printed jaxpr of the initializer, together with the row length.
+    Separate but equal functions, as in `[normal(0.01) for _ in tables]`, then share a compiled
+    program. The cache key is the initializer function and the shape of the table if the initializer
+    does not compute every row independently, if a value may depend on the number of rows, or if the
+    jaxpr contains constant arrays.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace = traced_initializer(table, shape)
@@ -104,7 +104,8 @@ def form(table: TableSpec) -> Hashable:
         jax.eval_shape(evaluate, jax.random.key(0))
     except _MixesRowsError:
         return exact_key
-    # Line breaks in a printed trace depend on the number of digits, so replace them by spaces.
+    # Where a printed jaxpr breaks its lines depends on the number of digits of `num_rows`. So
+    # replace line breaks by spaces.
     text = " ".join(str(trace).split())
     row_axis = rf"(?<=[\[(]){num_rows}(?=,)"
     return dim, re.sub(row_axis, "rows", text)
@@ -168,7 +169,7 @@ def keyed_form(initializer: CallableTableInitializer, dim: int) -> Hashable:
 
 
 def traced_initializer(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
-    """Trace of the table's initializer for an array of `shape`.
+    """Jaxpr of the table's initializer, traced for an array of `shape`.
 
     Raises:
       TypeError: the initializer does not accept `(key, shape)`.
@@ -192,7 +193,7 @@ def traced_initializer(table: TableSpec, shape: tuple[int, int]) -> ClosedJaxpr:
 
 
 def _has_constants(trace: ClosedJaxpr) -> bool:
-    """Whether the trace contains constant arrays.
+    """Whether the jaxpr `trace` contains constant arrays.
 
     `str(trace)` does not show the values of constant arrays, so different initializers can have
     equal strings.
@@ -217,7 +218,7 @@ _ELEMENTWISE = """
 """
 """Primitives that work elementwise."""
 _Value = tuple[Any, bool]
-"""A pair `(array, is_cut)`. A cut array holds only the requested rows of an array of all rows."""
+"""A pair `(array, is_cut)`. If `is_cut` is True, the array holds only the requested rows."""
 
 
 class _MixesRowsError(Exception):
@@ -235,9 +236,8 @@ class _RowEvaluator:
         length, this axis is the row axis.
       lanes: 32-bit numbers of each requested row, which are folded into the random key one after
         the other. If None, the row number is folded into the random key.
-      only_key: random key of the initializer. With `only_key`, only random bits that are drawn
-        directly from this key can be evaluated for single rows, and a computation that splits the
-        key is rejected.
+      only_key: random key of the initializer. With `only_key`, random bits must be drawn directly
+        from this key, and a computation that splits the key is rejected.
       table: index of the table of each requested row, if `only_key` has one random key for each of
         several tables. None, the default, if `only_key` is a single random key.
       only_cuts: whether to raise `_MixesRowsError` if an array that is computed in full has an axis
@@ -290,9 +290,9 @@ class _RowEvaluator:
         return [value(variable) for variable in jaxpr.outvars]
 
     def _equation(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
-        """Results of one equation of the trace.
+        """Results of one equation of a jaxpr.
 
-        Raises: _MixesRowsError: the equation mixes rows.
+        Raises: _MixesRowsError: the equation cannot be evaluated for the requested rows only.
         """
         name = equation.primitive.name
         params = equation.params

@@ -70,7 +70,7 @@ _default: ContextVar[str | None] = ContextVar("default implementation", default=
 def by_default(implementation: str | None) -> Iterator[None]:
     """Context in which `implementation` handles calls that name no implementation.
 
-    None: `dispatch` tries all implementations.
+    None: `dispatch` chooses the implementation of each call.
     """
     token = _default.set(implementation)
     try:
@@ -101,7 +101,7 @@ def implementation_states() -> list[tuple[str, str]]:
     return states
 
 
-@functools.cache  # Cached, because every eager call asks for the implementations.
+@functools.cache  # Cached, because every eager call needs this list.
 def _choices(
     implementations: tuple[Any, ...],
     implementation: str | None,
@@ -181,8 +181,9 @@ def dispatch(
             try:
                 if not is_gpu_kernel or target_device().platform != "gpu":
                     return kernel(*args, **kwargs)
-                # Even on a machine with a GPU, JAX can compile this call for the CPU. JAX knows the
-                # platform only at compile time, so `platform_dependent` chooses the kernel then.
+                # JAX can compile this call for the CPU, even on a machine with a GPU. The platform
+                # is known only at compile time, so `platform_dependent` chooses the kernel at
+                # compile time.
                 serve = partial(kernel, *args, **kwargs)
                 default = partial(meaning, *args, **kwargs)
                 return jax.lax.platform_dependent(cuda=serve, default=default)
@@ -269,7 +270,7 @@ def lookup(
     Args:
       tables: tables that the call's segments read.
       call: lists of ids and the segments that read them.
-      quantization: applied to every row before rows are combined. Quantization needs a single
+      quantization: applied to every row before pooling. If it is set, `tables` must hold only one
         table. None: no quantization.
       implementation: name of the only implementation to try. None: all implementations, in
         order of preference.
@@ -344,14 +345,14 @@ def apply_rows(
     *,
     implementation: str | None = None,
 ) -> tuple[Table, Slots]:
-    """Makes one optimizer step of distinct `rows`, and returns the new table and slots.
+    """Applies one optimizer step to distinct `rows`, and returns the new table and slots.
 
     Row numbers outside the table are padding. Table and slots are updated in place if they are
     donated.
     """
     if step.rule.moves_all_rows:
-        # A rule that moves all rows makes one elementwise pass over table and slots. In an
-        # elementwise pass, XLA is as fast as any kernel.
+        # An optimizer with `moves_all_rows` updates the whole table and all slots elementwise. For
+        # elementwise code, XLA is as fast as any kernel.
         return reference.apply_rows(table, slots, rows, gradients, step)
     arguments = (table, slots, rows, gradients, step)
     stepped: tuple[Table, Slots]
@@ -367,7 +368,7 @@ def update(
     *,
     implementation: str | None = None,
 ) -> tuple[Table, Slots]:
-    """Steps every row that has a gradient, and returns the new table and slots.
+    """Applies one optimizer step to each row with a gradient. Returns the new table and slots.
 
     Gradients of equal rows are summed first. Table and slots are updated in place if they are
     donated.
@@ -435,22 +436,22 @@ def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:
 
 SPARSECORE = "lowers for v5p, v6e and TPU7x SparseCore; simulated numerics agree with the reference"
 GPU = "ran on an H100 (docs/accelerators.md); interpret-mode numerics agree with the reference"
-"""Evidence that the SparseCore and GPU kernels work, in the terms that `backend_evidence` defines.
-"""
+"""How the SparseCore and GPU kernels were tested. `backend_evidence` defines the terms."""
 
 
 def backend_evidence() -> list[tuple[str, str]]:
-    """Name of each backend, and the evidence that its kernels work on this machine.
+    """Name of each backend, and a text that says where its kernels run and how they were tested.
 
     *Runs*: this process computes its results with the kernels of the backend. *Compiles*: the
-    vendor's compiler translated the kernels to machine code. *Simulated*, *interpreted*: numpy or
-    Pallas' interpreter evaluated the equations of the kernels. *Lowers*: JAX translated the kernels
-    for the chip. *Unproven*: the kernels have not been tried in this way.
+    vendor's compiler translated the kernels to machine code. *Simulated*, *interpreted*: a
+    simulator in NumPy, or the interpreter of Pallas, computed the results of the kernels. *Lowers*:
+    JAX translated the kernels for the chip. *Unproven*: this property of the kernels has not been
+    tested.
 
-    The test suite checks what the evidence says about simulation, interpretation and lowering.
-    `make test-tpu` and `make test-gpu` check what the evidence says about compilers. The speed and
-    the numbers of a chip stay unproven until `make test-gpu`, or a run of your model, has used that
-    chip.
+    The test suite checks the claims about simulation, interpretation and lowering. `make test-tpu`
+    and `make test-gpu` check the claims about compilers. The speed of the kernels on a chip and
+    their numerical results there stay unproven until `make test-gpu`, or a run of your model, has
+    used that chip.
     """
     platform = target_device().platform
     on_xla = f"runs here ({platform})"

@@ -1,4 +1,4 @@
-"""Arguments of kernels: lists of ids, the calls that read them, output gradients, and the step."""
+"""Arguments of kernels: lists of ids, lookup calls, output gradients, and the optimizer step."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KeyOrKeys = Shaped[Array, "*tables"]
 """A PRNG key, or an array with one PRNG key for each of several tables."""
 
 Rounding = Callable[..., Array]
-"""Function `(values, dtype, rows) -> values` that rounds stepped rows to the table's dtype.
+"""Function `(values, dtype, rows) -> values` that rounds updated rows to the table's dtype.
 
 If several keyed tables share one storage, a fourth argument, `table`, has the index of each row's
 table."""
@@ -73,7 +73,8 @@ def is_between(numbers: Array, first: Any, stop: Any) -> Bool[Array, "..."]:
     Args:
       numbers: an array.
       first: lower bound, an array or an integer.
-      stop: upper bound, like `first`. In an export for any batch size, it is a symbolic integer.
+      stop: exclusive upper bound, an array or an integer. In an export for any batch size, `stop`
+        can be a symbolic dimension.
     """
     return (numbers >= first) & (numbers < stop)
 
@@ -107,8 +108,8 @@ class IdList:
     Args:
       ids: id of every entry, an index into the table of the entry's feature.
       offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`. Entries before the first
-        offset or after the last belong to no bag. None, the default: `shape` has the length of
-        all bags.
+        offset or after the last belong to no bag. None, the default: all bags have the same length,
+        see `shape`.
       weights: weight of every entry. None, the default: all weights are 1.
       shape: number of bags, and number of entries in every bag, for a list without offsets.
     """
@@ -185,7 +186,7 @@ class Segment(NamedTuple):
 
     @property
     def bags(self) -> slice:
-        """Slice of the segment's bags in the list."""
+        """Slice that selects the bags of this segment from all bags of the list."""
         return slice(self.first_bag, self.first_bag + self.num_bags)
 
     def rows_in(self, table_rows: int) -> int:
@@ -240,7 +241,7 @@ class Call:
     def with_ids(self, entries: Int[Array, " nnz"]) -> Call:
         """A copy of the call with new ids, which are row numbers of one table.
 
-        `entries` has the new ids of all lists, concatenated.
+        `entries` is the concatenation of the new ids of all lists.
         """
         lists = []
         first = 0
@@ -355,18 +356,18 @@ class CallGradients:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """Optimizer step of distinct rows: rule, hyperparameters and rounding.
+    """Optimizer step on distinct rows: rule, hyperparameters and rounding.
 
     Args:
       hyper: result of `rule.get_hyperparameters`.
-      rule: optimizer that steps the rows.
-      rounding: function that rounds stepped rows to the table's dtype. None, the default: stepped
+      rule: optimizer that updates the rows.
+      rounding: function that rounds updated rows to the table's dtype. None, the default: updated
         rows are rounded to nearest.
       number: index of the step, counted from 0. Storages that record the step in which each row was
         last used need this index. None, the default: the index is unknown.
       resident_rows: if the table is a cache, the row that each cache slot holds, `NO_ROW` for empty
-        slots. With `resident_rows`, the row numbers of the rows to step are indices of cache slots.
-        None, the default: the table is not a cache.
+        slots. With `resident_rows`, the row numbers of the rows to update are indices of cache
+        slots. None, the default: the table is not a cache.
     """
 
     hyper: Hyperparameters
@@ -376,7 +377,7 @@ class Step:
     resident_rows: Int[Array, " places"] | None = None
 
     def rounds(self, table: Table) -> bool:
-        """Whether stepped rows of this table must be rounded with `rounding`."""
+        """Whether updated rows of this table must be rounded with `rounding`."""
         return self.rounding is not None and table.dtype != jnp.float32
 
     def hyper_vector(self, least: int = 0) -> Float[Array, " hyper"]:

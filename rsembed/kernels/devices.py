@@ -49,14 +49,14 @@ def service_of_processes() -> Any:
 
 
 def target_device() -> AbstractDevice:
-    """Device of the surrounding trace: the device of its abstract mesh, or JAX's default device."""
+    """Device that JAX traces for: the device of the abstract mesh, else JAX's default device."""
     device = jax.sharding.get_abstract_mesh().abstract_device
     if device is not None:
         return device
     return _default_device(jax.default_backend())
 
 
-@functools.cache  # Cached, because every eager call asks for the default device.
+@functools.cache  # Cached, because every eager call needs the default device.
 def _default_device(platform: str) -> AbstractDevice:
     first = jax.devices(platform)[0]
     return AbstractDevice(first.device_kind, getattr(first, "num_cores", None), platform)
@@ -83,7 +83,10 @@ def tracing_for(name: str) -> Iterator[None]:
 
 
 FEWEST_PER_DEVICE = 2
-"""Minimum number of threads per CPU device. With fewer, collectives can block each other."""
+"""Minimum number of threads per CPU device.
+
+With fewer threads, collectives can block each other.
+"""
 _PER_DEVICE = 4
 _LIKELY_DEVICES = 4  # Scripts may request CPU devices after `import rsembed`.
 _SHARED_POOL = jax.__version_info__ < (0, 12)  # Before JAX 0.12, CPU devices share a thread pool.
@@ -325,17 +328,18 @@ def call_handler(
     )
     varying = vary_alike(operands)
     returned = call(*varying, **numbers)
-    # JAX does not infer the varying mesh axes of a foreign call's results. `vary_alike` with an
-    # operand makes the results vary over the same mesh axes as the operands.
+    # JAX does not infer the mesh axes over which the results of a foreign call vary. So
+    # `vary_alike` makes the results vary over the same mesh axes as an operand.
     cast = vary_alike([*returned, *varying[:1]])
     num_results = len(returned)
     return tuple(cast[:num_results])
 
 
 def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
-    """The arrays, cast so that each varies over every mesh axis that any of them varies over.
+    """The arrays, cast so that all of them vary over the same mesh axes.
 
-    In `shard_map`, the operands of an operation must vary over the same mesh axes.
+    These are all mesh axes over which at least one of the arrays varies. In `shard_map`, the
+    operands of an operation must vary over the same mesh axes.
     """
     varying = [jax.typeof(array).mat.varying for array in arrays]
     all_axes = frozenset[str]().union(*varying)

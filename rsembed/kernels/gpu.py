@@ -1,7 +1,7 @@
 """Kernels for NVIDIA GPUs in Pallas, compiled by Triton.
 
 Equal inputs give equal bits, because no kernel adds atomically. One GPU program of `lookup` pools
-several bags. One GPU program of `update` sums the gradients of several distinct rows and steps
+several bags. One GPU program of `update` sums the gradients of several distinct rows and updates
 these rows in place. With Zipf-distributed ids, a tenth of the entries of a batch can read the same
 row. The entries of a frequent row are first summed in pieces of `piece_entries` entries, so that no
 program runs much longer than the others.
@@ -9,7 +9,7 @@ program runs much longer than the others.
 In a computation for a device that is not a GPU, a direct call of a GPU kernel runs in Pallas'
 interpreter. The interpreter is slow and meant for tests.
 
-Source: FBGEMM's TBE kernels, which also sort the batch and step its distinct rows.
+Source: FBGEMM's TBE kernels, which also sort the batch and update its distinct rows.
 """
 
 from __future__ import annotations
@@ -60,7 +60,8 @@ class Tiling(NamedTuple):
       num_numbers: minimum number of table values that a program of a lookup reads at once. A
         program of an optimizer step holds rows with `num_numbers` values in total, or a single row
         if the row is longer.
-      num_ahead: number of rows per bag that a program loads before it adds the first of them.
+      num_ahead: number of rows per bag that a program loads before it adds these rows to the sum of
+        the bag.
       max_columns: maximum number of columns that one program of a lookup pools.
       num_warps: number of warps (32 threads) of a program that holds `num_numbers` values.
       piece_entries: number of consecutive entries of the sorted batch in a piece. If all entries of
@@ -135,9 +136,9 @@ def update(
     gradients: CallGradients,
     step: Step,
 ) -> tuple[Table, Slots]:
-    """Steps every row that has a gradient, and returns the new table and slots.
+    """Applies one optimizer step to each row with a gradient. Returns the new table and slots.
 
-    One kernel sums the row gradients and steps the rows, without writing the gradients to memory.
+    One kernel sums the row gradients and updates the rows, without writing the gradients to memory.
     """
     num_rows = table.shape[0]
     if step.rounds(table):
@@ -155,7 +156,7 @@ def apply_rows(
     gradients: Float[Array, "capacity dim"],
     step: Step,
 ) -> tuple[Table, Slots]:
-    """Steps distinct `rows` once, and returns the new table and slots.
+    """Applies one optimizer step to distinct `rows`, and returns the new table and slots.
 
     Row numbers outside the table are padding.
     """
@@ -221,8 +222,9 @@ def _sum_bags(
       num_bags: number of bags. An index in `bags` that is `num_bags` or more is padding.
       stride: number of bounds per bag. 1, the default: the bounds are offsets, so a bag ends where
         the next bag starts. 2: the bounds of a bag are its start and its end.
-      has_pieces: whether the last of `refs` holds the sums from `_pieces`, False by default. If
-        True, the kernel adds the sum of each piece, and does not read the entries of the piece.
+      has_pieces: whether the last reference in `refs` is for the array from `_pieces`, False by
+        default. If True, the kernel adds the sum of each piece that is completely inside a bag, and
+        does not read the entries of the piece.
     """
     from jax.experimental.pallas import triton
 
@@ -241,7 +243,10 @@ def _sum_bags(
         num_pieces = jnp.maximum(stop // length - first_piece, 0)
 
     def read_entries(turn: Index) -> tuple[Array, Array]:
-        """Gain and vector of entry `turn` of every bag, not counting entries of summed pieces."""
+        """Gain and vector of entry `turn` of every bag.
+
+        The entries of summed pieces are not counted.
+        """
         entry = start + turn
         is_after_pieces = entry >= first_piece * length
         num_skipped = jnp.where(is_after_pieces, num_pieces * length, 0)
@@ -322,9 +327,9 @@ def _pieces(
 ) -> tuple[Float[Array, "pieces dim"], ...]:
     """Sums of the pieces of the sorted entries, or `()` if the batch is shorter than a piece.
 
-    A piece has `piece_entries` consecutive entries. A piece gets a sum only if all entries of the
-    piece belong to one row. The result has zeros for any other piece, and the kernel that uses the
-    result reads the entries of this piece one by one.
+    The sorted entries are split into pieces of `piece_entries` consecutive entries. If all entries
+    of a piece read the same row, the result holds the sum of the piece. Otherwise the result holds
+    zeros, and the kernel that uses the result reads the entries of the piece one by one.
     """
     length = tiling.piece_entries
     num_pieces = group_of.shape[0] // length
@@ -406,7 +411,8 @@ def _call(
 ) -> Any:
     """Runs a kernel once for each point of the grid, and returns arrays with the shapes in `out`.
 
-    The kernel updates the first `num_stepped` operands in place, and they become its results.
+    The kernel updates its first `num_stepped` operands in place, and these operands become the
+    results.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -439,10 +445,10 @@ def _step(
     step: Step,
     pieces: tuple[Array, ...],
 ) -> tuple[Table, Slots]:
-    """Steps `rows` once, in place, and returns the table and slots.
+    """Applies one optimizer step to `rows` in place, and returns the table and slots.
 
     Args:
-      table: table to step.
+      table: table to update.
       slots: optimizer state of the table.
       rows: distinct rows. Row numbers outside the table are padding.
       entries: one bag for each row. The gradient of a row is the sum of the rows of `d_output` in
@@ -480,7 +486,7 @@ def _step(
             if array.shape[1] == dim:
                 arguments.append((value,))
             else:
-                # A slot with one number per row is repeated in all columns.
+                # An optimizer slot with one number per row has this number in every column.
                 arguments.append(jnp.full(width, jnp.sum(value)))
         arguments.append((gradient,))
         for number in hyper:

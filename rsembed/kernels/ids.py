@@ -47,9 +47,10 @@ def rows_of_ids(
     spread: int,
     rows_per_shard: int,
 ) -> tuple[Int[Array, " _"], ...]:
-    """Row of every id of a call, one array per list. Row numbers count the rows of all shards.
+    """Row of every id of a call, one array per list.
 
-    An id gets `NO_ROW` if its table has no such id, or if no segment reads its bag.
+    Rows are numbered consecutively over all shards. An id gets `NO_ROW` if it is outside its table,
+    or if no segment reads the bag of the id.
 
     Args:
       call: lists of ids, and the bags that each feature reads.
@@ -120,7 +121,7 @@ def rows_by_bag(
 
 
 class Partitions(NamedTuple):
-    """Preprocessed entries that one device looks up in a stack.
+    """Preprocessed entries that one device looks up in a stack of tables.
 
     The entries are sorted by core, by minibatch if there are minibatches, by shard and by row, in
     this order. The entries of one core, minibatch and shard are a partition.
@@ -130,8 +131,9 @@ class Partitions(NamedTuple):
     row pointers are relative to the first entry of the device's buffer.
 
     Attributes:
-      row_pointers: end of every partition, in blocks. A block has one end for each shard, and can
-        end with padding.
+      row_pointers: position after the last entry of every partition. The positions are stored in
+        blocks: one position for each shard, and then padding if there are less than `ALIGNMENT`
+        shards.
       embedding_ids: row number of every entry within its shard.
       sample_ids: sample number of every entry within its core.
       gains: factor of every entry's row in the sum of its sample.
@@ -164,7 +166,7 @@ SampleEntries = tuple[Int[Array, " places"], Int[Array, " samples_plus_1"], Floa
 
 
 def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
-    """Entries that one device looks up in each stack, sorted by sample.
+    """Entries that one device looks up in each stack of tables, sorted by sample.
 
     Buffer positions outside all partitions are not entries. Row pointers define the partitions. The
     entries of a sample are in the order of their rows.
@@ -202,7 +204,7 @@ def _partition_of_position(
     num_parts: int,
     part_size: int,
 ) -> tuple[Int[Array, "parts part_size"], Bool[Array, " places"]]:
-    """Partition of every buffer position, and whether the position is inside the partition."""
+    """Index of the partition of every buffer position, and whether the position holds an entry."""
     block_size = max(stack.num_shards, ALIGNMENT)
     blocks = stack.row_pointers.reshape(num_parts, -1, block_size)
     ends = blocks[:, :, : stack.num_shards]
@@ -229,7 +231,7 @@ def _partition_of_position(
 
 
 Rows = Int[Array, "devices _"] | None
-"""Row to copy to each slot of an array's blocks; None if the array already consists of blocks."""
+"""Row to copy to each slot of a block, or None if the array already consists of blocks."""
 
 
 def pack_blocks(
@@ -242,9 +244,10 @@ def pack_blocks(
       arrays: arrays `[n, ...]` with the rows to gather, or blocks `[devices, capacity, ...]`.
         Either all arrays hold rows with equal shapes and dtypes, or all are lanes (arrays of 32-bit
         words), which become uint32.
-      rows: for each array, the row numbers to gather into its blocks, or None for every array if
-        `arrays` already are blocks. A row number outside the array reads padding: `NO_ROW` from
-        int32 arrays, zeros from other arrays.
+      rows: for each array, the numbers of the rows to gather into its blocks. If `arrays` already
+        are blocks, every item of `rows` is None. A row number outside the array is padding: the
+        slot of the block is filled with `NO_ROW` for an int32 array, and with zeros for other
+        arrays.
     """
     blocks = []
     for array, block_rows in zip(arrays, rows, strict=True):
@@ -282,9 +285,9 @@ class Queue(NamedTuple):
     Attributes:
       offsets: device `d` owns the entries `offsets[d] : offsets[d + 1]`.
       cursor: number of entries already sent to each owner.
-      lanes: int32 or uint32 arrays with one word per entry, most significant word first. Two
-        entries of one owner differ in at least one word.
-      capacity: maximum number of entries sent to one owner in a round.
+      lanes: int32 or uint32 arrays with one word per entry, most significant word first. The words
+        of an entry identify the entry among all entries of its owner.
+      capacity: maximum number of entries sent to one owner in an exchange round.
     """
 
     offsets: Int[Array, " devices_plus_1"]
@@ -296,7 +299,10 @@ class Queue(NamedTuple):
         self,
         entries: Int[Array, "*places"],
     ) -> list[UInt32[Array, "*places"]]:
-        """Lanes of `entries`, as unsigned words that sort in the order of the lanes."""
+        """Lanes of `entries` as uint32.
+
+        In int32 lanes, the sign bit is flipped to keep the order.
+        """
         words = []
         for lane in gather_rows(self.lanes, entries):
             if lane.dtype != jnp.uint32:
@@ -306,18 +312,19 @@ class Queue(NamedTuple):
 
 
 Fit = Int[Array, "queues devices"]
-"""1 if all remaining entries of a queue for an owner fit in this round, else 0."""
+"""1 if all remaining entries of a queue for an owner fit in this exchange round, else 0."""
 
 Cuts = UInt32[Array, "levels queues devices"]
-"""First entry of each queue and owner that does not fit in this round, as unsigned words."""
+"""Lanes of the first entry of each queue for each owner that has to wait for a later round."""
 
 
 def block_ends(queues: Sequence[Queue]) -> tuple[Fit, Cuts]:
-    """Whether each owner's remaining entries fit in this round, and the first entry that does not.
+    """Whether all remaining entries for each owner fit in this exchange round.
 
-    Returns: for each queue and owner, 1 if all remaining entries fit in this round, else 0; and the
-      ordered lanes of the first entry that does not fit, or zeros if all entries fit. If queues
-      have different numbers of lanes, a queue with fewer lanes repeats its last lane.
+    Returns: arrays `fit` and `cuts`. `fit[q, d]` is 1 if all remaining entries of queue `q` for
+      device `d` fit in this round, else 0. `cuts[:, q, d]` has the ordered lanes of the first entry
+      that does not fit, or zeros if all entries fit. If a queue has fewer lanes than another queue,
+      its last lane is repeated.
     """
     fit = []
     first_left = []
@@ -346,7 +353,7 @@ RoundEntries = tuple[
     Sequence[Int[Array, " devices"]],
     Bool[Array, ""],
 ]
-"""Entries to send and new cursor of each queue, and whether any queue has entries left."""
+"""Entries that each queue sends, its new cursor, and whether any queue has entries left."""
 
 
 def round_places(
@@ -354,14 +361,14 @@ def round_places(
     fit: Fit,
     cuts: Cuts,
 ) -> RoundEntries:
-    """Entries that each queue sends to each owner in this round.
+    """Entries that each queue sends to each owner in this exchange round.
 
     Args:
-      queues: queues of one device.
-      fit: for each queue and owner, 1 if on every device all remaining entries fit in this round,
-        else 0.
-      cuts: for owners with `fit` 0, the least entry that does not fit on some device, in the words
-        that `block_ends` returns. To such an owner, only entries less than this entry are sent.
+      queues: queues of this device.
+      fit: minimum of the `fit` of `block_ends` over all devices. It is 1 for a queue and owner if
+        the remaining entries of all devices fit in this round, else 0.
+      cuts: for each queue and owner with `fit` 0, the minimum of the `cuts` of `block_ends` over
+        the devices with `fit` 0. Only entries less than this minimum are sent to the owner.
 
     Returns: for each queue, the entries to send, with `NO_ROW` in unused slots; for each queue,
       the cursor after this round; and whether any queue has entries left.

@@ -8,7 +8,7 @@ slot, the first key of the call gets the slot, so equal calls return equal table
 need many probes. The probe loop continues with the unfinished keys only, so the work is
 proportional to the sum of the probes of all keys.
 
-Several tables of one size can be concatenated in the same arrays. `Keys.table` is the table of
+Several tables of equal size can be concatenated in the same arrays. `Keys.table` is the table of
 each key, and a key only probes the slots of its table.
 
 A lane is an array with one 32-bit word per entry. A key has two lanes: its high and its low half.
@@ -41,7 +41,7 @@ CLAIM = -(2**31)
 If several keys claim a slot, the first key of the call has the smallest claim and gets the slot.
 """
 MIN_WIDTH = 2048
-"""Once at most `MIN_WIDTH` keys are probed at a time, `_probe_all` does not narrow further."""
+"""`_probe_all` does not shrink arrays of at most `MIN_WIDTH` unfinished keys further."""
 
 Distinct = tuple[
     tuple[Shaped[Array, " nnz"], ...],
@@ -69,7 +69,7 @@ TakenRows = tuple[
     Int[Array, " tables"],
     Int[Array, " tables"],
 ]
-"""Row of every entry; for each table, numbers of free rows and of entries that got no row."""
+"""Row of every entry, and for each table the numbers of free rows and of entries without a row."""
 
 Positions = tuple[Int[Array, " size"], Int[Array, ""]]
 """Positions of the first True entries, padded with `NO_ROW`, and the number of True entries."""
@@ -87,7 +87,7 @@ def mix(
     high: UInt32[Array, "*shape"],
     low: UInt32[Array, "*shape"],
 ) -> UInt32[Array, "*shape"]:
-    """Hash of a key: 32 well-mixed bits."""
+    """32-bit hash of a 64-bit key."""
     bits = low ^ (high * jnp.uint32(0x9E3779B1))
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
@@ -177,8 +177,8 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
         is_free = active & (owner[slots] == NO_ROW)
         claimed = jnp.where(is_free, slots, num_slots)
         owner = owner.at[claimed].min(positions, mode="drop")
-        # Equal keys probe the same slots at the same time, so the first of several equal keys
-        # claimed the slot.
+        # Equal keys probe the same slot at the same time, so of several equal keys only the first
+        # can claim a slot.
         first = owner[slots]
         is_same = active
         for lane, key_lane in zip(keys.lanes, lanes, strict=True):
@@ -243,7 +243,10 @@ def find_keys(
 
 
 def compact(mask: Bool[Array, " n"], size: int) -> Positions:
-    """Positions of the first `size` True entries, padded with `NO_ROW`; number of True entries."""
+    """Positions of the first `size` True entries, and the number of all True entries.
+
+    The positions are padded with `NO_ROW`.
+    """
     counts = jnp.cumsum(mask, dtype=jnp.int32)
     ranks = jnp.arange(1, size + 1, dtype=jnp.int32)
     positions = jnp.searchsorted(counts, ranks).astype(jnp.int32)
@@ -272,8 +275,8 @@ def ranks(
         num_marked = jnp.sum(marks, dtype=jnp.int32)
         return rank, num_marked[None]
     owners = jnp.where(marks, table, num_tables)
-    # `tell_apart` gets the position of each entry as the only lane. So no two entries are equal,
-    # and the entries of a table stay in order.
+    # The only lane is the position of each entry. So no two entries are equal, and the entries of a
+    # table stay in order.
     positions = int32_range(marks.shape[0])
     _, entry_of, _, offsets, _ = tell_apart(owners, [positions], num_owners=num_tables)
     rank = entry_of - offsets.at[table].get(mode="clip")
@@ -286,20 +289,21 @@ def take_rows(
     wants: Bool[Array, " n"],
     table: Int[Array, " n"] | None = None,
 ) -> TakenRows:
-    """Takes a free row from the table of each entry that wants a row.
+    """For each entry that needs a row, takes one free row of the entry's table.
 
     Args:
-      free: for each table, the list of its free rows; the lists are concatenated in the order of
-        the tables. A list has space for all rows of its table. The row numbers in a list count from
-        the first row of the table. Free rows are taken from the end of a list.
+      free: for each table, a list of its free rows, as row numbers within the table. The lists are
+        in the order of the tables, and each list has one slot per row of its table. The first
+        `num_free` slots of a list hold the free rows, and rows are taken from the end of these
+        slots.
       num_free: number of free rows of each table.
-      wants: whether each entry wants a row. If a table has too few free rows, the first entries of
+      wants: whether each entry needs a row. If a table has too few free rows, the first entries of
         the table get the free rows.
       table: table of each entry. None, the default: there is one table.
 
-    Returns: the row of each entry, counted through all tables, or `NO_ROW` if the entry gets no
-      row; the number of rows that remain free in each table; and the number of entries of each
-      table that wanted a row but got none.
+    Returns: the row of each entry, numbered consecutively over all tables, or `NO_ROW` if the entry
+      gets no row; the number of rows that remain free in each table; and the number of entries of
+      each table that needed a row but got none.
     """
     num_tables = num_free.shape[0]
     rank, num_wanted = ranks(wants, table, num_tables)
@@ -388,9 +392,10 @@ def count_uses(
     step: Int[Array, ""],
     occurrences: Int[Array, " nnz"],
 ) -> tuple[Int[Array, " rows"], Int[Array, " rows"]]:
-    """Counts the uses of `rows` in `step`, and returns last-used step and use count of every row.
+    """Records that step `step` uses `rows`, and returns the new `last_step` and `counts`.
 
-    `rows` may repeat. A use count never exceeds `MAX_COUNT`.
+    `last_step` has the step in which each row was last used. `counts` has the number of uses of
+    each row, which grows by `occurrences`, up to `MAX_COUNT`. `rows` may repeat.
     """
     counts = counts.at[rows].add(occurrences, mode="drop")
     sums = counts.at[rows].get(mode="fill", fill_value=0)
@@ -424,11 +429,11 @@ def _homes(keys: Keys, size: int) -> Int[Array, " nnz"]:
 
 Lanes = Sequence[Array]
 Probe = Callable[[Array, Lanes, Array, Array, Array], tuple[Array, Array, Array]]
-"""Function `(state, lanes, positions, slots, active) -> (state, is_done, results)` that probes.
+"""Function `(state, lanes, positions, slots, active) -> (state, is_done, results)`.
 
-The function checks one slot for each of several keys, which may be only some keys of the call.
-`lanes` are the lanes of these keys, `positions` their indices among all keys of the call, and
-`slots` the slots to check. `active` is False for keys that are already done.
+The function checks one slot for each of several keys. These can be all keys that `_probe_all`
+searches, or only some of them. `lanes` are the lanes of these keys, `positions` their indices among
+all keys, and `slots` the slots to check. `active` is False for keys that are already done.
 """
 
 
@@ -486,7 +491,7 @@ def _probe_all(
 
 
 Search = tuple[Array, Array, Array, Array]
-"""State of `probe`; and for each key, its slot, whether it is still active, and its last result."""
+"""State of `probe`, and for each key: next slot, whether the search continues, and last result."""
 
 
 def _searches_more_than(limit: int, search: Search) -> Bool[Array, ""]:

@@ -69,11 +69,11 @@ _HAS_WEIGHTS = 2
 _FUSED_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
 _NUM_SLOTS = (0, 1, 1, 2)
 STEP_BLOCK = 512
-"""Number of rows that a rule without a C++ kernel steps at a time.
+"""Number of rows that a rule without a C++ kernel updates at a time.
 
 The intermediate values of `STEP_BLOCK` rows fit in the caches of a CPU.
 """
-_MAX_HYPERPARAMETERS = 4  # Rules with fewer hyperparameters pass zeros after them.
+_MAX_HYPERPARAMETERS = 4  # Fewer hyperparameters are padded with zeros.
 
 Attributes = dict[str, Any]
 """Static arguments of a native call by name: integers and lists of integers."""
@@ -125,10 +125,10 @@ def update(
     gradients: CallGradients,
     step: Step,
 ) -> tuple[Table, Slots]:
-    """Steps every row that has a gradient, and returns the new table and slots.
+    """Applies one optimizer step to each row with a gradient. Returns the new table and slots.
 
-    For a rule with a C++ kernel, one native call sums the gradients and steps the rows. For other
-    rules, a native call sums the gradients, and then `apply_rows` steps the rows.
+    For a rule with a C++ kernel, one native call sums the gradients and updates the rows. For other
+    rules, a native call sums the gradients, and then `apply_rows` updates the rows.
     """
     _check_tables(table)
     code = _fused_code(table, slots, step)
@@ -146,14 +146,14 @@ def apply_rows(
     gradients: Float[Array, "capacity dim"],
     step: Step,
 ) -> tuple[Table, Slots]:
-    """Makes one optimizer step of distinct `rows`, and returns the new table and slots.
+    """Applies one optimizer step to distinct `rows`, and returns the new table and slots.
 
     Row numbers outside the table are padding.
 
-    XLA compiles a rule that has no C++ kernel. A rule that XLA compiles steps blocks of
-    `STEP_BLOCK` rows, and skips blocks at the end that have only padding. XLA can round a sum or a
-    root differently if a block has a different size. All blocks have the same size, so the bits of
-    a row do not depend on the number of rows in the batch.
+    XLA compiles a rule that has no C++ kernel. The compiled rule updates one block of `STEP_BLOCK`
+    rows after the other, and skips blocks at the end that have only padding. XLA can round a sum or
+    a root differently if a block has a different size. All blocks have the same size, so the bits
+    of a row do not depend on the number of rows in the batch.
     """
     _check_tables(table)
     rows = as_rows(rows)
@@ -317,7 +317,7 @@ def unpack_blocks(
 
 
 def block_ends(queues: Sequence[Queue]) -> tuple[Fit, Cuts]:
-    """Whether each owner's remaining entries fit in this round, and the first entry that does not.
+    """Whether all remaining entries for each owner fit in this exchange round.
 
     See `ids.block_ends`.
     """
@@ -337,7 +337,10 @@ def round_places(
     fit: Fit,
     cuts: Cuts,
 ) -> RoundEntries:
-    """Entries that each queue sends to each owner in this round. See `ids.round_places`."""
+    """Entries that each queue sends to each owner in this exchange round.
+
+    See `ids.round_places`.
+    """
     operands, attributes = _queue_operands(queues)
     results = [Result((), jnp.bool_)]
     for queue in queues:
@@ -406,7 +409,8 @@ def count_ids(
     for feature_ids, feature_offsets in zip(ids, offsets, strict=True):
         operands += [feature_ids, feature_offsets]
     _check_ids(operands)
-    # The operands of a feature are ids and offsets; its results are the counts inside and outside.
+    # Each feature has two operands, ids and offsets, and two results, the numbers of ids inside and
+    # outside its table.
     results = [Result((), jnp.int32)] * len(operands)
     counts = call_handler("rsembed_count_ids", results, *operands, sizes=list(sizes))
     num_inside = counts[::2]
@@ -451,7 +455,10 @@ def find_keys(
 
 
 def compact(mask: Bool[Array, " n"], size: int) -> Positions:
-    """Positions of the first `size` True entries, padded with `NO_ROW`; number of True entries."""
+    """Positions of the first `size` True entries, and the number of all True entries.
+
+    The positions are padded with `NO_ROW`. See `keyed.compact`.
+    """
     results = _integers((size,), ())
     return call_handler("rsembed_compact", results, mask)
 
@@ -462,7 +469,7 @@ def take_rows(
     wants: Bool[Array, " n"],
     table: Int[Array, " n"] | None = None,
 ) -> TakenRows:
-    """Takes a free row from the table of each entry that wants a row. See `keyed.take_rows`."""
+    """Takes one free row for each entry that needs a row. See `keyed.take_rows`."""
     results = _integers(wants.shape, num_free.shape, num_free.shape)
     operands = (free, num_free, wants, _table_operand(table))
     return call_handler("rsembed_take_rows", results, *operands)
@@ -502,7 +509,7 @@ def count_uses(
     step: Int[Array, ""],
     occurrences: Int[Array, " nnz"],
 ) -> tuple[Array, ...]:
-    """Counts the uses of `rows` in `step`, and returns last-used step and use count of every row.
+    """Records that step `step` uses `rows`, and returns the new `last_step` and `counts`.
 
     The arrays are updated in place if XLA allows it. See `keyed.count_uses`.
     """
@@ -512,7 +519,7 @@ def count_uses(
 
 
 def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
-    """Entries that one device looks up in each stack, by sample. See `ids.entries_by_sample`."""
+    """Entries that one device looks up, sorted by sample. See `ids.entries_by_sample`."""
     operands: list[Array] = []
     results: list[Result] = []
     numbers: list[int] = []
@@ -681,10 +688,11 @@ def _list_operands(
     *,
     with_weights: bool = True,
 ) -> tuple[list[Array], list[int]]:
-    """Arrays of all lists, and three numbers per list: flags, number of bags, entries per bag.
+    """Operands of a native call for lists of ids, and three numbers that describe each list.
 
-    `Lists` of csrc/arguments.h reads these numbers, and ignores the number of entries per bag if
-    the list has offsets.
+    The three numbers are flags, the number of bags and the number of entries per bag. `Lists` of
+    csrc/arguments.h reads these numbers, and ignores the number of entries per bag if the list has
+    offsets.
     """
     operands: list[Array] = []
     forms: list[int] = []
@@ -758,7 +766,7 @@ def _step_in_place(
     inputs: Sequence[Array],
     attributes: Attributes,
 ) -> tuple[Array, Slots]:
-    """Calls the handler `target`, which steps table and slots in place, and returns them."""
+    """Table and slots after the handler `target` has updated them in place."""
     results = (table, *slots)
     operands = (table, step.hyper_vector(_MAX_HYPERPARAMETERS), *slots, *inputs)
     # Operand 1 holds the hyperparameters, so slot `k` is operand `2 + k` and result `1 + k`.

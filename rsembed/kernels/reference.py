@@ -1,6 +1,7 @@
 """The kernels in plain `jax.numpy`, which define the results of all implementations.
 
-Tables are float32, bfloat16 or float16. Sums, gradients, slots and steps are float32.
+Tables are float32, bfloat16 or float16. Pooling, gradients and optimizer steps are computed in
+float32.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ class Entries(NamedTuple):
 
     @property
     def num_outputs(self) -> Any:
-        """Number of bags: an integer, or a symbol in an export for any batch size."""
+        """Number of bags: an integer, or a symbolic dimension in an export for any batch size."""
         if self.offsets is None:
             return self.rows.shape[0]
         return self.offsets.shape[0] - 1
@@ -85,17 +86,17 @@ def entries_of(
 ) -> Entries:
     """Entries of list `number` that read table `table`, with the bags of the list.
 
-    Entries that read a different table have row `NO_ROW`. If `Entries` does not support the
-    combiners of the segments, the result has combiner `sum`, and its weights are already divided by
-    the divisors of the combiners.
+    Entries that read a different table have row `NO_ROW`. If `Entries` cannot represent the
+    combiners of the segments, the result has combiner `sum`, and each weight is already divided by
+    the divisor of its bag.
 
     Args:
       call: call that contains the list.
       number: index of the list in the call.
       table: index of the table in the call.
       table_rows: number of rows of the table.
-      pool: kernel that sums the weights of each bag in order, see `entry_gains`. None, the default:
-        XLA sums the weights of each bag, in any order.
+      pool: kernel that sums the weights of each bag in the order of the entries, see `entry_gains`.
+        None, the default: XLA sums the weights of each bag, in any order.
 
     Raises: ValueError: some segments of the list have combiner `none`, and others do not.
     """
@@ -214,13 +215,13 @@ def by_bag(
         if are_equal.all():
             return jnp.asarray(numbers[0], dtype)
     bag = bag_of_entries(ids)
-    # An entry outside all bags has bag -1 or `num_bags`. Both `numbers[-1]` and `numbers[num_bags]`
-    # are the last number, which is `other`.
+    # An entry outside all bags has bag -1 or `num_bags`. Both indices select the last number, which
+    # is `other`.
     return jnp.asarray(numbers, dtype)[bag]
 
 
 def bag_of_entries(ids: IdList) -> Int[Array, " nnz"]:
-    """Bag of every entry: -1 before the first bag, the number of bags after the last."""
+    """Bag of every entry: -1 if it is before the first bag, `num_bags` if it is after the last."""
     if ids.offsets is not None:
         return _bag_of_entries(ids.offsets, ids.num_entries)
     positions = int32_range(ids.num_entries)
@@ -233,8 +234,8 @@ def _bag_of_entries(
     num_entries: Any,
 ) -> Int[Array, " nnz"]:
     # Counting the bags that start at or before each entry takes a third of the time of a binary
-    # search for each entry. In an export for any batch size, `num_entries` is a symbol, not an
-    # integer.
+    # search for each entry. In an export for any batch size, `num_entries` is a symbolic dimension,
+    # not an integer.
     num_starts = jnp.zeros(num_entries, jnp.int32)
     num_starts = num_starts.at[offsets].add(1, mode="drop")
     return jnp.cumsum(num_starts) - 1
@@ -245,15 +246,16 @@ def entry_gains(
     num_rows: int,
     pool: Pool | None = None,
 ) -> tuple[Int[Array, " nnz"], Float[Array, " nnz"], Bool[Array, " nnz"]]:
-    """Output and gain of every entry, and whether the entry is in a bag and has a valid row.
+    """Bag and gain of every entry, and whether the entry is in a bag and has a valid row.
 
-    An entry that contributes nothing has gain 0.
+    The gain of an entry is the factor of its row in the pooled sum, 0 if the entry contributes
+    nothing.
 
     Args:
       entries: entries with their bags and combiner.
       num_rows: number of rows of the table.
-      pool: kernel that sums the weights of each bag in order. None, the default: XLA sums the
-        weights of each bag, in any order.
+      pool: kernel that sums the weights of each bag in the order of the entries. None, the default:
+        XLA sums the weights of each bag, in any order.
     """
     num_entries = entries.rows.shape[0]
     is_listed = is_between(entries.rows, 0, num_rows)
@@ -491,8 +493,8 @@ def group_rows(
 ) -> tuple[Int[Array, " capacity"], Entries, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
     """Distinct rows that a batch reads, and the entries of each row.
 
-    A lookup sums over the entries of a bag. A row gradient sums over the entries of a row. So the
-    same kernels can compute lookups and row gradients:
+    A lookup sums over all entries of a bag. A row gradient sums over all entries that read the row.
+    So the same kernels can compute lookups and row gradients:
 
     forward    output[b]     = sum of gain * table[row]     over the entries of bag b
     backward   gradient[row] = sum of gain * d_output[b]    over the entries of that row
@@ -574,8 +576,8 @@ def row_gradients(
 ) -> RowsAndGradients:
     """Distinct rows in ascending order and the summed gradient of each, float32.
 
-    The result has a place for each entry, but at most `num_rows` places. Unused places hold
-    `NO_ROW` and zeros. A row that was looked up is listed even if its gradient is zero.
+    Both arrays have length `min(gradients.num_entries, num_rows)`. Padding has row `NO_ROW` and
+    gradient 0. A row that was looked up is listed even if its gradient is zero.
 
     Args:
       num_rows: number of rows of the table.
@@ -681,15 +683,15 @@ def apply_rows(
     gather: Callable[..., tuple[Array, ...]] = gather_rows,
     scatter: Callable[..., tuple[Array, ...]] = scatter_rows,
 ) -> tuple[Table, Slots]:
-    """Steps distinct `rows` once, and returns the new table and slots.
+    """Applies one optimizer step to distinct `rows`, and returns the new table and slots.
 
-    Row numbers outside the table are padding. If the rule moves all rows, the rows that are not in
-    `rows` step with gradient 0.
+    Row numbers outside the table are padding. If `step.rule.moves_all_rows`, all other rows of the
+    table are updated with gradient 0.
 
     Args:
-      table: table to step.
+      table: table to update.
       slots: optimizer state of the table.
-      rows: distinct rows to step.
+      rows: distinct rows to update.
       gradients: gradient of each row in `rows`.
       step: rule, hyperparameters and rounding.
       gather: implementation of `gather_rows`.
@@ -725,7 +727,7 @@ def update(
     gradients: CallGradients,
     step: Step,
 ) -> tuple[Table, Slots]:
-    """Steps every row that has a gradient, and returns the new table and slots."""
+    """Applies one optimizer step to each row with a gradient. Returns the new table and slots."""
     rows, values = row_gradients(table.shape[0], gradients)
     return apply_rows(table, slots, rows, values, step)
 
@@ -818,7 +820,8 @@ def round_with_noise(
       the spacing of subnormal numbers.
     """
     num_dropped = _NUM_DROPPED_BITS[jnp.dtype(dtype)]
-    # Integer addition to the bits is like floating-point addition, but never flushes to zero.
+    # The noise is added to the bits as an integer, because floating-point addition can flush
+    # subnormal numbers to zero.
     bits = jax.lax.bitcast_convert_type(values, jnp.uint32)
     noise = words >> jnp.uint32(32 - num_dropped)
     bits = bits + noise

@@ -99,9 +99,9 @@ class Reader {
     return data;
   }
 
-  // Reads the lists of a call. `forms` has three numbers per list: flags (1: the list has offsets, 2: it has weights),
-  // the number of bags, and the number of entries per bag if there are no offsets. The ids, offsets and weights of a
-  // list are consecutive buffers.
+  // Reads the lists of ids of a call. `forms` has three numbers per list: flags (1: the list has offsets, 2: it has
+  // weights), the number of bags, and the number of entries per bag if there are no offsets. The ids, offsets and
+  // weights of a list are consecutive buffers.
   std::vector<List> Lists(ffi::Span<const int64_t> forms) {
     std::vector<List> lists;
     if (forms.size() % 3 != 0) Fail("unreadable lists");
@@ -138,9 +138,10 @@ class Reader {
     return outputs;
   }
 
-  // Reads the segments of a call. `numbers` has ten numbers per segment: the seven fields of Segment in
-  // rsembed/kernels/contract.py, in order, and then the three fields of Place in the same file. Combiner -1 stands for
-  // `none`. If `with_gradients` is true, `outputs` are gradients of outputs, which the kernels read.
+  // Reads the segments of a call (the parts of lists that features read). `numbers` has ten numbers per segment: the
+  // seven fields of Segment in rsembed/kernels/contract.py, in order, and then the three fields of Place in the same
+  // file. Combiner -1 stands for `none`. If `with_gradients` is true, `outputs` are gradients of outputs, which the
+  // kernels read.
   std::vector<Segment> Segments(ffi::Span<const int64_t> numbers, const std::vector<List>& lists,
                                 const std::vector<Table>& tables, const std::vector<Output>& outputs,
                                 bool with_gradients) {

@@ -21,9 +21,9 @@ namespace {
 
 constexpr int64_t kEntriesPerTask = 4096;
 
-// Sort keys of the entries of `distinct`. The fields of a key are the owner and the lanes (arrays with one 32-bit word
-// per entry). A key has as few bits as possible, so that the sort has few digits: a field keeps only the bits in which
-// its values differ, and several fields can share a word of 32 bits.
+// Sort keys for the entries of `Distinct`. The fields of a key are the owner of an entry and its lanes (32-bit words).
+// A key has as few bits as possible, so that the sort has few digits: a field keeps only the bits in which its values
+// differ, and several fields can share a word of 32 bits.
 class Fields {
  public:
   struct Field {
@@ -144,7 +144,7 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
     });
     for (int64_t task = 0; task < num_tasks; ++task) first_entry[task + 1] += first_entry[task];
     const int64_t num_entries = first_entry[num_tasks];
-    // For each task, the number of items that belong to an entry which begins in an earlier task.
+    // For each task, the number of items at its start that are occurrences of an entry from an earlier task.
     std::vector<int32_t> num_carried(num_tasks, 0);
     workers.ForEachRange(num_items, kEntriesPerTask, [&](int64_t first, int64_t last) {
       int64_t entry = first_entry[first / kEntriesPerTask] - 1;

@@ -1,9 +1,9 @@
 // XLA FFI handlers of the kernels, and the choice of the instruction set.
 //
-// A handler takes a variable number of buffers, so one call handles any number of features. The buffers are the arrays
-// of lists of ids, gradients of outputs, and tables. The attributes `lists` and `segments` describe the buffers, see
-// Reader in arguments.h. The only caller is rsembed/kernels/native.py, which checks values. The handlers check only
-// what memory safety needs.
+// A handler takes a variable number of buffers, so one call handles any number of features. The buffers hold the ids,
+// offsets and weights of lists, the gradients of outputs, and tables. The attributes `lists` and `segments` describe
+// the buffers, see Reader in arguments.h. The only caller is rsembed/kernels/native.py, which checks values. The
+// handlers check only what memory safety needs.
 
 #include <sys/mman.h>
 #if defined(__linux__)
@@ -72,7 +72,7 @@ bool AdviseHugePages(void* data, size_t bytes, bool now) {
 #endif
 }
 
-// Pools every segment from its table into its output.
+// Pools the rows that every segment reads from its table, and writes the pooled rows to the segment's output.
 void PoolSegments(ffi::ThreadPool pool, const std::vector<Table>& tables, std::vector<Segment>& segments) {
   int64_t num_outputs = 0;
   // A table without rows can have any number of columns, so int64 could overflow.
@@ -124,8 +124,8 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
     // An output of kStreamedBytes or more is in new memory, which has no pages yet. Page faults take less time with
     // huge pages.
     if (outputs[k].size * 4 >= kStreamedBytes) AdviseHugePages(outputs[k].data, outputs[k].size * 4, false);
-    // If the segments do not write all numbers of an output, the numbers that no segment writes must be zeros. Such
-    // numbers belong to entries outside all bags, or to columns after the end of a row that is not the longest row.
+    // Zeros are needed where no segment writes to an output. With combiner `none`, these are the vectors of entries
+    // that the output's segments do not read, and the last columns of rows that are shorter than the longest row.
     if (num_written[k] < outputs[k].size) std::fill(outputs[k].data, outputs[k].data + outputs[k].size, 0.0f);
   }
   PoolSegments(pool, tables, segments);
@@ -178,7 +178,7 @@ int64_t NumEntries(const std::vector<List>& lists) {
 using GradientRows = ffi::Result<ffi::BufferR1<ffi::S32>>;
 using GradientValues = ffi::Result<ffi::BufferR2<ffi::F32>>;
 
-// Computes the distinct rows of a call and their gradients. `reader` must have read the segments before, and
+// Computes the distinct rows of a call and their gradients. `reader` is the reader that returned `segments`.
 // `num_entries` is the number of entries of all lists.
 ffi::Error CombineSegments(ffi::ThreadPool pool, Reader& reader, const std::vector<Segment>& segments,
                            int64_t num_entries, int64_t num_rows, GradientRows out_rows, GradientValues out_gradients) {
@@ -321,10 +321,11 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
 // Copies rows between arrays and lists of rows. Each array, of any dtype, has a list, and item i of the list is row
 // `rows[i]` of the array.
 //
-// A gather copies rows from the arrays (`args`) to the lists (`rets`). For a row number outside the array, a gather
-// writes `missing` to the list of an int32 array, and zeros to other lists. A scatter copies rows from the lists to the
-// arrays. The `args` of a scatter are all arrays and then all lists, and its `rets` alias the arrays. The rows of a
-// scatter must be distinct, and row numbers outside the array are skipped.
+// If kScatter is false, rows are gathered: they are copied from the arrays in `args` to the lists in `rets`. For a row
+// number outside the array, `missing` is written to the list of an int32 array, and zeros to other lists. If kScatter
+// is true, rows are scattered: they are copied from the lists to the arrays. In a scatter, `args` has all arrays and
+// then all lists, and `rets` alias the arrays. The scattered rows must be distinct, and row numbers outside the array
+// are skipped.
 template <bool kScatter>
 ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
                     ffi::RemainingRets rets, int64_t missing) {
@@ -464,11 +465,11 @@ extern "C" int64_t rsembed_num_cores() { return NumCores(); }
 
 extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return AdviseHugePages(data, bytes, true); }
 
-// Makes the allocator keep freed memory for later results, up to `bytes` at the end of a heap. By default, the
-// allocator returns freed memory to the system after every call. The next call then gets new pages, and the system has
-// to zero each new page in a page fault. Threads other than the main thread have heaps of 64 MB. The allocator returns
-// an empty heap to the system if the previous heap has M_TOP_PAD bytes free. Therefore M_TOP_PAD is set to the size of
-// the largest result.
+// Makes the allocator keep freed memory for later results. At the end of a heap, it keeps up to `bytes` bytes. By
+// default, the allocator returns freed memory to the system after every call. The next call then gets new pages, and
+// the system has to zero each new page in a page fault. Threads other than the main thread have heaps of 64 MB. The
+// allocator returns an empty heap to the system if the previous heap has M_TOP_PAD bytes free. Therefore M_TOP_PAD is
+// set to the size of the largest result.
 extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
 #if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD) && defined(M_TOP_PAD)
   // The size of a heap. Older versions of glibc accept at most half of this size as M_MMAP_THRESHOLD.

@@ -1,4 +1,5 @@
-// XLA FFI handlers for the products of all pairs of a sample's vectors. The only caller is rsembed/kernels/native.py.
+// XLA FFI handlers for the dot products of all pairs of a sample's vectors. The only caller is
+// rsembed/kernels/native.py.
 
 #include <algorithm>
 #include <cstdint>

@@ -1,4 +1,4 @@
-// Arguments of the handlers for keys: types of buffers, checks of arguments, and the keys of a call.
+// Types and checks for the arguments of handlers that take keys.
 
 #pragma once
 

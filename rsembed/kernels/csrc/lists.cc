@@ -24,8 +24,8 @@ constexpr int64_t kIdsPerTask = 1 << 14;
 constexpr int64_t kBytesPerTask = 1 << 16;
 constexpr int32_t kPadId = -1;  // PAD_ID of rsembed/bags.py
 
-// Whether all `numbers` are between 0 and kNoRow. An array without bytes can have larger sizes, and the product of such
-// sizes could overflow.
+// Whether all `numbers` are between 0 and kNoRow. If one size of an array is 0, its other sizes can be larger, and the
+// product of these sizes could overflow.
 bool AreSizes(std::initializer_list<int64_t> numbers) {
   return std::all_of(numbers.begin(), numbers.end(), [](int64_t size) { return size >= 0 && size <= kNoRow; });
 }
@@ -45,8 +45,8 @@ struct Part {
   int64_t begin;
 };
 
-// Writes the rows of ids [begin, end) of a part. Ids are compared as unsigned numbers, so a negative id is outside
-// every table.
+// Computes the rows of the ids `begin` to `end - 1` of a part, and writes them to `part.rows`. Ids are compared as
+// unsigned numbers, so a negative id is outside every table.
 void WriteRows(const Part& part, uint64_t spread, uint64_t rows_per_shard, int64_t begin, int64_t end) {
   const Place& place = part.place;
   const uint32_t num_ids = static_cast<uint32_t>(place.num_ids);
@@ -63,8 +63,8 @@ void WriteRows(const Part& part, uint64_t spread, uint64_t rows_per_shard, int64
   }
 }
 
-// Splits a list into parts: one part for each segment, and one for each gap between segments. No segment reads the ids
-// in a gap, so these ids get kNoRow.
+// Splits a list into parts: one part for the ids of each segment, and one part for each range of ids that no segment
+// reads. The ids in such a range get kNoRow.
 void AddParts(const List& list, std::vector<Part> segments, int32_t* rows, std::vector<Part>* parts) {
   std::sort(segments.begin(), segments.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
   int64_t done = 0;
@@ -199,9 +199,9 @@ ffi::Error Compact(ffi::ThreadPool pool, ffi::BufferR1<ffi::PRED> marks, ffi::Re
   });
 }
 
-// Takes a free row for every entry that wants a row, from the end of the list of free rows of the entry's table. If
-// this list is empty, the entry gets kNoRow. Also returns, for each table, the number of rows that remain free and the
-// number of entries that wanted a row but got none. If `tables` is empty, there is one table, which all entries read.
+// Every entry that needs a row gets the last row from the list of free rows of its table. If this list is empty, the
+// entry gets kNoRow. Also returns, for each table, the number of rows that remain free and the number of entries that
+// needed a row but got none. If `tables` is empty, there is one table for all entries.
 ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_free, ffi::BufferR1<ffi::PRED> wants,
                     ffi::BufferR1<ffi::S32> tables, ffi::Result<ffi::BufferR1<ffi::S32>> rows,
                     ffi::Result<ffi::BufferR1<ffi::S32>> num_left, ffi::Result<ffi::BufferR1<ffi::S32>> num_without) {
@@ -235,9 +235,10 @@ ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_fr
 }
 
 // Puts the blocks of several arrays side by side: for each device, the block of the first array, then of the second,
-// and so on. If `gathers` is false, each buffer in `args` has the blocks of one array. If `gathers` is true, each array
-// has two buffers in `args`: the rows to gather into its blocks, and then the array. A row number outside the array is
-// padding, which reads as kNoRow from int32 arrays and as zeros from other arrays.
+// and so on. If `gathers` is false, each buffer in `args` has the blocks of one array. If `gathers` is true, `args` has
+// two buffers per array: the numbers of the rows to gather into its blocks, and then the array. A row number outside
+// the array is padding: its slot in the block is filled with kNoRow for an int32 array, and with zeros for other
+// arrays.
 ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> packed, bool gathers) {
   const auto sizes = packed->dimensions();
   if (sizes.size() < 2 || !AreSizes({sizes[0], sizes[1]})) {
@@ -375,8 +376,8 @@ bool ReadQueues(const ffi::RemainingArgs& args, ffi::Span<const int64_t> num_lan
   return next == args.size();
 }
 
-// Computes for every queue and owner whether all remaining entries fit in this round, as 1 or 0, and the lanes (32-bit
-// words that identify an entry) of the first entry that does not fit.
+// Computes for every queue and owner whether all remaining entries fit in this exchange round, as 1 or 0, and the lanes
+// (32-bit words that identify an entry) of the first entry that does not fit.
 ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32>> fit,
                      ffi::Result<ffi::BufferR3<ffi::U32>> behind, ffi::Span<const int64_t> num_lanes,
                      ffi::Span<const int64_t> capacities) {
@@ -402,9 +403,9 @@ ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32
   return ffi::Error::Success();
 }
 
-// Computes the entries to send in this round: the next entries of every owner, up to the capacity. If `fit` is 0 for an
-// owner, its remaining entries do not fit on some device. In that case `cuts` has the least entry that does not fit on
-// some device, and only entries less than this entry are sent.
+// Computes the entries to send in this exchange round: the next entries for every owner, up to the capacity. If `fit`
+// is 0 for an owner, at least one device has too many remaining entries for this owner. In that case, `cuts` has the
+// least entry that does not fit on its device, and only entries less than this entry are sent.
 ffi::Error RoundPlaces(ffi::BufferR2<ffi::S32> fit, ffi::BufferR3<ffi::U32> cuts, ffi::RemainingArgs args,
                        ffi::Result<ffi::BufferR0<ffi::PRED>> are_left, ffi::RemainingRets rets,
                        ffi::Span<const int64_t> num_lanes, ffi::Span<const int64_t> capacities) {

@@ -1,7 +1,7 @@
-// Products of all pairs of a sample's vectors, and the gradient of the vectors. This file is compiled once per
+// Dot products of all pairs of a sample's vectors, and the gradient of the vectors. This file is compiled once per
 // instruction set.
 //
-// No standard C++ header is included, for the reason in row_kernels.h.
+// No standard C++ header is included, because such headers contain inline functions and templates, see row_kernels.h.
 #include "row_kernels.h"
 
 #include <stdint.h>
@@ -22,8 +22,8 @@ namespace {
 
 #include "vectors.h"
 
-// Number of rows that `multiply` computes at once. The sums of these rows are kept in registers, and each loaded vector
-// is added to every sum, times a factor.
+// Number of rows that `multiply` computes at once. The sums of these rows are kept in registers. For each row, a loaded
+// vector is multiplied by a factor and added to the sum of the row.
 constexpr int kTogether = 4;
 
 inline int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }
@@ -82,7 +82,7 @@ void pair_products(const float* vectors, int64_t n, int64_t dim, int64_t first, 
   }
 }
 
-// Computes the gradient of the vectors of samples [first, last) from the gradient of their products.
+// Computes the gradient of the vectors of samples [first, last) from the gradient of their dot products.
 void pull_pairs(const float* vectors, const float* d_products, int64_t n, int64_t dim, int64_t first, int64_t last,
                 float* d_vectors) {
   const int64_t num_pairs = n * (n - 1) / 2;

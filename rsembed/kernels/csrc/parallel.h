@@ -52,8 +52,8 @@ inline int64_t NumCores() {
 
 // Runs the blocks of a call on the calling thread and on helper threads of the pool. The calling thread waits only for
 // blocks that other threads have begun, and never for a thread to start, so the call cannot block if the pool is busy
-// or has a single thread. Helper threads spin for a short time between the steps of a call, because the steps are
-// microseconds apart and waking a thread takes longer.
+// or has a single thread. After a call of ForEachBlock, helper threads spin for a short time, because the next call
+// often begins microseconds later and waking a thread takes longer.
 class Workers {
  public:
   explicit Workers(xla::ffi::ThreadPool pool) : pool_(pool), crew_(std::make_shared<Crew>()) {
@@ -102,8 +102,8 @@ class Workers {
 #endif
   }
 
-  // Progress of the blocks of one step of a call, shared by the calling thread and its helpers. A helper can start
-  // after the caller has returned. A helper that starts so late reads only this struct, because all blocks are done.
+  // Progress of one call of ForEachBlock, shared by the calling thread and its helper threads. A helper thread can
+  // start after ForEachBlock has returned. By then all blocks are done, so the helper thread reads only this struct.
   struct Job {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> num_done{0};

@@ -1,4 +1,4 @@
-// Partitions all stacks of a batch on the host, with the results of rsembed/sparsecore/partitioner.py. Cores are
+// Partitions all stacks of a batch on the host, with the same results as rsembed/sparsecore/partitioner.py. Cores are
 // independent, so each core is a task, and the result does not depend on the number of threads.
 #include <algorithm>
 #include <atomic>
@@ -81,8 +81,8 @@ class Job {
 }  // namespace rsembed
 
 // Fills the buffers and counts of all stacks. The result does not depend on the number of threads. If a partition
-// exceeds a limit, its entries within the limits are written, but only if ids may be dropped. `drops_something` and the
-// counts tell the caller that a limit was exceeded.
+// exceeds a limit and ids may be dropped, only its entries within the limits are written. If ids may not be dropped,
+// none of its entries are written. `drops_something` and the counts tell the caller that a limit was exceeded.
 extern "C" __attribute__((visibility("default"))) int32_t rsembed_partition(rsembed::PartitionStack* stacks,
                                                                             int64_t num_stacks, int32_t drops_ids,
                                                                             int64_t num_threads) {

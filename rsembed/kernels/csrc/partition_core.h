@@ -1,9 +1,9 @@
 // Partitions the ids of one core on the host, and writes the part of the buffers that belongs to this core.
 //
-// The ids of each feature come in the order of samples. The partitioner packs each entry into one number (shard, row,
-// sample), sorts the entries by (shard, row) with a stable radix sort, and merges entries with equal numbers. The
-// tables of a stack have disjoint rows, so each table is sorted separately. The sort of one table has short keys, and
-// its data fit in the cache.
+// The ids of each feature are in the order of the samples. The partitioner packs each entry into one number (shard,
+// row, sample), sorts the entries by (shard, row) with a stable radix sort, and merges entries with equal numbers. The
+// tables of a stack have disjoint rows, so each table is sorted separately. The sort keys of a single table are short,
+// and its entries fit in the cache.
 #pragma once
 
 #include <algorithm>
@@ -65,7 +65,8 @@ class QuotientByShards {
   uint64_t reciprocal_;
 };
 
-// Features of one table, and the number of bits of each part (sample, row, shard) of their entries' keys.
+// Features of one table, and the numbers of bits that the sort keys have for the sample, the row and the shard of an
+// entry.
 struct Group {
   const PartitionFeature* features;
   int64_t num_features;
@@ -250,8 +251,8 @@ class CorePartitioner {
     }
   }
 
-  // Writes one item for every entry that the core has of a feature. A bad id is reported only after the last item, so
-  // that the loop has no branch.
+  // Writes one item for every entry of a feature on this core. An id outside its table is reported only after the last
+  // item, so that the loop has no branch.
   template <typename Id>
   bool Emit(const Group& group, const PartitionFeature& feature, ItemType* items, int64_t* emitted) {
     const Id* const ids = static_cast<const Id*>(feature.ids);

@@ -1,6 +1,6 @@
 // Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see row_kernels.h.
 //
-// No standard C++ header is included, for the reason in row_kernels.h.
+// No standard C++ header is included, because such headers contain inline functions and templates, see row_kernels.h.
 #include "row_kernels.h"
 
 #include <stdint.h>
@@ -30,7 +30,7 @@ namespace {
 
 constexpr int64_t kLineBytes = 64;
 
-// GCC removes calls of a function that only prefetches, because the function has no effect, unless it is inlined.
+// Inlining is necessary, because GCC removes calls of functions that only prefetch and so have no effect on results.
 #define RSEMBED_PREFETCHING __attribute__((always_inline)) inline
 
 // Prefetches `bytes` bytes, at least kLeast. kLeast is a constant, so the compiler unrolls the loop over the first
@@ -48,7 +48,7 @@ RSEMBED_PREFETCHING void prefetch(const void* from, int64_t bytes) {
 //
 // A Source provides the addends of a sum of rows: row(i) is the address of addend i, or null to skip the addend,
 // gain(i) is its factor, and prefetch(i) prefetches an addend some distance after i. Every column is summed in the
-// order of i, so the bits do not depend on threads or blocks.
+// order of the addends, so the bits do not depend on threads or blocks.
 
 template <int kVectors, bool kPrefetch, typename Source>
 inline void sum_panel(const Source& source, int64_t first, int64_t last, int64_t column, float scale, float* out) {
@@ -79,8 +79,9 @@ inline void sum_tail(const Source& source, int64_t first, int64_t last, int64_t 
   store_tail(out + column, sum * scale, count);
 }
 
-// Sums rows panel by panel. A panel is a group of kVectors vectors of columns, at most 8, so that its sums stay in
-// registers. The first panel brings a row into the first-level cache, where the later panels read it.
+// Sums rows one panel after the other. A panel has kVectors * kLanes columns of all rows, and kVectors is at most 8, so
+// that the sums of a panel stay in registers. The first panel loads the rows into the first-level cache, and the later
+// panels read them from there.
 template <int kVectors, typename Source>
 inline void sum_panels(const Source& source, int64_t first, int64_t last, int64_t dim, float scale, float* out,
                        int64_t& column) {
@@ -107,8 +108,8 @@ inline void sum_rows(const Source& source, int64_t first, int64_t last, int64_t 
 
 inline int64_t clamp(int64_t x, int64_t low, int64_t high) { return x < low ? low : x > high ? high : x; }
 
-// Prefetch distance, in rows. Rare rows are in no cache. With a long prefetch distance, the loads of many rare rows
-// overlap. The prefetched rows fill at most half of a first-level cache.
+// Prefetch distance, in rows. Most rows of a large table are in no cache of the processor. With a long prefetch
+// distance, the loads of many rows from memory overlap. `bytes` is at most half the size of a first-level cache.
 inline int64_t rows_ahead(int64_t row_bytes, int64_t bytes, int64_t least, int64_t most) {
   return row_bytes == 0 ? 0 : clamp(bytes / row_bytes, least, most);
 }
@@ -157,7 +158,7 @@ struct BagScale {
   float after;
 };
 
-// Scale of a bag with very large or very small weights. Sums or squares of such weights could overflow or underflow.
+// Scale of a bag with very large or very small weights. Sums or squares of these weights could overflow or underflow.
 // Therefore `before` is a power of two that scales the largest weight to about 1, as in `_inverse_magnitudes` of
 // kernels/reference.py.
 __attribute__((noinline)) BagScale bag_scale_of_extremes(const Segment& segment, EntryRange bag) {
@@ -202,8 +203,8 @@ inline BagScale bag_scale(const Segment& segment, EntryRange bag) {
   return {1.0f, divisor == 0.0f ? 0.0f : 1.0f / divisor};
 }
 
-// Computes the scales of several bags. If the weights of a bag are so large that its scale is not a normal float, the
-// scale becomes NaN, because a scale of zero would hide the error.
+// Computes the factor of each bag, see row_kernels.h. If the weights of a bag are so large that the factor is not a
+// normal float, the factor becomes NaN, because a factor of zero would hide the error.
 void bag_scales(const Segment& segment, int64_t first_output, int64_t last_output, float* scales) {
   for (int64_t output = first_output; output < last_output; ++output) {
     const BagScale scale = bag_scale(segment, bag_entries(segment, output));
@@ -272,7 +273,8 @@ void weight_gradients(const Table& table, const Segment& segment, int64_t first_
 
 // --- row gradients --------------------------------------------------------------------------------------------------
 
-// Prefetch distance of an optimizer step, in rows. For every row, a step reads the gradient, the row and its slots.
+// Prefetch distance of an optimizer step, in rows. For every row, an optimizer step reads the gradient, the row and its
+// slots.
 inline int64_t steps_ahead(int64_t dim) { return rows_ahead(dim * sizeof(float), 4 << 10, 8, 24); }
 
 template <bool kGained>
@@ -353,8 +355,9 @@ double square_groups(const SortedEntries& entries, int64_t first, int64_t last) 
 //
 // The file rsembed/optimizers/rules.py defines the formulas, and the order of the hyperparameters in `hyper`.
 
-// Calls body(column, get, put) for the columns of a row, one vector at a time. `get` loads and `put` stores the vector
-// at the column. If fewer columns remain than a vector has lanes, `get` and `put` move only the remaining columns.
+// Calls body(column, get, put) for the columns of a row, one vector at a time. `get` loads a vector from an address,
+// and `put` stores a vector to an address. If fewer columns remain than a vector has lanes, `get` and `put` move only
+// the remaining columns.
 template <typename Body>
 inline void for_columns(int64_t dim, const Body& body) {
   int64_t column = 0;
@@ -422,8 +425,9 @@ RSEMBED_PREFETCHING void prefetch_table_row(const Table& table, uint32_t row) {
   }
 }
 
-// Row-wise Adagrad of several rows at once, with the same bits as `step_row`. The division of a row needs its root, and
-// the root needs its sum. Different rows are independent, so the processor computes several rows in parallel.
+// Row-wise Adagrad for several rows at once, with the same bits as `step_row`. Within one row, the division has to wait
+// for the square root, and the square root has to wait for the sum. Different rows are independent, so the processor
+// can compute them in parallel.
 constexpr int kRowsTogether = 4;
 
 template <typename T>
@@ -443,8 +447,9 @@ inline void step_rows_together(T* const rows[], float* const slots[], const floa
   });
 }
 
-// Steps distinct rows. In row-wise Adagrad, rows wait until kRowsTogether rows can be stepped at once, and `finish`
-// steps the rows that still wait. In other rules, every call of `step` steps its row.
+// Applies one optimizer step to distinct rows. For row-wise Adagrad, `step` collects rows until kRowsTogether rows can
+// be updated at once, and `finish` updates the remaining rows. For other rules, every call of `step` updates its row
+// immediately.
 template <typename T, Rule kRule>
 class Stepper {
  public:

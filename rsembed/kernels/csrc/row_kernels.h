@@ -1,8 +1,8 @@
 // Floating-point loops over embedding rows, compiled once per instruction set and selected at run time.
 //
 // Only plain structs are allowed in this header. An inline function or a template in this header would be compiled once
-// per instruction set. The linker would keep only one of these compiled functions, perhaps the function with AVX-512
-// instructions, on a machine without AVX-512.
+// per instruction set. The linker would keep only one of the compiled copies, perhaps the copy with AVX-512
+// instructions, which cannot run on a machine without AVX-512.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +38,8 @@ struct Segment {
   int64_t first_output;    // index of this segment's first output among the outputs of all segments
 };
 
-// A table, its slots and the hyperparameters of its rule. Slots are float32, `slot_width` numbers per row.
+// A table, its optimizer slots and the hyperparameters of its rule. Slots are float32, with `slot_width` numbers per
+// row.
 struct Table {
   void* values;
   ElementType type;
@@ -49,7 +50,7 @@ struct Table {
   int64_t dim;
 };
 
-// Item that is sorted: the row of an entry, and the source of its gradient.
+// Item to sort: the row of an entry, and an index that leads to the gradient of the entry, see SortedEntries.
 struct Item {
   uint32_t row;
   uint32_t source;

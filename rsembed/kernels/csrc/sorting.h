@@ -113,8 +113,8 @@ class RowSort {
   int digit_bits_ = 0;
 };
 
-// Splits entries (or outputs) [first, last) of the call by segment, and calls body(segment, first, last) for each part.
-// The numbers passed to `body` are relative to the segment's first entry (or output).
+// Splits entries (or outputs) [first, last) of the call by segment, and calls body(segment, begin, end) for each part.
+// `begin` and `end` are relative to the segment's first entry (or output).
 template <auto kFirst, auto kCount, typename Segment, typename Body>
 void ForEachPart(const std::vector<Segment>& segments, int64_t first, int64_t last, const Body& body) {
   for (const Segment& segment : segments) {
@@ -124,7 +124,7 @@ void ForEachPart(const std::vector<Segment>& segments, int64_t first, int64_t la
   }
 }
 
-// Entries of a call that contribute a gradient, sorted by row, and the sources of their gradients.
+// Entries of a call that contribute to the gradients of rows, sorted by row, and the output gradient of each entry.
 class SortedSegments {
  public:
   SortedSegments(Workers& workers, const RowKernels& kernels, const std::vector<Segment>& segments, int64_t num_rows,
@@ -174,8 +174,8 @@ class SortedSegments {
     }
   };
 
-  // Writes the items of entries [entry, last_entry) of a segment, and returns the end of the items. Each entry has at
-  // most one item, even if the offsets are invalid, so the writes stay inside the array of items.
+  // Writes the items of entries [entry, last_entry) of a segment to `items`, and returns the position after the last
+  // item. Each entry has at most one item, even if the offsets are invalid, so no item is written outside the array.
   Item* Emit(const Segment& segment, int64_t entry, int64_t last_entry, Item* items) const {
     if (segment.offsets == nullptr) {
       for (int64_t output = entry / std::max<int64_t>(segment.width, 1); entry < last_entry; ++output) {

@@ -123,7 +123,8 @@ Units MakeUnits(Workers& workers, const Call& call) {
   const int64_t count = sort.num_items();
   const Scratch<Keyed> keyed(count);
   workers.ForEachRange(count, 2048, [&](int64_t first, int64_t last) {
-    // Sort the groups of lookups with equal slices of the grouped core that begin in [first, last).
+    // A group has all lookups that use the same slice of the grouped core. Sort every group with its first lookup in
+    // [first, last).
     const auto begins = [&](int64_t i) { return i == 0 || sort.items()[i].row != sort.items()[i - 1].row; };
     while (first < last && !begins(first)) ++first;
     while (first < last) {
@@ -160,8 +161,8 @@ Units MakeUnits(Workers& workers, const Call& call) {
   return units;
 }
 
-// Splits units [begin, end) into blocks of at most `most` units that share a slice of the grouped core, and calls
-// body(first, last) for each block.
+// Splits units [begin, end) into blocks, and calls body(first, last) for each block. The units of a block use the same
+// slice of the grouped core, and a block has at most `most` units.
 template <typename Body>
 void ForEachSharedSlice(const Train& train, const Units& units, int64_t begin, int64_t end, int64_t most,
                         const Body& body) {
@@ -240,7 +241,7 @@ ffi::Error Rows(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::
   });
 }
 
-// Computes the gradients of the cores and, as the last result, the gradient of the gains.
+// Computes the gradients of the cores and, as the last result, the gradients of the gains (the weights of the lookups).
 ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                 ffi::Span<const int64_t> slice_shapes, int64_t grouped, int64_t num_bags) {
   Reader reader(args);
@@ -279,9 +280,9 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     const int32_t* const group_of = train.digits[grouped];
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
-      // A task handles the groups of units with equal slices of the grouped core that begin in its range. For each
-      // group, the task adds to the gradient of the slice of the grouped core, and writes the gradients of the other
-      // slices that the units read.
+      // A group has all units that use the same slice of the grouped core. A task handles every group with its first
+      // unit in the range of the task. The task adds to the gradient of the slice that the group shares, and writes the
+      // gradients of the units' slices of the other cores.
       workers.ForEachRange(end - begin, kUnitsPerTask, [&](int64_t from, int64_t to) {
         const auto begins = [&](int64_t unit) {
           return unit == begin || group_of[units.examples[unit]] != group_of[units.examples[unit - 1]];

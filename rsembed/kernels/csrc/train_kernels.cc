@@ -1,6 +1,6 @@
 // Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see train_kernels.h.
 //
-// No standard C++ header is included, for the reason in row_kernels.h.
+// No standard C++ header is included, because such headers contain inline functions and templates, see row_kernels.h.
 #include "train_kernels.h"
 
 #include <stdint.h>
@@ -155,9 +155,10 @@ float dot(const float* a, const float* b, int64_t count) {
   return total;
 }
 
-// Products of the slices of a block of lookups. Consecutive lookups with equal slices of all cores before the grouped
-// core share the products up to the grouped core. The first of several lookups that share products is called their
-// head. Lookups share no products that include a core after the grouped core.
+// Matrix products of the slices of a block of lookups. If consecutive lookups use equal slices of all cores before the
+// grouped core, they share the products of slices of the cores up to and including the grouped core. The first of
+// several lookups that share products is called their head. Products that include a core after the grouped core are not
+// shared.
 struct Block {
   const Train& train;
   const uint32_t* lookups;
@@ -182,20 +183,21 @@ struct Block {
   bool has_heads(int64_t t) const { return t <= train.grouped; }
   int64_t num_products(int64_t t) const { return has_heads(t) ? num_heads : count; }
   int64_t lookup_of(int64_t t, int64_t k) const { return has_heads(t) ? first_of_head[k] : k; }
-  // Index of the product up to core t - 1 that is multiplied by a slice of core t to get product k up to core t.
+  // Index k' such that product(t, k) is product(t - 1, k') times a slice of core t.
   int64_t before(int64_t t, int64_t k) const { return has_heads(t - 1) && !has_heads(t) ? head_of[k] : k; }
 
   const float* slice(int64_t t, int64_t k) const {
     return train.cores[t] + train.digits[t][lookups[lookup_of(t, k)]] * train.size[t];
   }
-  // Products up to core t, `[num_products(t), product[t]]`. The scratch memory begins with the products of all cores.
+  // Products of slices of the cores 0 to t, `[num_products(t), product[t]]`. The scratch memory begins with these
+  // products for all t.
   float* products(int64_t t) const {
     float* at = scratch;
     for (int64_t earlier = 0; earlier < t; ++earlier) at += kLookupsPerBlock * train.product[earlier];
     return at;
   }
-  // Product number k of slices of the cores 0 to t. If `t` is 0, the product is a slice of core 0, and not a copy in
-  // the scratch memory.
+  // Product k of slices of the cores 0 to t. If `t` is 0, the product is a slice of core 0, and not a copy in the
+  // scratch memory.
   const float* product(int64_t t, int64_t k) const {
     return t == 0 ? slice(0, k) : products(t) + k * train.product[t];
   }

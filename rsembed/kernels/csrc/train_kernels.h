@@ -1,6 +1,6 @@
 // Products of tensor-train slices, compiled once per instruction set, like the row kernels.
 //
-// Only plain structs are allowed in this header, for the reason in row_kernels.h.
+// Only plain structs are allowed in this header. row_kernels.h explains why.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace rsembed {
 constexpr int64_t kMaxCores = 16;
 constexpr int64_t kLookupsPerBlock = 12;
 
-// A tensor train, and the slices of its cores that every lookup reads. Each slice of core t is `[left, columns, right]`
+// A tensor train, and the slices of its cores that each lookup reads. Each slice of core t is `[left, columns, right]`
 // in C order. `digits[t]` has, for each lookup, the index of a slice of core t.
 struct Train {
   int64_t num_cores;
@@ -40,13 +40,13 @@ inline int64_t ScratchSize(const Train& train) {
 
 struct TrainKernels {
   const char* name;
-  // Computes rows `[count, dim]` of `count` lookups. No two lookups may use the same slices of all cores.
+  // Computes rows `[count, dim]` of `count` lookups. The lookups must read distinct rows.
   void (*rows)(const Train&, const uint32_t* lookups, int64_t count, float* scratch, float* made);
-  // Backward pass of `rows`. `rows` must have been called before with the same `scratch`. All lookups share one slice
-  // of the grouped core, and the gradient of this slice is added to `d_grouped`. The gradients of the slices of other
-  // cores are written to `d_slices`, `[count, size]` for every core. If consecutive lookups have equal slices of all
-  // cores before the grouped core, their gradients of these slices are summed. The sum is written in the place of the
-  // first of these lookups, and `is_head` becomes true for this lookup.
+  // Backward pass of `rows`. `rows` must have been called before with the same `scratch`. All lookups use the same
+  // slice of core `grouped`, and the gradient of this slice is added to `d_grouped`. The gradients of the slices of
+  // other cores are written to `d_slices`, `[count, size]` for every core. If consecutive lookups have equal slices of
+  // all cores before core `grouped`, their gradients of these slices are summed. The sum is the gradient in `d_slices`
+  // of the first of these lookups, and `is_head` becomes true for this lookup only.
   void (*pull)(const Train&, const uint32_t* lookups, int64_t count, const float* d_rows, const float* transposed,
                float* d_grouped, float* const* d_slices, bool* is_head, float* scratch);
   // Writes the transpose of a slice `[left, columns * right]` to `out`.

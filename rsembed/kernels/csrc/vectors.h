@@ -77,7 +77,8 @@ inline Halves encode(const BFloat16*, Floats x) {
 inline Halves encode(const Float16*, Floats x) {
   const Words bits = as_words(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
   const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  // Adding 0.5 rounds a subnormal result to nearest, and leaves the ten bits of the result at the end of the sum.
+  // Adding 0.5 rounds a subnormal result to nearest. The lowest bits of the sum are then the mantissa bits of the
+  // result.
   const Words tiny = as_words(as_floats(magnitude) + 0.5f) - 0x3f000000;
   const Words huge = select((Words)(magnitude > 0x7f800000), Words{} + 0x7e00, Words{} + 0x7c00);
   const Words finite = select((Words)(magnitude < 0x38800000), tiny, normal);
@@ -98,8 +99,8 @@ inline void store(T* to, Floats x) {
 }
 
 // Loads and stores the last columns of a row, which are fewer than kLanes. A load fills the remaining lanes of the
-// vector with zeros, and a store skips these lanes. Rows shorter than a vector have only such last columns, so a loop
-// over single columns would be slow.
+// vector with zeros, and a store skips these lanes. A row shorter than a vector consists only of these columns, so a
+// loop over single columns would be slow.
 #if defined(__AVX512F__)
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
@@ -158,7 +159,8 @@ inline Floats load_tail(const float* from, int64_t count) {
 
 template <typename T>
 inline Floats load_tail(const T* from, int64_t count) {
-  // A Pair joins the two parts in a register. If the parts were joined in memory, the load of the whole would stall.
+  // A Pair joins the two parts in a register. If the parts were stored to memory one by one, a load of the whole vector
+  // would have to wait for both stores.
   typedef uint64_t Pair __attribute__((vector_size(16)));
   constexpr int64_t kColumns = 8 / sizeof(T), kBytes = sizeof(T);
   const Pair parts = {load_bytes(from, count * kBytes),
