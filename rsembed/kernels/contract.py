@@ -80,7 +80,7 @@ def is_between(numbers: Array, first: Any, stop: Any) -> Bool[Array, "..."]:
 
 
 Combiner = Literal["sum", "mean", "sqrtn", "none", "mean_by_count"]
-"""How the rows of a bag become one output.
+"""How the rows of a bag are combined into one output.
 
 `sum` adds `weight * row`. `mean` divides the result of `sum` by the sum of the weights, `sqrtn` by
 the root of the sum of the squared weights, and `mean_by_count` by the number of entries. Entries

@@ -44,7 +44,7 @@ def has_devices() -> bool:
 
 
 def service_of_processes() -> Any:
-    """Client of JAX's key-value service between processes, or None in a single process."""
+    """Client of the key-value service that JAX processes share, or None in a single process."""
     return distributed.global_state.client
 
 

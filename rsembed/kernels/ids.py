@@ -1,6 +1,6 @@
 """Kernels for the ids of a batch, in plain JAX.
 
-The kernels turn ids into rows, sort preprocessed batches by sample, and fill the blocks that
+The kernels turn ids into row numbers, sort preprocessed batches by sample, and fill the blocks that
 devices exchange. Other implementations of these kernels must return the same results.
 """
 
@@ -136,7 +136,7 @@ class Partitions(NamedTuple):
         shards.
       embedding_ids: row number of every entry within its shard.
       sample_ids: sample number of every entry within its core.
-      gains: factor of every entry's row in the sum of its sample.
+      gains: factor by which the row of every entry is multiplied before rows are summed by sample.
       num_minibatches: number of minibatches that each core uses; later blocks of row pointers are
         unused. None without minibatches.
       num_cores: number of cores of the device.
@@ -168,7 +168,7 @@ SampleEntries = tuple[Int[Array, " places"], Int[Array, " samples_plus_1"], Floa
 def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
     """Entries that one device looks up in each stack of tables, sorted by sample.
 
-    Buffer positions outside all partitions are not entries. Row pointers define the partitions. The
+    Buffer positions outside all partitions hold no entries. Row pointers define the partitions. The
     entries of a sample are in the order of their rows.
     """
     return [_stack_entries_by_sample(stack) for stack in stacks]
@@ -370,8 +370,9 @@ def round_places(
       cuts: for each queue and owner with `fit` 0, the minimum of the `cuts` of `block_ends` over
         the devices with `fit` 0. Only entries less than this minimum are sent to the owner.
 
-    Returns: for each queue, the entries to send, with `NO_ROW` in unused slots; for each queue,
-      the cursor after this round; and whether any queue has entries left.
+    Returns: `(entries, cursors, any_left)`. For each queue, `entries` has the entries to send, with
+      `NO_ROW` in unused slots, and `cursors` has the cursor after this round. `any_left` is True if
+      any queue has entries left.
     """
     sent = []
     cursors = []

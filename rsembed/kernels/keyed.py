@@ -108,10 +108,12 @@ def distinct(
         the same words belong to the same entry.
       num_owners: number of owners.
 
-    Returns: the lanes of the distinct entries, padded with zeros; for each occurrence, the index of
-      its entry, `NO_ROW` for padding; for each entry, the position of its first occurrence, padded
-      with `NO_ROW`; the offset of each owner's entries; and for each entry, the number of its
-      occurrences, padded with zeros.
+    Returns: `(lanes, entry_of, first_of, offsets, counts)`. `lanes` has the lanes of the distinct
+      entries. For each occurrence, `entry_of` has the index of its entry, or `NO_ROW` if the
+      occurrence is padding. For each entry, `first_of` has the position of its first occurrence,
+      and `counts` has the number of its occurrences. The entries of owner `d` begin at `offsets[d]`
+      and end before `offsets[d + 1]`. After the last entry, `first_of` is padded with `NO_ROW`, and
+      `lanes` and `counts` with zeros.
     """
     num_occurrences = owners.shape[0]
     is_owned = is_between(owners, 0, num_owners)
@@ -152,16 +154,18 @@ def distinct(
 def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
     """Distinct keys in the order of their first occurrence.
 
-    The keys go into a hash table of positions that exists only during this call. A stable sort of
-    the keys would take three times as long as this hash table.
+    The positions of the keys are stored in a hash table that exists only during this call. A stable
+    sort of the keys would take three times as long as this hash table.
 
     Args:
       keys: keys and padding, in any order.
       occurrences: number of occurrences that each key stands for.
 
-    Returns: the index of every key among the distinct keys, `NO_ROW` for padding; the position of
-      each distinct key's first occurrence, padded with `NO_ROW`; and the sum of `occurrences` of
-      each distinct key, at most `MAX_COUNT`, padded with zeros.
+    Returns: `(entry_of, first_of, counts)`. For each key, `entry_of` has its index among the
+      distinct keys, or `NO_ROW` if the key is padding. For each distinct key, `first_of` has the
+      position of its first occurrence, and `counts` has the sum of its `occurrences`, at most
+      `MAX_COUNT`. After the last distinct key, `first_of` is padded with `NO_ROW`, and `counts`
+      with zeros.
     """
     num_keys = keys.low.shape[0]
     least_slots = 2 * max(num_keys, 1)
@@ -301,9 +305,10 @@ def take_rows(
         the table get the free rows.
       table: table of each entry. None, the default: there is one table.
 
-    Returns: the row of each entry, numbered consecutively over all tables, or `NO_ROW` if the entry
-      gets no row; the number of rows that remain free in each table; and the number of entries of
-      each table that needed a row but got none.
+    Returns: `(rows, num_left, num_without)`. `rows` has the row of each entry, numbered
+      consecutively over all tables, or `NO_ROW` if the entry gets no row. For each table,
+      `num_left` is the number of rows that remain free, and `num_without` is the number of entries
+      that needed a row but got none.
     """
     num_tables = num_free.shape[0]
     rank, num_wanted = ranks(wants, table, num_tables)

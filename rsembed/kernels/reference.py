@@ -510,8 +510,9 @@ def group_rows(
     distinct rows, and their `rows` are row numbers of the returned array of output gradients.
     Entries that contribute nothing come after the last bag, and their bag is the number of bags.
 
-    Returns: the distinct rows in ascending order, padded with `NO_ROW`; the entries, sorted by row;
-      the bag of every sorted entry; and the gradients of the outputs, float32.
+    Returns: `(rows, entries, bags, d_outputs)`: the distinct rows in ascending order, padded with
+      `NO_ROW`, the entries sorted by row, the bag of every sorted entry, and the gradients of the
+      outputs in float32.
     """
     # Each list begins with an empty array, because `jnp.concatenate` fails on an empty list, and a
     # table may have no segments.
@@ -577,7 +578,7 @@ def row_gradients(
     """Distinct rows in ascending order and the summed gradient of each, float32.
 
     Both arrays have length `min(gradients.num_entries, num_rows)`. Padding has row `NO_ROW` and
-    gradient 0. A row that was looked up is listed even if its gradient is zero.
+    gradient 0. A row that was looked up is returned even if its gradient is zero.
 
     Args:
       num_rows: number of rows of the table.

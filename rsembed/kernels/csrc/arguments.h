@@ -140,8 +140,8 @@ class Reader {
 
   // Reads the segments of a call (the parts of lists that features read). `numbers` has ten numbers per segment: the
   // seven fields of Segment in rsembed/kernels/contract.py, in order, and then the three fields of Place in the same
-  // file. Combiner -1 stands for `none`. If `with_gradients` is true, `outputs` are gradients of outputs, which the
-  // kernels read.
+  // file. Combiner -1 stands for `none`. If `with_gradients` is true, `outputs` holds the gradients of outputs, which
+  // kernels only read.
   std::vector<Segment> Segments(ffi::Span<const int64_t> numbers, const std::vector<List>& lists,
                                 const std::vector<Table>& tables, const std::vector<Output>& outputs,
                                 bool with_gradients) {

@@ -1,7 +1,8 @@
 // XLA FFI handlers that find the distinct entries of a batch, by owner and lanes, or by key.
 //
 // All work is on integers, so a result depends neither on the number of threads nor on the instruction set.
-// The only caller is rsembed/kernels/native.py, which checks values. The handlers check only what memory safety needs.
+// The only caller is rsembed/kernels/native.py, which checks arguments. The handlers check only what memory safety
+// needs.
 
 #include <algorithm>
 #include <cstdint>

@@ -2,7 +2,7 @@
 //
 // A handler takes a variable number of buffers, so one call handles any number of features. The buffers hold the ids,
 // offsets and weights of lists, the gradients of outputs, and tables. The attributes `lists` and `segments` describe
-// the buffers, see Reader in arguments.h. The only caller is rsembed/kernels/native.py, which checks values. The
+// the buffers, see Reader in arguments.h. The only caller is rsembed/kernels/native.py, which checks arguments. The
 // handlers check only what memory safety needs.
 
 #include <sys/mman.h>
@@ -121,8 +121,8 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
     num_written[output] += Times(segments[k].num_outputs, tables[segments[k].table].dim);
   }
   for (size_t k = 0; k < outputs.size(); ++k) {
-    // An output of kStreamedBytes or more is in new memory, which has no pages yet. Page faults take less time with
-    // huge pages.
+    // An output of kStreamedBytes or more is in newly allocated memory, for which the system has not provided pages
+    // yet. Page faults take less time with huge pages.
     if (outputs[k].size * 4 >= kStreamedBytes) AdviseHugePages(outputs[k].data, outputs[k].size * 4, false);
     // Zeros are needed where no segment writes to an output. With combiner `none`, these are the vectors of entries
     // that the output's segments do not read, and the last columns of rows that are shorter than the longest row.
@@ -346,7 +346,7 @@ ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::Rem
     if (kScatter && array->untyped_data() != (*result)->untyped_data()) {
       return ffi::Error::InvalidArgument("rsembed: results must alias the arrays");
     }
-    if (row_bytes == 0) continue;  // the address of an array without bytes can be null
+    if (row_bytes == 0) continue;  // an empty array can have a null address
     char* const in_array = static_cast<char*>(array->untyped_data());
     char* const in_list = static_cast<char*>(list.untyped_data());
     const int64_t rows_per_block = std::max<int64_t>(kBlockBytes / std::max<int64_t>(row_bytes, 1), 1);

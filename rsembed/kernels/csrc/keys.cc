@@ -1,8 +1,8 @@
 // XLA FFI handlers for hash tables from keys to rows.
 //
 // All work is on integers, so a result depends neither on the number of threads nor on the instruction set.
-// The only caller is rsembed/kernels/native.py, which checks values. The handlers check only what memory safety needs.
-// The file rsembed/kernels/keyed.py defines the hash table.
+// The only caller is rsembed/kernels/native.py, which checks arguments. The handlers check only what memory safety
+// needs. The file rsembed/kernels/keyed.py defines the hash table.
 
 #include <algorithm>
 #include <atomic>
@@ -136,7 +136,7 @@ ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_
 // Updates the last-used steps and the use counts of `rows` in place. Rows may repeat.
 ffi::Error CountUses(ffi::ThreadPool pool, Int32s last_step, Int32s counts, Int32s rows, ffi::BufferR0<ffi::S32> step,
                      Int32s occurrences, Int32Result out_last_step, Int32Result out_counts) {
-  constexpr int64_t kMostShares = 4, kRowsPerLine = 16;  // the task of every share of the rows reads all entries
+  constexpr int64_t kMostShares = 4, kRowsPerLine = 16;  // a task updates one share of the rows, but reads all entries
   const int64_t num_rows = Size(counts), num_entries = Size(rows);
   Checks checks;
   checks.Need(Size(last_step) == num_rows && Size(occurrences) == num_entries, "wrong size of a lane");

@@ -1,5 +1,5 @@
-// XLA FFI handlers that turn ids into rows, count ids, list marked entries, take free rows, and fill the blocks that
-// devices exchange.
+// XLA FFI handlers that turn ids into row numbers, count ids, list marked entries, take free rows, and fill the blocks
+// that devices exchange.
 //
 // One call of a handler handles all features and lists. Without these handlers, XLA would compile an operation for
 // every feature, and several operations for every list. The functions of the same names in rsembed/kernels/ids.py and
@@ -30,7 +30,8 @@ bool AreSizes(std::initializer_list<int64_t> numbers) {
   return std::all_of(numbers.begin(), numbers.end(), [](int64_t size) { return size >= 0 && size <= kNoRow; });
 }
 
-// Position of a table's rows, see rsembed/places.py. The numbers are unsigned, because signed overflow is undefined.
+// Position of a table in the shards of its stack, see rsembed/places.py. The numbers are unsigned, because signed
+// overflow is undefined.
 struct Place {
   uint64_t owner, first, rotation, num_ids;
 };
@@ -267,7 +268,7 @@ ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result
     const bool are_rows = array->element_type() == ffi::S32;
     char* const first_block = static_cast<char*>(packed->untyped_data()) + first_place * row_bytes;
     first_place += capacity;
-    if (row_bytes == 0) continue;  // the address of an array without bytes can be null
+    if (row_bytes == 0) continue;  // an empty array can have a null address
     workers.ForEachRange(num_devices * capacity, std::max<int64_t>(kBytesPerTask / row_bytes, 1),
                          [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {

@@ -18,7 +18,7 @@ enum Combiner { kSum, kMean, kSqrtN, kMeanByCount };
 // offsets, which can have any value.
 struct Segment {
   const int32_t* rows;
-  int64_t first_id;        // index in the list of the segment's first entry; offsets count from the start of the list
+  int64_t first_id;        // position of the segment's first entry in its list; offsets are positions in this list
   const int32_t* offsets;  // null: every output pools `width` entries
   int64_t width;
   const float* weights;    // null: all weights are 1

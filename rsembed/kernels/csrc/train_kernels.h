@@ -1,4 +1,4 @@
-// Products of tensor-train slices, compiled once per instruction set, like the row kernels.
+// Kernels that multiply slices of tensor trains, compiled once per instruction set, like the row kernels.
 //
 // Only plain structs are allowed in this header. row_kernels.h explains why.
 #pragma once
@@ -27,7 +27,7 @@ struct Train {
   int64_t product[kMaxCores];  // numbers in a product of slices of the cores 0 to t
 };
 
-// Size of the scratch memory for one block, in numbers.
+// Size of the scratch memory for one block of lookups, in numbers.
 inline int64_t ScratchSize(const Train& train) {
   int64_t products = 0, most = 0, slices = 0;
   for (int64_t t = 0; t < train.num_cores; ++t) {
