@@ -419,7 +419,7 @@ def _joined(
 
 
 def bag_gradients(gradients: CallGradients, number: int) -> Float[Array, "outputs dim"]:
-    """Gradients of the outputs of list `number`: one row per bag, per entry for combiner `none`.
+    """Gradients of the outputs of list `number`: one row per bag, or per entry without combiner.
 
     The gradients of bags that read other tables are zeros.
     """
@@ -491,7 +491,7 @@ def group_rows(
     gradients: CallGradients,
     pool: Pool | None = None,
 ) -> tuple[Int[Array, " capacity"], Entries, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
-    """Distinct rows that a batch reads, and the entries of each row.
+    """Distinct rows that a batch reads, and the entries that read each row.
 
     A lookup sums over all entries of a bag. A row gradient sums over all entries that read the row.
     So the same kernels can compute lookups and row gradients:

@@ -72,7 +72,8 @@ struct Keys {
     return low[i] == low[k] && high[i] == high[k] && TableOf(i) == TableOf(k);
   }
   uint32_t Storage(int64_t i) const { return Mix(high[i], low[i]); }
-  // Hash of a key and its table, for code that mixes the keys of all tables. Several tables can have equal keys.
+  // Hash of a key and its table, for code that handles the keys of all tables together. Several tables can have equal
+  // keys.
   uint32_t HomeOfAll(int64_t i) const { return Mix(high[i] ^ static_cast<uint32_t>(TableOf(i)) * 0x9E3779B1u, low[i]); }
 };
 
