@@ -19,9 +19,9 @@ def is_watched() -> bool:
 
 
 def progress(items: Iterable[Item], *, description: str, **bar_options: object) -> Iterable[Item]:
-    """The items, with a progress bar if standard error is a terminal, or in a notebook.
+    """The same items as `items`, with a progress bar in a terminal or a notebook.
 
-    If there is no terminal and no notebook, the function returns `items`, without a progress bar.
+    If standard error is not a terminal and there is no notebook, the function returns `items`.
 
     Args:
       items: any iterable. For an iterable without a length, pass `total=`, and the progress bar

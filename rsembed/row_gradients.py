@@ -69,8 +69,8 @@ def _opaque(rows: object) -> Any:
     if rows.dtype.itemsize > 4 and not is_traced(rows):
         is_cut = np.asarray(rows) != np.asarray(numbers)
         if is_cut.any():
-            # At least one row number does not fit 32 bits. `rows` is returned unchanged, and
-            # `check_belong` will reject it.
+            # At least one row number does not fit in 32 bits. Return `rows` unchanged, so that
+            # `check_belong` raises an error.
             return rows
     return _opaque_numbers(numbers)
 
@@ -94,10 +94,11 @@ def _integers(array: object) -> Any:
 
 
 class Summands(NamedTuple):
-    """Inputs from which the values of row gradients are summed.
+    """Inputs from which `RowGradients.values` are computed.
 
     Args:
-      engine: the engine of the collection, which can step tables without computing the sums.
+      engine: the engine of the collection. It can update tables directly from these inputs,
+        without computing `values`.
       batch: prepared batch that was looked up.
       d_outputs: gradients of the pooled outputs.
     """
@@ -108,9 +109,9 @@ class Summands(NamedTuple):
 
 
 class _Unsummed(NamedTuple):
-    """Summands of row gradients, and the arrays of these row gradients.
+    """`Summands` of row gradients, and the arrays of the row gradients when they got the summands.
 
-    The summands are valid only while the row gradients still have the same arrays.
+    If one of the arrays is replaced later, the summands are no longer valid.
     """
 
     summands: Summands
@@ -123,9 +124,9 @@ class _Unsummed(NamedTuple):
 class RowGradients:
     """Gradients of distinct rows, for each stack.
 
-    `first + second` calls `combine`, and `2 * gradients` calls `scale`. Row numbers are in arrays
-    that reject arithmetic. Therefore `jax.tree.map(jnp.add, first, second)` raises a TypeError,
-    instead of returning gradients of wrong rows.
+    `first + second` calls `combine`, and `2 * gradients` calls `scale`. Row numbers are stored in
+    arrays that reject arithmetic. Therefore `jax.tree.map(jnp.add, first, second)` raises a
+    TypeError, instead of returning gradients of wrong rows.
 
     Inside `jit`, row gradients that a collection computes also have `summands`. The summands are
     not in the pytree, so copies of the gradients and results of compiled programs have no summands.
@@ -133,15 +134,15 @@ class RowGradients:
     Args:
       rows: distinct row numbers in ascending order, with `NO_ROW` as padding at the end. On a mesh,
         the rows on each device are in ascending order. For a table with keys, `rows` is a uint32
-        array `[capacity, 3]`. Its columns are the upper half of each key, the lower half of the
-        key, and the number of occurrences of the key, which is 0 for padding. If a stack has
-        several tables with keys, a fourth column of `rows` has the index of the table.
+        array `[capacity, 3]`. The columns are the upper 32 bits of each key, the lower 32 bits, and
+        the number of occurrences of the key, which is 0 for padding. If a stack has several tables
+        with keys, a fourth column contains the index of the table.
       values: float32 gradient of each row, zeros for padding.
       num_rows: number of rows of each stack, as pairs `(stack, number of rows)` sorted by stack.
       shardings: on a mesh, shardings of the rows and values of each stack, as triples
         `(stack, rows, values)` sorted by stack. None if the tables are not on a mesh.
       layout: fingerprint of the collection that computed the gradients. A step raises an error if
-        the tables have a different fingerprint.
+        the fingerprint of the tables to update differs from `layout`.
     """
 
     rows: dict[str, Int[Array, "*capacity"]]
@@ -149,8 +150,8 @@ class RowGradients:
     num_rows: NumRows
     shardings: Shardings = None
     layout: Fingerprint | None = None
-    # This field has the row numbers in arrays that reject arithmetic. The property `rows`, which is
-    # defined after the class, reads and writes the field `opaque_rows`.
+    # This field stores the row numbers in arrays that reject arithmetic. The property `rows`, which
+    # is defined after the class, reads and writes the field `opaque_rows`.
     opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)
     # The method `summed_from` sets the field `unsummed`, and the property `summands` reads it.
     unsummed: _Unsummed | None = dataclasses.field(
@@ -212,11 +213,12 @@ class RowGradients:
 
     @property
     def summands(self) -> Summands | None:
-        """Inputs from which `values` are computed; None outside the trace that computed them.
+        """Inputs from which `values` are computed. None outside the trace that computed `values`.
 
-        `values` are sums over equal rows. A step uses the summands instead of `values`, so XLA does
-        not compute `values`, an array with space for one row per looked-up id. The summands are
-        also None after an array of the gradients was replaced.
+        `values` contains, for each distinct row, the sum of the gradients of all ids that read the
+        row. An optimizer step uses the summands instead of `values`, so XLA does not compute
+        `values`, an array with space for one row per looked-up id. The summands are also None after
+        an array of the gradients was replaced.
         """
         if self.unsummed is None:
             return None
@@ -243,7 +245,7 @@ class RowGradients:
             if rows.ndim == 1:
                 counts[name] = jnp.sum(rows != NO_ROW)
             else:
-                # Rows with keys have the number of occurrences in column 2, with 0 for padding.
+                # In rows with keys, column 2 is the number of occurrences, 0 for padding.
                 counts[name] = jnp.sum(rows[:, 2] > 0)
         return counts
 
@@ -304,14 +306,14 @@ def check_belong(
     num_rows: NumRows,
     axes: Mapping[str, tuple[int, int]] | None = None,
 ) -> None:
-    """Checks that row gradients fit the tables of a step, or other row gradients of a sum.
+    """Checks that row gradients can update given tables, or be added to other row gradients.
 
     Args:
       row_gradients: the value to check, of any type.
       layout: fingerprint of the tables. If None, fingerprints are not compared.
       num_rows: number of rows of each stack.
       axes: for each stack, the number of axes of `rows`, and the length of the last axis of
-        `values`. If `axes` is None, `rows` and `values` may have any shapes that fit each other.
+        `values`. If `axes` is None, any shapes are accepted for which `rows` and `values` match.
 
     Raises:
       TypeError: the value is not `RowGradients`.
@@ -338,8 +340,8 @@ def check_belong(
         fits = _shapes_fit(row_shape, value_shape)
         if fits and axes is not None:
             fits = (len(row_shape), value_shape[-1]) == axes[name]
-        # Row gradients with a layout come from a collection, which has sorted the rows, so only the
-        # rows of other row gradients are checked.
+        # Check the order of the rows only if there is no layout. Row gradients with a layout come
+        # from a collection, which sorts the rows.
         if fits and row_gradients.layout is None and len(row_shape) == 1 and not is_traced(rows):
             numbers = np.asarray(rows, np.int64)
             used = numbers[numbers != NO_ROW]
@@ -353,7 +355,7 @@ def check_belong(
 
 
 def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
-    """Whether arrays of rows and values with these shapes fit each other.
+    """Whether the shape `rows` of row numbers matches the shape `values` of their gradients.
 
     The array of rows and the array of values may have leading axes that `lax.scan` added.
     """
@@ -361,7 +363,8 @@ def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
         return False
     if len(rows) < len(values):
         return True
-    # The last axis of `rows` has the upper half, lower half and number of occurrences of a key.
+    # The rows have keys. The last axis of `rows` contains at least the upper 32 bits of a key, the
+    # lower 32 bits, and the number of occurrences.
     return rows[-1] > 2
 
 
@@ -414,8 +417,8 @@ def clip_by_global_norm(
     """Row gradients scaled down so that their global norm is at most `max_norm`.
 
     Args:
-      row_gradients: gradients of distinct rows, as returned by the function from `lookup_vjp`. If
-        `lax.scan` stacked gradients along a leading axis, sum the gradients by `combine` first.
+      row_gradients: gradients of distinct rows, as returned by the pullback of `lookup_vjp`. If
+        `lax.scan` stacked gradients along a leading axis, sum the gradients with `combine` first.
       max_norm: maximum global norm.
       other_norm: norm of the dense gradients (`optax.tree.norm`), 0 by default. `max_norm` is
         compared with the norm of the row gradients and the dense gradients together.
@@ -434,7 +437,7 @@ def clip_by_global_norm(
 
 @validated
 def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
-    """The sum of several row gradients. Gradients of equal rows are added.
+    """The sum of several row gradients. Gradients of the same row are added.
 
     Use `combine` to accumulate gradients over micro-batches. `lax.scan` over micro-batches stacks
     gradients along a leading axis, and `combine` also sums such stacked gradients.
@@ -488,7 +491,11 @@ def _combine_stack(
 def _combine_parts(
     num_rows: int, capacity: int, parts: list[tuple[Array, Array]]
 ) -> tuple[Array, Array]:
-    """At most `capacity` distinct rows of all parts on one device, and the sum for each row."""
+    """Distinct rows of all `parts` on one device, and for each row the sum of its values.
+
+    At most `capacity` row numbers can be distinct, so a longer result is cut. Rows with keys are
+    not cut.
+    """
     first_rows, first_values = parts[0]
     dim = first_values.shape[-1]
     flat_values = [values.reshape(-1, dim) for _, values in parts]

@@ -1,7 +1,7 @@
-"""Sizes of padded lists and arrays.
+"""Sizes to which lists and arrays are padded.
 
-The size of a list or array is rounded up to one of a few sizes. Batches of many sizes therefore
-need only a few compiled programs.
+The size of a list or array is rounded up to one of a few allowed sizes. Batches of many sizes
+therefore need only a few compiled programs.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ FEWEST_OF_ONE_LENGTH = 16
 
 
 def padded_size(count: int) -> int:
-    """The smallest power of two that is not below `count`; 0 for 0."""
+    """The smallest power of two that is not below `count`, or 0 if `count` is 0."""
     if not count:
         return 0
     return 1 << (count - 1).bit_length()
@@ -24,8 +24,8 @@ def padded_size(count: int) -> int:
 def size_of_list(count: int) -> int:
     """The smallest allowed size of a list that holds `count` ids.
 
-    Allowed sizes are the powers of two from 8 to 64, then eight sizes between two powers of two, so
-    that at most 1/8 of a long list is padding.
+    Allowed sizes are the powers of two from 8 to 64. Above 64, eight equally spaced sizes are
+    allowed for each doubling, so at most 1/8 of a long list is padding.
     """
     if count <= 64:
         return max(padded_size(count), 8)
@@ -34,7 +34,7 @@ def size_of_list(count: int) -> int:
 
 
 def common_width(bags: Bags) -> int:
-    """Ids per bag of an array `[bags, ids]` for these bags, and probably for bags of later batches.
+    """Width of a padded array `[bags, width]` for these bags, probably also for later batches.
 
     If there are at least `FEWEST_OF_ONE_LENGTH` bags, and all have the same length, the feature
     probably has a fixed length, so the width is this length. Otherwise, the width is the length of

@@ -1,4 +1,4 @@
-"""Pictures of how lookups are distributed over ids and shards, and of the bytes of stacks."""
+"""Plots of the distribution of lookups over ids and shards, and of the bytes of each stack."""
 
 from __future__ import annotations
 
@@ -64,13 +64,14 @@ def plot_coverage(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots the share of lookups that read the hottest rows, over a logarithmic axis of rows.
+    """Plots the share of lookups that read the hottest rows, against the number of these rows.
 
-    Another call with the same `ax` adds a curve.
+    The number of rows is in percent of the table, on a logarithmic axis. Another call with the same
+    `ax` adds a curve.
 
     Args:
-      counts: number of lookups of each row, or the probability of a lookup of each row; 0 for rows
-        without a lookup.
+      counts: number of lookups of each row, or the probability of a lookup of each row, with 0 for
+        rows without a lookup.
       num_rows: number of rows of the table. Set `num_rows` if `counts` has no entries for rows
         without a lookup. If None, the table has one row for each count.
       ax: the axes to draw on. If None, the function creates a new figure.
@@ -139,8 +140,8 @@ def treemap(
     """Rectangles `(x, y, width, height)` that tile a box, with areas in proportion to `sizes`.
 
     Rectangles are placed by size, the largest first, in rows along the shorter side of the empty
-    part of the box. The next rectangle joins the current row if this makes the rectangles of the
-    row more similar to squares, and else starts a new row.
+    part of the box. The next rectangle starts a new row if adding it to the current row would
+    increase the largest aspect ratio in the row.
 
     Args:
       sizes: the size of each rectangle. The result has the rectangles in the order of `sizes`.
@@ -191,7 +192,7 @@ def treemap(
 
 
 def _worst(areas: np.ndarray, side: float) -> float:
-    """Largest ratio of sides among rectangles of these areas that fill one row along `side`."""
+    """Largest aspect ratio of rectangles with these areas in one row, which has length `side`."""
     depth = areas.sum() / side
     ratios = areas / depth**2
     inverse_ratios = 1 / np.maximum(ratios, 1e-12)
@@ -215,12 +216,13 @@ def plot_shard_load(
     busiest shard divided by the mean load.
 
     Args:
-      loads: by name of the layout, the number of ids that each shard looks up, see
-        `StackingPlan.shard_load`. Use the same ids for all layouts.
+      loads: for each layout name, an array with the number of ids that each shard looks up, from
+        `StackingPlan.shard_load`. Compute all arrays from the same batch of ids.
       ax: the axes to draw on. If None, the function creates a new figure.
       **bar_kwargs: options of `Axes.bar`, for all bars.
 
-    Raises: ValueError: a layout has no load, or the layouts have different numbers of shards.
+    Raises: ValueError: `loads` is empty, the counts of a layout are all 0, or the layouts have
+      different numbers of shards.
     """
     num_shards = {len(load) for load in loads.values()}
     if len(num_shards) != 1:
@@ -331,7 +333,7 @@ def plot_stack_treemap(
         total_padding += padding
     total = sum(areas)
     # `treemap` needs the size of the axes in inches, which the layout engine decides when it draws.
-    # Labels and legend are set before, because the space that they need changes this size.
+    # Set labels and legend before the axes are measured, because they take space from the axes.
     finish(ax, "area", "one rectangle per stack", xticks=[], yticks=[])
     figure = ax.figure.canvas.figure
     figure.draw_without_rendering()

@@ -1,4 +1,4 @@
-"""Colours, axes, styles of curves, notes, labels and legends that all pictures share."""
+"""Colours, axes, curve styles, notes, labels and legends that all plots share."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def axes_or_new(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) 
 
 
 def with_defaults(options: dict[str, Any], **defaults: object) -> dict[str, Any]:
-    """Keyword arguments for an artist: `options`, and those `defaults` that `options` lacks."""
+    """Keyword arguments for a Matplotlib artist: `options`, completed by `defaults`."""
     return defaults | options
 
 

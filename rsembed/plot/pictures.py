@@ -1,4 +1,4 @@
-"""Pictures of training, caches, bytes and speed, and functions that compute their numbers."""
+"""Plots of losses, cache misses, bytes and speed, and functions that compute plotted numbers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def nearest_neighbours(
     ids: Int[np.ndarray, " queries"] | Sequence[int],
     k: PositiveInt,
 ) -> tuple[Int[np.ndarray, "queries k"], Float[np.ndarray, "queries k"]]:
-    """The `k` rows of a table with the largest cosine to each queried row, and their cosines.
+    """For each query, the `k` rows with the largest cosine similarity, and these similarities.
 
     The queried row itself is not among its neighbours.
 
@@ -192,7 +192,7 @@ def plot_row_path(
     A grey mark shows every step that looks the row up.
 
     Args:
-      paths: by name of the optimizer, the value after steps 1, 2, 3, ….
+      paths: for each optimizer name, an array with the value after steps 1, 2, 3, ….
       lookups: the steps that look the row up, counted from 1.
       ylabel: name of the values, with their unit.
       ax: the axes to draw on. If None, the function creates a new figure.
@@ -227,7 +227,7 @@ def plot_loss_against_state(
     """Plots the loss of each optimizer against the bytes of optimizer state.
 
     Args:
-      results: by name of the optimizer, the bytes of optimizer state for each row, and the loss.
+      results: for each optimizer name, the pair (bytes of optimizer state per row, loss).
       references: losses to compare with, by name, such as the lowest that can be reached.
       ylabel: name of the loss, with its unit.
       ax: the axes to draw on. If None, the function creates a new figure.
@@ -247,7 +247,7 @@ def plot_loss_against_state(
     reference_lines(ax, references)
     ax.margins(x=0.2, y=0.15)
     low, high = ax.get_xlim()
-    # Without this selection, the margin on the left would have ticks at negative numbers of bytes.
+    # Drop the ticks in the left margin, because a number of bytes cannot be negative.
     ticks = [tick for tick in ax.get_xticks() if 0 <= tick <= high]
     ax.set_xticks(ticks)
     xlabel = "optimizer state (bytes per row)"
@@ -265,17 +265,17 @@ def plot_limits(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots a count of each batch, and the limit of the count.
+    """Plots a count that was observed in each batch, and the limit for this count.
 
     Crosses mark batches that exceed the limit. If a batch exceeds the limit, preprocessing drops
     ids of the batch or raises an error.
 
     Args:
-      observed: the largest count in each batch, such as ids in the fullest partition.
+      observed: the count in each batch, such as the number of ids in the fullest partition.
       limits: the limit for each batch, or one limit for all batches.
       ylabel: label of the y axis, the name of the count.
       ax: the axes to draw on. If None, the function creates a new figure.
-      **line_kwargs: options of the curve of `observed`.
+      **line_kwargs: Matplotlib options for the curve that shows `observed`.
 
     Raises: ValueError: `observed` is empty, or `limits` has a different length than `observed`.
     """
@@ -326,10 +326,10 @@ def plot_miss_ratio(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots the share of lookups that miss a cache, over a logarithmic axis of cache sizes.
+    """Plots the share of lookups that miss a cache against the cache size, on a logarithmic axis.
 
     Args:
-      measured: by name of the curve, a mapping from cache size to the share (0 to 1) of lookups
+      measured: for each curve name, a mapping from cache size to the share (0 to 1) of lookups
         that miss a cache of this size.
       xlabel: name of the sizes, with their unit.
       ax: the axes to draw on. If None, the function creates a new figure.
@@ -359,15 +359,16 @@ def plot_against_bytes(
     ylabel: str = "relative error",
     ax: Axes | None = None,
 ) -> Axes:
-    """Plots results of several methods, such as errors, over a logarithmic axis of table bytes.
+    """Plots results of several methods, such as errors, against the size of the table in bytes.
 
-    The name of each method is written beside the last point of the curve.
+    The axis of the bytes is logarithmic. The name of each method is written beside the last point
+    of its curve.
 
     Args:
-      results: by name of the method, pairs of a number of bytes and a value, such as a
-        reconstruction error or a loss. If a method has several values for the same number of bytes,
-        such as the results of three seeds, the mean is drawn, and a vertical line from the lowest
-        to the highest value.
+      results: for each method name, pairs `(bytes of the table, result)`. A result is a number,
+        such as a reconstruction error or a loss. If a method has several results for the same
+        number of bytes, for example from three seeds, the plot shows their mean, and a vertical
+        line from the lowest to the highest result.
       references: values to compare with, by name, drawn as dashed lines.
       ylabel: name of the values, with their unit.
       ax: the axes to draw on. If None, the function creates a new figure.
@@ -438,8 +439,8 @@ def lookup_work(
 ) -> Work:
     """Lower bounds for a pooled lookup: number of arithmetic operations, and number of bytes moved.
 
-    For each id, each number of its row is scaled and added to the pooled output. Every id and every
-    distinct row is read once, and every pooled output is written once.
+    For each id, every value of the id's row costs one multiplication and one addition. Every id and
+    every distinct row is read once, and every pooled output is written once.
 
     Args:
       num_ids: number of ids, duplicates included.
@@ -462,14 +463,14 @@ def roof(
     bytes_per_second: Annotated[float, "(0, inf)"],
     flops_per_second: Annotated[float, "(0, inf)"],
 ) -> Any:
-    """Upper bound of a machine's operations per second, at a ratio of operations per byte.
+    """Upper bound of a machine's operations per second, for a given arithmetic intensity.
 
     The result is the minimum of `intensity * bytes_per_second` and `flops_per_second`.
 
     Args:
       intensity: operations per byte of memory, as a number or an array.
-      bytes_per_second: bandwidth of the memory.
-      flops_per_second: operations per second of the machine, without any access to memory.
+      bytes_per_second: memory bandwidth of the machine.
+      flops_per_second: peak arithmetic throughput of the machine.
 
     Source: Williams, Waterman and Patterson (2009), "Roofline: An insightful visual performance
       model".
@@ -487,17 +488,17 @@ def plot_roofline(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots the speed of several programs for one operation, and the roof: the machine's limits.
+    """Plots the speed of several programs for one operation, and the machine's roofline.
 
     Both axes are logarithmic.
 
     Args:
       work: number of arithmetic operations and number of bytes moved, from `lookup_work`.
-      seconds: time of each program in seconds, by name.
-      bytes_per_second: bandwidth of the memory, such as the speed of a large copy.
-      flops_per_second: operations per second of the machine, without any access to memory.
+      seconds: for each program name, the running time in seconds.
+      bytes_per_second: memory bandwidth, for example as measured with a large copy.
+      flops_per_second: peak arithmetic throughput of the machine.
       ax: the axes to draw on. If None, the function creates a new figure.
-      **line_kwargs: options of the line of the roof.
+      **line_kwargs: Matplotlib options for the roofline.
     """
     ax = axes_or_new(ax)
     intensity = work.intensity
