@@ -81,8 +81,8 @@ def dump(path: str | os.PathLike[str], variables: object, optimizer: object = No
     Args:
       path: a folder that does not exist yet.
       variables: list of `EmbeddingVariable`s, or a model that contains such variables.
-      optimizer: ignored; accepted because SOK's function has this argument. In rsembed the
-        optimizer state is a part of the variables.
+      optimizer: ignored, but accepted because `sok.dump` of the Sparse Operation Kit has this
+        argument. In rsembed the optimizer state is a part of the variables.
 
     Raises:
       ValueError: `variables` contains no embedding variable, or two with the same name.
@@ -110,18 +110,19 @@ def load(path: str | os.PathLike[str], variables: object, optimizer: object = No
     """Restores tables from a `dump` onto the devices of this run.
 
     The number of devices may differ from the number in the run that wrote the dump. Rows are read
-    from disk in blocks of a few MiB. If an error is raised, no table has changed.
+    from disk in blocks of a few MiB. If `load` raises an error, all tables stay unchanged.
 
     Args:
       path: folder of the dump.
       variables: list of `EmbeddingVariable`s, or a model that contains such variables. If the dump
         lacks a key that is in a hash table, the key is removed from the hash table.
-      optimizer: ignored; accepted because the function of the Sparse Operation Kit has this
+      optimizer: ignored, but accepted because `sok.load` of the Sparse Operation Kit has this
         argument.
 
     Raises:
-      ValueError: the dump has other tables, or a table has a different dim or optimizer, a dtype
-        that cannot hold the dumped values, or too few rows for the dumped keys.
+      ValueError: the table names differ from the names in the dump, or a table has a different dim,
+        optimizer or `use_hashtable`, a dtype that cannot represent the dumped values, or too few
+        rows for the dumped keys.
       CorruptCheckpointError: files of the dump are damaged.
     """
     del optimizer
@@ -207,8 +208,8 @@ def _check_fits(
 ) -> None:
     """Checks that a table can hold the rows of a dumped table.
 
-    Raises: ValueError: the dims, the optimizers or the kinds of the two tables differ, or the dtype
-      of the table cannot hold the dumped values.
+    Raises: ValueError: the two tables differ in dim, optimizer or `use_hashtable`, or the dtype of
+      the table cannot represent the dumped values.
     """
     there = jnp.finfo(arrays["values"].dtype)
     here = jnp.finfo(table.spec.dtype)

@@ -1,4 +1,4 @@
-"""DeepRec's group lookups: many tables in one exchange, from lists of ids or from columns."""
+"""DeepRec's group lookups: one call looks up many tables, with lists of ids or with columns."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def group_embedding_lookup_sparse(
     *,
     training: bool = False,
 ) -> list[Float[Array, "batch _"]]:
-    """Pooled rows of many tables from one exchange.
+    """Pooled rows of many tables, which are looked up together.
 
     In a run of several processes, plain tables must be equal in all processes. If `params` contains
     an `EmbeddingVariable`, every output has one row for each sample of all processes. Otherwise,
@@ -310,10 +310,10 @@ def input_layer(
     features: Mapping[str, KeysOfBags],
     columns: Sequence[EmbeddingColumn],
 ) -> Float[Array, "batch _"]:
-    """Pooled rows of all columns from one exchange, concatenated in the order of `columns`.
+    """Pooled rows of all columns, concatenated in the order of `columns`.
 
     Args:
-      features: ids of each feature by name, or pairs `(ids, weights)`.
+      features: for each feature name, ids or a pair `(ids, weights)`.
       columns: results of `embedding_column`.
 
     Raises: ValueError: a feature is missing.

@@ -58,7 +58,7 @@ class _Layer(nnx.Module):
 
     @property
     def embedding_variable(self) -> EmbeddingVariable:
-        """Table of the layer, under the attribute name of SOK's layers."""
+        """The layer's table. The attribute has this name in the Sparse Operation Kit, too."""
         return self.variable
 
     def _look_up(
@@ -140,8 +140,8 @@ class DistributedEmbedding(_Layer):
       slot_num: number of features per sample. All features read the same row for the same key. If
         features need different rows, make the index of the feature a part of the key.
       max_nnz: maximum number of keys per slot.
-      max_feature_num: ignored; accepted because SOK's layer has this argument, the maximum number
-        of keys per sample.
+      max_feature_num: ignored, but accepted because SOK's layer has this argument: the maximum
+        number of keys per sample.
       use_hashtable: if True, the default, keys are any integers, and a key gets a row in its first
         training step. If False, keys are row numbers below `max_vocabulary_size_per_gpu * devices`.
       name: name of the table in error messages and dumps. The initial rows depend on the name.
@@ -319,9 +319,9 @@ class All2AllDenseEmbedding(_Layer):
         return output, backward
 
     def _read_list(self, batch: Batch) -> dict[str, Bags]:
-        """Makes a bag of every key, pads the bags, and returns `{layer name: bags}`.
+        """Turns each key into a bag of one key, and returns the padded `{layer name: bags}`.
 
-        The padded number of bags is a multiple of the number of devices.
+        Padding makes the number of bags a multiple of the number of devices.
 
         Raises: ValueError: the keys are not a flat list.
         """
@@ -337,8 +337,8 @@ class All2AllDenseEmbedding(_Layer):
             keys = split_keys(keys, feature=what)
         num_shares = devices.num_devices
         if not inputs.is_unknown(bags):
-            # A traced or global array has the keys of all processes. Any other array has only the
-            # keys of this process, so they are split over the devices of this process.
+            # A traced or global array contains the keys of all processes. Any other array contains
+            # only the keys of this process, which are split over the devices of this process.
             num_shares = num_shares // devices.num_processes
         xp: Any = np if isinstance(keys.low, np.ndarray) else jnp
         num_padded = -keys.low.shape[0] % num_shares

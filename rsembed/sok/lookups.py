@@ -1,7 +1,7 @@
-"""Lookups in several embedding variables with one exchange between devices, and their training.
+"""Lookups in several embedding variables together, and the optimizer steps of these variables.
 
-A `rsembed.collection.engine.Engine` is built for the tables of some variables, and has the compiled
-programs for these tables.
+The variables of a lookup are divided into groups of at most `STACKS_TOGETHER`. For each group, a
+`rsembed.collection.engine.Engine` has the compiled programs that look up and update its tables.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def checked_combiner(combiner: str, what: str) -> Combiner:
 
 
 def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str) -> Bags:
-    """Bags of keys, one for each index of the leading axes of `keys`.
+    """Converts keys and weights to `Bags`, with one bag for each index of the leading axes.
 
     Args:
       keys: integer array or `Keys` of shape `[..., keys per bag]` with padding -1, or any input of
@@ -85,7 +85,7 @@ EngineTable = tuple[VariableTable, tuple[Combiner, ...], bool]
 
 @functools.lru_cache(maxsize=256)
 def engine_of(tables: tuple[EngineTable, ...]) -> Engine:
-    """The `Engine` with the compiled programs for some tables on the same devices.
+    """The `Engine` with the compiled programs for `tables`, which are on the same devices.
 
     The stack of a table is named after the position of the table in `tables`, such as "0". A
     feature is named after the positions of its table and its combiner, such as "0.1". Names of
@@ -127,8 +127,8 @@ class _Program(NamedTuple):
 
     Attributes:
       engine: the engine, which has one stack per variable.
-      variables: index of each variable, by the name of its stack in the engine.
-      features: index of each feature, by its name in the engine.
+      variables: for the name of each stack in the engine, the index of its variable.
+      features: for the name of each feature in the engine, the index of the feature in the lookup.
     """
 
     engine: Engine
@@ -146,7 +146,7 @@ def _programs(
 
     An engine has at most `STACKS_TOGETHER` variables, because the compile time of a program grows
     with the square of the number of tables in the program. Variables are sorted by the `kind` of
-    their tables, so that equal engines occur more often and compiled programs are shared.
+    their tables, so that different lookups use equal engines more often and share their programs.
 
     Args:
       variables: distinct embedding variables of all features.
@@ -201,9 +201,9 @@ def _step(
     batch: Batch,
     d_outputs: Mapping[str, Float[Array, "_ _"]],
 ) -> Arrays:
-    """Makes one optimizer step. Returns the new parameters, slots and step counts.
+    """Applies one optimizer step to the tables of an engine.
 
-    `arrays` is donated.
+    `arrays` is donated. Returns the new parameters, slots and step counts.
     """
     params, slots, numbers = arrays
     steps = {}
@@ -218,13 +218,13 @@ def _step(
 class StepOnce:
     """Function that trains the tables of a lookup with the gradients of the lookup's outputs.
 
-    A `StepOnce` can be called once.
+    A `StepOnce` can be called only once.
 
     Args:
       variables: distinct variables of the lookup.
       features: variable and combiner of each output.
       batch: keys of each output.
-      wanted: number of new keys on each device, by index in `variables`.
+      wanted: for the index of each variable in `variables`, the number of new keys per device.
       shapes: shapes of the outputs, which the gradients must have.
       num_padded: number of rows of padding that were cut off at the end of the output. The gradient
         of these rows is zero.
@@ -240,7 +240,7 @@ class StepOnce:
     is_used: bool = False
 
     def __call__(self, *d_outputs: ArrayLike) -> None:
-        """Adds rows for new keys, and makes one optimizer step of every row that the lookup read.
+        """Adds rows for new keys, and applies one optimizer step to every row that the lookup read.
 
         If the lookup has more than `STACKS_TOGETHER` variables, several compiled programs run one
         after the other, and each program updates some of the tables. If a program raises an error,
@@ -302,7 +302,7 @@ class StepOnce:
         return gradients
 
     def _run(self, program: _Program, gradients: list[Array]) -> None:
-        """Makes one optimizer step of the tables of `program`, and stores the new states."""
+        """Applies one optimizer step to the tables of `program`, and stores the new states."""
         batch = {name: self.batch[number] for name, number in program.features.items()}
         d_batch = {name: gradients[number] for name, number in program.features.items()}
         arrays = _arrays_of(self.variables, program)
@@ -354,7 +354,7 @@ def look_up_variables(
     *,
     training: bool,
 ) -> tuple[list[Float[Array, "_ _"]], StepOnce]:
-    """Looks up several features with one exchange between the devices.
+    """Looks up several features together, with shared compiled programs and exchanges of rows.
 
     Args:
       variables: table of each feature. Features may share a table.
@@ -427,8 +427,8 @@ def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
     storage = cast(Hashed, table.spec.storage)
     rooms = f"the devices use {variable.counts()['rows'].tolist()} rows"
     if table.when_full == "grow":
-        # A table that grows always has rows for new keys. If a key fails nevertheless, the list of
-        # keys that wait for admission is full.
+        # A table that grows always has enough rows. New keys can fail only because the list of keys
+        # that wait for admission is full.
         num_waiting = storage.admission_capacity or table.rows_per_device
         rooms += f" and have room for {num_waiting} keys that wait for one"
         way_out = (

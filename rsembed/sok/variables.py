@@ -137,7 +137,7 @@ class VariableTable:
       spec: spec of the table, with storage `Hashed` or `RowNumbers`.
       context: devices that share the table.
       when_full: policy for new keys of a full hash table, see `embedding_variable`. None if the
-        table has no hash table.
+        table is not a hash table.
       evict_option: rule that selects the keys that `EmbeddingVariable.evict` evicts by default, or
         None.
     """
@@ -156,16 +156,17 @@ class VariableTable:
     def collection(self) -> EmbeddingCollection:
         """An `EmbeddingCollection` with only this table.
 
-        The state that the methods of the collection take is the value of the `EmbeddingVariable`.
+        To call a method of the collection, pass the value of the `EmbeddingVariable` as its state.
         """
         feature = FeatureSpec(name=self.spec.name, table_spec=self.spec)
         return EmbeddingCollection([feature], mesh=self.context.mesh)
 
     @functools.cached_property
     def kind(self) -> VariableTable:
-        """The first table of this process that has the same compiled programs as this table.
+        """Table that represents all tables that share compiled programs with this table.
 
-        Tables that differ only in their names share compiled programs, and have the same `kind`.
+        Tables that differ only in their names share compiled programs, and have the same `kind`:
+        the first of these tables in this process.
         """
         spec = self.spec
         key = (
@@ -206,7 +207,7 @@ class EmbeddingVariable(nnx.Variable):
         return int(self.counts()["rows"].sum())
 
     def counts(self) -> dict[str, np.ndarray]:
-        """Counters per device: `rows` in use, and keys `inserted`, `evicted`, `failed`, ..."""
+        """Counters by name, with one number per device, such as the number of `inserted` keys."""
         return self.table.collection.counts(state_of(self))[self.table.spec.name]
 
     @validated
@@ -221,8 +222,8 @@ class EmbeddingVariable(nnx.Variable):
         Args:
           option: rule that selects the keys to evict. If `option` and `keep` are None, the
             `evict_option` of the table is used.
-          keep: number of keys, on all devices together, that are not evicted. The policy `eviction`
-            of the table selects these keys.
+          keep: maximum number of keys that stay in the table, counted over all devices. The
+            table's `eviction` policy decides which keys are evicted first.
 
         Returns: the evicted rows, as a dictionary of the form that `export_rows` returns. Pass the
           dictionary to `assign_rows` to restore the rows.
@@ -404,11 +405,11 @@ def embedding_variable(
       use_hashtable: if True, the default, keys are any integers, and a key gets a row in its first
         training step. If False, keys are row numbers from 0 to `rows_per_device * n - 1`.
       key_dtype: dtype of the keys: int32, int64 (the default), uint32 or uint64.
-      initializer: a function `(key, shape) -> array`, which is called for single rows. A number or
-        one of these names is also accepted: "uniform" (from -0.05 to 0.05), "normal" (standard
-        deviation 0.05), "truncated_normal", "zeros" and "ones". Keras class names such as
-        `RandomUniform` are accepted. The initial row of a key depends only on `rngs`, the name of
-        the table and the key.
+      initializer: a function `(key, shape) -> array` that computes one row at a time, a number, or
+        one of these names: "uniform" (from -0.05 to 0.05), "normal" (standard deviation 0.05),
+        "truncated_normal", "zeros" and "ones". Keras class names such as `RandomUniform` are also
+        accepted. The initial row of a key depends only on `rngs`, the name of the table and the
+        key.
       optimizer: optimizer that updates the looked-up rows, by default Adagrad. TensorFlow's
         variants of Adam are in `sok.optimizers`.
       context: devices that share the table, by default the devices that `Init` chose.
@@ -417,10 +418,10 @@ def embedding_variable(
       dtype: dtype of the rows: float32, bfloat16 or float16.
       ev_option: DeepRec's options for eviction and admission.
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and
-        `admission_probability` of a hash table, see `rsembed.Hashed`. Two values of `when_full`
-        mean something else than in `rsembed.Hashed`. With "error", the lookup of a training step
-        raises an error if the table has too few free rows, and no table has changed. With "grow",
-        the table is enlarged before the step.
+        `admission_probability` of a hash table, see `rsembed.Hashed`. The value "error" of
+        `when_full` has a different effect here: if the table has too few free rows, the lookup of a
+        training step raises an error and leaves all tables unchanged. The value "grow" is accepted
+        only here: the table is enlarged before the step.
 
     Raises:
       ValueError: an argument is out of range.
@@ -445,7 +446,8 @@ def embedding_variable(
         hash_options.append("evict_option")
     when_full = policies.get("when_full", "error") if use_hashtable else None
     if when_full == "grow":
-        # A `Hashed` storage does not implement "grow". `make_larger` replaces a full storage.
+        # A `Hashed` storage does not support "grow". Instead, `make_larger` enlarges a full table
+        # before a step.
         policies["when_full"] = "error"
     key_dtype = dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")
     storage: Hashed | RowNumbers = Hashed(key_dtype=key_dtype, **policies)
