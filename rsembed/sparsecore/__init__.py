@@ -2,9 +2,8 @@
 
 The JAX SparseCore API has table stacking, partitioned input, and fused lookup and update.
 
-Modules have the names that jax-tpu-embedding gives them: `embedding`, `embedding_spec`,
-`table_stacking`, `utils`, `linen.embed`, `linen.embed_optimizer`, `nnx.embed` and
-`embedding_pipelining_utils`.
+Modules are named as in jax-tpu-embedding: `embedding`, `embedding_spec`, `table_stacking`, `utils`,
+`linen.embed`, `linen.embed_optimizer`, `nnx.embed` and `embedding_pipelining_utils`.
 """
 
 import contextlib
@@ -35,7 +34,7 @@ def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
     """Makes `import jax_tpu_embedding.sparsecore...` import `rsembed.sparsecore` in this process.
 
     Call this function before you import a library that uses the JAX SparseCore API, such as
-    `keras_rs.layers.DistributedEmbedding`. The library then runs on rsembed. To run a script
+    `keras_rs.layers.DistributedEmbedding`. This library then uses rsembed. To run a script
     unchanged, use `python -m rsembed.sparsecore SCRIPT`.
 
     Returns: a context manager that removes the `jax_tpu_embedding` modules of rsembed from

@@ -1,4 +1,4 @@
-"""Initial variables, lookup, update and limits of stacks, with the names of jax-tpu-embedding.
+"""Functions that initialize, look up and update stacks of tables, named as in jax-tpu-embedding.
 
 On every device, lookup and update convert preprocessed buffers to row indices for the engine:
 
@@ -91,7 +91,7 @@ from rsembed.stacking import (
 
 
 class EmbeddingVariablesInitializer(NamedTuple):
-    """Initializers `(key, shape) -> array` of a table and its slots, like `EmbeddingVariables`."""
+    """Initializers `(key, shape) -> array` for the fields of an `EmbeddingVariables`."""
 
     table: CallableTableInitializer
     slot: tuple[CallableTableInitializer, ...]
@@ -108,7 +108,7 @@ def auto_stack_tables(
 ) -> None:
     """Stacks all tables that can share a stack.
 
-    The function writes the placement into the specs of the tables and features. For the arguments
+    The function writes the result into the specs of the tables and features. For the arguments
     see `table_stacking.auto_stack_tables`, which also gets the keyword arguments `options`.
     """
     table_stacking.auto_stack_tables(
@@ -130,7 +130,7 @@ def get_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, TableSpec]:
 def get_stacked_table_specs(feature_specs: Nested[FeatureSpec]) -> dict[str, StackedTableSpec]:
     """The stacks that the features read, by name.
 
-    Raises: ValueError: a table has not been placed yet.
+    Raises: ValueError: a table is not assigned to a stack yet.
     """
     stacks = {}
     for table in tables_of(feature_specs).values():
@@ -165,23 +165,24 @@ def init_embedding_variables(
     """Initial tables and slots of all stacks. Every device builds only its shard.
 
     The initial values of a logical table depend only on `rng` and on the table's name and
-    initializer, not on stacking, sharding or the number of devices. The initializer of a table is
-    called with the logical shape. Padding rows and columns are zero.
+    initializer, not on stacking, sharding or the number of devices. The shape that an initializer
+    gets is the logical shape, `(vocabulary_size, embedding_dim)`. Padding rows and columns are
+    zero.
 
     Args:
       rng: random key of the model.
-      table_specs: tables, for example from `get_table_specs`. A table that has not been placed yet
-        becomes the only table of a stack.
+      table_specs: tables, for example from `get_table_specs`. A table that is not assigned to a
+        stack yet becomes the only table of a stack.
       global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`. With
         `PartitionSpec(axis, None, None)`, arrays get a leading axis of devices, as `jax.pmap`
         needs.
-      num_sparsecore_per_device: cores per device, by default the number that the tables were placed
-        for. Pass the same number of cores to all functions. Variables do not store the number of
-        cores, so a function with a different number of cores reads wrong rows without an error.
+      num_sparsecore_per_device: SparseCores per device, by default the number with which the tables
+        were stacked. The variables do not store this number. If you look them up with specs that
+        were stacked for a different number, you read wrong rows without an error.
       bypass_mesh_check: ignored. The mesh may have its devices in any order.
 
     Raises:
-      ValueError: the sharding does not split rows over devices, or the tables were placed for a
+      ValueError: the sharding does not split rows over devices, or the tables were stacked for a
         different number of shards.
     """
     del bypass_mesh_check
@@ -214,16 +215,17 @@ def update_preprocessing_parameters(
 ) -> None:
     """Sets the limits and buffer sizes of all stacks in place, from observed statistics.
 
-    By default, as in jax-tpu-embedding, limits are set to the largest observed values. Buffers are
-    then small, but almost every call changes the size of the buffers, so the training step is
+    By default, as in jax-tpu-embedding, limits are set to the largest observed values. The
+    buffers are then small, but almost every call changes their size, so the training step must be
     compiled again. For a long run, prefer `policy=LimitsPolicy()`: this policy adds headroom, never
     lowers a limit, and uses only a few sizes. The new limits are part of the next preprocessed
     batch, so `jit` traces the training step again if the limits changed.
 
     Args:
-      feature_specs: placed specs of all features. Stacks without statistics keep their limits.
+      feature_specs: specs of all features, with their tables already assigned to stacks.
+        Stacks without statistics keep their limits.
       updated_params: statistics of one or more batches, as loaded by a client of `rsembed.fdo`.
-      num_sc_per_device: cores per device.
+      num_sc_per_device: SparseCores per device.
       policy: how limits are computed from the observed maxima. See
         `rsembed.fdo.limits_from_statistics`. Default: `EXACT`.
     """
@@ -256,14 +258,15 @@ def sparse_dense_matmul(
     Args:
       preprocessed_inputs: this device's part of the batch.
       embedding_variables: this device's part of the variables, by stack.
-      feature_specs: placed specs of all features.
+      feature_specs: specs of all features, with their tables already assigned to stacks.
       global_device_count: number of devices that share the tables.
       sharding_strategy: "MOD", the only sharding strategy.
-      num_sc_per_device: cores per device, by default the number that the specs were placed for.
+      num_sc_per_device: SparseCores per device, by default the number with which the tables were
+        stacked.
       enable_minibatching: whether the batch was preprocessed with `enable_minibatching=True`, False
         by default.
       perform_unstacking: if False, the result is `{stack: activations}` in the layout of the stack.
-      use_activation_unstack_primitive: ignored; only jax-tpu-embedding uses this option.
+      use_activation_unstack_primitive: ignored, as only jax-tpu-embedding uses this option.
       axis_name: mesh axes that shard the tables, outermost first. By default, all axes of the
         surrounding `shard_map` if together they have `global_device_count` devices, else the only
         axis with `global_device_count` devices.
@@ -316,7 +319,7 @@ def sparse_dense_matmul_grad(
     embedding_var_limits: Mapping[str, RowLimits] | None = None,
     axis_name: AxisName | None = None,
 ) -> dict[str, PyTree]:
-    """Makes one optimizer step of every row that was looked up, and returns the new variables.
+    """Applies one optimizer step to every row that was looked up, and returns the new variables.
 
     If the variables are donated to the surrounding `jit`, they are updated in place.
 
@@ -326,21 +329,22 @@ def sparse_dense_matmul_grad(
       preprocessed_inputs: this device's part of the batch, as passed to `sparse_dense_matmul`.
       embedding_variables: this device's part of the variables, by stack. A plain tuple of a table
         and its slots is also accepted.
-      feature_specs: placed specs of all features.
+      feature_specs: specs of all features, with their tables already assigned to stacks.
       global_device_count: number of devices that share the tables. By default, it is the number of
         samples in the global batch, divided by the number of samples in `activation_gradients`.
       sharding_strategy: "MOD", the only sharding strategy.
-      label: ignored; jax-tpu-embedding uses the label as the name of a program.
+      label: ignored. jax-tpu-embedding uses the label as the name of a program.
       step: index of the training step, from 0. Pass `step` if an optimizer, a learning rate or
         stochastic rounding depends on the step.
-      num_sc_per_device: cores per device, by default the number that the specs were placed for.
+      num_sc_per_device: SparseCores per device, by default the number with which the tables were
+        stacked.
       enable_minibatching: whether the batch was preprocessed with `enable_minibatching=True`, False
         by default.
       perform_stacking: if False, gradients are expected in the layout of the stack.
-      use_gradient_stacking_primitive: ignored; only jax-tpu-embedding uses this option.
-      embedding_var_limits: pairs `(minimum or None, maximum or None)` for all stacks, by stack
-        name. The entries of updated rows are clipped to the limits of their stack. By default,
-        rows are not clipped.
+      use_gradient_stacking_primitive: ignored, as only jax-tpu-embedding uses this option.
+      embedding_var_limits: for the name of every stack, a pair `(minimum, maximum)`. The values of
+        updated rows are clipped to this range. None instead of a number means no limit. By default,
+        values are not clipped.
       axis_name: see `sparse_dense_matmul`.
 
     Returns: `{stack: variables}`. The new variables of a stack have the same tree structure as the
@@ -399,10 +403,11 @@ def unstack_embedding_activations(
 
     Args:
       activations: activations of every stack on this device.
-      feature_specs: placed specs of all features.
+      feature_specs: specs of all features, with their tables already assigned to stacks.
       global_device_count: number of devices that share the tables.
-      num_sc_per_device: cores per device, by default the number that the specs were placed for.
-      use_activation_unstack_primitive: ignored; only jax-tpu-embedding uses this option.
+      num_sc_per_device: SparseCores per device, by default the number with which the tables were
+        stacked.
+      use_activation_unstack_primitive: ignored, as only jax-tpu-embedding uses this option.
 
     Raises: ValueError: the activations of a stack are missing, or have the wrong shape.
     """
@@ -476,10 +481,10 @@ def stack_embedding_gradients(
 
 
 def _num_devices(gradients: ArrayLike, num_samples: int | None) -> int:
-    """Number of devices that share `num_samples` samples, from the gradients of one device.
+    """Number of devices, computed from the global batch size and the gradients of one device.
 
-    The number of devices is `num_samples`, divided by the number of samples in `gradients`. The
-    function returns 1 if this division has a remainder.
+    The number of devices is `num_samples`, divided by the number of samples in `gradients`. If this
+    is not a positive integer, or `num_samples` is None, the function returns 1.
     """
     num_local = gradients.size // max(1, gradients.shape[-1])
     if not num_samples or not num_local or num_samples % num_local:
@@ -497,11 +502,11 @@ def _stacks(
 ) -> tuple[list[tuple[StackLayout, Occurrences, int]], Devices]:
     """Layout, ids and exchange capacity of every stack, and the devices that share the tables.
 
-    The ids of a stack are the ids in this device's part of the batch.
+    The ids come from this device's part of the batch.
 
     The exchange capacity of a stack is the number of distinct rows that a device can request from
-    one other device in one round of the exchange. All minibatches of a batch are looked up
-    together: only a SparseCore, with its small memory, needs minibatches.
+    one other device in one round of the exchange. The minibatches of a batch are looked up
+    together, because only a SparseCore has too little memory for a whole batch.
     """
     if isinstance(inputs, SparseDenseMatmulInput):
         inputs = PreprocessedInput(inputs)
@@ -553,11 +558,11 @@ def _stacks(
     for layout, partition, (rows, offsets, gains) in zip(
         layouts.values(), partitions, entries, strict=True
     ):
-        # The engine reads a stack as one table with one feature. The ids of the feature are row
-        # indices in the stack, and its samples are in the order of the buffers.
+        # The engine treats a stack as one table with one feature. The ids of this feature are row
+        # indices in the stack, and its samples have the same order as in the buffers.
         occurrences = Occurrences(Call.of([IdList(rows, offsets, gains)], ["sum"]))
         num_ids = partition.embedding_ids.size
-        if layout.declared_ids is not None:  # The buffer may be larger than the declared ids need.
+        if layout.declared_ids is not None:  # The buffer can have more entries than there are ids.
             num_ids = min(num_ids, layout.declared_ids)
         capacity = default_capacity(num_ids, num_devices)
         if layout.name in max_ids_of_stack:
@@ -568,7 +573,7 @@ def _stacks(
 
 
 def _rounding(step: Scalar | None, layout: StackLayout) -> Rounding | None:
-    """Stochastic rounding with the noise of this step; None if the stack rounds to nearest.
+    """Stochastic rounding with a random key for this step, or None if values round to nearest.
 
     The random noise for a row depends on the step, the table and the id, but not on the position of
     the row in a stack.

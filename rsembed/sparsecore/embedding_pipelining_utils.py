@@ -12,8 +12,8 @@ dense     forward and backward pass of batch i - 1, with the activations of the 
 
 When batch `i` is looked up, exactly one update is missing, the update for batch `i - 1`. A row that
 batches `i - 1` and `i` both read is therefore one update late in batch `i`. A row that batch
-`i - 1` does not read has all its updates. A sequential training loop that delays every update by
-one batch computes the same values.
+`i - 1` does not read is up to date. A sequential training loop that delays every update by one
+batch computes the same values.
 
 In cycles 0 and 1, there are no gradients yet. The update stage of cycles 0 and 1 runs on a batch
 without ids, so no row and no optimizer state changes.
@@ -46,20 +46,24 @@ DenseInputs: TypeAlias = PyTree
 TrainState: TypeAlias = PyTree
 """State of the dense stage: parameters and optimizer state."""
 Aux: TypeAlias = PyTree
-"""Auxiliary output of a stage. The next stage gets it as an argument, or `step` returns it."""
+"""Auxiliary output of a stage.
+
+The lookup stage passes its auxiliary output to the dense stage, and the dense stage to the update
+stage. `step` returns the auxiliary output of the update stage.
+"""
 Output: TypeAlias = PyTree
 """Output of the dense stage for the user, such as the loss."""
 
 
 class CurrentStepInput(NamedTuple):
-    """Batch `i` in cycle `i`: ids for the lookup, and dense inputs for the next cycle."""
+    """Data of batch `i` in cycle `i`: ids for the lookup, and dense inputs for the next cycle."""
 
     sparse_inputs: SparseInputs
     dense_inputs: DenseInputs
 
 
 class LastStepInput(NamedTuple):
-    """Batch `i - 1` in cycle `i`: inputs of the dense stage, and ids for the next update."""
+    """Data of batch `i - 1` in cycle `i`: dense-stage inputs, and ids for the next update."""
 
     sparse_inputs: SparseInputs
     embedding_activations: Activations
@@ -68,7 +72,7 @@ class LastStepInput(NamedTuple):
 
 
 class StepBeforeLastStepInput(NamedTuple):
-    """Batch `i - 2` in cycle `i`: ids and gradients for the update."""
+    """Data of batch `i - 2` in cycle `i`: ids and gradients for the update."""
 
     sparse_inputs: SparseInputs
     embedding_gradients: Activations
@@ -136,12 +140,12 @@ def get_initial_state(
     dense_input_sharding: Sharding | None = None,
     sparse_input_sharding: Sharding | None = None,
 ) -> PipelineState:
-    """The pipeline state before cycle 0: zeros in the shapes of the later states.
+    """The pipeline state before cycle 0: zeros, with the shapes of the states of later cycles.
 
-    The id buffers of the state are zero, so they stand for batches without ids.
+    Id buffers of zeros represent batches without ids.
 
     Args:
-      pipeline_input: any batch; only the shapes and dtypes of the batch are used.
+      pipeline_input: any batch. Only the shapes and dtypes of the batch are used.
       tc_train_state: state of the dense stage.
       embedding_variables: tables and slots of all stacks, by stack name.
       sc_fwd_function: lookup stage, a `ScFwdStageFun`.
@@ -235,10 +239,10 @@ def step(
 ) -> tuple[Output, Aux, TrainState, Variables, PipelineState]:
     """Runs one cycle.
 
-    Put `step` into one `jit`, and donate train state, variables and pipeline state.
+    Call `step` inside `jax.jit`, and donate the train state, the variables and the pipeline state.
 
     Args:
-      pipeline_input: batch `i`; in the last two cycles, zeros in the shapes of a batch.
+      pipeline_input: batch `i`, or in the last two cycles zeros with the shapes of a batch.
       tc_train_state: state of the dense stage.
       embedding_variables: tables and slots of all stacks, by stack name.
       pipeline_state: state from the previous cycle, or from `get_initial_state`.
@@ -246,11 +250,11 @@ def step(
       tc_function: dense stage, a `TcStageFun`.
       sc_bwd_function: update stage, a `ScBwdStageFun`.
       fake_tc_step: whether the dense stage is skipped: `not is_output_valid(i, n)`. For a Python
-        bool, `jit` compiles two programs, with and without the dense stage. For a traced bool,
-        `jit` compiles one program with a branch.
+        bool, `jit` compiles a program with the dense stage and another program without it. For a
+        traced bool, `jit` compiles one program with a branch.
 
     Returns:
-      The output of the dense stage (for batch `i - 1`; zeros if the dense stage is skipped), the
+      The output of the dense stage (for batch `i - 1`, or zeros if the dense stage is skipped), the
       auxiliary output of the update stage, the train state, the variables, and the pipeline state
       for the next cycle.
     """
@@ -300,10 +304,10 @@ def get_default_sc_fwd_function(
     sharding_axis: str | tuple[str, ...] | None = None,
     enable_minibatching: bool = False,
 ) -> ScFwdStageFun:
-    """Lookup stage for all features on a mesh, with None as auxiliary output.
+    """Lookup stage for all features on a mesh. Its auxiliary output is None.
 
     Args:
-      feature_specs: placed specs of all features.
+      feature_specs: specs of all features, with their tables already assigned to stacks.
       global_mesh: mesh of the devices that share the tables.
       sharding_axis: mesh axis (or axes) that shards tables and batch, by default all axes.
       enable_minibatching: whether batches are preprocessed with minibatching.
@@ -328,7 +332,7 @@ def get_default_sc_bwd_function(
     sharding_axis: str | tuple[str, ...] | None = None,
     enable_minibatching: bool = False,
 ) -> ScBwdStageFun:
-    """Update stage for all tables on a mesh, with None as auxiliary output.
+    """Update stage for all tables on a mesh. Its auxiliary output is None.
 
     For the arguments see `get_default_sc_fwd_function`. The returned update stage has a keyword
     argument `step`, the index of the batch that the gradients belong to. The function
@@ -356,7 +360,7 @@ def get_default_sc_bwd_function(
         def stepped(variables: Variables) -> Variables:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
-        if not moves_all_rows:  # Without gradients, these optimizers change no row.
+        if not moves_all_rows:  # With these optimizers, a batch without ids changes no row.
             return stepped(embedding_variables), None
         new_variables = jax.lax.cond(
             step >= 0, stepped, lambda variables: variables, embedding_variables

@@ -1,4 +1,4 @@
-"""Specs and optimizers with the names of jax-tpu-embedding, and a JSON description of specs.
+"""Specs and optimizers, named as in jax-tpu-embedding, and a JSON description of specs.
 
 ```
 EmbeddingSpecRecord ─▶ StackRecord ─▶ TableRecord (with its optimizer) ─▶ FeatureRecord
@@ -69,8 +69,8 @@ _CODES: dict[type[OptimizerSpec], int] = {
     FTRLOptimizerSpec: 4,
     F2AOptimizerSpec: 5,
     AdagradMomentumOptimizerSpec: 6,
-    # jax-tpu-embedding has the codes 1 to 7, and code 7 means a custom rule. Only rsembed has the
-    # codes from 8 on.
+    # jax-tpu-embedding defines the codes 1 to 7, where code 7 means a custom optimizer. Codes above
+    # 7 exist only in rsembed.
     LaPropOptimizerSpec: 8,
     RowWiseAdagradOptimizerSpec: 9,
 }
@@ -126,7 +126,7 @@ class TableRecord:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StackRecord:
-    """A physical table. `num_sparsecores` is the number of shards: the cores of all devices."""
+    """A stack of tables. `num_sparsecores` is the number of shards, summed over all devices."""
 
     stack_name: str
     stack_vocab_size: int
@@ -187,7 +187,7 @@ class EmbeddingSpecRecord:
 
     @classmethod
     def from_json(cls, text: str) -> EmbeddingSpecRecord:
-        """The description from a JSON string.
+        """Reads a description from the JSON string that `to_json` returned.
 
         Raises: ValueError: the string does not describe an `EmbeddingSpecRecord`.
         """
@@ -221,15 +221,16 @@ def create_proto_from_feature_specs(
     global_device_count: int,
     num_sparsecore_per_device: int | None = None,
 ) -> EmbeddingSpecRecord:
-    """Description of placed specs, which can be stored as JSON.
+    """Description of stacks, tables and features, which can be stored as JSON.
 
     Args:
-      feature_specs: placed specs of all features.
-      global_device_count: number of devices that the specs were placed for.
-      num_sparsecore_per_device: cores per device, by default the number that the specs were placed
-        for.
+      feature_specs: specs of all features, with their tables already assigned to stacks.
+      global_device_count: number of devices with which the tables were stacked.
+      num_sparsecore_per_device: SparseCores per device, by default the number with which the tables
+        were stacked.
 
-    Raises: ValueError: the specs are not placed, or were placed for a different number of shards.
+    Raises: ValueError: a table is not assigned to a stack, or was stacked for a different number of
+      shards.
     """
     layouts = stack_layouts(
         feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device
@@ -247,9 +248,9 @@ def create_proto_from_feature_specs(
 
 
 def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, Any]:
-    """Values, by field name, of the fields that the dataclasses `source` and `record` share.
+    """For each field that the dataclasses `source` and `record` share, the value in `source`.
 
-    The keyword arguments `recorded` add fields to the result, or replace them.
+    The keyword arguments `recorded` are added to the result. They replace fields of the same name.
     """
     names_of_record = {field.name for field in dataclasses.fields(record)}
     shared = {}
@@ -290,7 +291,7 @@ def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
 def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
     """The optimizer class for a code, as `get_optimizer_type` returns it.
 
-    Raises: ValueError: no class has the code, or the code means a custom rule.
+    Raises: ValueError: no optimizer class has the code, or the code means a custom optimizer.
     """
     for optimizer_class, code in _CODES.items():
         if code == optimizer_type:
@@ -304,7 +305,8 @@ def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
 def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
     """Description of an optimizer.
 
-    If a custom rule or a learning rate is a function, the description has only its name.
+    Functions are not stored. For a custom update rule, the description contains only `short_name`.
+    For a learning rate that is a function, it contains only the function's name.
     """
     learning_rate = opt.learning_rate
     tag = None
@@ -335,7 +337,8 @@ def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
 def proto_to_optimizer_spec(proto: OptimizerRecord) -> OptimizerSpec:
     """The optimizer that a result of `optimizer_spec_to_proto` describes.
 
-    Raises: ValueError: the rule or the learning rate is a function, and `proto` has only its name.
+    Raises: ValueError: the update rule or the learning rate is a function, which `proto` does not
+      contain.
     """
     if proto.type == CUSTOM_CODE or proto.learning_rate is None:
         what = (
@@ -358,7 +361,7 @@ def compute_physical_row_ids(
     row_offset_in_shard: int,
     row_ids: Ids,
 ) -> Ids:
-    """Row of each id in the flat stacked array: `shard * rows per shard + local row`."""
+    """Row index of each id in the flat stacked array: `shard * rows per shard + local row`."""
     place = Place(0, row_offset_in_shard * num_sparse_cores, shard_rotation)
     return place.rows(
         row_ids, spread=num_sparse_cores, rows_per_shard=stack_vocab_size // num_sparse_cores
@@ -369,7 +372,7 @@ def compute_physical_row_ids(
 def get_row_ids_in_stacked_table(
     stack_table_spec: StackRecord, table_spec: TableRecord, row_ids: Sequence[int]
 ) -> list[int]:
-    """Index, in the flat stacked array, of the row of each id in `row_ids`.
+    """Index of the row of each id in `row_ids`, in the flat stacked array.
 
     Raises: ValueError: an id is outside the table, or the table belongs to a different stack.
     """
@@ -392,7 +395,7 @@ def get_row_ids_in_stacked_table(
 def get_row_ids_in_stacked_tables(
     embedding_spec_proto: EmbeddingSpecRecord, row_ids: Mapping[str, Sequence[int]]
 ) -> dict[str, list[int]]:
-    """Indices, in the flat stacked arrays, of rows of several tables, by stack name.
+    """For each stack, the indices of rows of its tables in the flat stacked array.
 
     Args:
       embedding_spec_proto: description of the stacks.

@@ -1,4 +1,4 @@
-"""Shards, stacks and sizes of specs that a stacking function has placed.
+"""Layouts of stacks of tables: the shards of their rows, and the sizes of their input buffers.
 
 `D` devices with `C` cores each make `S = D * C` shards. Row `id` of a table belongs to shard
 `(id + rotation) % S`. Device `k` holds shards `k * C` to `k * C + C - 1` of every stack, in this
@@ -47,7 +47,7 @@ FeatureTree: TypeAlias = PyTree
 """Values for all features, such as ids or weights, in a tree like the feature specs."""
 ArrayLike = jax.Array | np.ndarray
 Scalar = ArrayLike | float
-"""A number such as a step, which may be traced."""
+"""A number that may be traced, such as the index of a step."""
 MAX_MINIBATCHES = 64
 MAX_SAMPLES_PER_DEVICE = 2**26 - 1
 CORES_VARIABLE = "RSEMBED_CORES_PER_DEVICE"
@@ -146,7 +146,7 @@ class StackLayout:
 
     @property
     def num_cores(self) -> int:
-        """Number of cores of a device, which equals its number of shards."""
+        """Number of SparseCores of one device, which is also the number of shards on the device."""
         return self.num_shards // self.num_devices
 
     @property
@@ -161,7 +161,7 @@ class StackLayout:
 
     @property
     def declared_ids(self) -> int | None:
-        """Number of ids that the features declare for one device's part of a batch.
+        """Number of ids in one device's part of a batch, according to the specs of the features.
 
         None if a feature does not declare its number of ids per sample.
         """
@@ -175,7 +175,7 @@ class StackLayout:
 
     @property
     def plan(self) -> StackPlan:
-        """Placement of the stack as a `StackPlan`, like the plans of `rsembed.stacking`."""
+        """Tables and features of the stack with their offsets, as a `StackPlan`."""
         return StackPlan(
             spec=self.spec,
             dtype=self.tables[0].dtype,
@@ -187,14 +187,14 @@ class StackLayout:
 
     @functools.cached_property
     def row_layout(self) -> RowLayout:
-        """The `RowLayout` of the stack, which `DenseRows` takes."""
+        """The `RowLayout` of the stack, for `DenseRows`."""
         return RowLayout.as_planned(self.plan, self.num_cores)
 
     def check_features(self) -> None:
-        """Checks the placement and the batch size of every feature.
+        """Checks the offsets and the batch size of every feature.
 
-        Raises: ValueError: the offsets of a feature are not the offsets that follow from the
-          features before it, or its batch cannot be split into equal parts for all shards.
+        Raises: ValueError: the offsets of a feature do not continue the offsets of the features
+          before it, or its batch cannot be split into equal parts for all shards.
         """
         end = 0
         for feature in self.features:
@@ -240,12 +240,11 @@ class StackLayout:
         """Size of the input buffer of one device, in entries.
 
         If the stack has a `suggested_coo_buffer_size_per_device`, the buffer has this size, rounded
-        up. Otherwise the buffer has enough entries for partitions that all reach
-        `max_ids_per_partition`. If a stack of several tables suggests more entries, the buffer is
-        not larger than these partitions need.
+        up. Otherwise, the buffer has room for `max_ids_per_partition` ids in every partition. For a
+        stack of several tables, a suggested size that exceeds this room is reduced to it.
 
-        Raises: ValueError: the stack has one table, and its suggested size is larger than
-          partitions that all reach `max_ids_per_partition` can fill.
+        Raises: ValueError: the stack has one table, and its suggested size exceeds the room for
+          `max_ids_per_partition` ids in every partition.
         """
         max_ids = self.spec.max_ids_per_partition
         largest = coo_buffer_size(max_ids, self.num_devices, self.num_cores, enable_minibatching)
@@ -254,8 +253,8 @@ class StackLayout:
             return largest
         size = round_up(suggested, SUBLANES * self.num_cores)
         if size > largest and len(self.tables) > 1:
-            # The suggested size of a stack is the sum of the suggested sizes of its tables. All
-            # tables share `max_ids_per_partition`, so they may not be able to fill this size.
+            # The suggested size of a stack is the sum of the suggested sizes of its tables. The
+            # limit `max_ids_per_partition` is not such a sum, so it can allow fewer ids.
             return largest
         if size > largest:
             raise ValueError(
@@ -290,7 +289,7 @@ def compute_theoretical_max_coo_buffer_size(
     num_sc_per_device: int | None = None,
     enable_minibatching: bool = False,
 ) -> int:
-    """Size of a device's buffer, in entries, if every partition reaches `max_ids_per_partition`.
+    """Size of a device's buffer, in entries, for `max_ids_per_partition` ids in every partition.
 
     With minibatching, the size includes the partitions of all 64 minibatches.
     """
@@ -303,22 +302,26 @@ def compute_theoretical_max_coo_buffer_size(
 def coo_buffer_size(
     max_ids: int, num_devices: int, num_cores: int, enable_minibatching: bool
 ) -> int:
-    """`compute_theoretical_max_coo_buffer_size`, without checks, which take time in every batch."""
+    """Same as `compute_theoretical_max_coo_buffer_size`, without its checks of the arguments.
+
+    The checks would take time in every batch.
+    """
     blocks_per_core = MAX_MINIBATCHES if enable_minibatching else 1
     num_partitions = num_cores * num_devices * num_cores * blocks_per_core
     return round_up(max_ids, SUBLANES) * num_partitions
 
 
 def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: int | None) -> int:
-    """Cores per device that the tables were placed for.
+    """Checks the number of shards of the tables, and returns the number of SparseCores per device.
 
     Args:
-      tables: specs of placed tables.
+      tables: specs of tables that are assigned to stacks.
       num_devices: number of devices that share the tables.
-      num_sc_per_device: expected number of cores per device. With None, the number is the shards
-        of the tables, divided by the devices.
+      num_sc_per_device: expected number of SparseCores per device. If None, it is the number of
+        shards of the first table, divided by `num_devices`.
 
-    Raises: ValueError: a table has not been placed, or was placed for a different number of shards.
+    Raises: ValueError: a table is not assigned to a stack, or was stacked for a different number of
+      shards.
     """
     check_type(num_devices, PositiveInt, "global_device_count")
     if num_sc_per_device is None:
@@ -341,19 +344,19 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
 def stack_layouts(
     feature_specs: Nested[FeatureSpec], *, num_devices: int, num_cores: int | None
 ) -> dict[str, StackLayout]:
-    """Checks the placement of the features, and returns the layouts of their stacks by stack name.
+    """Checks that features match their stacks, and returns the layouts of the stacks by stack name.
 
-    The order of the stacks is the order of the first features that read them.
+    Stacks are sorted by the first feature that reads each stack.
 
     Args:
-      feature_specs: placed specs of all features.
+      feature_specs: specs of all features, with their tables already assigned to stacks.
       num_devices: number of devices that share the tables.
-      num_cores: expected number of cores per device. With None, the number is the shards of the
-        tables, divided by the devices.
+      num_cores: expected number of SparseCores per device. If None, it is the number of shards of
+        the first table, divided by `num_devices`.
 
     Raises:
-      ValueError: a table has not been placed, or was placed for a different number of shards or for
-        other features, or a batch does not split into equal parts.
+      ValueError: a table is not assigned to a stack, or was stacked for a different number of
+        shards or for other features, or a batch cannot be split into equal parts.
     """
     num_shards = num_devices * cores_of(
         list(tables_of(feature_specs).values()), num_devices, num_cores
@@ -385,11 +388,12 @@ def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dic
     """Layouts, without features, of the stacks of some tables, by stack name.
 
     Args:
-      tables: specs of placed tables.
-      must_be_whole: whether `tables` must include all tables of each stack, True by default. With
-        False, the layout of a stack may lack tables of the stack.
+      tables: specs of tables that are assigned to stacks.
+      must_be_whole: whether `tables` must include all tables of each stack, True by default. If
+        False, each layout contains only the tables of the stack that are in `tables`.
 
-    Raises: ValueError: a table is not placed, or `tables` lacks a table of a stack.
+    Raises: ValueError: a table is not assigned to a stack, or `must_be_whole` is True and a table
+      of a stack is missing.
     """
     unique_tables = {table.name: table for table in tables}
     layouts = {}
@@ -432,8 +436,8 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
     try:
         return structure.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):
-        # Either the trees have different entries, or only the types of containers differ. To know
-        # which, compare the entries of the top-level containers, and call this function for each.
+        # The trees have different entries, or they differ only in the types of their containers. To
+        # find out, compare the entries of the outermost containers, then each entry recursively.
         children = jax.tree_util.tree_leaves_with_path(
             specs, is_leaf=lambda node: node is not specs
         )
@@ -471,9 +475,10 @@ def check_is_array(table: TableSpec) -> None:
 
 
 def with_place(table: TableSpec, num_shards: int) -> TableSpec:
-    """The table if it has been placed, else a placed copy of the table.
+    """The table if its stack and number of shards are set, else a copy in which both are set.
 
-    If the table has no stack, the copy is the only table of a stack with the table's name.
+    If the table has no stack, the copy is the only table of a stack with the table's name. The
+    stack of the copy has `num_shards` shards.
     """
     check_is_array(table)
     stack = table.stacked_table_spec
@@ -492,9 +497,9 @@ def with_place(table: TableSpec, num_shards: int) -> TableSpec:
 
 
 def placed_stack(table: TableSpec) -> StackedTableSpec:
-    """Spec of the stack that a table was placed in.
+    """Spec of the stack that a table is assigned to.
 
-    Raises: ValueError: the table has not been placed.
+    Raises: ValueError: the table is not assigned to a stack yet.
     """
     if table.stacked_table_spec is None:
         raise ValueError(

@@ -51,19 +51,20 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
         if len(axes) != 1:
             raise ValueError(f"sharding_axis {axes} needs a mesh; pass mesh=.")
         mesh = Mesh(np.asarray(jax.devices()), axes)
-    # `Devices.of` makes all axes of the mesh automatic. Use the original mesh: if its axes are
+    # `Devices.of` makes all axes of its mesh automatic. Use the user's mesh instead: if an axis is
     # explicit, the "gradient" of a table must have the same sharding as the table.
     return dataclasses.replace(Devices.of(mesh, sharding_axis), mesh=mesh)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MeshTables:
-    """The tables of a tree of features, and the devices that share them.
+    """The tables that the features read, and the devices that share the tables.
 
     Attributes:
-      feature_specs: placed specs of all features.
-      devices: devices that share the tables, without the other axes of their mesh.
-      num_sc_per_device: cores per device, by default the number that the tables were placed for.
+      feature_specs: specs of all features, with their tables already assigned to stacks.
+      devices: devices that share the tables, along the mesh axes that shard tables and batch.
+      num_sc_per_device: SparseCores per device, by default the number with which the tables were
+        stacked.
       enable_minibatching: whether batches are preprocessed with minibatching.
     """
 
@@ -90,7 +91,7 @@ class MeshTables:
         step: Scalar | None,
         inputs: PreprocessedInput,
     ) -> Variables:
-        """Makes one optimizer step of every row that `inputs` read, and returns the new variables.
+        """Applies one optimizer step to the rows that `inputs` read, and returns the new variables.
 
         The result has the tree structure of `variables`. `step` is the index of the training step,
         from 0, or None if no optimizer needs the index.
@@ -151,7 +152,7 @@ class MeshTables:
     def preprocess(
         self, features: FeatureTree, features_weights: FeatureTree = None, **options: Any
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-        """Partitions this process' part of a batch, on the host, for the devices of the tables.
+        """Partitions this process' part of a batch, on the host, for the devices with the tables.
 
         For the arguments see `embedding.preprocess_sparse_dense_matmul_input`.
         """
@@ -168,7 +169,7 @@ class MeshTables:
         )
 
     def _on_devices(self, function: Callable[..., Result], *in_specs: P) -> Callable[..., Result]:
-        """Function of global arrays that runs `function` on every device's part of the arrays."""
+        """Turns `function`, which runs on one device, into a function that takes global arrays."""
         on_device = functools.partial(
             function,
             feature_specs=self.feature_specs,
@@ -186,10 +187,10 @@ class MeshLayer:
     """Base of the layers of both Flax APIs: prepares batches for a lookup over a mesh.
 
     Attributes:
-      feature_specs: placed specs of all features.
+      feature_specs: specs of all features, with their tables already assigned to stacks.
       sharding_axis: mesh axis (or axes) that shards tables and batch.
       mesh: mesh with the devices of the layer, which may have further axes.
-      num_sc_per_device: cores per device.
+      num_sc_per_device: SparseCores per device.
       enable_minibatching: whether batches are preprocessed with minibatching.
     """
 
@@ -246,7 +247,7 @@ def step_counter(step: Scalar) -> Float[Array, " digits"]:
 
 
 def step_number(counter: Float[Array, " digits"]) -> Float[Array, ""]:
-    """Index of the step that a counter has reached, as float32, which is exact below 2**24."""
+    """The step index that a counter stores, as float32, which is exact below 2**24."""
     return jnp.sum(counter.astype(jnp.float32) * _PLACES)
 
 

@@ -1,4 +1,4 @@
-"""Multithreaded C++ partitioner with the same buffers and counts, bit for bit, as `partitioner.py`.
+"""Multithreaded C++ partitioner, which returns bit for bit the same results as `partitioner.py`.
 
 One call of the C++ library partitions all stacks of a batch. The library reads ids of any integer
 dtype without copies, and releases the GIL, so a Python thread can partition the next batch during a
@@ -94,7 +94,7 @@ class _Stack(ctypes.Structure):
 
 @functools.cache
 def _partition_function() -> Any:
-    """The library's partition function, or the reason why there is none."""
+    """The partition function of the C++ library, or a string that says why it is missing."""
     library = native.shared_library()
     if isinstance(library, str):
         return library
@@ -108,7 +108,7 @@ def _partition_function() -> Any:
 
 
 def unavailable_because() -> str | None:
-    """Reason why the C++ partitioner cannot run on this machine; None if it can run."""
+    """Reason why the C++ partitioner cannot run on this machine, or None if it can run."""
     function = _partition_function()
     return function if isinstance(function, str) else None
 
@@ -116,7 +116,7 @@ def unavailable_because() -> str | None:
 def num_threads() -> int:
     """Number of threads that partition a large batch.
 
-    Raises: ValueError: the environment variable `THREADS_VARIABLE` is not a number from 1 on.
+    Raises: ValueError: the environment variable `THREADS_VARIABLE` is not a positive integer.
     """
     available = granted_cores()
     wanted = os.environ.get(THREADS_VARIABLE)
@@ -148,8 +148,8 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
     status = _partition_function()(descriptors, len(tasks), batch.allow_id_dropping, threads)
     for task, descriptor in zip(tasks.values(), descriptors, strict=True):
-        # The ctypes array `descriptors` has copies of the structs. The library wrote its results to
-        # the copies.
+        # The ctypes array `descriptors` contains copies of the structs, and the C++ library has
+        # written its results to these copies.
         task.descriptor = descriptor
     if status == _BAD_ENTRY:
         for feature in features:
@@ -161,7 +161,7 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
         if batch.allow_id_dropping or not task.descriptor.drops_something:
             task.record(batch)
             buffers[name] = task.buffers
-        else:  # Ids do not fit. The NumPy partitioner raises an error that names the limit.
+        else:  # Too many ids. The NumPy partitioner raises an error that names the limit.
             buffers[name] = partitioner.partition_stack(batch, name)
     return buffers
 
@@ -189,18 +189,18 @@ class _Block:
 
 
 class _StackTask:
-    """Arguments of one stack for the C++ library.
+    """Description of one stack for the C++ library.
 
-    The library gets only addresses of arrays. A `_StackTask` refers to the arrays, so that they are
-    not freed.
+    The library gets only the addresses of arrays. A `_StackTask` also keeps references to the
+    arrays, so that they are not freed.
     """
 
     def __init__(self, batch: HostBatch, name: str) -> None:
         self.layout = layout = batch.layouts[name]
         num_cores = batch.local_device_count * layout.num_cores
         num_shards = layout.num_shards
-        # The library requires that the features of a table are consecutive, in the order of their
-        # samples.
+        # The C++ library requires that the features of a table are consecutive, in the order of
+        # their samples.
         readers = sorted(batch.readers[name], key=operator.attrgetter(*_TABLE_AND_SAMPLE))
         self.inputs: list[np.ndarray | None] = []
         self.features = (_Feature * len(readers))(*(self._describe(reader) for reader in readers))
@@ -256,7 +256,7 @@ class _StackTask:
             setattr(self.descriptor, field, address)
 
     def record(self, batch: HostBatch) -> None:
-        """Stores the library's counts in the statistics of the batch, as `partitioner.py` does."""
+        """Stores the id counts from the C++ library in the statistics of the batch."""
         partitioner.record_counts(batch, self.layout, self.num_ids, self.num_unique, self.num_ids)
         dropped = {}
         if self.descriptor.drops_something:
@@ -279,5 +279,5 @@ def _fits_keys(layout: StackLayout) -> bool:
 
 
 def _plain(array: AnyArray) -> np.ndarray:
-    """The array, contiguous and in native byte order; copied only if necessary."""
+    """The array, contiguous and in native byte order, copied only if necessary."""
     return np.ascontiguousarray(array, array.dtype.newbyteorder("="))

@@ -31,16 +31,17 @@ with_sparsecore_layout = meta.with_partitioning
 class SparseCoreEmbed(MeshLayer, nn.Module):
     """Layer that looks up all features, and updates the tables in the backward pass.
 
-    As gradients of the layer's parameters, `jax.grad` returns the UPDATED tables, slots and step
-    counter, after one optimizer step. The functions of `embed_optimizer` write the updated values
-    into the parameters, and update all other parameters with optax. A loss may call the layer only
-    once: with two calls, autodiff would add the two updated tables.
+    For the layer's parameters, `jax.grad` returns no gradients, but the UPDATED tables, slots and
+    step counter after one optimizer step. The functions of `embed_optimizer` write the updated
+    values into the parameters, and update all other parameters with optax. A loss may call the
+    layer only once, because autodiff would add the updated tables of two calls.
 
     The parameter `sc_embedding_step` is a counter of the training steps. `step_number` converts the
     counter to a number. The counter stays exact if all parameters are cast to a 16-bit dtype.
 
     Attributes:
-      feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
+      feature_specs: specs of all features, with their tables already assigned to stacks. See
+        `embedding.prepare_feature_specs_for_training`.
       sharding_axis: mesh axis (or axes) that shards tables and batch. Tables and batch are
         replicated along the other axes of the mesh.
       mesh: mesh with the devices of the layer. With None, the default, the layer makes a mesh with
@@ -48,8 +49,8 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       table_sharding_strategy: "MOD", the only sharding strategy.
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches instead of
         raising an error, False by default.
-      num_sc_per_device: cores per device. If you pass None, the default, or -1, the attribute has
-        the number of cores per device that the specs were placed for.
+      num_sc_per_device: SparseCores per device. If you pass None, the default, or -1, the attribute
+        is set to the number with which the tables were stacked.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]

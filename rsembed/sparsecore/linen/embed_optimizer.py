@@ -23,8 +23,8 @@ def create_optimizer_for_sc_model(
 
     Args:
       params: the parameters of the model.
-      tc_optimizer: optimizer of the dense parameters. It does not see the tables: its state has no
-        slots for them, and its gradient norms do not include them.
+      tc_optimizer: optimizer of the dense parameters. It ignores the tables: its state has no
+        slots for the tables, and its gradient norms do not include their gradients.
     """
 
     def label(path: KeyPath, _: object) -> str:
@@ -35,7 +35,7 @@ def create_optimizer_for_sc_model(
 
 
 def apply_updates_for_sc_model(params: Params, updates: Params) -> Params:
-    """Applies updates: replaces tables, slots and counters, and adds to all other parameters.
+    """Replaces tables, slots and counters by their updates, and adds all other updates to `params`.
 
     Args:
       params: the parameters of the model.
