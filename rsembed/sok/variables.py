@@ -405,7 +405,7 @@ def embedding_variable(
       use_hashtable: if True, the default, keys are any integers, and a key gets a row in its first
         training step. If False, keys are row numbers from 0 to `rows_per_device * n - 1`.
       key_dtype: dtype of the keys: int32, int64 (the default), uint32 or uint64.
-      initializer: a function `(key, shape) -> array` that computes one row at a time, a number, or
+      initializer: a function `(key, shape) -> array` for one row, of shape `(1, dim)`, a number, or
         one of these names: "uniform" (from -0.05 to 0.05), "normal" (standard deviation 0.05),
         "truncated_normal", "zeros" and "ones". Keras class names such as `RandomUniform` are also
         accepted. The initial row of a key depends only on `rngs`, the name of the table and the

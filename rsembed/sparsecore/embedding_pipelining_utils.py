@@ -150,9 +150,10 @@ def get_initial_state(
       embedding_variables: tables and slots of all stacks, by stack name.
       sc_fwd_function: lookup stage, a `ScFwdStageFun`.
       tc_function: dense stage, a `TcStageFun`.
-      dense_input_sharding: sharding of dense inputs, by default chosen by the compiler.
-      sparse_input_sharding: sharding of sparse inputs, activations and gradients of activations, by
-        default chosen by the compiler.
+      dense_input_sharding: sharding of dense inputs. By default, the zeros are placed on devices as
+        by `jnp.zeros`.
+      sparse_input_sharding: sharding of sparse inputs, activations and gradients of activations,
+        with the same default.
     """
     shapes = jax.eval_shape(lambda tree: tree, pipeline_input)
     activations, sc_fwd_aux = jax.eval_shape(
