@@ -105,7 +105,7 @@ class StackedTableSpec:
     num_shards: int = dataclasses.field(default=0, repr=False)
 
     def replace(self, **changes: Any) -> StackedTableSpec:
-        """A copy with some fields changed."""
+        """Copy of the spec in which the fields named in `changes` have new values."""
         return dataclasses.replace(self, **changes)
 
 
@@ -160,7 +160,7 @@ class TableSpec:
       max_unique_ids_per_partition: maximum number of distinct ids that one core sends to one shard,
         256 by default.
       suggested_coo_buffer_size_per_device: size of a device's input buffer, in entries. If None,
-        the default, the buffer has the size for the worst case.
+        the default, the buffer has room for `max_ids_per_partition` entries in every partition.
       quantization_config: rounding of rows at lookup. If None, the default, rows are not rounded.
       dtype: dtype of the table: `float32` (default), `bfloat16` or `float16`. Sums and optimizers
         always compute in float32.
@@ -301,11 +301,12 @@ class FeatureSpec:
       output_shape: shape `(..., dim)` of the global activations, with `prod(output_shape[:-1])`
         samples. With a `dim` below the table's `embedding_dim`, activations have only the first
         `dim` columns. In padded layouts, `dim` may also be `embedding_dim` rounded up to a multiple
-        of 8; the additional columns are zero. If None, the default, the shape follows from the
-        input.
+        of 8. The additional columns are then zero. If None, the default, the shape is inferred from
+        the input.
       combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature only. If None, the default, the
         feature has the combiner of the table. For example, one feature can pool a table that
-        another feature reads as a sequence. SparseCore layouts require the combiner of the table.
+        another feature reads as a sequence. In a SparseCore layout, a feature must have the
+        combiner of its table.
     """
 
     name: str
@@ -364,7 +365,7 @@ class FeatureSpec:
 
     @property
     def pooling(self) -> Combiner:
-        """The combiner of the feature, or the combiner of the table if the feature has none."""
+        """The combiner of the feature, or of its table if the field `combiner` is None."""
         return self.table_spec.combiner if self.combiner is None else self.combiner
 
     def check_pooled_as_table(self) -> None:

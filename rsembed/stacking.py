@@ -1,4 +1,4 @@
-"""Computes stacking plans: which tables share a physical table, and the position of each row.
+"""Computes stacking plans, which place the rows of several logical tables in one physical table.
 
 A plan is frozen, hashable by value (including limits) and printable. The functions of
 `rsembed.sparsecore.table_stacking`, which change specs in place as in jax-tpu-embedding, store the
@@ -70,7 +70,7 @@ class TablePlacement:
 
     @classmethod
     def of(cls, table: TableSpec, setting: TableSettingInStack) -> TablePlacement:
-        """Placement of `table`, with the stack, the padded size and the offsets in `setting`."""
+        """Placement of `table`. `setting` has the stack, the padded size and the offsets."""
         return cls(
             name=table.name,
             rows=table.vocabulary_size,
@@ -102,7 +102,7 @@ class FeaturePlacement:
 
     @classmethod
     def of(cls, feature: FeatureSpec, transformation: FeatureIdTransformation) -> FeaturePlacement:
-        """Placement of a feature with the offsets in `transformation`."""
+        """Placement of `feature`. `transformation` has the offsets and the rotation."""
         return cls(
             name=feature.name,
             table_name=feature.table_spec.name,
@@ -147,7 +147,7 @@ class StackPlan:
 
     @property
     def padding_fraction(self) -> float:
-        """Share of the physical table that no logical table uses."""
+        """Fraction of the physical table that is padding."""
         used = sum(table.rows * table.dim for table in self.tables)
         return 1.0 - used / (self.spec.stack_vocab_size * self.spec.stack_embedding_dim)
 
@@ -206,8 +206,8 @@ class StackingPlan:
         into different shards.
 
         Args:
-          ids_by_feature: ids of some batches, as arrays or lists, by feature name. Features without
-            ids may be left out.
+          ids_by_feature: ids of one or more batches, as arrays or lists, by feature name. Features
+            without ids may be left out.
 
         Raises: ValueError: a feature is unknown, or an id is outside its table.
         """
@@ -231,9 +231,9 @@ class StackingPlan:
         """Description of the plan: memory and padding of each stack.
 
         Args:
-          ids_by_feature: ids of some batches by feature name, as for `shard_load`. The description
-            then also has the number of ids, the busiest shard and the skew of each stack. None by
-            default.
+          ids_by_feature: ids of one or more batches, see `shard_load`. If there are ids, the
+            description also has the number of ids, the busiest shard and the skew of each stack.
+            None by default.
         """
         rows = self._cells()
         if ids_by_feature is not None:
@@ -312,7 +312,7 @@ def _checked_flat_ids(
 
 
 def place_of(setting: TableSettingInStack, num_shards: int) -> Place:
-    """The `Place` of a table that is interleaved over all shards, with the offsets in `setting`."""
+    """Place of a table with consecutive ids in different shards, at the offsets in `setting`."""
     return Place(0, setting.row_offset_in_shard * num_shards, setting.shard_rotation)
 
 
@@ -337,16 +337,16 @@ def plan_stacking(
         combiners must be equal.
       pad: whether dims are padded to multiples of 8 and rows to multiples of `8 * num_shards`, as
         SparseCores require. True by default. If False, `num_shards` must be 1.
-      rotation: number of shards by which each table of a stack is rotated against the previous
-        table, 0 by default. A rotation puts the first rows of the tables, which are often frequent,
-        into different shards.
+      rotation: number of shards by which the ids of each table are shifted relative to the
+        preceding table of the stack, 0 by default. A rotation puts the first rows of the tables,
+        which are often frequent, into different shards.
       activation_mem_bytes_limit: maximum bytes of activations per shard in one stack. If None, the
         default, there is no limit.
       use_short_stack_names: whether names over 50 characters are cut and get a hash, True by
         default.
 
     Raises:
-      ValueError: the groups do not name every table once, or a stack has too many rows.
+      ValueError: the groups do not name every table exactly once, or a stack has too many rows.
       NotImplementedError: `pad` is True, and a table has a `storage`.
     """
     if not pad and num_shards != 1:
@@ -411,8 +411,9 @@ def stack_name_of(
 
     Args:
       table_names: names of the tables of the stack.
-      is_taken: whether another stack has the joined name, as for tables `user` and `item` beside a
-        table `user_item`. If True, the name ends with a hash for any length. False by default.
+      is_taken: whether another stack already has the joined name. For example, a table `user_item`
+        already has the joined name of tables `user` and `item`. If True, a name of any length ends
+        with a hash. False by default.
       use_short_stack_names: whether names over 50 characters are cut, True by default.
     """
     full = "_".join(table_names)
@@ -429,7 +430,7 @@ def group_tables(
     pad: bool = True,
     activation_mem_bytes_limit: int | None = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
 ) -> list[list[str]]:
-    """Groups of names of tables that can share a physical table, in the order of the features.
+    """Groups of tables that can share a physical table, by name, in the order of the features.
 
     A group is split if its tables have more than `MAX_ROWS` rows, or if the activations of its
     tables have more than `activation_mem_bytes_limit` bytes per shard.
@@ -448,7 +449,7 @@ def group_tables(
             table.quantization_config,
             table.dtype,
             table.stochastic_rounding,
-            # Padding columns would change the steps of a row-wise optimizer. Tables with such an
+            # Padding columns would change the updates of a row-wise optimizer. Tables with such an
             # optimizer are in one group only if their dims are equal without padding.
             table.embedding_dim if table.optimizer.is_row_wise else None,
             storage_key,
@@ -457,8 +458,8 @@ def group_tables(
     row_tile = SUBLANES * num_shards if pad else 1
     num_rows = {}
     for name, table in tables.items():
-        # The hash table of a storage has up to four slots per row, and `MAX_ROWS` limits the number
-        # of slots, too. Each row of a table with a storage is counted as eight slots.
+        # A hash table has up to four slots per row, and `MAX_ROWS` limits the number of slots, too.
+        # Each row of a table with a storage counts as eight rows here, twice this maximum.
         slots_per_row = 1 if table.storage is None else 8
         num_rows[name] = slots_per_row * round_up(table.vocabulary_size, row_tile)
     split_groups = split_by_memory(groups.values(), num_rows, MAX_ROWS)
@@ -476,9 +477,10 @@ def group_tables(
 def split_by_memory(
     groups: Iterable[Sequence[Name]], num_bytes: Mapping[Name, int], limit: int
 ) -> list[list[Name]]:
-    """Groups, split by first fit so that the sum of `num_bytes` in a group is at most `limit`.
+    """Splits groups of tables, so that `num_bytes` of a group add up to at most `limit`.
 
-    A table with more than `limit` bytes gets a group for itself.
+    Each table goes into the first part of its group that has room for the table. A table with more
+    than `limit` bytes gets a separate group.
     """
     result: list[list[Name]] = []
     for group in groups:
@@ -500,7 +502,7 @@ def split_by_memory(
 def settings_in_stack(
     stack_name: str, padded_rows: Sequence[int], padded_dim: int, *, num_shards: int, rotation: int
 ) -> list[TableSettingInStack]:
-    """Offsets of tables that are concatenated in a stack, from their padded numbers of rows."""
+    """Padded sizes and offsets of the tables of a stack, in the order of `padded_rows`."""
     settings = []
     for number, rows in enumerate(padded_rows):
         first_row = sum(padded_rows[:number]) // num_shards
@@ -682,7 +684,7 @@ def _checked_tables(
 def _place_features(
     readers: Sequence[FeatureSpec], tables: Sequence[TablePlacement], num_shards: int
 ) -> tuple[tuple[FeaturePlacement, ...], int]:
-    """Placements of features with concatenated samples, and the total number of samples."""
+    """Placements of features in the stacked batch, and the number of samples in this batch."""
     place_of_table = {table.name: place_of(table.setting, num_shards) for table in tables}
     placements = []
     row_offset = 0

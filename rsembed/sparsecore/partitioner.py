@@ -1,15 +1,15 @@
 """The NumPy partitioner: sorts the ids of a batch into the input buffers of every core.
 
-The buffer of a device has one part per core. A part holds the entries for shard 0, then the entries
-for shard 1, and so on. The entries for one shard are a partition. Every partition starts at a
-multiple of 8, and a row pointer marks its end. Entries are ordered by row and sample. Entries of
-one sample with equal rows are merged.
+The buffer of a device has one part per core. The part of a core holds the entries for shard 0, then
+the entries for shard 1, and so on. The entries of a core for one shard are a partition. Every
+partition starts at a multiple of 8, and a row pointer marks its end. The entries of a partition are
+ordered by row and sample. Equal ids of one sample are merged into one entry.
 
-A batch that exceeds a limit is split into several minibatches. A hash assigns every row to one of
-64 buckets. Neighbouring buckets form a minibatch as long as every partition of every core stays
-within its limits. All stacks, devices and processes split at the same buckets. All ids of a row are
-in the same bucket, so in the same minibatch. Therefore the optimizer updates each row once per
-batch, as without minibatches.
+With minibatching, a batch that exceeds a limit is split into several minibatches. A hash assigns
+every row to one of 64 buckets. Neighbouring buckets form a minibatch as long as every partition of
+every core stays within its limits. All stacks, devices and processes have the same buckets in
+each minibatch. A row is in only one bucket, so it is in only one minibatch. Therefore the optimizer
+updates each row once per batch, as without minibatches.
 
 ```
 buckets      2 5 | 1 6 | 3 4 | 2 0      limit 7: no two neighbouring pairs fit together
@@ -39,7 +39,7 @@ from rsembed.specs import FeatureSpec
 from rsembed.stacking import SUBLANES, round_up
 
 PADDING_VALUE = 2**31 - 1
-"""Value of the ids and of the samples in the padding of a buffer."""
+"""Value of `embedding_ids` and `sample_ids` in the padding entries of a buffer."""
 _log = logging.getLogger("rsembed")
 
 SETTINGS = {
@@ -47,7 +47,7 @@ SETTINGS = {
     "unique_ids": "max_unique_ids_per_partition",
     "buffer": "suggested_coo_buffer_size_per_device",
 }
-"""Setting of a stack that makes the partitioner drop ids, for each field of `TableDrops`."""
+"""Setting of a stack that limits the number of ids, for each field of `TableDrops`."""
 _warned: set[tuple[str, str, str]] = set()
 """Table, stack and kind of drop, for each warning that was already logged."""
 BUFFER_DTYPES = {
@@ -80,10 +80,11 @@ class HostFeature:
 
     @functools.cached_property
     def gains(self) -> Float32[np.ndarray, " nnz"]:
-        """Factor of each entry's row in the activation of the sample, before entries are merged.
+        """Gain of each entry, before equal ids of one sample are merged.
 
-        The factor is 0 if the weights of the sample have the sum 0 (combiner "mean") or their
-        squares have the sum 0 (combiner "sqrtn").
+        The activation of a sample is the sum of `gain * row` over the entries of the sample. The
+        gain is 0 if the weights of the sample have the sum 0 (combiner "mean") or their squares
+        have the sum 0 (combiner "sqrtn").
         """
         combiner = self.spec.table_spec.combiner
         weights = self.bags.weights
@@ -95,7 +96,7 @@ class HostFeature:
         wide = values.astype(np.float64)
         summands = wide if combiner == "mean" else wide * wide
         total = np.bincount(self.samples, summands, minlength=self.bags.num_bags)
-        total = total.astype(np.float64, copy=False)  # `np.bincount` without entries is integer.
+        total = total.astype(np.float64, copy=False)  # `np.bincount([], [])` is int64.
         divisor = total if combiner == "mean" else np.sqrt(total)
         inverse = np.divide(1.0, divisor, out=np.zeros_like(divisor), where=divisor != 0)
         return (wide * inverse[self.samples]).astype(np.float32)
@@ -122,11 +123,13 @@ class HostFeature:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Entries:
-    """Merged entries of all cores, in the order of the buffers: by partition, row and sample.
+    """Entries of all cores, after equal ids of one sample were merged into one entry.
 
-    Each core has one block of partitions per minibatch. The partition for `shard` in `block` has
-    the index `block * num_shards + shard`. `multiplicity` is the number of ids of the batch that
-    were merged into an entry.
+    Entries are ordered as in the buffers: by partition, row and sample. If the batch is split into
+    minibatches, the entries of a partition are ordered by bucket, row and sample. Each core has one
+    block of partitions per minibatch. The partition for `shard` in `block` has the index
+    `block * num_shards + shard`. `multiplicity` is the number of ids of the batch that were merged
+    into an entry.
     """
 
     partition: np.ndarray
@@ -174,7 +177,7 @@ class Entries:
 
 
 class HostBatch(NamedTuple):
-    """Ids of a batch before partitioning, with the layouts of the stacks and the statistics.
+    """A batch before partitioning: its ids, the layouts of the stacks, and statistics to fill.
 
     Attributes:
       layouts: layouts of the stacks, by stack name.
@@ -192,7 +195,7 @@ class HostBatch(NamedTuple):
     statistics: SparseDenseMatmulInputStats
 
     def merged_entries(self, name: str) -> Entries:
-        """Entries that the cores of this process look up, after equal rows of a sample were merged.
+        """Entries of the cores of this process, after equal ids of one sample were merged.
 
         Raises: ValueError: an id is outside its table, a weight is not finite, or a device has too
           many samples.
@@ -239,7 +242,7 @@ class HostBatch(NamedTuple):
         is_first = _differs_from_previous(partition, key)
         starts = np.flatnonzero(is_first)
         merged = gain[starts]
-        # `np.add.at` adds gains in the order of the batch, which `np.add.reduceat` does not.
+        # `np.add.at` adds gains in the order of the batch. `np.add.reduceat` may use another order.
         np.add.at(merged, np.cumsum(is_first)[~is_first] - 1, gain[~is_first])
         multiplicity = np.diff(np.append(starts, key.size))
         row, sample = np.divmod(key[starts], layout.samples_per_core)
@@ -257,7 +260,7 @@ def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
 
 
 def _differs_from_previous(partition: np.ndarray, key: np.ndarray) -> np.ndarray:
-    """Mask of the entries with another partition or key than the entry before them."""
+    """Mask of the entries that differ from the preceding entry in the partition or in the key."""
     differs = np.ones(key.shape, bool)
     differs[1:] = (np.diff(key) != 0) | (np.diff(partition) != 0)
     return differs
@@ -277,11 +280,11 @@ def lay_out(
     Args:
       batch: ids, layouts and statistics of the batch.
       layout: layout of the stack.
-      batch_entries: entries of the batch in partitions without minibatches. The statistics have
-        the counts of ids in these partitions.
-      entries: entries of the batch, in the partitions and in the order of the buffers.
-      num_minibatches: number of minibatches, by default none. With minibatches, all cores of a
-        device share its buffer. Without minibatches, each core has an equal part of the buffer.
+      batch_entries: entries before the batch is split into minibatches. The statistics count the
+        entries of each partition before the split.
+      entries: entries to write to the buffers, sorted by minibatch if the batch is split.
+      num_minibatches: number of minibatches. All cores of a device then share its buffer. None, the
+        default: no minibatching, and each core has an equal part of the buffer.
 
     Raises: ValueError: a limit is exceeded or the buffer is too small, and ids may not be dropped.
     """
@@ -327,14 +330,14 @@ def record_counts(
     num_unique: np.ndarray,
     num_laid_out: np.ndarray,
 ) -> None:
-    """Stores the largest counts of ids and distinct ids, and the required buffer size, in `batch`.
+    """Stores the largest partition sizes and the required buffer size in the batch's statistics.
 
     Args:
       batch: the batch with its statistics.
       layout: layout of the stack.
-      num_ids: number of ids in every partition of the batch.
-      num_unique: number of distinct ids in every partition of the batch.
-      num_laid_out: number of ids in every partition of the buffer.
+      num_ids: number of entries in every partition, before the split into minibatches.
+      num_unique: number of distinct rows in every partition, before the split into minibatches.
+      num_laid_out: number of entries in every partition of the buffer.
     """
     shape = (batch.local_device_count, layout.num_cores, layout.num_shards)
 
@@ -401,7 +404,8 @@ def _fill(
     ends = np.minimum(starts + counts, region_size).reshape(-1, num_blocks, num_shards)
     block_ends = np.minimum(round_up(ends[:, :, -1], SUBLANES), region_size)
     pointers = np.empty((num_regions, num_pointer_blocks, max(num_shards, SUBLANES)), np.int32)
-    # The row pointers of minibatches that the batch does not have mark the end of the entries.
+    # With minibatching, there are row pointers for `MAX_MINIBATCHES` minibatches. The pointers of
+    # unused minibatches point to the end of the last used minibatch.
     pointers[:] = block_ends[:, -1, None, None]
     pointers[:, :num_blocks, :num_shards] = ends
     pointers[:, :num_blocks, num_shards:] = block_ends[:, :, None]
@@ -430,13 +434,14 @@ def record_drops(
     layout: StackLayout,
     dropped: Mapping[str, tuple[np.ndarray, np.ndarray]],
 ) -> None:
-    """Counts dropped entries by stack and by table, and warns once per table and limit.
+    """Counts dropped ids by stack and by table, and warns once per table and limit.
 
     Args:
       statistics: statistics of the batch.
       layout: layout of the stack.
-      dropped: by kind of drop (`ids`, `unique_ids`, `buffer`), a pair of arrays: rows of dropped
-        entries, inside their shard, and the number of dropped entries of each row.
+      dropped: by kind of drop (`ids`, `unique_ids`, `buffer`), a pair of arrays with one value for
+        each dropped entry: the index of the entry's row in its shard, and the number of ids to
+        count for the entry.
     """
     first_rows = np.asarray([table.setting_in_stack.row_offset_in_shard for table in layout.tables])
     counts = {}
@@ -471,16 +476,17 @@ def partition_stacks_in_minibatches(
 ) -> tuple[dict[str, StackBuffers], int]:
     """Input buffers of all stacks, and the number of minibatches in them.
 
-    The statistics have the largest counts of ids in partitions without minibatches. If the limits
-    are set from these counts, no batch needs minibatches. The required buffer size in the
-    statistics, however, is the size with minibatches. If a single bucket exceeds a limit, or the
+    The statistics have the largest numbers of ids in a partition before the batch is split. If the
+    limits are set from these numbers, the batch needs no minibatches. Only the required buffer size
+    in the statistics is for the batch after the split. If a single bucket exceeds a limit, or the
     buffer is too small, ids are dropped or an error is raised, as without minibatches.
 
     Args:
       batch: ids, layouts and statistics of the batch.
       any_process: function `(question, flags) -> flags` that returns the elementwise "or" of the
-        flags of all processes. With question 0, the flag is True if the batch exceeds a limit. With
-        question 1, the flags are the mask of the tree nodes to split, see `split_nodes`.
+        flags of all processes. The first call passes question 0 and one flag, which is True if the
+        batch of this process exceeds a limit. If any process exceeds a limit, a second call passes
+        question 1 and the mask of the tree nodes to split, see `split_nodes`.
     """
     layouts = batch.layouts
     merged = {name: batch.merged_entries(name) for name in layouts}
@@ -506,7 +512,7 @@ def partition_stacks_in_minibatches(
 
 
 def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
-    """Bucket of each row, from its row number in the stack.
+    """Bucket of each row, computed from the row number in the stack.
 
     The row numbers in one shard differ by multiples of the number of shards, so a weaker hash would
     put the rows of a shard into only a few buckets.
@@ -522,11 +528,12 @@ def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
 def split_nodes(
     counts: Int[np.ndarray, "*parts buckets"], limit: int
 ) -> Bool[np.ndarray, "*parts nodes"]:
-    """Mask of the tree nodes at which the buckets must be split, for every partition.
+    """Mask of the nodes that must be split in a binary tree of buckets, for every partition.
 
-    The buckets are the leaves of a binary tree. The mask has one entry for each inner node of the
-    tree, from the lowest level to the root. A node must be split if the counts of its two children
-    have a sum above `limit`. The count of a split node is then the larger count of its children.
+    The buckets are the leaves of the tree, and `counts` has the number of ids in each bucket. The
+    mask has one entry for each inner node, from the lowest level to the root. The count of a node
+    is the sum of the counts of its two children. If the sum is above `limit`, the node must be
+    split, and its count is the larger count of its children.
 
     Example:
       >>> split_nodes(np.asarray([2, 5, 1, 6, 3, 4, 2, 0]), 7).astype(int).tolist()
@@ -565,7 +572,7 @@ def minibatch_of_bucket(nodes: Bool[np.ndarray, " nodes"]) -> Int[np.ndarray, " 
 
 
 def _nodes_to_split(layout: StackLayout, entries: Entries, buckets: np.ndarray) -> np.ndarray:
-    """Mask of the tree nodes to split for a stack, so that no partition exceeds a limit of ids."""
+    """Mask of the tree nodes (see `split_nodes`) to split because a partition exceeds a limit."""
     buckets_of_ids = entries.partition * MAX_MINIBATCHES + buckets
     buckets_of_rows = buckets_of_ids[entries.is_new_row]
     nodes = np.zeros(MAX_MINIBATCHES - 1, bool)

@@ -1,4 +1,4 @@
-"""Reads a batch on the host in any form of jax-tpu-embedding, checks it and partitions it.
+"""Checks and partitions a batch on the host, in any input format that jax-tpu-embedding accepts.
 
 The module `preprocessing` checks the shapes and dtypes of a batch. The partitioners check the ids
 and weights, because they read all of them anyway. The NumPy partitioner calls
@@ -47,13 +47,16 @@ class SparseDenseMatmulInput(NamedTuple):
     """Partitioned ids of a batch: each core has one partition per shard (and minibatch).
 
     Each field has one flat array per stack, by stack name. The flat array is a concatenation of one
-    part per device, and the part of a device is a concatenation of one part per core.
+    part per device. Without minibatching, the part of a device is a concatenation of one part per
+    core, all of equal size. With minibatching, the cores share the part of their device.
 
     Attributes:
-      lhs_row_pointers: end of each partition, as an offset into the core's part of the buffer.
-      lhs_embedding_ids: row of each entry, inside its shard.
-      lhs_sample_ids: sample of each entry, inside its core.
-      lhs_gains: factor of each entry's row in the activation of the sample.
+      lhs_row_pointers: offset of the end of each partition, relative to the start of the core's
+        part (with minibatching: of the device's part).
+      lhs_embedding_ids: index of each entry's row in its shard.
+      lhs_sample_ids: index of each entry's sample among the samples of its core.
+      lhs_gains: gain of each entry. The activation of a sample is the sum of `gain * row` over the
+        entries of the sample.
     """
 
     lhs_row_pointers: dict[str, ArrayLike]
@@ -86,22 +89,22 @@ class PreprocessedInput:
 
     @property
     def lhs_row_pointers(self) -> dict[str, ArrayLike]:
-        """End of each partition, by stack."""
+        """Offset of the end of each partition, by stack name."""
         return self.sparse_dense_matmul_input.lhs_row_pointers
 
     @property
     def lhs_embedding_ids(self) -> dict[str, ArrayLike]:
-        """Row of each entry, inside its shard, by stack."""
+        """Index of each entry's row in its shard, by stack name."""
         return self.sparse_dense_matmul_input.lhs_embedding_ids
 
     @property
     def lhs_sample_ids(self) -> dict[str, ArrayLike]:
-        """Sample of each entry, inside its core, by stack."""
+        """Index of each entry's sample among the samples of its core, by stack name."""
         return self.sparse_dense_matmul_input.lhs_sample_ids
 
     @property
     def lhs_gains(self) -> dict[str, ArrayLike]:
-        """Factor of each entry's row in the activation of the sample, by stack."""
+        """Gain of each entry, by stack name. See `SparseDenseMatmulInput`."""
         return self.sparse_dense_matmul_input.lhs_gains
 
     def check_layout(self, layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> None:
@@ -164,9 +167,10 @@ def preprocess_sparse_dense_matmul_input(
         default. See `rsembed.sparsecore.partitioner`. Buffers are sized for 64 minibatches unless
         `suggested_coo_buffer_size_per_device` sets a smaller size. Lookup and update need the same
         value of `enable_minibatching`.
-      all_reduce_interface: function that lets processes agree on minibatches, by default
-        `agree_through_devices`. With minibatching in several processes, preprocessing with the
-        default function must not run concurrently with a training step.
+      all_reduce_interface: function that combines flags of all processes, so that all processes
+        split the batch into the same minibatches. The default is `agree_through_devices`. With
+        minibatching in several processes, preprocessing with the default function must not run
+        concurrently with a training step.
 
     Returns:
       The input buffers, and the statistics of this batch for `rsembed.fdo`.
@@ -231,8 +235,8 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
       options: keyword options of `preprocess_sparse_dense_matmul_input`.
 
     Raises:
-      ValueError: the arrays do not describe a sparse tensor, or one of the reasons in
-        `preprocess_sparse_dense_matmul_input`.
+      ValueError: the arrays do not describe a sparse tensor, or
+        `preprocess_sparse_dense_matmul_input` raises ValueError.
       TypeError: ids are not integers.
     """
     trees = {"indices": indices, "values": values, "dense_shapes": dense_shapes}
@@ -327,7 +331,7 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     has_leading_dimension: bool = False,
     enable_minibatching: bool = False,
 ) -> PreprocessedInput:
-    """Shapes and dtypes of a `PreprocessedInput`, to compile a step before there is a batch.
+    """Shapes and dtypes of a `PreprocessedInput`, to compile a step before the first batch is read.
 
     Args:
       feature_specs: placed specs of all features.
@@ -405,7 +409,7 @@ def read_features(
 
 
 def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
-    """Bags of one feature, from ids and weights in any form that preprocessing accepts.
+    """Bags of one feature, from ids and weights in any input format that preprocessing accepts.
 
     If `leaf` is a `Bags` with padding after the last bag, the padding is removed.
     """
@@ -445,15 +449,16 @@ def _as_lists(rows: PyTree) -> PyTree:
 AllReduce = Callable[[int, np.ndarray], np.ndarray]
 """Function `(key, flags) -> flags` that returns the elementwise "or" of the flags of all processes.
 
-All processes call the function with the same keys and numbers of flags, in the same order. For the
-batch with `batch_number` `b`, preprocessing calls it with the keys `2 * b` and `2 * b + 1`.
+All processes call the function with the same keys, in the same order, and with equally many flags
+for each key. For the batch with `batch_number` `b`, preprocessing calls the function with the keys
+`2 * b` and `2 * b + 1`.
 """
 
 
 def agree_through_devices(
     key: int, flags: Bool[np.ndarray, " flags"]
 ) -> Bool[np.ndarray, " flags"]:
-    """Elementwise "or" of the flags of all processes, by a collective of all devices.
+    """Elementwise "or" of the flags of all processes, computed with a collective over all devices.
 
     Do not call this function concurrently with a training step. With only one process, it returns
     `flags` unchanged.
@@ -471,6 +476,6 @@ def get_all_reduce_interface(
     host_id: object = None,
     host_count: object = None,
 ) -> AllReduce:
-    """The `AllReduce` that uses the devices, `agree_through_devices`; all arguments are ignored."""
+    """Returns `agree_through_devices`, and ignores all arguments."""
     del peer_addresses, minibatching_port, host_id, host_count
     return agree_through_devices

@@ -78,7 +78,7 @@ def auto_stack_tables(
     use_short_stack_names: bool = True,
     activation_mem_bytes_limit: PositiveInt | None = None,
 ) -> None:
-    """Stacks tables with equal padded dim, optimizer, combiner and quantization.
+    """Stacks tables with equal padded dim, dtype, optimizer, combiner, rounding and quantization.
 
     The function writes the placement into the specs of the tables and features. Tables that
     `stack_tables` has placed keep their stacks.
@@ -89,8 +89,8 @@ def auto_stack_tables(
         once, and a batch contains its ids once.
       global_device_count: number of devices of all processes.
       num_sc_per_device: cores per device, by default `utils.num_sparsecores_per_device()`.
-      rotation: number of shards by which each table of a stack is rotated against the table before
-        it. The default rotation is the number of shards of one device.
+      rotation: number of shards by which the ids of each table are shifted relative to the
+        preceding table of the stack. The default rotation is the number of shards on one device.
       stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` of ids per
         partition, for stacks of several tables. The limit of the stack replaces
         `max_ids_per_partition` of its tables. By default, the limit of a stack is 256, and the
@@ -151,25 +151,26 @@ def stack_tables(
     """Stacks tables in the order of `table_names`.
 
     The function writes the placement into the specs of the tables and features. All tables are
-    padded to the number of columns of the widest table.
+    padded to the number of columns of the widest table, rounded up to a multiple of 8.
 
     Args:
       features: specs of all features. The features that read the named tables are changed in place.
       table_names: names of the tables, in the order of their rows in the stack.
       global_device_count: number of devices of all processes.
       num_sc_per_device: cores per device, by default `utils.num_sparsecores_per_device()`.
-      rotation: number of shards by which each table is rotated against the table before it. The
-        default rotation is the number of shards of one device.
+      rotation: number of shards by which the ids of each table are shifted relative to the
+        preceding table of the stack. The default rotation is the number of shards on one device.
       stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` of ids per
         partition, for stacks of several tables. By default, the limit of a stack is 256. See
         `auto_stack_tables`.
       stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` of distinct
         ids per partition.
       stack_name: name of the stack, by default the joined table names.
-      fail_on_excess_padding: whether a table that is narrower than the widest table is an error,
-        False by default.
-      activation_mem_bytes_limit: limit that is stored in the spec of the stack but not checked, 2
-        MiB by default.
+      fail_on_excess_padding: whether it is an error to pad a table beyond the next multiple of 8
+        columns, False by default.
+      activation_mem_bytes_limit: maximum size of the activations of the stack in bytes per shard, 2
+        MiB by default. `stack_tables` stores this limit in the spec of the stack, but does not
+        check it.
 
     Raises:
       ValueError: a table is repeated, unknown or already stacked, the tables cannot share a stack,
@@ -309,8 +310,8 @@ def attach_placement(features: Nested[FeatureSpec], plan: StackingPlan) -> None:
         settings = {placement.name: placement.setting for placement in stack.tables}
         for feature in stack.features:
             by_name[feature.name].id_transformation = feature.transformation
-            # Features of one table may refer to different copies of the table spec. Write the
-            # placement into every copy.
+            # Features of one table may refer to different copies of the table spec, so the
+            # placement is written into every copy of this spec.
             spec = by_name[feature.name].table_spec
             spec.setting_in_stack = settings[spec.name]
             spec.stacked_table_spec = stack.spec
@@ -324,7 +325,7 @@ def _checked_sizes(
 ) -> tuple[int, int]:
     """Checks the features, and returns the number of shards and the rotation in shards.
 
-    If `rotation` is None, the rotation is the number of shards of one device.
+    If `rotation` is None, the rotation is the number of shards on one device.
     """
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     for feature in features_of(features):
@@ -402,7 +403,7 @@ def _check_finite(tree: TableRows, table: TableSpec) -> None:
 
 
 def _replicated(array: Array | np.ndarray) -> NamedSharding | None:
-    """Sharding with a full copy of `array` per device; None if its mesh has no explicit axes."""
+    """Sharding that replicates `array`, or None if the mesh of `array` has no explicit axes."""
     mesh = jax.typeof(array).sharding.mesh
     return NamedSharding(mesh, P()) if AxisType.Explicit in mesh.axis_types else None
 

@@ -30,18 +30,18 @@ def estimate_preprocessing_parameters(
 ) -> dict[str, int]:
     """First estimate of the limits and buffer size of a table, for use before there are statistics.
 
-    The estimate assumes that a share `hot_shard_fraction` of the ids of a core is on one shard, and
-    that the other ids are spread evenly over all shards. The estimated number of ids in the largest
-    partition is the expected number of ids plus two standard deviations. The estimate also assumes
-    that half of the ids in a partition are distinct.
+    The estimate assumes that a fraction `hot_shard_fraction` of the ids of a core is on one shard,
+    and that the other ids are spread evenly over all shards. The estimated number of ids in the
+    largest partition is the expected number of ids plus two standard deviations. The estimate also
+    assumes that half of the ids in a partition are distinct.
 
     Args:
       global_batch_size: number of samples of all features of the stack together.
       global_device_count: number of devices.
       num_sc_per_device: cores per device.
       valency: average number of ids per sample.
-      hot_shard_fraction: share of ids on the busiest shard, 0.2 by default. Try a larger share if a
-        few ids make up most of the data.
+      hot_shard_fraction: fraction of the ids that is on the busiest shard, 0.2 by default. Try a
+        larger fraction if a few ids make up most of the data.
       headroom_factor: factor that multiplies the estimated ids per partition, 1.25 by default.
 
     Returns:
@@ -77,7 +77,7 @@ def embedding_table_format(mesh: Mesh, partition_spec: PartitionSpec) -> Shardin
 
 
 def embedding_table_format_with_sharding(sharding: Sharding) -> Sharding:
-    """`sharding`, unchanged: tables have the memory layout of any other array."""
+    """Returns `sharding` unchanged, because tables need no special memory layout."""
     return sharding
 
 

@@ -48,8 +48,8 @@ class BoundedRowRule(OptimizerSpec):
       inner: the optimizer to apply.
       num_columns: number of columns to update, by default all. The columns after the first
         `num_columns` columns stay unchanged.
-      minimum: lower limit for the entries of updated rows, by default none.
-      maximum: upper limit for the entries of updated rows, by default none.
+      minimum: smallest allowed value of a number in updated rows. None, the default: no limit.
+      maximum: largest allowed value of a number in updated rows. None, the default: no limit.
     """
 
     inner: OptimizerSpec = dataclasses.field(default_factory=SGD)
@@ -137,7 +137,7 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
 
     Args:
       layout: layout of the stack.
-      limits: lower and upper limit for the entries of updated rows. None means no limit.
+      limits: smallest and largest allowed value of a number in updated rows. None means no limit.
 
     Raises:
       ValueError: the optimizer works on whole rows, and the tables of the stack have different

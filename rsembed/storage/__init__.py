@@ -1,4 +1,4 @@
-"""Storages keep the rows of tables: in one array, by 64-bit key, or on the host.
+"""Storages of table rows: dense arrays, tables with 64-bit keys, and tables in host memory.
 
 A storage works with the rows of one device and does not know about other devices.
 `collection/rows.py` passes ids to a storage and gets vectors back, on one device or a mesh.

@@ -6,7 +6,7 @@ First, a program on the device gathers the evicted rows from the cache. Next,
 `BackingStore.exchange` writes the evicted rows to the host, and reads the inserted rows. Last, a
 program on the device writes the inserted rows to the cache.
 
-Files `host_cached.py` and `set_associative.py` define the two caches.
+There are two caches, in `host_cached.py` and in `set_associative.py`.
 """
 
 from __future__ import annotations
@@ -75,8 +75,7 @@ class Generation:
         """Creates a version counter that starts at a random number.
 
         Args:
-          refusal: first part of the error message for a rejected state. The message should say what
-            the user can do.
+          refusal: first part of the error message of `check`. It should say what the user can do.
         """
         self.number = secrets.randbits(31)
         self.lock = Lock()
@@ -85,7 +84,7 @@ class Generation:
     def check(self, numbers: ArrayLike | None) -> None:
         """Checks that every number in `numbers` equals the current value of the counter.
 
-        Raises: RuntimeError: a number differs from the value of the counter.
+        Raises: RuntimeError: a number in `numbers` differs from the counter.
         """
         if (np.asarray(numbers) != self.number).any():
             raise RuntimeError(f"{self._refusal} (It has another generation than the host.)")
@@ -96,7 +95,7 @@ class Generation:
         Args:
           numbers: counter value that the state contains, or an array with one value for each shard.
 
-        Raises: RuntimeError: a number differs from the value of the counter.
+        Raises: RuntimeError: a number in `numbers` differs from the counter.
         """
         numbers = np.asarray(numbers)
         with self.lock:  # If two threads pass the same state, `check` fails in the second thread.
@@ -108,9 +107,9 @@ class Moves(NamedTuple):
     """Rows that a cache exchanges with the host. All arrays are padded with `NO_ROW`.
 
     Attributes:
-      evicted: ids of the rows that leave the device.
+      evicted: ids of the rows that are removed from the cache and copied to the host.
       evicted_places: index of each evicted row in the device array.
-      inserted: ids of the rows that are copied to the device.
+      inserted: ids of the rows that are copied from the host to the cache.
       inserted_places: index of each inserted row in the device array. An inserted row may replace
         an evicted row.
     """
@@ -155,11 +154,11 @@ class BackingStore:
         Args:
           arrays: array of the table, and one array for each slot, with equal numbers of rows. The
             operating system allocates memory of an `np.zeros` array only for rows that are written.
-          first_values: function that computes the initial values of some rows, one array for each
-            of `arrays`. `read` calls the function for rows that `write` has never written. `read`
-            pads the row numbers to a power of two, so a jitted function is compiled only a few
-            times. The function may be called for the same row several times. None, the default:
-            `arrays` already contain the initial values.
+          first_values: function `(row numbers) -> values` that computes initial values, as one
+            array for each of `arrays`. `read` calls the function for rows that `write` has never
+            written. `read` pads the row numbers to a power of two, so a jitted function is compiled
+            only a few times. The function may be called for the same row several times. None, the
+            default: `arrays` already contain the initial values.
           device_dtype: dtype of the table on the device. If the dtype on the device has fewer bits
             than the first array, `write` keeps the stored value of every number that has not
             changed on the device. None, the default: the dtype of the first array.
@@ -220,14 +219,15 @@ class BackingStore:
     ) -> list[np.ndarray]:
         """Writes the evicted rows to the store, then reads the inserted rows.
 
-        Evicted rows are written first, because the inserted rows may include evicted rows.
+        Evicted rows are written first, because an inserted row may be one of the evicted rows.
 
         Returns: the inserted rows of the table and of each slot, in the dtypes on the device.
 
         Args:
           evicted: ids of the evicted rows, padded with `NO_ROW`.
           values: evicted rows of the table and of each slot.
-          inserted: ids of the inserted rows, padded with `NO_ROW`. Padding reads zeros.
+          inserted: ids of the inserted rows, padded with `NO_ROW`. Padding becomes zeros in the
+            result.
         """
         evicted = np.asarray(evicted)
         evicted_entries = np.flatnonzero(evicted != NO_ROW)

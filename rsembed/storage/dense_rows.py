@@ -1,4 +1,4 @@
-"""Dense storage keeps the tables of a stack in one array: row layouts and initial values."""
+"""Dense storage, which keeps the tables of a stack in one array, and the layouts of its rows."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ class RowLayout:
         Args:
           stack: plan of the stack.
           num_shards: number of devices.
-          load: bytes of the other stacks on each device. `table_wise` changes this list: it adds
-            the bytes of `stack` to the entry of each device.
+          load: bytes of the other stacks on each device. `table_wise` changes this list in place,
+            and adds the bytes of `stack` to the entry of each device.
         """
         used = [0] * num_shards
 
@@ -156,7 +156,7 @@ class RowLayout:
         return self.shards_per_device * self.rows_per_shard
 
     def facts(self, tables: Mapping[str, TableSpec]) -> dict[str, object]:
-        """Metadata for `EmbeddingState.layout`, which tell what each row of a state's array holds.
+        """Description of the rows in a state's arrays, for `EmbeddingState.layout`.
 
         Args:
           tables: spec of each table, by name.
@@ -177,14 +177,13 @@ class RowLayout:
                 "vocabulary_size": table.vocabulary_size,
                 "embedding_dim": table.embedding_dim,
                 "dtype": table.dtype,
-                "optimizer": table.optimizer.identity,  # without learning rates
+                "optimizer": table.optimizer.identity,  # It contains no learning rate.
                 "storage": description,
                 "in_files": in_files,
             }
             if storage is not None and len(self.stack.tables) > 1:
-                # Tables that share a storage lie one after the other in each array of the storage.
-                # A reader of the facts computes the first row of a table from the part sizes of the
-                # tables before it.
+                # Tables that share a storage are concatenated in each array of the storage. The sum
+                # of the part sizes of earlier tables is the first row of a table in each array.
                 sizes = storage.part_sizes(table)
                 if sizes is not None:
                     facts["part_sizes"] = list(sizes)
@@ -216,9 +215,9 @@ class RowLayout:
         return {table.name: table.rows for table in self.stack.tables}
 
     def segment(self, table_name: str, bags: Segment) -> Segment:
-        """Copy of segment `bags` that reads a table, for layouts with `spread` 1.
+        """Copy of `bags` with the first row and the number of rows of a table.
 
-        With `spread` 1, the rows of a table are contiguous.
+        The layout must have `spread` 1, so that the rows of the table are contiguous.
         """
         place = self.place_of[table_name]
         first_row_of_shard = place.owner * self.rows_per_shard
@@ -257,7 +256,7 @@ class RowLayout:
 
         Args:
           bags: ids of all features. Each `Bags` has the ids of one feature, or of several features.
-          readers: for each feature of the stack, the segment of `bags` with the ids of the feature.
+          readers: for each feature of the stack, the segment of `bags` that has the feature's ids.
         """
         features = self.stack.features
         lists = []
@@ -383,7 +382,7 @@ class DenseRows(Storage):
       layout: layout of the rows.
       tables: specs of the tables, in the order of the layout.
       num_parts: number of devices that share the columns of each row. 1, the default: every device
-        has whole rows.
+        has all columns.
       implementation: name of the kernel implementation. None, the default: `kernels.api` chooses
         the implementation.
     """
@@ -434,9 +433,9 @@ class DenseRows(Storage):
         return arrays[0], arrays[1:]
 
     def _groups_of_init(self) -> list[tuple[int, list[int]]]:
-        """Groups of tables for `init`: the number of rows of a block, and indices of the tables.
+        """Groups of tables that `init` fills together: pairs `(rows per block, table indices)`.
 
-        One compiled loop fills all tables of a group, which have equal `form`.
+        The tables of a group have equal `initial_values.form`, so one compiled loop fills them all.
         """
         groups: dict[tuple[Hashable, int], list[int]] = {}
         forms: dict[Hashable, Hashable] = {}
@@ -474,7 +473,7 @@ class DenseRows(Storage):
 
         Args:
           arrays: array of the rows on this device, and one array for each slot.
-          numbers: indices of the tables to fill, which have equal `form`.
+          numbers: indices of the tables to fill, which have equal `initial_values.form`.
           block: number of rows of a block.
           key: PRNG key of the model.
           shard: index of this device in the mesh.
@@ -686,7 +685,7 @@ class DenseRows(Storage):
         table: TableSpec,
         num_shards: int,
     ) -> list[State]:
-        """The whole arrays of the stack, once for each table.
+        """List that repeats `(params, slots)` of the whole stack for each table.
 
         Methods such as `rows` then select one table's rows from the whole arrays.
         """
@@ -716,7 +715,7 @@ class DenseRows(Storage):
         return table.optimizer.pack_slots(copies)
 
     def _copies(self, arrays: Sequence[Array], table: TableSpec) -> tuple[Array, ...]:
-        """Copies of all rows of a table, one for each array."""
+        """Copies of all rows of a table from each of `arrays`."""
         index = self.layout.all_rows(table.name, table.vocabulary_size)
         copies = []
         for array in arrays:

@@ -13,7 +13,7 @@ from jaxtyping import PyTree
 class _CtrlCLater:
     """Delays Ctrl-C until the end of a `with` block.
 
-    In other threads than the main thread, the `with` block delays nothing, because Python handles
+    In threads other than the main thread, the `with` block delays nothing, because Python handles
     Ctrl-C in the main thread.
     """
 
@@ -41,11 +41,11 @@ class _CtrlCLater:
 def kept(
     keep: Callable[[PyTree], None], program: Callable[..., PyTree], *operands: PyTree
 ) -> PyTree:
-    """Calls a program that donates its operands, passes the result to `keep`, and returns it.
+    """Calls a program that donates its operands, and returns the result after `keep` stored it.
 
     Ctrl-C is delayed until `keep` has stored the result. Without the delay, a KeyboardInterrupt
     between the end of the program and the call of `keep` would lose the donated arrays. If the
-    program is compiled first, Ctrl-C is also delayed during the compilation.
+    call compiles the program, Ctrl-C is also delayed during the compilation.
 
     Args:
       keep: function that stores the result.

@@ -141,8 +141,8 @@ class DynamicRows(Storage):
             values = {"keys": row_numbers, "values": values}
         if "last_step" in values:
             return values
-        # The last use of an imported row is the current step. With step 0 as the last use, imported
-        # rows would be evicted before all other rows.
+        # An imported row counts as last used in the current step. If its last use were step 0, it
+        # would be evicted before all other rows.
         keys = values.get("keys", ())
         current_step = int(on_host(step))
         last_step = np.full(np.shape(keys), current_step)
@@ -169,7 +169,8 @@ class NewKeys(NamedTuple):
       first_of: for each new key, the position of its first occurrence in the batch.
       occurrences: for each new key, its number of occurrences in this batch and, if it waits for
         admission, in earlier batches.
-      waiting_rows: for each new key, its row in the map of waiting keys. None if keys do not wait.
+      waiting_rows: for each new key, its row in the map of keys that wait for admission. None if
+        there is no such map.
       is_admitted: mask of the new keys that may get a row.
     """
 
@@ -193,9 +194,9 @@ class Hashed(DynamicRows):
     on the model's key, the table's name and the id of the row. A new row therefore gets the same
     initial value, whatever the batch and the number of devices.
 
-    `lookup` reads zeros for a key without a row, and the divisor of a mean counts the key.
-    `lookup_vjp` reads the initial value of a new key, and the next step assigns a row to the key.
-    If no row is free for a new key, `lookup` and `lookup_vjp` read zeros.
+    `lookup` uses zeros as the vector of a key without a row, and a mean still counts the key.
+    `lookup_vjp` uses the initial value of a new key, and the next step assigns a row to the key.
+    If no row is free for a new key, `lookup_vjp` uses zeros, too.
 
     Args:
       when_full: what happens to a new key if all rows of its device are in use. With "error", the
@@ -206,8 +207,8 @@ class Hashed(DynamicRows):
         default) or the least often used ("lfu"). Among keys with equal use, the smallest key is
         evicted. Keys of the current batch are never evicted.
       admission_count: number of occurrences in training that a key must exceed to get a row. While
-        the key has no row, its lookups read zeros and the key is not trained. 0, the default: a key
-        gets a row in its first training batch.
+        the key has no row, lookups use zeros as its vector, and the key is not trained. 0, the
+        default: a key gets a row in its first training batch.
       admission_capacity: maximum number of keys on a device that wait for admission. None, the
         default: the number of rows on the device.
       admission_probability: probability that one occurrence of a new key in training admits the
@@ -216,8 +217,8 @@ class Hashed(DynamicRows):
       key_dtype: dtype of the keys: int32, int64 (the default), uint32 or uint64. Ids outside the
         range of the dtype are rejected. Signed keys may be negative, except -1, which means no id.
 
-    Raises: ValueError: an argument is unknown or out of range. The constructor does not check the
-      arguments, so the error comes when a table uses the storage.
+    Raises: ValueError: an argument is unknown or out of range. `TableSpec` raises this error,
+      because the constructor of the storage does not check the arguments.
 
     Example:
       >>> import jax, numpy as np, rsembed as rs
@@ -241,10 +242,10 @@ class Hashed(DynamicRows):
 
     @property
     def in_files(self) -> str:
-        """`ROWS_BY_KEY`: checkpoints describe every `Hashed` storage by this one text.
+        """Description of the storage in checkpoints, which is equal for all `Hashed` storages.
 
-        The text does not contain the number of rows of the table, so a checkpoint can be loaded
-        into a table of a different size.
+        The description does not contain the number of rows of the table, so a checkpoint can be
+        loaded into a table of a different size.
         """
         return ROWS_BY_KEY
 
@@ -306,9 +307,9 @@ class Hashed(DynamicRows):
 
         If every key has a row, `pool` reads the vectors directly from the table.
 
-        If any key has no row, `pool` reads from a new array with one vector for each key. The code
-        allocates no second array as large as the new array. Arrays above 64 MB are slow to
-        allocate: the operating system provides their memory page by page in every call.
+        If any key has no row, `pool` reads from a new array with one vector for each key. No second
+        array of this size is allocated, because allocating an array of more than 64 MB is slow: in
+        every call, the operating system provides its memory page by page.
         """
         rows, num_absent = row_map.search(params.keys, keys)
         is_bound = hashed_rows.is_bound(params)
@@ -371,8 +372,8 @@ class Hashed(DynamicRows):
 
         Args:
           params: parameters of one shard before the step.
-          strangers: keys of the batch that have no row, with repetitions. The caller replaces keys
-            with a row by padding.
+          strangers: keys of the batch, with repetitions. The caller has replaced each key that has
+            a row by padding.
           occurrences: number of occurrences in the batch that each entry of `strangers` represents.
           number: index of the step.
         """
@@ -418,8 +419,8 @@ class Hashed(DynamicRows):
           rows: row of each key of the lookup; `NO_ROW` for keys without a row.
           new: the new keys among the keys of the lookup.
           number: index of the step.
-          arrival: order in which new keys get rows: one number for each key of the lookup, see
-            `ReadAhead`.
+          arrival: one number for each key of the lookup. New keys get rows in ascending order of
+            these numbers. If None, new keys get rows in the order of the lookup.
         """
         table = new.keys.table
         num_wanted = row_map.counts_of(new.is_admitted, table, params.num_tables)
@@ -455,8 +456,8 @@ class Hashed(DynamicRows):
 
         def admit(_: Array, state: Found) -> Found:
             params, slots, rows = state
-            # `strangers` is computed from the `rows` of the loop state, because XLA would hoist
-            # loop-invariant code out of the loop.
+            # Compute `strangers` from the loop state. XLA hoists code that does not depend on the
+            # loop state out of the loop, and would then run this code in every step.
             strangers = keys.only(rows == NO_ROW)
             params, slots, new_rows = self._admit(
                 params,
@@ -469,8 +470,8 @@ class Hashed(DynamicRows):
             rows = jnp.where(strangers.is_key, new_rows, rows)
             return params, slots, rows
 
-        # The loop calls `admit` once if the batch has new keys, and else not at all. XLA updates
-        # the table in place in a loop, but may copy the table in a `lax.cond`.
+        # The loop calls `admit` once if the batch has new keys, and otherwise not at all. XLA
+        # updates the table in place in a loop, but may copy the table in a `lax.cond`.
         num_iterations = jnp.minimum(num_absent, 1)
         result: Found = jax.lax.fori_loop(0, num_iterations, admit, (params, slots, rows))
         return result
@@ -489,8 +490,8 @@ class Hashed(DynamicRows):
         Args:
           params: parameters of one shard before the step.
           slots: slots of the table.
-          strangers: keys of the batch that have no row, with repetitions. The caller replaces keys
-            with a row by padding.
+          strangers: keys of the batch, with repetitions. The caller has replaced each key that has
+            a row by padding.
           table: spec of the table.
           number: index of the step.
           occurrences: number of occurrences in the batch that each entry of `strangers` represents.
@@ -544,20 +545,20 @@ class Hashed(DynamicRows):
         rows: Int[Array, " nnz"],
         number: Array,
     ) -> tuple[RowMap, Bool[Array, " nnz"], Int[Array, " tables"]]:
-        """Updates the map of waiting keys in step `number`.
+        """Updates the map of the keys that wait for admission, in step `number`.
 
         New keys that got a row are removed from the map. New keys without a row are added to the
         map, if it has room.
 
         Args:
-          waiting: map of waiting keys before the step.
+          waiting: map of the keys that wait for admission, before the step.
           new: the new keys of the step.
           rows: row of each new key; `NO_ROW` for keys that got no row.
           number: index of the step.
 
-        Returns: the new map; a mask of the keys that failed, because they were admitted and got no
-          row, or must wait and the map has no room; and the number of keys of each table that were
-          removed from the map to make room.
+        Returns: a tuple of the new map, a mask of the keys that failed, and the number of keys of
+          each table that were removed from the map to make room. A key fails if it is admitted and
+          got no row, or if it must wait and the map has no room.
         """
         waiting_rows = cast(Array, new.waiting_rows)
         is_without_row = new.keys.is_key & (rows == NO_ROW)
@@ -618,8 +619,8 @@ class Hashed(DynamicRows):
         if params.bond is None:
             return
         for leaf in (params.bond, params.keys.signature):
-            # A traced array has no values to check. For traced arrays, `pooled` checks the bond
-            # instead, and reads NaN if the check fails.
+            # A traced array has no values to check. Inside `jit`, `pooled` checks instead whether
+            # rows and keys belong together, and returns NaN if they do not.
             if not isinstance(leaf, (jax.Array, np.ndarray)) or is_traced(leaf):
                 return
             if not getattr(leaf, "is_fully_addressable", True):
@@ -674,9 +675,9 @@ class Hashed(DynamicRows):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GrowingKeys(Hashed):
-    """Keyed storage for tables that have room for every new key.
+    """Keyed storage for tables that are enlarged when new keys need rows.
 
-    If a lookup finds new keys, the caller enlarges the table before the optimizer step.
+    If a lookup finds new keys, the caller must enlarge the table before the optimizer step.
     """
 
     always_has_room: ClassVar[bool] = True
@@ -746,7 +747,7 @@ def is_drawn(
     with every compiler.
 
     Args:
-      key: PRNG key of the table. If several tables share the storage, one PRNG key for each table.
+      key: PRNG key of the table, or one PRNG key for each table that shares the storage.
       keys: distinct keys and padding.
       number: index of the step.
       occurrences: number of occurrences of each key in the batch.

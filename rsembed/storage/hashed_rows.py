@@ -47,7 +47,8 @@ class Counters(NamedTuple):
       failed: number of new keys in training that got no row because all rows were in use, or that
         could not wait for admission because the map of waiting keys was full.
       not_admitted: number of new keys in training that were not admitted.
-      forgotten: number of waiting keys that were removed, for a new key or because of their age.
+      forgotten: number of keys that waited for admission and were removed, to make room for a new
+        key or because of their age.
     """
 
     inserted: UInt32[Array, "tables 2"] | None = None
@@ -76,21 +77,21 @@ class Counters(NamedTuple):
 class DynamicTable(NamedTuple):
     """Rows of one shard of a table, or of several tables that share a storage.
 
-    If several tables share a storage, every leaf contains the tables one after the other. `unstack`
-    cuts a `DynamicTable` into single tables, and `stack` joins single tables. Outside `shard_map`,
-    every leaf contains the shards one after the other.
+    If several tables share a storage, every leaf is a concatenation of the tables. `unstack` cuts a
+    `DynamicTable` into single tables, and `stack` joins single tables. Outside `shard_map`, every
+    leaf is a concatenation of all shards.
 
     Attributes:
       keys: `RowMap` from keys to rows. None if the table has no hash table.
       rows: vector of each row. The slots (optimizer state) of the rows are in separate arrays.
-      waiting: `RowMap` with the keys that wait for admission. None if keys do not wait.
+      waiting: `RowMap` with the keys that wait for admission. None if new keys never wait.
       counters: numbers of keys that were inserted, evicted and so on.
       key: PRNG key of each table.
       generation: version of the state, see `Generation`. None if the table has no rows on the host.
-      bond: bytes of the signature of `keys`, as floats. The bond shows whether a state is an
-        average of two states with different keys. If a program averages the floats of two states,
-        but takes the integers of one state, the bond of the average differs from the signature of
-        its keys. None if the table needs no such check.
+      bond: the four bytes of `keys.signature`, as float numbers. `is_bound` compares the bond with
+        the signature, which is an integer, to detect an average of two states with different keys.
+        If a program averages the floats of both states, but takes the integers of one state, the
+        bond differs from the signature. None in tables without a hash table, and in `HostCached`.
     """
 
     keys: PyTree
@@ -108,7 +109,7 @@ class DynamicTable(NamedTuple):
 
     @property
     def own_key(self) -> KeyOrKeys:
-        """PRNG key of the table. If there are several tables, one PRNG key for each table."""
+        """PRNG key of the table, or an array of PRNG keys if there are several tables."""
         if self.num_tables == 1:
             return self.key[0]
         return self.key
@@ -126,10 +127,10 @@ def empty(
     Args:
       table: spec of the table, or of any of the tables that share the storage.
       capacities: number of rows of each table.
-      key: PRNG key of the table, see `initial_values.table_key`. If several tables share the
-        storage, one PRNG key for each table. Pass the same PRNG keys for all shards.
-      num_waiting: maximum number of waiting keys of each table. None, the default: keys do not wait
-        for admission.
+      key: PRNG key of the table, see `initial_values.table_key`, or one PRNG key for each table
+        that shares the storage. Pass the same PRNG keys for all shards.
+      num_waiting: for each table, the maximum number of keys that wait for admission. None, the
+        default: keys do not wait for admission.
     """
     # A raw PRNG key (an array of uint32) becomes a typed PRNG key.
     if not jax.dtypes.issubdtype(key.dtype, jax.dtypes.prng_key):
@@ -156,14 +157,13 @@ def empty(
 
 
 MOST_ROUNDING = 0.25
-"""Largest difference between a bond and its signature that `is_bound` accepts.
+"""`is_bound` accepts a difference between bond and signature that is below this number.
 
-If a program averages states with equal bonds, the bond of the average may differ by a rounding
-error."""
+If a program averages states with equal bonds, the average bond may have a rounding error."""
 
 
 def bond_of(keys: RowMap) -> PyTree:
-    """The bond of a map of keys: the four bytes of each table's signature, as floats."""
+    """Value of `DynamicTable.bond`: the four bytes of the signature of `keys`, as floats."""
     signature: PyTree = keys.signature
     xp: Any = jnp
     if isinstance(signature, np.ndarray):
@@ -176,17 +176,16 @@ def bond_of(keys: RowMap) -> PyTree:
 
 
 def with_keys(params: DynamicTable, keys: RowMap) -> DynamicTable:
-    """Replaces the map of keys of a shard and the bond, and returns the new arrays."""
+    """Copy of a shard with a new `RowMap` from keys to rows, and with the bond of this map."""
     if params.bond is None:
         return params._replace(keys=keys)
     return params._replace(keys=keys, bond=bond_of(keys))
 
 
 def is_bound(params: DynamicTable) -> PyTree:
-    """True if the bond of a shard equals the signature of its keys.
+    """Whether the rows of a shard belong to its keys. See `DynamicTable.bond`.
 
-    False if the state is an average of states with different keys, so that its rows do not belong
-    to its keys.
+    False if the state is an average of states with different keys.
     """
     if params.bond is None:
         return np.bool_(True)
@@ -199,7 +198,7 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
     """Cuts arrays of several tables into the arrays of each table, in host memory.
 
     Args:
-      tree: arrays of all shards, concatenated. Each shard contains the tables one after the other.
+      tree: arrays of all shards, concatenated. Each shard is a concatenation of the tables.
       num_tables: number of tables in each shard.
       num_shards: number of shards.
     """
@@ -240,8 +239,8 @@ def allocate(table: TableSpec, capacity: int, *, fill: int | None) -> tuple[Arra
     Args:
       table: spec of the table.
       capacity: number of rows.
-      fill: number that fills all arrays. None: the arrays have undefined values, and the caller
-        must fill them.
+      fill: initial value of all numbers in the arrays. None: the values are undefined, and the
+        caller must write them.
 
     Raises: ValueError: `capacity` is above `MAX_CAPACITY`.
     """
@@ -272,9 +271,9 @@ def with_initial_values(
     Args:
       arrays: array of vectors. If `slots` is True, the arrays of the slots follow.
       rows: row to write for each key. A key with row `NO_ROW` is skipped.
-      keys: new keys. Entries with row `NO_ROW` may be padding.
+      keys: new keys. If the row of an entry is `NO_ROW`, the entry may also be padding.
       table: spec of the table.
-      key: PRNG key of the table. If several tables share the storage, one PRNG key for each table.
+      key: PRNG key of the table, or one PRNG key for each table that shares the storage.
       slots: whether `arrays` contains the slots, True by default.
     """
     if not rows.shape[0]:
@@ -330,7 +329,7 @@ def forget_older(
     steps_to_live: Int[Array, ""],
     number: Int[Array, ""],
 ) -> DynamicTable:
-    """Removes old keys of one table from the map of waiting keys, and returns the new shard.
+    """Removes old keys of one table from `params.waiting`, and returns the new shard.
 
     Args:
       params: arrays of the shard.
@@ -369,8 +368,8 @@ def grow(
       slots: slots of the shard.
       table: spec of the table.
       capacity: number of rows of the enlarged shard.
-      num_waiting: minimum number of rows in the map of waiting keys. A smaller map is enlarged. 0,
-        the default: the map of waiting keys is not enlarged.
+      num_waiting: minimum number of rows in the map of keys that wait for admission. If the map has
+        fewer rows, it is enlarged. 0, the default: the map is not enlarged.
 
     Raises: ValueError: `capacity` is less than the present number of rows, or above `MAX_CAPACITY`.
     """
@@ -398,6 +397,6 @@ def grow(
 
 
 def numbers_of(lanes: Array) -> np.ndarray:
-    """Numbers of a counter as int64 in host memory, one for each table of each shard."""
+    """Values of a counter as int64 in host memory, one for each table of each shard."""
     high, low = on_host(lanes).astype(np.int64).T
     return (high << 32) + low

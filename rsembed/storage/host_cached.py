@@ -62,8 +62,8 @@ class HostCached(DynamicRows):
         the default) or the least often fetched rows ("lfu"). Rows of the current batch are never
         evicted.
 
-    Raises: ValueError: an argument is out of range. The constructor does not check the arguments,
-      so the error comes when a table uses the storage.
+    Raises: ValueError: an argument is out of range. `TableSpec` raises this error, because the
+      constructor of the storage does not check the arguments.
 
     Example:
       >>> import jax, rsembed as rs
@@ -109,7 +109,7 @@ class HostCached(DynamicRows):
         key_of_table = table_key(key, table.name)
         params, slots = hashed_rows.empty(table, [num_rows], key_of_table)
         generation = jnp.zeros(1, jnp.uint32)
-        # The table needs no `bond`, because `generation` already rejects every state but the
+        # `bond` is None, because the check of `generation` already rejects every state except the
         # newest.
         params = params._replace(generation=generation, bond=None)
         return params, slots
@@ -155,15 +155,15 @@ class HostCached(DynamicRows):
     ) -> tuple[DynamicTable, Moves, Int[Array, "1"]]:
         """Reserves cache rows for the keys of a batch that are not in the cache.
 
-        For "lru", the time of last use is the number of the call of `make_room`. It is not the
-        number of the training step, because many batches may be looked up between two steps.
+        For "lru", the time of last use is counted in calls of `make_room`, not in training steps,
+        because many batches may be looked up between two steps.
 
         Args:
           params: parameters of one shard.
           keys: keys of the batch and padding. Keys may repeat.
 
-        Returns: the new parameters; the moves of rows, which the caller must make before the next
-          lookup; and the number of keys that got no cache row.
+        Returns: a tuple of the new parameters, the rows that the caller must exchange between host
+          and cache before the next lookup, and the number of keys that got no cache row.
         """
         known = params.keys
         now = jnp.max(known.last_step) + 1
@@ -183,8 +183,8 @@ class HostCached(DynamicRows):
         moved, num_moved = api.compact(new_rows != NO_ROW, new_rows.shape[0])
         ids = distinct.low.astype(jnp.int32)
         cache_rows, inserted = api.gather_rows((new_rows, ids), moved, missing=NO_ROW)
-        # Map `touched`, from before the assignment, still has the ids of the rows that the new rows
-        # replace.
+        # `row_map.assign` has evicted ids from some of these cache rows. The map from before this
+        # call, `touched`, still has the evicted ids.
         old_ids, last_step = api.gather_rows(
             (touched.low, touched.last_step),
             cache_rows,
@@ -206,7 +206,7 @@ class HostCached(DynamicRows):
 class HostTable(HostCached):
     """A `HostCached` storage together with the host rows of one table of one collection.
 
-    The host rows fit only the newest state of the collection.
+    The host rows can be used only together with the newest state of the collection.
 
     Args:
       storage: storage with the size of the cache and the eviction policy.
@@ -244,10 +244,10 @@ class HostTable(HostCached):
         self.backing = BackingStore(arrays, checked)
 
     def _checked_values(self, first_values: Callable[..., PyTree], ids: Rows) -> Sequence[Array]:
-        """Initial values and slots of some rows.
+        """Computes initial values and slots of some rows, and checks values of custom initializers.
 
         Args:
-          first_values: function that computes the initial values and slots of some ids.
+          first_values: function `(ids) -> arrays` that computes initial values and slots.
           ids: ids of the rows.
 
         Raises: ValueError: a value is not finite.
@@ -262,7 +262,7 @@ class HostTable(HostCached):
         return arrays
 
     def advanced(self, params: DynamicTable, num_shards: int) -> DynamicTable:
-        """Marks parameters with a new generation, and returns them.
+        """Advances the generation, and returns the parameters with the new generation number.
 
         After the call, all older states of the table are rejected.
         """
@@ -286,7 +286,7 @@ class HostTable(HostCached):
         host_arrays = self.backing.read(np.arange(table.vocabulary_size))
         device_arrays = (params.rows, *slots)
         rows = {}
-        # If the state has no slots (a state for serving), the slots on the host are left out.
+        # A state for serving has no slots. In this case, the result has no slots, either.
         for name, array, device_array in zip(names, host_arrays, device_arrays, strict=False):
             array[ids] = on_host(device_array)[cached]
             rows[name] = array
@@ -319,7 +319,7 @@ class HostTable(HostCached):
 
         Returns: parameters and slots with an empty cache.
 
-        Raises: ValueError: a name or a shape in `rows` does not fit the table.
+        Raises: ValueError: the names or the shapes of the arrays in `rows` do not match the table.
         """
         names = array_names(table, slots)
         if not isinstance(rows, Mapping):

@@ -46,7 +46,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
 
     As gradients of this layer, `nnx.grad` returns the UPDATED tables, slots and step counter, after
     one optimizer step. `PartitionedOptimizer` writes the updated values into the model. A loss may
-    call the layer only once: with two calls, autodiff would add the two updated tables.
+    call the layer only once, because autodiff would add up the updated tables of two calls.
 
     The variable `step` is a counter of the training steps. `step_number` converts the counter to a
     number. The counter stays exact if all parameters are cast to a 16-bit dtype.
@@ -61,7 +61,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         raising an error, False by default.
       table_sharding_strategy: "MOD", the only sharding strategy.
       num_sc_per_device: cores per device, by default the number that the specs were placed for. The
-        attribute `num_sc_per_device` has the number that the layer uses.
+        layer's attribute `num_sc_per_device` has the number in use.
     """
 
     @validated
@@ -99,7 +99,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
         """Activations `[global samples, output dim]` in a tree like `feature_specs`.
 
         Args:
-          embedding_lookup_inputs: a preprocessed batch of all devices.
+          embedding_lookup_inputs: a preprocessed batch, with the buffers of all devices.
           step: index, from 0, of the training step of this lookup. After the update, the layer's
             step counter is `step + 1`. By default, `step` is the value of the counter. If all calls
             pass step 0, Adam applies the bias correction of its first step to all steps.
@@ -140,12 +140,14 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
 
     Args:
       res: layer, inputs and step of the lookup.
-      g: a pair. The first item is a tuple: a state of the layer, and the gradients of inputs and
-        step. The second item is the gradients of the activations.
+      g: a pair, as `nnx.custom_vjp` passes it. The first item is a tuple with the state of the
+        layer and the gradients of inputs and step. The second item is the gradients of the
+        activations.
 
     Returns:
       The "gradients" of layer, inputs and step. The "gradient" of the layer is its state, with
-      updated tables and counter. The gradients of inputs and step are the gradients in `g`.
+      updated tables and counter. The gradients of inputs and step are returned as they are in
+      `g`.
     """
     layer, inputs, step = res
     (state, *others), d_activations = g
@@ -175,7 +177,7 @@ class PartitionedOptimizer(nnx.Module):
     def update(self, model: nnx.Module, grads: PyTree) -> None:
         """Updates the model in place with gradients from `nnx.grad`."""
         nnx.update(model, nnx.state(grads, is_embedding_variables))
-        # optax mixes integer step counts with floats, an error with strict dtype promotion.
+        # optax mixes integers and floats, which is an error with strict dtype promotion.
         with jax.numpy_dtype_promotion("standard"):
             self.dense.update(model, grads)
 
