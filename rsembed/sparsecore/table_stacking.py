@@ -422,8 +422,8 @@ def _stacked(layout: RowLayout, pad_value: float, *tables: Any) -> Any:
             array = array[:, None]
         arrays.append(array)
         rows.append(np.r_[layout.all_rows(placement.name, placement.rows)])
-    # Columns are padded only if the arrays are as wide as the tables, so not for a slot with one
-    # number per row.
+    # Columns are padded only if the arrays are as wide as the tables. A slot with one number per
+    # row gets no padding columns.
     columns = arrays[0].shape[1]
     widths = [array.shape[1] for array in arrays]
     dims = [placement.dim for placement in placements]

@@ -129,7 +129,7 @@ def checked_limits(
 
 
 def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerSpec:
-    """Optimizer that updates the rows of a stack, without the padding columns where necessary.
+    """Optimizer that updates the rows of a stack, and skips padding columns where necessary.
 
     Padding columns are zero, and an elementwise optimizer keeps padding columns zero. An optimizer
     of whole rows (a row-wise accumulator, a norm, a custom function) must not read the padding

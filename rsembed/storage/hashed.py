@@ -204,8 +204,8 @@ class Hashed(DynamicRows):
         `collection.counts` counts the key as `failed`. "zero" is like "error", but no step raises
         an error. With "evict", the key gets the row of another key.
       eviction: key that is evicted with `when_full="evict"`: the least recently used ("lru", the
-        default) or the least often used ("lfu"). Among keys with equal use, the smallest key is
-        evicted. Keys of the current batch are never evicted.
+        default) or the least often used ("lfu"). Among equally recent (or equally frequent) keys,
+        the smallest key is evicted. Keys of the current batch are never evicted.
       admission_count: number of occurrences in training that a key must exceed to get a row. While
         the key has no row, lookups use zeros as its vector, and the key is not trained. 0, the
         default: a key gets a row in its first training batch.
@@ -322,7 +322,7 @@ class Hashed(DynamicRows):
             # `vectors` gets the dtype of the table, so that initial values are rounded in a lookup
             # as in an optimizer step.
             vectors = vectors.astype(params.rows.dtype)
-            # If rows and keys of a state do not belong together, lookups read NaN, because a
+            # If rows and keys of a state do not belong together, lookups return NaN, because a
             # compiled function cannot raise an error.
             nan = jnp.asarray(jnp.nan, vectors.dtype)
             vectors = jnp.where(is_bound, vectors, nan)
@@ -739,7 +739,7 @@ def is_drawn(
 ) -> Bool[Array, " nnz"]:
     """Mask of the keys that a random draw admits in step `number`.
 
-    Each occurrence of a key admits the key with `probability`, so the chance of no admission is
+    Each occurrence of a key admits the key with `probability`. The chance of no admission is
     `(1 - probability) ** occurrences`. For each key and step, one 32-bit number is drawn from the
     table's PRNG key, folded with `DRAWS`, the step and the two 32-bit lanes of the key. The key is
     admitted if the drawn number, divided by `2**32`, is at least the chance of no admission. The
@@ -751,7 +751,7 @@ def is_drawn(
       keys: distinct keys and padding.
       number: index of the step.
       occurrences: number of occurrences of each key in the batch.
-      probability: chance that one occurrence admits its key, in (0, 1].
+      probability: probability that one occurrence of a key admits the key, in (0, 1].
     """
 
     def key_of_step(table_key: PRNGKeyArray) -> PRNGKeyArray:

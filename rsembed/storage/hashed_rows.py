@@ -266,7 +266,7 @@ def with_initial_values(
     *,
     slots: bool = True,
 ) -> tuple[Array, ...]:
-    """Writes the initial vectors and slots of new keys to rows, and returns the new arrays.
+    """Writes the initial vectors and slots of new keys to their rows, and returns the new arrays.
 
     Args:
       arrays: array of vectors. If `slots` is True, the arrays of the slots follow.

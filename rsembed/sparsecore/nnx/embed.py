@@ -100,7 +100,7 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
 
         Args:
           embedding_lookup_inputs: a preprocessed batch, with the buffers of all devices.
-          step: index, from 0, of the training step of this lookup. After the update, the layer's
+          step: 0-based index of the training step of this lookup. After the update, the layer's
             step counter is `step + 1`. By default, `step` is the value of the counter. If all calls
             pass step 0, Adam applies the bias correction of its first step to all steps.
         """
