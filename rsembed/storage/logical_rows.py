@@ -1,8 +1,8 @@
 """Exports the rows of keyed tables by key, and imports rows by key.
 
 Exported rows are in ascending order of their keys, so an export does not depend on row numbers or
-on the number of shards. Imported rows may be in any order. The arrays of a state contain the rows
-of all shards: row `r` of shard `s` has index `s * capacity + r`.
+on the number of shards. Imported rows may be in any order. The arrays of a state are concatenations
+of all shards, so row `r` of shard `s` has index `s * capacity + r`.
 """
 
 from __future__ import annotations
@@ -34,13 +34,17 @@ ROWS_PER_BLOCK = 1 << 16
 """Number of rows of an array in memory that one call of `_put` writes."""
 
 Blocks = Iterator[tuple[int, np.ndarray]]
-"""Blocks of rows of an array. Each block has the index of its first row, and its rows."""
+"""Blocks of rows of an array, as pairs `(index of the first row, rows)`."""
 Export = Mapping[str, PyTree]
-"""Arrays of an exported keyed table by name: `keys`, `values`, slots, last steps and counts."""
+"""Exported keyed table, as a mapping from names to arrays.
+
+The arrays are `keys`, `values`, `last_step`, `count`, and `slot_<name>` for each slot of the
+optimizer. If keys can wait for admission, there are also `waiting_keys`, `waiting_last_step` and
+`waiting_count`."""
 Facts = dict[str, np.ndarray]
 """Arrays `keys`, `last_step` and `count` of some rows, in ascending order of the keys."""
 Positions = Int[np.ndarray, " n"]
-"""Row indices in an array that contains the shards one after the other."""
+"""Row indices in an array that is the concatenation of all shards."""
 
 _find_or_assign = jax.jit(row_map.find_or_assign)
 _release = jax.jit(row_map.release)
@@ -122,8 +126,8 @@ def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
     arrays.
 
     Args:
-      slots: slots of a table as `EmbeddingCollection.slots` returns them, or a dictionary of slots
-        by name, as in a checkpoint.
+      slots: slots of a table as `EmbeddingCollection.slots` returns them, or a dictionary from slot
+        name to slot, as in a checkpoint.
       template: slots with the shapes and dtypes that fit the table.
       table: spec of the table. Error messages contain the name of the table and of its optimizer.
 
@@ -135,7 +139,7 @@ def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
     arrays = _by_path(slots)
     templates = _by_path(template)
     if arrays.keys() != templates.keys():
-        # If the rule has no names for its slots, a checkpoint has numbers as names.
+        # If the slots of an optimizer have no names, a checkpoint uses their numbers as names.
         by_number = {}
         for number, leaf in enumerate(templates.values()):
             by_number[str(number)] = leaf
@@ -165,7 +169,7 @@ def checked_slots(slots: PyTree, template: PyTree, table: TableSpec) -> PyTree:
 
 
 def _by_path(tree: PyTree) -> dict[str, PyTree]:
-    """Leaves of a tree by path.
+    """Dictionary from path to leaf, for all leaves of a tree.
 
     Paths are strings, so a named tuple and a dictionary with the same names have equal paths.
     """
@@ -181,7 +185,7 @@ def places_by_key(
     table: TableSpec,
     num_shards: int,
 ) -> tuple[Positions, dict[str, np.ndarray]]:
-    """Row index of each key of a table, and arrays with facts about the keys.
+    """Row index of each key of a table, and arrays such as `keys` and `last_step`.
 
     Args:
       params: arrays of all shards.
@@ -189,9 +193,10 @@ def places_by_key(
       num_shards: number of shards.
 
     Returns: the row indices in ascending order of the keys, and a dictionary of arrays. The
-      dictionary contains `keys` in the table's `key_dtype`. A table with a hash table also has
-      `last_step` and `count`. A table with a map of waiting keys also has `waiting_keys`,
-      `waiting_last_step` and `waiting_count`, in ascending order of the waiting keys.
+      dictionary contains `keys` in the table's `key_dtype`. For a table with a hash table, it also
+      contains `last_step` and `count`. For a table with a map of waiting keys, it also contains
+      `waiting_keys`, `waiting_last_step` and `waiting_count`, in ascending order of the waiting
+      keys.
 
     Raises: ValueError: a key is outside the range of `key_dtype`.
     """
@@ -218,20 +223,20 @@ def rows_to_leave(
     norm_below: float | None,
     step: int,
 ) -> tuple[Positions, Facts]:
-    """Row indices of the keys that an eviction removes, and the keys, last steps and counts.
+    """Row indices of the keys that an eviction removes, and their `keys`, `last_step` and `count`.
 
-    A key is removed if at least one of the conditions `keep`, `unused_for` and `norm_below` is true
-    for the key. A condition with value None is not checked. The result is in ascending order of the
-    keys.
+    A key is removed if at least one of the arguments `keep`, `unused_for` and `norm_below` requires
+    it. An argument with value None removes no keys. The result is in ascending order of the keys.
 
     Args:
       params: arrays of all shards.
       table: spec of the table.
-      policy: eviction policy, which defines the worth of a row, see `row_map.worth`.
+      policy: eviction policy, "lru" or "lfu". The policy is used only with `keep`.
       is_in_table: mask of the rows of the table, if several tables share the storage. True, the
-        default: the storage contains only this table.
-      keep: number of rows to keep, on all shards together. The rows with the smallest worth are
-        removed. Among rows with equal worth, the rows with the smallest keys are removed.
+        default, means that all rows belong to this table.
+      keep: number of rows to keep, on all shards together. The least recently used rows ("lru") or
+        the least frequently used rows ("lfu") are removed. Among equally old or equally frequent
+        rows, the rows with the smallest keys are removed first.
       unused_for: number of steps. A key is removed if its last use was more than `unused_for` steps
         before `step`.
       norm_below: L2 norm. A key is removed if the norm of its row is below `norm_below`.
@@ -338,8 +343,8 @@ def import_rows(
       slots: slots of all shards.
       exported: result of `DynamicRows.rows`, or some of its arrays. Values and slots may be
         `SavedArray`s. Only `keys` and `values` are required. Missing slots get initial values. A
-        missing `last_step` or `count` is 0. If keys of the table do not wait for admission, waiting
-        keys in `exported` are dropped with a warning.
+        missing `last_step` or `count` is 0. If the table admits every key at once, waiting keys in
+        `exported` are dropped with a warning.
       table: spec of the table.
       num_shards: number of shards.
 
@@ -372,9 +377,12 @@ def import_rows(
 
 
 def _check_names(table: TableSpec, exported: Export, names: Sequence[str]) -> None:
-    """Checks that `exported` contains only arrays in `names`, and arrays about keys.
+    """Checks that `exported` contains no array with an unknown name.
 
-    Raises: ValueError: `exported` has an array with a different name.
+    The known names are `names`, and `keys`, `last_step` and `count` with or without the prefix
+    `waiting_`.
+
+    Raises: ValueError: `exported` contains an array with an unknown name.
     """
     known = set(names)
     for name in ("keys", "last_step", "count"):
@@ -390,7 +398,7 @@ def with_keys(
     table: TableSpec,
     num_shards: int,
 ) -> tuple[DynamicTable, Positions]:
-    """Adds the keys of `exported` to a table, with their last steps and counts.
+    """Adds the keys of `exported` to a table, with their `last_step` and `count`.
 
     `with_keys` writes no vectors and no slots, so the caller must write them. The arguments have
     the same meaning as in `import_rows`.
@@ -525,7 +533,7 @@ def room_needed(params: DynamicTable, exported: Export, table: TableSpec, num_sh
 
 
 def _keys_on_fullest_shard(maps: RowMap, keys: Keys, num_shards: int) -> int:
-    """Largest number of keys on one shard, if `keys` are added to the keys in `maps`."""
+    """Number of keys on the fullest shard, after `keys` have been added to the keys in `maps`."""
     is_used = on_host(maps.last_step) != row_map.FREE
     present = join_keys(on_host(maps.high), on_host(maps.low))[is_used]
     added = join_keys(keys.high, keys.low)
@@ -615,15 +623,16 @@ def _with_rows_for(
 
     Args:
       table: spec of the table.
-      maps: maps of all shards: the maps of the keys with rows, or the maps of the waiting keys.
+      maps: maps of all shards, either of the keys with rows or of the waiting keys.
       keys: distinct keys to add.
       exported: imported arrays. The arrays `<prefix>last_step` and `<prefix>count` have the last
         step and the count of each key.
-      prefix: start of the names of the arrays in `exported`: "" for keys with rows, "waiting_" for
-        keys that wait for admission.
+      prefix: prefix of the array names in `exported`, which is "" for keys with rows, or "waiting_"
+        for keys that wait for admission.
       num_shards: number of shards.
 
-    Raises: ValueError: a last step or a count is out of range, or a shard has too few free rows.
+    Raises: ValueError: a value of `last_step` or `count` is out of range, or a shard has too few
+      free rows.
     """
     last_steps = _checked_counts(table, exported, f"{prefix}last_step", keys.shape)
     counts = _checked_counts(table, exported, f"{prefix}count", keys.shape)
@@ -672,9 +681,9 @@ def _checked_counts(
     name: str,
     shape: tuple[int, ...],
 ) -> Int[np.ndarray, " n"]:
-    """Array `name` of `exported` (last steps or counts) as int32; zeros if the array is missing.
+    """Array `name` of `exported` as int32, or zeros if `exported` does not contain the array.
 
-    Raises: ValueError: a number is out of range.
+    Raises: ValueError: a number in the array is negative or larger than `MAX_COUNT`.
     """
     if name not in exported:
         return np.zeros(shape, np.int32)

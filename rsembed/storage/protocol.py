@@ -1,4 +1,4 @@
-"""Protocol between engine and storages, and groups of tables that share a storage."""
+"""Base class of storages, and functions for tables that share a storage."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from rsembed.keys import Keys, checked_keys, owners
 from rsembed.specs import TableSpec
 
 ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nnz"] | None]
-"""Facts about the optimizer step that follows a lookup: `(occurrences, step number, arrival)`.
+"""Data about the optimizer step that follows a lookup, as `(occurrences, step number, arrival)`.
 
-`occurrences` is the number of occurrences in the batch that each key of the lookup represents. In
-the step, `find` gives rows to new keys in ascending order of `arrival`. If `arrival` is None,
-`find` gives rows to new keys in the order of the lookup."""
+`occurrences` is the number of occurrences in the batch that each key of the lookup represents.
+`arrival` has one number for each key of the lookup. In the step, `find` gives rows to new keys in
+ascending order of these numbers. If `arrival` is None, `find` gives rows to new keys in the order
+of the lookup."""
 Params: TypeAlias = PyTree
 """Parameters of a storage: one array, or a pytree of arrays."""
 SlotTree: TypeAlias = PyTree
@@ -43,7 +44,9 @@ If a storage cannot export rows, users get and pass its parameters instead."""
 ByTable: TypeAlias = Mapping[str, PyTree]
 """Mapping from the name of a table to an array or pytree of the table."""
 Pool: TypeAlias = Callable[[Array, Int[Array, " nnz"]], PyTree]
-"""Function `(vectors, index in vectors of each key) -> pooled output`."""
+"""Function `(vectors, index) -> pooled output`.
+
+The vector of key `i` is `vectors[index[i]]`, or zeros if `index[i]` is `NO_ROW`."""
 
 
 class Storage(abc.ABC):
@@ -51,14 +54,15 @@ class Storage(abc.ABC):
 
     A storage decides the structure of `params` and `slots`, which are pytrees of arrays. The
     methods that compute with `params` are pure and may be traced. If a table is split over a mesh,
-    every leaf of `params` and `slots` contains the shards one after the other. A storage knows
-    nothing about the mesh, about bags or about other tables. The methods receive ids as `Keys`, in
-    which the same id may occur several times. A storage is frozen and hashable, because it is a
-    part of a `TableSpec`.
+    every leaf of `params` and `slots` is the concatenation of its shards. A storage knows nothing
+    about the mesh, about bags or about other tables. The methods receive ids as `Keys`, in which
+    the same id may occur several times. A storage is frozen and hashable, because it is a part of a
+    `TableSpec`.
 
     In all methods, argument `table` is the spec of the table, or of one of the tables that share
     the storage. Argument `step` is the current optimizer step, with its number, rule and
-    hyperparameters. Only in `checked_rows`, `step` is the number of optimizer steps so far.
+    hyperparameters. The exception is `checked_rows`, in which `step` is the number of optimizer
+    steps so far.
     """
 
     placements: ClassVar[tuple[str, ...]] = ("replicated",)
@@ -98,22 +102,24 @@ class Storage(abc.ABC):
     def in_files(self) -> str | None:
         """Description of the storage in checkpoints.
 
-        A table can load a checkpoint if the descriptions of both are equal. None if a checkpoint
-        has one row for every id, as for a table without `storage`.
+        Without resizing, a table can load a checkpoint only if the description in the checkpoint
+        equals the description of the table's storage. The description is None if a checkpoint has
+        one row for every id, as for a table without `storage`.
         """
         return repr(self)
 
     def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
-        """Path prefixes of the arrays that may be longer or shorter in a file than in `table`.
+        """Path prefixes of the arrays that may have a different length in a checkpoint file.
 
-        If the path of an array starts with one of the prefixes, the leading axis of the array may
-        have a different size in the file.
+        If the path of an array starts with one of the prefixes, the array in the file may have a
+        longer or shorter leading axis than the array of `table`.
 
         Args:
           table: the table that loads the file.
           saved: description of the storage that wrote the file, from its method `in_files`.
 
-        Returns: the path prefixes, or None if `table` can load only arrays of its own size.
+        Returns: the path prefixes, or None if all arrays in the file must have the shapes of the
+          arrays of `table`.
         """
         del table, saved
         return None
@@ -121,8 +127,8 @@ class Storage(abc.ABC):
     def resolved(self, table: TableSpec) -> Storage:
         """Copy of the storage with values for all options that depend on `table`.
 
-        If two storages have equal resolved copies, a state of one storage also works with the other
-        storage.
+        If `resolved` returns equal copies for two storages, each storage can use states of the
+        other storage.
         """
         del table
         return self
@@ -130,8 +136,8 @@ class Storage(abc.ABC):
     def sharing_key(self, table: TableSpec) -> Hashable:
         """Hashable key that is equal for tables that may share one storage.
 
-        None if `table` cannot share a storage with other tables. The key need not contain dim,
-        dtype and optimizer, because the caller only compares tables with equal dim, dtype and
+        None if `table` cannot share a storage with other tables. The result need not contain the
+        dtype and the optimizer, because the caller groups only tables with equal dtype and
         optimizer.
         """
         del table
@@ -164,9 +170,10 @@ class Storage(abc.ABC):
         )
 
     def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
-        """Number of rows of `table` in each part of `params`.
+        """Number of rows of `table` in each element of the tuple `params`.
 
-        None if a part of `params` never contains several tables one after the other.
+        The function `parts` uses these sizes to cut the arrays that several tables share. None if
+        `parts` is not used for tables with this storage.
         """
         del table
         return None
@@ -178,7 +185,7 @@ class Storage(abc.ABC):
         table: TableSpec,
         num_shards: int,
     ) -> list[State]:
-        """Cuts the arrays of all shards into `params` and slots of each table of `tables_of`.
+        """Cuts the arrays of all shards into `params` and slots of each table in `tables_of`.
 
         If there are several tables, call `unstack` outside `jit`.
         """
@@ -186,7 +193,7 @@ class Storage(abc.ABC):
         return [(params, slots)]
 
     def stack(self, parts: Sequence[State], like: Params, num_shards: int) -> State:
-        """Joins `params` and slots of single tables to the arrays of all shards.
+        """Joins `params` and slots of single tables into the arrays of all shards.
 
         Args:
           parts: result of `unstack`. Values in these states may have changed since.
@@ -230,18 +237,18 @@ class Storage(abc.ABC):
         return checked_keys(ids, self.key_dtype, feature=feature)
 
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
-        """Shard that owns the row of each key; `num_shards` for padding."""
+        """Shard that owns the row of each key, or `num_shards` for padding."""
         owner: Int[Array, " nnz"] = owners(keys, num_shards)
         return owner
 
     def keys_after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
-        """Returns `keys`, but makes them depend on the gradients.
+        """Returns `keys` with a data dependency on the gradients.
 
-        With this dependence, a compiled step creates new rows only after the lookup. Without the
-        dependence, XLA could create new rows before the lookup has read the table, and would have
-        to copy the table. An optimization barrier has no effect, because XLA removes barriers
-        before it decides about copies. The keys therefore depend on a condition that is always
-        false: the sum of some gradients equals both infinity and minus infinity.
+        With this dependency, a compiled step creates new rows only after the lookup. Without the
+        dependency, XLA could create new rows before the lookup has read the table, and would have
+        to copy the table. An optimization barrier would not prevent the copy, because XLA removes
+        barriers before it decides which arrays to copy. The dependency is a condition that is never
+        true, because a sum of gradient values cannot equal both infinity and minus infinity.
         """
         number = jnp.zeros((), jnp.float32)
         for gradient in gradients:
@@ -265,7 +272,7 @@ class Storage(abc.ABC):
         Args:
           rounding: rounding function of the collection, or None for rounding to nearest.
           shard: index of the shard.
-          resident_rows: row in each cache slot, if the table is a cache, see `Step`.
+          resident_rows: row in each cache slot, see `Step`. None if the parameters are not a cache.
         """
         del shard, resident_rows
         return rounding
@@ -299,12 +306,13 @@ class Storage(abc.ABC):
 
         Args:
           params: parameters of one shard.
-          keys: keys and padding. Padding and keys without a row read zeros.
+          keys: keys, which may include padding. The vector of padding, and of a key without a row,
+            is zeros.
           table: spec of the table.
-          ahead: facts about the optimizer step that follows the lookup, see `ReadAhead`. With these
-            facts, `read` returns the initial value of a row for each key that will get this row in
-            the step. The number of keys without a row then counts only keys for which the step
-            tries to assign a row. None, the default: no step follows the lookup.
+          ahead: data about the optimizer step that follows the lookup, see `ReadAhead`. With
+            `ahead`, the vector of a new key that will get a row in this step is the initial value
+            of the row, and the returned number counts only keys for which the step tries to assign
+            a row. None, the default, means that no step follows the lookup.
         """
 
     def pooled(
@@ -323,11 +331,12 @@ class Storage(abc.ABC):
 
         Args:
           params: parameters of one shard.
-          keys: keys and padding.
-          call: kernel call that reads the keys as row numbers, for storages without keys.
+          keys: keys, which may include padding.
+          call: kernel call of the lookup. Its ids are row numbers, so only storages without keys
+            can use it.
           table: spec of the table.
           pool: function that pools the vectors of each bag, see `Pool`.
-          ahead: facts about the optimizer step that follows the lookup, or None, see `read`.
+          ahead: data about the optimizer step that follows the lookup, or None, see `read`.
         """
         del call
         vectors, num_unknown = self.read(params, keys, table, ahead)
@@ -342,7 +351,7 @@ class Storage(abc.ABC):
         rows: Int[Array, " nnz"],
         table: TableSpec,
     ) -> Float[Array, "nnz dim"]:
-        """Vectors of the rows that `find` returned; zeros for `NO_ROW`."""
+        """Vectors of the rows that `find` returned. The vector of `NO_ROW` is zeros."""
 
     @abc.abstractmethod
     def find(
@@ -359,7 +368,7 @@ class Storage(abc.ABC):
         Args:
           params: parameters of one shard.
           slots: slots of the same shard.
-          keys: keys and padding. Keys may repeat.
+          keys: keys, which may repeat and may include padding.
           occurrences: number of occurrences in the batch that each entry of `keys` represents.
           table: spec of the table.
           step: the optimizer step that uses the rows.
@@ -373,8 +382,8 @@ class Storage(abc.ABC):
 
         Args:
           params: parameters of one shard.
-          keys: keys to protect, and padding. A key that waits for admission also keeps its place in
-            the map of waiting keys.
+          keys: keys to protect, which may include padding. A protected key that waits for admission
+            is not removed from the map of waiting keys.
           step: the current optimizer step.
         """
         del keys, step
@@ -473,9 +482,10 @@ class Storage(abc.ABC):
     ) -> dict[str, PyTree]:
         """All rows of a table, in a dictionary of arrays.
 
-        `values` has the vectors of the rows, and `slot_<name>` has one of the slots. The rows are
-        in the order of the ids. The rows of a keyed table are in ascending order of the keys, and
-        the dictionary also has `keys` and other facts about the keys, such as `last_step`.
+        The array `values` has the vectors of the rows, and for each slot of the optimizer there is
+        an array `slot_<name>`. The rows are in the order of the ids. The rows of a keyed table are
+        in ascending order of the keys, and the dictionary also has the array `keys` and arrays such
+        as `last_step`, which has the step in which each key was last used.
 
         Raises: NotImplementedError: the storage cannot export rows.
         """
@@ -504,9 +514,9 @@ class Storage(abc.ABC):
         Args:
           values: rows that the user passes: an array, or a dictionary of arrays.
           table: spec of the table.
-          step: number of optimizer steps of the state so far.
+          step: number of optimizer steps so far.
 
-        Raises: ValueError: the rows have the wrong shape, dtype or names for the table.
+        Raises: ValueError: an array has a wrong name, shape or dtype for the table.
         """
         del table, step
         return values
@@ -548,11 +558,12 @@ class Storage(abc.ABC):
         Args:
           params: parameters of all shards.
           slots: slots of all shards.
-          rows: new rows of some tables by table name, see `with_rows`.
+          rows: mapping from table name to the new rows of the table, see `with_rows`.
           table: spec of any table of the storage.
           num_shards: number of shards.
-          new_slots: new slots of some tables by table name, as `optimizer_state` returns them. If
-            `rows_on_host` is True, `new_slots` is empty, because `rows` contains the slots.
+          new_slots: mapping from table name to the new slots of the table, as `optimizer_state`
+            returns them. If `rows_on_host` is True, `new_slots` is empty, because `rows` contains
+            the slots.
         """
         parts = self.unstack(params, slots, table, num_shards)
         for number, member in enumerate(self.tables_of(table)):
@@ -573,7 +584,7 @@ class Storage(abc.ABC):
         del params, table
 
     def check_step(self, before: Params, after: Params, table: TableSpec) -> None:
-        """Checks the result of an optimizer step outside `jit`.
+        """Outside `jit`, checks that an optimizer step found room for all new keys.
 
         Args:
           before: parameters before the step.
@@ -585,7 +596,7 @@ class Storage(abc.ABC):
         del before, after, table
 
     def counts(self, params: Params, num_shards: int) -> dict[str, np.ndarray]:
-        """Counters of each shard by name, in host memory.
+        """Dictionary from counter name to the counts of all shards, in host memory.
 
         The dictionary of a storage without counters is empty.
         """
@@ -624,10 +635,11 @@ def of_near_sizes(
 
     Args:
       tables: tables that may share one storage.
-      most_rows: maximum number of rows of a group, padding included. A table with more rows forms a
-        group alone.
-      num_waiting: maximum number of keys that wait for admission in each table, 0 by default. The
-        waiting keys of all tables of a group are also limited to `most_rows`.
+      most_rows: maximum number of rows of a group, padding included. A table with more rows is the
+        only table of its group.
+      num_waiting: maximum number of keys that wait for admission in each table, 0 by default. In a
+        group of several tables, `num_waiting` times the number of tables is also at most
+        `most_rows`.
     """
     size = operator.attrgetter("vocabulary_size")
     groups = []
@@ -657,13 +669,13 @@ def of_near_sizes(
 
 
 def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tuple[PyTree, ...]]:
-    """Cuts trees of arrays with several tables into separate trees for each table.
+    """Cuts arrays that contain several tables into separate arrays for each table.
 
     Args:
-      trees: trees of arrays, or of `jax.ShapeDtypeStruct`s. Each array contains the tables one
-        after the other.
-      sizes: for each table, one number per tree: the number of rows that the table has in the
-        arrays of this tree.
+      trees: trees of arrays, or of `jax.ShapeDtypeStruct`s. Each array is the concatenation of the
+        rows of all tables.
+      sizes: for each table, a sequence with one number per tree. `sizes[i][j]` is the number of
+        rows of table `i` in each array of tree `j`.
     """
     parts_of_tables = []
     firsts = [0] * len(trees)
@@ -677,7 +689,7 @@ def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tup
 
 
 def _cut(tree: PyTree, first: int, size: int) -> PyTree:
-    """Tree in which each leaf has only the rows `first : first + size` of the leaf of `tree`."""
+    """Copy of `tree` with only the rows `first : first + size` of each leaf."""
 
     def cut(leaf: PyTree) -> PyTree:
         if isinstance(leaf, jax.ShapeDtypeStruct):

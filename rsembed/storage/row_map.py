@@ -5,10 +5,10 @@ probing. At most half of the slots hold keys, and at most another quarter are de
 search reaches an empty slot. `kernels/keyed.py` defines the content of a slot, and the order of
 the slots in the search for a key.
 
-Every array of a map can contain several tables, one after the other. In arguments and results of
-functions, a row index counts from the first row of the first table. In the arrays `free` and
-`hashed.rows` of a map, a row index counts from the first row of the table that contains the row.
-All tables are padded to the size of the largest table, and padding rows are never assigned.
+Every array of a map can be the concatenation of several tables. In arguments and results of
+functions, rows are numbered consecutively over the tables. In the arrays `free` and `hashed.rows`
+of a map, the rows of each table are numbered from 0. All tables are padded to the size of the
+largest table, and padding rows are never assigned.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HashTable(NamedTuple):
 
     Attributes:
       keys: high and low 32 bits (lanes) of the key in every slot.
-      rows: row of the key in every slot; `EMPTY` or `DELETED` if the slot has no key.
+      rows: row of the key in every slot, or `EMPTY` or `DELETED` if the slot has no key.
       num_keys: number of slots with a key in each table.
       num_deleted: number of deleted slots in each table.
     """
@@ -67,8 +67,8 @@ class HashTable(NamedTuple):
     def insert(self, keys: Keys, rows: Int[Array, " nnz"]) -> HashTable:
         """Adds keys to the hash tables, and returns the new hash tables.
 
-        A key is skipped if, with this key, less than a quarter of the slots of its table would be
-        empty. The caller must not store more keys in a table than `max_keys` of `HashTable.empty`.
+        A key is skipped if inserting it would leave less than a quarter of the slots of its table
+        empty. A table must not contain more keys than the argument `max_keys` of `HashTable.empty`.
 
         Args:
           keys: distinct keys that are not in the hash tables. Padding is skipped.
@@ -122,8 +122,8 @@ class HashTable(NamedTuple):
         """Adds keys of another `HashTable`, and returns the new hash tables.
 
         Args:
-          other: hash tables with keys to add.
-          marks: mask of the slots of `other`. Only keys in slots with mark True are added.
+          other: hash tables that contain the keys to add.
+          marks: mask of the slots of `other`. Only the keys in these slots are added.
         """
         num_slots = other.rows.shape[0]
         num_tables = other.num_keys.shape[0]
@@ -173,9 +173,9 @@ def counts_of(
 
 
 class RowMap(NamedTuple):
-    """Map from keys to rows and from rows to keys, with the uses of each row.
+    """Map from keys to rows and from rows to keys, with the last use and use count of each row.
 
-    Outside `shard_map`, every leaf contains the shards one after the other.
+    Outside `shard_map`, every leaf is the concatenation of its shards.
 
     Attributes:
       hashed: hash tables with the row of every key.
@@ -183,9 +183,9 @@ class RowMap(NamedTuple):
       low: lower 32 bits of the key in every row.
       last_step: index of the last step that used the row. `FREE` if the row has no key.
       counts: number of occurrences of the row's key in training, at most `MAX_COUNT`.
-      free: array with one part for each table. The first `num_free` entries of a part are a stack
-        of the free rows of the table. The last entry of the stack is assigned next. The other
-        entries of the part have undefined values.
+      free: free rows of all tables. The array is divided into sections of equal size, one for each
+        table. In each section, the first `num_free` entries are the free rows of the table, and the
+        last of these entries is assigned next. The other entries have undefined values.
       num_free: number of free rows of each table.
       signature: hash of all pairs of key and row, for each table. Maps with the same keys in the
         same rows have equal signatures.
@@ -212,7 +212,7 @@ class RowMap(NamedTuple):
 
 
 def empty(*capacities: int) -> RowMap:
-    """Creates a map without keys. The first new key of a table gets row 0, the next key row 1, ...
+    """Creates a map without keys. New keys of a table get its rows in ascending order, from row 0.
 
     Args:
       *capacities: number of rows of each table.
@@ -221,7 +221,7 @@ def empty(*capacities: int) -> RowMap:
     rows_per_table = max(capacities)
     shape = (rows_per_table * num_tables,)
     num_free = jnp.asarray(capacities, jnp.int32)
-    # The last entry of a stack is its top, so each stack ends with row 0.
+    # The last free row of a table is assigned first, so the free rows are in descending order.
     positions = jnp.arange(rows_per_table, dtype=jnp.int32)
     last_row = num_free[:, None] - 1
     free = jnp.maximum(last_row - positions[None], 0)
@@ -238,7 +238,7 @@ def empty(*capacities: int) -> RowMap:
 
 
 def find(row_map: RowMap, keys: Keys) -> Int[Array, " nnz"]:
-    """Row of each key; `NO_ROW` for padding, and for keys that are not in the map."""
+    """Row of each key, or `NO_ROW` for padding and for keys that are not in the map."""
     rows, _ = search(row_map, keys)
     return rows
 
@@ -246,8 +246,8 @@ def find(row_map: RowMap, keys: Keys) -> Int[Array, " nnz"]:
 def search(row_map: RowMap, keys: Keys) -> tuple[Int[Array, " nnz"], Int[Array, ""]]:
     """Row of each key, and the number of keys that are not in the map.
 
-    The row is `NO_ROW` for padding, and for keys that are not in the map. A repeated key that is
-    not in the map counts several times.
+    The row is `NO_ROW` for padding, and for keys that are not in the map. A key that is not in the
+    map is counted once for each of its occurrences in `keys`.
     """
     hashed = row_map.hashed
     _, rows_in_table, num_absent = api.find_keys(
@@ -265,7 +265,7 @@ def _global_rows(
     rows_in_table: Int[Array, " nnz"],
     table: Array | None,
 ) -> Int[Array, " nnz"]:
-    """Converts row numbers in a single table to row numbers over all tables."""
+    """Converts row numbers that start from 0 in each table to numbers over all tables."""
     if table is None:
         return rows_in_table
     first_rows = row_map.rows_per_table * table
@@ -278,7 +278,7 @@ def _rows_in_table(
     rows: Int[Array, " nnz"],
     table: Array | None,
 ) -> Int[Array, " nnz"]:
-    """Converts row numbers over all tables to row numbers in a single table."""
+    """Converts row numbers over all tables to numbers that start from 0 in each table."""
     if table is None:
         return rows
     is_padding = rows == NO_ROW
@@ -305,12 +305,13 @@ def assign(
       step: index of the current step, at least 0. Keys that this step has already used are not
         evicted.
       occurrences: number of occurrences of each key so far.
-      evict: policy that selects the keys to evict. None, the default: no key is evicted.
-      is_signed: whether keys are signed numbers, False by default. Among keys of equal worth, the
-        smallest key is evicted first. Without `is_signed`, -5 is a very large key.
+      evict: policy that selects the keys to evict. None, the default, means that no key is evicted.
+      is_signed: whether keys are signed numbers, False by default. Among equally old ("lru") or
+        equally frequent ("lfu") keys, the smallest key is evicted first. Without `is_signed`, -5 is
+        a very large key.
 
-    Returns: the new map; the row of each key (`NO_ROW` if it got no row); the number of evicted
-      keys of each table; and the number of keys of each table that got no row.
+    Returns: the new map, the row of each key (`NO_ROW` if it got no row), the number of evicted
+      keys of each table, and the number of keys of each table that got no row.
     """
     num_free_before = row_map.num_free
     if evict is not None:
@@ -346,9 +347,9 @@ def _make_room(
     policy: Eviction,
     is_signed: bool,
 ) -> RowMap:
-    """Evicts keys until each new key has a free row, or until no other key may be evicted.
+    """Evicts keys until each new key has a free row, or until no more keys may be evicted.
 
-    The arguments are those of `assign`; `policy` is `evict` there.
+    The arguments have the same meaning as in `assign`, which calls the policy `evict`.
     """
     num_new = counts_of(keys.is_key, keys.table, row_map.num_tables)
     num_wanted = num_new - row_map.num_free
@@ -377,10 +378,10 @@ def _signature(
     rows: Int[Array, " nnz"],
     num_tables: int,
 ) -> UInt32[Array, " tables"]:
-    """Sum of the hashes of some keys and their rows, for the signature of each table.
+    """Sum of the hashes of pairs `(key, row)`, for each table.
 
     Args:
-      keys: keys and padding.
+      keys: keys, which may include padding.
       rows: row of each key, relative to its table.
       num_tables: number of tables.
     """
@@ -400,7 +401,7 @@ def find_or_assign(
     steps: Int[Array, " nnz"],
     counts: Int[Array, " nnz"],
 ) -> tuple[RowMap, Int[Array, " nnz"]]:
-    """Finds the rows of keys, assigns rows to new keys, and sets last steps and counts.
+    """Finds the rows of keys, assigns rows to new keys, and sets `last_step` and `counts`.
 
     Args:
       row_map: map before the call.
@@ -425,12 +426,13 @@ def touch(
     step: Int[Array, "*nnz"],
     occurrences: Int[Array, " nnz"],
 ) -> RowMap:
-    """Replaces the last steps and counts of distinct rows, and returns the new map.
+    """Sets `last_step` and `counts` of distinct rows, and returns the new map.
 
     Args:
       row_map: map before the call.
       rows: distinct rows. `NO_ROW` is skipped.
-      step: new last step: one number for all rows, or an array with a number for each row.
+      step: index of the step that last used the rows. The index may be one number for all rows, or
+        an array with a number for each row.
       occurrences: new count of each row.
     """
     steps = jnp.broadcast_to(step, rows.shape)
@@ -467,7 +469,7 @@ def use(
 
 
 def count_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-    """Count of each row, which is the number of occurrences of its key so far; 0 for `NO_ROW`."""
+    """How often the key of each row has occurred so far. The count of `NO_ROW` is 0."""
     return row_map.counts.at[rows].get(mode="fill", fill_value=0)
 
 
@@ -482,8 +484,8 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
 
     Args:
       row_map: map before the call.
-      rows: distinct rows to free. `NO_ROW` is skipped. The first row in `rows` of each table is the
-        next row that the table assigns.
+      rows: distinct rows to free. `NO_ROW` is skipped. The next new key of a table gets the first
+        of the rows that are freed in this table.
     """
     is_row = rows != NO_ROW
     table = table_of(row_map, rows)
@@ -491,7 +493,8 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     keys = Keys(high, low, is_row, table)
     rows_in_table = _rows_in_table(row_map, rows, table)
 
-    # In each table, the first row in `rows` becomes the top of the stack of free rows.
+    # The freed rows of a table are appended to its free rows in reversed order. The next new key
+    # gets the last free row, so it gets the first of the freed rows.
     rank, num_released = ranks(is_row, table, row_map.num_tables, api.distinct)
     num_free = row_map.num_free + num_released
     stack_size = num_free
@@ -523,7 +526,7 @@ def table_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"] | 
 def grow(row_map: RowMap, capacity: int) -> RowMap:
     """Enlarges the map of a single table to `capacity` rows, and returns the new map.
 
-    The added rows are assigned after the rows that are free now.
+    New keys get the rows that are free now before they get the added rows.
     """
     old_capacity = row_map.last_step.shape[0]
     num_added = capacity - old_capacity
@@ -534,8 +537,8 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
 
     hashed = row_map.hashed
     # Inside `shard_map`, the carry of a loop must vary over the same mesh axes from the start. The
-    # new hash table is the first carry of the loop in `with_keys_of`, so `vary` adds a zero that
-    # varies like `hashed.rows`.
+    # loop in `with_keys_of` starts with an empty hash table, which is constant over the mesh.
+    # `vary` adds a zero that varies over the same mesh axes as `hashed.rows`.
     zero = varying_zero(hashed.rows)
 
     def vary(leaf: Array) -> Array:
@@ -557,10 +560,11 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
 
 
 def worth(row_map: RowMap, policy: Eviction) -> Int[Array, " rows"]:
-    """Worth of each row: its last step ("lru"), or the number of occurrences of its key ("lfu").
+    """Number by which a policy ranks each row.
 
-    The key with the smallest worth is evicted first. Among keys of equal worth, the smallest key is
-    evicted first.
+    The number is the last step that used the row ("lru"), or the number of occurrences of its key
+    ("lfu"). The key of the row with the smallest number is evicted first. If several rows have the
+    same number, the smallest key is evicted first.
     """
     if policy == "lru":
         return row_map.last_step
@@ -606,8 +610,8 @@ def first_marked(
 
     Args:
       marks: mask of the entries that may be chosen.
-      arrival: a number for each entry. In each table, the marked entries with the smallest numbers
-        are the first ones. None: the entries are already in ascending order of their numbers.
+      arrival: number of each entry. The first entries of a table are the marked entries with the
+        smallest numbers. If `arrival` is None, the entries are in the order of `marks`.
       table: table index of each entry. None if there is only one table.
       most: maximum number of entries to choose in each table.
     """
@@ -635,14 +639,15 @@ def least(
     num_wanted: Int[Array, " tables"],
     is_signed: bool = False,
 ) -> Bool[Array, " rows"]:
-    """Mask of the `num_wanted` candidates of each table with the smallest worth.
+    """Mask of the `num_wanted` candidate rows of each table with the smallest values in `worth`.
 
-    Among candidates of equal worth, the candidates with the smallest keys are chosen. If a table
+    Among candidates with equal values, the candidates with the smallest keys are chosen. If a table
     has fewer candidates than `num_wanted`, all its candidates are chosen.
 
     Args:
       row_map: map with the keys of the rows.
-      worth: worth of each row. The worth of a candidate is at least 0.
+      worth: integer of each row, such as the result of the function `worth`. The integers are
+        compared as unsigned numbers.
       is_candidate: mask of the rows that may be chosen.
       num_wanted: number of rows to choose in each table.
       is_signed: whether keys are signed numbers, False by default.
@@ -670,7 +675,8 @@ def _first(
 ) -> Bool[Array, " rows"]:
     """Mask of the first `num_wanted` candidates in lexicographic order of `lanes`.
 
-    In each lane, `_bound` computes the value up to which candidates are chosen. This search takes a
+    In each lane, `_bound` computes a bound. Candidates with values below the bound are chosen, and
+    candidates with the value of the bound are compared by the next lane. This search takes a
     fraction of the time of a sort.
     """
     chosen = jnp.zeros_like(is_candidate)
@@ -714,8 +720,8 @@ def _bound(
     skips the leading bits that are equal in all candidates, and stops when exactly `num_wanted`
     candidates are below the bound.
     """
-    # The largest and the smallest candidate have equal bits above their highest differing bit, so
-    # all candidates have these bits.
+    # The largest and the smallest value have equal bits above their highest differing bit, so the
+    # values of all candidates have these bits.
     largest = jnp.max(jnp.where(is_candidate, lane, jnp.uint32(0)))
     smallest = jnp.min(jnp.where(is_candidate, lane, largest))
     differing_bits = smallest ^ largest
@@ -758,12 +764,13 @@ def entries(
     """Distinct keys of a batch, in the order of their first occurrence.
 
     Args:
-      keys: keys and padding, in any order.
+      keys: keys in any order, which may include padding.
       occurrences: number of occurrences in the batch that each entry of `keys` represents.
 
-    Returns: a tuple of four: the index of each key in the distinct keys (`NO_ROW` for padding); the
-      distinct `Keys`, followed by padding; the position of the first occurrence of each distinct
-      key (`NO_ROW` for padding); and the sum of the occurrences of each distinct key.
+    Returns: four results. The first result is the index of each key in the distinct keys, or
+      `NO_ROW` for padding. The second result is the distinct `Keys`, followed by padding. The third
+      result is the position of the first occurrence of each distinct key, or `NO_ROW` for padding.
+      The fourth result is the sum of the occurrences of each distinct key.
     """
     entry_of, first_of, counts = api.unique_keys(keys, occurrences)
     lanes = api.gather_rows(keys.lanes, first_of)
@@ -772,7 +779,7 @@ def entries(
 
 
 def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
-    """Distinct keys in the format of row numbers in `RowGradients`.
+    """Distinct keys in the array format of `RowGradients.rows` for tables with keys.
 
     The result has one row per key. Columns 0 and 1 are the high and the low half of the key. Column
     2 is the number of occurrences of the key, or 0 for padding. If there are several tables, column
@@ -808,7 +815,7 @@ def combine(
     arrays are filled with zeros.
 
     Args:
-      keys: keys and padding, in any order.
+      keys: keys in any order, which may include padding.
       occurrences: number of occurrences in the batch that each entry of `keys` represents.
       values: vector of each entry of `keys`, such as its gradient.
     """

@@ -6,13 +6,13 @@ slots of this set. Slot `set * num_ways + way` is a row of the device array.
 
 `CachedRows` moves rows between host memory and the device array. The device array has the slots,
 followed by a *scratch* area for rows of a batch that get no slot. Evicted rows are written back to
-the host, and scratch rows are written back after every update. The optimizer state of a row is in
-separate arrays, and moves with the row. The last array contains the id in each slot and in each
-scratch row.
+the host, and scratch rows are written back after every update. The optimizer state of the rows is
+in separate device arrays, and is copied together with the rows. The last device array contains the
+id in each slot and in each scratch row.
 
 Outside `jit`, the methods of the policy and of the host store are called directly. Inside `jit`,
-the compiled program calls these methods through ordered callbacks. The arrays of a callback are
-long enough for any batch with the same number of ids.
+the compiled program calls these methods through ordered callbacks. The arrays that a callback
+returns are long enough for any batch with the same number of ids.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ class CacheCounts(NamedTuple):
       unique_misses: number of distinct cacheable ids of each batch that were not in the cache
         before the batch.
       unique_conflict_misses: number of unique misses that got no slot.
-      conflict_misses: number of ids in the batch that got no slot, with duplicates. The rows of
-        these ids are read from the backing store.
+      conflict_misses: number of cacheable ids in the batch that got no slot, with duplicates. The
+        rows of these ids are read from the backing store.
       unique_hits: number of distinct cacheable ids of each batch that were in the cache before the
         batch.
     """
@@ -64,7 +64,9 @@ class CacheCounts(NamedTuple):
 
 
 NEVER = np.iinfo(np.int64).max
-"""Worth of a slot that must keep its id: larger than every count and every time of last use."""
+"""Number that replaces the time of last use, or the count, of a slot that must keep its id.
+
+The number is larger than every time of last use and every count."""
 
 IDS_PER_SEARCH = 4096
 
@@ -111,8 +113,9 @@ class Admission(NamedTuple):
         conflict miss. The row of a conflict miss is read from the backing store.
       inserted_ids: ids that were admitted to the cache, grouped by set.
       inserted_slots: slot of each admitted id.
-      evicted_ids: previous id in each of `inserted_slots`; -1 if the slot was empty.
-      missed_ids: distinct ids that were not in the cache before the batch, in ascending order.
+      evicted_ids: previous id in each of `inserted_slots`, or -1 if the slot was empty.
+      missed_ids: distinct cacheable ids that were not in the cache before the batch, in ascending
+        order.
       counts: counters of this batch.
     """
 
@@ -131,12 +134,12 @@ NUM_WAYS = 32
 class SetAssociativeCache:
     """Cache policy: decides which ids are in the cache, and chooses their slots.
 
-    The policy moves no rows; the caller moves the rows that `admit` returns. Call `admit` once for
-    each batch. `admit` records a use of the cached ids, and admits missing ids: in each set, the
-    first missing id replaces the id in the first slot, the second missing id replaces the id in the
-    second slot, and so on. The order of ids and slots depends on `algorithm`, see below. Slots with
-    an id of the batch, and locked slots, keep their ids. A missing id that gets no slot is a
-    conflict miss, and its row is read from the backing store.
+    The policy moves no rows. The caller moves the rows that `admit` returns. Call `admit` once for
+    each batch. `admit` records the uses of the ids in the cache, and admits missing ids to the
+    cache. The missing ids and the slots of each set are sorted, in an order that depends on
+    `algorithm`. Then the missing id at position `n` replaces the id in the slot at position `n`.
+    Slots with an id of the batch, and locked slots, keep their ids. A missing id that gets no slot
+    is a conflict miss, and its row is read from the backing store.
 
     * lru: the missing ids of a set are sorted by id, and its slots by (time of last use, slot
       number), both in ascending order.
@@ -144,8 +147,8 @@ class SetAssociativeCache:
       of a set are sorted by (count of the id in the slot, slot number), in ascending order. An
       empty slot has count -1. A missing id does not replace an id with a larger count.
 
-    The counts for LFU are exact: the uses in the current batch and in all earlier batches are
-    counted, also for ids that are not in the cache. The counts need 8 bytes of host memory for each
+    The counts for LFU are exact. They include all uses in the current batch and in earlier batches,
+    even the uses of ids that are not in the cache. The counts need 8 bytes of host memory for each
     of `num_ids` ids. The cache needs 24 bytes for each slot, and during `admit` about 48 bytes more
     for each slot of the sets that have a miss.
 
@@ -183,8 +186,8 @@ class SetAssociativeCache:
             frequently used ids.
           num_ids: number of cacheable ids. The cacheable ids are 0 to `num_ids - 1`.
 
-        Raises: ValueError: a size is too small, the algorithm is unknown, or LFU has
-          `MAX_LFU_SETS` sets or more.
+        Raises: ValueError: a size is too small, the algorithm is unknown, or `num_sets` is too
+          large for LFU, see `MAX_LFU_SETS`.
         """
         if algorithm == "lfu" and num_sets >= MAX_LFU_SETS:
             raise ValueError(
@@ -314,7 +317,7 @@ class SetAssociativeCache:
             self.counts[:] = 0
 
     def restore(self, tags: Int[np.ndarray, " slots"]) -> None:
-        """Replaces the ids in all slots, and removes all locks. Counts for LFU stay as they are.
+        """Replaces the ids in all slots, and removes all locks. The counts for LFU do not change.
 
         Args:
           tags: new id in each slot, -1 for empty slots.
@@ -354,8 +357,8 @@ class SetAssociativeCache:
         is_protected = is_in_use | (self._locks[slots] > 0)
         slot_worth = np.where(is_protected, NEVER, slot_worth)
         by_worth = np.argsort(slot_worth, axis=1, kind="stable")
-        # In each set, the missing id at position `r` of the sorted ids may only get the slot at
-        # position `r`, with the slots in ascending order of worth.
+        # In each set, the missing id with rank `r` in `order` is admitted to the slot with rank `r`
+        # in `by_worth`, or is not admitted.
         rank = np.arange(ids.size) - np.repeat(first, sizes)
         fits = rank < self.num_ways
         chosen = order[fits]
@@ -369,7 +372,8 @@ class SetAssociativeCache:
         """Slot of each cacheable id, -1 if the id is not in the cache."""
         tags = self.tags.reshape(self.num_sets, self.num_ways)
         slots = np.empty(ids.size, np.int64)
-        # A search in blocks of ids limits the memory, and the tags of a block fit the CPU cache.
+        # The ids are searched in blocks, to save memory. The tags that are compared for a block fit
+        # into the CPU cache.
         for start in range(0, ids.size, IDS_PER_SEARCH):
             block = slice(start, start + IDS_PER_SEARCH)
             sets = set_of(ids[block], self.num_sets)
@@ -454,8 +458,8 @@ class CachedRows:
             `SetAssociativeCache.admit`.
           is_prefetch: whether this call only prefetches rows. For a prefetched batch, call `find`
             again before the lookup.
-          num_moves: length of the arrays of `moves`, padding included. None, the default: the next
-            power of two.
+          num_moves: length of the arrays of `moves`, padding included. None, the default, means the
+            next power of two.
         """
         if admit:
             admission = self.cache.admit(rows, lock=lock)
@@ -508,7 +512,7 @@ class CachedRows:
             host callback.
         """
         num_inserted = moves.inserted.shape[0]
-        # Without inserted rows there are no evicted rows, because inserted rows replace them.
+        # If no rows are inserted, no rows are evicted, because rows are evicted only to make room.
         if not num_inserted:
             return arrays
         num_scratch = len(self.scratch_rows)
@@ -573,7 +577,7 @@ class CachedRows:
             self.backing.write(self.scratch_rows, values)
 
     def follow(self, resident_rows: Int[np.ndarray, " places"]) -> None:
-        """Makes the cache policy agree with the device arrays, after an interrupted exchange.
+        """Restores the cache policy from the device arrays after an interrupted exchange.
 
         Args:
           resident_rows: table row in each row of the device arrays, `NO_ROW` if there is none.
