@@ -1,4 +1,4 @@
-"""Gradients of tables in Flax models, from recorded lookups and taps on their activations.
+"""Gradients of the embedding tables in Flax models, computed from recorded lookups.
 
 ```
 evaluate a loss, shapes only ─▶ lookups of every layer ─▶ taps: zeros added to the activations
@@ -7,9 +7,11 @@ gradients of parameters and taps ─▶ d(taps) = d(activations) ─▶ RowGradi
 
 A tap is an array of zeros that is added to the activations of a lookup. The gradient of a loss with
 respect to the tap equals the gradient with respect to the activations. Tables are not an argument
-of the differentiated function, so no gradient has the size of a table. If lookups are not recorded,
-a function such as `jax.grad` raises an error, because the activations depend on the parameter
-`guard` of the layer, and the derivative with respect to `guard` is an error.
+of the differentiated function, so no gradient has the size of a table.
+
+If lookups are not recorded, differentiation of the model, for example by `jax.grad`, would leave
+the tables untrained. Every layer therefore has a parameter `guard` with a custom derivative rule,
+which raises an error in this case.
 """
 
 from __future__ import annotations
@@ -69,10 +71,11 @@ _WRAPPERS = {
         _PER_EXAMPLE,
     ),
 }
-"""Optax transformations that a model with tables cannot use, by the class name of their state.
+"""Optax transformations that a model with tables cannot use.
 
 Such a transformation can skip, delay or change a step of the parameters, and would not do the same
-for the tables. Each value is the name of the optax function, and advice for the user.
+for the tables. Each key is the class name of the transformation's state. Each value is a pair of
+the name of the optax function and advice for the user.
 """
 
 
@@ -112,10 +115,10 @@ def _refused(where: str, name: str, way_out: str) -> str:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One lookup of a layer: name of the layer, collection, prepared batch and activations.
+    """One lookup of a layer, with the prepared batch and the activations.
 
-    A call in `Gradients` has the gradients of the activations in the field `activations`, and the
-    ids of its batch are in arrays that reject arithmetic (`rsembed.opaque`).
+    In a `Gradients` object, the field `activations` contains the gradients of the activations, and
+    the ids of the batch are in arrays that reject arithmetic (`rsembed.opaque`).
     """
 
     layer: str = dataclasses.field(metadata={"static": True})
@@ -124,11 +127,17 @@ class Call:
     activations: Activations
 
     def row_gradients(self) -> RowGradients:
-        """Gradients of the looked-up rows, for a call in `Gradients`."""
+        """Gradients of the rows that the call looked up.
+
+        The field `activations` must contain gradients, as in a `Gradients` object.
+        """
         return self.collection.row_gradients(opaque.unwrap_all(self.batch), self.activations)
 
     def step(self, state: EmbeddingState) -> EmbeddingState:
-        """The state after a step with the gradients of this lookup, for a call in `Gradients`."""
+        """State after one optimizer step with the gradients of this lookup.
+
+        The field `activations` must contain gradients, as in a `Gradients` object.
+        """
         return self.collection.update(state, opaque.unwrap_all(self.batch), self.activations)
 
 
@@ -136,7 +145,8 @@ class Recording:
     """Records the lookups of a loss in all layers that are trained.
 
     Args:
-      layers: names of the trained layers, by the `layer` argument of `look_up`.
+      layers: mapping from the argument `layer` of `look_up` to the name of the layer, for all
+        layers that are trained.
       taps: for each lookup, zeros that are added to the activations. An empty list if the loss is
         evaluated only to determine the shapes of the activations.
 
@@ -185,8 +195,8 @@ def look_up(
       guard: parameter of the layer that does not change the activations. Without a recording,
         differentiation with respect to `guard` raises an error.
 
-    Raises: RuntimeError: the activations are differentiated without a recording, so the tables
-      would stay untrained. During a recording: the loss calls the layer inside another JAX
+    Raises: RuntimeError: the activations are differentiated without a recording, which would leave
+      the tables untrained. Or, during a recording, the loss calls the layer inside another JAX
       transformation, such as a loop, where lookups cannot be recorded.
     """
     recording = _recording.get()
@@ -234,10 +244,10 @@ class Gradients:
 
     Args:
       dense: gradients in the structure of the parameters.
-      calls: lookups of each layer with gradients of their activations, by the path of the layer,
-        such as `"towers/0/words"`.
-      changed: `RowGradients` that replace the row gradients of a layer, by the path of the layer;
-        see `with_rows`.
+      calls: mapping from the path of a layer, such as `"towers/0/words"`, to the lookups of the
+        layer, with the gradients of their activations.
+      changed: mapping from the path of a layer to the `RowGradients` that replace the layer's row
+        gradients, see `with_rows`.
     """
 
     dense: Params
@@ -249,7 +259,7 @@ class Gradients:
 
     @staticmethod
     def of(dense: Params, recorded: Sequence[Call], d_taps: Sequence[Activations]) -> Gradients:
-        """Gradients from the recorded calls and the gradients of their taps."""
+        """Combines dense gradients, recorded lookups and the gradients of the lookups' taps."""
         calls: dict[str, list[Call]] = {}
         for call, gradients in zip(recorded, d_taps, strict=True):
             batch = opaque.wrap_integers(call.batch)
@@ -268,8 +278,8 @@ class Gradients:
                 rows[name] = combine(rows[name], other_rows)
             else:
                 rows[name] = other_rows
-        # `rows` has the sums of the row gradients. A step therefore needs no batches and no
-        # gradients of activations, but only the collection of each layer.
+        # `rows` has the sums of the row gradients. From the calls, a step then reads only the
+        # collection of each layer, so the calls need no batches and no gradients of activations.
         calls = {}
         all_calls = {**self.calls, **other.calls}
         for name, layer_calls in all_calls.items():
@@ -311,10 +321,10 @@ class Gradients:
 
     @property
     def rows(self) -> dict[str, RowGradients]:
-        """Gradients of distinct rows, by layer.
+        """Dictionary from the path of each layer to the gradients of its distinct rows.
 
-        The property adds the gradients of equal rows. A step does not need these sums if the loss
-        called each layer only once.
+        If the loss reads a row several times, the gradients of the row are summed. `step` does not
+        compute these sums separately if the loss called the layer only once.
         """
         return {name: self._rows(name) for name in self.calls}
 
@@ -323,10 +333,10 @@ class Gradients:
         """A copy with new row gradients of some layers, such as clipped or accumulated gradients.
 
         Args:
-          rows: the new row gradients, by layer.
+          rows: mapping from the path of a layer to the layer's new row gradients.
 
         Raises:
-          ValueError: `rows` names a layer that the loss did not call.
+          ValueError: `rows` contains a layer that the loss did not call.
           TypeError: a value is not a `RowGradients`.
         """
         if unknown := sorted(set(rows) - set(self.calls)):
@@ -334,7 +344,7 @@ class Gradients:
         return dataclasses.replace(self, changed={**self.changed, **rows})
 
     def step(self, name: str, state: EmbeddingState) -> EmbeddingState:
-        """The state of a layer after one step.
+        """State of a layer's tables after one optimizer step.
 
         If the loss called the layer only once, a single kernel sums gradients and updates rows.
         """
@@ -351,15 +361,15 @@ class Gradients:
 
 
 def stepped(gradients: object, states: Mapping[str, EmbeddingState]) -> dict[str, EmbeddingState]:
-    """New states, after one step, of the layers that the loss called.
+    """States of the layers that the loss called, after one optimizer step.
 
     Args:
       gradients: the `Gradients` of the loss.
-      states: states of all trained layers, by layer.
+      states: mapping from the path of each trained layer to the state of its tables.
 
     Raises:
       TypeError: `gradients` is not a `Gradients` object, so there are no gradients of tables.
-      ValueError: the gradients are of layers that are not in `states`.
+      ValueError: `gradients` contains a layer that is not in `states`.
     """
     if not isinstance(gradients, Gradients):
         raise TypeError(

@@ -1,8 +1,8 @@
-"""Arguments of the TBE training module, and the table of its optimizers.
+"""Arguments of the TBE training module, and the optimizers that the module supports.
 
-The optimizer table has an entry for each optimizer: the class that implements the optimizer, the
-arguments that the optimizer reads, and the names of its states. Arguments that contradict each
-other raise errors, even where FBGEMM accepts the arguments and ignores one of them.
+For each optimizer, `_OPTIMIZERS` has the class that implements the optimizer, the arguments that
+the optimizer reads, and the names of its states. Arguments that contradict each other raise errors,
+even where FBGEMM accepts the arguments and ignores one of them.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ AnyOptimizer = TableOptimizer | str
 
 
 class SparseType(enum.Enum):
-    """Element types, by FBGEMM's names."""
+    """Element types, with the names that FBGEMM uses."""
 
     FP32 = "fp32"
     FP16 = "fp16"
@@ -137,8 +137,8 @@ class TBEStatsReporterConfig:
 
     Args:
       interval: number of steps between two reports.
-      report: function `(step, figures)` that receives each report. None, the default: reports go to
-        the logger `rsembed`.
+      report: function `(step, figures)` that receives each report. None, the default, means that
+        reports go to the logger `rsembed`.
     """
 
     interval: int = within("[1, inf)")
@@ -208,21 +208,21 @@ class Arguments(types.SimpleNamespace):
 
 
 class OfferedOptimizer(NamedTuple):
-    """Entry of the optimizer table: how rsembed implements an optimizer of FBGEMM.
+    """Description of how rsembed implements an optimizer of FBGEMM.
 
-    EXACT_ROWWISE_ADAGRAD has several entries, because some weight decay modes need a different
+    EXACT_ROWWISE_ADAGRAD has several descriptions, because some weight decay modes need a different
     rule.
 
     Args:
       rule: the `OptimizerSpec` class that implements the optimizer. An argument of the module sets
-        the field of `rule` with the same name. `_FIELDS` lists the arguments that set a field with
-        a different name. None: rows are not updated, and `backward` returns their gradients.
+        the field of `rule` with the same name, unless `_FIELDS` gives a different name. If `rule`
+        is None, rows are not updated, and `backward` returns the gradients of the rows.
       states: names of the optimizer's states in torch, separated by spaces.
       arguments: names of the constructor's arguments that the optimizer reads.
       fixed: fields of `rule` that no argument of the module sets, with their values.
       fused: another `OptimizerSpec` class, which has a native kernel but lacks some fields of
         `rule`. If all these fields have their default values, both classes compute the same update,
-        and `fused` is used. None: the optimizer has no such class.
+        and `fused` is used. None if the optimizer has no such class.
     """
 
     rule: type[OptimizerSpec] | None
@@ -279,17 +279,17 @@ _MODES = {
         DecayedAdagrad, "sum prev_iter", _ROWWISE | _COUNTED
     ),
 }
-"""Entries of the optimizer table for EXACT_ROWWISE_ADAGRAD in some weight decay modes.
+"""Descriptions of EXACT_ROWWISE_ADAGRAD in weight decay modes that need more states.
 
-In the modes COUNTER, COWCLIP and DECOUPLE_GLOBAL, the optimizer has more states than in the other
-modes. `_RECORDS` has the names of the arguments with the settings of these modes.
+The settings of each of these modes are an argument of the module. `_RECORDS` has the names of these
+arguments.
 """
 _OF_OPTIMIZERS = frozenset[str]().union(*(entry.arguments for entry in _OPTIMIZERS.values()))
 _WHOLE_TABLES = {
     "ensemble_mode": EnsembleModeDefinition(),
     "emainplace_mode": EmainplaceModeDefinition(),
 }
-"""Settings of whole-table passes: names of the arguments, with the default settings.
+"""Default settings of whole-table passes, for each argument that sets such a pass.
 
 A whole-table pass changes all rows of a table before the lookup of a training step.
 """
@@ -307,7 +307,7 @@ The keys are the names of the arguments, and the values are the names of the fie
 
 
 def offered_optimizer(optimizer: TableOptimizer, mode: WeightDecayMode) -> OfferedOptimizer:
-    """Entry of the optimizer table for an optimizer and a weight decay mode.
+    """The `OfferedOptimizer` for an optimizer and a weight decay mode.
 
     In mode NONE, all forms of row-wise Adagrad ignore the argument `weight_decay`.
 
@@ -348,12 +348,12 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
 
 
 def unread_arguments(optimizer: TableOptimizer, arguments: Arguments) -> frozenset[str]:
-    """Names of arguments that some optimizers read, but not `optimizer`."""
+    """Names of the arguments that `optimizer` ignores, although other optimizers read them."""
     return _OF_OPTIMIZERS - offered_optimizer(optimizer, arguments.weight_decay_mode).arguments
 
 
 def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
-    """Checks the arguments of one optimizer.
+    """Checks the arguments that an optimizer of the module reads.
 
     Raises: ValueError: arguments contradict each other, or `eps` is not positive and finite.
     """
@@ -394,8 +394,8 @@ def _rule_of(
 ) -> OptimizerSpec | None:
     """The `OptimizerSpec` that updates rows, or None for `EmbOptimType.NONE`.
 
-    If an `OptimizerSpec` with a native kernel computes the same update, the result is the one with
-    the native kernel.
+    If several `OptimizerSpec` classes compute the same update, the result is an instance of the
+    class with a native kernel.
     """
     if isinstance(optimizer, OptimizerSpec):
         return dataclasses.replace(optimizer, learning_rate=rate)
@@ -427,12 +427,12 @@ def _known_to(rule: type[OptimizerSpec], settings: Mapping[str, Any]) -> dict[st
 def trained_by(
     optimizer: TableOptimizer, learning_rate: LearningRate, arguments: Arguments
 ) -> dict[str, Any]:
-    """Values for the fields of a `TablePlan` that depend on the optimizer, by field name.
+    """Dictionary with the fields of a `TablePlan` that depend on the optimizer.
 
     Arguments that the optimizer does not read have no influence on the result.
-    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD change whole tables before some lookups,
-    with the settings `ensemble_mode` and `emainplace_mode`. If a settings argument is None, the
-    default settings of its class are used.
+    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD change whole tables before some lookups.
+    The arguments `ensemble_mode` and `emainplace_mode` contain the settings of these changes. None
+    means the default settings.
 
     Raises: ValueError: arguments contradict each other.
     """

@@ -51,14 +51,14 @@ def read(
       offsets: positions in `indices`: the start of every bag, then the end of the last bag. None if
         `indices` is a prepared batch.
       per_sample_weights: one weight per id, or None.
-      batch_size_per_feature_per_rank: number of bags by feature and rank, or None.
+      batch_size_per_feature_per_rank: number of bags `[feature][rank]`, or None.
 
     Returns:
-      A batch, a number and a message. The ids and offsets of the batch are NumPy arrays, unless
-      they are traced or the batch is prepared. The number is the count of ids and offsets out of
-      range, which is 0 in modes IGNORE and NONE, and None for a prepared batch. The message
-      describes the first id or offset out of range. The message is None if all ids and offsets are
-      in range, in modes other than WARNING, and inside `jit`.
+      The batch, the number of ids and offsets that are out of range, and a message or None. The ids
+      and offsets of the batch are NumPy arrays, unless they are traced or the batch is prepared.
+      The number is 0 in modes IGNORE and NONE, and None for a prepared batch. The message describes
+      the first id or offset that is out of range. Only mode WARNING outside `jit` returns a
+      message.
 
     Raises: TypeError, ValueError: arrays of the batch have a wrong dtype or shape for the plan, or,
       in mode FATAL, an id or offset is out of range or a weight is not finite.
@@ -100,7 +100,8 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
 
     Each process passes its part of the global batch. Do not call `split` inside `jit`.
 
-    Raises: ValueError: the processes disagree, or the devices do not divide the samples.
+    Raises: ValueError: the batches of the processes do not match, or the number of samples is not a
+      multiple of the number of devices.
     """
 
     def by_feature(batch: Call) -> Jagged:
@@ -116,8 +117,8 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
         batch,
         plan.devices,
         bounds_check="ignore",
-        # `by_feature` is not called here but by `prepare`, which raises an error of one process in
-        # all processes.
+        # `prepare` calls `by_feature`. If `by_feature` raises an error in one process, `prepare`
+        # raises an error in all processes.
         read=by_feature,
         lists=plan.list_of_feature,
         made_for=identity(plan, checks=mode != BoundsCheckMode.NONE),
@@ -130,9 +131,9 @@ def weights_as_passed(
 ) -> dict[str, Array | np.ndarray] | Float[Array, " nnz"]:
     """Gradients of `per_sample_weights`, in the form in which the user passed the batch.
 
-    If the user passed flat ids, the result is a flat array, with 0 for ids outside all bags. If the
-    user passed a prepared batch, the result is a dictionary with one array `[ids]` per feature.
-    Inside `jit`, each array in the dictionary has zeros for padding at its end.
+    If the user passed flat ids, the result is a flat array, with 0 for ids that are not in any bag.
+    If the user passed a prepared batch, the result is a dictionary with one array `[ids]` per
+    feature. Inside `jit`, each array in the dictionary has zeros for padding at its end.
 
     Args:
       prepared: result of `split`, with the gradients (or any other values) in place of the weights.
@@ -205,7 +206,7 @@ def _integers(values: ArrayLike, name: str) -> AnyArray:
     check_unmasked(values, name)
     array: AnyArray = values if isinstance(values, jax.core.Tracer) else np.asarray(values)
     if array.ndim == 1 and array.size == 0:
-        array = array.astype(np.int32)  # NumPy has made a float64 array from an empty list.
+        array = array.astype(np.int32)  # NumPy converts empty lists to float64.
     if array.ndim != 1 or not jnp.issubdtype(array.dtype, jnp.integer):
         raise TypeError(
             f"{name} must be a flat array of integers, got {array.dtype} of shape {array.shape}."

@@ -121,7 +121,7 @@ def by_name(
     plan: TBEPlan,
     of_groups: Iterable[Value],
 ) -> dict[str, Value]:
-    """Dictionary of values by group name, from a sequence with one value per group."""
+    """Dictionary from group name to value, made from a sequence with one value per group."""
     return dict(zip(engine_of(plan).stacks, of_groups, strict=True))
 
 
@@ -129,7 +129,7 @@ def in_order(
     plan: TBEPlan,
     of_names: Mapping[str, Value],
 ) -> tuple[Value, ...]:
-    """Tuple of values in the order of the plan's groups, from a dictionary by group name."""
+    """Tuple of values in the order of the plan's groups, from a dictionary keyed by group name."""
     return tuple(of_names[group.table.name] for group in plan.groups)
 
 
@@ -153,8 +153,8 @@ def init_state(
     Args:
       plan: plan of the module's tables.
       key: PRNG key of stochastic rounding and of uniform initial weights.
-      num_places: number of cache slots of each cached group, by the index of the group. For a group
-        without a cache, the arrays of the state contain all rows of the tables.
+      num_places: mapping from the index of each cached group to the number of its cache slots. For
+        a group without a cache, the arrays of the state contain all rows of the tables.
     """
     weights: list[Array] = []
     slots: list[Slots] = []
@@ -383,7 +383,7 @@ def update(
     d_output: LookupOutput,
     rates: Rates,
 ) -> TBEState:
-    """Makes one optimizer step of every row that the batch reads.
+    """Applies one optimizer step to every row that the batch reads.
 
     The gradient of a row is the sum of its gradients over the whole batch.
 
@@ -410,7 +410,7 @@ def apply(
     row_gradients: RowGradients,
     rates: Rates,
 ) -> TBEState:
-    """Makes one optimizer step of every row in `row_gradients`.
+    """Applies one optimizer step to every row in `row_gradients`.
 
     For cached tables, the row numbers in `row_gradients` must be cache slots.
 
@@ -429,14 +429,14 @@ def _stepped(
     function: Callable[..., tuple[ByName, ByName]],
     *gradients: AnyBatch | Array | Mapping[str, tuple[Array, Array]],
 ) -> TBEState:
-    """Makes one optimizer step of all groups, and returns the new state.
+    """Applies one optimizer step to all groups, and returns the new state.
 
     Args:
       plan: plan of the module's tables.
       state: state before the step.
       rates: learning rate of every group.
-      function: the method `update` or `apply` of the plan's `Engine`. The method is called with the
-        weights, the slots, `*gradients` and the steps of the groups.
+      function: the method `update` or `apply` of the plan's `Engine`. The arguments of the method
+        are the weights, the slots, `*gradients`, and the `Step` of each group.
       *gradients: arguments of `function` that describe the gradients.
     """
     steps: dict[str, Step] = {}
@@ -541,8 +541,8 @@ def _noise(
       number: index of the group.
       state: the state. The PRNG key of the rounding is made from its `key` and its `step`.
       dtype: dtype of the rounded rows.
-      use: number that is also folded into the PRNG key. None, the default, means the rounding of
-        rows that a training step has updated.
+      use: number that is also folded into the PRNG key, so that the random bits differ from the
+        random bits of training steps. Training steps use None, the default.
     """
     if not plan.groups[number].table.rounds_stochastically or dtype == jnp.float32:
         return None
@@ -558,7 +558,7 @@ def stored_rows(
     state: TBEState,
     places: Int[Array, " n"],
 ) -> tuple[Array, ...]:
-    """Weights and optimizer state in the cache slots `places`, in the dtypes of the host store."""
+    """Rows in the cache slots `places`, and their optimizer state, in the host store's dtypes."""
     weights, *slots = api.gather_rows(state.arrays(number)[:-1], places)
     dtype = jnp.dtype(plan.groups[number].table.dtype)
     if weights.dtype != dtype:

@@ -1,4 +1,4 @@
-"""Tables on the host with a device cache: caches, stores, prefetches and counts.
+"""Tables of the TBE module in host memory, with a cache on the device.
 
 Before a lookup, the ids of cached tables are replaced by cache slots. A lookup of cache slots
 computes the same bits as a lookup in a whole table with the same rows.
@@ -423,7 +423,7 @@ class HostRows:
           admit: whether rows that are not in the cache enter the cache.
           **options: more arguments of `CachedRows.find`.
 
-        Returns: the places of the rows, by the index of the cached group.
+        Returns: dictionary from the index of each cached group to the places of its rows.
         """
         starts = offsets[first_bags]
         rows_of_groups = {}
@@ -512,8 +512,8 @@ def _cache_sizes(
         num_rows = int(group.num_rows * caching.cache_load_factor)
         sets = caching.cache_sets or -(-num_rows // NUM_WAYS) or 1
         if group.table.placement == "host":
-            # Rows of tables with placement `host` are copied to the device for one batch only.
-            # These tables need no cache, so their cache has the smallest size.
+            # Rows of tables with placement `host` are copied to the device for one batch only, so
+            # a cache of the smallest size is sufficient.
             sets = 1
         num_sets[number] = sets
         row = group.table._replace(dtype=group.table.near_dtype).first_row()
