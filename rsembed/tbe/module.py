@@ -55,8 +55,8 @@ _apply = jax.jit(functional.apply, static_argnums=0, donate_argnums=1)
 WeightGradients: TypeAlias = Array | dict[str, Array | np.ndarray] | None
 """Gradients of `per_sample_weights`.
 
-The gradients are an array. For a batch prepared on a mesh, the gradients are a dictionary with one
-array per feature. If the batch has no weights, the value is None.
+One array with a gradient per id or, for a batch prepared on a mesh, a dictionary with one array per
+feature. None if the batch has no weights.
 """
 _EVALUATES = "the module is in evaluation mode, which never trains; call train() first."
 
@@ -66,14 +66,14 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     `tbe(indices, offsets)` looks up rows without training. The lookup of a training step is
     `out, backward = tbe.vjp(indices, offsets)`. `backward(d_out)` sums the gradients of equal rows
-    over the whole batch, then makes one optimizer step of every looked-up row. Rows that no id
+    over the whole batch, then applies one optimizer step to every looked-up row. Rows that no id
     reads keep their bits, and so do their optimizer states. The module can be called eagerly or
     under `nnx.jit`. An eager call also runs compiled programs.
 
-    Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws random weights. A
-    warning names arguments that have no effect in combination with the other arguments. Unlike in
-    FBGEMM, `optimizer` and `learning_rate` may be lists with one entry per table, the learning rate
-    may be a function of the step number, and tables may have any dim.
+    Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws random weights. The
+    module warns of arguments that have no effect because of the other arguments. Unlike in FBGEMM,
+    `optimizer` and `learning_rate` may be lists with one entry per table, the learning rate may be
+    a function of the step number, and tables may have any dim.
 
     An eager training step donates the module's arrays, so copies that share them (`nnx.clone`,
     `nnx.split`) cannot be used afterwards. With cached tables, `nnx.state` contains only the rows
@@ -90,11 +90,11 @@ class TableBatchedEmbeddingBags(TrainedTables):
         the host, with one device cache for each group of tables with equal dim and optimizer.
         Training with a cache computes the same bits as training without a cache. On accelerators,
         MANAGED and HOST keep rows on the host, and each batch copies its rows to the device and
-        back. On CPUs, MANAGED and HOST mean DEVICE.
+        back. On CPUs, MANAGED and HOST are the same as DEVICE.
       feature_table_map: for every feature, the index of the table that the feature reads. The
         indices may be in any order, and may repeat. By default, each table has one feature.
       cache_algorithm: eviction policy of caches, LRU by default.
-      cache_load_factor: rows of the cache as a fraction of all rows of the group, 0.2 by default.
+      cache_load_factor: fraction of a group's rows that its cache can hold, 0.2 by default.
       cache_sets: number of sets of 32 rows in each cache. 0, the default: the number of sets
         follows from `cache_load_factor`.
       cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. The argument
@@ -108,24 +108,26 @@ class TableBatchedEmbeddingBags(TrainedTables):
         in the way in which an updated row of an uncached table is rounded.
       weights_precision: dtype of the stored rows: FP32 (default), FP16 or BF16.
       output_dtype: dtype of the output: FP32 (default), FP16 or BF16. Sums are computed in float32.
-      enforce_hbm: whether MANAGED_CACHING means DEVICE, False by default.
+      enforce_hbm: whether tables with location MANAGED_CACHING are stored whole on the device, as
+        with DEVICE, False by default.
       optimizer: optimizer of all tables, or a list with one optimizer per table. See
         `EmbOptimType`. An optimizer of rsembed, such as `rsembed.optimizers.FTRL(...)`, is also
         accepted. The learning rate and all other hyperparameters are then the fields of this
         optimizer, and the arguments of the module do not set them.
-      record_cache_metrics: which of `get_cache_miss_counter` and `get_table_wise_cache_miss` can be
-        called. None, the default: neither method can be called.
+      record_cache_metrics: a `RecordCacheMetrics`, with a flag that enables
+        `get_cache_miss_counter`, and a flag that enables `get_table_wise_cache_miss`. None, the
+        default: both methods raise an error.
       gather_uvm_cache_stats: whether `get_uvm_cache_stats` and `reset_uvm_cache_stats` can be
         called, False by default.
       stochastic_rounding: whether updated FP16 and BF16 rows are rounded stochastically, True by
         default.
       gradient_clipping: whether every entry of the output's gradient is clipped to
         `[-max_gradient, max_gradient]`, False by default.
-      max_gradient: bound for `gradient_clipping`.
+      max_gradient: bound on the absolute values of the output's gradient, for `gradient_clipping`.
       max_norm: maximum norm of updated rows, for row-wise Adagrad. 0, the default: norms are not
         limited.
-      learning_rate: a number, or a function of no arguments or of the step number (from 0). Pass
-        one for all tables, or a list with one per table.
+      learning_rate: a number, or a function that takes no argument or the step number (from 0).
+        Pass one learning rate for all tables, or a list with one per table.
       eps: number that is added to the square root in the denominator of an update. The default is
         1e-8, as in FBGEMM. `torch.optim.Adagrad` has the default 1e-10.
       momentum: momentum of LARS_SGD.
@@ -137,10 +139,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
       beta1: decay of the first moment, for the ADAM and LAMB families.
       beta2: decay of the second moment, for the ADAM and LAMB families.
       ensemble_mode: settings of ENSEMBLE_ROWWISE_ADAGRAD.
-      counter_based_regularization: settings of weight decay mode COUNTER, required by it and only
-        allowed with it.
-      cowclip_regularization: settings of weight decay mode COWCLIP, required by it and only allowed
-        with it.
+      counter_based_regularization: settings of weight decay mode COUNTER. Required in this mode,
+        and not allowed in other modes.
+      cowclip_regularization: settings of weight decay mode COWCLIP. Required in this mode, and not
+        allowed in other modes.
       pooling_mode: SUM, MEAN (the weighted sum divided by the number of ids) or NONE (one row per
         id).
       device: device of the tables. None, the default: the default device of JAX.
@@ -154,12 +156,12 @@ class TableBatchedEmbeddingBags(TrainedTables):
         default: no reports.
       table_names: names of the tables in error messages and state dicts, `table_0`, `table_1` and
         so on by default.
-      optimizer_state_dtypes: dtypes (FP32, FP16 or BF16) of the optimizer states `momentum1` and
-        `momentum2`, by name. FP32 by default.
+      optimizer_state_dtypes: dictionary from the names of optimizer states, `momentum1` and
+        `momentum2`, to their dtypes (FP32, FP16 or BF16). FP32 by default.
       multipass_prefetch_config: settings that split the prefetch of a long batch into several
-        passes. None, the default: every prefetch has one pass.
-      global_weight_decay: settings of weight decay mode DECOUPLE_GLOBAL, required by it and only
-        allowed with it.
+        passes. None, the default: a prefetch copies all rows in one pass.
+      global_weight_decay: settings of weight decay mode DECOUPLE_GLOBAL. Required in this mode, and
+        not allowed in other modes.
       uvm_host_mapped: no effect.
       emainplace_mode: settings of EMAINPLACE_ROWWISE_ADAGRAD.
       feature_names: names of the features in error messages and, on a mesh, in the gradients of
@@ -169,8 +171,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         See `prepare`.
       sharding_axis: axes of the mesh over which tables and samples are split. None, the default:
         all axes of the mesh.
-      placement: placement of tables on a mesh, by table name, or one placement for all tables. See
-        `rsembed.EmbeddingCollection`.
+      placement: placement of all tables on a mesh, or a dictionary from table names to placements.
+        See `rsembed.EmbeddingCollection`.
       rngs: source of the PRNG key for initial weights and stochastic rounding. Default:
         `nnx.Rngs(0)`.
 
@@ -283,18 +285,18 @@ class TableBatchedEmbeddingBags(TrainedTables):
           offsets: bag `b` of feature `f` holds
             `indices[offsets[f * B + b] : offsets[f * B + b + 1]]`, for a batch of `B` bags per
             feature.
-          per_sample_weights: array `[ids]` of weights. The row that an id reads is multiplied by
-            the weight of the id. `jax.grad` can differentiate the result with respect to the
-            weights. None, the default: all weights are 1.
+          per_sample_weights: array with one weight per id, which multiplies the row that the id
+            reads. `jax.grad` can differentiate the pooled rows with respect to the weights. None,
+            the default: all weights are 1.
           feature_requires_grad: ignored, because only `vjp` uses it.
-          batch_size_per_feature_per_rank: number of bags `[feature][rank]`, if features have
-            different numbers of bags.
+          batch_size_per_feature_per_rank: nested list for features with different numbers of bags.
+            Entry `[f][r]` is the number of bags of feature `f` from rank `r`.
           total_unique_indices: ignored, because only `vjp` uses it.
 
         Returns: `[B, sum of dims]`, with the features side by side. For PoolingMode.NONE,
-          `[nnz, longest dim]`, in which shorter rows are padded with zeros. With
-          `batch_size_per_feature_per_rank`, one flat array that has, for each rank, the
-          `[bags, dim]` of each feature.
+          `[nnz, longest dim]`, where shorter rows are padded with zeros. With
+          `batch_size_per_feature_per_rank`, one flat array: the outputs of rank 0, then of rank 1,
+          and so on. The outputs of a rank are the flattened `[bags, dim]` arrays of all features.
         """
         del feature_requires_grad, total_unique_indices
         batch = self._read(indices, offsets, per_sample_weights, batch_size_per_feature_per_rank)
@@ -316,11 +318,12 @@ class TableBatchedEmbeddingBags(TrainedTables):
           indices: see `__call__`.
           offsets: see `__call__`.
           per_sample_weights: see `__call__`.
-          feature_requires_grad: for each feature, 1 or 0. If the number is 0, the gradients of the
-            feature's `per_sample_weights` are zero, but the rows of the feature are trained.
+          feature_requires_grad: one number per feature, 1 or 0. For a feature with the number 0,
+            the gradients of `per_sample_weights` are zero, but the looked-up rows are trained.
           batch_size_per_feature_per_rank: see `__call__`.
-          total_unique_indices: for OptimType.NONE, the maximum number of rows per group that
-            `backward` returns. Default: the number of indices.
+          total_unique_indices: maximum number of rows per group of tables in the `RowGradients`
+            that `backward.row_gradients` returns, or `backward` with OptimType.NONE. Default: the
+            number of indices.
 
         Returns: the output as from `__call__`, and the function `backward(d_output)`, which trains
           the tables with the gradient of the output.
@@ -334,8 +337,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         if feature_requires_grad is not None:
             mask = batches.mask_of_ids(self.plan, batch, feature_requires_grad)
         with self._alone():
-            # `_begin_step` may change tables, and an invalid batch must not change a table. The
-            # batch is therefore checked before.
+            # `_begin_step` may change tables, so `_read` has already checked the batch: a call with
+            # an invalid batch must not change a table.
             self._begin_step()
             near = self._brought(batch)
             output = self._pooled(near)
@@ -344,7 +347,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
             )
 
     def apply(self, row_gradients: RowGradients) -> None:
-        """Makes one optimizer step of every row in `row_gradients`.
+        """Applies one optimizer step to every row in `row_gradients`.
 
         Args:
           row_gradients: result of `backward.row_gradients`, which may have been clipped, or summed
@@ -379,9 +382,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         batch. On one device, the ids are padded to a power of two (not for PoolingMode.NONE), so
         that a stream of batches needs only a few compiled programs.
 
-        If a prepared batch is passed to `vjp`, the gradients of `per_sample_weights` have the form
-        of the prepared weights: an array for the padded ids on one device, or a dictionary
-        `{feature: [ids]}` on a mesh.
+        For a prepared batch, `backward` returns the gradients of `per_sample_weights` in the form
+        of the prepared weights. On one device, they are an array with one entry per id, including
+        padding. On a mesh, they are a dictionary from each feature to an array.
 
         Raises: RuntimeError: `prepare` is called inside `jit`.
         """
@@ -437,13 +440,13 @@ class TableBatchedEmbeddingBags(TrainedTables):
     def _step(
         self, host: HostRows | None, program: Callable[..., tuple[TBEState, Any]], *operands: PyTree
     ) -> Any:
-        """Runs a program that updates rows, then writes the rows in the scratch area to the host.
+        """Runs a program that updates rows, and writes the cache's scratch area to the host.
 
         Args:
           host: the module's `host_rows`.
           program: function that is called with the plan, the state and `*operands`. The function
             donates the state, and returns the new state and a second result.
-          *operands: more arguments of `program`.
+          *operands: arguments of `program` after the plan and the state.
 
         Returns: the second result of `program`.
         """
@@ -463,7 +466,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         """Reads and checks the arguments of a call. Warns once about ids and offsets out of range.
 
         `bounds_check_warning` is set to the number of ids and offsets that are out of range, or to 0
-        in mode IGNORE.
+        in mode IGNORE. In mode NONE, and for a prepared batch, it is not changed.
         """
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
         # Inside a transformation such as `nnx.jit`, the variables of a module can be set only if
@@ -482,7 +485,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return batch
 
     def _brought(self, batch: AnyBatch, *, admit: bool = True) -> AnyBatch:
-        """Copies the rows of a batch to the device, and returns the batch as `functional` reads it.
+        """Copies the rows of a batch to the device. Returns the batch for a lookup in `functional`.
 
         On a mesh, the batch is split by sample. Ids of cached tables are replaced by cache slots.
 
@@ -491,7 +494,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
           admit: whether rows that are not in the cache enter the cache, True by default.
 
         Raises: RuntimeError: a table is cached, and the module is not an argument of the
-          transformation.
+          surrounding transformation, such as `nnx.jit`.
         """
         functional.check_state(self.plan, self.state.get_value())
         if isinstance(batch, PreparedBatch):
@@ -511,14 +514,14 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return host.bring(self.state, batch, admit=admit)
 
     def _pooled(self, batch: AnyBatch) -> Array:
-        """Looks up a batch in the form that `_brought` returns."""
+        """Pooled rows of a batch that `_brought` has returned."""
         # NumPy arrays are passed to the compiled function without conversion, because a conversion
         # to JAX arrays before the call is slower.
         return _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)
 
 
 SplitTableBatchedEmbeddingBagsCodegen = TableBatchedEmbeddingBags
-"""FBGEMM's name of `TableBatchedEmbeddingBags`."""
+"""FBGEMM's name for `TableBatchedEmbeddingBags`."""
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -545,7 +548,7 @@ class TablesBackward:
     def __call__(
         self, d_output: ArrayLike, *, per_sample_weights_grad: bool = True
     ) -> WeightGradients | RowGradients:
-        """Makes one optimizer step of every looked-up row.
+        """Applies one optimizer step to every looked-up row.
 
         The gradient of a row is the sum of its gradients over the whole batch.
 
@@ -605,8 +608,8 @@ class TablesBackward:
           d_output: gradient of the output of `vjp`, in the shape of the output.
 
         Returns: row numbers and gradients for each group of tables with equal dim, optimizer and
-          placement. The name of a group is the name of its first table. The row numbers of a table
-          are offset by the number of rows of all earlier tables of the group.
+          placement. The name of a group is the name of its first table. Rows are numbered
+          consecutively over the tables of a group.
 
         Raises: ValueError: more rows of a group than `total_unique_indices` were looked up.
         """

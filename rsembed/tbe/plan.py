@@ -56,10 +56,10 @@ class EmbeddingLocation(enum.IntEnum):
 
 
 class ComputeDevice(enum.IntEnum):
-    """Kind of device that looks up rows. GPU is another name of CUDA.
+    """Kind of device that looks up rows. GPU is an alias of CUDA.
 
-    FBGEMM's `ComputeDevice` has no members GPU and TPU. `TableBatchedEmbeddingBags` rejects the
-    member MTIA, because JAX has no MTIA backend.
+    FBGEMM does not have the members GPU and TPU. `TableBatchedEmbeddingBags` rejects the member
+    MTIA, because JAX has no MTIA backend.
     """
 
     CPU = 0
@@ -75,7 +75,7 @@ AnyBatch: TypeAlias = Call | PreparedBatch
 """A checked batch: a `Call` on one device, a `PreparedBatch` on a mesh."""
 Batch = TypeVar("Batch", Call, PreparedBatch, AnyBatch)
 LIST = "all"
-"""Name of the list of ids in a `PreparedBatch`. The ids of all features are in this one list."""
+"""The only key of `PreparedBatch.lists`, because one `Bags` contains the ids of all features."""
 BagSizes = tuple[tuple[int, ...], ...]
 """`sizes[f][r]` is the number of bags of feature `f` from rank `r`."""
 
@@ -88,9 +88,9 @@ class TablePlan(NamedTuple):
       optimizer: optimizer from which `rule` was made.
       num_rows: number of rows.
       dim: number of columns.
-      learning_rate: a number, or a function of no arguments or of the step number (from 0).
+      learning_rate: a number, or a function that takes no argument or the step number (from 0).
       dtype: dtype of the stored rows.
-      near_dtype: dtype of the rows on the device. This dtype may differ from `dtype` if rows are
+      near_dtype: dtype of the rows on the device, which may differ from `dtype` if the table is
         stored on the host.
       rule: optimizer that updates looked-up rows. None: rows are not updated, and `backward`
         returns their gradients.
@@ -100,10 +100,11 @@ class TablePlan(NamedTuple):
         value is `replicated`.
       rounds_stochastically: whether updated rows of a dtype other than float32 are rounded
         stochastically.
-      whole_table_mode: settings of an optimizer that may change the whole table before the lookup
-        of a training step. None: the optimizer never changes the table before a lookup.
-      copy_dtypes: dtypes of the slow copies of the table, which some optimizers need. In a state,
-        the tuple of a group's optimizer states has the slots of `rule` first, then the copies.
+      whole_table_mode: settings of ENSEMBLE_ROWWISE_ADAGRAD or EMAINPLACE_ROWWISE_ADAGRAD, which
+        may change all rows of a table before the lookup of a training step. None for other
+        optimizers.
+      copy_dtypes: dtype of the slow copy of the table that ENSEMBLE_ROWWISE_ADAGRAD needs. Empty
+        for other optimizers. In `TBEState.slots`, the copy follows the slots of `rule`.
       torch_state_names: names of the optimizer states in torch's optimizers.
     """
 
@@ -124,20 +125,20 @@ class TablePlan(NamedTuple):
 
     @property
     def state_names(self) -> tuple[str, ...]:
-        """FBGEMM's names of the table's optimizer states."""
+        """FBGEMM's names for the table's optimizer states."""
         return arguments.state_names(self.optimizer, self.torch_state_names)
 
     @property
     def is_cached(self) -> bool:
-        """Whether the rows are on the host, so that a lookup copies them to the device."""
+        """Whether the table is stored on the host, so that a lookup copies rows to the device."""
         return self.placement != "device"
 
     @property
     def global_decay(self) -> GlobalWeightDecayDefinition | None:
         """Settings of weight decay mode DECOUPLE_GLOBAL, or None in other modes.
 
-        In this mode, a lookup multiplies a row by the decay of the steps since the row's last
-        update.
+        In this mode, rows are not decayed in steps that do not update them. A lookup multiplies the
+        row by the weight decay of all steps that the row has missed since its last update.
         """
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagrad) else None
 
@@ -175,9 +176,9 @@ class TablePlan(NamedTuple):
 
     def spec(self) -> TableSpec:
         """The `TableSpec` of the table, for rsembed's `Engine`."""
-        # The `TableSpec` does not set the initial values, the random bits of rounding, or the
-        # combiner. `init_state` makes the initial values, a `Step` contains the PRNG key of the
-        # rounding, and `engine_of` sets the combiner.
+        # This `TableSpec` does not determine the initial rows, which `functional.init_state` makes,
+        # or the PRNG key of stochastic rounding, which a `Step` contains. `engine_of` sets the
+        # combiner of the features.
         spec = TableSpec(
             name=self.name,
             # A `TableSpec` needs at least one row, so an empty table gets a row that no id reads.
@@ -274,7 +275,7 @@ class TBEPlan:
     def readers(self) -> tuple[Segment, ...]:
         """For every feature, a `Segment` that reads the feature's table, but has no bags yet.
 
-        For a batch, `_segments` sets `first_bag` and `num_bags` of the segments.
+        For each batch, `_segments` sets `first_bag` and `num_bags` of copies of these segments.
         """
         readers = []
         for table in self.features:
@@ -285,9 +286,10 @@ class TBEPlan:
 
     @property
     def combiner(self) -> Combiner:
-        """Combiner of the kernels for the pooling mode.
+        """Name of the combiner that implements the pooling mode in the kernels.
 
-        In FBGEMM, a mean is the weighted sum divided by the number of ids.
+        PoolingMode.MEAN is "mean_by_count", because FBGEMM divides the weighted sum by the number
+        of ids.
         """
         if self.pooling == "mean":
             return "mean_by_count"
@@ -313,10 +315,10 @@ class TBEPlan:
 
     @functools.cached_property
     def row_layout(self) -> Fingerprint:
-        """Fingerprint of all facts that determine row numbers.
+        """Fingerprint of the row numbering, which `RowGradients` must share with the module.
 
-        The facts are the group, the first row, the number of rows and the dim of every table and,
-        on a mesh, the placements and the number of devices.
+        The fingerprint depends on the group, the first row, the number of rows and the dim of every
+        table and, on a mesh, on the placements and the number of devices.
         """
         return Fingerprint.of({"tables": self._row_facts()})
 
@@ -349,11 +351,11 @@ class TBEPlan:
 
     @functools.cached_property
     def list_of_feature(self) -> dict[str, str]:
-        """For each feature, the name of its list of ids in a prepared batch."""
+        """Dictionary from each feature to `LIST`, the key of its ids in `PreparedBatch.lists`."""
         return dict.fromkeys(self.feature_names, LIST)
 
     def _row_facts(self) -> dict[str, dict[str, object]]:
-        """For every table, by name, the facts that determine the row numbers of its rows."""
+        """For every table, by name, the values on which `row_layout` depends."""
         of_tables: dict[str, dict[str, object]] = {}
         for table, (group, first_row) in zip(self.tables, self.places, strict=True):
             facts: dict[str, object] = {"group": group, "first_row": first_row}
@@ -371,13 +373,13 @@ class TBEPlan:
         weights: Float[Array | np.ndarray, " nnz"] | None,
         sizes: BagSizes | None = None,
     ) -> Call:
-        """Makes a `Call`, the form of a batch that kernels read. All ids are in one list.
+        """Converts a batch to a kernel `Call`. One `IdList` contains the ids of all features.
 
         Args:
           ids: ids of all features, feature after feature.
           offsets: positions in `ids`: the start of every bag, then the end of the last bag.
           weights: one weight per id. None: all weights are 1.
-          sizes: number of bags by feature and rank, for variable batch sizes. None if all features
+          sizes: number of bags of each feature from each rank, see `BagSizes`. None if all features
             have equally many bags.
 
         Raises: ValueError: the number of offsets is not the number of bags plus 1.
@@ -396,7 +398,7 @@ class TBEPlan:
 
 @functools.lru_cache(maxsize=256)
 def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Segment, ...]:
-    """Segments of a batch: one per feature or, with `sizes`, one per rank and feature.
+    """Segments of a batch: one segment per feature or, with `sizes`, per pair of rank and feature.
 
     Raises: ValueError: the number of offsets is not the number of bags plus 1.
     """
@@ -464,27 +466,27 @@ def engine_of(plan: TBEPlan) -> Engine:
 
 @functools.lru_cache(maxsize=64)
 def identity(plan: TBEPlan, *, checks: bool) -> str:
-    """Digest of what a prepared batch depends on: tables, features, devices and bounds check."""
+    """Digest of the tables, features, devices and bounds check that a batch is prepared for."""
     bounds_check = "raise" if checks else "ignore"
     return identity_of(engine_of(plan).features, plan.list_of_feature, plan.devices, bounds_check)
 
 
 def list_of(batch: AnyBatch) -> IdList | Bags:
-    """The list of ids in a batch. The ids of all features are in this one list."""
+    """The `IdList` or `Bags` of a batch that contains the ids of all features."""
     if isinstance(batch, Call):
         return batch.lists[0]
     return batch.lists[LIST]
 
 
 def with_list(batch: Batch, **changes: Any) -> Batch:
-    """A copy of the batch with new `ids`, `offsets` or `weights` in its list of ids."""
+    """A copy of the batch with new `ids`, `offsets` or `weights`."""
     changed: Any = dataclasses.replace(list_of(batch), **changes)
     lists: Any = {LIST: changed} if isinstance(batch, PreparedBatch) else (changed,)
     return dataclasses.replace(batch, lists=lists)
 
 
 def per_table(value: Any, num_tables: int, what: str) -> list[Any]:
-    """List of one value per table, from one value for all tables or from a sequence of values.
+    """List with one value per table, from one value for all tables or a sequence of values.
 
     Raises: ValueError: `value` is a sequence, and its length is not `num_tables`.
     """
@@ -590,7 +592,7 @@ def _optimizers_and_rates(
 ) -> tuple[list[TableOptimizer], list[LearningRate]]:
     """Optimizer and learning rate of every table.
 
-    Warns if arguments are set that no optimizer reads.
+    Warns if an argument is set that none of the optimizers reads.
 
     Raises: see `make_plan`.
     """

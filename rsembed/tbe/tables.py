@@ -117,7 +117,7 @@ class TrainedTables(nnx.Module):
 
     @property
     def whole_state(self) -> TBEState:
-        """The module's state.
+        """The module's `TBEState`.
 
         Raises: ValueError, RuntimeError: the state cannot be used, see `functional.check_state`.
         """
@@ -131,7 +131,7 @@ class TrainedTables(nnx.Module):
 
         Outside `jit`, use this property and not `_host_rows`. The property waits until running
         programs have finished. If an error or Ctrl-C has stopped a change of rows halfway, the
-        property repairs the rows.
+        property first makes the rows on the device and on the host consistent.
 
         Raises: RuntimeError: the module's state is older than the host store, or belongs to a
           different module.
@@ -148,14 +148,14 @@ class TrainedTables(nnx.Module):
         return self._host_rows
 
     def _resume(self) -> None:
-        """Repairs rows on device and host if an error or Ctrl-C has stopped a change halfway."""
+        """Makes rows on device and host consistent if a change of rows was stopped halfway."""
         if self._host_rows is not None and self._host_rows.begun is not None:
             functional.check_state(self.plan, self.state.get_value())
             self._host_rows.resume(self.state)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
-        """Context manager in which no other thread can use the tables on the host.
+        """Context manager that locks the tables on the host, so that no other thread can use them.
 
         If an error or Ctrl-C ends the `with` block, the rows on the device and on the host are made
         consistent.
@@ -176,7 +176,7 @@ class TrainedTables(nnx.Module):
     def set_learning_rate(self, lr: float | Sequence[float]) -> None:
         """Sets one learning rate for all tables, or one for each table.
 
-        A `backward` function from an earlier call of `vjp` uses the old learning rate.
+        A `backward` function that `vjp` returned before this call keeps the previous learning rate.
 
         Raises: ValueError: a rate is negative or not finite, the rate is a schedule, or tables that
           share an array get different rates.
@@ -191,7 +191,7 @@ class TrainedTables(nnx.Module):
     def get_learning_rate(self) -> float | list[float]:
         """Learning rate of the next step.
 
-        If all tables have equal rates, the result is one number, else a list with one per table.
+        One number if all tables have equal rates, else a list with one number per table.
         """
         rates = np.asarray(learning_rates(self.plan, self.whole_state))
         by_table = [float(rates[group]) for group, _ in self.plan.places]
@@ -201,13 +201,17 @@ class TrainedTables(nnx.Module):
 
     @validated
     def set_optimizer_step(self, step: NonNegativeInt) -> None:
-        """Sets the number of updates so far. The number of the next training step is `step + 1`."""
+        """Sets the step counter, as if the module had made `step` training steps.
+
+        A learning rate schedule gets `step` in the next training step. The optimizer counts from 1,
+        so its number for that training step is `step + 1`.
+        """
         done = jnp.asarray(step, jnp.int32)
         self._set_numbers(step=done, passed_step=done + 0)
 
     @property
     def step(self) -> Array:
-        """Number of updates so far."""
+        """Number of training steps so far."""
         # The array in the state will be donated to the next update, so the result is a copy.
         return self.whole_state.step + 0
 
@@ -301,7 +305,7 @@ class TrainedTables(nnx.Module):
             return [self._read_table(table)[1:] for table in range(len(self.plan.tables))]
 
     def get_optimizer_state(self) -> list[dict[str, Array | np.ndarray]]:
-        """Optimizer states of every table by torch's names, such as `sum` or `exp_avg`.
+        """For every table, a dictionary of its optimizer states under torch's names, such as `sum`.
 
         As in FBGEMM, the number of steps is added under the name `iter` for weight decay mode
         DECOUPLE_GLOBAL, and for mode COUNTER with ADAGRADW.
@@ -315,7 +319,7 @@ class TrainedTables(nnx.Module):
         return of_tables
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Everything that training changes, as numpy arrays by name.
+        """Dictionary from names to NumPy arrays, with everything that training changes.
 
         The names are `TABLE.weight`, `TABLE.sum` and so on for each table, then `step`,
         `learning_rate` and the module's other counters. The entry `contents` is a fingerprint that
@@ -348,13 +352,13 @@ class TrainedTables(nnx.Module):
         *,
         allow_nonfinite: bool = False,
     ) -> None:
-        """Loads a result of `state_dict`, possibly of a different module.
+        """Loads a result of `state_dict`, which may come from a different module.
 
-        The module that was saved may have different hyperparameters, dtypes and placements. If an
-        error is raised, the module does not change.
+        The saved module may have different hyperparameters, dtypes and placements. If an error is
+        raised, the module does not change.
 
         Args:
-          state_dict: arrays by name, as `state_dict` returns them.
+          state_dict: dictionary from names to arrays, as the method `state_dict` returns it.
           allow_nonfinite: whether NaN, infinity and negative sums of squares are accepted, False by
             default.
 
@@ -406,9 +410,10 @@ class TrainedTables(nnx.Module):
         self._set_numbers(**numbers)
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
-        """Bytes of `weights` and `optimizer_states`, by table name, and of all tables as `total`.
+        """Bytes of `weights` and `optimizer_states` of each table, under the name of the table.
 
-        If a table is cached, `total` also has the bytes of the `cache` on the device.
+        The entry `total` has the sums over all tables. If a table is cached, `total` also has the
+        bytes of the `cache` on the device.
         """
         sizes = dict[str, dict[str, int]]()
         total = {"weights": 0, "optimizer_states": 0}
@@ -428,9 +433,9 @@ class TrainedTables(nnx.Module):
         return {**sizes, "total": total}
 
     def _report(self, batch: AnyBatch, output: Array) -> None:
-        """Reports counts and bytes under FBGEMM's names, every `interval` steps.
+        """Reports counts and bytes under FBGEMM's names, once in `interval` training steps.
 
-        Inside `jit`, the method reports nothing and gives a warning.
+        Inside `jit`, the method warns and reports nothing.
         """
         config = self.arguments.stats_reporter_config
         if config is None:
@@ -493,7 +498,7 @@ class TrainedTables(nnx.Module):
                 self._host_rows.forget(self.state, discard=discard)
 
     def get_uvm_cache_stats(self) -> CacheCounts:
-        """Cache counts of all lookups since the start or the last reset.
+        """Cache hits, misses and other counts, summed since construction or the last reset.
 
         Raises: RuntimeError: `gather_uvm_cache_stats` is False, or no table is cached.
         """
@@ -507,7 +512,9 @@ class TrainedTables(nnx.Module):
         self._counting("gather_uvm_cache_stats").reset_counts()
 
     def get_cache_miss_counter(self) -> tuple[int, int]:
-        """Number of batches with at least one miss, and number of unique misses in all batches.
+        """Number of batches with a cache miss, and number of cache misses in all batches.
+
+        A row that a batch reads several times counts as one miss.
 
         Raises: RuntimeError: `record_cache_metrics` does not enable this counter, or no table is
           cached.
@@ -516,7 +523,9 @@ class TrainedTables(nnx.Module):
         return rows.calls_with_a_miss, rows.counts.unique_misses
 
     def get_table_wise_cache_miss(self) -> np.ndarray:
-        """Number of unique misses of every feature, summed over all batches.
+        """Number of cache misses of every feature, summed over all batches.
+
+        A row that a feature reads several times in a batch counts as one miss.
 
         Raises: RuntimeError: `record_cache_metrics` does not enable this counter, or no table is
           cached.
@@ -584,7 +593,7 @@ class TrainedTables(nnx.Module):
         first: int,
         num_rows: int,
     ) -> Int[np.ndarray, " rows"]:
-        """Row numbers of consecutive rows of a table, in the device arrays of its group."""
+        """Positions of consecutive rows of a table in the device arrays of the table's group."""
         group, _ = self.plan.places[number]
         layout = self.plan.stacks[group].layout
         ids = np.arange(first, first + num_rows)
@@ -592,7 +601,7 @@ class TrainedTables(nnx.Module):
         return rows
 
     def _host_arrays(self, number: int) -> list[np.ndarray]:
-        """Weights and states of a cached table on the host, as views of the store."""
+        """Weights and states of a cached table, as views of the arrays on the host."""
         group, first_row = self.plan.places[number]
         num_rows = self.plan.tables[number].num_rows
         stored = self.host_rows.groups[group].backing.arrays  # type: ignore[union-attr]
@@ -622,7 +631,7 @@ class TrainedTables(nnx.Module):
     def _numbers_of(self, saved: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """Checks the entries of a state dict that belong to no table.
 
-        Returns: new values of fields of `TBEState`, by name of the field.
+        Returns: dictionary from names of `TBEState` fields to their new values.
 
         Raises: ValueError, TypeError: an entry has the wrong shape or type, or is out of range.
         """
@@ -682,11 +691,11 @@ def _rates_of_groups(
 
 
 def _non_negative_entries(table: TablePlan) -> set[str]:
-    """Names of the entries of a table in a state dict that must not be negative."""
+    """Names of a table's state dict entries that must not contain negative numbers."""
     if table.rule is None:
         return set()
-    # `torch_state_names` has the names of the rule's slots first, then the names of copies of the
-    # table, so `zip` stops before the copies.
+    # `torch_state_names` has the names of the rule's slots first, then the name of a slow copy of
+    # the table, if there is one. `zip` stops before the copy.
     slots = getattr(table.rule.slot_type, "_fields", ())
     entries = set()
     for slot, state in zip(slots, table.torch_state_names, strict=False):
@@ -696,12 +705,12 @@ def _non_negative_entries(table: TablePlan) -> set[str]:
 
 
 def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
-    """Shapes and dtypes of the entries of a table in a state dict, by name.
+    """Dictionary from the names of a table's state dict entries to their shapes and dtypes.
 
     A state with one number per row has the shape `[rows]`.
     """
-    # Dim 2 is used to tell two kinds of states apart: `first_row` returns `[1, 1]` for a state with
-    # one number per row, and `[1, 2]` for a state with `dim` numbers per row.
+    # For a table with dim 2, `first_row` returns `[1, 1]` for a state with one number per row, and
+    # `[1, 2]` for a state with `dim` numbers per row. With dim 1, both shapes would be equal.
     arrays = table._replace(dim=2).first_row()
     entries = {}
     for name, array in zip(("weight", *table.torch_state_names), arrays, strict=True):

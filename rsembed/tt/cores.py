@@ -1,8 +1,8 @@
 """Computes rows, pooled bags or the whole table of a tensor train from its spec and its cores.
 
 The C++ kernels compute every distinct row of a call once and sum in a fixed order. The plain JAX
-version gathers one slice of every core for each lookup, tile by tile. In both versions the backward
-pass computes the rows again, so that the forward pass saves no rows.
+version gathers one slice of every core for each lookup, and computes a tile of lookups at a time.
+In both versions the backward pass computes the rows again, so that the forward pass saves no rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,10 @@ MIN_PADDED_IDS = 32
 MAX_CORES = 16
 """Largest number of cores that the C++ kernels can multiply."""
 TILE_BYTES = 2**21
-"""Upper bound on the bytes of the slices and products that the plain JAX version holds at a time."""
+"""Upper bound on the bytes of slices and products in one tile of lookups of the plain JAX version.
+
+A tile has at least one lookup, even if a single lookup needs more bytes.
+"""
 
 Cores = tuple[Array, ...]
 """One array `[p_t, R_{t-1} * q_t * R_t]` per core, as `TTSpec` describes."""
@@ -57,8 +60,8 @@ def rows(
     """Rows of the table for `ids`, in float32. An id outside the table gives zeros.
 
     The function works under `jit`, `grad`, `vmap` and `shard_map`. The backward pass computes the
-    rows again, so that the forward pass saves no rows. The plain JAX version needs memory for one
-    row per lookup, and for one tile of `TILE_BYTES` with slices and products.
+    rows again, so that the forward pass saves no rows. The plain JAX version needs memory for the
+    rows of all lookups, and `TILE_BYTES` for the slices and products of one tile of lookups.
 
     Args:
       spec: size, factors and ranks of the table.
@@ -129,8 +132,8 @@ def bag(
     arrays = check_cores(spec, cores)
     bags = padded_bags(bags)
     digits, is_row = digits_of((spec,), bags.ids)
-    # `digits` choose the slices that each lookup reads. In `call`, the row number 0 only marks an
-    # id that has a row.
+    # The row numbers in `call` only tell valid ids (0) from padding and ids outside the table
+    # (`NO_ROW`). The slices of a row are selected by `digits`.
     rows = jnp.where(is_row, 0, NO_ROW)
     call = call_of(bags, rows, mode)
     _, outputs, gains = entries_of(call)
@@ -219,7 +222,7 @@ def digits_of(
     specs: Sequence[TTSpec],
     ids: Any,
 ) -> tuple[Digits, Any]:
-    """For each id, the slice index in every core (a digit), and whether the id is a row of a table.
+    """For each id, the index of its slice in every core, and whether the id is a row of a table.
 
     All arithmetic uses integers, because float32 cannot tell ids above 2^24 apart. NumPy ids are
     split into digits on the host, in 64 bits.
@@ -284,11 +287,11 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 def entries_of(
     call: Call,
 ) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Float[Array, " nnz"]]:
-    """Row number, output index and gain of every entry of a call, list after list.
+    """Row number, output index and gain (factor of the row) of every entry of a call.
 
-    A list with a combiner has one output per bag. A list without a combiner has one output per
-    entry. The outputs of all lists are numbered consecutively. An entry that contributes nothing
-    has the output index `NO_ROW`.
+    The entries of all lists of ids are concatenated, and so are their outputs. A list has one
+    output per bag or, with the combiner "none", one output per entry. An entry that contributes
+    nothing has the output index `NO_ROW`.
     """
     rows = []
     outputs = []
@@ -315,7 +318,7 @@ def call_of(
 ) -> Call:
     """Kernel call that pools `rows`, which are the row numbers of the ids in `bags`.
 
-    In mode "mean", the weighted sum of a bag is divided by the number of its ids.
+    In mode "mean", the weighted sum of a bag is divided by the number of ids in the bag.
     """
     weights = None
     if bags.weights is not None:
@@ -364,9 +367,9 @@ def pooled_rows(
     Args:
       cores: arrays `[p_t, R_{t-1} * q_t * R_t]`.
       digits: for every core, the index of the slice that each lookup reads.
-      bags: bag of each lookup, in any order. A lookup with a bag outside `[0, num_bags)`
-        contributes nothing.
-      gains: for each lookup, the number that multiplies the row.
+      bags: for each lookup, the index of its bag, in any order. A lookup with an index outside
+        `[0, num_bags)` contributes nothing.
+      gains: for each lookup, the factor that multiplies its row.
       slice_shapes: shape `(R_{t-1}, q_t, R_t)` of the slices of every core.
       num_bags: number of bags in the result.
       implementation: "native" runs C++ kernels on CPUs. "plain" runs JAX operations, which also
@@ -409,8 +412,8 @@ def _plain(
         product = gain.reshape(1, 1)
         for t, core in enumerate(cores):
             rank, q, next_rank = shapes[t]
-            # A lookup outside all bags reads zeros. A NaN in a core therefore reaches only the bags
-            # that read its slice.
+            # An id that belongs to no bag gets zeros instead of a slice, so that a NaN in a slice
+            # reaches only the bags that read this slice.
             piece = core.at[lookup_digits[t]].get(mode="fill", fill_value=0)
             piece = piece.astype(jnp.float32)
             piece = piece.reshape(rank, q * next_rank)
@@ -471,7 +474,7 @@ def _backward(
     saved: PyTree,
     d_pooled: Array,
 ) -> tuple[PyTree, ...]:
-    """Gradients of cores and gains. Digits and bags are integers, so they have no gradients."""
+    """Gradients of `cores` and `gains`. The integers `digits` and `bags` have no gradients."""
     cores, digits, bags, gains = saved
     results = []
     for array in (*cores, gains):
@@ -515,7 +518,7 @@ def _operands(
 
 
 def _attributes(shapes: SliceShapes) -> dict[str, np.ndarray | np.int64]:
-    """Attributes of a kernel call: all slice shapes, and the index of the core with the largest."""
+    """Attributes of a kernel call: all slice shapes, and index of the core with largest slices."""
     slice_sizes = [math.prod(shape) for shape in shapes]
     flat_shapes = np.asarray(shapes, np.int64).reshape(-1)
     return {

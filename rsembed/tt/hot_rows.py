@@ -1,11 +1,11 @@
 """Cache of the most read rows of a tensor train, stored uncompressed and trained row by row.
 
 A lookup of a cached row reads the stored vector instead of multiplying slices, and the gradient of
-that row goes to the stored vector. Only `populate` changes which rows are cached. `populate`
-chooses rows by their counts of recent reads. A row that stays in the cache keeps its cache slot and
-its bits. A row that enters the cache is initialised from the cores. Rows that are evicted are
-*written back*: the first core is changed so that the whole table comes as close as possible to its
-previous contents. `CacheReport.residual` is an upper bound on the error that remains. All functions
+that row goes to the stored vector. Rows enter the cache only in `populate`, which chooses the rows
+with the most reads in the recent past. A row that stays in the cache keeps its cache slot and its
+bits. A row that enters the cache is initialised from the cores. Rows that are evicted are *written
+back*: the first core is changed so that the whole table comes as close as possible to its previous
+contents. `CacheReport.residual` is an upper bound on the error that remains. All functions
 are pure and work inside `jit`, except `Directory.report`, which copies numbers to the host.
 """
 
@@ -40,11 +40,11 @@ MIN_COUNTS_PER_ROW = 6
 Fewer counted ids would lower the hit rate.
 """
 MAX_READS = 2**30
-"""Read counts are clipped to this number when rows are chosen for the cache."""
+"""Upper bound of read counts when `populate` compares them. Larger counts are clipped."""
 DAMPING = 1e-3
-"""Damping of the least-squares problem in `written_back`.
+"""Relative damping of the least-squares problem in `written_back`.
 
-The damping is this number times the mean diagonal entry of the Gram matrix.
+`DAMPING` times the mean diagonal entry of the Gram matrix is added to its diagonal.
 """
 
 
@@ -52,10 +52,11 @@ class Directory(NamedTuple):
     """Read counts per id, and the cache slot of every cached id.
 
     Attributes:
-      counted: ids with a read count. When there is no space for a new id, all counts are halved,
-        and ids with a count of zero are removed. Each halving reduces the weight of old reads.
-      places: cache slot of each counted id; `NO_ROW` if the id is not cached.
-      ids: id in each cache slot; `NO_ROW` for a free slot.
+      counted: map from the counted ids to their numbers of reads. `populate` halves all counts, to
+        reduce the weight of old reads. All counts are also halved when there is no space for a new
+        id. Halving removes ids that are not cached if their count becomes zero.
+      places: cache slot of each counted id, `NO_ROW` if the id is not cached.
+      ids: id in each cache slot, `NO_ROW` for a free slot.
       residual: see `CacheReport`.
       totals: the sums of a `CacheReport` (see `TOTALS`), 64 bits each. A sum is stored as a high
         and a low 32-bit word.
@@ -68,15 +69,15 @@ class Directory(NamedTuple):
     totals: UInt32[Array, "totals 2"]
 
     def find(self, ids: Int[Array, " nnz"]) -> Int[Array, " nnz"]:
-        """Cache slot of every id; `NO_ROW` if the id is not cached."""
+        """Cache slot of every id, `NO_ROW` for an id that is not cached."""
         keys = keys_of_rows(ids)
         counted_rows = row_map.find(self.counted, keys)
         return _slot_of(self, counted_rows)
 
     def forget(self, first: int, last: int) -> Directory:
-        """Frees the cache slots of all ids in `[first, last)`.
+        """Removes the rows of all ids in `[first, last)` from the cache, without a write-back.
 
-        The read counts of the ids are kept.
+        The read counts of these ids are kept.
         """
         is_forgotten_slot = (self.ids >= first) & (self.ids < last)
         is_forgotten_id = is_forgotten_slot.at[self.places].get(mode="fill", fill_value=False)
@@ -117,10 +118,10 @@ class CacheReport(NamedTuple):
         table. A write-back changes evicted rows and other rows. For an evicted row, the error is
         the measured difference between the new row and the cached row. For every other row, the
         bound is the norm of the change of the whole table.
-      lookups: number of reads of ids, including reads of ids that got no read count.
+      lookups: number of reads of ids, including the reads in `uncounted`.
       hits: number of reads of ids that were cached at the time of the read.
-      uncounted: number of reads of ids that got no read count, because the map of read counts was
-        full.
+      uncounted: number of reads of ids that are not counted for `populate`, because the map of
+        counted ids was full.
       evictions: number of rows that were evicted from the cache.
     """
 
@@ -137,14 +138,13 @@ TOTALS = CacheReport._fields[2:]
 
 
 def num_counts_of(cache_rows: int, counted_ids: int) -> int:
-    """Maximum number of ids with a read count, for a cache of `cache_rows` rows.
+    """Maximum number of ids for which reads are counted, for a cache of `cache_rows` rows.
 
     Args:
       cache_rows: size of the cache, in rows.
-      counted_ids: requested number of ids with a read count. 0 stands for the default, which is
-        `COUNTS_PER_ROW` (16) per cached row, rounded up to a power of two. If fewer than
-        `MIN_COUNTS_PER_ROW` (6) per cached row are requested, the function warns and returns the
-        default.
+      counted_ids: requested maximum. 0 stands for the default, which is `COUNTS_PER_ROW` (16) ids
+        per cached row, rounded up to a power of two. If the request is below `MIN_COUNTS_PER_ROW`
+        (6) ids per cached row, the function warns and returns the default.
 
     Raises: ValueError: `counted_ids` is positive and smaller than `cache_rows`.
     """
@@ -164,12 +164,12 @@ def num_counts_of(cache_rows: int, counted_ids: int) -> int:
 
 
 def empty(capacity: int, num_counts: int) -> Directory:
-    """Directory of an empty cache, without read counts.
+    """Directory of an empty cache, without counted ids.
 
     Args:
       capacity: number of cache slots.
-      num_counts: maximum number of ids with a read count. The number must exceed `capacity`,
-        because every cached id needs a read count.
+      num_counts: maximum number of ids for which reads are counted. The number must exceed
+        `capacity`, because the reads of every cached id are counted.
     """
     return Directory(
         counted=row_map.empty(num_counts),
@@ -184,7 +184,7 @@ def _slot_of(
     directory: Directory,
     counted_rows: Int[Array, " nnz"],
 ) -> Int[Array, " nnz"]:
-    """Cache slot of each id, by the id's row in `directory.counted`.
+    """Cache slots of the ids in the rows `counted_rows` of the map `directory.counted`.
 
     An id that is not cached gets `NO_ROW`.
     """
@@ -201,7 +201,7 @@ def count(
     Args:
       directory: the directory before the reads.
       ids: ids that were read. Ids may repeat, and `NO_ROW` is skipped.
-      occurrences: number of reads of each entry of `ids`. Default: each entry is one read.
+      occurrences: number of reads that each entry of `ids` represents. Default: one read.
     """
     if occurrences is None:
         occurrences = jnp.ones(ids.shape, jnp.int32)
@@ -242,15 +242,16 @@ def _with_new_ids(
     new: Keys,
     reads: Int[Array, " nnz"],
 ) -> tuple[Directory, Int[Array, ""]]:
-    """Adds read counts for new, distinct ids.
+    """Adds new, distinct ids and their numbers of reads to the map of counted ids.
 
-    Returns: the new directory, and the number of reads of ids that got no read count.
+    Returns: the new directory, and the number of reads that are not counted for lack of space.
     """
     positions = jnp.arange(new.shape[0])
 
     def make_room(directory: Directory) -> tuple[Directory, Array]:
-        # If halving the read counts does not free enough rows for all new ids, only the most read
-        # new ids get rows. Among ids with equal numbers of reads, lower ids come first.
+        # If halving the read counts does not free enough rows of the map for all new ids, only the
+        # new ids with the most reads are counted. Of ids with equally many reads, lower ids are
+        # preferred.
         priority = jnp.where(new.is_key, -reads, 1)
         _, _, order = jax.lax.sort((priority, new.low, positions), num_keys=2)
         return halved(directory), order
@@ -279,7 +280,7 @@ def _with_totals(
 
     Args:
       directory: the directory before the addition.
-      added: numbers to add, by name of the total (see `TOTALS`).
+      added: for names in `TOTALS`, the number to add to the total with this name.
     """
     numbers = []
     for name in TOTALS:
@@ -295,8 +296,7 @@ def _with_totals(
 def halved(directory: Directory) -> Directory:
     """Halves all read counts, and returns the new directory.
 
-    If an id then has a read count of zero and is not cached, the id is removed from the map of read
-    counts.
+    Ids that are not cached are removed from the map of counted ids if their count becomes zero.
     """
     counts = directory.counted.counts >> 1
     counted = directory.counted._replace(counts=counts)
@@ -316,7 +316,7 @@ def populate(
 ) -> tuple[CachedTrain, Slots]:
     """Fills the cache with the most read rows and halves all read counts.
 
-    Among ids with equal read counts, cached ids come first, then lower ids.
+    Of ids with equal read counts, cached ids are preferred, then lower ids.
 
     Args:
       specs: specs of the tables with concatenated cores.
@@ -388,15 +388,16 @@ def _most_read(
     directory: Directory,
     capacity: int,
 ) -> Bool[Array, " counted"]:
-    """Whether each counted id is among the `capacity` most read ids.
+    """For each counted id, whether it is one of the `capacity` most read ids.
 
-    Among ids with equal read counts, cached ids come first, then lower ids.
+    Of ids with equal read counts, cached ids are preferred, then lower ids.
     """
     reads = jnp.minimum(directory.counted.counts, MAX_READS)
     reads = reads.astype(jnp.uint32)
     was_cached = (directory.places != NO_ROW).astype(jnp.uint32)
     worth = 2 * reads + was_cached
-    # `row_map.least` selects the smallest values, so it gets the bitwise complement of `worth`.
+    # `row_map.least` selects the smallest values, so it gets `~worth`, which is smallest where
+    # `worth` is largest.
     return row_map.least(
         directory.counted,
         ~worth,
@@ -412,14 +413,14 @@ def written_back(
     cores: Cores,
     residual: Float[Array, ""],
 ) -> tuple[Cores, Float[Array, ""]]:
-    """Writes `targets` into the rows of `ids`, as closely as a change of the first core allows.
+    """Changes the first core so that the rows of `ids` come close to `targets`.
 
     Every row of the table is a linear function of the first core. The change of the first core
     solves a least-squares problem over the whole table: the rows of `ids` should equal `targets`,
     and all other rows should stay unchanged.
 
     Returns: new cores, and the new residual: the larger of `residual` and the error of this change.
-      `CacheReport.residual` defines the error.
+      For the definition of the error, see `CacheReport.residual`.
     """
     first, *others = [core.astype(jnp.float32) for core in cores]
     gram = _gram_matrices(specs, others)
@@ -441,8 +442,8 @@ def written_back(
     change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest")
     change = change.reshape(first.shape)
     # NaN and infinity in a cached row must not spread to other rows that read the same slice.
-    # Entries of `change` that are not finite are set to zero, so the cached values of these entries
-    # are lost.
+    # Entries of `change` that are not finite are therefore set to zero, so the cached row does not
+    # change these entries of the first core.
     finite_change = jnp.where(jnp.isfinite(change), change, 0.0)
     new_first = (first + finite_change).astype(cores[0].dtype)
     new_cores = (new_first, *cores[1:])

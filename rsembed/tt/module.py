@@ -65,9 +65,9 @@ def _table_property(
     read: Callable[[TTSpec], Any],
     doc: str,
 ) -> property:
-    """Property that reads an attribute of FBTT from the spec of every table.
+    """Property with the name of an attribute in FBTT, which reads a value from every table's spec.
 
-    If the attribute is equal for all tables, the property returns this value, else a list with one
+    If the values of all tables are equal, the property returns this value, else a list with one
     value per table.
     """
 
@@ -89,26 +89,26 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       num_tables: number of tables.
       num_embeddings: number of rows.
       embedding_dim: length of a row. Every positive integer is allowed.
-      tt_ranks: inner ranks, one rank per boundary between two cores, so `d - 1` ranks make `d`
-        cores.
+      tt_ranks: inner ranks, one rank per boundary between two cores. `d - 1` ranks give `d` cores.
       tt_p_shapes: row factors with a product of at least `num_embeddings`. Default:
         `suggested_tt_shapes`.
       tt_q_shapes: column factors with the product `embedding_dim`. Default: `suggested_tt_shapes`
         without rounding up.
-      sparse: if True (default), `backward` (see `vjp`) steps the cores with `optimizer`, and the
+      sparse: if True (default), `backward` (see `vjp`) updates the cores with `optimizer`, and the
         cores are hidden from `nnx.grad`. If False, the cores are `nnx.Param`s, which any optax
         optimizer can train, and a cache is not allowed.
-      optimizer: optimizer of the fused step: SGD (default), EXACT_ADAGRAD, EXACT_ROWWISE_ADAGRAD
-        (one state per core slice) or ADAM.
-      learning_rate: learning rate of the fused step, 0.1 by default.
+      optimizer: optimizer of the update in `backward`: SGD (default), EXACT_ADAGRAD,
+        EXACT_ROWWISE_ADAGRAD (one state per core slice) or ADAM.
+      learning_rate: learning rate of the update in `backward`, 0.1 by default.
       eps: number that both Adagrad optimizers add to the denominator, 1e-10 by default. Other
         optimizers ignore `eps`.
       weight_dist: distribution of the initial table, "normal" by default. See `init_cores`.
       dtype: dtype of the cores, float32 (default) or bfloat16. Rows and sums are float32.
       mode: "sum" (default) or "mean", which divides the sum of a bag by its number of ids.
       include_last_offset: whether the last entry of `offsets` is the end of the last bag. None, the
-        default: the module decides in each call, as `__call__` describes. Under `jit`, a module
-        with one table cannot decide, so you must pass True or False.
+        default: every call infers this from its offsets, as `__call__` describes. Under `jit`, a
+        module with one table cannot infer this, because the values of the offsets are unknown.
+        Pass True or False in this case.
       enforce_embedding_dim: ignored, because rows always have exactly `embedding_dim` columns.
       use_cache: whether to store the most read rows uncompressed and to train them directly. Rows
         enter the cache with the first `cache_populate`. None, the default: True for a
@@ -117,24 +117,24 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         row in a cache slot can change.
       cache_size: number of cached rows of each group. 0, the default: a thousandth of the group's
         rows, but at least 32 (or all rows, if there are fewer).
-      hashtbl_size: maximum number of ids with a read count. 0, the default, chooses 16 per cached
-        row, rounded up to a power of two. A number below six per cached row is replaced by the
-        default, with a warning.
-      rngs: random streams; `params` draws the cores. Default: `nnx.Rngs(0)`, because calls written
-        for FBTT pass no random streams.
+      hashtbl_size: maximum number of ids for which reads are counted. 0, the default: 16 ids per
+        cached row, rounded up to a power of two. A number below six per cached row is replaced by
+        the default, with a warning. A number below one per cached row is an error.
+      rngs: random streams. The cores are drawn from the stream `params`. Default: `nnx.Rngs(0)`,
+        because calls written for FBTT pass no random streams.
 
     Attributes:
       is_single: whether the module is a `TTEmbeddingBag`, which has one table and returns outputs
         without an axis of tables.
-      specs: shape of each table.
+      specs: the `TTSpec` of each table.
       groups: indices of the tables in each group.
-      storages: storage of each group.
+      storages: the `TensorTrain` storage of each group.
       core_groups: for each group, one variable `[sum of p_t over its tables, R_{t-1} * q_t * R_t]`
         per core.
       caches: for each group, the cached `rows`, their optimizer `state`, and the `directory` of
         cached ids.
-      learning_rate: learning rate of the fused step. The rate is a variable, so a new value needs
-        no new compilation.
+      learning_rate: learning rate of the update in `backward`. The rate is a variable, so a new
+        value needs no new compilation.
 
     Raises:
       ValueError: shapes do not match, the length of a sequence differs from the number of tables,
@@ -197,8 +197,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.eps = eps
         rule = rule_of(optimizer, eps)
         if not sparse:
-            # An external optimizer stores its state itself, so the module takes a rule without
-            # slots.
+            # An external optimizer stores its state itself, so the module uses SGD, which has no
+            # optimizer state.
             rule = rule_of(OptimType.SGD, eps)
         self.rule: OptimizerSpec = nnx.static(rule)
         self.sparse = sparse
@@ -241,7 +241,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def _grouped(specs: Sequence[TTSpec]) -> list[list[int]]:
         """Indices of the tables in each group.
 
-        The tables of a group have slices of equal shapes, and together at most `MAX_ROWS` rows.
+        The tables of a group have slices of equal shapes. All tables of a group together have at
+        most `MAX_ROWS` rows.
         """
         by_shape: dict[SliceShapes, list[int]] = {}
         num_rows = {}
@@ -270,7 +271,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return states
 
     def _state(self, g: int) -> State:
-        """Parameters and slots of group `g`, as its storage expects them.
+        """Parameters and slots of group `g`, in the form that the storage of the group expects.
 
         Raises: RuntimeError: a step has donated arrays of the module.
         """
@@ -298,7 +299,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         params: PyTree,
         slots: PyTree,
     ) -> None:
-        """Sets the variables of group `g` from parameters and slots of its storage."""
+        """Sets the variables of group `g` to new parameters and slots, in the form of `_state`."""
         for variable, core in zip(self.core_groups[g], cores_of(params), strict=True):
             nnx.Variable.set_value(variable, core)
         core_slots = self.storages[g].core_slots(slots)
@@ -329,7 +330,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     @validated
     def set_learning_rate(self, lr: Rate | Float[Array, ""]) -> None:
-        """Sets the learning rate of the fused step.
+        """Sets the learning rate of the update in `backward`.
 
         Raises: ValueError: `lr` is negative or not finite.
         """
@@ -338,8 +339,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def _place_of(self, table: int) -> tuple[int, int, int]:
         """Index of a table's group, index of the table in the group, and number of its first row.
 
-        Rows are numbered through all tables of the group, so the number of the first row is the
-        number of rows of all earlier tables.
+        Rows are numbered consecutively over the tables of the group, so the number of the first row
+        is the total number of rows of the tables before it in the group.
         """
         for g, group in enumerate(self.groups):
             if table in group:
@@ -432,7 +433,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
     @property
     def optimizer_state(self) -> list[Array]:
-        """State of the fused optimizer: one array per core and slot."""
+        """Optimizer state of the cores: one array per core and slot."""
         slots_of_groups = [slots.get_value() for slots in self.slots]
         return jax.tree.leaves(slots_of_groups)
 
@@ -474,7 +475,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         indices: PyTree,
         offsets: object = None,
     ) -> None:
-        """Counts a read of each id, without a lookup.
+        """Counts one read of each id for `cache_populate`, but looks up no rows.
 
         A lookup also counts one read of each id, except after `eval()`.
 
@@ -521,17 +522,17 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         for g, cache in enumerate(self.caches):
             params, _ = self._state(g)
             counted = programs.counted(params.directory, batch[g].ids)
-            # A function under plain `jax.jit` that closes over the module cannot change its
-            # variables, so reads in such a function are not counted.
+            # A function under plain `jax.jit` that closes over the module cannot change the
+            # module's variables, so reads in such a function are not counted.
             with contextlib.suppress(TraceContextError):
                 cache.directory.set_value(counted)
 
     def reset_cache(self) -> None:
-        """Removes all rows from the cache and all read counts. Updates of cached rows are lost.
+        """Removes all rows from the cache and all read counts.
 
-        The removed rows are not written back to the cores.
-
-        To save the trained values, call `full_weight` before `reset_cache`.
+        The removed rows are not written back to the cores, so all updates of the rows since they
+        entered the cache are lost. To save the trained rows, call `full_weight` before
+        `reset_cache`.
         """
         if not self.caches:
             return
@@ -565,9 +566,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             of ids. The bags of table 0 come first, then an equal number of bags of table 1, and so
             on.
           offsets: start of each bag of flat ids, optionally followed by the end of the last bag.
-            With one table, a last offset equal to the number of ids counts as the end of the last
-            bag. If the last offset is the start of an empty bag, construct the module with
-            `include_last_offset=False`.
+            With several tables, the last offset is taken as this end if the number of offsets is
+            one more than a multiple of the number of tables. With one table, the last offset is
+            taken as this end if it equals the number of ids. If it is the start of an empty bag
+            instead, construct the module with `include_last_offset=False`.
           per_sample_weights: one float per id. None, the default: all weights are 1.
           warmup: ignored.
 
@@ -589,9 +591,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
         """Pooled rows as from `__call__`, and a function `backward(d_output)`.
 
-        With `sparse=True`, `backward` can be called once: it steps the cores, and returns a
-        `TTGradients` with the gradient of the weights, or None if the lookup had no weights. With
-        `sparse=False`, `backward` changes nothing, and returns the gradients of cores and weights.
+        With `sparse=True`, `backward` can be called once. It applies one optimizer step to the
+        cores and the cached rows that were read, and returns a `TTGradients` with the gradient of
+        `per_sample_weights`, or None if the lookup had no weights. With `sparse=False`, `backward`
+        changes nothing, and returns the gradients of the cores and of `per_sample_weights`.
         """
         bags = self._read(indices, offsets, per_sample_weights)
         is_used = False
@@ -637,7 +640,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         d_output: PyTree,
         shapes: Sequence[tuple[int, ...]],
     ) -> list[Array]:
-        """Gradients of the outputs in float32, checked, and concatenated for each group of tables."""
+        """Checks the output gradients of all tables, and concatenates them by group, in float32."""
         d_outputs = [d_output] if self.is_single else list(d_output)
         wide = []
         for table, (gradient, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
@@ -659,9 +662,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         batch: Sequence[Bags],
         d_by_group: Sequence[Array],
     ) -> list[Any]:
-        """Steps the cores and caches of all groups.
+        """Applies one optimizer step to the cores and cached rows of all groups.
 
-        Returns: for each group, the gradients of the weights.
+        Returns: for each group, the gradients of `per_sample_weights`.
         """
         rate = self.learning_rate.get_value()
         number = self.step.get_value()
@@ -699,7 +702,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return tables
 
     def _look_up(self, bags: Bags) -> tuple[list[Array], list[PyTree], list[Bags]]:
-        """Pooled rows of every table, and the parameters and `Bags` of every group of tables."""
+        """Pooled rows of every table, and for every group of tables its parameters and `Bags`."""
         batch = self._by_group(bags)
         if not self.deterministic:
             self._count(batch)

@@ -1,7 +1,7 @@
-"""Creates cores: random, from a dense table, of lower rank, or from tensorly.
+"""Makes cores at random, from a dense table, from cores of higher rank, or from a tensorly matrix.
 
-Tables are decomposed on the host in NumPy. tensorly is imported only when it is needed, with its
-NumPy backend: its JAX backend would switch the whole process to 64 bits.
+Tables are decomposed on the host in NumPy. Only `to_tensorly` imports tensorly. It selects the
+NumPy backend of tensorly, because the JAX backend would switch the whole process to 64 bits.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def init_cores(
     """Random cores of a new table.
 
     With all distributions except "naive-uniform", the entries of the table have the standard
-    deviation of the uniform distribution on `±1/sqrt(num_embeddings)`.
+    deviation of the uniform distribution on `[-b, b]` with `b = 1/sqrt(num_embeddings)`.
 
     Args:
       key: random key. Equal keys give equal cores.
@@ -54,8 +54,9 @@ def init_cores(
           entry has exactly a normal distribution. With more cores, the distribution is approximate.
         * "approx-uniform": uncorrelated, nearly uniform entries of the table. Ranks must be at
           least 2, and larger ranks give a more uniform distribution.
-        * "naive-uniform": entries of the cores from `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The
-          function then warns, because all entries of the table are nearly zero.
+        * "naive-uniform": uniformly distributed entries of the cores in
+          `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The function warns, because all entries of the
+          table are nearly zero.
 
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
@@ -144,10 +145,10 @@ def _triangle_wave_cores(
     Each entry of the table is the triangle wave of a sum of random angles, one angle from every
     core. The triangle wave of a uniformly distributed angle is uniformly distributed. Two entries
     of the table differ in at least one angle, so the entries are uncorrelated. The Fourier series
-    of the triangle wave is a tensor train: core `t` rotates the pair `(cos, sin)` of every harmonic
-    by the angle from core `t`. The series has one harmonic for every two ranks. Without noise, the
-    remaining ranks of a core would be zero and training could not use these ranks, so every core
-    gets noise of 1 % of its root mean square.
+    of the triangle wave is a tensor train: core `t` rotates the pair `(cos, sin)` of harmonic `h`
+    by `h` times the angle from core `t`. A harmonic needs two ranks, so the series is cut off after
+    `min(tt_ranks) // 2` harmonics. Training could not use the remaining ranks of a core if they
+    were zero, so noise is added to every core, with 1 % of the root mean square of the core.
     """
     if min(spec.tt_ranks) < 2:
         raise ValueError(
@@ -377,8 +378,8 @@ def _truncated(
       matrix: the matrix to factor.
       rank: upper bound on the number of columns of the first factor.
       max_error: upper bound on the error of the product, in the Frobenius norm. The first factor
-        gets the fewest columns that keep this bound. If it would get more than `rank` columns, it
-        gets `rank` columns, and the error exceeds the bound.
+        has the fewest columns for which the error is within this bound, but at most `rank`
+        columns, even if the error then exceeds the bound.
     """
     wide_matrix = matrix.astype(np.float64)
     basis, values, rest = np.linalg.svd(wide_matrix, full_matrices=False)

@@ -1,6 +1,6 @@
 """Parts of a tensor-train module: its variables, optimizers, batch reader and compiled functions.
 
-Each compiled function handles one group of tables.
+Each compiled function handles one group of tables. Only `rows_by_group` handles all groups.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ The default cache of a large group holds a thousandth of the rows of the group.
 
 
 class FusedParam(nnx.Variable):
-    """Cores that only the fused update trains.
+    """Cores or cached rows, which `backward` updates and external optimizers do not change.
 
-    `FusedParam` is not an `nnx.Param`, so neither `nnx.grad` nor optax sees the cores.
+    A `FusedParam` is not an `nnx.Param`, so neither `nnx.grad` nor optax sees the array.
     """
 
     def set_value(
@@ -61,7 +61,7 @@ class FusedParam(nnx.Variable):
 
 
 class FusedState(nnx.Variable):
-    """State of the fused update: slots, counts, step number, learning rate.
+    """Variable for optimizer state, a cache directory, the step number or the learning rate.
 
     A `FusedState` is not an `nnx.Param`, so external optimizers do not change it.
     """
@@ -71,9 +71,9 @@ class TTGradients(NamedTuple):
     """Gradients that `backward` returns.
 
     Attributes:
-      cores: gradients of the cores in the structure of `core_groups`: per group of tables, one
-        array per core. Empty with `sparse=True`.
-      per_sample_weights: gradient of the weights; None if the lookup had no weights.
+      cores: gradients of the cores: for each group of tables, one array per core, as in
+        `core_groups`. Empty with `sparse=True`.
+      per_sample_weights: gradient of the weights. None if the lookup had no weights.
     """
 
     cores: tuple[tuple[Array, ...], ...]
@@ -81,7 +81,7 @@ class TTGradients(NamedTuple):
 
 
 class OptimType(enum.Enum):
-    """Optimizers by FBTT-Embedding's names."""
+    """Optimizers under the names of FBTT-Embedding."""
 
     SGD = "sgd"
     EXACT_SGD = "exact_sgd"
@@ -95,13 +95,13 @@ class OptimType(enum.Enum):
 
 
 def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
-    """Optimizer of rsembed for an optimizer name of FBTT.
+    """The optimizer of rsembed that implements an `OptimType`.
 
     The learning rate of the returned optimizer has no effect, because every step of the module
     passes a learning rate.
 
     Args:
-      optimizer: FBTT's name of the optimizer.
+      optimizer: FBTT's name for the optimizer.
       eps: number that both Adagrad optimizers add to the denominator. Adam ignores `eps` and adds
         1e-8 to the denominator.
 
@@ -131,7 +131,7 @@ def storage_of(
 
     Args:
       specs: size, factors and ranks of every table.
-      cache_sizes: `cache_size` and `hashtbl_size` of FBTT; None for a module without a cache.
+      cache_sizes: `cache_size` and `hashtbl_size` of FBTT. None for a module without a cache.
       common_fields: fields of the `TableSpec` that all tables share, such as dtype and optimizer.
     """
     cache_rows = 0
@@ -252,10 +252,10 @@ def rows_by_group(
     sizes: Sequence[int],
     bags: Bags,
 ) -> list[Bags]:
-    """Splits the bags of all tables by groups of tables.
+    """Splits the bags of all tables into one `Bags` per group of tables.
 
-    The ids in the result are row numbers of the concatenated tables of a group: the ids of a table
-    are offset by the number of rows of all earlier tables of the group.
+    The ids of a table become row numbers, which count the rows of a group consecutively over its
+    tables. All ids of other groups become `NO_ROW`.
 
     Args:
       groups: for every group, the indices of its tables.
@@ -300,11 +300,11 @@ def read_bags(
       offsets: start of each bag, optionally followed by the end of the last bag.
       weights: one weight per id, in the same structure as `indices`. None: all weights are 1.
       name: name of the module in error messages.
-      last: whether `offsets` include the end of the last bag. None, the default of the modules: for
-        several tables, the offsets include this end if the number of offsets is a multiple of the
-        number of tables plus one. For one table, the offsets include this end if the last offset
-        equals the number of ids. Under `jit`, the values of the offsets are unknown, so a module
-        with one table needs True or False.
+      last: whether the last entry of `offsets` is the end of the last bag. None, the default of the
+        modules: the function infers this from the offsets. For several tables, the last entry is
+        this end if the number of offsets is one more than a multiple of the number of tables. For
+        one table, the last entry is this end if it equals the number of ids. Under `jit`, its value
+        is unknown, so None is an error for one table.
 
     Raises:
       TypeError: ids or offsets are not integers.
@@ -383,10 +383,9 @@ def _with_last(
     num_tables: int,
     last: bool | None,
 ) -> Array | np.ndarray:
-    """Offsets that include the end of the last bag.
+    """Adds the end of the last bag to the offsets, unless the offsets already include this end.
 
-    The argument `last` says whether `offsets` already include the end of the last bag. None: see
-    `read_bags`.
+    The argument `last` says whether the offsets already include this end. None: see `read_bags`.
     """
     check_type(offsets, Int[np.ndarray, " bags"], "offsets")
     if not isinstance(offsets, jax.Array):

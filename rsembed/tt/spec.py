@@ -35,8 +35,8 @@ class TTSpec:
 
     Args:
       num_embeddings: number of rows of the table.
-      tt_p_shapes: row factors; their product is at least `num_embeddings`.
-      tt_q_shapes: column factors; their product is the embedding dimension.
+      tt_p_shapes: row factors, with a product of at least `num_embeddings`.
+      tt_q_shapes: column factors. Their product is the embedding dimension.
       tt_ranks: the inner ranks `R_1, ..., R_{d-1}`, one per boundary between cores.
 
     Raises:
@@ -62,7 +62,8 @@ class TTSpec:
             numbers = np.asarray(getattr(self, name)).tolist()
             object.__setattr__(self, name, tuple(numbers))
         object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
-        # The first `check_fields` does not look inside arrays, which are tuples of numbers now.
+        # The call above did not check the numbers inside NumPy arrays. The arrays are tuples now,
+        # so this call checks their numbers.
         check_fields(self)
         d = len(self.tt_p_shapes)
         if d < 2 or len(self.tt_q_shapes) != d or len(self.tt_ranks) != d - 1:
@@ -87,10 +88,10 @@ class TTSpec:
         tt_p_shapes: Integers | None = None,
         tt_q_shapes: Integers | None = None,
     ) -> TTSpec:
-        """A spec with the factors that `suggested_tt_shapes` finds for all factors that are None.
+        """A spec in which `suggested_tt_shapes` chooses the factors that are not passed.
 
-        The number of rows may be rounded up to get factors of similar size. The embedding dimension
-        is never rounded.
+        For the row factors, the number of rows may be rounded up to get factors of similar size.
+        For the column factors, the embedding dimension is never rounded.
 
         Raises: ValueError: the product of the column factors differs from `embedding_dim`.
         """
@@ -125,8 +126,8 @@ class TTSpec:
           rows: number of rows of the table.
           dim: embedding dimension of the table.
           bytes: upper bound on the bytes of the cores, without optimizer state.
-          num_cores: number of cores, 2 by default. A table with two cores trains best and costs
-            least if the rank is above about 8. If two cores exceed the budget even at rank 1, more
+          num_cores: number of cores, 2 by default. If the budget allows ranks above about 8, two
+            cores train best and cost least. If two cores exceed the budget even at rank 1, more
             cores may fit.
           dtype: dtype of the cores, float32 (default) or bfloat16.
 
@@ -282,8 +283,8 @@ def specs_of_tables(
     for name, value in arguments.items():
         is_per_table = isinstance(value, Sequence) and not isinstance(value, str)
         if is_per_table and name.startswith("tt_"):
-            # A sequence of numbers holds the ranks or factors of all tables. A sequence with one
-            # value per table contains sequences or None.
+            # A flat sequence of numbers is one value that all tables share: their ranks or factors.
+            # A sequence that contains a sequence or None has one value per table.
             is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
         if is_per_table and len(value) != num_tables:
             raise ValueError(
@@ -304,12 +305,12 @@ def suggested_tt_shapes(
     d: PositiveInt = 3,
     allow_round_up: bool = True,
 ) -> list[int]:
-    """The `d` most even integer factors of `n`, or of a slightly larger round number.
+    """`d` integers, as equal as possible, with the product `n` or a slightly larger round number.
 
-    The numbers that may be factored (the candidates) are `n` rounded up to multiples of 1, 10, 100,
-    ... The function factors the candidate with the most even factors. The evenness of factors is
-    the entropy of their shares, `factor / sum(factors)`. Among candidates with equal entropies, the
-    smallest is chosen. Small and large factors alternate in the result.
+    The possible products are `n` rounded up to multiples of 1, 10, 100, and so on. The function
+    chooses the product with the most equal factors. The most equal factors have the largest entropy
+    of their shares `factor / sum(factors)`. Of products with equal entropies, the smallest is
+    chosen. Small and large factors alternate in the result.
 
     Args:
       n: the number to factor.
@@ -333,7 +334,7 @@ def suggested_tt_shapes(
     candidates = []
     for power in powers:
         candidates.append(_most_even_factors(-(-n // power) * power, d))
-    # Among candidates with equal entropies, `max` returns the first candidate.
+    # Of candidates with equal entropies, `max` returns the first, which has the smallest product.
     _, factors = max(candidates, key=lambda candidate: candidate[0])
     small = list(factors[: d // 2])
     large = list(factors[d // 2 :])
@@ -347,18 +348,20 @@ def suggested_tt_shapes(
 
 
 _SLACK = 1e-9
-"""Tolerance for rounding errors in the upper bound on the entropy, which contains roots."""
+"""Tolerance for rounding errors in the search's upper bound, which is computed from roots."""
 
 
 def _most_even_factors(
     n: int,
     d: int,
 ) -> tuple[float, tuple[int, ...]]:
-    """Finds the `d` most even factors of `n`, and returns their `_entropy` and the sorted factors.
+    """Finds the `d` integers with product `n` that have the largest `_entropy`.
 
-    Among lists of factors with equal entropies, the lexicographically largest list is chosen. If
-    `n` has fewer than `d` prime factors, the result consists of the prime factors and ones. If `n`
-    has `d` or more prime factors, no factor in the result is 1.
+    Of lists of factors with equal entropies, the lexicographically largest is chosen. A factor can
+    be 1 only if `n` has fewer than `d` prime factors. The factors are then the prime factors and
+    ones.
+
+    Returns: the entropy, and the factors in ascending order.
     """
     candidates = np.arange(1, math.isqrt(n) + 1)
     small = candidates[n % candidates == 0].tolist()
@@ -370,12 +373,12 @@ def _most_even_factors(
         chosen: tuple[int, ...],
         remainder: int,
     ) -> None:
-        """Completes `chosen` to `d` ascending factors in all possible ways, and updates `best`.
+        """Tries all lists of `d` ascending factors that start with `chosen`, and updates `best`.
 
-        The product of the new factors is `remainder`. The next factor is tried from the largest
-        possible value to the smallest. For each value, equal factors after it would have the
-        greatest entropy, which is an upper bound. The bound decreases from one value to the next,
-        so the search ends when the bound is below the best entropy so far.
+        The product of the factors after `chosen` is `remainder`. The next factor is tried from its
+        largest possible value to the smallest. For each value, the entropy would be largest if all
+        later factors were equal. This upper bound decreases from one value to the next, so the
+        search ends when the bound is below the best entropy so far.
         """
         nonlocal best
         count = d - len(chosen)
@@ -406,7 +409,11 @@ def _most_even_factors(
 
 
 def _entropy(factors: tuple[float, ...]) -> float:
-    """Entropy of the shares `factor / sum(factors)`, rounded to 12 decimals to make ties exact."""
+    """Entropy of the shares `factor / sum(factors)`.
+
+    The entropy is rounded to 12 decimals, so that entropies that differ only by rounding errors are
+    equal.
+    """
     total = sum(factors)
     shares = [factor / total for factor in factors]
     entropy = -sum(share * math.log(share) for share in shares)
@@ -419,10 +426,11 @@ def _cheapest_p_shapes(
 ) -> list[int]:
     """Row factors with which the cores have the fewest parameters, `sum(p * slice_size)`.
 
-    The sum is smallest when all terms of the sum are equal. In this case
-    `p_t = (num_embeddings * prod(a))^(1/d) / a_t`, where `a_t` is the slice size of core `t`. The
-    core with the largest slices gets the fewest slices. The search tries a few integers around the
-    ideal `p_t` of every core, and starts with the core that has the largest slices.
+    For real numbers with a fixed product, the sum is smallest when all its terms are equal. This
+    gives the ideal row factor `p_t = (num_embeddings * prod(a))^(1/d) / a_t` of core `t` with slice
+    size `a_t`. The core with the largest slices gets the fewest slices. The search tries a few
+    integers around the ideal `p_t` of every core, and starts with the core that has the largest
+    slices.
     """
     order = sorted(range(len(slice_sizes)), key=lambda t: -slice_sizes[t])
     _, factor_of_core = _cheapest_factors(num_embeddings, order, slice_sizes)

@@ -58,9 +58,9 @@ class TensorTrain(Storage):
     """Stores a table as tensor-train cores, in a small fraction of its bytes.
 
     A row is computed when it is looked up. The gradient of a row goes to one slice of each core.
-    The optimizer of the table steps the cores and treats a slice like a row of a dense table. Every
-    step updates all slices, so an optimizer with momentum also moves slices that no id of the batch
-    reads.
+    The optimizer of the table updates the cores, and treats a slice like a row of a dense table.
+    Every step updates all slices, so an optimizer with momentum also moves slices that no id of the
+    batch reads.
 
     Args:
       tt_ranks: inner ranks, one fewer than cores. None: the largest ranks that fit `bytes`.
@@ -73,10 +73,10 @@ class TensorTrain(Storage):
       cache_rows: how many of the most read rows are cached as float32 vectors. A lookup of a cached
         row reads a stored vector and multiplies no slices, and a step updates the stored vector. 0,
         the default: no cache. See `hot_rows`.
-      counted_ids: maximum number of ids with a read count. Only rows of ids with a read count can
+      counted_ids: maximum number of ids for which reads are counted. Only rows of these ids can
         enter the cache. 0, the default: 16 ids per cached row, rounded up to a power of two.
-      populate_every: number of steps after which the rows in the cache are chosen again, 100 by
-        default. Every time, all read counts are halved.
+      populate_every: interval of `hot_rows.populate` in steps, 100 by default. `hot_rows.populate`
+        fills the cache with the most read rows, and halves all read counts.
       tables: tables that share this storage. Users leave this field empty: collections and modules
         set the field. The cores of the tables have slices of equal shapes, and are concatenated
         along the first axis. The row numbers of a table are offset by the number of rows of all
@@ -131,7 +131,7 @@ class TensorTrain(Storage):
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether a step updates all parameters: True without a cache.
+        """Whether a step updates all parameters. True if the storage has no cache.
 
         With a cache, a step does not change cached rows that were not read.
         """
@@ -169,13 +169,13 @@ class TensorTrain(Storage):
         table: TableSpec,
         saved: str,
     ) -> tuple[tuple[str, ...], ...] | None:
-        """Paths in the state of the first core and its slots, if `table` may be resized.
+        """Paths of the arrays that may have another size in a file: the first core and its slots.
 
-        The result is None if the factors, ranks or options of the table differ from `saved` in more
-        than the first row factor.
+        None if more than the first row factor differs from `saved`, the description of the storage
+        that wrote the file.
 
-        The first row factor belongs to the most significant digit of an id. If slices are appended
-        to the first core, the table gets more rows at its end.
+        The first row factor belongs to the most significant digit of an id, so slices that are
+        appended to the first core add rows at the end of the table.
         """
         current = repr(self.resolved(table))
         if _FIRST_FACTOR.sub("", saved) != _FIRST_FACTOR.sub("", current):
@@ -210,11 +210,10 @@ class TensorTrain(Storage):
         table: TableSpec,
         num_shards: int,
     ) -> list[tuple[Params, AllSlots]]:
-        """Cores and slots of each table that shares the storage.
+        """Cores and slots of each table that shares the storage, without the cache.
 
-        If the field `tables` is empty, the result is one entry with the unchanged `params` and
-        `slots`, including the cache. If the field is not empty, the result has one entry per table,
-        without the cache.
+        If the field `tables` is empty, the storage belongs to one table. The result is then a list
+        with one pair, the unchanged `params` and `slots`, including the cache.
         """
         del num_shards
         if not self.tables:
@@ -232,7 +231,7 @@ class TensorTrain(Storage):
         like: Params,
         num_shards: int,
     ) -> State:
-        """All tables in shared arrays, from the arrays of each table (inverse of `unstack`)."""
+        """Concatenates the cores and slots of all tables. Inverse of `unstack`."""
         del like, num_shards
         cores, slots = zip(*parts, strict=True)
         return joined(cores), joined(slots)
@@ -285,8 +284,8 @@ class TensorTrain(Storage):
         Args:
           keys: one random key for each table that shares the storage.
           table: spec of any table that shares the storage.
-          weight_dist: distribution of the initial tables. None, the default: `weight_dist` of the
-            storage of each table.
+          weight_dist: distribution of the initial tables. None, the default: each table has the
+            distribution `weight_dist` of its `TensorTrain`.
         """
         tables = self.tables_of(table)
         numbers_by_kind: dict[tuple[TTSpec, WeightDistribution], list[int]] = {}
@@ -336,7 +335,7 @@ class TensorTrain(Storage):
         call: Call,
         table: TableSpec,
     ) -> list[Float[Array, "_ dim"]]:
-        """Pooled rows of every list of a call, in float32.
+        """Pooled rows of every segment of a kernel call, in float32.
 
         The pooled rows are differentiable with respect to cores, cached rows and weights.
         """
@@ -350,9 +349,8 @@ class TensorTrain(Storage):
         if isinstance(params, CachedTrain):
             cache_slots, cache_call = _cache_call(params.directory, call, rows, bags, gains)
             bags = jnp.where(cache_slots == NO_ROW, bags, NO_ROW)
-        # `pooled_rows` is compiled once per value of `implementation`. The default implementation
-        # of kernels can change between calls, so a new default must change the value of
-        # `implementation`.
+        # The default implementation of kernels can change between calls. `pooled_rows` is compiled
+        # again only if `implementation` has a new value, so this argument must follow the default.
         implementation = "plain" if api.default_implementation() == "reference" else None
         pooled = pooled_rows(
             cores_of(params),
@@ -384,8 +382,8 @@ class TensorTrain(Storage):
     ) -> tuple[PyTree, Int[Array, ""]]:
         """See `Storage.pooled`.
 
-        Without a `quantization_config`, the rows of a bag are summed as the rows are computed, and
-        `pool` is not called.
+        Without a `quantization_config`, `look_up` computes the pooled rows, and `pool` is not
+        called.
         """
         if table.quantization_config is not None:
             return super().pooled(params, keys, call, table, pool, ahead)
@@ -423,7 +421,7 @@ class TensorTrain(Storage):
         table: TableSpec,
         number: int,
     ) -> Float[Array, "vocab dim"]:
-        """All rows, in float32, of table `number` among the tables that share the storage."""
+        """The whole table `number` of the tables that share the storage, in float32."""
         specs = self.specs_of(table)
         sizes = [spec.tt_p_shapes for spec in specs]
         cores_of_tables = parts(cores_of(params), sizes)
@@ -444,7 +442,7 @@ class TensorTrain(Storage):
         table: TableSpec,
         num_shards: int,
     ) -> dict[str, Array]:
-        """All rows of a table in float32, from the cache or the cores, under the name "values"."""
+        """Dictionary with one entry, "values": all rows of a table in float32."""
         storage = cast(TensorTrain, table.storage)
         return {"values": storage.whole(params, table, 0)}
 
@@ -455,7 +453,7 @@ class TensorTrain(Storage):
         table: TableSpec,
         num_shards: int,
     ) -> AllSlots:
-        """Copies of the slots of the cores and, with a cache, of the cached rows."""
+        """A copy of `slots`: the slots of the cores and, with a cache, also of the cached rows."""
         return jax.tree.map(jnp.copy, slots)
 
     def find(
@@ -467,9 +465,10 @@ class TensorTrain(Storage):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        """Parameters, slots and the row number of each key.
+        """Parameters and slots after the reads are counted, and the row number of each key.
 
-        With a cache, `find` counts the reads, and fills the cache every `populate_every` steps.
+        With a cache, `find` counts the reads, and calls `populate` once in `populate_every` steps.
+        Without a cache, parameters and slots are returned unchanged.
         """
         rows = _rows(keys)
         if not self.cache_rows:
@@ -516,18 +515,18 @@ class TensorTrain(Storage):
         step: Step,
         d_cores: Cores | None = None,
     ) -> State:
-        """Steps all cores and the cached rows that were read, and returns new parameters and slots.
+        """Updates all cores and the cached rows that were read. Returns new parameters and slots.
 
         Cached rows that were not read keep their bits, as do their slots.
 
         Args:
           params: cores, and with a cache also the cached rows.
           slots: optimizer state of `params`.
-          gradients: the lookup and the gradients of its outputs.
+          gradients: kernel call of the lookup, and gradients of its outputs.
           table: spec of the table.
-          step: number and hyperparameters of the step.
+          step: number and hyperparameters of the optimizer step.
           d_cores: gradients of the cores, if the caller has already computed these gradients. None,
-            the default: `step` computes the gradients of the cores.
+            the default: the method computes the gradients of the cores.
         """
         if d_cores is None:
             d_cores = self.gradients(params, gradients, table)
@@ -575,9 +574,9 @@ class TensorTrain(Storage):
         table: TableSpec,
         step: Step,
     ) -> State:
-        """Steps all slices in float32, and returns new cores and slots.
+        """Updates all slices in float32, and returns new cores and slots.
 
-        Before the step, gradients are rounded to the dtype of the cores.
+        Before the update, gradients are rounded to the dtype of the cores.
         """
         new_cores = []
         new_slots = []
@@ -661,9 +660,9 @@ class TensorTrain(Storage):
         params: Params,
         num_shards: int,
     ) -> dict[str, np.ndarray]:
-        """Fields of the `CacheReport` by name, repeated for each shard.
+        """Dictionary from the fields of the `CacheReport` to arrays with one number per shard.
 
-        The dictionary is empty if the storage has no cache.
+        All shards have equal numbers. The dictionary is empty if the storage has no cache.
         """
         if not isinstance(params, CachedTrain):
             return {}
@@ -712,7 +711,7 @@ def init_core_slots(
 
 
 def cores_of(params: Params) -> Cores:
-    """The cores in `params`, which may be the cores or a `CachedTrain`."""
+    """The cores in the parameters of a table, with or without a cache."""
     return params.cores if isinstance(params, CachedTrain) else params
 
 
@@ -723,16 +722,16 @@ def _cache_call(
     bags: Array,
     gains: Array,
 ) -> tuple[Int[Array, " nnz"], Call]:
-    """Cache slot of every entry of `call`, and a kernel call that reads the cached rows.
+    """Cache slot of every id in `call`, and a kernel call that pools only the cached rows.
 
     Args:
       directory: the directory of the cache.
       call: kernel call of the lookup.
-      rows: row number of every entry, from `entries_of`.
-      bags: output index of every entry. An entry with `NO_ROW` is not looked up in the cache.
-      gains: for every entry, the number that multiplies the row. The returned call has the gains as
-        weights, because the gain of an entry in a mean depends on all entries of the bag, including
-        entries that are not cached.
+      rows: row number of every id, from `entries_of`.
+      bags: output index of every id. An id with output index `NO_ROW` counts as not cached.
+      gains: for every id, the factor that multiplies its row. The returned call has the gains as
+        weights, because the gain of an id in a mean depends on all ids of the bag, including ids
+        that are not cached.
     """
     read_rows = jnp.where(bags == NO_ROW, NO_ROW, rows)
     cache_slots = directory.find(read_rows)
