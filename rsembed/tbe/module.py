@@ -131,9 +131,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
       eps: number that is added to the square root in the denominator of an update. The default is
         1e-8, as in FBGEMM. `torch.optim.Adagrad` has the default 1e-10.
       momentum: momentum of LARS_SGD.
-      weight_decay: strength of weight decay. Weight decay is decoupled for ADAM, LAMB and their
-        partial forms, and added to the gradient for LARS_SGD. For row-wise Adagrad,
-        `weight_decay_mode` selects the kind of weight decay.
+      weight_decay: strength of weight decay. Weight decay is decoupled for ADAM, LAMB and
+        their PARTIAL_ROWWISE variants, and added to the gradient for LARS_SGD. For row-wise
+        Adagrad, `weight_decay_mode` selects the kind of weight decay.
       weight_decay_mode: kind of weight decay of row-wise Adagrad.
       eta: trust coefficient of LARS_SGD.
       beta1: decay of the first moment, for the ADAM and LAMB families.
@@ -465,8 +465,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
     def _read(self, *arguments: Any) -> AnyBatch:
         """Reads and checks the arguments of a call. Warns once about ids and offsets out of range.
 
-        `bounds_check_warning` is set to the number of ids and offsets that are out of range, or to 0
-        in mode IGNORE. In mode NONE, and for a prepared batch, it is not changed.
+        `bounds_check_warning` is set to the number of ids and offsets that are out of range, or to
+        0 in mode IGNORE. In mode NONE, and for a prepared batch, it is not changed.
         """
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
         # Inside a transformation such as `nnx.jit`, the variables of a module can be set only if
@@ -558,8 +558,8 @@ class TablesBackward:
             default. `backward` is faster without this gradient.
 
         Returns: the gradient of `per_sample_weights`, in the structure of the weights, or None
-          without weights. For a batch prepared on a mesh, the gradient is a dictionary
-          `{feature: [ids]}`. For OptimType.NONE, no row is updated, and the result is a
+          without weights. For a batch prepared on a mesh, the gradient is a dictionary with one
+          array per feature. For OptimType.NONE, no row is updated, and the result is a
           `RowGradients`.
 
         Raises: RuntimeError: this backward function has already been used, or the module is now in

@@ -164,7 +164,7 @@ class TablePlan(NamedTuple):
         return {"rows": self.num_rows, "dim": self.dim, "optimizer": optimizer, "states": states}
 
     def first_row(self) -> list[np.ndarray]:
-        """Initial weights and optimizer states of one row: arrays of shape `[1, dim]` or `[1, 1]`."""
+        """Initial weights and optimizer states of one row, as arrays `[1, dim]` or `[1, 1]`."""
         shape = (1, self.dim)
         arrays = [np.zeros(shape, jnp.dtype(self.dtype))]
         if self.rule is not None:
@@ -324,7 +324,7 @@ class TBEPlan:
 
     @functools.cached_property
     def layout(self) -> Fingerprint:
-        """Fingerprint of the plan, which every `TBEState` contains in its field `layout`.
+        """Fingerprint of the plan, for the field `layout` of the module's `TBEState`.
 
         The fingerprint depends on the row numbers, dtypes, placements and optimizers of the tables.
         """
@@ -342,7 +342,7 @@ class TBEPlan:
 
     @functools.cached_property
     def contents(self) -> Fingerprint:
-        """Fingerprint of the tables, which every state dict contains in its entry `contents`.
+        """Fingerprint of the tables, for the entry `contents` of the module's state dict.
 
         The fingerprint depends on the names, sizes and optimizers of the tables, but not on their
         placements and dtypes.
@@ -389,7 +389,7 @@ class TBEPlan:
         return Call((IdList(ids, offsets, weights),), segments, layout)  # type: ignore[arg-type]
 
     def first_bags(self, batch: Call) -> Int[np.ndarray, " features_plus_1"]:
-        """Index of the first bag of every feature in a batch, followed by the number of all bags."""
+        """Index of the first bag of every feature in a batch, followed by the number of bags."""
         num_bags = [0] * len(self.features)
         for number, segment in enumerate(batch.segments):
             num_bags[number % len(num_bags)] += segment.num_bags
@@ -628,7 +628,7 @@ def _optimizers_and_rates(
 
 
 def _default_feature_names(names: Sequence[str], features: Sequence[int]) -> list[str]:
-    """For every feature, the name of its table, with an index if several features read the table."""
+    """For every feature, its table's name, with an index if several features read the table."""
     readers = []
     for feature, table in enumerate(features):
         # If a feature has a table index out of range, the name is only a placeholder, because

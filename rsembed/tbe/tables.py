@@ -100,7 +100,7 @@ class TBEVariable(nnx.Variable):
 
 
 class TrainedTables(nnx.Module):
-    """Base class of `TableBatchedEmbeddingBags` with access to whole tables and learning rates.
+    """Base class that gives `TableBatchedEmbeddingBags` access to whole tables and learning rates.
 
     The subclass implements lookups, and sets the attributes in its constructor.
 
@@ -575,7 +575,7 @@ class TrainedTables(nnx.Module):
         first: int,
         values: np.ndarray,
     ) -> None:
-        """Overwrites consecutive rows of a table, from row `first` on, in one array on the device."""
+        """Overwrites rows of a table, from row `first` on, in one of its arrays on the device."""
         group, _ = self.plan.places[number]
         state = self.whole_state
         arrays = list(state.arrays(group))

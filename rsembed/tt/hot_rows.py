@@ -319,7 +319,7 @@ def populate(
     Of ids with equal read counts, cached ids are preferred, then lower ids.
 
     Args:
-      specs: specs of the tables with concatenated cores.
+      specs: specs of the tables that share the cores, in the order of their slices.
       params: cores, cached rows and read counts.
       slots: optimizer state of the cached rows. The state of a row that enters the cache is
         initialised by `rule`.

@@ -102,7 +102,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       learning_rate: learning rate of the update in `backward`, 0.1 by default.
       eps: number that both Adagrad optimizers add to the denominator, 1e-10 by default. Other
         optimizers ignore `eps`.
-      weight_dist: distribution of the initial table, "normal" by default. See `init_cores`.
+      weight_dist: distribution of the initial weights, "normal" by default. See `init_cores`.
       dtype: dtype of the cores, float32 (default) or bfloat16. Rows and sums are float32.
       mode: "sum" (default) or "mean", which divides the sum of a bag by its number of ids.
       include_last_offset: whether the last entry of `offsets` is the end of the last bag. None, the
@@ -319,7 +319,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """Draws new cores, and resets optimizer state, step number, read counts and cache.
 
         Args:
-          weight_dist: distribution of the initial table. Default: the `weight_dist` that was passed
+          weight_dist: distribution of the new weights. Default: the `weight_dist` that was passed
             to the constructor.
           rngs: random streams. Default: `nnx.Rngs(0)`.
         """
@@ -546,7 +546,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             self._put(g, new_params, new_slots)
 
     def cache_reports(self) -> list[CacheReport]:
-        """Statistics of the cache of each group of tables, such as cached rows, hits and evictions."""
+        """Cache statistics of each group of tables, such as cached rows, hits and evictions."""
         return [cache.directory.get_value().report() for cache in self.caches]
 
     def __call__(
@@ -741,7 +741,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
 
 class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
-    """An embedding bag over one table that is stored as tensor-train cores, with a cache by default.
+    """Embedding bags over one table that is stored as tensor-train cores, with a cache by default.
 
     Args:
       num_embeddings: number of rows.

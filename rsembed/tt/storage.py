@@ -55,7 +55,7 @@ With a cache, a pair: the slots of the cores, and the slots of the cached rows.
 @no_type_check  # Arguments may be any sequences, which `__post_init__` converts to tuples.
 @dataclasses.dataclass(frozen=True, repr=False)
 class TensorTrain(Storage):
-    """Stores a table as tensor-train cores, in a small fraction of its bytes.
+    """Stores a table as tensor-train cores, in a small fraction of the bytes of a dense table.
 
     A row is computed when it is looked up. The gradient of a row goes to one slice of each core.
     The optimizer of the table updates the cores, and treats a slice like a row of a dense table.
@@ -68,7 +68,7 @@ class TensorTrain(Storage):
       tt_q_shapes: column factors. Default: `suggested_tt_shapes` of the embedding dimension.
       bytes: maximum size of the cores in bytes, as an alternative to ranks and factors. See
         `TTSpec.for_budget`.
-      weight_dist: distribution of the initial table, "normal" by default. See `init_cores`. The
+      weight_dist: distribution of the initial weights, "normal" by default. See `init_cores`. The
         `initializer` of the `TableSpec` has no effect.
       cache_rows: how many of the most read rows are cached as float32 vectors. A lookup of a cached
         row reads a stored vector and multiplies no slices, and a step updates the stored vector. 0,
@@ -284,7 +284,7 @@ class TensorTrain(Storage):
         Args:
           keys: one random key for each table that shares the storage.
           table: spec of any table that shares the storage.
-          weight_dist: distribution of the initial tables. None, the default: each table has the
+          weight_dist: distribution of the initial weights. None, the default: each table has the
             distribution `weight_dist` of its `TensorTrain`.
         """
         tables = self.tables_of(table)
@@ -606,8 +606,8 @@ class TensorTrain(Storage):
         Args:
           params: parameters before the replacement.
           slots: optimizer state, which is returned unchanged.
-          rows: a tuple of cores, a dictionary of cores by core number (the form of checkpoints), or
-            a dense table, which `from_dense` decomposes.
+          rows: a tuple of cores, a dictionary from core numbers to cores, as in checkpoints, or a
+            dense table, which `from_dense` decomposes.
           table: spec of the table.
           num_shards: not used, because every device has all cores.
 
