@@ -1,18 +1,19 @@
 """Kernels for the SparseCores of TPUs in Pallas.
 
-The first functions of this file implement functions of `reference.py`, for example `apply_rows`.
-The last functions are the Pallas kernels that the first functions run. SparseCore kernels run only
-if the user names them, in a computation for a TPU that has SparseCores. Tables and slots are
-float32. The row length should be a multiple of 8 (16 on TPU7x). For other row lengths, every call
-pads the rows, and so copies the whole table. Tables should have the memory layout of `row_layout`,
-because XLA copies a table that has a different layout.
+`lookup`, `apply_rows`, `update` and `row_gradients` compute the same results as the functions with
+the same names in `reference.py`. They run the Pallas kernels `gather`, `pool_on_tiles` and
+`step_rows`. SparseCore kernels run only if the user selects this implementation, in a computation
+for a TPU that has SparseCores. Tables and slots are float32. The row length should be a multiple of
+8 (16 on TPU7x). For other row lengths, every call copies the whole table to pad its rows. Tables
+should have the memory layout of `row_layout`, because XLA copies a table that has a different
+layout.
 
 A SparseCore has 16 tiles. A tile moves rows between its memory and the device's memory by indirect
-copies, one row per id, and computes on vectors of 8 or 16 lanes. Work is divided into chunks, and
-the tiles of all cores take chunks in turn.
+copies, one row per id, and computes on vectors of 8 or 16 lanes. The rows, bags or ids of a call
+are divided into chunks, which are distributed in turn over the tiles of all cores.
 
-No kernel here has run on a TPU. The tests simulate the kernels' bodies and compile them for v5p,
-v6e and TPU7x.
+None of these kernels has been run on a TPU. The tests simulate the body of each kernel, and compile
+the kernels for v5p, v6e and TPU7x.
 
 Source: the Pallas SparseCore guide and examples of JAX.
 """
@@ -51,13 +52,13 @@ from rsembed.optimizers.base import Slots
 NAME = "sparsecore"
 
 SUBLANES = 8
-"""A copy of several rows starts at a multiple of `SUBLANES` rows."""
+"""A copy of several rows must start at a row number that is a multiple of `SUBLANES`."""
 MAX_CHUNK_ROWS = 64
-"""Maximum number of rows in a chunk; a multiple of `SUBLANES`."""
+"""Maximum number of rows in a chunk, a multiple of `SUBLANES`."""
 TILE_BYTES = 160 * 1024
-"""Maximum size of a tile's buffers. A tile of any chip has more than `TILE_BYTES` of memory."""
+"""Maximum size of a tile's buffers for rows. On every chip, a tile has more memory than this."""
 NO_ID = -1
-"""Id that marks padding. Indirect copies skip padding."""
+"""Id that marks padding in `step_rows`. Indirect copies skip this id."""
 
 
 def unavailable_because() -> str | None:
@@ -74,7 +75,7 @@ def unavailable_because() -> str | None:
 
 
 def row_layout(sharding: Sharding) -> Any:
-    """Memory layout of tables and slots `[rows, dim]` that tiles read without a copy of the table.
+    """Memory layout of tables and slots `[rows, dim]` that kernels read without copying the table.
 
     Pass this layout to `jax.jit` in `in_shardings` and `out_shardings`. On devices other than TPUs,
     the result is the row-major layout.
@@ -88,7 +89,8 @@ def row_layout(sharding: Sharding) -> Any:
     """
     from jax.experimental.layout import Format, Layout
 
-    devices: Any = sharding.device_set  # Some type stubs of JAX lack `device_set`.
+    # The type is `Any`, because the type stubs of some JAX versions lack `device_set`.
+    devices: Any = sharding.device_set
     tiling = None
     if any(device.platform == "tpu" for device in devices):
         tiling = ((8,),)
@@ -96,7 +98,7 @@ def row_layout(sharding: Sharding) -> Any:
 
 
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
-    """Pooled rows of every bag of a list, float32. One kernel call pools all bags."""
+    """Pooled rows of every bag, in float32. One kernel call pools all bags of `entries`."""
     _check_table(table)
     filled = _fill(table, num_lanes(), axis=1)
     return _pooled(table.shape, filled, entries)
@@ -112,11 +114,11 @@ def apply_rows(
     gradients: Float[Array, "capacity dim"],
     step: Step,
 ) -> tuple[Table, Slots]:
-    """Steps distinct `rows` once, and returns the new table and slots.
+    """Applies one optimizer step to distinct `rows`, and returns the new table and slots.
 
-    Row numbers outside the table are padding. XLA, not the kernel, gathers and scatters a slot that
-    has only one number per row. A tile moves at least 32 bytes, so two tiles that write
-    neighbouring numbers could overwrite each other's results.
+    Row numbers outside the table are padding. A slot with only one number per row is gathered and
+    scattered by XLA instead of the kernel. A tile writes at least 32 bytes at once, so two tiles
+    that write neighbouring numbers of such a slot could overwrite each other's results.
     """
     _check_table(table)
     traced = trace_rule(step.rule, table, slots, len(step.hyper))
@@ -175,9 +177,9 @@ def update(
     gradients: CallGradients,
     step: Step,
 ) -> tuple[Table, Slots]:
-    """Steps every row that has a gradient, and returns the new table and slots.
+    """Applies one optimizer step to every row with a gradient, and returns new table and slots.
 
-    One kernel sums the gradients, and a second kernel steps the rows.
+    One kernel sums the gradients of each row, and a second kernel updates the rows.
     """
     rows, values = row_gradients(table.shape[0], gradients)
     return apply_rows(table, slots, rows, values, step)
@@ -200,7 +202,7 @@ def _fill(
     *,
     axis: int = 0,
 ) -> Array:
-    """The array with an axis padded with `value` to the next multiple of `multiple`."""
+    """The array, with one axis padded with `value` to the next multiple of `multiple`."""
     missing = -array.shape[axis] % multiple
     if missing == 0:
         return array
@@ -219,7 +221,7 @@ def _pooled(
     Args:
       shape: number of rows of the table, and length of a row without padding.
       table: the table, with every row padded to a multiple of the number of lanes.
-      entries: entries to pool, with their bags.
+      entries: the row, bag and weight of every entry to pool.
     """
     num_rows, dim = shape
     num_outputs = entries.num_outputs
@@ -235,7 +237,8 @@ def _pooled(
         terms = gains[:, None] * vectors[:num_outputs, :dim]
         return jnp.where(gains[:, None] == 0.0, 0.0, terms)
     chunk = chunk_rows(width, 2)
-    # Each chunk of bags reads a range of chunks of entries, which hold all entries of these bags.
+    # For each chunk of bags, the kernel reads all chunks of entries that contain entries of these
+    # bags: `starts` is the index of the first of these chunks, and `ends` the index after the last.
     offsets = as_offsets(entries.offsets, ids.shape[0])
     starts = offsets[:-1:chunk] // chunk
     last_entries = jnp.concatenate([offsets[chunk:-1:chunk], offsets[-1:]])
@@ -257,7 +260,7 @@ def _pooled(
 def _pallas() -> Any:
     """The modules of Pallas for kernels, TPUs and SparseCores.
 
-    This function imports the modules late, because the import takes seconds.
+    The import takes seconds, so it is in this function instead of at the beginning of the file.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu, tpu_sc as plsc
@@ -275,13 +278,16 @@ def num_lanes() -> int:
 
 
 def chunk_rows(dim: int, num_buffers: int) -> int:
-    """Largest number of rows per chunk for which `num_buffers` chunks fit in a tile's memory.
+    """Number of rows per chunk with which `num_buffers` chunks fit into `TILE_BYTES`.
+
+    The result is the largest possible number out of 64, 32, 16 and 8.
 
     Args:
       dim: length of a row, with padding.
       num_buffers: number of chunks that a tile holds at the same time.
 
-    Raises: NotImplementedError: a chunk of 8 rows is too large for the memory of a tile.
+    Raises: NotImplementedError: `num_buffers` chunks of 8 rows are too large for the memory of a
+      tile.
     """
     row_bytes = num_buffers * dim * 4
     rows = MAX_CHUNK_ROWS
@@ -315,7 +321,7 @@ def _on_tiles(
         num_cores=info.num_cores,
         num_subcores=info.num_subcores,
     )
-    # Indirect copies need contiguous rows, so the TensorCore's tiled layout is off.
+    # Indirect copies need contiguous rows, so the tiled layout of the TensorCore is disabled.
     params = pltpu.CompilerParams(use_tc_tiling_on_sc=False, needs_layout_passes=False)
     return pl.kernel(
         body,
@@ -327,7 +333,7 @@ def _on_tiles(
 
 
 def _deal(num_chunks: int, work: Callable[[Index], None]) -> None:
-    """Runs `work(chunk)` for every chunk that this tile takes."""
+    """Runs `work(chunk)` for this tile's share of the chunks: every `n`-th chunk, for `n` tiles."""
     pl, _, plsc = _pallas()
     info = plsc.get_sparse_core_info()
     first_tile = lax.axis_index("core") * info.num_subcores
@@ -363,7 +369,7 @@ def gather(
 ) -> Float[Array, "nnz dim"]:
     """Row `ids[k]` of the table for every `k`.
 
-    All ids must be valid, and their number a multiple of the chunk size.
+    All ids must be rows of the table, and the number of ids must be a multiple of the chunk size.
     """
     _, pltpu, _ = _pallas()
     dim = table.shape[1]
@@ -404,13 +410,15 @@ def pool_on_tiles(
     """Sum of `gain * row` over the entries of every bag.
 
     Args:
-      table: rows to pool.
-      ids: row of every entry. The row must be valid even if the gain is 0, because all rows are
-        read.
-      gains: factor of every entry. An entry with gain 0 adds nothing, even if its row holds NaN.
-      bags: bag of every entry, ascending except for entries with gain 0.
-      bounds: one vector for every chunk of bags. Lane 0 of the vector has the index of the first
-        chunk of entries to read, lane 1 the index after the last chunk, and all other lanes zeros.
+      table: the table, with every row padded to a multiple of the number of lanes.
+      ids: row number of every entry. The row number must be valid even if the gain is 0, because
+        the kernel reads the rows of all entries.
+      gains: factor by which the row of every entry is multiplied. An entry with gain 0 adds
+        nothing, even if its row contains NaN.
+      bags: index of the bag of every entry, ascending except for entries with gain 0.
+      bounds: a vector for every chunk of bags, with the range of chunks of entries to read. Lane 0
+        is the index of the first chunk, lane 1 is the index after the last chunk, and all other
+        lanes are zero.
       num_bags: number of bags. Both `num_bags` and the number of entries are multiples of the chunk
         size.
     """
@@ -437,7 +445,7 @@ def pool_on_tiles(
             index = [jnp.full(lanes, entry, jnp.int32)]
             gain = plsc.load_gather(gains_v, index)
             bag = plsc.load_gather(bags_v, index) - first_bag
-            # A chunk of entries can also hold entries of other chunks of bags.
+            # Some entries of the chunk can belong to bags outside this chunk of bags.
             is_added = is_between(bag, 0, chunk) & (gain != 0.0)
             safe_bag = jnp.where(is_added, bag, 0)
             starts = range(0, dim, lanes)
@@ -495,19 +503,19 @@ def step_rows(
     hyper: Float[Array, " hyper"],
     order: Sequence[int],
 ) -> tuple[list[Array], list[Array]]:
-    """Steps distinct rows once, and returns the new `state` and the new `numbers`.
+    """Applies one optimizer step to distinct rows, and returns the new `state` and `numbers`.
 
     Args:
       traced: the rule, from `traced_rules.trace_rule`.
       dim: length of a row without padding.
       state: the table, and the slots that have as many columns as the table, updated in place.
-      numbers: slots with one number per row, gathered for `ids`. Every lane of vector `k` has the
-        number of row `ids[k]`.
-      ids: distinct rows, and `NO_ID` for padding. The number of `ids` is a multiple of the chunk
-        size.
+      numbers: slots with one number per row, gathered for `ids`. Vector `k` of a slot contains the
+        number that belongs to row `ids[k]`, repeated in every lane.
+      ids: row numbers of distinct rows, padded with `NO_ID` to a multiple of the chunk size.
       gradients: gradient of each row in `ids`.
       hyper: hyperparameters, each repeated in all lanes of a vector.
-      order: index in `[*state, *numbers]` of the table, and then of each slot in the rule's order.
+      order: index of the table in `[*state, *numbers]`, then the index of each slot, in the order
+        in which the rule receives the slots.
     """
     pl, pltpu, plsc = _pallas()
     width = gradients.shape[1]
@@ -553,7 +561,7 @@ def step_rows(
                     number_v = numbers_v[position - num_state]
                     number_v[row, first_span] = value
                     continue
-                # If all columns of a row have the same value, a rule can return one vector.
+                # A result that is equal in all columns can be one vector instead of a `Row`.
                 new_pieces = value if isinstance(value, tuple) else (value,) * len(spans)
                 for span, piece in zip(spans, new_pieces, strict=True):
                     state_v[position][row, span] = piece
@@ -596,7 +604,7 @@ def step_rows(
 def reciprocal_root(x: Array) -> Array:
     """`1 / sqrt(x)` of positive normal numbers, with a relative error of at most 2e-7.
 
-    JAX 0.10 lowers no square root for SparseCores.
+    JAX 0.10 cannot compile square roots for SparseCores.
     """
     bits = lax.bitcast_convert_type(x, jnp.int32)
     guess_bits = 0x5F3759DF - (bits >> 1)

@@ -1,8 +1,9 @@
-"""Row rules inside kernels: evaluates the jaxpr of a rule on pieces of a row in registers.
+"""Optimizer rules inside kernels: evaluates the jaxpr of a rule on one row in registers.
 
-Rules are written for arrays `[rows, dim]`, but a kernel holds a row as several pieces: blocks of
-consecutive columns, all of one shape. The last piece of a row is padded. For a number that belongs
-to the whole row (a hyperparameter, a mean), the kernel holds a piece filled with this number.
+Rules are written for arrays `[rows, dim]`, but a kernel divides a row into several arrays of equal
+shape with consecutive columns ("pieces" of the row). The last piece is padded. A number that
+belongs to the whole row, such as a hyperparameter or a mean, is an array of the same shape as a
+piece, with this number in every entry.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ CALLS = {
     "closed_call": "call_jaxpr",
     "custom_jvp_call": "call_jaxpr",
 }
-"""Primitives that call a jaxpr, and the name of the parameter that holds it."""
+"""Primitives that call a jaxpr, and the name of the parameter that contains this jaxpr."""
 _RESHAPES = frozenset(
     ["broadcast_in_dim", "reshape", "squeeze", "expand_dims", "copy", "stop_gradient"],
 )
 
 
 Row = tuple[Array, ...]
-"""Consecutive pieces of one row."""
+"""One row as a tuple of arrays of equal shape with consecutive columns ("pieces" of the row)."""
 
 
 def trace_rule(
@@ -51,7 +52,7 @@ def trace_rule(
     *,
     elementwise: frozenset[str] = ELEMENTWISE,
 ) -> ClosedJaxpr:
-    """The rule traced for one row: a jaxpr of row, slots, gradient and hyperparameters.
+    """Jaxpr of an optimizer rule for one row. Its inputs: row, slots, gradient, hyperparameters.
 
     Args:
       rule: optimizer to trace.
@@ -93,9 +94,10 @@ def _primitives(
     closed: ClosedJaxpr,
     dim: int,
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Name and parameters of every primitive that a kernel must compute, also inside calls.
+    """Name and parameters of all primitives that a kernel must compute, also in inner jaxprs.
 
-    The result leaves out primitives that only repeat a number or change a shape.
+    Primitives that only broadcast, reshape or copy one number or one row are left out. A constant
+    with several numbers is reported as a primitive named "constant array".
     """
     for const in closed.consts:
         if np.size(const) != 1:
@@ -126,15 +128,17 @@ def evaluate(
     dim: int,
     swaps: Mapping[str, Callable[[Array], Array]] | None = None,
 ) -> list[Row | Array]:
-    """Results of a traced rule for one row, computed on pieces of the row.
+    """Results of a traced rule for one row that is divided into pieces (see `Row`).
 
     Args:
       closed: result of `trace_rule`.
-      arguments: value of each input of the rule: a `Row`, or a piece filled with a single number.
+      arguments: value of each input of the rule: a `Row`, or for a single number an array of the
+        same shape as a piece, with this number in every entry.
       dim: length of the row. If the pieces together are longer than the row, the end of the last
         piece is padding.
-      swaps: functions that replace primitives which the kernel's compiler lacks, by name of the
-        primitive. None, the default: no primitive is replaced.
+      swaps: dictionary from the name of a primitive to a function that replaces the primitive,
+        because the kernel's compiler does not support it. None, the default: no primitive is
+        replaced.
     """
     piece = next(argument[0] for argument in arguments if isinstance(argument, tuple))
     evaluation = _Evaluation(piece.shape, dim, swaps or {})
@@ -142,7 +146,7 @@ def evaluate(
 
 
 class _Evaluation(NamedTuple):
-    """Evaluates jaxprs for one row of `dim` columns, held as pieces of shape `shape`."""
+    """Evaluates jaxprs for one row of `dim` columns, divided into pieces of shape `shape`."""
 
     shape: tuple[int, ...]
     dim: int
@@ -153,7 +157,7 @@ class _Evaluation(NamedTuple):
         closed: ClosedJaxpr,
         values: Sequence[Row | Array],
     ) -> list[Row | Array]:
-        """Results of the jaxpr for the inputs `values`, computed on pieces of a row."""
+        """Results of the jaxpr for the inputs `values`: each is a `Row` or a repeated number."""
         jaxpr = closed.jaxpr
         known: dict[Any, Row | Array] = dict(zip(jaxpr.invars, values, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):
@@ -184,12 +188,12 @@ class _Evaluation(NamedTuple):
         return known[variable]
 
     def repeat(self, number: Any, variable: Any) -> Array:
-        """Piece filled with `number`, in the dtype of `variable`."""
+        """Array of shape `shape` that repeats `number`, in the dtype of `variable`."""
         scalar = np.asarray(number).reshape(())
         return jnp.full(self.shape, scalar, variable.aval.dtype)
 
     def add_up(self, value: Row | Array) -> Array:
-        """Piece filled with the sum of a row. The padding of the row is left out of the sum."""
+        """Sum of a row without its padding, repeated in an array of shape `shape`."""
         if not isinstance(value, tuple):
             return value
         (size,) = self.shape
@@ -208,9 +212,9 @@ def _apply_to_pieces(
     function: Callable[..., Array],
     inputs: Sequence[Row | Array],
 ) -> Row | Array:
-    """Applies an elementwise function to every piece of the inputs.
+    """Applies an elementwise function to the inputs, separately for each piece of the row.
 
-    Returns: a row (a tuple of pieces) if any input is a row, else one piece.
+    Returns: a `Row` if any input is a `Row`, else a single array.
     """
     num_pieces = 0
     for value in inputs:
@@ -232,9 +236,9 @@ def _elementwise(
     eqn: Any,
     swaps: Mapping[str, Callable[[Array], Array]],
 ) -> Callable[..., Array]:
-    """Function that applies an equation's primitive to one piece of the data.
+    """Function that applies the primitive of a jaxpr equation to one piece of each input.
 
-    If `swaps` lists the primitive, the result is the function in `swaps`.
+    If `swaps` has a function for the primitive, the result is this function.
     """
     name = eqn.primitive.name
     if name in swaps:
