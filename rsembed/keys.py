@@ -1,4 +1,4 @@
-"""64-bit keys as two arrays ("lanes") of 32-bit words, so that JAX needs no 64-bit mode."""
+"""64-bit keys as two arrays of 32-bit words ("lanes"), so that JAX needs no 64-bit mode."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class Keys(NamedTuple):
     Attributes:
       high: upper 32 bits of each key, uint32.
       low: lower 32 bits of each key, uint32.
-      is_key: mask, False for padding. Where `is_key` is False, the other fields are not a key, but
-        `high` and `low` can mark an invalid key for the function `is_invalid`.
-      table: index of the table of each key, int32. None if all keys belong to one table.
+      is_key: mask, False for padding. If `is_key` is False, `high` and `low` are not a key, but
+        special values mark a key that `checked_keys` replaced by padding (see `is_invalid`).
+      table: index of each key's table, int32. None if all keys belong to one table.
     """
 
     high: Lane
@@ -53,7 +53,7 @@ class Keys(NamedTuple):
 
     @staticmethod
     def of_lanes(lanes: Sequence[Lane], is_key: Lane) -> Keys:
-        """Keys from words, as the property `lanes` returns them, and the mask `is_key`."""
+        """Keys from their words, which the property `lanes` returns, and the mask `is_key`."""
         *table, high, low = lanes
         return Keys(high, low, is_key, *table)
 
@@ -71,7 +71,7 @@ class Keys(NamedTuple):
         return len(self.shape)
 
     def reshape(self, *shape: int) -> Keys:
-        """The keys, reshaped."""
+        """The same keys in the shape `shape`, like `numpy.reshape`."""
         reshaped: Keys = jax.tree.map(lambda lane: lane.reshape(*shape), self)
         return reshaped
 
@@ -103,11 +103,12 @@ def hash_keys(
       never -1.
 
     Raises:
-      TypeError: a value is neither a string nor bytes. Integers are keys already.
-      ValueError: a value is missing, a string is not Unicode, or `missing` does not fit 64 bits.
+      TypeError: a value is neither a string nor bytes. Integers are already keys.
+      ValueError: a value is missing and `missing` is None, a string is not Unicode, or `missing` is
+        outside the range of int64.
 
-    Source: the key is the BLAKE2b digest of 8 bytes (RFC 7693), read as a signed little-endian
-      number. A value with the digest -1 gets the key -2.
+    Source: the key is the 8-byte BLAKE2b digest of the value (RFC 7693), read as a signed
+      little-endian number. A value with the digest -1 gets the key -2.
 
     Example:
       >>> hash_keys(["apple", "pear", "apple"]).tolist()
@@ -137,7 +138,7 @@ def hash_keys(
 def _values_of_column(column: object) -> tuple[list[Any], tuple[int, ...]]:
     """All values of a column as a flat list, and the shape of the column.
 
-    Raises: TypeError: `column` is not a list or array, or has integers.
+    Raises: TypeError: `column` is not a list or array, or contains integers.
     """
     if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
         raise TypeError(
@@ -170,17 +171,17 @@ def _keys_of(
     row: int | None = None,
     num_per_row: int = 1,
 ) -> Int64[np.ndarray, " ids"]:
-    """Keys of values in a flat list.
+    """Keys of the values in a flat list.
 
     Args:
       values: strings, bytes or missing values.
-      known: key of each value that an earlier call has hashed, by value. The function adds the keys
-        that it computes to this dictionary.
+      known: dictionary that contains the key of each value that an earlier call has hashed. The
+        function adds the keys that it computes.
       missing: key of missing values. If `missing` is None, a missing value in `values` raises an
         error.
-      row: index of the row of the column, for error messages, if all `values` are in one row. If
-        `row` is None, the default, each row of the column has `num_per_row` values.
-      num_per_row: number of values in a row of the column, 1 by default.
+      row: index of the column's row that contains all `values`, for error messages. None, the
+        default: every row of the column contains `num_per_row` of the values.
+      num_per_row: number of values in each row of the column, 1 by default.
     """
     try:
         distinct = dict.fromkeys(values)
@@ -206,8 +207,13 @@ def _keys_of(
 def _key_of(value: object, missing: int | None) -> int:
     """64-bit key of one value of a column: a string, bytes or a missing value.
 
-    Raises: TypeError, ValueError: the value has no key. The error message is the end of a sentence,
-      and the caller adds the beginning, such as "row 3 has".
+    The error messages are the end of a sentence. The caller adds the beginning, such as "row 3
+    has".
+
+    Raises:
+      TypeError: the value is neither a string, bytes nor a missing value.
+      ValueError: the value is a string that is not Unicode, or a missing value although `missing`
+        is None.
     """
     if isinstance(value, str):
         try:
@@ -243,15 +249,14 @@ def is_missing(value: Any) -> bool:
 
 
 def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
-    """Error message for non-integer ids.
+    """Error message for ids that are not integers, with advice how to fix them.
 
-    If a value is missing, the message names the row of the first missing value. The message also
-    says how to fix the ids.
+    If a value is missing, the message names the row of the first missing value.
 
     Args:
-      ids: an array with rows along its first axis, or a flat array of ids in bags.
-      offsets: start of each bag, if `ids` is a flat array. The row in the error message is then the
-        index of a bag.
+      ids: array with one row of ids per sample, or flat array of the ids of all bags.
+      offsets: index of the first id of each bag, if `ids` is a flat array. The message then gives
+        the index of the bag as the row.
     """
     if not isinstance(ids, np.ndarray):
         return f"ids must be integers, got {ids.dtype}; convert them."
@@ -278,8 +283,8 @@ def split_keys(keys: object, *, feature: str = "keys") -> Keys:
     """Keys from an integer array. NumPy arrays stay on the host, JAX arrays stay on their device.
 
     Args:
-      keys: array of any integer dtype. In a signed dtype, -1 is padding, and other negative numbers
-        are the keys of their 64-bit two's complement. Pass 64-bit keys as NumPy arrays, because JAX
+      keys: array of any integer dtype. In a signed dtype, -1 is padding, and another negative
+        number `x` becomes the key `2**64 + x`. Pass 64-bit keys as NumPy arrays, because JAX
         without its 64-bit mode silently truncates integers to 32 bits.
       feature: name of the keys in error messages.
 
@@ -312,17 +317,17 @@ def split_keys(keys: object, *, feature: str = "keys") -> Keys:
 
 
 def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
-    """`Keys` that fit `dtype`, from `Keys` or an integer array.
+    """Converts an integer array to `Keys`, and checks that all keys fit in `dtype`.
 
     If this process cannot read the keys, because they are traced or partly on other hosts, keys
-    that do not fit `dtype` become padding. `num_invalid` counts the keys that became padding.
+    that do not fit in `dtype` become padding. `num_invalid` counts the keys that became padding.
 
     Args:
       keys: `Keys` or an integer array.
       dtype: `key_dtype` of the table.
       feature: name of the keys in error messages.
 
-    Raises: TypeError or ValueError: keys are not integers, do not fit `dtype`, or may have been
+    Raises: TypeError or ValueError: keys are not integers, do not fit in `dtype`, or may have been
       truncated by JAX.
     """
     check_not_cut(keys, dtype, feature)
@@ -330,8 +335,7 @@ def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
         keys = split_keys(keys, feature=feature)
     if any(map(_is_hidden, jax.tree.leaves(keys))):
         is_lost = is_beyond(keys, dtype)
-        # A key that does not fit gets the words `(ALL_BITS, 0)`, by which `is_invalid` recognises
-        # the key.
+        # A key that does not fit gets the words `(ALL_BITS, 0)`, which `is_invalid` recognises.
         high = jnp.where(is_lost, jnp.uint32(ALL_BITS), keys.high)
         low = jnp.where(is_lost, 0, keys.low)
         marked = keys._replace(high=high, low=low)
@@ -375,7 +379,7 @@ def check_not_cut(keys: Ids, dtype: str, feature: str) -> None:
 
 
 def as_keys(ids: Ids) -> Keys:
-    """`ids` as `Keys` of JAX arrays. All bits of 64-bit ids in NumPy arrays are kept."""
+    """Converts `ids` to `Keys` with JAX arrays, and keeps all bits of 64-bit NumPy arrays."""
     if isinstance(ids, Keys):
         return ids
     keys: Keys = jax.tree.map(jnp.asarray, split_keys(ids))
@@ -383,10 +387,10 @@ def as_keys(ids: Ids) -> Keys:
 
 
 def is_beyond(keys: Keys, dtype: str) -> Lane:
-    """Mask of the keys that do not fit `dtype`.
+    """Mask of the keys that do not fit in `dtype`.
 
-    All 64-bit numbers fit "uint64". All 64-bit numbers except `2**64 - 1` fit "int64": as a signed
-    number, `2**64 - 1` is -1, which means padding.
+    Every key fits in "uint64". Every key except `2**64 - 1` fits in "int64": as a signed number,
+    `2**64 - 1` is -1, which means padding.
     """
     if dtype == "uint64":
         return keys.is_key & False
@@ -403,9 +407,9 @@ def is_beyond(keys: Keys, dtype: str) -> Lane:
 
 
 def check_fits(keys: Keys, dtype: str, feature: str) -> None:
-    """Checks that all keys fit `dtype`. The keys must be NumPy arrays.
+    """Checks that all keys fit in `dtype`. The keys must be NumPy arrays.
 
-    Raises: ValueError: a key does not fit `dtype`.
+    Raises: ValueError: a key does not fit in `dtype`.
     """
     misfits = np.argwhere(is_beyond(keys, dtype))
     if misfits.size:
@@ -413,9 +417,9 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         (key,) = join_keys(keys.high[index][None], keys.low[index][None])
         key = int(key)
         shown = str(key)
-        # A key of `2**63` or more may come from a negative number in the data of the user, so the
-        # error message also shows the negative number. The key `2**64 - 1` cannot come from a
-        # negative number, because -1 means padding.
+        # A key of `2**63` or more may come from a negative number in the user's data, so the error
+        # message also shows the negative number. The key `2**64 - 1` cannot come from a negative
+        # number, because -1 means padding.
         if 2**63 <= key < 2**64 - 1:
             shown = f"{key} (of signed numbers: {key - 2**64})"
         raise ValueError(
@@ -425,7 +429,7 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
 
 
 def is_invalid(keys: Keys) -> Bool[Array, " nnz"]:
-    """Mask of keys that `checked_keys` replaced by padding, because they do not fit the dtype.
+    """Mask of keys that `checked_keys` replaced by padding, because they do not fit in the dtype.
 
     The function also works inside `jit`.
     """
@@ -434,7 +438,7 @@ def is_invalid(keys: Keys) -> Bool[Array, " nnz"]:
 
 
 def num_invalid(keys: Keys) -> Int[Array, ""]:
-    """Number of keys that `checked_keys` replaced by padding, because they do not fit the dtype.
+    """Number of keys that `checked_keys` replaced by padding, because they do not fit in the dtype.
 
     The function also works inside `jit`.
     """
@@ -442,15 +446,15 @@ def num_invalid(keys: Keys) -> Int[Array, ""]:
 
 
 def join_keys(high: Lane, low: Lane, *, dtype: DTypeLike = np.uint64) -> np.ndarray:
-    """Keys as 64-bit numbers, from their high and low words, on the host.
+    """Keys as a NumPy array of integers, from their high and low words.
 
     Args:
       high: upper 32 bits of each key.
       low: lower 32 bits of each key.
-      dtype: integer dtype of the result, uint64 by default. A signed dtype reads the bits as two's
-        complement.
+      dtype: integer dtype of the result, uint64 by default. In a signed dtype, a key `x` of `2**63`
+        or more becomes the negative number `x - 2**64`.
 
-    Raises: ValueError: a key does not fit `dtype`.
+    Raises: ValueError: a key does not fit in `dtype`.
     """
     upper = np.asarray(high).astype(np.uint64) << np.uint64(32)
     lower = np.asarray(low).astype(np.uint64)
@@ -467,7 +471,9 @@ def join_keys(high: Lane, low: Lane, *, dtype: DTypeLike = np.uint64) -> np.ndar
 
 
 def owners(keys: Keys, num_shards: int) -> Lane:
-    """The shard `key % num_shards` of every unsigned key, as int32; `num_shards` for padding.
+    """Index of the shard that owns each key, `key % num_shards` in int32.
+
+    The result is `num_shards` for padding.
 
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`, the range of exact 32-bit
       arithmetic.
@@ -479,7 +485,7 @@ def owners(keys: Keys, num_shards: int) -> Lane:
 
 
 def _remainder(keys: Keys, num_shards: int) -> Lane:
-    """`key % num_shards` of every unsigned key, as uint32."""
+    """Remainder `key % num_shards` for every key, in uint32."""
     n = np.uint32(num_shards)
     wrap = np.uint32(2**32 % num_shards)
     if not wrap:
@@ -490,9 +496,10 @@ def _remainder(keys: Keys, num_shards: int) -> Lane:
 
 
 def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
-    """The row `key // num_shards` of every key, as int32, for tables in which keys are row numbers.
+    """Row number `key // num_shards` of each key within its shard, in int32.
 
-    The row is `NO_ROW` for padding, and for a key that is not below `num_shards * rows_per_shard`.
+    Use this function for tables with row numbers as keys. The result is `NO_ROW` for padding, and
+    for keys of `num_shards * rows_per_shard` or more.
 
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`.
     """
@@ -501,7 +508,7 @@ def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
     n = np.uint32(num_shards)
     half = np.uint32(16)
     # Each 64-bit key is divided by `n` in a long division with digits of 16 bits. The quotient
-    # `key // n` fits 32 bits if the high word of the key is below `n`.
+    # `key // n` fits in 32 bits if the high word of the key is below `n`.
     first_remainder = keys.high % n
     upper = (first_remainder << half) | (keys.low >> half)
     second_remainder = upper % n

@@ -15,8 +15,8 @@ from jaxtyping import Float, Int, Int32, Shaped
 from rsembed.arrays import check_unmasked
 from rsembed.keys import FILL, HASH, is_missing
 
-# `Shaped` accepts any dtype, because jaxtyping does not know `ulonglong`, the dtype of large Python
-# integers in NumPy.
+# `Shaped` accepts any dtype. NumPy gives large Python integers the dtype `ulonglong`, which
+# jaxtyping does not know as an integer dtype.
 FlatIds = Shaped[np.ndarray, " nnz"]
 Offsets = Int32[np.ndarray, " bags_plus_1"]
 
@@ -31,10 +31,11 @@ def offsets_of(
 
 
 def ids_of_plain_rows(rows: Sequence[Any]) -> tuple[FlatIds, Offsets] | None:
-    """Ids and offsets of rows that are all lists of `int` or all integer arrays; else None.
+    """Ids and offsets of a list of rows, or None if the rows need slower code.
 
-    All rows are converted by one call of NumPy or `marshal`, which is 20 times as fast as one call
-    of NumPy for each row.
+    Either every row must be a list of `int` that fit in int64, or every row must be a flat array of
+    signed integers. One call of NumPy or `marshal` converts all rows, which is 20 times as fast as
+    one call of NumPy for each row.
     """
     small = small_ids_of_lists(rows)
     if small is not None:
@@ -68,21 +69,22 @@ _MARSHALLED = np.dtype([("kind", "u1"), ("value", "<i4")])
 
 
 def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"], Offsets] | None:
-    """Ids and offsets, int32, of a list of lists of `int` that fit 32 bits, or None for other rows.
+    """Int32 ids and offsets of a list of lists of 32-bit integers, or None for other rows.
 
     `marshal` reads every object once, in C, while NumPy needs three passes to find types, values
-    and lengths. In version 2 of the marshal format, a list starts with the letter "[" and its
-    length, and an integer of 32 bits is the letter "i" and its value: five bytes each. No other
-    type starts with "[" or "i" (bools are "T" and "F"). The bytes therefore are a list of lists of
-    integers if each group of five bytes starts with "[" or "i", and each "[" is at the position
-    that follows from the lengths of earlier rows. If a later Python changes the format, the
-    function returns None, and the caller converts the lists by slower code.
+    and lengths. Version 2 of the marshal format writes five bytes for the start of a list, the
+    letter "[" and the length of the list, and five bytes for a 32-bit integer, the letter "i" and
+    the value. Objects of other types start with other letters (bools with "T" or "F"). The bytes
+    therefore describe a list of lists of integers if each group of five bytes starts with "[" or
+    "i", and each "[" is at the position that follows from the lengths of earlier rows. If a later
+    version of Python changes the format, the function returns None, and the caller converts the
+    lists by slower code.
     """
     first_row = next(iter(rows), None)
     if type(rows) is not list or type(first_row) is not list:
         return None
     if first_row and (type(first_row[0]) is not int or first_row[0] >= 2**31):
-        # If the first id does not fit 32 bits, the ids are probably 64-bit keys, which this
+        # If the first id does not fit in 32 bits, the ids are probably 64-bit keys, which this
         # function does not convert.
         return None
     try:
@@ -99,8 +101,8 @@ def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"
         return None
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(items["value"][heads[1:]], out=offsets[1:])
-    # `heads` has the position of each "[" in `items`. `heads[0]` starts the list of all rows. The
-    # "[" of a row follows the ids of all earlier rows, and the "[" of all earlier lists.
+    # `heads` contains the indices in `items` at which lists start. The first list is `rows`. Before
+    # the start of a row, `items` has the ids of all earlier rows, and the starts of earlier lists.
     num_earlier_heads = np.arange(1, len(rows) + 1)
     expected_heads = offsets[:-1] + num_earlier_heads
     if not np.array_equal(heads[1:], expected_heads):
@@ -131,10 +133,10 @@ def ids_of_row(row: Any, position: int) -> FlatIds:
         try:
             array = np.asarray(row)
         except ValueError:
-            # NumPy cannot convert a row of lists with different lengths. An array with two axes is
-            # rejected below.
+            # NumPy cannot convert a row of lists with different lengths. This empty array has two
+            # axes, and is therefore rejected below.
             array = np.zeros((0, 0))
-    # NumPy converts integers to floats if some fit int64 and others only uint64.
+    # NumPy converts integers to floats if some fit in int64 and others only in uint64.
     if array.dtype.kind == "f" and all(isinstance(value, int) for value in row):
         array = join_ids([np.asarray([value]) for value in row])
     if array.dtype == object and array.ndim == 1 and are_integers(array):
@@ -158,21 +160,21 @@ def ids_of_row(row: Any, position: int) -> FlatIds:
 
 
 def are_integers(values: Any) -> bool:
-    """Whether every entry of a list or array of Python objects is an integer, and not a bool."""
+    """True if every entry of a list or array of Python objects is an integer, and not a bool."""
     return all(
         isinstance(value, (int, np.integer)) and not isinstance(value, bool) for value in values
     )
 
 
 def ids_of_integers(values: Any, complaint: str) -> FlatIds:
-    """Python integers as an array of int64 or, if an integer needs it, of uint64.
+    """Python integers as an int64 array, or as a uint64 array if an integer is `2**63` or more.
 
     Args:
       values: at least one integer.
       complaint: beginning of the error message.
 
-    Raises: TypeError: an integer does not fit 64 bits, or a negative integer occurs together with
-      an integer that needs uint64.
+    Raises: TypeError: an integer does not fit in 64 bits, or a negative integer occurs together
+      with an integer that needs uint64.
     """
     numbers = [int(value) for value in values]
     largest = max(numbers, key=abs)
@@ -182,13 +184,13 @@ def ids_of_integers(values: Any, complaint: str) -> FlatIds:
     signed = np.asarray(small_numbers, np.int64)
     if signed.size == len(numbers):
         return signed
-    # `join_ids` raises an error if a negative number occurs beside a number that needs uint64.
+    # `join_ids` raises an error if there is a negative number and a number that needs uint64.
     join_ids([signed, np.asarray([largest], np.uint64)])
     return np.asarray(numbers, np.uint64)
 
 
 def join_ids(arrays: Sequence[np.ndarray]) -> FlatIds:
-    """All ids in one integer array.
+    """Joins several arrays of ids into one integer array.
 
     `np.concatenate` would convert a mix of int64 and uint64 to floats.
 
@@ -220,7 +222,7 @@ def floats_of(weights: object, where: str) -> Float[np.ndarray, "..."]:
     """
     check_unmasked(weights, f"{where}: weights")
     array = np.asarray(weights)
-    # NumPy's kind of bfloat16 is "V", but JAX knows that bfloat16 is a float.
+    # The NumPy dtype bfloat16 has the kind "V", but JAX knows that bfloat16 is a float.
     is_float = jnp.issubdtype(array.dtype, np.floating)
     if not is_float and array.dtype.kind not in "fiu":
         raise TypeError(f"{where}: weights must be numbers, got {array.dtype}.")

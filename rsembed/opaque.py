@@ -4,8 +4,8 @@ Users often add gradients with `jax.tree.map(jnp.add, first, second)`. The sum o
 the number of a third row, so this call would return gradients of wrong rows, without an error, if
 row numbers were plain integers. JAX rejects arithmetic on arrays of random keys
 (`jax.random.key`), so `wrap` stores the bits of integers in an array of random keys. Wrapped
-numbers can be moved, indexed, concatenated, compared, carried through loops and split over a mesh.
-`jnp.add` of wrapped numbers is a `TypeError`, also inside `jit`.
+numbers can be moved, indexed, concatenated, compared, carried through loops and sharded over a
+mesh. `jnp.add` of wrapped numbers raises a `TypeError`, also inside `jit`.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from jax.extend.random import define_prng_impl
 from jaxtyping import Array, Integer, PyTree
 
 DTYPES = {"row": jnp.int32, "place": jnp.int32, "id": jnp.int32, "key_lane": jnp.uint32}
-"""Dtype of each kind of numbers: row numbers, places of rows, ids, and 32-bit words of keys."""
+"""Dtype of row numbers, positions of rows in an array, ids, and 32-bit words of keys."""
 
 _IN_ERRORS = {
     "row": "row number: add row gradients by + or rs.combine",
@@ -27,7 +27,7 @@ _IN_ERRORS = {
     "id": "id: add gradients by +",
     "key_lane": "key: add row gradients by + or rs.combine, not states",
 }
-"""Text for each kind in JAX's errors, such as `add does not accept dtype key<row number: ...>`."""
+"""Text for each kind in errors of JAX like `add does not accept dtype key<row number: ...>`."""
 
 
 def _refuse(*arguments: object, **options: object) -> Any:
@@ -58,10 +58,10 @@ def wrap(numbers: Array, kind: str) -> Array:
     The array contains the bits of the numbers, so `unwrap` returns exactly these numbers.
 
     Args:
-      numbers: array with the dtype of the kind.
-      kind: kind of the numbers, a key of `DTYPES`. Errors about arithmetic name the kind.
+      numbers: array with the dtype `DTYPES[kind]`.
+      kind: what the numbers are, a key of `DTYPES`. Errors about arithmetic name the kind, too.
 
-    Raises: TypeError: the numbers have a different dtype.
+    Raises: TypeError: `numbers` does not have the dtype `DTYPES[kind]`.
     """
     if numbers.dtype != DTYPES[kind]:
         wanted = jnp.dtype(DTYPES[kind])
@@ -79,7 +79,7 @@ def _numbers(array: Array, kind: str) -> Integer[Array, "*shape"]:
 
 
 def kind_of(array: object) -> str | None:
-    """The kind of wrapped numbers, or None for a value that is not a result of `wrap`."""
+    """The argument `kind` with which `wrap` made `array`, or None for any other value."""
     if not isinstance(array, jax.Array) or not jax.dtypes.issubdtype(
         array.dtype, jax.dtypes.prng_key
     ):
@@ -115,9 +115,10 @@ def unwrap_all(tree: PyTree) -> PyTree:
 
 
 def implementation(name: str) -> Any:
-    """The argument `impl` with which `jax.random.wrap_key_data` makes an array of the kind `name`.
+    """Argument `impl` of `jax.random.wrap_key_data`, for wrapped numbers or for random keys.
 
     Args:
-      name: a kind of wrapped numbers, or the name of a random number generator of JAX.
+      name: a key of `DTYPES` for wrapped numbers, or the name of a JAX random number generator for
+        random keys.
     """
     return _IMPLEMENTATIONS.get(name, name)

@@ -1,4 +1,4 @@
-"""Computes the row of each id in a stacked table. One formula covers the three layouts.
+"""Computes the row number of each id in a stack of tables, by one formula for three layouts.
 
 ```
 table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ──ids, tables_and_ids──▶  table, id
@@ -36,9 +36,9 @@ class Place(NamedTuple):
 
     Args:
       owner: index of the first shard that holds rows of the table.
-      first: number of rows of earlier tables of the stack in the shards of this table, summed over
-        the shards.
-      rotation: number of shards by which ids are shifted, 0 by default.
+      first: number of rows that come before this table, added up over the shards that hold rows of
+        the table.
+      rotation: number of shards by which all ids of the table are shifted, 0 by default.
     """
 
     owner: Numbers
@@ -46,19 +46,19 @@ class Place(NamedTuple):
     rotation: Numbers = 0
 
     def shards(self, ids: Numbers, *, spread: int) -> Numbers:
-        """Shard that holds the row of each id."""
+        """Index of the shard that holds the row of each id."""
         return self.owner + (ids + (self.first + self.rotation) % spread) % spread
 
     def rows_in_shard(self, ids: Numbers, *, spread: int) -> Numbers:
-        """Row of each id, counted in the shard that holds the row."""
+        """Row number of each id within the shard that holds the row."""
         return (self.first + ids) // spread
 
     def rows(self, ids: Numbers, *, spread: int, rows_per_shard: int) -> Numbers:
-        """Row of each id in an array `[num_shards * rows_per_shard, dim]`.
+        """Row number of each id in the array `[num_shards * rows_per_shard, dim]` of all shards.
 
-        For ids outside the table, the result has no meaning.
+        The result is meaningless for ids outside the table.
         """
-        # If `spread` is 1, the row is the id plus a constant. This special case has fewer
+        # If `spread` is 1, the row number is the id plus a constant. This special case has fewer
         # operations, so programs with a thousand features compile faster.
         if spread == 1:
             first_row = self.owner * rows_per_shard + self.first
@@ -87,10 +87,10 @@ class Place(NamedTuple):
         return slice(first, first + count)
 
     def ids(self, shard: Numbers, row: Numbers, *, spread: int) -> Numbers:
-        """Id of each row of a shard, the inverse of `rows`.
+        """Id of each row of a shard, the inverse of `shards` and `rows_in_shard`.
 
-        The id of a row that belongs to another table is negative, or is not below the number of
-        rows of this table.
+        The id of a row that belongs to another table is negative, or larger than all ids of this
+        table.
         """
         phase = shard - self.owner
         ids = row * spread + (phase - self.rotation) % spread - self.first
@@ -98,7 +98,7 @@ class Place(NamedTuple):
         return _where(has_table, ids, -1)
 
     def first_row(self, shard: Numbers, *, spread: int) -> Numbers:
-        """First row of a shard, counted in the shard, for which `ids` returns no negative id."""
+        """Row number, within a shard, of the first row for which `ids` returns no negative id."""
         id_of_row_0 = (shard - self.owner - self.rotation) % spread - self.first
         return -(id_of_row_0 // spread)
 
@@ -111,9 +111,9 @@ def tables_and_ids(
     *,
     spread: int,
 ) -> tuple[Numbers, Numbers]:
-    """Table of each row of a shard, as an index into `table_places`, and id of each row.
+    """For each row of a shard, the index of its table in `table_places`, and the id of the row.
 
-    The index and the id are -1 for a row that belongs to no table.
+    Both are -1 for a row that belongs to no table.
     """
     tables = row * 0 - 1
     ids = tables
