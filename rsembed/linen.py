@@ -27,16 +27,16 @@ _TRAIN_STATE = "rs.linen.TrainState"
 
 
 class Embeddings(nn.Module):
-    """Layer with the tables of a collection.
+    """Flax layer that looks up ids in the tables of a collection.
 
     `rs.linen.value_and_grad` and `rs.linen.TrainState` train the tables. The `EmbeddingState` is
     the variable `tables` of the variable collection `embeddings`. The layer also has a parameter
-    `guard`, which does not change the activations. With `guard`, the layer can raise an error if
-    `jax.grad` differentiates the model, because `jax.grad` returns no gradients of tables.
+    `guard`, which does not change the activations. `jax.grad` returns no gradients of tables, so if
+    `jax.grad` differentiates the model, the derivative with respect to `guard` raises an error.
 
     Attributes:
       collection: the tables, in any storage, on one device or a mesh.
-      frozen: whether tables are only read, False by default.
+      frozen: whether the tables are only read and not trained, False by default.
 
     Example:
       >>> import jax, rsembed as rs
@@ -74,13 +74,13 @@ class TrainState(struct.PyTreeNode):
     Args:
       step: number of updates so far.
       apply_fn: the `apply` method of the model.
-      params: the parameters of the model, its variable collection `params`.
-      embeddings: tables with their optimizer state, by the path of their layer. Use
-        `train_state.replace(embeddings=...)` after `EmbeddingCollection.prefetch`, or after loading
-        tables from a checkpoint.
+      params: the variable collection `params` of the model.
+      embeddings: dictionary from the path of each layer to the tables and optimizer state of the
+        layer. Use `train_state.replace(embeddings=...)` after `EmbeddingCollection.prefetch`, or
+        after loading tables from a checkpoint.
       variables: other variable collections of the model, such as `batch_stats`.
-      tx: optax transformation of `params`. Clipping, schedules, weight decay and other changes of
-        gradients by `tx` have no effect on tables.
+      tx: optax transformation of `params`. The clipping, schedules and weight decay of `tx` have no
+        effect on tables.
       opt_state: state of `tx`.
     """
 
@@ -105,8 +105,8 @@ class TrainState(struct.PyTreeNode):
           tx: optax transformation of the parameters.
 
         Raises:
-          ValueError: `variables` has no entry `params`, or `tx` can skip steps of the parameters,
-            as `optax.apply_if_finite` does, while each step changes the tables.
+          ValueError: `variables` has no entry `params`, or `tx` can skip an update of the
+            parameters, as `optax.apply_if_finite` does. The tables cannot skip an update.
           TypeError: `tx` is not an optax transformation. An `optax.MultiSteps` object is not an
             optax transformation.
         """
@@ -155,7 +155,7 @@ class TrainState(struct.PyTreeNode):
           replacements: new values for other fields of the training state, such as `variables`.
 
         Raises:
-          TypeError: the gradients come from `jax.grad`, which has no gradients of tables.
+          TypeError: the gradients come from `jax.grad`, which returns no gradients of tables.
           ValueError: the gradients belong to a different model.
         """
         taps.check_steps_always(self.opt_state, _TRAIN_STATE)
@@ -174,11 +174,11 @@ class TrainState(struct.PyTreeNode):
 
 @validated
 def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tuple[Any, Gradients]]:
-    """A function that returns a loss, and the gradients of the loss for parameters and tables.
+    """Function that returns a loss, and its gradients with respect to parameters and tables.
 
     Args:
-      loss_fn: function `loss_fn(apply, ...)` that returns the loss, or `(loss, aux)`. `apply` is
-        `TrainState.apply`. JAX traces `loss_fn` twice.
+      loss_fn: function `loss_fn(apply, ...)` that returns the loss, or `(loss, aux)`. The argument
+        `apply` calls the model, like `TrainState.apply`. JAX traces `loss_fn` twice.
       has_aux: whether `loss_fn` returns `(loss, aux)`, False by default.
 
     Returns: a function `(train_state, ...) -> (value, gradients)`.
@@ -196,7 +196,7 @@ def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tup
             tap_arrays: list[Activations],
             embeddings: dict[str, EmbeddingState],
         ) -> Any:
-            """The loss, and as auxiliary output the result of `loss_fn` and the lookups."""
+            """The loss, and as auxiliary output a pair: result of `loss_fn`, recorded lookups."""
             layers = {name: name for name in embeddings}
             recording = taps.Recording(layers, tap_arrays)
             state_with_arguments = state.replace(params=params, embeddings=embeddings)

@@ -34,13 +34,13 @@ class Tables(nnx.Variable):
 class Guard(nnx.Param):
     """Parameter of an `Embeddings` layer that does not change the activations.
 
-    With the guard, the layer can raise an error if `nnx.grad` differentiates the model, because
-    `nnx.grad` returns no gradients of tables.
+    `nnx.grad` returns no gradients of tables, so if `nnx.grad` differentiates the model, the
+    derivative with respect to this parameter raises an error.
     """
 
 
 class Embeddings(nnx.Module):
-    """Layer with the tables of a collection.
+    """Flax layer that looks up ids in the tables of a collection.
 
     `rs.nnx.value_and_grad` and `rs.nnx.Optimizer` train the tables. If a loss calls the layer
     several times, one step applies the summed gradients. A loss cannot call the layer inside
@@ -50,9 +50,9 @@ class Embeddings(nnx.Module):
     Args:
       collection: the tables, in any storage, on one device or a mesh.
       rngs: NNX random streams. The stream `params` provides the random key of the initial tables.
-      frozen: whether tables are only read, False by default. To freeze a layer later, set
-        `layer.frozen = True`, or call `model.set_attributes(rs.nnx.Embeddings, frozen=True)` for
-        all layers of a model.
+      frozen: whether the tables are only read and not trained, False by default. To freeze a layer
+        later, set `layer.frozen = True`, or call
+        `model.set_attributes(rs.nnx.Embeddings, frozen=True)` for all layers of a model.
 
     Example:
       >>> import rsembed as rs
@@ -94,7 +94,7 @@ class Embeddings(nnx.Module):
         self.tables.set_value(state)
 
     def prefetch(self, batch: Batch) -> None:
-        """Copies the rows that `batch` reads from host memory to the device.
+        """Copies the rows for a lookup of `batch` from host memory to the device.
 
         Tables with the storage `rs.HostCached` have rows in host memory. See
         `EmbeddingCollection.prefetch`.
@@ -109,13 +109,13 @@ def value_and_grad(
     has_aux: bool = False,
     wrt: Any = nnx.Param,
 ) -> Callable[..., tuple[Any, Gradients]]:
-    """A function that returns a loss, and the gradients of the loss for parameters and tables.
+    """Function that returns a loss, and its gradients with respect to parameters and tables.
 
     Args:
       loss_fn: function `loss_fn(model, ...)` that returns the loss, or `(loss, aux)`. JAX traces
         `loss_fn` twice.
       has_aux: whether `loss_fn` returns `(loss, aux)`, False by default.
-      wrt: filter of the dense parameters, `nnx.Param` by default.
+      wrt: NNX filter that selects the dense parameters, `nnx.Param` by default.
 
     Returns: a function `(model, ...) -> (value, gradients)`.
 
@@ -129,7 +129,7 @@ def value_and_grad(
         *args: PyTree,
         **kwargs: object,
     ) -> Any:
-        """The loss, and as auxiliary output the result of `loss_fn` and the lookups."""
+        """The loss, and as auxiliary output a pair: result of `loss_fn`, recorded lookups."""
         layers = {}
         for name, layer in _trained_layers(model).items():
             layers[id(layer)] = name
@@ -143,8 +143,8 @@ def value_and_grad(
 
     def with_gradients(model: Any, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
         def recorded_calls(model_copy: object) -> Any:
-            # `nnx.eval_shape` calls this function only for the shapes of the results. The arguments
-            # are cloned, because the loss may change modules among the arguments.
+            # `nnx.eval_shape` calls this function only to find the shapes of the results. The
+            # arguments are cloned, because the loss may change modules among the arguments.
             args_copy = nnx.clone(args)
             kwargs_copy = nnx.clone(kwargs)
             _, (_, calls) = recorded(model_copy, [], *args_copy, **kwargs_copy)
@@ -172,16 +172,16 @@ class Optimizer(nnx.Module):
 
     Args:
       model: a model with `Embeddings` layers.
-      tx: optax transformation for the dense parameters. Clipping, schedules, weight decay and other
-        changes of gradients by `tx` have no effect on tables.
-      wrt: filter of the dense parameters, `nnx.Param` by default. `value_and_grad` needs an equal
-        argument `wrt`.
+      tx: optax transformation for the dense parameters. The clipping, schedules and weight decay of
+        `tx` have no effect on tables.
+      wrt: NNX filter that selects the dense parameters, `nnx.Param` by default. Pass the same
+        filter to `value_and_grad`.
 
     Raises:
       TypeError: `tx` is not an optax transformation. An `optax.MultiSteps` object is not an optax
         transformation.
-      ValueError: `tx` can skip steps of the parameters, as `optax.apply_if_finite` does, while each
-        step changes the tables.
+      ValueError: `tx` can skip an update of the parameters, as `optax.apply_if_finite` does. The
+        tables cannot skip an update.
     """
 
     @validated
@@ -191,7 +191,7 @@ class Optimizer(nnx.Module):
         taps.check_steps_always(self.dense.opt_state, _OPTIMIZER)
 
     def update(self, model: Any, gradients: Any, **kwargs: Any) -> None:
-        """Makes one optimizer step of the model, in place.
+        """Updates the parameters and tables of the model in place, by one optimizer step.
 
         Args:
           model: the model to update.
@@ -199,7 +199,7 @@ class Optimizer(nnx.Module):
           kwargs: keyword arguments that are passed on to optax's `update`.
 
         Raises:
-          TypeError: the gradients come from `nnx.grad`, which has no gradients of tables.
+          TypeError: the gradients come from `nnx.grad`, which returns no gradients of tables.
           ValueError: the gradients belong to a different model.
         """
         taps.check_steps_always(self.dense.opt_state, _OPTIMIZER)
@@ -214,7 +214,7 @@ class Optimizer(nnx.Module):
 
 
 def _trained_layers(model: Any) -> dict[str, Embeddings]:
-    """The `Embeddings` layers of a model that are not frozen, by path."""
+    """Dictionary from path to layer, for the `Embeddings` layers that are not frozen."""
     layers = {}
     for path, module in nnx.iter_modules(model):
         if isinstance(module, Embeddings) and not module.frozen:
