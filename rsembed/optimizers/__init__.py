@@ -1,6 +1,6 @@
 """Optimizers for embedding rows.
 
-Settings that only programs for FBGEMM use are in `rsembed.tbe`.
+Settings that are used only by programs written for FBGEMM are in `rsembed.tbe`.
 """
 
 from rsembed.optimizers import regularization, regularized, rules

@@ -1,7 +1,7 @@
 """Base classes of row optimizers, and adapters for custom rules and optax transformations.
 
-An optimizer has slots (state arrays with one entry per table row) and a pure rule that steps the
-rows that a batch looked up.
+An optimizer has slots (state arrays with one entry per table row) and a rule, a pure function that
+updates the rows that a batch looked up.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ StepNumber = int | float | np.number | np.ndarray | Array | None
 @no_type_check  # `OptimizerSpec.__post_init__` checks the fields, and names the field in errors.
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerSpec(abc.ABC):
-    """Optimizer that steps the rows of a table that a batch has looked up.
+    """Optimizer that updates the rows of a table that a batch has looked up.
 
     Args:
       learning_rate: a number, or a function that returns one. The function has no arguments, or
@@ -47,7 +47,7 @@ class OptimizerSpec(abc.ABC):
     rule_name: ClassVar[str] = ""
     """Short name that identifies the rule in files."""
     rule_fields: ClassVar[tuple[str, ...]] = ()
-    """Fields that the rule receives as hyperparameters, after the learning rate."""
+    """Names of the fields that the rule receives as hyperparameters, after the learning rate."""
     slot_fields: ClassVar[tuple[str, ...]] = ()
     """Names of the fields that hold the initial value of each slot.
 
@@ -71,12 +71,15 @@ class OptimizerSpec(abc.ABC):
 
     @property
     def needs_step(self) -> bool:
-        """True if the rule depends on the step, apart from a learning-rate schedule."""
+        """True if the rule needs the step number, even without a learning-rate schedule."""
         return False
 
     @property
     def is_row_wise(self) -> bool:
-        """True if the columns of a row share state: padding columns would change the results."""
+        """True if the update of a column depends on other columns of its row.
+
+        Padding columns in the row would then change the results.
+        """
         return False
 
     @property
@@ -97,7 +100,7 @@ class OptimizerSpec(abc.ABC):
         learning_rate_arity(self.learning_rate)
 
     def __repr__(self) -> str:
-        """Class name with empty parentheses; only `str(optimizer)` lists the hyperparameters."""
+        """Class name with empty parentheses. `str(optimizer)` also lists the hyperparameters."""
         return f"{type(self).__name__}()"
 
     def __str__(self) -> str:
@@ -110,8 +113,8 @@ class OptimizerSpec(abc.ABC):
     def identity(self) -> str:
         """String that is equal for two rules if they can read each other's slots.
 
-        The string contains no hyperparameters, because they may change between runs, and no
-        learning rate, because a schedule may replace it.
+        The string contains no numbers from the hyperparameters, because they may change between
+        runs, and no learning rate, because a schedule may replace it.
         """
         fields = {}
         for field in dataclasses.fields(self):
@@ -146,7 +149,7 @@ class OptimizerSpec(abc.ABC):
         return rate
 
     def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:
-        """Float32 scalars that the rule receives at `step`, starting with the learning rate."""
+        """Hyperparameters of the rule at `step`, as float32 scalars: first the learning rate."""
         values = [self.get_learning_rate(step)]
         values += [getattr(self, name) for name in self.rule_fields]
         return tuple(as_float32(value) for value in values)
@@ -162,7 +165,7 @@ class OptimizerSpec(abc.ABC):
         return len(self.slot_initial_values())
 
     def slot_variables_initializers(self) -> PyTree:
-        """Initializers of the slots, called with `(key, shape)`, in the slots' named tuple."""
+        """A `slot_type` with one initializer for each slot, called with `(key, shape)`."""
         initializers: list[Any] = []
         for value in self.slot_initial_values():
             if not callable(value):
@@ -171,18 +174,18 @@ class OptimizerSpec(abc.ABC):
         return self.pack_slots(tuple(initializers))
 
     def init_slots(self, rows: Rows) -> Slots:
-        """Initial slots of `rows`: arrays with one leading entry per row."""
+        """Initial slots of `rows`: arrays with one entry per row along the first axis."""
         slots = []
         for value in self.slot_initial_values():
             if callable(value):
-                # The key is unused: all initializers of slots are constant.
+                # Initializers of slots should be constant, so all of them get the same random key.
                 slots.append(value(jax.random.key(0), rows.shape))
             else:
                 slots.append(jnp.full(rows.shape, value, jnp.float32))
         return tuple(slots)
 
     def pack_slots(self, slots: Slots) -> PyTree:
-        """`slots` as the named tuple of this optimizer."""
+        """Converts `slots` to a `slot_type`, usually the named tuple of this optimizer."""
         if self.slot_type is tuple:
             return tuple(slots)
         return self.slot_type(*slots)
@@ -191,17 +194,17 @@ class OptimizerSpec(abc.ABC):
     def step_rows(
         self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
-        """Rows and slots after one step of distinct rows, computed in float32.
+        """Rows and slots after one optimizer step, computed in float32.
 
         Args:
-          rows: rows of the table in float32, each at most once.
+          rows: distinct rows of the table in float32.
           slots: slots of `rows`.
           gradients: gradient of each row, summed over the samples that read the row.
           hyper: result of `get_hyperparameters`.
         """
 
     def short_name(self) -> str:
-        """Name of the rule in files and kernels: `rule_name`, or the class name if it is empty."""
+        """Name of the rule in files and errors: `rule_name`, or if empty the name of the class."""
         return self.rule_name or type(self).__name__
 
 
@@ -228,8 +231,9 @@ class CompactOptimizerSpec(OptimizerSpec):
       slot_dtypes: dtype of each slot, or None for the default dtype of a slot. With an empty tuple,
         the default, all slots have their default dtype.
 
-    Raises: ValueError: `slot_dtypes` has the wrong length, or a slot does not support the dtype.
-      Slots of float32 can also be bfloat16 or float16, and slots of int32 are always int32.
+    Raises: ValueError: `slot_dtypes` has the wrong length, or a slot does not support the dtype. A
+      slot with the default dtype float32 also supports bfloat16 and float16. A slot with the
+      default dtype int32 supports no other dtype.
     """
 
     slot_dtypes: tuple[str | None, ...] = dataclasses.field(default=(), kw_only=True)
@@ -292,9 +296,9 @@ class CompactOptimizerSpec(OptimizerSpec):
     def _step(
         self, rows: Rows, slots: Slots, gradients: Rows, hyper: Hyperparameters
     ) -> tuple[Rows, Slots]:
-        """Rows and slots after one step, like `step_rows`, but without 16-bit slots.
+        """Rows and slots after one optimizer step, like `step_rows`, but without 16-bit slots.
 
-        The slots in arguments and result are float32, or int32 if they count steps.
+        The slots in arguments and result are float32, or int32 if they contain step numbers.
         """
 
     def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:
@@ -319,7 +323,7 @@ def as_float32(value: object) -> Array:
 def learning_rate_arity(learning_rate: object) -> int:
     """Number of arguments of a learning-rate function: 1 (the step) or 0.
 
-    A learning rate that is a number has 0 arguments.
+    The result is also 0 for a learning rate that is a number instead of a function.
 
     Raises: ValueError: the function needs two arguments or more, or a keyword argument.
     """
@@ -340,7 +344,7 @@ def learning_rate_arity(learning_rate: object) -> int:
             f"a learning-rate callable takes no argument or the step, but {learning_rate!r} needs "
             f"{[parameter.name for parameter in required]}; bind the others with functools.partial."
         )
-    # `lambda step=0: ...` counts as a schedule; `lambda *_: ...` and `lambda: ...` are not.
+    # `lambda step=0: ...` is a function of the step. `lambda *_: ...` and `lambda: ...` are not.
     return int(has_positional)
 
 
@@ -354,7 +358,7 @@ class Custom(OptimizerSpec):
         function over the looked-up rows, so norms and means inside the function are per row.
       slot_variable_initializers_tuple: initial value of each slot: a number, or an initializer
         called with `(key, shape)`.
-      short_name_str: name of the rule in plans and files.
+      short_name_str: name of the rule in files, error messages and the description of a plan.
 
     Raises: TypeError: the function does not take the arguments `(gradient, row, *slots,
       learning_rate)`.
@@ -423,11 +427,11 @@ class Custom(OptimizerSpec):
 class OptaxOptimizerSpec(OptimizerSpec):
     """Optimizer that applies an optax transformation to each row, with separate state for each row.
 
-    The step counts of a transformation (for bias correction and schedules) count the steps of one
+    The step counts of a transformation (for bias correction and schedules) count the updates of one
     row. Norms inside a transformation (for trust ratios and clipping) are norms of one row. The
     state of a row changes only when the row is looked up. In a training run that looks up every row
     in every step, an elementwise transformation computes the same values as optax with a dense
-    table. To clip the gradient of the whole batch, use `rsembed.clip_by_global_norm`.
+    table. To clip the gradients of the whole batch, use `rsembed.clip_by_global_norm`.
 
     The constructor rejects transformations that need the loss or the loss function (`lbfgs`,
     `polyak_sgd`, line searches, `optax.contrib.momo`, `sophia`, `reduce_on_plateau`). Also rejected
@@ -500,7 +504,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
         return tuple(jax.tree.leaves(state))
 
     def pack_slots(self, slots: Slots) -> PyTree:
-        """`slots` as state of the transformation, with a leading row axis in each leaf."""
+        """Converts `slots` to the optax state: in each leaf, the first axis is the axis of rows."""
         return jax.tree.unflatten(self._state_structure(1), slots)
 
     def step_rows(

@@ -35,7 +35,7 @@ class WeightDecayMode(enum.IntEnum):
 
 
 class CounterWeightDecayMode(enum.IntEnum):
-    """How the COUNTER and COWCLIP modes use `weight_decay`."""
+    """How `weight_decay` is used in the modes COUNTER and COWCLIP of `WeightDecayMode`."""
 
     NONE = 0
     L2 = 1
@@ -44,7 +44,10 @@ class CounterWeightDecayMode(enum.IntEnum):
 
 
 class LearningRateMode(enum.IntEnum):
-    """How COUNTER changes the learning rate of rows with a counter above `tail_id_threshold`."""
+    """How a row counter above `tail_id_threshold` changes the learning rate of the row.
+
+    Only `WeightDecayMode.COUNTER` uses this setting.
+    """
 
     EQUAL = -1
     TAIL_ID_LR_INCREASE = 0
@@ -76,14 +79,14 @@ class TailIdThreshold:
 class CounterBasedRegularizationDefinition:
     """Settings of `WeightDecayMode.COUNTER`: learning rates depend on the counter of a row.
 
-    The counter of a row is the number of steps that looked it up.
+    The counter of a row is the number of steps in which the row was looked up.
 
     Args:
       counter_weight_decay_mode: kind of weight decay. L2 and DECOUPLE need a positive
         `counter_halflife`.
-      counter_halflife: number of steps in which a row's counter halves. A negative half-life, such
-        as the default -1, keeps counters from decaying. ADAGRADW computes learning rates
-        differently for the half-lives -1 and -2. With a half-life of 0, every counter is 1.
+      counter_halflife: number of steps after which an update counts only half in a row's counter.
+        With a negative half-life, such as the default -1, counters do not decay. ADAGRADW has
+        different formulas for the half-lives -1 and -2. With a half-life of 0, every counter is 1.
       adjustment_iter: number of the last step before row counters begin to change learning rates
         and decay. With 0 or less, row counters are used from the first step.
       adjustment_ub: exponent in the TAIL_ID modes of `learning_rate_mode`, factor of the counter in
@@ -92,8 +95,8 @@ class CounterBasedRegularizationDefinition:
         the tail. With EQUAL, the default, the counter does not change the learning rate.
       grad_sum_decay: setting without effect in FBGEMM. NO_DECAY is the only supported value.
       tail_id_threshold: rows with a counter up to this threshold belong to the tail.
-      max_counter_update_freq: number of steps between two updates of the largest counter. With 0 or
-        less, the largest counter is never updated.
+      max_counter_update_freq: number of steps between two updates of `max_counter`. With 0 or less,
+        `max_counter` is never updated.
     """
 
     counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
@@ -108,10 +111,12 @@ class CounterBasedRegularizationDefinition:
     def refreshed_max_counter(
         self, row_counters: Sequence[Float[Array, "_ ..."]], t: ArrayLike, old: ArrayLike
     ) -> Float[Array, ""]:
-        """Largest counter of all tables plus 1; `old` if step `t` does not update this number.
+        """New `max_counter`, which is 1 plus the largest row counter of all tables.
+
+        If no update of `max_counter` is due in step `t`, the result is `old`.
 
         Args:
-          row_counters: counters of each table before step `t`.
+          row_counters: row counters of each table before step `t`.
           t: number of the current step, 1 for the first step.
           old: the result of the previous call, or 1 in the first call.
         """
@@ -133,7 +138,7 @@ class CounterBasedRegularizationDefinition:
 @dataclasses.dataclass(frozen=True)
 @validated
 class CowClipDefinition:
-    """Settings of `WeightDecayMode.COWCLIP`: gradients are clipped by row norm and row counter.
+    """Settings of `WeightDecayMode.COWCLIP`, which clips the gradient of each row.
 
     The norm of a row's gradient is clipped to
     `row_counter * max(weight_norm_coefficient * norm(row), lower_bound)`. The defaults are zero,
@@ -148,7 +153,10 @@ class CowClipDefinition:
 
 
 class StepMode(enum.IntEnum):
-    """Whether each update keeps the slow copy of an ensemble, or sets the copy to zero (NONE)."""
+    """Whether the slow copy of a table is set to zero after each update of the copy (NONE).
+
+    See `EnsembleModeDefinition`. The slow copy is kept in the modes USE_COUNTER and USE_ITER.
+    """
 
     NONE = 0
     USE_COUNTER = 1
@@ -162,14 +170,15 @@ Copies = tuple[Table, ...]
 @dataclasses.dataclass(frozen=True)
 @validated
 class EnsembleModeDefinition:
-    """Settings of a slow copy of the table, an exponential moving average.
+    """Settings of a slow copy of the table: the exponential moving average of the table.
 
     Args:
       step_ema: number of steps between two updates of the slow copy.
-      step_swap: number of steps between two swaps. A swap overwrites the table with the slow copy.
+      step_swap: number of steps until the table is overwritten with the slow copy (a "swap"), and
+        between two swaps.
       step_start: last step at which an update copies the whole table into the slow copy. Later
-        updates move the slow copy towards the table by `1 - step_ema_coef` of the difference.
-      step_ema_coef: weight of the old slow copy in an update.
+        updates compute `slow = step_ema_coef * slow + (1 - step_ema_coef) * table`.
+      step_ema_coef: decay of the moving average, the factor of `slow` in the formula above.
       step_mode: NONE sets the slow copy to zero after each update, and other modes keep the slow
         copy.
     """
@@ -181,12 +190,14 @@ class EnsembleModeDefinition:
     step_mode: StepMode = StepMode.USE_ITER
 
     def before_step(self, table: Table, copies: Copies, t: ArrayLike) -> tuple[Table, Copies]:
-        """Table and slow copy after an update or a swap, if one is due before step `t`.
+        """Updates the slow copy, and overwrites the table with it, if this is due before step `t`.
 
         Args:
-          table: the table that the optimizer steps, to which the slow copy belongs.
-          copies: tuple with one array, the slow copy.
+          table: the table that the optimizer trains.
+          copies: tuple with one array, the slow copy of `table`.
           t: number of the current step, 1 for the first step.
+
+        Returns: the table, and a tuple with the slow copy.
         """
         t = jnp.asarray(t, jnp.int32)
         is_update_due = t % int(self.step_ema) == 0
@@ -214,7 +225,7 @@ class EnsembleModeDefinition:
 @dataclasses.dataclass(frozen=True)
 @validated
 class EmainplaceModeDefinition:
-    """Settings of a moving average inside each row: the second half follows the first half.
+    """Settings of a moving average: the second half of each row follows the first half.
 
     Args:
       step_ema: number of steps between two updates of the second half of each row.
@@ -228,13 +239,15 @@ class EmainplaceModeDefinition:
     step_ema_coef: float = within("[0, 1]", default=0.6)
 
     def before_step(self, table: Table, copies: Copies, t: ArrayLike) -> tuple[Table, Copies]:
-        """The table, with the second half of each row updated if step `t` needs it, and `copies`.
+        """Updates the second half of each row, if this is due before step `t`.
 
         Args:
           table: table with an even number of columns.
-          copies: returned unchanged; an argument only because the method has the signature of
-            `EnsembleModeDefinition.before_step`.
+          copies: returned unchanged. The method has this argument only because
+            `EnsembleModeDefinition.before_step` has it.
           t: number of the current step, 1 for the first step.
+
+        Returns: the table, and `copies`.
         """
         t = jnp.asarray(t, jnp.int32)
 
@@ -258,12 +271,14 @@ class EmainplaceModeDefinition:
 class GlobalWeightDecayDefinition:
     """Settings of `WeightDecayMode.DECOUPLE_GLOBAL`: every row decays in every step.
 
-    A step does not write the rows that it did not look up. The next lookup or update of a row
-    applies the decay of the steps in between (the missed steps).
+    In each step, only the rows that the batch looks up are written. When a row is updated (or in a
+    table-batched module looked up), the decay of the steps since the row's last update (the "missed
+    steps") is applied at once.
 
     Args:
       start_iter: first step with decay.
-      lower_bound: lower bound of the decay factor for all missed steps of a row together.
+      lower_bound: lower bound of a row's decay factor, the product of one factor for each missed
+        step.
     """
 
     start_iter: int = 0
@@ -280,12 +295,12 @@ def global_decay_factor(
     """Decay factor of each row, for the steps between the row's last update and step `t`.
 
     Args:
-      prev_iter: step of each row's last update, 0 for a row without an update. A row without an
-        update has the decay factor 1.
+      prev_iter: step of each row's last update, 0 for a row that was never updated. Such a row has
+        the decay factor 1.
       t: number of the current step, 1 for the first step. Before `config.start_iter`, all decay
         factors are 1.
       learning_rate: current learning rate, used for all missed steps.
-      weight_decay: strength of decay. If `weight_decay` is 0, all decay factors are 1.
+      weight_decay: coefficient of weight decay. If it is 0, all decay factors are 1.
       config: first step with decay, and lower bound of the decay factor.
 
     Source: FBGEMM, DECOUPLE_GLOBAL.
@@ -295,7 +310,7 @@ def global_decay_factor(
     missed = jnp.maximum(t - prev_iter - 1, 0).astype(jnp.float32)
     rate = jnp.asarray(learning_rate, jnp.float32) * weight_decay
     # In float32, `1 - rate` is 1 if `rate` is below 3e-8, and `(1 - rate)**missed` would be 1, too.
-    # `log1p(-rate)` is accurate for small rates, but does not exist for rates of 1 or more.
+    # `log1p(-rate)` is accurate for small rates, but is not defined for rates of 1 or more.
     log_factor = jnp.log1p(-jnp.minimum(rate, 0.5))
     by_logarithm = jnp.exp(missed * log_factor)
     is_small = rate < 0.5

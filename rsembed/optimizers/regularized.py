@@ -119,14 +119,15 @@ class _DecayingAdam(CompactOptimizerSpec):
 class AdamW(_DecayingAdam):
     """Adam with decoupled weight decay. Rows that are not looked up do not decay.
 
-    `m += (1 - beta_1) * (g - m)` and `v += (1 - beta_2) * (g² - v)`, divided by `1 - beta**t`, give
-    `u = m / (sqrt(v) + epsilon) + weight_decay * w` and `w -= lr * u`.
+    The moments are `m += (1 - beta_1) * (g - m)` and `v += (1 - beta_2) * (g² - v)`. Each moment is
+    divided by `1 - beta**t` in `u = m / (sqrt(v) + epsilon) + weight_decay * w`, and `w -= lr * u`.
 
     Args:
       beta_1: decay of the first moment per update of the row.
       beta_2: decay of the second moment per update of the row.
       epsilon: number added to `sqrt(v)`.
-      weight_decay: strength of decay. Each update of a row subtracts `lr * weight_decay * w`.
+      weight_decay: coefficient of weight decay. Each update of a row subtracts
+        `lr * weight_decay * w`.
       has_row_wise_second_moment: whether each row has one second moment, of `mean(g²)`, instead of
         one per column, False by default. One moment per row saves nearly half of the optimizer
         state.
@@ -144,7 +145,7 @@ class AdamW(_DecayingAdam):
 class LAMB(_DecayingAdam):
     """AdamW with step lengths proportional to the row norm: `w -= lr * norm(w) / norm(u) * u`.
 
-    `u` is the direction of a step of `AdamW`, and `LAMB` has the arguments of `AdamW`. The ratio of
+    `LAMB` has the same arguments as `AdamW`, and computes `u` by the same formula. The ratio of
     norms is 1 if either norm is 0, because rows that start at zero could not move otherwise.
 
     Source: You et al. (2020), and FBGEMM's optimizers `LAMB` and `PARTIAL_ROWWISE_LAMB`.
@@ -164,7 +165,8 @@ class LARS(CompactOptimizerSpec):
     Args:
       momentum: decay of the momentum per update of the row.
       eta: trust coefficient, the factor of the norm ratio.
-      weight_decay: strength of decay. Each update of a row adds `weight_decay * w` to the gradient.
+      weight_decay: coefficient of weight decay. Each update of a row adds `weight_decay * w` to the
+        gradient.
 
     Source: You, Gitman, Ginsburg (2017), and FBGEMM's optimizer `LARS_SGD`.
     """
@@ -195,9 +197,9 @@ class LARS(CompactOptimizerSpec):
 class DecayedAdagrad(CompactOptimizerSpec):
     """Row-wise Adagrad with weight decay, a bound on row norms, or both.
 
-    `A += mean(e²)` and `w = keep * w - lr * e / (sqrt(A) + epsilon)`, with `e = g + weight_decay
-    * w` for L2 and `e = g` otherwise, and `keep = 1 - lr * weight_decay` for DECOUPLE and
-    DECOUPLE_GLOBAL and `keep = 1` otherwise.
+    `A += mean(e²)` and `w = keep * w - lr * e / (sqrt(A) + epsilon)`. In the mode L2,
+    `e = g + weight_decay * w`, and in other modes `e = g`. In the modes DECOUPLE and
+    DECOUPLE_GLOBAL, `keep = 1 - lr * weight_decay`, and in other modes `keep = 1`.
 
     The mode DECOUPLE_GLOBAL decays a row in every step, but writes the row only in its updates:
     each update first applies the decay of the steps since the row's last update. In table-batched
@@ -205,13 +207,13 @@ class DecayedAdagrad(CompactOptimizerSpec):
 
     Args:
       epsilon: number added to `sqrt(A)`.
-      weight_decay: strength of decay.
+      weight_decay: coefficient of weight decay.
       weight_decay_mode: NONE, L2, DECOUPLE or DECOUPLE_GLOBAL.
-      max_norm: largest row norm. Rows with a larger norm are scaled down to `max_norm`. With 0, the
-        default, norms have no bound.
+      max_norm: maximum norm of a row. Rows with a larger norm are scaled down to `max_norm`. With
+        0, the default, row norms are not bounded.
       global_weight_decay: settings of DECOUPLE_GLOBAL, None for the other modes.
-      is_per_row: whether there is one accumulator per row. If False, there is one accumulator per
-        entry (plain Adagrad).
+      is_per_row: whether there is one accumulator per row, True by default. If False, there is one
+        accumulator per element of a row (plain Adagrad).
 
     Raises: ValueError: a different optimizer implements `weight_decay_mode`, or
       `global_weight_decay` is missing for DECOUPLE_GLOBAL or set for another mode.
@@ -292,7 +294,7 @@ class DecayedAdagrad(CompactOptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class _CountingAdagrad(CompactOptimizerSpec):
-    """Base of the two row-wise Adagrads that count the updates of each row."""
+    """Base of the two row-wise Adagrad optimizers that count the updates of each row."""
 
     epsilon: float = within("(0, inf)", default=1e-8)
     weight_decay: float = within("[0, inf)", default=0.0)
@@ -303,12 +305,12 @@ class _CountingAdagrad(CompactOptimizerSpec):
     needs_step = True
 
     def _num_missed_steps(self, prev_iter: Array, t: Array) -> Array:
-        """Steps since each row's last update, in float32, or 1 for a row without an update."""
+        """Steps since each row's last update, in float32, or 1 for a row that was never updated."""
         # Integers are subtracted, because float32 holds step numbers exactly only up to 2**24.
         return jnp.where(prev_iter == 0, 1, t - prev_iter).astype(jnp.float32)
 
     def _next_counter(self, row_counter: Array, gap: Array) -> Array:
-        """Row counters that include the present step.
+        """Row counters after the current step.
 
         With a positive half-life `h`, an update counts half as much after `h` more steps.
         """
@@ -330,17 +332,17 @@ class _CountingAdagrad(CompactOptimizerSpec):
 class CounterAdagrad(_CountingAdagrad):
     """Row-wise Adagrad with learning rates and decay that depend on row counters.
 
-    This is `WeightDecayMode.COUNTER` of FBGEMM. With the default settings, steps are those of
-    row-wise Adagrad, and the updates of each row are only counted.
+    This is `WeightDecayMode.COUNTER` of FBGEMM. With the default settings, rows are updated as in
+    row-wise Adagrad, and the row counters have no effect.
 
     Args:
       epsilon: number added to the square root of the accumulator.
-      weight_decay: strength of decay. With `counter_weight_decay_mode` NONE, weight decay has no
-        effect.
+      weight_decay: coefficient of weight decay, which has no effect if the
+        `counter_weight_decay_mode` is NONE.
       regularization: settings of the counters, the decay and the learning rates.
-      max_counter: largest counter of all tables plus 1, or a function that returns this number. The
-        TAIL_ID modes of the learning rate, and tail thresholds with `is_ratio`, depend on
-        `max_counter`. Table-batched modules update `max_counter` during training.
+      max_counter: 1 plus the largest row counter of all tables, or a function that returns this
+        number. The TAIL_ID modes of the learning rate, and tail thresholds with `is_ratio`, depend
+        on `max_counter`. Table-batched modules update `max_counter` during training.
 
     Raises: ValueError: `regularization` has L2 or DECOUPLE without a positive half-life, or a
       `grad_sum_decay` that is not supported.
@@ -441,17 +443,16 @@ class CounterAdagrad(_CountingAdagrad):
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class CowClipAdagrad(_CountingAdagrad):
-    """Row-wise Adagrad with gradients clipped by row norm and row counter.
+    """Row-wise Adagrad that clips the gradient of each row, depending on row norm and row counter.
 
     This is `WeightDecayMode.COWCLIP` of FBGEMM. `CowClipDefinition` documents the formula of
     clipping.
 
     Args:
       epsilon: number added to the square root of the accumulator.
-      weight_decay: strength of decay. With `counter_weight_decay_mode` NONE, weight decay has no
-        effect.
-      regularization: settings of clipping and decay. The default settings are those of the CowClip
-        paper.
+      weight_decay: coefficient of weight decay, which has no effect if the
+        `counter_weight_decay_mode` is NONE.
+      regularization: settings of clipping and decay, by default as in the CowClip paper.
 
     Raises: ValueError: `regularization` would clip every gradient to zero, or has the weight decay
       mode ADAGRADW.

@@ -1,7 +1,7 @@
 """Optimizers of the JAX SparseCore API, row-wise Adagrad, and the two Adam variants of TensorFlow.
 
-Formulas and defaults agree with jax-tpu-embedding 0.2. A rule steps only the rows that a batch
-looked up (except `TensorFlowAdam`). All other rows and their slots do not change by a single bit.
+Formulas and defaults agree with jax-tpu-embedding 0.2. A rule updates only the rows that a batch
+looked up (except `TensorFlowAdam`). All other rows and their slots stay the same, bit for bit.
 All rules compute in float32, whatever the dtype of the table. `step` is 0 in the first step.
 """
 
@@ -50,7 +50,7 @@ class SGD(OptimizerSpec):
     """Stochastic gradient descent: `w -= lr * g`.
 
     The gradient of a row is summed over the samples that read the row. If the loss is a mean over
-    the batch, each term is divided by the batch size, but only a few samples read any one row.
+    the batch, each term is divided by the batch size, but each row is read by only a few samples.
     Training with a mean loss therefore needs learning rates far above 1.
     """
 
@@ -76,7 +76,7 @@ class Adagrad(OptimizerSpec):
       initial_accumulator_value: initial value of the accumulator, 0.1 by default as in
         jax-tpu-embedding. An accumulator of 0.1 is large compared with the squared gradients of a
         mean loss over a large batch. `RowWiseAdagrad` starts at 0, so set both initial values to
-        one number when you compare `Adagrad` and `RowWiseAdagrad`.
+        the same number when you compare `Adagrad` and `RowWiseAdagrad`.
 
     Source: Duchi, Hazan, Singer (2011).
     """
@@ -166,10 +166,10 @@ class RowWiseAdagrad(OptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class _BiasCorrectedAdam(OptimizerSpec):
-    """Base of Adam rules with bias correction by the global step, folded into the learning rate.
+    """Base of Adam rules that fold the bias correction for the global step into the learning rate.
 
     If `corrects_epsilon`, epsilon is multiplied by the bias correction of the second moment, and
-    rows are stepped by the formula of Kingma and Ba.
+    rows are updated by the formula of Kingma and Ba.
     """
 
     beta_1: float = within("[0, 1)", default=0.9)
@@ -202,7 +202,7 @@ class _BiasCorrectedAdam(OptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class Adam(_BiasCorrectedAdam):
-    """Adam that steps only the rows of a batch ("lazy"): other rows and moments do not change.
+    """Adam that updates only the rows of a batch ("lazy"): other rows and moments do not change.
 
     The bias correction counts global steps, not the steps of a row. If `step` is None, the bias
     correction is computed for step 0. Layers without a step counter pass `step=None` in every step.
@@ -218,13 +218,13 @@ class Adam(_BiasCorrectedAdam):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class TensorFlowAdam(_BiasCorrectedAdam):
-    """Adam that steps every row of the table, including rows without a gradient.
+    """Adam that updates every row of the table, including rows without a gradient.
 
     `m = b1*m + (1-b1)*g`, `v = b2*v + (1-b2)*g²`,
     `w -= lr * sqrt(1-b2^t)/(1-b1^t) * m / (sqrt(v) + epsilon)`.
 
-    Each step reads and writes the whole table and its moments. `LazyAdam` steps only the rows that
-    a batch read.
+    Each step reads and writes the whole table and its moments. `LazyAdam` updates only the rows of
+    a batch.
 
     Source: the sparse path of `tf.keras.optimizers.Adam` and Kingma, Ba (2015), end of section 2.
     """
@@ -235,9 +235,9 @@ class TensorFlowAdam(_BiasCorrectedAdam):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LazyAdam(_BiasCorrectedAdam):
-    """Variant of `TensorFlowAdam` that steps only the rows of a batch; other rows do not change.
+    """Variant of `TensorFlowAdam` that updates only the rows of a batch. Other rows do not change.
 
-    Unlike `Adam`, `LazyAdam` adds epsilon to the root of the uncorrected second moment.
+    Unlike `Adam`, `LazyAdam` adds epsilon to the square root of the uncorrected second moment.
 
     Source: `tfa.optimizers.LazyAdam`.
     """
@@ -396,7 +396,7 @@ class F2A(OptimizerSpec):
     """Frequency-aware Adagrad: rows that are rarely looked up take larger steps.
 
     `n += 1`, `r = min((max(step, 1)/n)^rho, max_lr_multiplier)`, `A += g²`,
-    `w -= lr * (r*g/sqrt(A) + l1*sign(w) + l2*w)`, where `n` counts the steps of the row.
+    `w -= lr * (r*g/sqrt(A) + l1*sign(w) + l2*w)`, where `n` counts the updates of the row.
     """
 
     learning_rate: LearningRate = within("[0, inf)", default=0.01)
