@@ -9,14 +9,15 @@ agreement.width("feature 'f'")                            the largest width of a
 ```
 
 The processes compare batches by messages through the coordination service of `jax.distributed`, not
-by a collective on the devices. If shapes differed between processes, a collective would end the
-processes without a message. In addition, a collective could start only when the devices have
+by a collective on the devices. If shapes differed between processes, a collective would abort the
+processes without an error message. A collective would also have to wait until the devices have
 finished the current step.
 
-For each batch, every process sends one message (a "record") and reads one verdict. The first
-process of the mesh compares the records and writes the verdict. When a process ends, it sends a
-last record, which says that the process has ended. If another process then prepares a batch, the
-comparison of the records fails at once, and the error message says which process has ended.
+For each batch, every process describes its batch in a message (a "record"). The first process of
+the mesh compares the records, and sends the result of the comparison (the "verdict") to the other
+processes. When a process ends, it sends a last record, which says that the process has ended. If
+another process then prepares a batch, the comparison of the records fails at once, and the error
+message says which process has ended.
 """
 
 from __future__ import annotations
@@ -39,9 +40,9 @@ from jaxtyping import PyTree
 from rsembed.kernels.devices import has_devices, service_of_processes
 
 TIMEOUT_SECONDS = 1800
-"""Longest wait for the record of another process, which may be writing a checkpoint."""
+"""Seconds to wait for a message from another process, which may still be writing a checkpoint."""
 _RECEIPT_SECONDS = 10
-"""Seconds that the first process waits at most for the others to read a verdict with an error."""
+"""Maximum wait in seconds until another process has read a verdict that reports an error."""
 Record = dict[str, Any]
 """Content of a message between processes: the record of a process, or the verdict."""
 _rounds: defaultdict[tuple[int, ...], Iterator[int]] = defaultdict(itertools.count)
@@ -109,7 +110,7 @@ class Agreement:
         self._brought[name] = shape, width
 
     def width(self, name: str) -> int:
-        """Largest `width` that any process gave for entry `name`.
+        """Largest `width` that any process passed to `bring` for the entry `name`.
 
         Call this method after the `with` block.
         """
@@ -160,8 +161,8 @@ class Agreement:
         if this == first:
             verdict = self._compare(client, prefix, record)
             if number:
-                # A process sends its record of this round only after it has read the verdict of the
-                # last round. All records have arrived, so the last verdict can be deleted.
+                # A process sends this record only after it has read the previous verdict. All
+                # records have arrived, so the previous verdict can be deleted.
                 client.key_value_delete(f"{group}/{number - 1}")
             return verdict
         client.key_value_set(f"{prefix}/{this}", json.dumps(record))
@@ -249,7 +250,10 @@ def is_global(leaf: object) -> bool:
 
 
 def _is_local(batch: PyTree) -> bool:
-    """True if batches of processes can differ: no leaf is traced, and a leaf is not global."""
+    """True if batches can differ between processes: no leaf is traced, and not all are global.
+
+    The result is also True for a batch without leaves.
+    """
     # A list may have a million ids, so a list counts as one leaf.
     leaves = jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, list))
     if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):

@@ -1,4 +1,4 @@
-"""Requests to the devices that own rows, in rounds of `all_to_all` with blocks of fixed size.
+"""Sends requests to the devices that own rows, in rounds of `all_to_all` with fixed block sizes.
 
 ```
 ids ──distinct──▶ entries, grouped by owner ──ask──▶ owners answer, and may change their state
@@ -6,12 +6,12 @@ ids ──distinct──▶ entries, grouped by owner ──ask──▶ owners 
 occurrences ◀────────┴──────────── entry_of ◀──── one reply per distinct entry
 ```
 
-In each round, a device sends one block of entries to every owner. Every block holds the same number
-of entries, its capacity. Entries that do not fit into the block are sent in a later round, so no
-entry is dropped, and all devices run the same number of rounds. Rounds are *row-complete*: all
-requests for a row, from all devices, arrive in the same round. An owner therefore sees the whole
-gradient of a row at once, and nonlinear optimizers are exact. In every round at least one device
-sends a full block or its last entries, so the rounds come to an end.
+In each round, a device sends one block of entries to every owner. All blocks have space for the
+same number of entries, the capacity. Entries that do not fit into the block are sent in a later
+round, so no entry is dropped, and all devices run the same number of rounds. Rounds are
+*row-complete*: all requests for a row, from all devices, arrive in the same round. An owner
+therefore sees the whole gradient of a row at once, and nonlinear optimizers are exact. In every
+round at least one device sends a full block or its last entries, so the rounds come to an end.
 
 All functions run inside `shard_map` over the mesh axis (or axes) `axis_name`.
 """
@@ -41,17 +41,19 @@ def trade(
     """Sends block `i` of every array to device `i`, and receives one block from each device.
 
     Args:
-      parcels: pytrees of arrays. Different parcels may have different capacities (entries per
-        block). Arrays of equal row shape and dtype share one `all_to_all`, and so do all lanes
-        (arrays with one 32-bit word per entry), because each collective has a fixed cost.
-      axis_name: mesh axis, or several axes. The product of the axis sizes is the number of devices.
-      entries: for each parcel, an array `[devices, capacity]` with the indices of the entries to
-        send from the arrays of the parcel, which have shape `[nnz, ...]`. Indices outside
-        `[0, nnz)` are padding. None, the default: the arrays of all parcels already have shape
+      parcels: pytrees of arrays to send. The capacity (number of entries per block) may differ
+        between the pytrees. Arrays with the same row shape and dtype share one `all_to_all`, and so
+        do all lanes (arrays with one 32-bit word per entry), because each collective has a fixed
+        cost.
+      axis_name: name or names of the mesh axes to exchange over. The product of the axis sizes is
+        the number of devices.
+      entries: for each pytree in `parcels`, an array `[devices, capacity]` with the indices of the
+        entries to send. The arrays in `parcels` then have shape `[nnz, ...]`, and indices outside
+        `[0, nnz)` are padding. None, the default: the arrays in `parcels` already have shape
         `[devices, capacity, ...]`.
 
-    Returns: for each parcel, the pytree of received arrays `[devices, capacity, ...]`. Padding is
-      `NO_ROW` in int32 arrays, so that owners ignore padding, and zero in other arrays.
+    Returns: the received arrays, with shape `[devices, capacity, ...]`, in pytrees like `parcels`.
+      Padding is `NO_ROW` in int32 arrays, so that owners ignore padding, and zero in other arrays.
     """
     leaves, tree = jax.tree.flatten(list(parcels))
     # For each leaf, the indices of the entries to send. None: the leaf already has shape
@@ -97,11 +99,11 @@ def trade(
 
 
 class _Group(NamedTuple):
-    """Arrays of equal row shape and word dtype, which share one `all_to_all`.
+    """Arrays that share one `all_to_all`: they have the same row shape, and are sent as one dtype.
 
     Attributes:
-      numbers: index of each array in the list of the leaves of all parcels.
-      arrays: arrays to exchange.
+      numbers: index of each array in the list of all arrays to exchange.
+      arrays: the arrays of this group.
       picks: for each array, the indices of the entries to send. None: the array already has shape
         `[devices, capacity, ...]`.
       blocks: shape and dtype of the blocks of each array.
@@ -122,8 +124,8 @@ class Wanted(NamedTuple):
     Attributes:
       lanes: integer arrays that together identify each entry, most significant first. Padding is
         zero.
-      entry_of: index of the entry of each id in the batch, `NO_ROW` for ids without an owner.
-      first_of: index in the batch of the first occurrence of each entry. Padding is `NO_ROW`.
+      entry_of: for each id in the batch, the index of its entry. `NO_ROW` for ids without an owner.
+      first_of: for each entry, the index of its first occurrence in the batch. Padding is `NO_ROW`.
       offsets: device `d` owns the entries `offsets[d] : offsets[d + 1]`. Entries from `offsets[-1]`
         on are padding.
       counts: number of occurrences of each entry in the batch. Padding is 0.
@@ -146,7 +148,7 @@ def distinct(
 
     Args:
       owners: index of the device that owns each id. Values outside `[0, num_devices)` are padding.
-      lanes: integer arrays that together identify an entry: a row index, or the halves of a key.
+      lanes: integer arrays that together identify an entry: a row number, or the words of a key.
       num_devices: number of devices that own entries.
 
     Example:
@@ -158,18 +160,19 @@ def distinct(
 
 
 def default_capacity(num_occurrences: int, num_devices: int) -> int:
-    """Default capacity of a block: 5/8 of `num_occurrences / num_devices`, plus 8.
+    """Default number of entries per block: `5/8 * num_occurrences / num_devices + 8`.
 
-    If the ids are skewed, less than half of them are distinct, and one round is enough. If all ids
-    are distinct, two rounds are needed. Two rounds send as many bytes as one round of twice the
-    capacity. The constant 8 is noticeable only in small batches.
+    If the distribution of ids is skewed, usually less than half of the ids in a batch are distinct,
+    and this capacity is enough for one exchange round. If all ids are distinct, two exchange rounds
+    are needed. They send as many bytes as one round of twice the capacity. The constant 8 matters
+    only for small batches. The result is at most `num_occurrences`.
     """
     share = -(-5 * num_occurrences // (8 * num_devices))
     return min(num_occurrences, share + 8)
 
 
 class Question(NamedTuple):
-    """Request of a device to the devices that own some entries: to read rows, or to change rows.
+    """Request to the devices that own rows ("owners"): to read these rows, or to change them.
 
     Attributes:
       wanted: the requested entries, from `distinct`.
@@ -180,10 +183,10 @@ class Question(NamedTuple):
         one reply per arrived entry, or None. If all arrived entries are padding, `answer` must
         return `state` unchanged.
       state: state that `answer` may change, for example the owner's part of a table.
-      capacity: largest number of entries that a device sends to one owner in a round, at least 1. A
+      capacity: maximum number of entries that a device sends to one owner in a round, at least 1. A
         small capacity saves memory, and a large capacity saves rounds. With the number of ids in
-        the batch as capacity, one round is enough. If `answer` does not depend on the order of
-        entries, the result does not depend on the capacity.
+        the batch as capacity, one round is enough. The capacity does not change the results if
+        `answer` gives the same result for any order of the entries.
       reply: pytree of `jax.ShapeDtypeStruct` for the reply to one entry. None, the default:
         `answer` returns None as `replies`.
     """
@@ -199,7 +202,7 @@ class Question(NamedTuple):
     def num_occurrences(self) -> int:
         """Number of ids in the batch.
 
-        All arrays with one value per entry have this length.
+        All arrays with one value per entry are padded to this length.
         """
         return self.wanted.entry_of.shape[0]
 
@@ -231,19 +234,19 @@ class Answers(NamedTuple):
 Asking: TypeAlias = Generator[Question, Answers, Result]
 """A generator that yields `Question`s, receives their `Answers`, and returns a result."""
 Asked: TypeAlias = Asking[Result] | Result
-"""Either a generator that yields questions and returns a result, or the result itself."""
+"""Either a generator that yields `Question`s and returns a result, or the result itself."""
 
 
 def together(askings: Sequence[Asked[Result]], axis_name: AxisName) -> list[Result]:
-    """Runs several generators of questions side by side, and returns their results.
+    """Runs several generators that yield `Question`s, and returns the result of each generator.
 
-    All generators yield their first question, and one exchange answers these questions. Then one
-    exchange answers the second question of each generator, and so on.
+    All generators yield their first `Question`, and one call of `ask` answers all of them. Then one
+    call answers the second `Question` of each generator, and so on.
 
     Args:
-      askings: list of generators. The list may also contain results instead of generators.
-        `together` returns such results unchanged.
-      axis_name: mesh axis, or several axes.
+      askings: list of generators. An item that is not a generator is returned unchanged, as the
+        result of an operation that has no `Question`.
+      axis_name: name or names of the mesh axes to exchange over.
     """
     results: list[Any] = list(askings)
     answers: dict[int, Any] = {}
@@ -263,11 +266,12 @@ def together(askings: Sequence[Asked[Result]], axis_name: AxisName) -> list[Resu
 
 
 def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
-    """Sends the payloads of some questions to the owners, and returns the answers.
+    """Sends each `Question` to the owners of its rows, and returns its `Answers`.
 
     Args:
-      questions: list of questions. One `all_to_all` can carry blocks of several questions.
-      axis_name: mesh axis, or several axes. The product of the axis sizes is the number of devices.
+      questions: list of requests. One `all_to_all` can send the blocks of several requests.
+      axis_name: name or names of the mesh axes to exchange over. The product of the axis sizes is
+        the number of devices.
     """
     with_one_round = []
     with_rounds = []
@@ -285,14 +289,14 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
 
 
 class _Progress(NamedTuple):
-    """Carry of the loop over exchange rounds. Each list has one item per question.
+    """Carry of the loop over exchange rounds. Each list has one item for every `Question`.
 
     Attributes:
-      num_rounds: number of rounds so far.
+      num_rounds: number of rounds that have been run.
       cursors: number of entries that this device has sent to each owner.
-      states: `Question.state` after the rounds so far.
-      replies: replies so far, one per distinct entry. An entry that was not sent yet has a reply of
-        zeros.
+      states: current value of `Question.state`, which `answer` may change in every round.
+      replies: reply to each distinct entry. The replies to entries that have not been sent are
+        zero.
       are_left: whether any device still has entries to send.
     """
 
@@ -304,12 +308,12 @@ class _Progress(NamedTuple):
 
 
 def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName) -> list[Answers]:
-    """Runs the exchange rounds of some questions, and returns the answers.
+    """Runs exchange rounds until every `Question` is answered, and returns all `Answers`.
 
     Args:
-      questions: questions that all need only one round, or that all may need several rounds.
-      takes_rounds: whether several rounds may be needed.
-      axis_name: mesh axis, or several axes.
+      questions: list of requests. With a small capacity, a request may need several rounds.
+      takes_rounds: whether any request may need several rounds. False: the function runs one round.
+      axis_name: name or names of the mesh axes to exchange over.
     """
 
     def run_round(progress: _Progress) -> _Progress:
@@ -362,12 +366,12 @@ def _answer_all(
     """Runs one round: sends entries, calls `answer` on the owners, and sends the replies back.
 
     Args:
-      questions: questions of this device.
-      states: current `Question.state` of each question.
-      entries: indices of the entries to send, for each question.
-      axis_name: mesh axis, or several axes.
+      questions: the requests of this device.
+      states: for each request, the current value of `Question.state`.
+      entries: for each request, the indices of the entries to send in this round.
+      axis_name: name or names of the mesh axes to exchange over.
 
-    Returns: new states, and the replies to the sent entries.
+    Returns: for each request, the new state, and the replies to the entries that were sent.
     """
     payloads = [question.payload for question in questions]
     arrived = trade(payloads, axis_name, entries)
@@ -389,7 +393,7 @@ def _to_blocks(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _with_rows(replies: PyTree, entries: Int[Array, "devices capacity"], news: PyTree) -> PyTree:
-    """Writes `news`, the replies of one round, to the rows with index `entries` in `replies`."""
+    """Returns `replies`, with rows `entries` replaced by `news`, the replies of this round."""
     arrays, tree = jax.tree.flatten(replies)
     if not arrays:
         return replies
@@ -402,20 +406,22 @@ def _cuts(
     takes_rounds: bool,
     axis_name: AxisName,
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """For each owner, the entry before which the round ends, so that no row spans two rounds.
+    """For each owner, the first entry that all devices keep for the next round.
 
-    Returns: two integer arrays `fit` and `cuts` with one value per question and owner. `fit` is 1
-      if the remaining entries of all devices fit into this round, else 0. Where `fit` is 0, `cuts`
-      has the 32-bit words of the smallest entry that does not fit into a block on one or more
-      devices. All devices then send only entries that are smaller than this entry.
+    All devices stop before the same entry, so all requests for a row arrive in the same round.
+
+    Returns: two integer arrays `fit` and `cuts` with one value per queue and owner. `fit` is 1 if
+      every device can send all its remaining entries in this round, else 0. If `fit` is 0, `cuts`
+      has the 32-bit words of an entry, and all devices send only smaller entries. This entry is the
+      smallest of the entries that come directly after the full block of a device.
     """
     if not takes_rounds:
         size = (len(queues), queues[0].cursor.shape[0])
         return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
     fit, first_left = api.block_ends(queues)
     lowest = jax.lax.pmin(fit, axis_name)
-    # `cuts` is a minimum over devices. If entries do not fit on one or more devices, the minimum is
-    # taken over these devices only.
+    # `cuts` is a minimum over devices. If `lowest` is 0, a device with `fit` 1 does not take part,
+    # because it has no entry after a full block.
     takes_part = fit == lowest
     cuts: list[Array] = []
     for words in first_left:

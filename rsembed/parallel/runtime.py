@@ -4,7 +4,7 @@
 init()  ─▶  mesh = make_mesh()  ─▶  your jitted step  ─▶  preempted(step): save and leave
 ```
 
-`init` detects how the processes of a run find each other, so a script needs no addresses and no
+`init` detects how the processes of a run can connect, so a script needs no addresses and no
 process numbers. The page docs/distributed.md shows how to start runs. `launch` starts several
 processes on this machine, to test a script for Slurm, Kubernetes or a TPU pod.
 """
@@ -68,13 +68,13 @@ def init(
 
     If a process dies, JAX aborts the other processes after `heartbeat_timeout_seconds` and names
     the dead process. Without the abort, the other processes would wait forever in a collective. A
-    process with an uncaught exception exits at once. Processes without errors wait for each other
-    at the end of the script.
+    process with an uncaught exception exits at once. A process that reaches the end of the script
+    waits for the other processes.
 
     Args:
       coordinator_address: `host:port` of process 0.
       num_processes: number of processes of the run. With 1, the process connects to no other
-        process, whatever the environment says.
+        process, even if environment variables describe a larger run.
       process_id: index of this process, from 0.
       local_device_ids: indices of the accelerators that this process may use. None: all visible
         accelerators, or the accelerators that the cluster assigns to this process.
@@ -84,8 +84,8 @@ def init(
         of seconds. Choose a larger number if long compilations or slow file systems block the
         machine.
       initialization_timeout_seconds: number of seconds to wait for the other processes. If they do
-        not connect in this time, JAX aborts this process. A warning at 80 % of the time says which
-        address and which number of processes this process waits for.
+        not connect within this time, JAX aborts this process. A warning after 80 % of the time
+        names the address and the number of processes, if `init` knows them.
       shutdown_timeout_seconds: number of seconds that a finished process waits for the other
         processes.
 
@@ -275,7 +275,7 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
 # Several processes on this machine
 
 GRACE_SECONDS = 3.0
-"""Seconds that processes have to end by themselves after one of them fails, or after Ctrl-C."""
+"""Time in seconds for processes to end by themselves after one of them fails, or after Ctrl-C."""
 _POLL_SECONDS = 0.05
 # A script that was preempted exits with this status, so that the scheduler starts it again.
 _START_AGAIN = getattr(os, "EX_TEMPFAIL", 75)
@@ -323,7 +323,7 @@ def launch(
     children: list[subprocess.Popen[bytes]] = []
     readers: list[threading.Thread] = []
     received: list[int] = []
-    ended: list[int] = []  # Indices of the processes that have ended, the first one first.
+    ended: list[int] = []  # Processes that have ended, in the order in which they ended.
 
     def pass_on(number: int, frame: object) -> None:
         received.append(number)
@@ -406,7 +406,7 @@ def _wait(
 
     Args:
       children: all processes that `launch` started.
-      ended: list of the processes that have ended, by index, in the order of their ends. Threads
+      ended: indices of the processes that have ended, in the order in which they ended. The threads
         that run `_follow` append to `ended`.
       received: list of the signals that this process has received. The signal handler of `launch`
         appends to `received`.
