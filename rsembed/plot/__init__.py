@@ -1,9 +1,9 @@
-"""Pictures of ids, tables, buffers and training.
+"""Plots of id distributions, tables, input buffers and training runs.
 
 The first argument of every `plot_…` function is the data. The function draws only on `ax`, or on a
 new figure if `ax` is None, and returns the `Axes`. Most of these functions pass further keyword
-arguments to their main artist. The package also has functions that compute the numbers of some
-pictures.
+arguments to their main artist. Some modules of the package also have functions that compute the
+numbers to plot.
 """
 
 from rsembed.plot.buffers import (

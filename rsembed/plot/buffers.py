@@ -1,4 +1,4 @@
-"""Pictures of a device's input buffer, and of the costs of a limit on the ids of a partition."""
+"""Plots of a device's input buffer, and of the costs of the limit `max_ids_per_partition`."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from rsembed.plot.drawing import COLOURS, axes_or_new, colour_of, finish, with_d
 from rsembed.stacking import SUBLANES, round_up
 
 GAP = -1
-"""Marker of a slot between the end of a partition and the next multiple of 8."""
+"""Marks an unused slot between the end of a partition and the next multiple of 8."""
 TAIL = -2
-"""Marker of a slot after the last partition."""
+"""Marks an unused slot after the last partition of a core."""
 _TAIL_COLOUR = "#f2f2f2"
 _GAP_COLOUR = "#bdbdbd"
 _MOST_PLACES_WITH_LINES = 64
@@ -31,15 +31,16 @@ _MOST_PLACES_WITH_LINES = 64
 def buffer_places(
     row_pointers: Int[np.ndarray, " pointers"], *, num_shards: PositiveInt, num_places: PositiveInt
 ) -> Int[np.ndarray, "cores places"]:
-    """Content of each slot of a device's buffer: index of the row's shard, `GAP` or `TAIL`.
+    """Content of each slot in a device's input buffer: index of the id's shard, `GAP` or `TAIL`.
 
     Args:
       row_pointers: ends of the partitions of one device and one stack, from a batch that was
         preprocessed without minibatches.
       num_shards: number of shards over all devices.
-      num_places: number of slots in the device's buffer.
+      num_places: number of slots in the device's input buffer.
 
-    Raises: ValueError: the arguments do not describe one buffer.
+    Raises: ValueError: the number of row pointers or of slots does not match `num_shards`, or a
+      partition ends before the previous partition or after the end of the buffer.
 
     Example:
       >>> pointers = np.array([2, 9, 16, 16, 16, 16, 16, 16])
@@ -81,7 +82,7 @@ def plot_buffer(
     ax: Axes | None = None,
     **mesh_kwargs: object,
 ) -> Axes:
-    """Draws the buffer of one device as one strip for each core.
+    """Draws the input buffer of one device, as one horizontal strip for each core.
 
     A strip shows coloured partitions, the gaps after them, and the empty tail.
 
@@ -90,7 +91,7 @@ def plot_buffer(
       labels: a label for each slot, drawn only in slots that hold an id. If None, slots have no
         labels.
       ax: the axes to draw on. If None, the function creates a new figure.
-      **mesh_kwargs: options of the coloured strips, see `Axes.pcolormesh`.
+      **mesh_kwargs: keyword arguments of `Axes.pcolormesh`, which draws the strips.
 
     Raises: ValueError: `labels` and `places` differ in shape.
     """
@@ -161,17 +162,18 @@ BYTES_PER_PLACE = 12
 def partition_entries(
     batches: Int[np.ndarray, "batches samples ids"], *, num_shards: PositiveInt
 ) -> Int[np.ndarray, "batches cores shards"]:
-    """Number of entries in each partition, on one device with a shard for each of its cores.
+    """Number of entries that each core sends to each shard (the size of a "partition").
 
-    Row `id` belongs to shard `id % num_shards`. Equal ids of one sample are one entry.
+    All cores are in one device, and there is one shard per core. Row `id` belongs to shard
+    `id % num_shards`. Duplicate ids in a sample count as one entry.
 
     Args:
-      batches: ids of all samples in several batches, -1 for no id. Each batch is cut by sample into
-        equal parts, one for each core.
+      batches: ids of all samples in several batches, -1 for no id. Each core gets an equal number
+        of consecutive samples from every batch.
       num_shards: number of shards, which is also the number of cores.
 
-    Raises: ValueError: the samples cannot be cut evenly, `num_shards` is below 1, or `batches` has
-      no id.
+    Raises: ValueError: the number of samples is not a multiple of `num_shards`, `num_shards` is
+      below 1, or `batches` contains an id below -1 or no id at all.
 
     Example:
       >>> partition_entries(np.array([[[0, 2], [3, 3]], [[2, 1], [0, -1]]]), num_shards=2).tolist()
@@ -201,13 +203,13 @@ def partition_entries(
 def limit_costs(
     entries: Int[np.ndarray, "batches cores shards"], max_ids_per_partition: PositiveInt
 ) -> tuple[float, int]:
-    """Fraction of the entries that a limit drops, and bytes of the input buffers of all cores.
+    """Fraction of entries dropped by a limit, and size in bytes of the input buffers of all cores.
 
-    The number of bytes is for buffers in which every partition has as many entries as the limit
-    allows. A stack with a suggested buffer size can have smaller buffers.
+    The size is computed for buffers with space for `max_ids_per_partition` entries in every
+    partition. If a stack has a suggested buffer size, its buffers can be smaller.
 
     Args:
-      entries: entries of each partition, as `partition_entries` returns them.
+      entries: number of entries in each partition, the result of `partition_entries`.
       max_ids_per_partition: maximum number of entries that one core sends to one shard.
     """
     num_dropped = np.maximum(entries - max_ids_per_partition, 0).sum()
@@ -226,21 +228,21 @@ def plot_limit_choice(
     ax: Axes | None = None,
     **line_kwargs: object,
 ) -> Axes:
-    """Plots the share of dropped entries (y) over the bytes of the buffers (x) for many limits.
+    """Plots the fraction of dropped entries (y) against the buffer size (x) for many limits.
 
     A dot marks the limit `max_ids_per_partition`.
 
     Args:
-      entries: entries of each partition, as `partition_entries` returns them.
+      entries: number of entries in each partition, the result of `partition_entries`.
       max_ids_per_partition: the limit to mark with a dot.
       ax: the axes to draw on. If None, the function creates a new figure.
-      **line_kwargs: options of the curve.
+      **line_kwargs: keyword arguments of `Axes.plot`, which draws the curve.
     """
     ax = axes_or_new(ax)
     largest = max(int(entries.max()), max_ids_per_partition)
     most_tiles = max(largest / SUBLANES, 1)
-    # A partition fills whole tiles of 8 slots. Limits with the same number of tiles need equally
-    # many bytes, so only multiples of 8 are drawn.
+    # The number of slots of a partition is rounded up to a multiple of 8, so other limits need as
+    # many bytes as the next multiple of 8, and are not drawn.
     num_tiles = np.ceil(np.linspace(1, most_tiles, 120))
     limits = SUBLANES * np.unique(num_tiles.astype(int))
     costs = [limit_costs(entries, int(limit)) for limit in limits]
@@ -271,11 +273,11 @@ def explore(
     Jupyter shows the widget if the call is the last line of a cell.
 
     Args:
-      entries: entries of each partition, as `partition_entries` returns them.
+      entries: number of entries in each partition, the result of `partition_entries`.
       max_ids_per_partition: the limit at which the slider starts. If None, the slider starts at the
         smallest limit that drops nothing.
 
-    Raises: ImportError: ipywidgets is missing; the extra `notebooks` installs it.
+    Raises: ImportError: ipywidgets is missing. The extra `notebooks` installs it.
     """
     import ipywidgets
     from IPython.display import display
