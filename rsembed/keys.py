@@ -211,7 +211,7 @@ def _key_of(value: object, missing: int | None) -> int:
     has".
 
     Raises:
-      TypeError: the value is neither a string, bytes nor a missing value.
+      TypeError: the value is not a string, bytes or a missing value.
       ValueError: the value is a string that is not Unicode, or a missing value although `missing`
         is None.
     """
@@ -249,7 +249,7 @@ def is_missing(value: Any) -> bool:
 
 
 def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
-    """Error message for ids that are not integers, with advice how to fix them.
+    """Error message for ids that are not integers, with advice on how to fix them.
 
     If a value is missing, the message names the row of the first missing value.
 

@@ -168,7 +168,7 @@ def value_and_grad(
 
 
 class Optimizer(nnx.Module):
-    """Optimizer of a model with tables: tables use their optimizers, dense parameters use optax.
+    """Trains each table of a model by the table's optimizer, and the dense parameters by optax.
 
     Args:
       model: a model with `Embeddings` layers.

@@ -52,7 +52,9 @@ def trace_rule(
     *,
     elementwise: frozenset[str] = ELEMENTWISE,
 ) -> ClosedJaxpr:
-    """Jaxpr of an optimizer rule for one row. Its inputs: row, slots, gradient, hyperparameters.
+    """Jaxpr of an optimizer rule for one row.
+
+    The inputs of the jaxpr are the row, its slots, its gradient and the hyperparameters.
 
     Args:
       rule: optimizer to trace.

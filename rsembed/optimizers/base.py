@@ -113,8 +113,8 @@ class OptimizerSpec(abc.ABC):
     def identity(self) -> str:
         """String that is equal for two rules if they can read each other's slots.
 
-        The string contains no numbers from the hyperparameters, because they may change between
-        runs, and no learning rate, because a schedule may replace it.
+        The string contains neither numeric hyperparameters, because they may change between runs,
+        nor the learning rate, because a schedule may replace it.
         """
         fields = {}
         for field in dataclasses.fields(self):
@@ -149,7 +149,7 @@ class OptimizerSpec(abc.ABC):
         return rate
 
     def get_hyperparameters(self, step: StepNumber = None) -> Hyperparameters:
-        """Hyperparameters of the rule at `step`, as float32 scalars: first the learning rate."""
+        """Learning rate and other hyperparameters of the rule at `step`, as float32 scalars."""
         values = [self.get_learning_rate(step)]
         values += [getattr(self, name) for name in self.rule_fields]
         return tuple(as_float32(value) for value in values)

@@ -153,9 +153,9 @@ class CowClipDefinition:
 
 
 class StepMode(enum.IntEnum):
-    """Whether the slow copy of a table is set to zero after each update of the copy (NONE).
+    """Whether the slow copy of a table is set to zero after each update of the copy, or kept.
 
-    See `EnsembleModeDefinition`. The slow copy is kept in the modes USE_COUNTER and USE_ITER.
+    NONE sets the copy to zero, and the other modes keep it. See `EnsembleModeDefinition`.
     """
 
     NONE = 0

@@ -52,8 +52,9 @@ def trade(
         `[0, nnz)` are padding. None, the default: the arrays in `parcels` already have shape
         `[devices, capacity, ...]`.
 
-    Returns: the received arrays, with shape `[devices, capacity, ...]`, in pytrees like `parcels`.
-      Padding is `NO_ROW` in int32 arrays, so that owners ignore padding, and zero in other arrays.
+    Returns: the received arrays, with shape `[devices, capacity, ...]`, in pytrees with the same
+      structure as `parcels`. Padding is `NO_ROW` in int32 arrays, so that owners ignore padding,
+      and zero in other arrays.
     """
     leaves, tree = jax.tree.flatten(list(parcels))
     # For each leaf, the indices of the entries to send. None: the leaf already has shape
@@ -244,8 +245,8 @@ def together(askings: Sequence[Asked[Result]], axis_name: AxisName) -> list[Resu
     call answers the second `Question` of each generator, and so on.
 
     Args:
-      askings: list of generators. An item that is not a generator is returned unchanged, as the
-        result of an operation that has no `Question`.
+      askings: list of generators. An item that is not a generator is already a result, and is
+        returned unchanged.
       axis_name: name or names of the mesh axes to exchange over.
     """
     results: list[Any] = list(askings)
@@ -413,7 +414,7 @@ def _cuts(
     Returns: two integer arrays `fit` and `cuts` with one value per queue and owner. `fit` is 1 if
       every device can send all its remaining entries in this round, else 0. If `fit` is 0, `cuts`
       has the 32-bit words of an entry, and all devices send only smaller entries. This entry is the
-      smallest of the entries that come directly after the full block of a device.
+      smallest one that comes directly after a full block on any device.
     """
     if not takes_rounds:
         size = (len(queues), queues[0].cursor.shape[0])

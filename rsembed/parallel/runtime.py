@@ -300,7 +300,7 @@ def launch(
     Each line of output starts with the index of the process that wrote it. If a process fails, the
     other processes have `GRACE_SECONDS` to end, and are then killed, because they would wait for
     the failed process forever. A message on standard error says which process failed, how it
-    failed, and what to do. Ctrl-C and SIGTERM are passed to the processes. A second Ctrl-C kills
+    failed, and what to do. Ctrl-C and SIGTERM are passed on to the processes. A second Ctrl-C kills
     the processes.
 
     Args:
@@ -344,8 +344,8 @@ def launch(
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
-                # A process in a new session gets Ctrl-C from `pass_on`, but not also from the
-                # terminal.
+                # Ctrl-C in the terminal does not reach a process in a new session, so the process
+                # receives it only once, from `pass_on`.
                 start_new_session=True,
             )
             children.append(child)

@@ -2,8 +2,8 @@
 
 The first argument of every `plot_…` function is the data. The function draws only on `ax`, or on a
 new figure if `ax` is None, and returns the `Axes`. Most of these functions pass further keyword
-arguments to their main artist. Some modules of the package also have functions that compute the
-numbers to plot.
+arguments to the matplotlib function that draws the data. Some modules of the package also have
+functions that compute the numbers to plot.
 """
 
 from rsembed.plot.buffers import (

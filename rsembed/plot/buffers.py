@@ -241,8 +241,8 @@ def plot_limit_choice(
     ax = axes_or_new(ax)
     largest = max(int(entries.max()), max_ids_per_partition)
     most_tiles = max(largest / SUBLANES, 1)
-    # The number of slots of a partition is rounded up to a multiple of 8, so other limits need as
-    # many bytes as the next multiple of 8, and are not drawn.
+    # The number of slots of a partition is a multiple of 8. A limit between two multiples needs as
+    # many bytes as the larger one, so only multiples of 8 are drawn.
     num_tiles = np.ceil(np.linspace(1, most_tiles, 120))
     limits = SUBLANES * np.unique(num_tiles.astype(int))
     costs = [limit_costs(entries, int(limit)) for limit in limits]
