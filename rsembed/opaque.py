@@ -59,7 +59,8 @@ def wrap(numbers: Array, kind: str) -> Array:
 
     Args:
       numbers: array with the dtype `DTYPES[kind]`.
-      kind: what the numbers are, a key of `DTYPES`. Errors about arithmetic name the kind, too.
+      kind: what the numbers are, a key of `DTYPES`. If JAX rejects arithmetic on the numbers, the
+        error message says which kind of numbers they are.
 
     Raises: TypeError: `numbers` does not have the dtype `DTYPES[kind]`.
     """
