@@ -11,10 +11,9 @@ not needed.
 from __future__ import annotations
 
 import functools
-import re
 import zlib
-from collections.abc import Hashable, Sequence
-from typing import Any
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +42,13 @@ def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> KeyOrKeys:
 
 
 def initial_rows(
-    key: PRNGKeyArray, table: TableSpec, rows: Int[Array, " rows"]
-) -> Float[Array, "rows dim"]:
+    key: PRNGKeyArray,
+    table: TableSpec,
+    rows: Int[Array, " rows"],
+    *,
+    width: int | None = None,
+    factors: Float[Array, " factors"] | None = None,
+) -> Float[Array, "rows width"]:
     """Initial float32 values of some rows of a table.
 
     Args:
@@ -52,6 +56,10 @@ def initial_rows(
       table: the table. The initializer of the table is called with the logical shape
         `(vocabulary_size, embedding_dim)`.
       rows: row numbers, in any order.
+      width: number of columns to compute, as for `form`. The leading columns are the row. None, the
+        default: `embedding_dim`.
+      factors: factors in place of those of the initializer, as in `Form.factors`, so that one
+        compiled program serves several tables. None, the default: the initializer's factors.
 
     Raises:
       TypeError: the initializer does not accept `(key, shape)`.
@@ -59,7 +67,10 @@ def initial_rows(
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace = traced_initializer(table, shape)
-    evaluator = _RowEvaluator(rows, table.vocabulary_size)
+    evaluator = _RowEvaluator(rows, table.vocabulary_size, dim=table.embedding_dim, width=width)
+    if factors is not None:
+        remaining = iter(factors)
+        evaluator.replace_factor = lambda factor: next(remaining)
     try:
         return evaluator.evaluate(trace, key).astype(jnp.float32)
     except _MixesRowsError:
@@ -83,32 +94,59 @@ def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) ->
     return values.astype(table.dtype), *slots
 
 
-def form(table: TableSpec) -> Hashable:
-    """Cache key that is equal for tables that can share one compiled program of `initial_rows`.
+class Form(NamedTuple):
+    """What `initial_rows` compiles for a table. See `form`.
 
-    Usually the cache key is the printed jaxpr of the initializer, together with the row length.
-    Separate but equal functions, as in `[normal(0.01) for _ in tables]`, then share a compiled
-    program. The cache key is the initializer function and the shape of the table if the initializer
-    does not compute every row independently, if a value may depend on the number of rows, or if the
-    jaxpr contains constant arrays.
+    Args:
+      program: cache key of the computation, without the values of `factors`.
+      width: number of columns that the computation returns.
+      factors: float32 numbers by which the computation multiplies or divides all values of a row,
+        in the order of the computation.
+    """
+
+    program: Hashable
+    width: int
+    factors: tuple[float, ...]
+
+
+def form(table: TableSpec, width: int | None = None) -> Form:
+    """What `initial_rows` compiles for a table. Tables of equal forms share a compiled program.
+
+    Usually `Form.program` is the printed jaxpr of the computation for a single row. Separate but
+    equal functions, as in `[normal(0.01) for _ in tables]`, then share a compiled program. The
+    program is the initializer function and the shape of the table if the initializer does not
+    compute every row independently, if a value may depend on the number of rows, or if the jaxpr
+    contains constant arrays.
+
+    Args:
+      table: the table.
+      width: number of columns to compute, at least the dim of the table, so that tables with
+        different dims can have equal programs. The result has the dim of the table as its `width`
+        if the initializer cannot compute more columns. The random bits of a key must not depend on
+        their number. None, the default: the dim of the table.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace = traced_initializer(table, shape)
-    exact_key = (table.initializer, *shape)
-    if _has_constants(trace):
-        return exact_key
     num_rows, dim = shape
-    evaluator = _RowEvaluator(jnp.zeros(1, jnp.int32), num_rows, only_cuts=True)
-    evaluate = functools.partial(evaluator.evaluate, trace)
+    exact_form = Form((table.initializer, *shape), dim, ())
+    if _has_constants(trace):
+        return exact_form
+    factors: list[float] = []
+
+    def record(factor: float) -> np.float32:
+        factors.append(factor)
+        return np.float32(1)
+
+    def one_row(key: PRNGKeyArray, row: Int[Array, " 1"]) -> Array:
+        evaluator = _RowEvaluator(row, num_rows, only_cuts=True, dim=dim, width=width)
+        evaluator.replace_factor = record
+        return evaluator.evaluate(trace, key)
+
     try:
-        jax.eval_shape(evaluate, jax.random.key(0))
+        program = jax.make_jaxpr(one_row)(jax.random.key(0), jnp.zeros(1, jnp.int32))
     except _MixesRowsError:
-        return exact_key
-    # Where a printed jaxpr breaks its lines depends on the number of digits of `num_rows`. So
-    # replace line breaks by spaces.
-    text = " ".join(str(trace).split())
-    row_axis = rf"(?<=[\[(]){num_rows}(?=,)"
-    return dim, re.sub(row_axis, "rows", text)
+        return exact_form if width in (None, dim) else form(table)
+    return Form(str(program), width or dim, tuple(factors))
 
 
 def keyed_rows(
@@ -243,7 +281,16 @@ class _RowEvaluator:
       only_cuts: whether to raise `_MixesRowsError` if an array that is computed in full has an axis
         of length `num_rows`, because the values of such an array may depend on the number of rows.
         False by default.
+      dim: length of a row. Only needed with `width`.
+      width: number of columns to compute in place of `dim`. None, the default: `dim`. A computation
+        that depends on the number of columns is rejected.
+
+    Attributes:
+      replace_factor: function of a float32 constant by which values of rows are multiplied or
+        divided, which returns the factor to use. None, the default: the constant itself.
     """
+
+    replace_factor: Callable[[float], ArrayLike] | None = None
 
     def __init__(
         self,
@@ -254,6 +301,8 @@ class _RowEvaluator:
         only_key: KeyOrKeys | None = None,
         table: Array | None = None,
         only_cuts: bool = False,
+        dim: int = 0,
+        width: int | None = None,
     ):
         self.rows = rows
         self.num_rows = num_rows
@@ -261,6 +310,10 @@ class _RowEvaluator:
         self.only_key = only_key
         self.table = table
         self.only_cuts = only_cuts
+        self.dim = dim
+        self.width = dim if width is None else width
+        # Results of `_scaled` by `id`, each with the array before all factors and their product.
+        self.unscaled: dict[int, tuple[Array, Array, np.float32]] = {}
 
     def evaluate(self, trace: ClosedJaxpr, key: KeyOrKeys) -> Array:
         results = self._run(trace.jaxpr, trace.consts, [(key, False)])
@@ -289,6 +342,23 @@ class _RowEvaluator:
             values.update(zip(equation.outvars, results, strict=True))
         return [value(variable) for variable in jaxpr.outvars]
 
+    def _scaled(self, array: Array, factor: np.float32) -> Array:
+        """An array times a constant.
+
+        Constants by which an array is multiplied one after the other become one factor, as XLA
+        does it. Otherwise, the results would depend on whether XLA knows a factor.
+        """
+        if id(array) in self.unscaled:
+            _, array, previous = self.unscaled[id(array)]
+            factor = factor * previous
+        value: ArrayLike = factor
+        if self.replace_factor is not None:
+            value = self.replace_factor(float(factor))
+        factors = jnp.broadcast_to(value, array.shape)
+        scaled = jax.lax.mul(*vary_alike([array, factors]))
+        self.unscaled[id(scaled)] = scaled, array, factor
+        return scaled
+
     def _equation(self, equation: Any, inputs: list[_Value]) -> list[_Value]:
         """Results of one equation of a jaxpr.
 
@@ -307,10 +377,17 @@ class _RowEvaluator:
             is_elementwise = name in _ELEMENTWISE.split()
             if not is_elementwise or any(map(_spans_rows, uncut_arrays)):
                 raise _MixesRowsError
+            factor = _constant_factor(equation)
+            if factor is not None:
+                (cut_array,) = [array for array, is_cut in inputs if is_cut]
+                return [(self._scaled(cut_array, factor), True)]
             result = bind(*vary_alike(arrays), **params)
             return [(result, True)]
         shape = params.get("shape", ())
         has_row_axis = len(shape) == 2 and shape[0] == self.num_rows
+        is_widened = self.width != self.dim
+        if is_widened and has_row_axis and shape[1] != self.dim:
+            raise _MixesRowsError
         if has_row_axis and name == "random_bits":
             bit_width = params["bit_width"]
             # With `only_key`, rows of 16-bit random numbers are not drawn one by one, because the
@@ -318,21 +395,51 @@ class _RowEvaluator:
             key = arrays[0]
             is_direct = key is self.only_key and bit_width == 32
             if self.only_key is None or is_direct:
-                bits = _row_bits(key, self.lanes, bit_width, shape[1], self.table)
+                if is_widened and bit_width != 32:
+                    raise _MixesRowsError
+                num_columns = self.width if is_widened else shape[1]
+                bits = _row_bits(key, self.lanes, bit_width, num_columns, self.table)
                 return [(bits, True)]
         uses_only_key = any(array is self.only_key for array in arrays)
         if self.only_key is not None and uses_only_key:
             raise _MixesRowsError
         if has_row_axis and name == "broadcast_in_dim" and 0 not in params["broadcast_dimensions"]:
-            cut_shape = (self.rows.shape[0], shape[1])
+            num_columns = self.width if is_widened else shape[1]
+            cut_shape = (self.rows.shape[0], num_columns)
             result = bind(*arrays, **{**params, "shape": cut_shape})
             return [(result, True)]
         results = bind(*arrays, **params)
         if not equation.primitive.multiple_results:
             results = [results]
-        if self.only_cuts and any(self.num_rows in jnp.shape(result) for result in results):
+        shapes = [jnp.shape(result) for result in results]
+        if self.only_cuts and any(self.num_rows in shape for shape in shapes):
+            raise _MixesRowsError
+        if is_widened and any(self.dim in shape for shape in shapes):
             raise _MixesRowsError
         return [(result, False) for result in results]
+
+
+def _constant_factor(equation: Any) -> np.float32 | None:
+    """Constant float32 number by which an equation multiplies an array; None if there is none.
+
+    For a division, this is the reciprocal of the divisor, as for XLA, which compiles a division by
+    a constant to a multiplication.
+    """
+    name = equation.primitive.name
+    if name not in ("mul", "div"):
+        return None
+    first, second = equation.invars
+    if name == "mul" and isinstance(first, Literal):
+        first, second = second, first
+    if not isinstance(second, Literal) or isinstance(first, Literal):
+        return None
+    if np.ndim(second.val) or jax.typeof(second.val).dtype != jnp.float32:
+        return None
+    factor = np.float32(second.val)
+    if name == "div":
+        with np.errstate(divide="ignore"):
+            factor = np.float32(1) / factor
+    return factor
 
 
 def _spans_rows(array: ArrayLike) -> bool:

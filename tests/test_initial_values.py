@@ -106,9 +106,9 @@ def test_functions_that_compute_the_same_are_of_one_form_and_no_others():
     scales = np.linspace(1, 2, DIM, dtype=np.float32)[None]
     forms = [
         form(of_size(10, scaled(scale)))
-        for scale in (0.1, 0.1, 0.1 + 1e-8, 0.2, scales, scales + 1, scales)
+        for scale in (0.1, 0.1, 0.1 + 3e-8, 0.2, scales, scales + 1, scales)
     ]
-    assert forms[0] == forms[1]  # 0.1 + 1e-8 is another number of float32
+    assert forms[0] == forms[1]  # 0.1 + 3e-8 is another number of float32
     assert len({forms[0], *forms[2:]}) == 6
     assert form(of_size(10, jax.jit(scaled(scales), static_argnums=1))) != forms[4]
 

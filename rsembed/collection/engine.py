@@ -34,7 +34,8 @@ from rsembed.kernels.contract import Call
 from rsembed.keys import Keys, as_keys, is_invalid, num_invalid
 from rsembed.parallel.exchange import Asked, together
 from rsembed.specs import FeatureSpec
-from rsembed.storage.dense_rows import in_some_bag
+from rsembed.storage.dense_rows import DenseRows, NewStack, in_some_bag, initial_states
+from rsembed.storage.protocol import State
 
 
 class LookupStatistics(NamedTuple):
@@ -231,9 +232,16 @@ class Engine:
         return results
 
     def _init(self, key: PRNGKeyArray) -> tuple[ByName, ByName]:
-        states = {}
+        states: dict[str, State] = {}
+        dense: dict[str, NewStack] = {}
         for name, stack in self.stacks.items():
-            states[name] = stack.rows.init(key)
+            rows = stack.rows
+            if isinstance(rows.storage, DenseRows):
+                dense[name] = NewStack(rows.storage, rows.table, rows.shard)
+            else:
+                states[name] = rows.init(key)
+        dense_states = initial_states(list(dense.values()), key)
+        states |= dict(zip(dense, dense_states, strict=True))
         return unzip_dict(states)
 
     def _lookup(

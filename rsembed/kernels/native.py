@@ -275,13 +275,31 @@ def scatter_rows(
 
     Row numbers outside an array are skipped. The arrays are updated in place if XLA allows it.
     """
-    new_values = []
-    aliases = {}
-    for number, (array, new) in enumerate(zip(arrays, values, strict=True)):
-        new_values.append(new.astype(array.dtype))
-        aliases[1 + number] = number
-    operands = (as_rows(rows), *arrays, *new_values)
-    return call_handler("rsembed_scatter_rows", arrays, *operands, aliases=aliases, missing=0)
+    (scattered,) = scatter_into([arrays], jnp.int32(0), rows, values)
+    return scattered
+
+
+def scatter_into(
+    tables: Sequence[Sequence[Array]],
+    table: Int[Array, ""],
+    rows: Int[Array, " capacity"],
+    values: Sequence[Array],
+) -> list[tuple[Array, ...]]:
+    """Overwrites distinct `rows` of one of several tables. See `reference.scatter_into`.
+
+    The arrays are updated in place if XLA allows it.
+    """
+    arrays = [array for arrays_of_table in tables for array in arrays_of_table]
+    # The operands before the arrays are `table` and `rows`.
+    aliases = {2 + number: number for number in range(len(arrays))}
+    lists = []
+    for array, new in zip(tables[0], values, strict=True):
+        lists.append(new.astype(array.dtype))
+    operands = (table, as_rows(rows), *arrays, *lists)
+    results = call_handler("rsembed_scatter_into", arrays, *operands, aliases=aliases)
+    num_arrays = len(lists)
+    firsts = range(0, len(arrays), num_arrays)
+    return [tuple(results[first : first + num_arrays]) for first in firsts]
 
 
 def pack_blocks(

@@ -674,6 +674,36 @@ def scatter_rows(
     return tuple(scattered)
 
 
+def scatter_into(
+    tables: Sequence[Sequence[Array]],
+    table: Int[Array, ""],
+    rows: Int[Array, " capacity"],
+    values: Sequence[Array],
+) -> list[tuple[Array, ...]]:
+    """Overwrites distinct `rows` of one of several tables, and returns the arrays of all tables.
+
+    Args:
+      tables: arrays of each table. All tables have equally many arrays of equal dtypes, but the
+        length of a row may differ.
+      table: index of the table whose rows are overwritten.
+      rows: row numbers. Row numbers outside the table are skipped.
+      values: new rows for each array of the table. If they are longer than the rows of the table,
+        their leading columns are used.
+    """
+    results = []
+    for number, arrays in enumerate(tables):
+        leading = []
+        for array, new in zip(arrays, values, strict=True):
+            leading.append(new[:, : array.shape[1]] if array.ndim > 1 else new)
+        scatter = functools.partial(scatter_rows, rows=rows, values=leading)
+        if len(tables) == 1:
+            results.append(scatter(arrays))
+            continue
+        is_table = table == number
+        results.append(jax.lax.cond(is_table, scatter, tuple, tuple(arrays)))
+    return results
+
+
 def apply_rows(
     table: Table,
     slots: Slots,

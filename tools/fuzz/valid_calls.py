@@ -170,7 +170,10 @@ def moves(shapes: Draw, draw: Draw) -> ValidCall:
     values = [
         jax.device_put(np.ones((rows.shape[0], *array.shape[1:]), array.dtype)) for array in arrays
     ]
-    return ValidCall(native.scatter_rows, reference.scatter_rows, (arrays, rows, values))
+    other_table = [floats(draw, 7, 3), arrays[1][:0], arrays[2][:, :1]]
+    table = jax.numpy.int32(shapes.integers(2))
+    tables = [arrays, other_table]
+    return ValidCall(native.scatter_into, reference.scatter_into, (tables, table, rows, values))
 
 
 def rows_by_bag(shapes: Draw, draw: Draw) -> ValidCall:

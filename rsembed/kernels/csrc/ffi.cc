@@ -318,48 +318,77 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
   return ffi::Error::Success();
 }
 
-// Copies rows between arrays and lists of rows. Each array, of any dtype, has a list, and item i of the list is row
-// `rows[i]` of the array.
-//
-// If kScatter is false, rows are gathered: they are copied from the arrays in `args` to the lists in `rets`. For a row
-// number outside the array, `missing` is written to the list of an int32 array, and zeros to other lists. If kScatter
-// is true, rows are scattered: they are copied from the lists to the arrays. In a scatter, `args` has all arrays and
-// then all lists, and `rets` alias the arrays. The scattered rows must be distinct, and row numbers outside the array
-// are skipped.
-template <bool kScatter>
-ffi::Error MoveRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
-                    ffi::RemainingRets rets, int64_t missing) {
+// The result of `rsembed_gather_rows`: item i of each list in `rets` is row `rows[i]` of the array in `args`, of any
+// dtype. For a row number outside the array, an item of an int32 list is `missing`, and an item of another list is zero.
+ffi::Error GatherRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
+                      ffi::RemainingRets rets, int64_t missing) {
   Workers workers(pool);
   const int64_t count = rows.element_count();
   for (size_t k = 0; k < rets.size(); ++k) {
     const auto array = args.get<ffi::AnyBuffer>(k);
-    auto result = rets.get<ffi::AnyBuffer>(k);
-    const auto source = args.get<ffi::AnyBuffer>(kScatter ? rets.size() + k : k);
-    if (!array.has_value() || !result.has_value() || !source.has_value()) {
+    auto list = rets.get<ffi::AnyBuffer>(k);
+    if (!array.has_value() || !list.has_value()) {
       return ffi::Error::InvalidArgument("rsembed: an array has no list of rows");
     }
-    const ffi::AnyBuffer list = kScatter ? *source : **result;
-    const int64_t num_rows = NumRows(*array), row_bytes = RowBytes(list);
-    if (NumRows(list) != count || (count > 0 && num_rows > 0 && RowBytes(*array) != row_bytes)) {
+    const int64_t num_rows = NumRows(*array), row_bytes = RowBytes(**list);
+    if (NumRows(**list) != count || (count > 0 && num_rows > 0 && RowBytes(*array) != row_bytes)) {
       return ffi::Error::InvalidArgument("rsembed: rows and their array differ in size");
     }
-    if (kScatter && array->untyped_data() != (*result)->untyped_data()) {
-      return ffi::Error::InvalidArgument("rsembed: results must alias the arrays");
-    }
     if (row_bytes == 0) continue;  // an empty array can have a null address
-    char* const in_array = static_cast<char*>(array->untyped_data());
-    char* const in_list = static_cast<char*>(list.untyped_data());
-    const int64_t rows_per_block = std::max<int64_t>(kBlockBytes / std::max<int64_t>(row_bytes, 1), 1);
+    const char* const in_array = static_cast<const char*>(array->untyped_data());
+    char* const in_list = static_cast<char*>((*list)->untyped_data());
+    const int64_t rows_per_block = std::max<int64_t>(kBlockBytes / row_bytes, 1);
     const int32_t filler = array->element_type() == ffi::S32 ? static_cast<int32_t>(missing) : 0;
     workers.ForEachRange(count, rows_per_block, [&](int64_t first, int64_t last) {
       for (int64_t i = first; i < last; ++i) {
         const int64_t row = rows.typed_data()[i];
-        const bool is_inside = row >= 0 && row < num_rows;
-        if (kScatter && is_inside) std::memcpy(in_array + row * row_bytes, in_list + i * row_bytes, row_bytes);
-        if (!kScatter && is_inside) std::memcpy(in_list + i * row_bytes, in_array + row * row_bytes, row_bytes);
-        if (kScatter || is_inside) continue;
-        if (filler == 0) std::memset(in_list + i * row_bytes, 0, row_bytes);
-        else std::fill_n(reinterpret_cast<int32_t*>(in_list + i * row_bytes), row_bytes / 4, filler);
+        char* const item = in_list + i * row_bytes;
+        if (row >= 0 && row < num_rows) std::memcpy(item, in_array + row * row_bytes, row_bytes);
+        else if (filler == 0) std::memset(item, 0, row_bytes);
+        else std::fill_n(reinterpret_cast<int32_t*>(item), row_bytes / 4, filler);
+      }
+    });
+  }
+  return ffi::Error::Success();
+}
+
+// Computes `scatter_into` of rsembed/kernels/reference.py: copies item i of each list to row `rows[i]` of an array of
+// table `table`. `args` has the arrays of every table, one table after the other, and then the lists, as many as a table
+// has arrays. `rets` alias the arrays. If an item is longer than a row, its first bytes are copied. The rows must be
+// distinct, and row numbers outside the array are skipped.
+ffi::Error ScatterInto(ffi::ThreadPool pool, ffi::BufferR0<ffi::S32> table, ffi::BufferR1<ffi::S32> rows,
+                       ffi::RemainingArgs args, ffi::RemainingRets rets) {
+  Workers workers(pool);
+  const int64_t count = rows.element_count();
+  const size_t num_lists = args.size() - rets.size();
+  const size_t num_tables = num_lists == 0 ? 0 : rets.size() / num_lists;
+  const int64_t index = *table.typed_data();
+  if (num_tables * num_lists != rets.size()) {
+    return ffi::Error::InvalidArgument("rsembed: tables differ in their number of arrays");
+  }
+  for (size_t k = 0; k < rets.size(); ++k) {
+    const auto array = args.get<ffi::AnyBuffer>(k);
+    auto result = rets.get<ffi::AnyBuffer>(k);
+    const auto list = args.get<ffi::AnyBuffer>(rets.size() + k % num_lists);
+    if (!array.has_value() || !result.has_value() || !list.has_value()) {
+      return ffi::Error::InvalidArgument("rsembed: an array has no list of rows");
+    }
+    if (array->untyped_data() != (*result)->untyped_data()) {
+      return ffi::Error::InvalidArgument("rsembed: results must alias the arrays");
+    }
+    if (static_cast<int64_t>(k / num_lists) != index) continue;
+    const int64_t num_rows = NumRows(*array), row_bytes = RowBytes(*array), item_bytes = RowBytes(*list);
+    if (NumRows(*list) != count || (count > 0 && num_rows > 0 && row_bytes > item_bytes)) {
+      return ffi::Error::InvalidArgument("rsembed: rows and their array differ in size");
+    }
+    if (row_bytes == 0) continue;  // an empty array can have a null address
+    char* const in_array = static_cast<char*>((*result)->untyped_data());
+    const char* const in_list = static_cast<const char*>(list->untyped_data());
+    const int64_t rows_per_block = std::max<int64_t>(kBlockBytes / row_bytes, 1);
+    workers.ForEachRange(count, rows_per_block, [&](int64_t first, int64_t last) {
+      for (int64_t i = first; i < last; ++i) {
+        const int64_t row = rows.typed_data()[i];
+        if (row >= 0 && row < num_rows) std::memcpy(in_array + row * row_bytes, in_list + i * item_bytes, row_bytes);
       }
     });
   }
@@ -423,7 +452,6 @@ template <typename Binding>
 auto BindCall(Binding&& binding) {
   return std::move(binding).template Attr<Numbers>("lists").template Attr<Numbers>("segments");
 }
-auto BindRows() { return Bind().Arg<Int32s>().RemainingArgs().RemainingRets().Attr<int64_t>("missing"); }
 
 }  // namespace
 
@@ -450,9 +478,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_update, Update,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_apply_rows, ApplyRows, BindLists().Attr<int64_t>("rule"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_gather_rows, MoveRows<false>, BindRows());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_gather_rows, GatherRows,
+                              Bind().Arg<Int32s>().RemainingArgs().RemainingRets().Attr<int64_t>("missing"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_scatter_rows, MoveRows<true>, BindRows());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_scatter_into, ScatterInto,
+                              Bind().Arg<ffi::BufferR0<ffi::S32>>().Arg<Int32s>().RemainingArgs().RemainingRets());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_rows_by_bag, RowsByBag, Bind().Arg<Int32s>().Ret<Int32s>().Ret<Int32s>());
 

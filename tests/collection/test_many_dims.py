@@ -1,0 +1,115 @@
+"""Tables of different dims are filled by one loop, with the values and slots that each would have alone."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from numpy.testing import assert_allclose, assert_array_equal
+
+import rsembed as rs
+from rsembed.initial_values import initial_rows, table_key
+from rsembed.kernels import native, reference
+
+KEY = jax.random.key(7)
+DIMS = (1, 5, 6, 8, 12)
+OPTIMIZERS = {
+    "sgd": rs.optimizers.SGD(0.1),
+    "adagrad": rs.optimizers.Adagrad(0.1),
+    "row-wise adagrad": rs.optimizers.RowWiseAdagrad(0.1),
+    "adam": rs.optimizers.Adam(0.1),
+}
+INITIALIZERS = {
+    "as by default": lambda key, shape: jax.random.normal(key, shape) / shape[1] ** 0.5,
+    "divided": lambda key, shape: jax.random.normal(key, shape) / shape[1],
+    "scaled twice and shifted": lambda key, shape: (
+        0.3 * jax.random.normal(key, shape) / shape[1] + 0.5
+    ),
+    "between bounds of the dim": lambda key, shape: jax.random.uniform(
+        key, shape, minval=-1 / shape[1], maxval=1 / shape[1]
+    ),
+    "sixteen bits": lambda key, shape: jax.random.normal(key, shape, jnp.bfloat16) / shape[1],
+    "a number a column": lambda key, shape: (
+        jax.random.normal(key, shape) * jnp.arange(1.0, shape[1] + 1)[None]
+    ),
+    "orthogonal": jax.nn.initializers.orthogonal(),
+}
+
+DEFAULT = INITIALIZERS["as by default"]
+
+
+def collection_of(initializer, optimizer, dims=DIMS, **settings):
+    features = []
+    for dim in dims:
+        table = rs.TableSpec(
+            f"table of {dim}", 40 + dim, dim, initializer=initializer, optimizer=optimizer
+        )
+        features.append(rs.FeatureSpec(f"feature of {dim}", table))
+    return rs.EmbeddingCollection(features, **settings)
+
+
+def assert_initial(collection, state, initializer=DEFAULT, key=KEY):
+    """Every table has the bits that it has in a collection of its own, and initial slots."""
+    tables = collection.tables(state)
+    slots = collection.slots(state)
+    for feature in collection.features.values():
+        table = feature.table_spec
+        alone = collection_of(initializer, table.optimizer, dims=[table.embedding_dim])
+        (rows,) = alone.tables(alone.init(key)).values()
+        assert_array_equal(tables[table.name], rows)
+        for slot, wanted in zip(slots[table.name], table.optimizer.init_slots(rows), strict=True):
+            assert_array_equal(slot, wanted)
+        ids = jnp.arange(table.vocabulary_size)
+        assert_allclose(rows, initial_rows(table_key(key, table.name), table, ids), 1e-2)
+
+
+@pytest.mark.parametrize("initializer", INITIALIZERS.values(), ids=INITIALIZERS)
+def test_values_do_not_depend_on_the_dims_of_other_tables(initializer):
+    collection = collection_of(initializer, OPTIMIZERS["adagrad"])
+    assert_initial(collection, collection.init(KEY), initializer)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_slots_do_not_depend_on_the_dims_of_other_tables(optimizer):
+    collection = collection_of(DEFAULT, optimizer)
+    assert_initial(collection, collection.init(KEY))
+
+
+def test_values_of_many_dims_on_a_mesh_are_those_of_one_device():
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
+    collection = collection_of(DEFAULT, OPTIMIZERS["row-wise adagrad"], mesh=mesh)
+    assert_initial(collection, collection.init(KEY))
+
+
+def test_values_are_equal_inside_jit_and_with_another_kind_of_key():
+    collection = collection_of(DEFAULT, OPTIMIZERS["sgd"])
+    inside = jax.jit(collection.init)(KEY)
+    assert_initial(collection, inside)
+    key = jax.random.key(7, impl="rbg")
+    assert_initial(collection, collection.init(key), key=key)
+
+
+def test_forty_dims_take_six_loops():
+    collection = collection_of(DEFAULT, OPTIMIZERS["adam"], dims=range(8, 48))
+    trace = jax.make_jaxpr(collection.init)(KEY)
+    assert str(trace).count("scan[") == 6
+
+
+@pytest.mark.parametrize("module", [reference, native], ids=lambda module: module.NAME)
+@pytest.mark.parametrize("table", [0, 1, 2])
+def test_rows_are_written_to_one_of_several_tables(table, module):
+    rng = np.random.default_rng(table)
+    tables = []
+    for num_rows, dim in ((9, 4), (3, 7), (5, 1)):
+        vectors = rng.normal(size=(num_rows, dim)).astype(np.float32)
+        slots = rng.integers(0, 99, num_rows).astype(np.int32)
+        tables.append((vectors, slots))
+    rows = np.asarray([4, -1, 2, 9, 0, 2**31 - 1], np.int32)
+    values = (rng.normal(size=(6, 7)).astype(np.float32), np.arange(6, dtype=np.int32))
+    written = jax.jit(module.scatter_into)(tables, jnp.int32(table), rows, values)
+    for number, (vectors, slots) in enumerate(tables):
+        for position, row in enumerate(rows):
+            if number == table and 0 <= row < len(vectors):
+                vectors[row] = values[0][position, : vectors.shape[1]]
+                slots[row] = values[1][position]
+        assert_array_equal(written[number][0], vectors)
+        assert_array_equal(written[number][1], slots)
