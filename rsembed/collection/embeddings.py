@@ -292,9 +292,10 @@ class EmbeddingCollection:
             expected = getattr(self.template, part)
             check_not_taken(arrays, f"the state has lost its {part}", way_out)
             if jax.tree.map(_shape_and_kind, arrays) != jax.tree.map(_shape_and_kind, expected):
+                wrong, right = _first_differing(arrays, expected)
                 raise ValueError(
                     f"the state does not belong to this collection: {part} are "
-                    f"{jax.tree.map(_shown, arrays)}, expected {jax.tree.map(_shown, expected)}; use a state "
+                    f"{jax.tree.map(_shown, wrong)}, expected {jax.tree.map(_shown, right)}; use a state "
                     "of collection.init, or load one with load_collection."
                 )
         if "tables" in parts:
@@ -631,6 +632,26 @@ def _shape_and_kind(leaf: object) -> tuple[tuple[int, ...], object]:
     if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return leaf.shape, jax.dtypes.prng_key
     return leaf.shape, leaf.dtype
+
+
+def _first_differing(arrays: PyTree, expected: PyTree) -> tuple[PyTree, PyTree]:
+    """The entries of the first three stacks with a difference. Other trees are returned as a whole.
+
+    A collection may have hundreds of stacks.
+    """
+    if not isinstance(arrays, dict) or not isinstance(expected, dict):
+        return arrays, expected
+    differing = []
+    for name in sorted(arrays.keys() | expected.keys()):
+        pair = [arrays.get(name), expected.get(name)]
+        shapes, expected_shapes = jax.tree.map(_shape_and_kind, pair)
+        if shapes != expected_shapes or (name in arrays) != (name in expected):
+            differing.append(name)
+    chosen = differing[:3]
+    return (
+        {name: arrays[name] for name in chosen if name in arrays},
+        {name: expected[name] for name in chosen if name in expected},
+    )
 
 
 def _shown(leaf: object) -> str:

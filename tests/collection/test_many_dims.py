@@ -94,6 +94,19 @@ def test_forty_dims_take_six_loops():
     assert str(trace).count("scan[") == 6
 
 
+def test_an_error_names_only_tables_that_differ():
+    collection = collection_of(DEFAULT, OPTIMIZERS["adam"])
+    state = collection.init(KEY)
+    tables = dict(state.tables)
+    (name,) = [name for name, rows in tables.items() if rows.shape[1] == 6]
+    tables[name] = tables[name][:-1]
+    with pytest.raises(
+        ValueError, match=r"tables are \{.*\[45, 6\].*\}, expected \{.*\[46, 6\].*\};"
+    ) as error:
+        collection.lookup(state._replace(tables=tables), {"feature of 6": [[1]]})
+    assert "12]" not in str(error.value)
+
+
 @pytest.mark.parametrize("module", [reference, native], ids=lambda module: module.NAME)
 @pytest.mark.parametrize("table", [0, 1, 2])
 def test_rows_are_written_to_one_of_several_tables(table, module):
