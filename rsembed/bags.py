@@ -187,7 +187,7 @@ class Bags:
     def from_coo(
         sample_ids: Any, embedding_ids: Any, gains: Any = None, *, num_samples: int
     ) -> Bags:
-        """Bags from lists of coordinates (sample, id), in any order.
+        """Bags from lists of coordinates (sample, id). The coordinates may be in any order.
 
         The ids of one sample have the same order as in `embedding_ids`.
 
@@ -580,7 +580,7 @@ def check_bags(bags: Bags, *, feature: str) -> None:
 
 
 def _check_offsets(ids: Ids, offsets: np.ndarray, feature: str) -> None:
-    """Checks the offsets of bags that are not traced.
+    """Checks the concrete (not traced) offsets of bags.
 
     Raises: ValueError: offsets decrease, an id is in no bag, or an offset is beyond the ids.
     """

@@ -55,7 +55,7 @@ def initial_rows(
       key: random key of the table, `table_key(model_key, table.name)`.
       table: the table. The initializer of the table is called with the logical shape
         `(vocabulary_size, embedding_dim)`.
-      rows: row numbers, in any order.
+      rows: row numbers. They may be in any order.
       width: number of columns to compute, as for `form`. The leading columns are the row. None, the
         default: `embedding_dim`.
       factors: factors in place of those of the initializer, as in `Form.factors`, so that one
@@ -86,7 +86,7 @@ def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) ->
 
     Args:
       key: random key of the table, `table_key(model_key, table.name)`.
-      ids: row numbers, in any order.
+      ids: row numbers. They may be in any order.
       table: the table with initializer and optimizer.
     """
     values = initial_rows(key, table, ids)
@@ -95,7 +95,7 @@ def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) ->
 
 
 class Form(NamedTuple):
-    """What `initial_rows` compiles for a table. See `form`.
+    """Describes how `initial_rows` computes the rows of a table. See `form`.
 
     Args:
       program: cache key of the computation, without the values of `factors`.
@@ -110,7 +110,9 @@ class Form(NamedTuple):
 
 
 def form(table: TableSpec, width: int | None = None) -> Form:
-    """What `initial_rows` compiles for a table. Tables of equal forms share a compiled program.
+    """Describes how `initial_rows` computes the rows of a table.
+
+    Tables with equal `program` and `width` can share a compiled program. Their `factors` may differ.
 
     Usually `Form.program` is the printed jaxpr of the computation for a single row. Separate but
     equal functions, as in `[normal(0.01) for _ in tables]`, then share a compiled program. The
@@ -122,8 +124,8 @@ def form(table: TableSpec, width: int | None = None) -> Form:
       table: the table.
       width: number of columns to compute, at least the dim of the table, so that tables with
         different dims can have equal programs. The result has the dim of the table as its `width`
-        if the initializer cannot compute more columns. The random bits of a key must not depend on
-        their number. None, the default: the dim of the table.
+        if the initializer cannot compute more columns. The first random bits that are drawn from a
+        key must not depend on how many bits are drawn. By default, `width` is the dim of the table.
     """
     shape = (table.vocabulary_size, table.embedding_dim)
     trace = traced_initializer(table, shape)

@@ -98,7 +98,7 @@ class Place(NamedTuple):
         return _where(has_table, ids, -1)
 
     def first_row(self, shard: Numbers, *, spread: int) -> Numbers:
-        """Row number, within a shard, of the first row for which `ids` returns no negative id."""
+        """The smallest row number of a shard for which `ids` returns an id that is not negative."""
         id_of_row_0 = (shard - self.owner - self.rotation) % spread - self.first
         return -(id_of_row_0 // spread)
 

@@ -34,7 +34,7 @@ def size_of_list(count: int) -> int:
 
 
 def common_width(bags: Bags) -> int:
-    """Width of a padded array `[bags, width]` for these bags, probably also for later batches.
+    """Width of a padded array `[bags, width]` that holds these bags, and probably later batches.
 
     If there are at least `FEWEST_OF_ONE_LENGTH` bags, and all have the same length, the feature
     probably has a fixed length, so the width is this length. Otherwise, the width is the length of

@@ -342,8 +342,8 @@ def plan_stacking(
         which are often frequent, into different shards.
       activation_mem_bytes_limit: maximum bytes of activations per shard in one stack. If None, the
         default, there is no limit.
-      use_short_stack_names: whether names over 50 characters are cut and get a hash, True by
-        default.
+      use_short_stack_names: whether a stack name of more than 50 characters is shortened to 50
+        characters and a hash, True by default.
 
     Raises:
       ValueError: the groups do not name every table exactly once, or a stack has too many rows.
@@ -407,14 +407,15 @@ def stack_name_of(
 ) -> str:
     """Name of a stack: table names joined by `_`.
 
-    A joined name of more than 50 characters is cut after 50 characters, and ends with a hash.
+    A joined name of more than 50 characters is shortened to its first 50 characters and a hash.
 
     Args:
       table_names: names of the tables of the stack.
       is_taken: whether another stack already has the joined name. For example, a table `user_item`
         already has the joined name of tables `user` and `item`. If True, a name of any length ends
         with a hash. False by default.
-      use_short_stack_names: whether names over 50 characters are cut, True by default.
+      use_short_stack_names: whether names of more than 50 characters are shortened. True by
+        default.
     """
     full = "_".join(table_names)
     if not is_taken and (not use_short_stack_names or len(full) <= MAX_STACK_NAME_LENGTH):

@@ -101,7 +101,7 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
 
     `write_arrays` writes many chunks at once, because most of the time goes into waiting for the
     disk. All processes must call `write_arrays`. Even if a write to the disk fails, all processes
-    gather all rows: if one process stopped, the other processes would wait for it forever.
+    gather all rows. If one process stopped, the other processes would wait for it forever.
 
     Args:
       path: folder to create. None in a process that only helps to gather the rows.
@@ -285,7 +285,7 @@ def _index(rows: np.ndarray) -> np.ndarray | slice:
     return slice(first, last + 1)
 
 
-# The zarr array
+# Chunks of a zarr array
 
 
 def _chunks(entry: Entry) -> list[Chunk]:

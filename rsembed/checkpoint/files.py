@@ -189,8 +189,8 @@ class Contents(NamedTuple):
             "metadata": dict(metadata or {}),
         }
         # Encode the metadata as JSON before the arrays are written: an error should not come after
-        # an hour of writing. Decode the JSON, so that `body` equals the body that a load will read,
-        # for example with strings as dictionary keys.
+        # an hour of writing. Then decode the JSON, so that `body` equals the body that a load will
+        # read. For example, JSON turns all dictionary keys into strings.
         try:
             body = json.loads(json.dumps(body))
         except (TypeError, ValueError) as error:

@@ -344,7 +344,7 @@ def _fingerprint_of(node: object) -> Fingerprint | None:
 
 
 def stacks_of(state: EmbeddingState) -> Facts:
-    """Metadata of each stack in the layout of a state, or `{}` if the state has no layout."""
+    """Metadata of each stack, taken from `state.layout`, or `{}` if the state has no layout."""
     if state.layout is None:
         return {}
     return state.layout.facts

@@ -278,9 +278,9 @@ class AskedRows(Rows):
     def _capacity(self, wanted: Wanted) -> int:
         num_entries = wanted.entry_of.shape[0]
         if self.table.optimizer.moves_all_rows:
-            # An optimizer with `moves_all_rows` steps every row of the table in each exchange
-            # round. All entries must fit into a single exchange round, so that each row is stepped
-            # once.
+            # An optimizer with `moves_all_rows` updates every row of the table in each exchange
+            # round. All entries must fit into a single exchange round, so that each row is updated
+            # only once.
             return num_entries
         capacity = self.capacity or default_capacity(num_entries, self.num_shards)
         return min(capacity, num_entries)

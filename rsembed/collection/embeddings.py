@@ -53,7 +53,7 @@ class EmbeddingCollection:
 
     On a mesh, every device looks up its part of the samples and stores its part of the tables.
     Lookups and steps give the same results as on one device. Each step uses the gradients of the
-    global batch: the gradients of a row are summed over all devices, and each row is stepped once.
+    global batch. The gradients of a row are summed over all devices, and the row is updated once.
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
@@ -541,7 +541,7 @@ class EmbeddingCollection:
         return gradients
 
     def apply(self, state: EmbeddingState, row_gradients: RowGradients) -> EmbeddingState:
-        """Steps every row in `row_gradients` once, and returns the new state.
+        """Applies one optimizer step to every row in `row_gradients`, and returns the new state.
 
         Raises: ValueError: the gradients belong to a different collection.
         """
@@ -569,7 +569,7 @@ class EmbeddingCollection:
         """Runs one step with the gradients of a batch, and returns the new state.
 
         The result equals `apply(state, pullback(d_activations))`. A single kernel call sums the row
-        gradients and steps the rows, if such a kernel is available.
+        gradients and updates the rows, if such a kernel is available.
         """
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)

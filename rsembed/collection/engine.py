@@ -167,7 +167,7 @@ class Engine:
         """Activations of all features, and statistics of the lookup.
 
         Args:
-          tables: `tables` of the state.
+          tables: the field `tables` of the state.
           batch: prepared global batch, or a `Call` on one device.
           numbers: by stack, index of the step that follows the lookup. None: no step follows.
         """
@@ -196,7 +196,7 @@ class Engine:
             shardings.append((name, sharding_of_rows, sharding_of_values))
         return tuple(shardings)
 
-    # On one device
+    # Methods that run on each device
 
     def _stacks_of_one_call(self) -> list[list[str]]:
         """Groups of two or more stacks that one kernel call can look up.

@@ -65,8 +65,8 @@ class Prefetch:
         """Reserves cache slots for the rows that a batch reads.
 
         Args:
-          params: parameters of the state. The arrays in `params` stay valid.
-          slots: optimizer slots of the state.
+          params: current parameters of the stack. The arrays in `params` stay valid.
+          slots: current optimizer slots of the stack.
           wanted: a batch, or the rows of `RowGradients`.
 
         Returns: new parameters, and the moves that the caller must pass to `moved`. `with_room`
@@ -107,7 +107,7 @@ class Prefetch:
 
         Args:
           params: parameters that `with_room` returned.
-          slots: optimizer slots of the state.
+          slots: current optimizer slots of the stack.
           moves: moves that `with_room` returned.
           donates: whether the arrays of `params` and `slots` are donated. If False, the old state
             stays valid until `with_new_generation`, because only the evicted rows change on the

@@ -92,11 +92,11 @@ class HostStack(Stack):
         """Combines new rows and new slots of a table into one dictionary, as `replaced` expects.
 
         Args:
-          params: parameters of the state.
-          slots: slots of the state.
+          params: current parameters of the stack.
+          slots: current slots of the stack.
           table: spec of the table.
-          rows: new rows, from `Storage.checked_rows`. None: the table keeps the rows of the state.
-          new_slots: new slots for the new rows, or if `rows` is None, for the rows in the state.
+          rows: new rows, from `Storage.checked_rows`. None: the table keeps its current rows.
+          new_slots: new slots for the new rows, or if `rows` is None, for the current rows.
             For a keyed table, slots are in the order of the keys.
 
         Raises: ValueError, TypeError: slots have the wrong names, shapes or dtypes for the table.

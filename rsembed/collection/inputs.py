@@ -193,13 +193,13 @@ def _places(
     members: Mapping[str, Sequence[str]],
     num_bags: Mapping[str, int],
 ) -> tuple[tuple[str, Listed], ...]:
-    """For each ragged feature, its name and the position of its bags in the list of its stack.
+    """For each ragged feature, its name and the position of its bags in `PreparedBatch.lists`.
 
     The result is sorted by name.
 
     Args:
-      members: by stack, names of the features that are joined into the list of the stack, in the
-        order of their bags.
+      members: by stack, names of the features with bags in the list of the stack, in the order of
+        the bags.
       num_bags: by feature name, number of the feature's bags in each part of the list.
     """
     places = {}
@@ -486,7 +486,7 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
         )
 
 
-# On a mesh
+# Functions for batches that are split over a mesh
 
 
 def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int]:

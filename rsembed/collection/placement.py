@@ -59,7 +59,7 @@ def placement_of_tables(
       devices: devices that share the tables.
       placement: one placement for all tables, or a mapping from table names to placements. A
         placement for all tables has no effect on tables with a storage that does not support this
-        placement. None: no placement is requested for any table.
+        placement. None requests no placement for any table.
 
     Raises:
       ValueError: a placement or table is unknown, the storage of a named table does not support its

@@ -22,7 +22,7 @@ from rsembed.specs import FeatureSpec
 
 
 class Listed(NamedTuple):
-    """Position of a ragged feature's bags in the list of its stack, see `PreparedBatch`.
+    """Position of a ragged feature's bags in the field `lists` of `PreparedBatch`.
 
     Args:
       list: name of the list.
@@ -48,17 +48,17 @@ class PreparedBatch(Mapping[str, PyTree]):
     programs.
 
     On a mesh, the list consists of one part for each device, with the bags of the device's samples.
-    All parts are padded to the same length, `room`. The parts are concatenated in global arrays
-    that are split over the devices: `parts * room` ids, `parts * room` weights and
-    `parts * (bags + 1)` offsets. In each part, the offsets start at 0.
+    All parts are padded to the same length, `room`. The parts are concatenated to global arrays
+    with `parts * room` ids, `parts * room` weights and `parts * (bags + 1)` offsets. These arrays
+    are split over the devices. In each part, the offsets start at 0.
 
     Args:
       lists: for each stack with ragged features, by name, the list with the bags of these features.
         Within each part of the list, the bags of a feature are consecutive.
       arrays: ids of the features that are not in `lists`, by feature name: an array, a pair of ids
         and weights, or `Bags`.
-      listed: pairs of a ragged feature's name and the position of its bags in the list of its
-        stack, sorted by name.
+      listed: for each ragged feature, a pair of its name and a `Listed`, which shows where the bags
+        of the feature are in `lists`. The pairs are sorted by name.
       features: names of all features, in the order of the collection.
       made_for: identity (`identity_of`) of the collection that checked the batch. None: the batch
         was not checked.

@@ -490,8 +490,7 @@ class TrainRows(NumberedRows):
     ) -> State:
         """Updates all parameters, and returns new parameters and slots.
 
-        Every device passes different `gradients`. The update uses the sum of the gradients of all
-        devices.
+        `gradients` has the gradients of this device. The update uses their sum over all devices.
         """
         gradients_here = self.storage.gradients(params, gradients, self.table)
         total = self.devices.total(gradients_here)

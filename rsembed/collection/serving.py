@@ -57,8 +57,8 @@ def for_serving(
         NaN return only NaN.
 
     Returns: a function `lookup(tables, batch)` that returns the activations of `collection.lookup`,
-      and a copy of each table. Tensor trains, and tables on the host, become arrays of all rows.
-      Ids outside their table contribute nothing.
+      and a copy of each table. A tensor train or a table on the host is copied as an array that
+      contains all rows. Ids outside their table contribute nothing.
 
     Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. Ids of
     a dense table must therefore fit into int32, and 64-bit keys must be passed as

@@ -130,8 +130,8 @@ class Stack:
         """Replaces rows and slots of some tables. Returns new parameters and slots.
 
         Args:
-          params: parameters of the state.
-          slots: slots of the state.
+          params: current parameters of the stack.
+          slots: current slots of the stack.
           rows: checked new rows by table name.
           new_slots: checked new slots by table name.
         """

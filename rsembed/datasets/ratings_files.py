@@ -55,7 +55,7 @@ class Film(NamedTuple):
       line: index of the line, counted from 1.
       number: id of the film, as a string.
       title: title, with the year in brackets.
-      genres: names of the film's genres, which may include names of `NO_GENRES`.
+      genres: names of the film's genres. A string from `NO_GENRES` means that the genre is unknown.
     """
 
     line: int
@@ -84,14 +84,14 @@ class Form:
     films: Callable[[str], Iterator[Film]]
 
     def is_ratings_file(self, name: str) -> bool:
-        """Whether a path belongs to a file of ratings in this format."""
+        """Whether a path has the name of a file of ratings in this format."""
         base = name.replace("\\", "/").rpartition("/")[2]
         if self.ratings_name.startswith("."):
             return base.endswith(self.ratings_name)
         return base == self.ratings_name
 
     def films_path(self, ratings_path: str) -> str:
-        """Path of the file of films that belongs to a file of ratings."""
+        """Path of the file of films that accompanies the file `ratings_path`."""
         return ratings_path.removesuffix(self.ratings_name) + self.films_name
 
 

@@ -170,8 +170,8 @@ class Text:
     `content` is the whole text of the file, for character-level models. `vocabulary[i]` is the word
     of id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. `vocabulary` is shorter than the requested
     `vocabulary_size` if the text has fewer distinct words. For the generated text, `best_loss` is
-    the expected loss, in nats per word, of a model that knows the distribution that the text was
-    drawn from: no model can do better. `best_loss` is None for other texts, or if some words have
+    the expected loss, in nats per word, of a model that knows the distribution from which the text
+    was drawn. No model can do better. `best_loss` is None for other texts, or if some words have
     id 0.
     """
 

@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float32
 from rsembed.checks import PositiveInt, describe, validated
 
 MAX_WORD_BYTES = 65_536
-"""Number of bytes that the limit on a line's length allows for the word."""
+"""Bytes for the word in the limit on the length of a line, see `MAX_NUMBER_BYTES`."""
 MAX_NUMBER_BYTES = 64
-"""Number of bytes that the limit on a line's length allows for each number and the space before it.
+"""Bytes for each number, with the space before it, in the limit on the length of a line.
 
 To bound the memory, a line of a file must have fewer than
 `MAX_WORD_BYTES + dim * MAX_NUMBER_BYTES` bytes.

@@ -430,9 +430,9 @@ def _wait_for_all_processes(reason: str) -> None:
 class MemoryFDOClient(FDOClient):
     """Client that keeps the running maximum of all statistics in memory.
 
-    With several processes, `load` takes the maximum over all processes, which communicate through
-    their devices. Every process must record the same stacks with the same layout, and all processes
-    must call `load` together.
+    With several processes, the processes exchange their statistics through their devices, and
+    `load` returns the elementwise maximum of the statistics of all processes. Every process must
+    record the same stacks with the same layout, and all processes must call `load` together.
     """
 
     def __init__(self) -> None:
@@ -448,7 +448,7 @@ class MemoryFDOClient(FDOClient):
         self._published = dict(self._recorded)
 
     def load(self) -> SparseDenseMatmulInputStats:
-        """The running maximum of all statistics, over all processes.
+        """The elementwise maximum of the published statistics over all batches and processes.
 
         Raises:
           LookupError: `publish` has not been called yet.

@@ -41,11 +41,11 @@ def zipf_exponent(
     with only a few lookups per row, the exponent is somewhat too large.
 
     Args:
-      counts: number of lookups of each row, in any order.
+      counts: number of lookups of each row. The rows may be in any order.
       num_rows: number of rows of the table. Set `num_rows` if `counts` has no entries for rows
         without a lookup. If None, the table has one row for each count.
 
-    Raises: ValueError: there are fewer than two rows, a count is negative, or no row has a lookup.
+    Raises: ValueError: there are fewer than two rows, a count is negative, or all counts are 0.
 
     Source: Clauset, Shalizi, Newman, "Power-law distributions in empirical data", SIAM Review 2009,
       applied to a finite number of ranks. The likelihood is largest for the exponent with which the
@@ -63,8 +63,8 @@ def zipf_exponent(
     mean_log = float(popular_first @ logs_of_counts / popular_first.sum())
     # Ranks are grouped into blocks, because a sum over all ranks would be slow. The first few
     # hundred blocks have only one rank each. In each later block, the number of ranks is less than
-    # 1 % of the first rank of the block, even for 2^64 ranks. The grouping of ranks changes the
-    # exponent by less than a millionth.
+    # 1 % of the first rank of the block, even for 2^64 ranks. The resulting exponent differs by
+    # less than 1e-6 from the exponent with a sum over all ranks.
     starts = np.unique(np.floor(np.geomspace(1.0, num_ranks + 1.0, NUM_RANK_BLOCKS)))
     ranks_per_block = np.diff(starts)
     logs = np.log(starts[:-1] + (ranks_per_block - 1) / 2)

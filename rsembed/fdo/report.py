@@ -43,7 +43,7 @@ class IdFigures:
       num_rows: number of rows of the table, `vocabulary_size`.
       num_samples: number of samples in all batches, including samples without ids.
       num_lookups: number of lookups in all batches.
-      mean_ids_per_sample: lookups divided by samples.
+      mean_ids_per_sample: mean number of lookups per sample.
       ids_per_sample_99th_percentile: the smallest number of lookups that 99 % of the samples do not
         exceed.
       max_ids_per_sample: largest number of lookups in one sample.
@@ -72,7 +72,7 @@ class IdFigures:
         distinct id is a hit if its row is cached, and the rows of all other ids are fetched. The
         hit rate is the number of hits divided by the number of distinct ids, where both numbers are
         sums over all batches. Rows that were last looked up in the same batch count as equally
-        recent: if a cache has space for only half of these rows, half of the lookups of these rows
+        recent. If a cache has space for only half of these rows, half of the lookups of these rows
         are hits.
       counts: number of lookups of each distinct id, the most frequent id first.
     """

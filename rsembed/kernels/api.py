@@ -272,7 +272,7 @@ def lookup(
       tables: tables that the call's segments read.
       call: lists of ids and the segments that read them.
       quantization: applied to every row before pooling. If it is set, `tables` must hold only one
-        table. None: no quantization.
+        table. None means no quantization.
       implementation: name of the only implementation to try. None: all implementations, in
         order of preference.
     """

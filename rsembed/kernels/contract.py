@@ -367,7 +367,7 @@ class Step:
         last used need this index. None, the default: the index is unknown.
       resident_rows: if the table is a cache, the row that each cache slot holds, `NO_ROW` for empty
         slots. With `resident_rows`, the row numbers of the rows to update are indices of cache
-        slots. None, the default: the table is not a cache.
+        slots. By default, the table is not a cache.
     """
 
     hyper: Hyperparameters

@@ -220,8 +220,8 @@ def _sum_bags(
       columns: columns of the rows to pool.
       combiner: combiner of the bags.
       num_bags: number of bags. An index in `bags` that is `num_bags` or more is padding.
-      stride: number of bounds per bag. 1, the default: the bounds are offsets, so a bag ends where
-        the next bag starts. 2: the bounds of a bag are its start and its end.
+      stride: number of bounds per bag. With 1, the default, the bounds are offsets, so a bag ends
+        where the next bag starts. With 2, the bounds of a bag are its start and its end.
       has_pieces: whether the last reference in `refs` is for the array from `_pieces`, False by
         default. If True, the kernel adds the sum of each piece that is completely inside a bag, and
         does not read the entries of the piece.

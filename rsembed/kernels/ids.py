@@ -131,9 +131,8 @@ class Partitions(NamedTuple):
     row pointers are relative to the first entry of the device's buffer.
 
     Attributes:
-      row_pointers: position after the last entry of every partition. The positions are stored in
-        blocks: one position for each shard, and then padding if there are less than `ALIGNMENT`
-        shards.
+      row_pointers: position after the last entry of every partition. A block of row pointers has
+        one position for each shard, and then padding if there are fewer than `ALIGNMENT` shards.
       embedding_ids: row number of every entry within its shard.
       sample_ids: sample number of every entry within its core.
       gains: factor by which the row of every entry is multiplied before rows are summed by sample.
@@ -244,10 +243,9 @@ def pack_blocks(
       arrays: arrays `[n, ...]` with the rows to gather, or blocks `[devices, capacity, ...]`.
         Either all arrays hold rows with equal shapes and dtypes, or all are lanes (arrays of 32-bit
         words), which become uint32.
-      rows: for each array, the numbers of the rows to gather into its blocks. If `arrays` already
-        are blocks, every item of `rows` is None. A row number outside the array is padding: the
-        slot of the block is filled with `NO_ROW` for an int32 array, and with zeros for other
-        arrays.
+      rows: for each array, the numbers of the rows to gather into its blocks. Every item of `rows`
+        is None if the items of `arrays` are already blocks. A row number outside the array is
+        padding, for which the block gets `NO_ROW` if the array is int32, else zeros.
     """
     blocks = []
     for array, block_rows in zip(arrays, rows, strict=True):
@@ -315,7 +313,7 @@ Fit = Int[Array, "queues devices"]
 """1 if all remaining entries of a queue for an owner fit in this exchange round, else 0."""
 
 Cuts = UInt32[Array, "levels queues devices"]
-"""Lanes of the first entry of each queue for each owner that has to wait for a later round."""
+"""For each queue and owner, lanes of the first entry that does not fit in this exchange round."""
 
 
 def block_ends(queues: Sequence[Queue]) -> tuple[Fit, Cuts]:

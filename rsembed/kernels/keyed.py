@@ -158,7 +158,7 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
     sort of the keys would take three times as long as this hash table.
 
     Args:
-      keys: keys and padding, in any order.
+      keys: keys and padding. They may be in any order.
       occurrences: number of occurrences that each key stands for.
 
     Returns: `(entry_of, first_of, counts)`. For each key, `entry_of` has its index among the

@@ -96,7 +96,7 @@ def entries_of(
       table: index of the table in the call.
       table_rows: number of rows of the table.
       pool: kernel that sums the weights of each bag in the order of the entries, see `entry_gains`.
-        None, the default: XLA sums the weights of each bag, in any order.
+        None, the default: XLA sums the weights of each bag in an unspecified order.
 
     Raises: ValueError: some segments of the list have combiner `none`, and others do not.
     """
@@ -255,7 +255,7 @@ def entry_gains(
       entries: entries with their bags and combiner.
       num_rows: number of rows of the table.
       pool: kernel that sums the weights of each bag in the order of the entries. None, the default:
-        XLA sums the weights of each bag, in any order.
+        XLA sums the weights of each bag in an unspecified order.
     """
     num_entries = entries.rows.shape[0]
     is_listed = is_between(entries.rows, 0, num_rows)

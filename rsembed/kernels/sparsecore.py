@@ -416,9 +416,9 @@ def pool_on_tiles(
       gains: factor by which the row of every entry is multiplied. An entry with gain 0 adds
         nothing, even if its row contains NaN.
       bags: index of the bag of every entry, ascending except for entries with gain 0.
-      bounds: a vector for every chunk of bags, with the range of chunks of entries to read. Lane 0
-        is the index of the first chunk, lane 1 is the index after the last chunk, and all other
-        lanes are zero.
+      bounds: for every chunk of bags, a vector that tells which chunks of entries to read. Lane 0
+        is the index of the first chunk of entries, lane 1 is the index after the last chunk, and
+        all other lanes are zero.
       num_bags: number of bags. Both `num_bags` and the number of entries are multiples of the chunk
         size.
     """

@@ -1,9 +1,9 @@
 """Optimizer rules inside kernels: evaluates the jaxpr of a rule on one row in registers.
 
-Rules are written for arrays `[rows, dim]`, but a kernel divides a row into several arrays of equal
-shape with consecutive columns ("pieces" of the row). The last piece is padded. A number that
-belongs to the whole row, such as a hyperparameter or a mean, is an array of the same shape as a
-piece, with this number in every entry.
+Rules are written for arrays `[rows, dim]`, but a kernel splits a row by columns into several
+consecutive arrays ("pieces") of equal shape. The last piece is padded. A number that belongs to the
+whole row, such as a hyperparameter or a mean, is an array of the same shape as a piece, with this
+number in every entry.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _RESHAPES = frozenset(
 
 
 Row = tuple[Array, ...]
-"""One row as a tuple of arrays of equal shape with consecutive columns ("pieces" of the row)."""
+"""One row, split by columns into a tuple of consecutive arrays ("pieces") of equal shape."""
 
 
 def trace_rule(

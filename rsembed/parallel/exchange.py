@@ -176,7 +176,7 @@ class Question(NamedTuple):
     """Request to the devices that own rows ("owners"): to read these rows, or to change them.
 
     Attributes:
-      wanted: the requested entries, from `distinct`.
+      wanted: the requested entries, which the function `distinct` returned.
       payload: pytree of arrays `[nnz, ...]` to send, one value per distinct entry.
       answer: function `(state, arrived) -> (state, replies)` that an owner calls once per round.
         `arrived` is a payload, with leaves `[devices * capacity, ...]` grouped by sender. Padding
@@ -210,8 +210,8 @@ class Question(NamedTuple):
     def no_replies(self) -> PyTree:
         """Replies that are all zero, one for each entry."""
 
-        # `jax.eval_shape(answer)` could replace the field `reply`, but would take a third of the
-        # time of all tracing.
+        # `jax.eval_shape(answer)` would make the field `reply` unnecessary, but then a third of the
+        # total tracing time would be spent in this call.
         def zeros(reply: jax.ShapeDtypeStruct) -> Array:
             return jnp.zeros((self.num_occurrences, *reply.shape), reply.dtype)
 
@@ -413,16 +413,17 @@ def _cuts(
 
     Returns: two integer arrays `fit` and `cuts` with one value per queue and owner. `fit` is 1 if
       every device can send all its remaining entries in this round, else 0. If `fit` is 0, `cuts`
-      has the 32-bit words of an entry, and all devices send only smaller entries. This entry is the
-      smallest one that comes directly after a full block on any device.
+      has the 32-bit words of an entry, and all devices send only smaller entries. Each device finds
+      the first of its entries that does not fit in this round, and `cuts` has the smallest of these
+      entries.
     """
     if not takes_rounds:
         size = (len(queues), queues[0].cursor.shape[0])
         return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
     fit, first_left = api.block_ends(queues)
     lowest = jax.lax.pmin(fit, axis_name)
-    # `cuts` is a minimum over devices. If `lowest` is 0, a device with `fit` 1 does not take part,
-    # because it has no entry after a full block.
+    # `cuts` is a minimum over devices. If `lowest` is 0, the minimum leaves out devices with `fit`
+    # 1, because all entries of these devices fit in this round.
     takes_part = fit == lowest
     cuts: list[Array] = []
     for words in first_left:

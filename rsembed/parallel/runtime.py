@@ -84,8 +84,8 @@ def init(
         of seconds. Choose a larger number if long compilations or slow file systems block the
         machine.
       initialization_timeout_seconds: number of seconds to wait for the other processes. If they do
-        not connect within this time, JAX aborts this process. A warning after 80 % of the time
-        names the address and the number of processes, if `init` knows them.
+        not connect within this time, JAX aborts this process. When 80 % of these seconds have
+        passed, a warning names the address and the number of processes, if `init` knows them.
       shutdown_timeout_seconds: number of seconds that a finished process waits for the other
         processes.
 
@@ -247,8 +247,8 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
 
     Args:
       axis: name of the axis.
-      num_devices: number of devices in the mesh. Every process contributes the same number of
-        devices. None: all devices.
+      num_devices: number of devices in the mesh, by default all devices. Every process contributes
+        the same number of devices.
 
     Raises: ValueError: there are too few devices, or the processes cannot contribute equal numbers
       of devices.

@@ -167,7 +167,9 @@ def label_ends(
     colours: list[str],
     curves: Sequence[tuple[np.ndarray, np.ndarray]] = (),
 ) -> None:
-    """Writes a label to the right of each point, with thin lines in the colours of the labels.
+    """Writes a label to the right of each point, and connects label and point by a thin line.
+
+    The line has the colour of the label.
 
     Labels are further away from their points than in `label_points`, to make space for large
     markers.

@@ -1,4 +1,4 @@
-"""Plots of losses, cache misses, bytes and speed, and functions that compute plotted numbers."""
+"""Plots of losses, cache misses, bytes and speed, and functions that compute the plotted data."""
 
 from __future__ import annotations
 
@@ -105,9 +105,9 @@ def nearest_neighbours(
 def principal_plane(
     vectors: Float[np.ndarray, "points dim"],
 ) -> tuple[Float[np.ndarray, "points 2"], Float[np.ndarray, " 2"]]:
-    """Coordinates of points in their plane of largest variance, and the share of each axis.
+    """Coordinates of points in their plane of largest variance, and the variance along each axis.
 
-    The share of an axis is the part of the total variance along this axis. The sign of an axis is
+    The variances are fractions of the total variance of the points. The sign of an axis is
     chosen so that the coordinate with the largest absolute value is positive.
 
     Raises: ValueError: there are fewer than two points or columns, or a number is not finite.
@@ -468,7 +468,7 @@ def roof(
     The result is the minimum of `intensity * bytes_per_second` and `flops_per_second`.
 
     Args:
-      intensity: operations per byte of memory, as a number or an array.
+      intensity: operations per byte that is read or written, as a number or an array.
       bytes_per_second: memory bandwidth of the machine.
       flops_per_second: peak arithmetic throughput of the machine.
 

@@ -288,12 +288,12 @@ def embedding_column(
     combiner: str = "mean",
     **options: Any,
 ) -> EmbeddingColumn:
-    """A column that looks up `feature` in a new table with the name of the feature.
+    """A column that looks up the ids of `feature` in a new table of the same name.
 
     For a column that reads an existing table, call `EmbeddingColumn` directly.
 
     Args:
-      feature: name of the feature in the batch, and of the table.
+      feature: name of the feature in the batch, which is also the name of the new table.
       dimension: number of columns of the table.
       combiner: "sum", "mean" or "sqrtn".
       **options: options of `embedding_variable`.

@@ -268,7 +268,8 @@ class StepOnce:
             for number in range(len(self.variables)):
                 if self._may_fail_after_growth(number):
                     num_failed_before[number] = self._num_failed(number)
-        # `_may_fail_after_growth` has enlarged the tables that may grow.
+        # No table grows after this line. `_may_fail_after_growth` has enlarged the tables that had
+        # too few free rows, and a table cannot grow inside `jit`.
         never_grow = [False] * len(self.variables)
         for program in _programs(self.variables, self.features, grow=never_grow):
             # `_run` donates the old arrays of the program's tables, and stores the new arrays in

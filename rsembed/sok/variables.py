@@ -257,7 +257,7 @@ def state_of(variable: EmbeddingVariable) -> EmbeddingState:
 
     Raises:
       ValueError: the state belongs to a different table.
-      RuntimeError: a step donated the arrays of the state.
+      RuntimeError: the arrays of the state were donated to a step.
     """
     state = variable.get_value()
     name = variable.table.spec.name
@@ -405,11 +405,11 @@ def embedding_variable(
       use_hashtable: if True, the default, keys are any integers, and a key gets a row in its first
         training step. If False, keys are row numbers from 0 to `rows_per_device * n - 1`.
       key_dtype: dtype of the keys: int32, int64 (the default), uint32 or uint64.
-      initializer: a function `(key, shape) -> array` for one row, of shape `(1, dim)`, a number, or
-        one of these names: "uniform" (from -0.05 to 0.05), "normal" (standard deviation 0.05),
-        "truncated_normal", "zeros" and "ones". Keras class names such as `RandomUniform` are also
-        accepted. The initial row of a key depends only on `rngs`, the name of the table and the
-        key.
+      initializer: a number, a name, or a function `(key, shape) -> array` that is called with the
+        shape `(1, dim)` for each row. Names are "uniform" (from -0.05 to 0.05), "normal" (standard
+        deviation 0.05), "truncated_normal", "zeros", "ones", and Keras class names such as
+        `RandomUniform`. The initial row of a key depends only on `rngs`, the name of the table and
+        the key.
       optimizer: optimizer that updates the looked-up rows, by default Adagrad. TensorFlow's
         variants of Adam are in `sok.optimizers`.
       context: devices that share the table, by default the devices that `Init` chose.
@@ -420,8 +420,8 @@ def embedding_variable(
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and
         `admission_probability` of a hash table, see `rsembed.Hashed`. The value "error" of
         `when_full` has a different effect here: if the table has too few free rows, the lookup of a
-        training step raises an error and leaves all tables unchanged. The value "grow" is accepted
-        only here: the table is enlarged before the step.
+        training step raises an error and leaves all tables unchanged. With the value "grow", which
+        is accepted only here, the table is enlarged before the step.
 
     Raises:
       ValueError: an argument is out of range.

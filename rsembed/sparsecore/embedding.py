@@ -598,8 +598,8 @@ def _table_devices(num_devices: int, axis_name: AxisName | None = None) -> Devic
 
     Args:
       num_devices: number of devices that share the tables.
-      axis_name: names of the axes, outermost first. By default, all axes of the `shard_map` are
-        used if together they have `num_devices` devices, else the only axis with `num_devices`
+      axis_name: names of the axes, outermost first. By default, all axes of the `shard_map` if they
+        have `num_devices` devices in total, otherwise the single axis that has `num_devices`
         devices.
 
     Raises:

@@ -289,7 +289,7 @@ def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
 
 
 def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
-    """The optimizer class for a code, as `get_optimizer_type` returns it.
+    """The optimizer class that has a code. `get_optimizer_type` is the inverse function.
 
     Raises: ValueError: no optimizer class has the code, or the code means a custom optimizer.
     """

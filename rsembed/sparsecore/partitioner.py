@@ -439,9 +439,9 @@ def record_drops(
     Args:
       statistics: statistics of the batch.
       layout: layout of the stack.
-      dropped: by kind of drop (`ids`, `unique_ids`, `buffer`), a pair of arrays with one value for
-        each dropped entry: the index of the entry's row in its shard, and the number of ids to
-        count for the entry.
+      dropped: for each kind of drop (`ids`, `unique_ids`, `buffer`), two arrays with one value per
+        dropped entry. The first array has the index of the entry's row in its shard, and the second
+        array has the number of ids to count for the entry.
     """
     first_rows = np.asarray([table.setting_in_stack.row_offset_in_shard for table in layout.tables])
     counts = {}
@@ -484,9 +484,10 @@ def partition_stacks_in_minibatches(
     Args:
       batch: ids, layouts and statistics of the batch.
       any_process: function `(question, flags) -> flags` that returns the elementwise "or" of the
-        flags of all processes. The first call passes question 0 and one flag, which is True if the
-        batch of this process exceeds a limit. If any process exceeds a limit, a second call passes
-        question 1 and the mask of the tree nodes to split, see `split_nodes`.
+        flags of all processes. `question` is the index of the call, 0 or 1. The first call passes
+        one flag, which is True if the batch of this process exceeds a limit. If the batch of any
+        process exceeds a limit, the second call passes the mask of the tree nodes that this process
+        must split, see `split_nodes`.
     """
     layouts = batch.layouts
     merged = {name: batch.merged_entries(name) for name in layouts}

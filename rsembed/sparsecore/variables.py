@@ -149,7 +149,7 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
     has_one_dim = len(set(dims.values())) == 1
     clips = limits != (None, None)
     # Clipping to a range without zero would change the padding columns. If all tables have the same
-    # dim, `num_columns` excludes the padding columns from clipping.
+    # dim, only the first `num_columns` columns of each row are updated and clipped.
     if optimizer.is_row_wise or (clips and has_one_dim):
         if not has_one_dim:
             raise ValueError(

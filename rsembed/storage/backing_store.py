@@ -159,9 +159,9 @@ class BackingStore:
             written. `read` pads the row numbers to a power of two, so a jitted function is compiled
             only a few times. The function may be called for the same row several times. None, the
             default: `arrays` already contain the initial values.
-          device_dtype: dtype of the table on the device. If the dtype on the device has fewer bits
-            than the first array, `write` keeps the stored value of every number that has not
-            changed on the device. None, the default: the dtype of the first array.
+          device_dtype: dtype of the table on the device, by default the dtype of the first array.
+            If `device_dtype` is narrower than the first array, `write` does not overwrite a stored
+            number if the number on the device has not changed.
         """
         self.arrays = tuple(arrays)
         self._first_values = first_values

@@ -748,13 +748,14 @@ def _widths_of_init(stacks: Sequence[NewStack], key: PRNGKeyArray) -> list[int]:
     """Number of columns that are computed for the rows of each stack.
 
     Dims are rounded up to 2**k or 3 * 2**k, so that stacks share a loop and less than half of the
-    columns are not used. A dim that shares its rounded dim with no other dim stays as it is.
+    columns are not used. Dims are rounded only if two or more different dims round to the same
+    number.
     """
     config: Any = jax.config  # Some type stubs of JAX lack `jax_threefry_partitionable`.
     is_threefry = jax.random.key_impl(key) == "threefry2x32"
     dims = [stack.table.embedding_dim for stack in stacks]
     if not is_threefry or not config.jax_threefry_partitionable:
-        # The random bits of a row depend on their number.
+        # With more columns, the first columns of a row would get other random bits.
         return dims
     dims_by_width: dict[int, set[int]] = {}
     for dim in dims:
@@ -773,9 +774,10 @@ def _rounded_up(dim: int) -> int:
 
 
 def _form_of_slots(table: TableSpec) -> Hashable | None:
-    """Cache key that is equal for tables of equal initial slots, apart from the dim.
+    """Cache key for the initial slots of a table.
 
-    None: the initial slots may depend on the values or the dim of the rows.
+    Tables with equal keys have the same initial slots, except that their dims may differ. The
+    result is None if the initial slots may depend on the values or the dim of the rows.
     """
     row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
     trace = jax.make_jaxpr(table.optimizer.init_slots)(row)

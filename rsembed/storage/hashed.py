@@ -374,7 +374,8 @@ class Hashed(DynamicRows):
           params: parameters of one shard before the step.
           strangers: keys of the batch, with repetitions. The caller has replaced each key that has
             a row by padding.
-          occurrences: number of occurrences in the batch that each entry of `strangers` represents.
+          occurrences: for each entry of `strangers`, the number of ids in the batch that it stands
+            for.
           number: index of the step.
         """
         entry_of, distinct, first_of, totals = row_map.entries(strangers, occurrences)
@@ -494,7 +495,8 @@ class Hashed(DynamicRows):
             a row by padding.
           table: spec of the table.
           number: index of the step.
-          occurrences: number of occurrences in the batch that each entry of `strangers` represents.
+          occurrences: for each entry of `strangers`, the number of ids in the batch that it stands
+            for.
         """
         new = self._new_keys(params, strangers, occurrences, number)
         admitted = new.keys.only(new.is_admitted)
@@ -691,7 +693,7 @@ class HashedTables(Hashed):
     padded to the size of the largest table.
 
     Args:
-      tables: specs of the tables, in the order of the tables in the arrays.
+      tables: specs of the tables, in the order in which the arrays contain the tables.
     """
 
     tables: tuple[TableSpec, ...]

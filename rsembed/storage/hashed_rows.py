@@ -122,7 +122,7 @@ def empty(
     *,
     num_waiting: Sequence[int] | None = None,
 ) -> tuple[DynamicTable, Slots]:
-    """Arrays of a shard without keys, and the slots of the shard.
+    """Arrays and slots of a new shard, in which no key has a row yet.
 
     Args:
       table: spec of the table, or of any of the tables that share the storage.
@@ -329,7 +329,7 @@ def forget_older(
     steps_to_live: Int[Array, ""],
     number: Int[Array, ""],
 ) -> DynamicTable:
-    """Removes old keys of one table from `params.waiting`, and returns the new shard.
+    """Removes old keys of one table from `params.waiting`, and returns the changed `params`.
 
     Args:
       params: arrays of the shard.

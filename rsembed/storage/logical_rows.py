@@ -57,7 +57,7 @@ def _squared_norms(rows: Array) -> Array:
 
 @dataclasses.dataclass(frozen=True)
 class SavedArray:
-    """An array of a checkpoint that has not been read from disk yet.
+    """An array that is stored in a checkpoint, and can be read from disk block by block.
 
     Attributes:
       shape: shape of the array.
@@ -266,7 +266,7 @@ def rows_to_leave(
 
 
 def check_reasons(where: str, **reasons: float | None) -> None:
-    """Checks the conditions of an eviction, such as `keep=100`.
+    """Checks the arguments that select the keys to evict, such as `keep=100`.
 
     Args:
       where: subject of the error message, such as the name of the table.

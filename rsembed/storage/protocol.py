@@ -23,10 +23,10 @@ from rsembed.specs import TableSpec
 ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nnz"] | None]
 """Data about the optimizer step that follows a lookup, as `(occurrences, step number, arrival)`.
 
-`occurrences` is the number of occurrences in the batch that each key of the lookup represents.
-`arrival` has one number for each key of the lookup. In the step, `find` gives rows to new keys in
-ascending order of these numbers. If `arrival` is None, `find` gives rows to new keys in the order
-of the lookup."""
+`occurrences` has, for each key of the lookup, the number of ids in the batch that this key stands
+for. `arrival` has one number for each key of the lookup. In the step, `find` gives rows to new keys
+in ascending order of these numbers. If `arrival` is None, `find` gives rows to new keys in the
+order of the lookup."""
 Params: TypeAlias = PyTree
 """Parameters of a storage: one array, or a pytree of arrays."""
 SlotTree: TypeAlias = PyTree
@@ -151,7 +151,7 @@ class Storage(abc.ABC):
         return [list(tables)]
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
-        """All tables that share the storage, in the order of the tables in the arrays.
+        """All tables that share the storage, in the order in which the arrays contain them.
 
         The result also contains `table` itself.
         """
@@ -369,7 +369,7 @@ class Storage(abc.ABC):
           params: parameters of one shard.
           slots: slots of the same shard.
           keys: keys, which may repeat and may include padding.
-          occurrences: number of occurrences in the batch that each entry of `keys` represents.
+          occurrences: for each entry of `keys`, the number of ids in the batch that it stands for.
           table: spec of the table.
           step: the optimizer step that uses the rows.
 

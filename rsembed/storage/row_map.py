@@ -645,7 +645,7 @@ def least(
     has fewer candidates than `num_wanted`, all its candidates are chosen.
 
     Args:
-      row_map: map with the keys of the rows.
+      row_map: map from keys to rows, which contains the key of each row.
       worth: integer of each row, such as the result of the function `worth`. The integers are
         compared as unsigned numbers.
       is_candidate: mask of the rows that may be chosen.
@@ -764,8 +764,8 @@ def entries(
     """Distinct keys of a batch, in the order of their first occurrence.
 
     Args:
-      keys: keys in any order, which may include padding.
-      occurrences: number of occurrences in the batch that each entry of `keys` represents.
+      keys: keys, which may be in any order and include padding.
+      occurrences: for each entry of `keys`, the number of ids in the batch that it stands for.
 
     Returns: four results. The first result is the index of each key in the distinct keys, or
       `NO_ROW` for padding. The second result is the distinct `Keys`, followed by padding. The third
@@ -815,8 +815,8 @@ def combine(
     arrays are filled with zeros.
 
     Args:
-      keys: keys in any order, which may include padding.
-      occurrences: number of occurrences in the batch that each entry of `keys` represents.
+      keys: keys, which may be in any order and include padding.
+      occurrences: for each entry of `keys`, the number of ids in the batch that it stands for.
       values: vector of each entry of `keys`, such as its gradient.
     """
     entry_of, distinct, _, counts = entries(keys, occurrences)

@@ -435,9 +435,10 @@ def _stepped(
       plan: plan of the module's tables.
       state: state before the step.
       rates: learning rate of every group.
-      function: the method `update` or `apply` of the plan's `Engine`. The arguments of the method
-        are the weights, the slots, `*gradients`, and the `Step` of each group.
-      *gradients: arguments of `function` that describe the gradients.
+      function: the method `update` or `apply` of the plan's `Engine`. It is called with the
+        weights, the slots, `*gradients`, and the `Step` of each group.
+      *gradients: the batch and the output gradients for `update`, or the rows and values of the row
+        gradients by group name for `apply`.
     """
     steps: dict[str, Step] = {}
     slots: dict[str, Slots] = {}
@@ -582,7 +583,7 @@ def backward(
     max_gradient: float | None = None,
     wants_weight_gradients: bool = False,
 ) -> tuple[TBEState, Array | PreparedBatch | None]:
-    """Runs `update`. Returns the new state and the gradients of the weights of the ids.
+    """Runs `update`. Returns the new state, and the gradient of the loss for the weight of each id.
 
     If the batch is a `Call`, the gradients of the weights are one array. If the batch is a
     `PreparedBatch`, the gradients are returned as a copy of the batch, with gradients in place of
@@ -600,7 +601,8 @@ def backward(
     output, pull_back = jax.vjp(weighted, weights)
     (d_weights,) = pull_back(gradient.reshape(output.shape))
     # `zero` is 0, but XLA must compute `d_weights` first, because `zero` is computed from it. XLA
-    # could otherwise run the update first, and would copy the old tables for `d_weights`.
+    # might otherwise run the update first, and would have to copy the old tables before it, because
+    # `d_weights` depends on them.
     total = jnp.nan_to_num(jnp.sum(jnp.abs(d_weights)))
     zero = jnp.minimum(total, 0.0)
     stepped = update(plan, state, batch, gradient + zero, rates)

@@ -1,7 +1,7 @@
 """Tables of the TBE module in host memory, with a cache on the device.
 
 Before a lookup, the ids of cached tables are replaced by cache slots. A lookup of cache slots
-computes the same bits as a lookup in a whole table with the same rows.
+gives exactly the same result as a lookup in a table that contains all rows.
 
 The arrays on the device contain the cache slots, followed by a scratch area. A row of a batch that
 gets no cache slot is copied to the scratch area. After an update, the rows in the scratch area are

@@ -86,11 +86,11 @@ class TableBatchedEmbeddingBags(TrainedTables):
 
     Args:
       embedding_specs: `(rows, dim, location, compute device)` of every table. The compute device
-        has no effect, because all tables are on `device`. MANAGED_CACHING keeps rows and states on
+        is ignored, because all tables are on `device`. MANAGED_CACHING keeps rows and states on
         the host, with one device cache for each group of tables with equal dim and optimizer.
-        Training with a cache computes the same bits as training without a cache. On accelerators,
-        MANAGED and HOST keep rows on the host, and each batch copies its rows to the device and
-        back. On CPUs, MANAGED and HOST are the same as DEVICE.
+        Training with a cache gives exactly the same result as training without one. On
+        accelerators, MANAGED and HOST keep rows on the host, and each batch copies its rows to the
+        device and back. On CPUs, MANAGED and HOST are the same as DEVICE.
       feature_table_map: for every feature, the index of the table that the feature reads. The
         indices may be in any order, and may repeat. By default, each table has one feature.
       cache_algorithm: eviction policy of caches, LRU by default.
@@ -159,7 +159,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
       optimizer_state_dtypes: dictionary from the names of optimizer states, `momentum1` and
         `momentum2`, to their dtypes (FP32, FP16 or BF16). FP32 by default.
       multipass_prefetch_config: settings that split the prefetch of a long batch into several
-        passes. None, the default: a prefetch copies all rows in one pass.
+        passes. By default, a prefetch copies all rows in one pass.
       global_weight_decay: settings of weight decay mode DECOUPLE_GLOBAL. Required in this mode, and
         not allowed in other modes.
       uvm_host_mapped: no effect.

@@ -631,7 +631,7 @@ class TrainedTables(nnx.Module):
     def _numbers_of(self, saved: Mapping[str, ArrayLike]) -> dict[str, Array]:
         """Checks the entries of a state dict that belong to no table.
 
-        Returns: dictionary from names of `TBEState` fields to their new values.
+        Returns: dictionary from the names of fields of `TBEState` to the new values of the fields.
 
         Raises: ValueError, TypeError: an entry has the wrong shape or type, or is out of range.
         """

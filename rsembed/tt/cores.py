@@ -132,8 +132,8 @@ def bag(
     arrays = check_cores(spec, cores)
     bags = padded_bags(bags)
     digits, is_row = digits_of((spec,), bags.ids)
-    # The row numbers in `call` only tell valid ids (0) from padding and ids outside the table
-    # (`NO_ROW`). The slices of a row are selected by `digits`.
+    # The row number of each id in `call` only shows whether the id is valid: 0 for an id of the
+    # table, and `NO_ROW` for padding and other ids. The slices of a row are selected by `digits`.
     rows = jnp.where(is_row, 0, NO_ROW)
     call = call_of(bags, rows, mode)
     _, outputs, gains = entries_of(call)
@@ -367,8 +367,8 @@ def pooled_rows(
     Args:
       cores: arrays `[p_t, R_{t-1} * q_t * R_t]`.
       digits: for every core, the index of the slice that each lookup reads.
-      bags: for each lookup, the index of its bag, in any order. A lookup with an index outside
-        `[0, num_bags)` contributes nothing.
+      bags: for each lookup, the index of its bag. The indices may be in any order. A lookup with
+        an index outside `[0, num_bags)` contributes nothing.
       gains: for each lookup, the factor that multiplies its row.
       slice_shapes: shape `(R_{t-1}, q_t, R_t)` of the slices of every core.
       num_bags: number of bags in the result.

@@ -201,7 +201,7 @@ def count(
     Args:
       directory: the directory before the reads.
       ids: ids that were read. Ids may repeat, and `NO_ROW` is skipped.
-      occurrences: number of reads that each entry of `ids` represents. Default: one read.
+      occurrences: number of reads to count for each entry of `ids`. Default: one read.
     """
     if occurrences is None:
         occurrences = jnp.ones(ids.shape, jnp.int32)

@@ -273,7 +273,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def _state(self, g: int) -> State:
         """Parameters and slots of group `g`, in the form that the storage of the group expects.
 
-        Raises: RuntimeError: a step has donated arrays of the module.
+        Raises: RuntimeError: the arrays of the module were donated to a step, so they are deleted.
         """
         cores = tuple(core.get_value() for core in self.core_groups[g])
         slots = self.slots[g].get_value()
@@ -778,5 +778,5 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
 
     @property
     def spec(self) -> TTSpec:
-        """Number of rows, factors and ranks of the table."""
+        """Size of the table, with the factors and ranks of its tensor train."""
         return self.specs[0]

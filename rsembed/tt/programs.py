@@ -300,11 +300,11 @@ def read_bags(
       offsets: start of each bag, optionally followed by the end of the last bag.
       weights: one weight per id, in the same structure as `indices`. None: all weights are 1.
       name: name of the module in error messages.
-      last: whether the last entry of `offsets` is the end of the last bag. None, the default of the
-        modules: the function infers this from the offsets. For several tables, the last entry is
-        this end if the number of offsets is one more than a multiple of the number of tables. For
-        one table, the last entry is this end if it equals the number of ids. Under `jit`, its value
-        is unknown, so None is an error for one table.
+      last: whether the last entry of `offsets` is the end of the last bag. If None, the default of
+        the modules, the function infers this from the offsets. For several tables, the last entry
+        is this end if the number of offsets is one more than a multiple of the number of tables.
+        For one table, the last entry is this end if it equals the number of ids. Under `jit`, its
+        value is unknown, so None is an error for one table.
 
     Raises:
       TypeError: ids or offsets are not integers.

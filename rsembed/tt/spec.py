@@ -283,7 +283,7 @@ def specs_of_tables(
     for name, value in arguments.items():
         is_per_table = isinstance(value, Sequence) and not isinstance(value, str)
         if is_per_table and name.startswith("tt_"):
-            # A flat sequence of numbers is one value that all tables share: their ranks or factors.
+            # A flat sequence of numbers is one value for all tables, the ranks or the factors.
             # A sequence that contains a sequence or None has one value per table.
             is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
         if is_per_table and len(value) != num_tables:

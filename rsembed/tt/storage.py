@@ -70,11 +70,11 @@ class TensorTrain(Storage):
         `TTSpec.for_budget`.
       weight_dist: distribution of the initial weights, "normal" by default. See `init_cores`. The
         `initializer` of the `TableSpec` has no effect.
-      cache_rows: how many of the most read rows are cached as float32 vectors. A lookup of a cached
-        row reads a stored vector and multiplies no slices, and a step updates the stored vector. 0,
-        the default: no cache. See `hot_rows`.
+      cache_rows: number of rows to cache as float32 vectors. The rows with the most reads are
+        cached. A lookup of a cached row reads a stored vector and multiplies no slices, and a step
+        updates the stored vector. The default 0 means no cache. See `hot_rows`.
       counted_ids: maximum number of ids for which reads are counted. Only rows of these ids can
-        enter the cache. 0, the default: 16 ids per cached row, rounded up to a power of two.
+        enter the cache. The default 0 means 16 ids per cached row, rounded up to a power of two.
       populate_every: interval of `hot_rows.populate` in steps, 100 by default. `hot_rows.populate`
         fills the cache with the most read rows, and halves all read counts.
       tables: tables that share this storage. Users leave this field empty: collections and modules
@@ -421,7 +421,13 @@ class TensorTrain(Storage):
         table: TableSpec,
         number: int,
     ) -> Float[Array, "vocab dim"]:
-        """The whole table `number` of the tables that share the storage, in float32."""
+        """All rows of one of the tables that share the storage, in float32.
+
+        Args:
+          params: parameters of the storage.
+          table: spec of any of the tables.
+          number: index of the table among the tables that share the storage.
+        """
         specs = self.specs_of(table)
         sizes = [spec.tt_p_shapes for spec in specs]
         cores_of_tables = parts(cores_of(params), sizes)

@@ -132,7 +132,7 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
   return ffi::Error::Success();
 }
 
-// Computes the gradients of the weights of every list, one per id. The gradient is 0 for an id that contributes
+// Computes the gradient of the weight of every id, for every list. The gradient is 0 for an id that contributes
 // nothing.
 ffi::Error WeightGradients(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, Numbers forms,
                            Numbers numbers, int64_t num_outputs) {
@@ -318,8 +318,8 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
   return ffi::Error::Success();
 }
 
-// The result of `rsembed_gather_rows`: item i of each list in `rets` is row `rows[i]` of the array in `args`, of any
-// dtype. For a row number outside the array, an item of an int32 list is `missing`, and an item of another list is zero.
+// Implements `rsembed_gather_rows`. Item i of list k in `rets` is row `rows[i]` of array k in `args`. The arrays may
+// have any dtypes. For a row number outside the array, an item of an int32 list is `missing`, and other items are zero.
 ffi::Error GatherRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
                       ffi::RemainingRets rets, int64_t missing) {
   Workers workers(pool);

@@ -237,9 +237,8 @@ ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_fr
 
 // Puts the blocks of several arrays side by side: for each device, the block of the first array, then of the second,
 // and so on. If `gathers` is false, each buffer in `args` has the blocks of one array. If `gathers` is true, `args` has
-// two buffers per array: the numbers of the rows to gather into its blocks, and then the array. A row number outside
-// the array is padding: its slot in the block is filled with kNoRow for an int32 array, and with zeros for other
-// arrays.
+// two buffers per array, first the numbers of the rows to gather into its blocks, then the array. A row number outside
+// the array is padding, for which the block gets kNoRow if the array is int32, else zeros.
 ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> packed, bool gathers) {
   const auto sizes = packed->dimensions();
   if (sizes.size() < 2 || !AreSizes({sizes[0], sizes[1]})) {

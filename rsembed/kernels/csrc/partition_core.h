@@ -65,8 +65,8 @@ class QuotientByShards {
   uint64_t reciprocal_;
 };
 
-// Features of one table, and the numbers of bits that the sort keys have for the sample, the row and the shard of an
-// entry.
+// Features of one table, and the layout of their sort keys. A sort key consists of the sample, the row and the shard of
+// an entry, and `sample_bits`, `row_bits` and `shard_bits` are the widths of these parts.
 struct Group {
   const PartitionFeature* features;
   int64_t num_features;

@@ -29,8 +29,8 @@ class Scratch {
 // the counters of many chunks took longer than moving the items.
 class RowSort {
  public:
-  // `emit(first, last, items)` writes the items of entries [first, last), and returns the number of items. The rows of
-  // all items must be less than `num_rows`.
+  // `emit(first, last, items)` writes the items of entries [first, last), and returns the number of items. The field
+  // `row` of every item must be less than `num_rows`.
   template <typename Emit>
   RowSort(Workers& workers, int64_t num_entries, int64_t num_rows, const Emit& emit)
       : items_(num_entries), spare_(num_entries) {

@@ -281,8 +281,8 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
       // A group has all units that use the same slice of the grouped core. A task handles every group with its first
-      // unit in the range of the task. The task adds to the gradient of the slice that the group shares, and writes the
-      // gradients of the units' slices of the other cores.
+      // unit in the range of the task. The task adds the gradient of the slice that the group shares to the output. For
+      // the other cores, it writes gradients of single slices to `d_slices`, which `AddToRows` sums after all tasks.
       workers.ForEachRange(end - begin, kUnitsPerTask, [&](int64_t from, int64_t to) {
         const auto begins = [&](int64_t unit) {
           return unit == begin || group_of[units.examples[unit]] != group_of[units.examples[unit - 1]];

@@ -1,4 +1,4 @@
-"""The Linen layer: looks up in the forward pass, and updates tables in the backward pass."""
+"""The Linen layer, which looks up rows and returns the updated tables as its "gradients"."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ with_sparsecore_layout = meta.with_partitioning
 
 
 class SparseCoreEmbed(MeshLayer, nn.Module):
-    """Layer that looks up all features, and updates the tables in the backward pass.
+    """Layer that looks up the rows of all features, and updates the rows in the backward pass.
 
     For the layer's parameters, `jax.grad` returns no gradients, but the UPDATED tables, slots and
     step counter after one optimizer step. The functions of `embed_optimizer` write the updated

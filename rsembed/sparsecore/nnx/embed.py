@@ -1,4 +1,4 @@
-"""The NNX layer: looks up in the forward pass, and updates tables in the backward pass."""
+"""The NNX layer, which looks up rows and returns the updated tables as its "gradients"."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def is_non_embedding_variables(path: object, value: object) -> bool:
 
 
 class SparseCoreEmbed(MeshLayer, nnx.Module):
-    """Layer that looks up all features, and updates the tables in the backward pass.
+    """Layer that looks up the rows of all features, and updates the rows in the backward pass.
 
     As gradients of this layer, `nnx.grad` returns the UPDATED tables, slots and step counter, after
     one optimizer step. `PartitionedOptimizer` writes the updated values into the model. A loss may
