@@ -158,7 +158,7 @@ def keyed_rows(
     dim: int,
     table: Int[Array, " rows"] | None = None,
 ) -> Float[Array, "rows dim"]:
-    """Float32 rows `initializer(row_key, (1, dim))`; each `row_key` is `key` folded with `lanes`.
+    """Float32 rows `initializer(row_key, (1, dim))`, where `row_key` is `key` folded with `lanes`.
 
     Args:
       key: random key of the table or, with `table`, one random key for each of several tables.
@@ -422,7 +422,7 @@ class _RowEvaluator:
 
 
 def _constant_factor(equation: Any) -> np.float32 | None:
-    """Constant float32 number by which an equation multiplies an array; None if there is none.
+    """Constant float32 number by which an equation multiplies an array, or None.
 
     For a division, this is the reciprocal of the divisor, as for XLA, which compiles a division by
     a constant to a multiplication.

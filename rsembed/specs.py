@@ -119,13 +119,13 @@ class Storage(Protocol):
 
     @property
     def key_dtype(self) -> str | None:
-        """Dtype of the keys; None if ids are row numbers below `vocabulary_size`.
+        """Dtype of the keys, or None if ids are row numbers below `vocabulary_size`.
 
         With keys, `vocabulary_size` is the capacity of the table.
         """
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Key that is equal for tables that can share one storage; None if `table` cannot share."""
+        """Key that is equal for tables that can share a storage. None if `table` cannot share."""
 
     def check(self, table: TableSpec) -> None:
         """Checks that the storage supports the table.
@@ -147,7 +147,7 @@ class TableSpec:
 
     Args:
       name: name of the table, unique in a model.
-      vocabulary_size: number of rows; ids run from 0 to `vocabulary_size - 1`.
+      vocabulary_size: number of rows. Ids run from 0 to `vocabulary_size - 1`.
       embedding_dim: number of columns.
       initializer: function `(key, shape)`, called with the logical shape
         `(vocabulary_size, embedding_dim)`. The default initializer draws normal values with

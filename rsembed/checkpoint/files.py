@@ -311,7 +311,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
       tree: loaded arrays, in the structure of `like`, or without `like` in nested dictionaries.
-      step: number of updates before the save, as the caller of `save` stated it.
+      step: the `step` that the caller passed to `save`, which is the number of updates before it.
       metadata: the `metadata` that the caller passed to `save`.
     """
 

@@ -671,7 +671,7 @@ def value_and_grad(
     Args:
       loss_fn: `loss_fn(params, activations, *args)` returns the loss, or `(loss, aux)` with
         `has_aux=True`.
-      collection: collection that looks up the `activations` argument of `loss_fn`.
+      collection: collection that computes the argument `activations` of `loss_fn`.
       has_aux: whether `loss_fn` also returns `aux`, as in `jax.value_and_grad`. False by default.
 
     Returns: a function `(params, state, batch, *args) -> (value, (dense_grads, row_gradients))`.

@@ -80,7 +80,7 @@ def by_default(implementation: str | None) -> Iterator[None]:
 
 
 def default_implementation() -> str | None:
-    """Name of the implementation set by `by_default`; None outside such a context."""
+    """Name of the implementation set by `by_default`, or None outside such a context."""
     return _default.get()
 
 
@@ -135,7 +135,7 @@ def _choices(
 
 
 def check_implementation(implementation: str | None) -> None:
-    """Checks that the named implementation can run here; `implementation=None` passes the check.
+    """Checks that the named implementation can run here. The name None passes.
 
     Raises:
       ValueError: the name is unknown.
@@ -161,7 +161,7 @@ def dispatch(
     Args:
       function: name of a function in `MEANINGS`.
       *args: arguments of the function.
-      implementation: name of the only implementation to try; None: `default_implementation()`.
+      implementation: name of the only implementation to try. None: `default_implementation()`.
       **kwargs: keyword arguments of the function.
 
     Raises:

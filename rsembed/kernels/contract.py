@@ -322,7 +322,7 @@ class CallGradients:
         rows: Int[Array, " n"],
         gradients: Float[Array, "n dim"],
     ) -> CallGradients:
-        """`CallGradients` in which row `rows[k]` has gradient `gradients[k]`; rows may repeat."""
+        """`CallGradients` in which row `rows[k]` has gradient `gradients[k]`. Rows may repeat."""
         call = Call.of([IdList.single(rows)], ["sum"])
         dims = (gradients.shape[1],)
         return CallGradients(call, (gradients,), dims)

@@ -91,7 +91,7 @@ _PER_DEVICE = 4
 _LIKELY_DEVICES = 4  # Scripts may request CPU devices after `import rsembed`.
 _SHARED_POOL = jax.__version_info__ < (0, 12)  # Before JAX 0.12, CPU devices share a thread pool.
 _FAKE_DEVICES = re.compile(r"--xla_force_host_platform_device_count=(\d+)")
-_num_threads: int | None = None  # Size of XLA's pool; None before `provide_threads` has run.
+_num_threads: int | None = None  # Size of XLA's pool, None before `provide_threads` runs.
 
 
 def provide_threads() -> None:
@@ -180,7 +180,7 @@ _HANDLERS = """
     rows_by_bag allocate distinct unique_keys find_keys insert_keys count_uses row_bits rows_of_ids
     count_ids compact take_rows pack_blocks unpack_blocks block_ends round_places entries_by_sample
     pair_products pull_pairs train_rows train_pull
-"""  # `rsembed/tt/cores.py` calls `train_rows` and `train_pull`; `native.py` calls the others.
+"""  # `rsembed/tt/cores.py` calls `train_rows` and `train_pull`, `native.py` the others.
 
 
 def library_paths() -> tuple[Path, ...]:
@@ -274,7 +274,7 @@ def _warn_of_no_library(reason: str) -> None:
 
 
 def instruction_set() -> str | None:
-    """Instruction set in use: `baseline`, `avx2` or `avx512`; None without the native library."""
+    """Instruction set in use: `baseline`, `avx2`, `avx512`, or None without native library."""
     library = shared_library()
     if isinstance(library, str):
         return None

@@ -136,7 +136,7 @@ class Partitions(NamedTuple):
       embedding_ids: row number of every entry within its shard.
       sample_ids: sample number of every entry within its core.
       gains: factor by which the row of every entry is multiplied before rows are summed by sample.
-      num_minibatches: number of minibatches that each core uses; later blocks of row pointers are
+      num_minibatches: number of minibatches that each core uses. Later blocks of row pointers are
         unused. None without minibatches.
       num_cores: number of cores of the device.
       num_shards: number of shards of the stack.

@@ -270,7 +270,7 @@ def ranks(
 
     Args:
       marks: whether each entry is marked.
-      table: table of each entry; None if there is one table.
+      table: index of the table of each entry, or None if there is one table.
       num_tables: number of tables.
       tell_apart: implementation of `distinct`, which sorts the entries by table.
     """

@@ -56,7 +56,7 @@ class Entries(NamedTuple):
     Args:
       rows: row of every entry in the table. A row number outside the table contributes nothing.
       offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`. None: every entry is a bag.
-      weights: weight of every entry; None: ones.
+      weights: weight of every entry. None: all weights are 1.
       combiner: `sum`, `mean` or `sqrtn`.
     """
 
@@ -683,8 +683,8 @@ def scatter_into(
     """Overwrites distinct `rows` of one of several tables, and returns the arrays of all tables.
 
     Args:
-      tables: arrays of each table. All tables have equally many arrays of equal dtypes, but the
-        length of a row may differ.
+      tables: arrays of each table. All tables have the same number of arrays, with the same
+        dtypes, but the length of a row may differ.
       table: index of the table whose rows are overwritten.
       rows: row numbers. Row numbers outside the table are skipped.
       values: new rows for each array of the table. If they are longer than the rows of the table,

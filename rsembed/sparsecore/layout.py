@@ -385,7 +385,7 @@ def stack_layouts(
 
 
 def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dict[str, StackLayout]:
-    """Layouts, without features, of the stacks of some tables, by stack name.
+    """Layouts of the stacks that contain `tables`, by stack name. The layouts have no features.
 
     Args:
       tables: specs of tables that are assigned to stacks.

@@ -83,8 +83,8 @@ class HostFeature:
         """Gain of each entry, before equal ids of one sample are merged.
 
         The activation of a sample is the sum of `gain * row` over the entries of the sample. The
-        gain is 0 if the weights of the sample have the sum 0 (combiner "mean") or their squares
-        have the sum 0 (combiner "sqrtn").
+        gain is 0 if the sum of the sample's weights is 0 (combiner "mean"), or if the sum of their
+        squares is 0 (combiner "sqrtn").
         """
         combiner = self.spec.table_spec.combiner
         weights = self.bags.weights
@@ -353,7 +353,7 @@ def record_counts(
 
 
 def exceeded_limits(layout: StackLayout, entries: Entries, num_blocks_per_core: int = 1) -> str:
-    """Error message that names the exceeded limits; "" if none is exceeded."""
+    """Error message that names the exceeded limits, or "" if none is exceeded."""
     tables = sorted(table.name for table in layout.tables)
     counts = {
         "max_ids_per_partition": entries.num_ids,
@@ -476,10 +476,10 @@ def partition_stacks_in_minibatches(
 ) -> tuple[dict[str, StackBuffers], int]:
     """Input buffers of all stacks, and the number of minibatches in them.
 
-    The statistics have the largest numbers of ids in a partition before the batch is split. If the
-    limits are set from these numbers, the batch needs no minibatches. Only the required buffer size
-    in the statistics is for the batch after the split. If a single bucket exceeds a limit, or the
-    buffer is too small, ids are dropped or an error is raised, as without minibatches.
+    The statistics count the ids of each partition before the batch is split. If the limits are set
+    from these counts, the batch needs no minibatches. Only the required buffer size in the
+    statistics is for the batch after the split. If a single bucket exceeds a limit, or the buffer
+    is too small, ids are dropped or an error is raised, as without minibatches.
 
     Args:
       batch: ids, layouts and statistics of the batch.

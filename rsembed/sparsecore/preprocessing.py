@@ -152,10 +152,10 @@ def preprocess_sparse_dense_matmul_input(
         `rsembed.Bags`, which include their weights.
       features_weights: weights of the ids, in a tree like `features` and with leaves of the same
         shapes. If the tree or a leaf is None, its weights are 1.
-      feature_specs: placed specs; their shapes describe the global batch.
+      feature_specs: specs of stacked tables. The shapes in the specs describe the global batch.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device, by default the number that the specs were placed for.
+      num_sc_per_device: cores per device, by default the number with which the tables were stacked.
       sharding_strategy: "MOD", the only sharding strategy.
       has_leading_dimension: whether every array gets a leading axis of local devices, False by
         default.
@@ -229,7 +229,7 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
       indices: tree of `[n, 2]` coordinates (sample, position).
       values: tree of `[n]` ids.
       dense_shapes: tree of pairs (local batch size, maximum number of ids per sample).
-      feature_specs: placed specs of all features.
+      feature_specs: specs of all features, with their tables already assigned to stacks.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
       options: keyword options of `preprocess_sparse_dense_matmul_input`.
@@ -334,10 +334,10 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
     """Shapes and dtypes of a `PreprocessedInput`, to compile a step before the first batch is read.
 
     Args:
-      feature_specs: placed specs of all features.
+      feature_specs: specs of all features, with their tables already assigned to stacks.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device, by default the number that the specs were placed for.
+      num_sc_per_device: cores per device, by default the number with which the tables were stacked.
       has_leading_dimension: whether every array has a leading axis of local devices, False by
         default.
       enable_minibatching: whether batches are preprocessed with minibatching, False by default.

@@ -81,11 +81,11 @@ def auto_stack_tables(
     """Stacks tables with equal padded dim, dtype, optimizer, combiner, rounding and quantization.
 
     The function writes the placement into the specs of the tables and features. Tables that
-    `stack_tables` has placed keep their stacks.
+    `stack_tables` has already assigned to stacks keep these stacks.
 
     Args:
       features: specs of all features, which are changed in place. A list or tuple may contain the
-        same feature spec twice, as in programs for jax-tpu-embedding. A repeated feature is placed
+        same feature spec twice, as in programs for jax-tpu-embedding. A repeated feature is counted
         once, and a batch contains its ids once.
       global_device_count: number of devices of all processes.
       num_sc_per_device: cores per device, by default `utils.num_sparsecores_per_device()`.
@@ -247,20 +247,20 @@ def prepare_feature_specs_for_training(
     global_device_count: int,
     num_sc_per_device: int | None = None,
 ) -> None:
-    """Places every unplaced table in a separate stack.
+    """Assigns every table that has no stack yet to a separate stack.
 
     The function writes the placement into the specs of the tables and features.
 
     Args:
       feature_specs: specs of all features, with declared shapes.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device. By default, the number that the other tables were placed
-        for, or `utils.num_sparsecores_per_device()` if no table has been placed yet.
+      num_sc_per_device: cores per device. By default, the number with which the other tables
+        were stacked, or `utils.num_sparsecores_per_device()` if no table is in a stack yet.
 
     Raises:
       ValueError: a name is used twice, a feature does not declare its batch size, a table has the
-        combiner "none", a table was placed for a different number of shards, a placed table has new
-        features, or a batch cannot be split into equal parts.
+        combiner "none", a table was stacked for a different number of shards, a stacked table has
+        new features, or a batch cannot be split into equal parts.
     """
     placed = []
     unplaced = []
@@ -286,8 +286,8 @@ def prepare_feature_specs_for_training(
 def attach_placement(features: Nested[FeatureSpec], plan: StackingPlan) -> None:
     """Writes the placement of a plan into the specs of features and tables.
 
-    Raises: ValueError: a table outside the plan was placed for a different number of shards, or its
-      stack has the name of a planned stack.
+    Raises: ValueError: a table outside the plan was stacked for a different number of shards, or
+      its stack has the name of a planned stack.
     """
     planned_stacks = set()
     planned_tables = set()
@@ -357,8 +357,8 @@ def stack_and_shard_tables(
     """Stacked arrays `[num_shards, rows per shard, columns]` by stack name, from logical tables.
 
     Args:
-      table_specs: all tables of one or more stacks. An unplaced table becomes the only table of a
-        stack.
+      table_specs: all tables of one or more stacks. A table that has no stack yet becomes the
+        only table of a stack.
       tables: arrays `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name or in a
         tree like `table_specs`. Each array may be a tree of arrays instead, such as a table and its
         slots.
@@ -368,7 +368,7 @@ def stack_and_shard_tables(
         raising an error, False by default.
 
     Raises:
-      ValueError: the tables were placed for a different number of shards, tables of a stack are
+      ValueError: the tables were stacked for a different number of shards, tables of a stack are
         missing, an array has a different number of rows than its table, or a number is not finite.
     """
     specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
@@ -486,7 +486,7 @@ def unshard_and_unstack_tables(
         such arrays, by stack name.
       num_shards: number of shards: devices times cores per device.
 
-    Raises: ValueError: the tables were placed for a different number of shards, or an array has a
+    Raises: ValueError: the tables were stacked for a different number of shards, or an array has a
       different number of rows than its stack.
     """
     result: dict[str, TableRows] = {}
@@ -648,12 +648,12 @@ def _entry(entries: Mapping[str, Entry], name: str, what: str) -> Entry:
 
 
 def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
-    """Plan of the stacks that all tables of `feature_specs` were placed in.
+    """Plan of the stacks that contain all tables of `feature_specs`.
 
     Print the plan to see memory and padding. `StackingPlan.shard_load` computes the ids per shard.
 
-    Raises: ValueError: a table has not been placed yet, or tables were placed for different numbers
-      of shards.
+    Raises: ValueError: a table has no stack yet, or tables were stacked for different numbers of
+      shards.
     """
     layouts = list(stack_layouts(feature_specs, num_devices=1, num_cores=None).values())
     stacks = tuple(layout.plan for layout in layouts)

@@ -223,12 +223,12 @@ def initialize(
 
     Args:
       key: random key of the model, typed or raw.
-      tables: the tables. A table that has not been placed yet becomes the only table of a stack.
+      tables: the tables. A table that has no stack yet becomes the only table of a stack.
       devices: devices that share the tables.
-      num_cores: cores per device, by default the number that the tables were placed for.
+      num_cores: cores per device, by default the number with which the tables were stacked.
 
     Raises:
-      ValueError: a table was placed for a different number of shards, tables of a stack are
+      ValueError: a table was stacked for a different number of shards, tables of a stack are
         missing, or outside `jit` an initializer returned a number that is not finite.
     """
     num_shards = devices.num_devices * resolve_cores(num_cores, devices.num_devices)

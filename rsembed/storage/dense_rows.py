@@ -413,7 +413,7 @@ class DenseRows(Storage):
         return state
 
     def owners(self, keys: Keys, num_shards: int) -> Int[Array, " nnz"]:
-        """Device that owns the row of each id; `num_shards` for padding."""
+        """Device that owns the row of each id, or `num_shards` for padding."""
         rows = keys.low.astype(jnp.int32)
         device = rows // self.layout.rows_per_device
         return jnp.where(keys.is_key, device, num_shards)
@@ -483,7 +483,7 @@ class DenseRows(Storage):
         rows: Int[Array, " nnz"],
         table: TableSpec,
     ) -> Float[Array, "nnz dim"]:
-        """Vectors of the rows, in the dtype of the table; zeros for `NO_ROW`."""
+        """Vectors of the rows, in the dtype of the table, and zeros for `NO_ROW`."""
         del table
         (vectors,) = api.gather_rows((params,), rows)
         return vectors
@@ -625,7 +625,7 @@ class DenseRows(Storage):
         return params, slots
 
     def _rows(self, keys: Keys) -> Int[Array, " nnz"]:
-        """Row of each id on the device that owns it; `NO_ROW` for padding and ids out of range."""
+        """Row of each id on the device that owns it, `NO_ROW` for padding and ids out of range."""
         # Row gradients that a user passes may contain ids that are out of range.
         is_row = keys.is_key & (keys.low < self.layout.num_rows)
         rows = keys.low.astype(jnp.int32)
@@ -668,8 +668,8 @@ def initial_states(stacks: Sequence[NewStack], key: PRNGKeyArray) -> list[State]
     initializer. Padding rows are zero.
 
     One compiled loop fills all tables with values of the same computation, because XLA takes about
-    0.1 s to compile such a loop. The dims of the tables may differ: the loop computes the columns
-    of the largest dim, and writes the leading columns.
+    0.1 s to compile such a loop. The dims of the tables may differ. The loop computes as many
+    columns as the largest dim, and writes as many leading columns as each table has.
 
     Args:
       stacks: stacks of the collection.

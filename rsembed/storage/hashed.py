@@ -71,7 +71,7 @@ class DynamicRows(Storage):
         rows: Int[Array, " nnz"],
         table: TableSpec,
     ) -> Float[Array, "nnz dim"]:
-        """Float32 vectors of the rows; zeros for `NO_ROW`."""
+        """Float32 vectors of the rows, and zeros for `NO_ROW`."""
         del table
         call = Call.of([IdList.single(rows)], ["sum"])
         (vectors,) = api.lookup((params.rows,), call)
@@ -417,7 +417,7 @@ class Hashed(DynamicRows):
 
         Args:
           params: parameters of one shard before the step.
-          rows: row of each key of the lookup; `NO_ROW` for keys without a row.
+          rows: row of each key of the lookup, `NO_ROW` for keys without a row.
           new: the new keys among the keys of the lookup.
           number: index of the step.
           arrival: one number for each key of the lookup. New keys get rows in ascending order of
@@ -555,7 +555,7 @@ class Hashed(DynamicRows):
         Args:
           waiting: map of the keys that wait for admission, before the step.
           new: the new keys of the step.
-          rows: row of each new key; `NO_ROW` for keys that got no row.
+          rows: row of each new key, `NO_ROW` for keys that got no row.
           number: index of the step.
 
         Returns: a tuple of the new map, a mask of the keys that failed, and the number of keys of
@@ -713,7 +713,7 @@ class HashedTables(Hashed):
 
     def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
         written, slots = hashed_rows.stack(parts, num_shards)
-        # `parts` contains no PRNG keys, because `unstack` leaves them out; `like` has them on the
+        # `parts` contains no PRNG keys, because `unstack` leaves them out. `like` has them on the
         # devices.
         return written._replace(key=like.key), slots
 

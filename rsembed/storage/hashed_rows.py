@@ -216,7 +216,7 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
 
 
 def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
-    """Joins the arrays of single tables to the arrays of all tables; inverse of `unstack`.
+    """Joins the arrays of single tables to the arrays of all tables. The inverse of `unstack`.
 
     Args:
       trees: for each table, its arrays of all shards, in host memory.

@@ -31,7 +31,7 @@ from rsembed.storage.protocol import SlotTree, State, Storage, on_host
 from rsembed.storage.row_map import Eviction, RowMap
 
 ROWS_PER_BLOCK = 1 << 16
-"""Number of rows of an array in memory that one call of `_put` writes."""
+"""Number of rows in each block of an array that is already in memory."""
 
 Blocks = Iterator[tuple[int, np.ndarray]]
 """Blocks of rows of an array, as pairs `(index of the first row, rows)`."""

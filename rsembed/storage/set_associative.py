@@ -580,7 +580,7 @@ class CachedRows:
         """Restores the cache policy from the device arrays after an interrupted exchange.
 
         Args:
-          resident_rows: table row in each row of the device arrays, `NO_ROW` if there is none.
+          resident_rows: table row that each row of the device arrays holds, or `NO_ROW`.
         """
         in_slots = resident_rows[: self.num_slots].astype(np.int64)
         self.cache.restore(np.where(in_slots == NO_ROW, -1, in_slots))

@@ -414,7 +414,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         Args:
           indices: see `__call__`.
           offsets: see `__call__`.
-          forward_stream: ignored; accepted because FBGEMM's method has this argument.
+          forward_stream: ignored, and accepted only because FBGEMM's method has this argument.
           batch_size_per_feature_per_rank: see `__call__`.
 
         Raises: RuntimeError: `prefetch` is called inside `jit`, or 100 prefetched batches have not

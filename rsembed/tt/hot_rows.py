@@ -242,7 +242,7 @@ def _with_new_ids(
     new: Keys,
     reads: Int[Array, " nnz"],
 ) -> tuple[Directory, Int[Array, ""]]:
-    """Adds new, distinct ids and their numbers of reads to the map of counted ids.
+    """Adds new, distinct ids and their read counts to the map of counted ids.
 
     Returns: the new directory, and the number of reads that are not counted for lack of space.
     """

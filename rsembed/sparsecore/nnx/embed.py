@@ -52,16 +52,17 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
     number. The counter stays exact if all parameters are cast to a 16-bit dtype.
 
     Args:
-      feature_specs: placed specs. See `embedding.prepare_feature_specs_for_training`.
+      feature_specs: specs with their tables already assigned to stacks, see
+        `embedding.prepare_feature_specs_for_training`.
       sharding_axis: mesh axis (or axes) that shards tables and batch. Tables and batch are
         replicated along the other axes of the mesh.
       mesh: mesh with the devices of the layer, by default a mesh with all devices on one axis.
-      rngs: random streams; the stream `params` has the key of the initial tables.
+      rngs: random streams. The stream `params` has the key of the initial tables.
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches instead of
         raising an error, False by default.
       table_sharding_strategy: "MOD", the only sharding strategy.
-      num_sc_per_device: cores per device, by default the number that the specs were placed for. The
-        layer's attribute `num_sc_per_device` has the number in use.
+      num_sc_per_device: cores per device, by default the number with which the tables were stacked.
+        The layer's attribute `num_sc_per_device` has the number in use.
     """
 
     @validated
