@@ -74,7 +74,7 @@ class EmbeddingCollection:
         its entry in the list is free for a different key only in later rounds.
       implementation: name of a kernel implementation. None: the fastest implementation that is
         available. With "reference", lookups and steps are plain JAX. With any other name, only the
-        kernels that pool rows and step rows use this implementation. The kernels that look up keys
+        kernels that pool or update rows use this implementation. The kernels that look up keys
         and exchange rows use the fastest implementation.
       bounds_check: treatment of ids outside their table. With `raise`, the default, an id outside
         its table is an error outside `jit`. With `ignore`, and always inside `jit`, an id outside

@@ -83,8 +83,8 @@ class Prefetch:
                 "state, or serve from a checkpoint that a collection without storage= loaded."
             )
         self.storage.generation.check(on_host(params.generation))
-        # The compiled program does not need the array of rows. On a mesh, a program that passes an
-        # array on to its results copies it, so the array is left out.
+        # The compiled program does not need the array of rows. On a mesh, a program that returns
+        # one of its arguments copies the argument, so the array is left out.
         without_rows: PyTree = ()
         with_room, moves, num_failed = self._make_room(params._replace(rows=without_rows), wanted)
         if (num_failed := on_host(num_failed)).any():

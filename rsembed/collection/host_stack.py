@@ -290,8 +290,8 @@ class KeyedStack(HostStack):
         leaves = np.zeros(is_of_table.shape, bool)
         leaves[rows] = True
         (leaves,) = self.devices.place_from_host([leaves], self.partition)
-        # The compiled program does not need the array of rows. On a mesh, a program that passes an
-        # array on to its results copies it, so the array is left out.
+        # The compiled program does not need the array of rows. On a mesh, a program that returns
+        # one of its arguments copies the argument, so the array is left out.
         nothing: PyTree = ()
         unused_for = reasons["unused_for"]
         if unused_for is None:

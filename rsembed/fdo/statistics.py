@@ -285,8 +285,9 @@ def _warn_of_other_cores(
         num_sizes in (num_cores, num_devices * num_cores) and num_devices * num_cores <= num_shards
     )
     if num_shards % num_cores or (is_whole and not fits):
-        # A number of cores that does not fit is not an error, because jax-tpu-embedding accepts any
-        # number of cores, and preprocessing later reports a buffer that is too small.
+        # A number of cores that does not fit the statistics is not an error, because
+        # jax-tpu-embedding accepts any number of cores, and preprocessing later reports a buffer
+        # that is too small.
         _log.warning(
             "rsembed.fdo: stack %r has %d shards, and its statistics %d partitions and %d buffer sizes, which does not "
             "fit num_sc_per_device=%d; its new buffer size is a guess. Pass the number of cores that it was placed "

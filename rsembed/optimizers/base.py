@@ -445,8 +445,8 @@ class OptaxOptimizerSpec(OptimizerSpec):
         updates of the row. Use a negative factor for transformations that return a direction of
         ascent, such as `optax.scale_by_adam`.
 
-    Raises: TypeError: `transformation` is not an `optax.GradientTransformation`, or cannot step a
-      row from its gradient alone.
+    Raises: TypeError: `transformation` is not an `optax.GradientTransformation`, or cannot
+      update a row from the gradient of this row alone.
     """
 
     learning_rate: LearningRate = within("(-inf, inf)", default=1.0)
