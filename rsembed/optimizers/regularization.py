@@ -84,7 +84,7 @@ class CounterBasedRegularizationDefinition:
     Args:
       counter_weight_decay_mode: kind of weight decay. L2 and DECOUPLE need a positive
         `counter_halflife`.
-      counter_halflife: number of steps after which an update adds 1/2 instead of 1 to its counter.
+      counter_halflife: number of steps in which the part of a counter from past updates halves.
         With a negative half-life, such as the default -1, counters do not decay. ADAGRADW has
         different formulas for the half-lives -1 and -2. With a half-life of 0, every counter is 1.
       adjustment_iter: number of the last step before row counters begin to change learning rates
