@@ -34,7 +34,8 @@ from rsembed.kernels.contract import Call
 from rsembed.keys import Keys, as_keys, is_invalid, num_invalid
 from rsembed.parallel.exchange import Asked, together
 from rsembed.specs import FeatureSpec
-from rsembed.storage.dense_rows import DenseRows, NewStack, in_some_bag, initial_states
+from rsembed.storage.dense_rows import DenseRows, in_some_bag
+from rsembed.storage.initial_states import NewStack, initial_states
 from rsembed.storage.protocol import State
 
 

@@ -159,7 +159,7 @@ def test_init_in_blocks_fills_every_row_once(monkeypatch):
     )
     expected = collection_of(spec).init(jax.random.key(0))
     # 8 blocks, the last one overlapping.
-    monkeypatch.setattr("rsembed.storage.dense_rows.INIT_BLOCK_VALUES", 7 * DIM)
+    monkeypatch.setattr("rsembed.storage.initial_states.INIT_BLOCK_VALUES", 7 * DIM)
     blocks = collection_of(spec).init(jax.random.key(0))
     assert_array_equal(blocks.tables["t"], expected.tables["t"])
     assert_array_equal(blocks.slots["t"][0], np.full((50, DIM), 0.3, np.float32))

@@ -50,7 +50,7 @@ def tables_of(devices, cores, is_stacked, initializer="normal", key=KEY):
     ("devices", "cores", "is_stacked"), [(1, 4, True), (2, 2, False), (3, 1, True)]
 )
 def test_tables_do_not_depend_on_the_layout_or_on_blocks(devices, cores, is_stacked, monkeypatch):
-    monkeypatch.setattr("rsembed.storage.dense_rows.INIT_BLOCK_VALUES", 80)
+    monkeypatch.setattr("rsembed.storage.initial_states.INIT_BLOCK_VALUES", 80)
     specs, tables = tables_of(devices, cores, is_stacked)
     for table in embedding.get_table_specs(specs).values():
         wanted = initial_rows(table_key(KEY, table.name), table, jnp.arange(table.vocabulary_size))
