@@ -9,12 +9,6 @@ Bags = rs.Bags
 IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
 
 
-def declared(ids, **shape):
-    """A feature that declares eight samples of one id."""
-    spec = feature(**({"input_shape": (8, 1)} | shape))
-    return rs.EmbeddingCollection([spec]).prepare({"title": ids})
-
-
 def who(keys, **storage):
     return keyed(**storage).prepare({"who": keys})
 
@@ -112,7 +106,8 @@ title((IDS, np.array([1j, 1, 1]))) => TypeError: feature 'title' ... weights ...
 title(Bags(IDS, OFFSETS, np.ones(2, np.float32))) => ValueError: feature 'title': 2 weights ... 3 ids
 title((IDS, IDS, IDS, 1.5)) => TypeError: feature 'title': row 3 ... float64
 # Sizes
-declared(np.zeros((7, 1), int)) => ValueError: feature 'title' ... 7 samples ... declares 8
+rs.EmbeddingCollection([feature(input_shape=(8, 1))]).prepare({"title": np.zeros((7, 1), int)})
+    => ValueError: feature 'title' ... 7 samples ... declares 8
 on_mesh(title=np.array([1, 2, 3])) => ValueError: feature 'title' ... 3 samples ... 2 devices
 jax.jit(who)(np.array([2**40 + 7])) => TypeError: feature 'who' ... int32 ... key_dtype='int64' ... collection.prepare
 jax.jit(lambda bags: on_mesh(title=bags)["title"])(Bags(IDS, OFFSETS))

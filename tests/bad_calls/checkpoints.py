@@ -40,17 +40,10 @@ def damaged(change):
 
 
 def flipped(path):
-    file = max(
-        (file for file in path.rglob("*") if file.is_file()), key=lambda file: len(file.parts)
-    )
+    file = max(path.rglob("*"), key=lambda file: len(file.parts))
     content = bytearray(file.read_bytes())
     content[-1] ^= 1
     file.write_bytes(bytes(content))
-
-
-def torn(path):
-    file = path / "manifest.json"
-    file.write_bytes(file.read_bytes()[:50])
 
 
 def newer(path):
@@ -61,15 +54,11 @@ def newer(path):
     )
 
 
-def load_into(*features):
-    return checkpoint.load_collection(saved(), rs.EmbeddingCollection(list(features)))
-
-
 USER = feature("author", table("user", vocabulary_size=5))
 
 
-def small():
-    return rs.EmbeddingCollection([feature(table_spec=table(vocabulary_size=8)), USER])
+def load_into(*features, **options):
+    return checkpoint.load_collection(saved(), rs.EmbeddingCollection(list(features)), **options)
 
 
 def manager(folder=None, **options):
@@ -120,7 +109,8 @@ checkpoint.save_collection(fresh(), collection(), other_state()) => ValueError: 
 checkpoint.load(FOLDER / "nothing") => FileNotFoundError: nothing ... no checkpoint ... manifest.json
 checkpoint.load(arrays() / "manifest.json") => FileNotFoundError: no checkpoint
 checkpoint.load(damaged(flipped)) => CorruptCheckpointError: saved ... 'x'
-checkpoint.load(damaged(torn)) => CorruptCheckpointError: manifest.json ... older checkpoint
+checkpoint.load(damaged(lambda path: (path / "manifest.json").write_text("{")))
+    => CorruptCheckpointError: manifest.json ... older checkpoint
 checkpoint.load(damaged(lambda path: shutil.rmtree(path / "0000"))) => CorruptCheckpointError: 0000 ... 'x'
 checkpoint.load(damaged(newer)) => ValueError: layout 99 ... version that wrote it
 checkpoint.load(arrays(), like=ARRAYS | {"x": np.ones(7, np.float32)})
@@ -139,7 +129,7 @@ checkpoint.load_collection(saved(), collection(), resize="grow")
     => ValueError: resize must be True or False or 'shrink', got 'grow'
 load_into(feature(table_spec=table(vocabulary_size=10)), USER)
     => ValueError: vocabulary_size is 9, expected 10 ... load_collection(..., resize=True) ... slots=slots
-checkpoint.load_collection(saved(), small(), resize=True)
+load_into(feature(table_spec=table(vocabulary_size=8)), USER, resize=True)
     => ValueError: table 'word' has vocabulary_size=9 in the file and 8 here; ... resize='shrink' ... last 1 rows
 kept().restore(resize=True) => ValueError: restore: resize is of a collection's tables; leave it out for a tree
 load_into(feature(table_spec=table(storage=rs.Hashed())), USER) => ValueError: word/storage ... rows by key

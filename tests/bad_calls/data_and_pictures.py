@@ -1,6 +1,7 @@
 """Bad calls of pictures, data sets and the command line."""
 
 import contextlib
+import gzip  # noqa: F401, as calls of the table name it
 import io
 import zipfile
 
@@ -8,7 +9,7 @@ import matplotlib as mpl
 import numpy as np
 
 from rsembed import __main__ as cli, datasets
-from tests.bad_calls.world import FOLDER
+from tests.bad_calls.world import FOLDER, file
 
 mpl.use("Agg")
 WORDS = np.arange(20)
@@ -26,15 +27,44 @@ def command(*arguments):
         raise ValueError(errors.getvalue())
 
 
-def archive(rating):
-    with zipfile.ZipFile(FOLDER / "own.zip", "w") as written:
-        written.writestr("ml-1m/movies.dat", "1::A film::Drama\n")
-        written.writestr("ml-1m/ratings.dat", rating + "\n")
+def zipped(members):
+    """An archive of files with these names and contents."""
+    with zipfile.ZipFile(FOLDER / "own.zip", "w") as archive:
+        for name, content in members.items():
+            archive.writestr(name, content)
     return FOLDER / "own.zip"
 
 
-def odds(users, days):
-    return datasets.generated_ratings(5, 80, seed=0).law.log_odds(users, np.array(days))
+FILM_LOGS = {
+    "ml-1m": {
+        "ml-1m/ratings.dat": "7::30::5::1000\n",
+        "ml-1m/movies.dat": "30::A::War\n",
+    },
+    "csv": {
+        "ratings.csv": "userId,movieId,rating,timestamp\n7,30,5,1000\n",
+        "movies.csv": "movieId,title,genres\n30,A,War\n",
+    },
+    "ml-100k": {
+        "u.data": "7\t30\t5\t1000\n",
+        "u.item": "30|A|01-Jan-1995||http://us.imdb.com/" + 19 * "|0" + "\n",
+    },
+    "recbole": {
+        "ml-100k.inter": "user_id:token\titem_id:token\trating:float\ttimestamp:float\n7\t30\t5\t1000\n",
+        "ml-100k.item": "item_id:token\tmovie_title:token_seq\tclass:token_seq\n30\tA\tWar\n",
+    },
+}
+
+
+def films(form, old, new):
+    """A log of one rating and one film, of which some text was changed."""
+    files = FILM_LOGS[form]
+    return datasets.movielens(zipped({name: files[name].replace(old, new) for name in files}))
+
+
+def clicks(old, new):
+    """The log of three lines in Criteo's format, with a change in the second."""
+    line = "\t".join(["1", "5", *[""] * 12, "68fd1e64", *[""] * 25]) + "\n"
+    return datasets.criteo(file("train.txt", (line + line.replace(old, new) + line).encode()))
 
 
 def words(**options):
@@ -56,6 +86,12 @@ datasets.word_vectors(["a 1 2"], "a", dim=2) => TypeError: word_vectors: words m
 datasets.word_vectors(["a 1 2"], ["a", 5], dim=2) => TypeError: word_vectors: words[1] must be a text, got 5 (int)
 datasets.word_vectors(["a 1 2"], ["a"], dim=0) => ValueError: word_vectors: dim ... 0
 datasets.word_vectors(["9 300", "a 1 2"], ["a"], dim=2) => ValueError: line 1: the header says 300 ... give dim=300
+datasets.word_vectors(zipped({"glove.txt": "a 1 2"}), ["a"], dim=2)
+    => ValueError: word_vectors: ... own.zip is a zip archive ... give the lines of one
+datasets.word_vectors(file("own.gz", gzip.compress(9_000 * b"a 1 2\n")[:-9]), ["a"], dim=2)
+    => ValueError: own.gz, line ... : the gzip file is damaged or cut
+datasets.word_vectors(file("own.gz", gzip.compress(9_000 * b"a 1 2\n")[:20] + b"\xff" * 99), ["a"], dim=2)
+    => ValueError: own.gz, line ... : the gzip file is damaged or cut
 datasets.word_vectors(["2 2", "a 1 2"], ["a"], dim=2) => ValueError: has 1 vectors, its header says 2
 datasets.word_vectors(["a 1 2", "b 1"], ["a"], dim=2)
     => ValueError: line 2: it has not a word and 2 numbers, 'b 1' ... bad_lines="skip"
@@ -65,16 +101,77 @@ words(source="auto", path="nothing.txt") => FileNotFoundError: nothing.txt
 words(source="auto", path=file("own.txt", b"\xff\xfe\xff")) => ValueError: own.txt ... not UTF-8
 words(source="auto", path=file("empty.txt", b" ")) => ValueError: empty.txt ... no words
 datasets.movielens(path="nothing.zip") => FileNotFoundError: movielens: path='nothing.zip' is no file of this kind
-datasets.movielens(path=file("own.zip", b"no archive")) => ValueError: own.zip
-datasets.movielens(path=archive("1::1::3")) => ValueError: own.zip: ml-1m/ratings.dat, line 1 ... 3 fields, not 4
-datasets.movielens(path=archive("1::2::3::4")) => ValueError: movies.dat does not list film 2
+datasets.movielens(path=file("own.zip", b"no archive"))
+    => ValueError: own.zip: ... neither a folder nor a zip or tar archive
+datasets.movielens(file("own.zip", zipped(FILM_LOGS["ml-1m"]).read_bytes()[:-30]))
+    => ValueError: own.zip: ... neither a folder nor a zip or tar archive
+datasets.movielens(zipped({"ml-1m/ratings.dat": "7::30::5::1000"})) => ValueError: has 0 files ml-1m/movies.dat
+datasets.movielens(file("ml-100k.inter", b"")) => ValueError: has 0 files ml-100k.item
+datasets.movielens(file("u.item", b"")) => FileNotFoundError: no file of this kind: give a folder, a zip ... .inter
+datasets.movielens(zipped({"u.item": ""})) => ValueError: lacks a file of ratings
+datasets.movielens(zipped(FILM_LOGS["recbole"] | FILM_LOGS["ml-100k"]))
+    => ValueError: several files of ratings: ml-100k.inter, u.data; give path= one
+films("ml-1m", "War\n", "War\n31::B\n")
+    => ValueError: movielens: ... own.zip: ml-1m/movies.dat, line 2 is '31::B', not film::title::genre
+films("ml-1m", "A::War", "A::B::War") => ValueError: own.zip: ml-1m/movies.dat, line 1 is
+films("ml-1m", "30::A", "x30::A") => ValueError: ml-1m/movies.dat, line 1: 'x30' is no number of a film
+films("ml-1m", "War\n", f"War\n{10**30}::B::War\n") => ValueError: line 2: ... is no number
+films("ml-1m", "War\n", "War\n30::B::War\n") => ValueError: line 2 repeats film 30 of line 1
+films("ml-1m", "30::A::War\n", "") => ValueError: lists no film
+films("ml-1m", "7::30::5::1000\n", "") => ValueError: ratings.dat has no ratings
+films("ml-1m", "7::30::5::1000\n", "\n\n") => ValueError: ratings.dat has no ratings
+films("ml-1m", "1000\n", "1000\n7::30\n") => ValueError: ml-1m/ratings.dat, line 2 ... 2 fields, not 4
+films("ml-1m", "1000\n", "1000\n\n7::30::5::x\n") => ValueError: ratings.dat, line 3 ... 'x' is no number
+films("ml-1m", "::5::", "::nan::") => ValueError: ratings.dat, line 1 ... 'nan' is no number
+films("ml-1m", "7::30::", "7::30.5::") => ValueError: line 1 ... '30.5' is no whole number
+films("ml-1m", "7::30::", "-7::30::") => ValueError: line 1 ... '-7' is no whole number
+films("ml-1m", "::5::", "::1_0::") => ValueError: line 1 ... '1_0' is no number
+films("ml-1m", "7::30::", "7::31::") => ValueError: movies.dat does not list film 31
+films("ml-1m", "7::30::", "7::29::") => ValueError: movies.dat does not list film 29
+films("csv", "userId,movieId", "userId,item") => ValueError: ratings.csv, line 1 lacks the column 'movieId'
+films("csv", "30,5,", "30,five,") => ValueError: ratings.csv, line 2 ... 'five' is no number
+films("csv", "title", "name") => ValueError: movies.csv, line 1 is 'movieId,name,genres', not
+films("csv", "A,War", '"The "A": B, C",War') => ValueError: movies.csv, line 2 is no CSV
+films("csv", "A,War", "A,B,War") => ValueError: movies.csv, line 2 is
+films("ml-100k", "|0\n", "\n") => ValueError: u.item, line 1 is ... 19 flags
+films("ml-100k", "|0\n", "|2\n") => ValueError: u.item, line 1 is ... 19 flags
+films("recbole", "movie_title", "name") => ValueError: ml-100k.item, line 1 is ... without item_id, movie_title
+films("recbole", "\tWar", "") => ValueError: ml-100k.item, line 2 has 2 fields, the header 3
+films("recbole", "timestamp", "time") => ValueError: ml-100k.inter, line 1 lacks the column 'timestamp'
 datasets.criteo("nothing.txt") => FileNotFoundError: criteo: path='nothing.txt' is no file
-datasets.criteo(file("own.txt", b"1\t2\n")) => ValueError: own.txt, line 1 has 2 fields, not 40
-datasets.criteo(file("own.csv", b"label,C1\n1,x\n")) => ValueError: own.csv, line 2: C1 is 'x' ... rs.hash_keys
+datasets.criteo_chunks("nothing.txt") => FileNotFoundError: criteo_chunks: path='nothing.txt' is no file
+clicks("1\t5", "2\t5") => ValueError: criteo: ... train.txt, line 2: label is '2', neither 0 nor 1
+clicks("1\t5\t", "1\t5\t\t") => ValueError: train.txt, line 2 has 41 fields, not 40
+clicks("1\t5\t", "1\t")
+    => ValueError: line 2 has 39 fields, not 40 (a log without labels, as test.txt is, cannot be trained on)
+clicks("1\t5\t", "1\t5x\t") => ValueError: line 2: I1 is '5x', no number that float32 can hold
+clicks("1\t5\t", "1\tnan\t") => ValueError: line 2: I1 is 'nan', no number
+clicks("1\t5\t", "1\t1_0\t") => ValueError: line 2: I1 is '1_0', no number
+clicks("1\t5\t", "1\t1e39\t") => ValueError: line 2: I1 is '1e39', no number
+clicks("68fd1e64", "68fg1e64")
+    => ValueError: line 2: C1 is '68fg1e64', no category of at most 16 hexadecimal ... rs.hash_keys
+clicks("68fd1e64", "-8fd1e64") => ValueError: line 2: C1 is '-8fd1e64', no category
+clicks("68fd1e64", "68 d1e64") => ValueError: line 2: C1 is '68 d1e64', no category
+clicks("68fd1e64", "0" * 17) => ValueError: line 2: C1 is '00000000000000000', no category of at most 16
+clicks("68fd1e64", "68fd\0e64") => ValueError: line 2: C1 is '68fd\x00e64', no category
+clicks("68fd1e64", "68fd\n1e64") => ValueError: line 2 has 15 fields, not 40
+datasets.criteo(file("own.csv", b"label,I1,user\n1,2,3\n"))
+    => ValueError: line 1 has the column 'user', neither label, nor I1
+datasets.criteo(file("own.csv", b"label,I1,I1\n1,2,3\n")) => ValueError: line 1 names a column twice
+datasets.criteo(file("own.csv", b"label,I1,click\n1,2,3\n")) => ValueError: line 1 names a column twice
+datasets.criteo(file("own.csv", b"label,C1\n1,a\n1"))
+    => ValueError: own.csv, line 3 has 1 fields, not 2 (the file ends inside this line)
+datasets.criteo(file("own.csv", b"label,C1\n")) => ValueError: own.csv has no rows
+datasets.criteo(file("own.csv", b"")) => ValueError: own.csv has no rows
+datasets.criteo(file("day.gz", gzip.compress(b"label,C1\n" + 9_000 * b"1,a\n")[:-9]))
+    => ValueError: criteo: ... day.gz, line ... cannot be read: ... end-of-stream
+datasets.criteo(file("day.gz", b"\x1f\x8b damaged")) => ValueError: day.gz, line 1 ... cannot be read
+datasets.criteo(zipped({"a.txt": "", "b.txt": ""})) => ValueError: own.zip: it has no train.txt, but a.txt, b.txt
+datasets.criteo(file("own.csv", b"1" * (3 << 20))) => ValueError: own.csv, line 1 has 1048576 bytes and no end
 datasets.criteo(file("own.csv", b"label,C1\n1,a\n"), missing=2**64) => ValueError: criteo: missing=18446744073709551616
 datasets.criteo(file("own.csv", b"label,C1\n1,a\n"), rows=0) => ValueError: criteo: rows ... 0
 datasets.criteo_chunks(file("own.csv", b"label,C1\n1,a\n"), rows=0) => ValueError: criteo_chunks: rows ... 0
-odds([5], [1.0]) => ValueError: log_odds ... 0 to 4
+datasets.generated_ratings(5, 80, seed=0).law.log_odds([5], np.array([1.0])) => ValueError: log_odds ... 0 to 4
 # Batches of words
 datasets.word_id_batches(WORDS + 2**40, 1, 2, 3) => ValueError: word_id_batches: word_ids ... int32
 datasets.word_id_batches(WORDS[:3], 1, 2, 3) => ValueError: 3 words are too few ... seq_len=3
@@ -120,6 +217,7 @@ command("launch") => ValueError: usage: rsembed launch [-h] [--processes PROCESS
 command("") => ValueError: usage: rsembed [-h] {doctor,run,launch} ...
 """
 
-ACCEPTED = """
+ACCEPTED = r"""
+len(datasets.criteo(file("own.csv", b"label,C1\n1,a\n1,a"))) => 2
 rs.plot.distributions.zipf_exponent([3, 1]) => rs.plot.distributions.zipf_exponent(np.array([3, 1]))
 """

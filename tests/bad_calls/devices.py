@@ -2,11 +2,7 @@
 
 import functools
 
-import numpy as np
-
 from rsembed.storage import SetAssociativeCache
-
-IDS = np.array([1, 2, 1, 3])
 
 
 @functools.cache
@@ -25,7 +21,7 @@ rs.kernels.devices.tracing_for("v9").__enter__() => ValueError: unknown device '
 SetAssociativeCache(0, num_ids=9) => ValueError: num_sets must be ... 0
 SetAssociativeCache(2**24 - 1, algorithm="lfu", num_ids=1) => ValueError: fewer than 16777215
 SetAssociativeCache(1, num_ids=9, algorithm="fifo") => ValueError: 'lru' or 'lfu', got 'fifo'
-cache().admit(IDS / 1) => TypeError: ids ... integer ... float64
+cache().admit(np.array([1.0, 2.0])) => TypeError: ids ... integer ... float64
 cache().unlock(np.array([0])) => ValueError: slot 0 is not locked
 cache().unlock(np.array([9])) => ValueError: slots must be 0 to 3 ... 9
 cache().unlock(np.array([0.5])) => TypeError: slots ... integer ... float64

@@ -40,20 +40,9 @@ def gradients():
     return nnx.value_and_grad(loss_of)(model(), batch())[1]
 
 
-def optimizer():
-    return nnx.Optimizer(model(), optax.sgd(0.1))
-
-
 @functools.cache
 def variables():
     return LinenModel().init(KEY(0), batch())
-
-
-@functools.cache
-def train_state():
-    return linen.TrainState.create(
-        apply_fn=LinenModel().apply, variables=variables(), tx=optax.sgd(0.1)
-    )
 
 
 def create(**options):
@@ -83,8 +72,9 @@ BAD = """
 model().words({"title": [[1]]}) => ValueError: batch ... missing ['author']
 flax_nnx.grad(loss_of)(model(), batch()) => RuntimeError: 'word' ... untrained ... rs.nnx.value_and_grad
 nnx.value_and_grad(lambda m, b: (loss_of(m, b), 1))(model(), batch()) => TypeError: has_aux=True
-optimizer().update(model(), None) => TypeError: gradients ... NoneType ... rs.nnx.value_and_grad
-optimizer().update(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)), gradients())
+nnx.Optimizer(model(), optax.sgd(0.1)).update(model(), None)
+    => TypeError: gradients ... NoneType ... rs.nnx.value_and_grad
+nnx.Optimizer(model(), optax.sgd(0.1)).update(flax_nnx.Linear(2, 2, rngs=flax_nnx.Rngs(0)), gradients())
     => ValueError: gradients ... layers ['words'
 gradients().with_rows({"wrods": row_gradients()}) => ValueError: ['wrods'] ... ['words']
 gradients() + 1 => TypeError: Gradients
@@ -101,7 +91,7 @@ create(tx=None) => TypeError: rs.linen.TrainState: tx must be ... GradientTransf
 create(tx=optax.chain(optax.apply_if_finite(optax.sgd(0.1), 2)))
     => ValueError: rs.linen.TrainState: tx has optax.apply_if_finite ... jax.lax.cond ... rs.global_norm
 create(variables={}) => ValueError: variables ... init ... 'params'
-train_state().apply_gradients(None) => TypeError: gradients ... NoneType ... rs.linen.value_and_grad
+create().apply_gradients(None) => TypeError: gradients ... NoneType ... rs.linen.value_and_grad
 linen.value_and_grad(lambda apply, given: apply(given).sum())(variables(), batch()) => TypeError: TrainState ... dict
 nnx.value_and_grad(mapped_loss)(model(), batch())
     => RuntimeError: the loss looks up rows of the layers ['words'], or of some,
@@ -109,9 +99,9 @@ nnx.value_and_grad(lambda m, g: nnx.value_and_grad(loss_of)(m, g)[0])(model(), b
     => RuntimeError: value_and_grad in the loss of another value_and_grad
 linen.Embeddings(collection(), frozen="no").init(KEY(0), batch())
     => TypeError: Embeddings: frozen must be True or False, got 'no' (str).
-linen.value_and_grad(scanned)(train_state(), batch())
+linen.value_and_grad(scanned)(create(), batch())
     => RuntimeError: the loss looks up rows of the layers ['words'], or of some,
-linen.value_and_grad(mapped)(train_state(), batch())
+linen.value_and_grad(mapped)(create(), batch())
     => RuntimeError: the loss looks up rows of the layers ['words'], or of some,
 """
 

@@ -22,13 +22,8 @@ def made(name="word", dim=4, **options):
 
 
 @functools.cache
-def variable(**options):
-    return made(**options)
-
-
-@functools.cache
-def other_variable():
-    return made("user", 3)
+def variable():
+    return made()
 
 
 @functools.cache
@@ -51,10 +46,6 @@ def pooled():
 @functools.cache
 def dense():
     return sok.All2AllDenseEmbedding(4, 4, 1, 1, context=context())
-
-
-def call(keys, *weights):
-    return pooled()(keys, *weights)
 
 
 KEYS = np.array([[[1, 2]], [[3, -1]]])
@@ -131,14 +122,14 @@ sok.split_embedding_variable_from_others(variable()) => ValueError: list or a tu
 # Layers
 layer("max") => ValueError: layer 'distributed_embedding' ... 'sum', 'mean' or 'sqrtn' ... 'max'
 # Batches
-call(KEYS / 1) => TypeError: 'distributed_embedding' ... integers ... float64
-call([["a"], ["b"]]) => TypeError: distributed_embedding': row 0 ... integers
-call([[2**70], [1]]) => TypeError: distributed_embedding': row 0 ... 64 bits
-call(np.ones((2, 1, 3), int)) => ValueError: 3 keys ... at most 2 ... max_nnz
+pooled()(KEYS / 1) => TypeError: 'distributed_embedding' ... integers ... float64
+pooled()([["a"], ["b"]]) => TypeError: distributed_embedding': row 0 ... integers
+pooled()([[2**70], [1]]) => TypeError: distributed_embedding': row 0 ... 64 bits
+pooled()(np.ones((2, 1, 3), int)) => ValueError: 3 keys ... at most 2 ... max_nnz
 layer(context=context(2))(np.ones((3, 1, 2), int)) => ValueError: 'distributed_embedding' ... 3 samples ... 2 devices
-call(KEYS, np.ones((2, 1))) => ValueError: 'distributed_embedding': weights ... (2, 1) ... (2, 2)
-call(KEYS, np.full((2, 1, 2), NAN, np.float32)) => ValueError: 'distributed_embedding': weight nan in sample 0
-call(KEYS, np.full((2, 1, 2), "a")) => TypeError: 'distributed_embedding' ... weights ... numbers ... <U1
+pooled()(KEYS, np.ones((2, 1))) => ValueError: 'distributed_embedding': weights ... (2, 1) ... (2, 2)
+pooled()(KEYS, np.full((2, 1, 2), NAN, np.float32)) => ValueError: 'distributed_embedding': weight nan in sample 0
+pooled()(KEYS, np.full((2, 1, 2), "a")) => TypeError: 'distributed_embedding' ... weights ... numbers ... <U1
 sok.group_embedding_lookup_sparse([plain()], [[[8], [1]]], ["sum"]) => ValueError: key 8 ... below 4 ... table 'number'
 _overfull() => RuntimeError: table 'distributed_embedding' is full ... max_vocabulary_size_per_gpu
 dense()(np.ones((2, 1, 3), int)) => ValueError: layer 'all2all_dense_embedding': bag 0 has 3 keys, but exactly 1
@@ -148,12 +139,12 @@ sok.All2AllDenseEmbedding(4, 4, 1, 1, True, context=context())(np.ones((2, 1), i
     => ValueError: dynamic_input ... (2, 1)
 pooled().vjp(KEYS)[1](np.ones((3, 1, 4), np.float32))
     => ValueError: table 'distributed_embedding' ... (3, 1, 4) ... (2, 1, 4)
-call(KEYS, np.ma.masked_equal(np.ones((2, 1, 2)), 0)) => TypeError: 'distributed_embedding': ... weights ... masked
+pooled()(KEYS, np.ma.masked_equal(np.ones((2, 1, 2)), 0)) => TypeError: 'distributed_embedding': ... weights ... masked
 pooled()(np.ma.masked_equal(KEYS, 1)) => TypeError: 'distributed_embedding': ids ... masked array ... filled(-1)
 pooled().vjp(KEYS)[1](np.ones((2, 1, 4), int)) => TypeError: table 'distributed_embedding' ... floats
 pooled().vjp(KEYS)[1]("ones") => TypeError: table 'distributed_embedding' ... gradient
 pooled().vjp(KEYS)[1](np.ones((2, 1, 4)), np.ones((2, 1, 4))) => ValueError: 1 outputs ... 2 gradients
-_twice() => RuntimeError: called before ... Look up again
+twice(*pooled().vjp(KEYS)) => RuntimeError: called before ... Look up again
 # Groups and columns
 group(combiners=["sum", "sum"]) => ValueError: group 'embedding' ... one entry per table ... 'combiners': 2
 group(variable()) => TypeError: group 'embedding': params ... list ... EmbeddingVariable
@@ -199,7 +190,7 @@ sok.dump("never", []) => ValueError: dump ... embedding variables
 sok.dump("never", [variable(), made()]) => ValueError: ['word'] ... more than once ... name=
 sok.dump(dumped(), [variable()]) => FileExistsError: dump
 sok.load(dumped().parent / "dupm", [variable()]) => FileNotFoundError: dupm ... no checkpoint
-sok.load(dumped(), [other_variable()]) => ValueError: ['word'] ... ['user']
+sok.load(dumped(), [made("user", 3)]) => ValueError: ['word'] ... ['user']
 sok.load(dumped(plain), [made("number", use_hashtable=False, rows_per_device=3)])
     => ValueError: table 'number': imported keys must be below 3, the number of rows, got 3
 sok.load(dumped(), [made(dim=3)]) => ValueError: table 'word' ... embedding_dim ... assign_rows
@@ -212,15 +203,9 @@ def _overfull():
     pooled().vjp(KEYS + 3)
 
 
-def _twice():
-    output, backward = pooled().vjp(KEYS)
-    backward(output)
-    backward(output)
-
-
 ACCEPTED = """
 layer("Mean").combiner => "mean"
-call([[1, 2], [3]]) => call(KEYS)
-call(KEYS.astype(np.int32)) => call(KEYS)
+pooled()([[1, 2], [3]]) => pooled()(KEYS)
+pooled()(KEYS.astype(np.int32)) => pooled()(KEYS)
 group((variable(),), ([[1], [2]],), ("sum",)) => group()
 """

@@ -1,10 +1,8 @@
 """Bad optimizers, and bad places for rows."""
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-import optax
-import optax.contrib
+import optax.contrib  # noqa: F401, as calls of the table name it
 
 import rsembed as rs
 from tests.bad_calls.world import (
@@ -23,11 +21,6 @@ def stepped(rule):
     return jax.eval_shape(lambda: one.update(one.init(KEY(0)), *given))
 
 
-def of_the_loss():
-    """A rule of optax that wants more than gradients."""
-    return rs.from_optax(optax.polyak_sgd())
-
-
 def custom(function, **fields):
     return rs.optimizers.Custom(0.1, function, **fields)
 
@@ -41,14 +34,6 @@ def with_rows(**rows):
     """The keyed table with these rows written."""
     given = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | rows
     return keyed().with_tables(keyed_state(), {"client": given})
-
-
-def nan_like(key, shape):
-    return jnp.full(shape, jnp.nan)
-
-
-def started(**changes):
-    return rs.EmbeddingCollection([feature(table_spec=table(**changes))]).init(KEY(0))
 
 
 def host_read(initializer):
@@ -78,7 +63,8 @@ started(initializer=lambda key, shape: jnp.zeros(shape).at[7, 2].set(1e6), dtype
     => ValueError: table 'word': what its initializer gives: inf in row 7 is not finite ... dtype
 started(initializer=lambda key, shape: jnp.full(shape, NAN), storage=rs.Hashed())
     => ValueError: table 'word': what its initializer gives for a row: nan
-started(optimizer=custom(lambda g, w, m, lr: (w, m), slot_variable_initializers_tuple=(nan_like,)))
+started(optimizer=custom(lambda g, w, m, lr: (w, m),
+    slot_variable_initializers_tuple=(lambda key, shape: jnp.full(shape, NAN),)))
     => ValueError: nan in row 0 is not finite
 host_read(lambda key, shape: jnp.full(shape, NAN))
     => ValueError: table 'word': what its initializer gives for ... of its rows: nan
@@ -103,7 +89,7 @@ rs.tbe.DecayedAdagrad(global_weight_decay=rs.tbe.GlobalWeightDecayDefinition())
     => ValueError: weight_decay_mode NONE and global_weight_decay= ... set WeightDecayMode.DECOUPLE_GLOBAL
 # Rules of others
 rs.from_optax("adam") => TypeError: from_optax ... GradientTransformation ... str
-of_the_loss() => TypeError: from_optax ... from its gradient alone ... 'value'
+rs.from_optax(optax.polyak_sgd()) => TypeError: from_optax ... from its gradient alone ... 'value'
 rs.from_optax(optax.lookahead(optax.sgd(0.1), 5, 0.5)) => TypeError: from_optax: optax.lookahead keeps two copies
 rs.from_optax(optax.noisy_sgd(0.1, key=0)) => TypeError: from_optax ... random key ... every row ... same noise
 rs.from_optax(optax.contrib.dpsgd(0.1, 1.0, 1.0, 0)) => TypeError: from_optax ... random key

@@ -72,33 +72,16 @@ def update(gradients=None, tables=None, **options):
     return jax.eval_shape(lambda: embedding.sparse_dense_matmul_grad(gradients, *given, **options))
 
 
-def stack(names=("a", "b"), *features, devices=1, cores=1, **options):
-    return table_stacking.stack_tables(
-        list(features) or [made("a"), made("b")], names, devices, cores, **options
-    )
+def stack(names=("a", "b"), features=None, devices=1, cores=1, **options):
+    features = features or [made("a"), made("b")]
+    return table_stacking.stack_tables(features, names, devices, cores, **options)
 
 
-def _two_stacks_of_one_name():
+def stack_in_turn(*calls):
+    """Four features, after tables of theirs were stacked by several calls with these options."""
     features = [made(name) for name in "abcd"]
-    stack(["a", "b"], *features, stack_name="x")
-    stack(["c", "d"], *features, stack_name="x")
-
-
-def _stacked_again():
-    features = [made(name) for name in "abcd"]
-    stack(["a", "b"], *features, devices=2, cores=2)
-    stack(["c", "d"], *features, devices=2, cores=4)
-
-
-def _one_table_in_two_stacks():
-    features = [made(name) for name in "abc"]
-    stack(["b", "c"], *features)
-    stack(["a", "c"], *features)
-
-
-def _stacked_pair():
-    features = [made("a"), made("b")]
-    stack(["a", "b"], *features, cores=2)
+    for options in calls:
+        stack(features=features, **options)
     return features
 
 
@@ -122,7 +105,7 @@ def _look_up_on_a_mesh_of_two_axes():
 def _step_of_whole_rows_of_two_dims():
     rule = embedding_spec.RowWiseAdagradOptimizerSpec(0.5)
     given = [made("a", optimizer=rule), made("b", optimizer=rule, embedding_dim=16)]
-    stack(["a", "b"], *given)
+    stack(features=given)
     inputs, _ = embedding.preprocess_sparse_dense_matmul_input([IDS, IDS], None, given, 1, 1)
     tables = {"a_b": embedding.EmbeddingVariables(jnp.zeros((64, 16)), (jnp.zeros((64, 1)),))}
     return embedding.sparse_dense_matmul_grad(
@@ -166,11 +149,6 @@ def layer(**options):
     )
 
 
-@functools.cache
-def trained():
-    return layer()
-
-
 def sparse(indices, values, shape=(8, 4), **options):
     trees = [[np.asarray(part)] for part in (indices, values, shape)]
     return embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(
@@ -188,17 +166,19 @@ run(given=placed(made(batch=7))) => ValueError: feature 'f_word' ... 7 samples .
 stack(["a", "x"]) => ValueError: 'x' ... 'a', 'b'
 stack(["a", "a"]) => ValueError: stack 'a_a': Table a is repeated in group ['a', 'a']
 stack([]) => ValueError: no feature reads tables [] ... 'a'
-stack(["a", "b"], made("a"), made("b", optimizer=embedding_spec.AdamOptimizerSpec()))
+stack(features=[made("a"), made("b", optimizer=embedding_spec.AdamOptimizerSpec())])
     => ValueError: optimizer ... 'a' ... 'b'
-stack(["a", "b"], made("a"), made("b", embedding_dim=16), fail_on_excess_padding=True)
+stack(features=[made("a"), made("b", embedding_dim=16)], fail_on_excess_padding=True)
     => ValueError: stack 'a_b' ... adds
-stack(["a", "b"], made("a"), made("b"), made("c"), stack_name="c")
+stack(features=[made("a"), made("b"), made("c")], stack_name="c")
     => ValueError: stack name 'c' ... table 'c'; choose another stack_name
-_two_stacks_of_one_name() => ValueError: stack name 'x' ... already used
+stack_in_turn({"names": ["a", "b"], "stack_name": "x"}, {"names": ["c", "d"], "stack_name": "x"})
+    => ValueError: stack name 'x' ... already used
 stack(stack_to_max_ids_per_partition=lambda *_: None) => TypeError: stack 'a_b' ... integer ... None
 stack(stack_to_max_ids_per_partition=lambda *_: 0) => ValueError: limit of ids ... [1, inf)
-_stacked_again() => ValueError: table 'a' ... another number of shards: 4, not 8 (devices times cores
-_one_table_in_two_stacks() => ValueError: Table c is already stacked, in 'b_c'
+stack_in_turn({"devices": 2, "cores": 2}, {"names": ["c", "d"], "devices": 2, "cores": 4})
+    => ValueError: table 'a' ... another number of shards: 4, not 8 (devices times cores
+stack_in_turn({"names": ["b", "c"]}, {"names": ["a", "c"]}) => ValueError: Table c is already stacked, in 'b_c'
 run(given=placed(made(suggested_coo_buffer_size_per_device=5000))) => ValueError: 5000 ... above 1024
 placed(made(storage=rs.tt.TensorTrain((4,))))
     => NotImplementedError: table 'word' ... storage=TensorTrain ... EmbeddingCollection
@@ -265,7 +245,7 @@ sparse([[0.5, 0]], [1]) => TypeError: feature 'f_word': indices ... integers ...
 sparse([[8, 0]], [1]) => ValueError: feature 'f_word': sample id 8
 # Variables
 init(where=sharding()) => ValueError: global_sharding ... the format ('x', None)
-init(given={"a": _stacked_pair()[0].table_spec}) => ValueError: stack 'a_b' has 64 rows ... have 32
+init(given={"a": stack_in_turn({"cores": 2})[0].table_spec}) => ValueError: stack 'a_b' has 64 rows ... have 32
 init(given=embedding.get_table_specs(placed(made(initializer=lambda: jnp.zeros((32, 8))))))
     => TypeError: table 'word': ... initializer(key, (32, 8)) ... Write it as `lambda key, shape: ...`
 layer(rngs=None) => ValueError: needs rngs ... nnx.Rngs(0)
@@ -349,7 +329,7 @@ table_stacking.stack_and_shard_feature_tables({}, embedding.create_proto_from_fe
 embedding.create_proto_from_feature_specs(specs(), 0, 2) => ValueError: global_device_count must be in [1, inf), got 0.
 embedding_spec.EmbeddingSpecRecord.from_json("3")
     => ValueError: the text is no EmbeddingSpecRecord in JSON: 'int' object
-trained()(None) => TypeError: the input of a layer, which its prepare_batch makes, must ... got None (NoneType)
+layer()(None) => TypeError: the input of a layer, which its prepare_batch makes, must ... got None (NoneType)
 embedding_spec.get_row_ids_in_stacked_tables(embedding.create_proto_from_feature_specs(specs(), 1, 2), {"wrod": [1]})
     => ValueError: no tables ['wrod'] in the record; it has ['word'].
 embedding_spec.get_row_ids_in_stacked_tables(embedding.create_proto_from_feature_specs(specs(), 1, 2), {"word": [32]})

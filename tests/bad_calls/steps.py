@@ -21,7 +21,6 @@ from tests.bad_calls.world import (
     table,
 )
 
-STATELESS = rs.EmbeddingState({}, {}, jnp.zeros((), jnp.int32), None, None)
 BATCH, GRADIENTS = {"title": [[1]]}, {"title": np.ones((1, 4), np.float32)}
 
 
@@ -59,27 +58,6 @@ def served(batch, *, tables=None, of=None):
     if of is not None:
         _, own = rs.for_serving(of, of.init(KEY(0)))
     return lookup(own if tables is None else tables, batch)
-
-
-def evicted(**reason):
-    return keyed().evict(keyed().init(KEY(0)), "client", **reason)
-
-
-def reshaped(**tables):
-    """The state with arrays that somebody put in by hand."""
-    return state()._replace(tables=state().tables | tables, layout=None)
-
-
-def started(initializer, **fields):
-    """The state of a table with this initializer."""
-    return rs.EmbeddingCollection(
-        [feature(table_spec=table(initializer=initializer, **fields))]
-    ).init(KEY(0))
-
-
-def as_numpy(tree):
-    """The state with tables that are arrays of numpy."""
-    return tree._replace(tables={name: np.asarray(array) for name, array in tree.tables.items()})
 
 
 def applied(row_gradients):
@@ -128,14 +106,16 @@ BAD = """
 # init
 collection().init(0) => TypeError: PRNG key ... jax.random.key(0)
 collection().init(jax.random.split(KEY(0))) => ValueError: PRNG key ... jax.random.key(0) ... (2,)
-started(lambda key, shape: jnp.zeros(3)) => ValueError: table 'word' ... initializer ... (3,) ... (9, 4)
-started(lambda key: key) => TypeError: table 'word' ... initializer(key, (9, 4)) ... lambda key, shape
-started(lambda key, shape: None) => ValueError: table 'word' ... initializer returned [] ... (9, 4)
+started(initializer=lambda key, shape: jnp.zeros(3)) => ValueError: table 'word' ... initializer ... (3,) ... (9, 4)
+started(initializer=lambda key: key) => TypeError: table 'word' ... initializer(key, (9, 4)) ... lambda key, shape
+started(initializer=lambda key, shape: None) => ValueError: table 'word' ... initializer returned [] ... (9, 4)
 # States
 lookup(None) => TypeError: collection.init ... EmbeddingState ... NoneType
 collection().lookup(batch(), state()) => TypeError: EmbeddingState ... dict
-lookup(STATELESS) => ValueError: does not belong ... tables are {} ... collection.init
-lookup(reshaped(word_user=jnp.ones((14, 4), jnp.bfloat16))) => ValueError: does not belong ... bfloat16[14, 4]
+lookup(rs.EmbeddingState({}, {}, jnp.zeros((), jnp.int32), None, None))
+    => ValueError: does not belong ... tables are {} ... collection.init
+lookup(state()._replace(tables={"word_user": jnp.ones((14, 4), jnp.bfloat16)}, layout=None))
+    => ValueError: does not belong ... bfloat16[14, 4]
 stepped(slots={"word_user": (jnp.ones(3),)}) => ValueError: does not belong ... slots ... float32[3]
 adam_without_slots() => ValueError: the state does not belong to this collection: slots are {},
 near().prefetch(near_state()._replace(slots={}), {"what": [[1]]})
@@ -156,9 +136,12 @@ collection().evict(state(), "word", keep=5)
     => ValueError: table 'word' is kept as an array: rows leave tables of keys, with storage=Hashed
 keyed().evict(keyed_state(), "e", keep=5) => ValueError: unknown table 'e'
 jax.jit(lambda state: keyed().evict(state, "client", keep=5)[0])(keyed_state()) => RuntimeError: outside of jit
-evicted(keep=-1) => ValueError: evict from table 'client': keep must be in [0, inf), got -1
-evicted(keep=1.5) => TypeError: evict from table 'client': keep must be an integer, got 1.5 (float)
-evicted(norm_below="1") => TypeError: evict from table 'client': norm_below must be a number, got '1' (str)
+keyed().evict(keyed_state(), "client", keep=-1)
+    => ValueError: evict from table 'client': keep must be in [0, inf), got -1
+keyed().evict(keyed_state(), "client", keep=1.5)
+    => TypeError: evict from table 'client': keep must be an integer, got 1.5 (float)
+keyed().evict(keyed_state(), "client", norm_below="1")
+    => TypeError: evict from table 'client': norm_below must be a number, got '1' (str)
 keyed().evict(state(), "client", keep=1) => ValueError: the state does not belong to this collection: client is
 jax.jit(keyed().counts)(keyed_state()) => RuntimeError: rows by key, and counts, come to the host; read them
 jax.jit(keyed().tables)(keyed_state()) => RuntimeError: rows by key, and counts, come to the host; read them
@@ -254,7 +237,7 @@ collection().tables(update(title=[[1.0] * 4] * 2)) => collection().tables(update
 collection().tables(update(title=np.ones((2, 4)))) => collection().tables(update())
 rs.scale(row_gradients(), 2).values => rs.scale(row_gradients(), 2.0).values
 rs.clip_by_global_norm(row_gradients(), np.inf).values => row_gradients().values
-lookup(as_numpy(state())) => lookup(state())
+lookup(state()._replace(tables=jax.tree.map(np.asarray, state().tables))) => lookup(state())
 rs.pairwise_interaction(jnp.ones((2, 3, 2), int)) => rs.pairwise_interaction(jnp.ones((2, 3, 2)))
 other().tables(other_state())["word"].shape => (7, 4)
 """

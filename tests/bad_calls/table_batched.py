@@ -23,21 +23,6 @@ def row_wise(**options):
     return module(optimizer=tbe.OptimType.EXACT_ROWWISE_ADAGRAD, **options)
 
 
-def counting(**config):
-    regularization = tbe.CounterBasedRegularizationDefinition(**config)
-    return row_wise(weight_decay_mode="COUNTER", counter_based_regularization=regularization)
-
-
-def clipping(**config):
-    return row_wise(
-        weight_decay_mode="COWCLIP", cowclip_regularization=tbe.CowClipDefinition(**config)
-    )
-
-
-def stored_states(optimizer, **dtypes):
-    return module(optimizer=optimizer, optimizer_state_dtypes=dtypes)
-
-
 @functools.cache
 def bags():
     return module(table_names=["word", "user"])
@@ -51,11 +36,6 @@ def single():
 @functools.cache
 def shared():
     return module(mesh=mesh())
-
-
-@functools.cache
-def cached():
-    return module(CACHED, cache_sets=1)
 
 
 def call(ids=IDS, offsets=OFFSETS, *rest, **options):
@@ -111,20 +91,27 @@ module(device="cuda:7") => ValueError: 'cuda:7' ... cpu:0
 row_wise(weight_decay_mode="COUNTER") => ValueError: counter_based_regularization ... COUNTER ... is None; set both
 row_wise(weight_decay_mode="COWCLIP") => ValueError: cowclip_regularization ... COWCLIP ... is None
 row_wise(weight_decay_mode="DECOUPLE_GLOBAL") => ValueError: global_weight_decay ... is None
-counting(counter_weight_decay_mode=tbe.CounterWeightDecayMode.L2, counter_halflife=0)
+row_wise(weight_decay_mode="COUNTER",
+    counter_based_regularization=tbe.CounterBasedRegularizationDefinition(
+    counter_weight_decay_mode=tbe.CounterWeightDecayMode.L2, counter_halflife=0))
     => ValueError: L2 ... counter_halflife 0 ... set a positive counter_halflife
-counting(grad_sum_decay=tbe.GradSumDecay.CTR_DECAY) => ValueError: grad_sum_decay CTR_DECAY ... GradSumDecay.NO_DECAY
-clipping() => ValueError: every update is clipped to nothing ... lower_bound
-clipping(counter_weight_decay_mode=tbe.CounterWeightDecayMode.ADAGRADW, lower_bound=1.0)
+row_wise(weight_decay_mode="COUNTER",
+    counter_based_regularization=tbe.CounterBasedRegularizationDefinition(
+    grad_sum_decay=tbe.GradSumDecay.CTR_DECAY))
+    => ValueError: grad_sum_decay CTR_DECAY ... GradSumDecay.NO_DECAY
+row_wise(weight_decay_mode="COWCLIP", cowclip_regularization=tbe.CowClipDefinition())
+    => ValueError: every update is clipped to nothing ... lower_bound
+row_wise(weight_decay_mode="COWCLIP", cowclip_regularization=tbe.CowClipDefinition(
+    counter_weight_decay_mode=tbe.CounterWeightDecayMode.ADAGRADW, lower_bound=1.0))
     => ValueError: ADAGRADW ... NONE, L2 or DECOUPLE
 module((9, 3, HOST, CPU), optimizer=tbe.OptimType.EMAINPLACE_ROWWISE_ADAGRAD)
     => ValueError: EMAINPLACE_ROWWISE_ADAGRAD ... even embedding_dim ... 3
 module(optimizer=[tbe.OptimType.NONE, tbe.OptimType.EXACT_SGD]) => ValueError: use it for all tables or none
-stored_states(tbe.OptimType.ADAM, momentum3=tbe.SparseType.FP16)
+module(optimizer=tbe.OptimType.ADAM, optimizer_state_dtypes={"momentum3": tbe.SparseType.FP16})
     => ValueError: optimizer_state_dtypes ... 'momentum3' ... momentum1
-stored_states(tbe.OptimType.EXACT_SGD, momentum1=tbe.SparseType.FP16)
+module(optimizer=tbe.OptimType.EXACT_SGD, optimizer_state_dtypes={"momentum1": tbe.SparseType.FP16})
     => ValueError: EXACT_SGD has no state ... leave the argument out
-stored_states(tbe.OptimType.ADAM, momentum1="int8")
+module(optimizer=tbe.OptimType.ADAM, optimizer_state_dtypes={"momentum1": "int8"})
     => TypeError: optimizer_state_dtypes['momentum1'] ... SparseType.FP32 ... int8
 tbe.EnsembleModeDefinition(step_ema_coef=1.2) => ValueError: EnsembleModeDefinition: step_ema_coef must be in [0, 1]
 tbe.CowClipDefinition(lower_bound=-1.0) => ValueError: CowClipDefinition: lower_bound must be in [0, inf)
@@ -139,7 +126,7 @@ module(CACHED, optimizer=rs.sok.optimizers.Adam(0.1))
     => NotImplementedError: TensorFlowAdam goes over whole tables
 module(CACHED, cache_algorithm="fifo") => ValueError: CacheAlgorithm ... 'fifo' ... LRU
 module(CACHED, cache_algorithm=tbe.CacheAlgorithm.LFU, prefetch_pipeline=True) => ValueError: prefetch_pipeline ... LRU
-cached().get_cache_miss_counter() => RuntimeError: record_cache_miss_counter=True
+module(CACHED, cache_sets=1).get_cache_miss_counter() => RuntimeError: record_cache_miss_counter=True
 bags().get_uvm_cache_stats() => RuntimeError: MANAGED_CACHING ... gather_uvm_cache_stats
 # Batches
 bags()(IDS) => TypeError: offsets is missing
@@ -183,7 +170,7 @@ backward(np.ones((2, 8), np.float32), feature_requires_grad=[1])
     => ValueError: feature_requires_grad ... (1,) ... 2 numbers
 bags().vjp(IDS, OFFSETS, total_unique_indices=1)[1].row_gradients(np.ones((2, 8), np.float32))
     => ValueError: total_unique_indices is 1
-_twice() => RuntimeError: used already ... vjp
+twice(*module(table_names=["word", "user"]).vjp(IDS, OFFSETS)) => RuntimeError: used already ... vjp
 bags().apply(rs.RowGradients({"t": jnp.array([1])}, {"t": jnp.ones((1, 4))}, (("t", 9),)))
     => ValueError: belong to another collection or module ... backward
 module(learning_rate=lambda step: 0.1).set_learning_rate(1.0) => ValueError: schedule
@@ -221,12 +208,6 @@ single().load_state_dict(module((9, 4, HOST, CPU), optimizer=tbe.OptimType.ADAM)
 tbe.functional.lookup(bags().plan, single().state.get_value(), bags().plan.batch(IDS, OFFSETS, None))
     => ValueError: does not belong
 """
-
-
-def _twice():
-    output, own = module(table_names=["word", "user"]).vjp(IDS, OFFSETS)
-    own(output)
-    own(output)
 
 
 ACCEPTED = """

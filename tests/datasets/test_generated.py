@@ -10,11 +10,6 @@ from rsembed import datasets
 from rsembed.datasets.generated import zipf_probabilities
 
 
-def zipf_by_hand(vocabulary_size, exponent):
-    weights = [1.0 / rank**exponent for rank in range(1, vocabulary_size + 1)]
-    return [weight / math.fsum(weights) for weight in weights]
-
-
 def assert_frequencies(ids, probabilities):
     """Pearson's statistic within five standard deviations of its mean, for a chi-square law."""
     expected = np.asarray(probabilities) * len(ids)
@@ -25,19 +20,18 @@ def assert_frequencies(ids, probabilities):
 
 @pytest.mark.parametrize("exponent", [0.0, 0.5, 1.0, 1.15, 2.0])
 def test_zipf_ids_have_the_bounded_zipf_frequencies(exponent):
-    by_rank = zipf_by_hand(40, exponent)
-    np.testing.assert_allclose(zipf_probabilities(40, exponent=exponent), by_rank, rtol=1e-12)
-    assert_frequencies(
-        datasets.zipf_ids(100_000, 40, exponent=exponent, seed=1, shuffle=False), by_rank
-    )
+    weights = np.arange(1.0, 41.0) ** -exponent
+    expected = weights / weights.sum()
+    np.testing.assert_allclose(zipf_probabilities(40, exponent=exponent), expected, rtol=1e-12)
+    ids = datasets.zipf_ids(100_000, 40, exponent=exponent, seed=1, shuffle=False)
+    assert_frequencies(ids, expected)
 
 
 def test_shuffling_moves_the_popular_ids_and_depends_on_the_seed_alone():
     ranks = datasets.zipf_ids(2000, 500, seed=4, shuffle=False)
     ids = datasets.zipf_ids(2000, 500, seed=4)
-    new_name = dict(zip(ranks.tolist(), ids.tolist(), strict=True))
-    assert [new_name[rank] for rank in ranks.tolist()] == ids.tolist()
-    assert len(set(new_name.values())) == len(new_name)
+    pairs = set(zip(ranks.tolist(), ids.tolist(), strict=True))
+    assert len(pairs) == len(set(ranks.tolist())) == len(set(ids.tolist()))
     np.testing.assert_array_equal(datasets.zipf_ids(700, 500, seed=4), ids[:700])
     assert (datasets.zipf_ids(2000, 500, seed=5) != ids).any()
 
@@ -58,29 +52,25 @@ def test_zipf_ids_lie_in_the_vocabulary(num_ids, vocabulary_size, exponent, seed
 
 
 def test_click_logs_have_the_declared_shapes():
-    clicks = datasets.synthetic_clicks(50, vocabulary_sizes=(7, 11), num_dense=3, seed=0)
-    assert {name: ids.shape for name, ids in clicks.sparse.items()} == {
-        "sparse_0": (50,),
-        "sparse_1": (50,),
-    }
+    def drawn(**options):
+        return datasets.synthetic_clicks(
+            50, vocabulary_sizes=(7, 11), num_dense=3, seed=0, **options
+        )
+
+    clicks = drawn()
+    assert list(clicks.sparse) == ["sparse_0", "sparse_1"]
     for ids, size in zip(clicks.sparse.values(), (7, 11), strict=True):
-        assert ids.dtype == np.int32 and ids.min() >= 0 and ids.max() < size
+        assert (ids.shape, ids.dtype) == ((50,), np.int32)
+        assert ids.min() >= 0 and ids.max() < size
     assert (clicks.dense.shape, clicks.dense.dtype) == ((50, 3), np.float32)
     assert (clicks.labels.dtype, set(clicks.labels.tolist())) == (np.int32, {0, 1})
+    assert (clicks.dense != drawn(sample_seed=1).dense).any()
     assert datasets.synthetic_clicks(5, num_dense=0, seed=0).dense.shape == (5, 0)
-    others = datasets.synthetic_clicks(
-        50, vocabulary_sizes=(7, 11), num_dense=3, seed=0, sample_seed=1
-    )
-    assert (clicks.dense != others.dense).any()
 
 
 def test_the_true_model_depends_on_the_seed_alone():
     def probability_of_pairs(**options):
-        clicks, again = (
-            datasets.synthetic_clicks(vocabulary_sizes=(4, 5), num_dense=0, **options)
-            for _ in range(2)
-        )
-        np.testing.assert_array_equal(clicks.labels, again.labels)
+        clicks = datasets.synthetic_clicks(vocabulary_sizes=(4, 5), num_dense=0, **options)
         pairs = zip(*(ids.tolist() for ids in clicks.sparse.values()), strict=True)
         return dict(zip(pairs, clicks.click_probability.tolist(), strict=True))
 
@@ -88,12 +78,15 @@ def test_the_true_model_depends_on_the_seed_alone():
     test = probability_of_pairs(num_samples=700, seed=6, sample_seed=1)
     other = probability_of_pairs(num_samples=700, seed=7)
     assert len(test) > 15
-    assert all(
-        train[pair] == pytest.approx(test[pair], abs=1e-12) for pair in train.keys() & test.keys()
-    )
-    assert not any(
-        train[pair] == pytest.approx(other[pair], abs=1e-6) for pair in train.keys() & other.keys()
-    )
+    for pair in train.keys() & test.keys():
+        assert train[pair] == pytest.approx(test[pair], abs=1e-12)
+    for pair in train.keys() & other.keys():
+        assert train[pair] != pytest.approx(other[pair], abs=1e-6)
+
+
+def test_equal_seeds_generate_equal_labels():
+    one, two = (datasets.synthetic_clicks(1500, seed=6) for _ in range(2))
+    np.testing.assert_array_equal(one.labels, two.labels)
 
 
 def log_loss(labels, probability):

@@ -2,7 +2,6 @@
 
 import gzip
 import tracemalloc
-import zipfile
 
 import numpy as np
 import pytest
@@ -106,29 +105,6 @@ def test_a_cut_file_never_gives_another_number_silently(tmp_path, header):
                 datasets.word_vectors(file, words, dim=3)
         found = datasets.word_vectors(file, words, dim=3, bad_lines="skip")
         assert found.values[found.is_found].tolist() == wanted[found.is_found].tolist()
-
-
-def test_a_cut_or_damaged_archive_is_an_error_with_its_line(tmp_path):
-    packed = gzip.compress(body("\n") * 1000)
-    file = tmp_path / "vectors.vec.gz"
-    file.write_bytes(packed[:-100])
-    with pytest.raises(
-        ValueError, match=r"vectors.vec.gz, line \d+: the gzip file is damaged or cut"
-    ):
-        datasets.word_vectors(file, ["the"], dim=3)
-    file.write_bytes(packed[:50] + b"\xff\xff\xff" + packed[53:])
-    with pytest.raises(ValueError, match=r"vectors.vec.gz, line \d+"):
-        datasets.word_vectors(file, ["the"], dim=3)
-
-
-def test_a_zip_archive_names_the_way_out_which_works(tmp_path):
-    file = tmp_path / "glove.zip"
-    with zipfile.ZipFile(file, "w") as written:
-        written.writestr("glove.txt", body("\n"))
-    with pytest.raises(ValueError, match=r"zip archive.*give the lines of one"):
-        datasets.word_vectors(file, ["the"], dim=3)
-    with zipfile.ZipFile(file) as archive, archive.open("glove.txt") as lines:
-        assert datasets.word_vectors(lines, ["the"], dim=3).is_found.all()
 
 
 def test_memory_is_that_of_the_result(tmp_path):
