@@ -1,8 +1,20 @@
-"""What many tests begin and end with: meshes of the first devices, and the comparison of trees of arrays."""
+"""Meshes of the first devices, modules of scripts, and the comparison of trees of arrays."""
+
+import importlib.util
+import sys
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
+
+
+def module_of(path):
+    """The module that a file outside of packages makes."""
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_script", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for their annotations
+    spec.loader.exec_module(module)
+    return module
 
 
 def mesh_of(*shape, axes="xyz"):

@@ -1,55 +1,49 @@
 """Arguments that annotations check: each gets bad values alone, since they are checked before all else."""
 
-import importlib.util
 import inspect
 import math
 import pathlib
-from collections.abc import Callable, Iterator
 from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from jaxtyping import PyTree
 
-spec: Any = importlib.util.spec_from_file_location(
-    "reference", pathlib.Path(__file__).parents[2] / "docs/reference.py"
-)
-reference: Any = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(reference)
+from tests.world import module_of
+
+reference = module_of(pathlib.Path(__file__).parents[2] / "docs/reference.py")
 
 
-def is_validated(call: Any) -> bool:
+def is_validated(call):
     """Whether `checks.validated` wraps it."""
     return getattr(getattr(call, "__code__", None), "co_name", "") == "validate_and_call"
 
 
-def public_calls() -> Iterator[tuple[str, Callable[..., Any]]]:
+def public_calls():
     """Every public function, and every method of a public class, by the name that users know."""
     for name in sorted(set(reference.entries().values())):
         value = reference.found(name)
         yield name, value
-        for kind in value.__mro__ if isinstance(value, type) else ():
-            for own, member in vars(kind).items():
-                # Of a static method, or one of the class.
-                yield (
-                    f"{name}.{own}",
-                    getattr(member, "__func__", member),
-                )
+        for kind in getattr(value, "__mro__", ()):
+            for member_name, member in vars(kind).items():
+                # A static method, or one of the class, wraps a function.
+                yield f"{name}.{member_name}", getattr(member, "__func__", member)
 
 
-def refused(call: Callable[..., Any], name: str, value: Any) -> Callable[[], Any]:
-    own = [object()] if "self" in inspect.signature(call).parameters else []
-    return lambda: call(*own, **{name: value})
+def refused(call, name, value):
+    """The call with this value of an argument, and an object in the place of `self`."""
+    instance = [object()] if "self" in inspect.signature(call).parameters else []
+    return lambda: call(*instance, **{name: value})
 
 
-def bad_values(hint: Any) -> Iterator[Any]:
+def bad_values(hint):
     """An object of no kind, and a number just outside of each interval."""
     yield object()
-    for own in (hint, *get_args(hint)):
-        for interval in getattr(own, "__metadata__", ()):
+    for part in (hint, *get_args(hint)):
+        for interval in getattr(part, "__metadata__", ()):
             low, high = map(float, interval[1:-1].split(","))
             yield int(low) - 1 if low > -math.inf else int(high) + 1
 
 
-def is_open(hint: Any, parameter: inspect.Parameter) -> bool:
+def is_open(hint, parameter):
     """Whether anything may come, as far as annotations are read: those of variables and words are not."""
     is_unread = isinstance(hint, TypeVar) or Literal in map(get_origin, get_args(hint))
     is_rest = parameter.name == "self" or parameter.kind is parameter.VAR_KEYWORD

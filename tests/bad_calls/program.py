@@ -16,7 +16,6 @@ import traceback
 import warnings
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -30,7 +29,7 @@ WINGS = sorted(
 OWN_FILES = (os.sep + "rsembed" + os.sep, os.sep + "bad_calls" + os.sep)
 
 
-def rows(wing: str, table: str) -> dict[str, str]:
+def rows(wing, table):
     """What stands behind the arrow, by the call before it."""
     text = getattr(importlib.import_module(f"tests.bad_calls.{wing}"), table, "")
     lines = [line for line in re.sub(r"\n +", " ", text).splitlines() if line and line[0] != "#"]
@@ -39,13 +38,13 @@ def rows(wing: str, table: str) -> dict[str, str]:
     return found
 
 
-def run(wing: str, call: str) -> Any:
+def run(wing, call):
     """The result of a call, which sees the names of its table and of `world`."""
     module = importlib.import_module(f"tests.bad_calls.{wing}")
     return eval(compile(call, str(module.__file__), "eval"), vars(world) | vars(module))
 
 
-def outcome(call: Any) -> dict[str, Any] | None:
+def outcome(call):
     """What the call raised; None where it was accepted in silence."""
     try:
         call()
@@ -61,7 +60,7 @@ def outcome(call: Any) -> dict[str, Any] | None:
     return None
 
 
-def difference(call: Any, proper: Any) -> str:
+def difference(call, proper):
     """What tells the two results apart; empty where nothing does."""
     try:
         found, expected = (jax.tree.leaves_with_path(make()) for make in (call, proper))
@@ -78,12 +77,12 @@ def difference(call: Any, proper: Any) -> str:
     return ""
 
 
-def main(wings: list[str]) -> None:
+def main(wings):
     """Of all wings, or of some."""
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_disable_most_optimizations", True)
     warnings.simplefilter("ignore")
-    results: dict[str, Any] = {}
+    results = {}
     for wing in wings or WINGS:
         for call in rows(wing, "BAD"):
             results[f"{wing}: {call}"] = outcome(partial(run, wing, call))
