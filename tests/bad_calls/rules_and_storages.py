@@ -158,6 +158,13 @@ rs.optimizers.SGD(lambda step: 0.5 * step).get_learning_rate(2) => 1.0
 rs.optimizers.SGD(lambda: 0.5).get_learning_rate(None) => rs.optimizers.SGD(0.5).get_learning_rate()
 rs.optimizers.SGD(optax.linear_schedule(1.0, 0.0, 10)).get_learning_rate(jnp.asarray(5)) => jnp.float32(0.5)
 rs.optimizers.SGD(functools.partial(lambda scale, step: scale * step, 0.5)).get_learning_rate(2) => 1.0
+rs.optimizers.SGD(lambda step: -1.0).get_learning_rate(0) => -1.0
+rs.optimizers.FTRL(learning_rate=0.0, multiply_linear_by_learning_rate=True).learning_rate => 0.0
+rs.optimizers.Adagrad(initial_accumulator_value=0.0).initial_accumulator_value => 0.0
+rs.optimizers.Adam(beta_1=0.0, beta_2=0.0).beta_2 => 0.0
+rs.optimizers.rules.AdagradMomentum(momentum=1.0, beta2=1.0).beta2 => 1.0
+rs.optimizers.rules.F2A(max_lr_multiplier=np.inf).max_lr_multiplier => np.inf
+rs.from_optax(optax.scale_by_adam(), learning_rate=-0.1).get_learning_rate() => -0.1
 str(rs.optimizers.SGD(jnp.float32(0.5))) => str(rs.optimizers.SGD(0.5))
 keyed().prepare({"who": [1, 2]}) => keyed().prepare({"who": np.array([1, 2])})
 keyed().tables(with_rows(values=np.ones((2, 4)))) => keyed().tables(with_rows())

@@ -236,6 +236,7 @@ collection().tables(with_tables(word=np.ones((9, 4), int))) => collection().tabl
 collection().tables(update(title=[[1.0] * 4] * 2)) => collection().tables(update())
 collection().tables(update(title=np.ones((2, 4)))) => collection().tables(update())
 rs.scale(row_gradients(), 2).values => rs.scale(row_gradients(), 2.0).values
+jax.jit(rs.clip_by_global_norm)(row_gradients(), np.inf).values => row_gradients().values
 rs.clip_by_global_norm(row_gradients(), np.inf).values => row_gradients().values
 lookup(state()._replace(tables=jax.tree.map(np.asarray, state().tables))) => lookup(state())
 rs.pairwise_interaction(jnp.ones((2, 3, 2), int)) => rs.pairwise_interaction(jnp.ones((2, 3, 2)))
