@@ -1,4 +1,4 @@
-"""Meshes of the first devices, modules of scripts, and the comparison of trees of arrays."""
+"""Meshes of the first devices, modules of scripts, columns as of pandas, and the comparison of trees of arrays."""
 
 import importlib.util
 import sys
@@ -33,3 +33,32 @@ def made_mesh(num_devices):
 def assert_same(tree, other):
     """Both trees have one structure, and equal arrays."""
     jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
+class NA:
+    """As pandas.NA: no comparison has a truth value."""
+
+    def __bool__(self):
+        raise TypeError("boolean value of NA is ambiguous")
+
+    def __ne__(self, other):
+        return self
+
+    __eq__, __hash__ = __ne__, object.__hash__
+
+
+class Column:
+    """As columns of pandas, polars and Arrow: an iterable that numpy reads as an array of objects."""
+
+    def __init__(self, values):
+        self.values = values
+
+    def __iter__(self):
+        return iter(self.values)
+
+    def __array__(self, dtype=None, copy=None):
+        if isinstance(self.values, np.ndarray):
+            return self.values
+        array = np.empty(len(self.values), object)
+        array[:] = self.values
+        return array

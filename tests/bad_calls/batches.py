@@ -3,10 +3,18 @@
 import numpy as np
 
 import rsembed as rs
+from rsembed.bags import as_bags  # noqa: F401, as calls of the table name it
+from rsembed.keys import join_keys, local_rows, owners, split_keys  # noqa: F401, as calls of the table name them
 from tests.bad_calls.world import batch, feature, keyed, mesh
+from tests.world import NA, Column  # noqa: F401, as calls of the table name them
 
 Bags = rs.Bags
 IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
+# Forms of one batch of bags.
+ROWS = [[3, 1], [], [4], [2, 2, 0]]
+FLAT, LENGTHS, SAMPLES = [3, 1, 4, 2, 2, 0], [2, 0, 1, 3], [0, 0, 2, 3, 3, 3]
+DENSE = np.array([[3, 1, -1], [-1, -1, -1], [4, -1, -1], [2, 2, 0]])
+OBJECTS = np.asarray(ROWS, dtype=object)
 
 
 def who(keys, **storage):
@@ -29,10 +37,6 @@ rs.Jagged([1, 2], [2, 0], features=["a", "b"])["c"] => KeyError: Jagged has no f
 Bags.from_lists("ab") => TypeError: rows, one list of ids for each bag ... 'ab'
 Bags.from_lists([[1], [1.5]]) => TypeError: row 1 ... float64 ... integers
 Bags.from_lists([[[1]]]) => TypeError: row 0 ... nested too deeply
-title([[1, None]]) => TypeError: feature 'title': row 0 has a missing value (None); fill ... with -1
-title([[1], None]) => TypeError: feature 'title': row 1 has a missing value (None); fill ... with -1
-title(np.array([1.0, np.nan])) => TypeError: feature 'title': row 1 has a missing value (nan); fill ... with -1
-title(np.array([[1, 2], [3, None]], object)) => TypeError: feature 'title': row 1 has a missing value (None)
 title(np.array(["a", "b"])) => TypeError: feature 'title': ids must be integers, got <U1; rs.hash_keys
 title(np.array(["a", "b"], object)) => TypeError: feature 'title': row 0 holds texts ('a') ... rs.hash_keys
 Bags.from_lists([[2**70]]) => TypeError: row 0 ... 64 bits ... 1180591620717411303424
@@ -62,6 +66,115 @@ Bags.from_sparse_tensor(np.zeros((2, 3), int), [1, 2, 3], (2, 2)) => ValueError:
 Bags.from_sparse_tensor([[0, 0]], [1], 2) => TypeError: dense_shape (samples, positions) ... 2
 Bags(IDS, OFFSETS).pad_to(2) => ValueError: 3 ids ... padded to 2 ... num_ids
 Bags(IDS, OFFSETS).pad_to(4.5) => TypeError: num_ids ... integer ... 4.5
+# Missing ids
+title(Column([1, None, 3]))
+    => TypeError: feature 'title': row 1 has a missing value (None); fill missing values with -1, which is no id
+title(Column([1, NAN, 3]))
+    => TypeError: feature 'title': row 1 has a missing value (nan); fill missing values with -1, which is no id
+title(Column([1, NA(), 3]))
+    => TypeError: feature 'title': row 1 has a missing value ( ... ); fill missing values with -1, which is no id
+who(Column([1, None, 3]))
+    => TypeError: feature 'who': row 1 has a missing value (None); fill missing values with -1, which is no id
+who(Column([1, NAN, 3]))
+    => TypeError: feature 'who': row 1 has a missing value (nan); fill missing values with -1, which is no id
+who(Column([1, NA(), 3]))
+    => TypeError: feature 'who': row 1 has a missing value ( ... ); fill missing values with -1, which is no id
+title([1, 2, None])
+    => TypeError: feature 'title': row 2 has a missing value (None); fill missing values with -1, which is no id
+title([1, 2, NAN])
+    => TypeError: feature 'title': row 2 has a missing value (nan); fill missing values with -1, which is no id
+title([1, 2, NA()])
+    => TypeError: feature 'title': row 2 has a missing value ( ... ); fill missing values with -1, which is no id
+who([1, 2, None])
+    => TypeError: feature 'who': row 2 has a missing value (None); fill missing values with -1, which is no id
+who([1, 2, NAN])
+    => TypeError: feature 'who': row 2 has a missing value (nan); fill missing values with -1, which is no id
+who([1, 2, NA()])
+    => TypeError: feature 'who': row 2 has a missing value ( ... ); fill missing values with -1, which is no id
+title(Column([[1], [2, None]]))
+    => TypeError: feature 'title': row 1 has a missing value (None); fill missing values with -1, which is no id
+title(Column([[1], [2, NAN]]))
+    => TypeError: feature 'title': row 1 has a missing value (nan); fill missing values with -1, which is no id
+title(Column([[1], [2, NA()]]))
+    => TypeError: feature 'title': row 1 has a missing value ( ... ); fill missing values with -1, which is no id
+who(Column([[1], [2, None]]))
+    => TypeError: feature 'who': row 1 has a missing value (None); fill missing values with -1, which is no id
+who(Column([[1], [2, NAN]]))
+    => TypeError: feature 'who': row 1 has a missing value (nan); fill missing values with -1, which is no id
+who(Column([[1], [2, NA()]]))
+    => TypeError: feature 'who': row 1 has a missing value ( ... ); fill missing values with -1, which is no id
+title([[1, None], [2]])
+    => TypeError: feature 'title': row 0 has a missing value (None); fill missing values with -1, which is no id
+title([[1, NAN], [2]])
+    => TypeError: feature 'title': row 0 has a missing value (nan); fill missing values with -1, which is no id
+title([[1, NA()], [2]])
+    => TypeError: feature 'title': row 0 has a missing value ( ... ); fill missing values with -1, which is no id
+who([[1, None], [2]])
+    => TypeError: feature 'who': row 0 has a missing value (None); fill missing values with -1, which is no id
+who([[1, NAN], [2]])
+    => TypeError: feature 'who': row 0 has a missing value (nan); fill missing values with -1, which is no id
+who([[1, NA()], [2]])
+    => TypeError: feature 'who': row 0 has a missing value ( ... ); fill missing values with -1, which is no id
+title(Column([[1], None, [2]]))
+    => TypeError: feature 'title': row 1 has a missing value (None); fill missing values with -1, which is no id
+title(Column([[1], NAN, [2]]))
+    => TypeError: feature 'title': row 1 has a missing value (nan); fill missing values with -1, which is no id
+title(Column([[1], NA(), [2]]))
+    => TypeError: feature 'title': row 1 has a missing value ( ... ); fill missing values with -1, which is no id
+who(Column([[1], None, [2]]))
+    => TypeError: feature 'who': row 1 has a missing value (None); fill missing values with -1, which is no id
+who(Column([[1], NAN, [2]]))
+    => TypeError: feature 'who': row 1 has a missing value (nan); fill missing values with -1, which is no id
+who(Column([[1], NA(), [2]]))
+    => TypeError: feature 'who': row 1 has a missing value ( ... ); fill missing values with -1, which is no id
+title([[1], [2], None])
+    => TypeError: feature 'title': row 2 has a missing value (None); fill missing values with -1, which is no id
+title([[1], [2], NAN])
+    => TypeError: feature 'title': row 2 has a missing value (nan); fill missing values with -1, which is no id
+title([[1], [2], NA()])
+    => TypeError: feature 'title': row 2 has a missing value ( ... ); fill missing values with -1, which is no id
+who([[1], [2], None])
+    => TypeError: feature 'who': row 2 has a missing value (None); fill missing values with -1, which is no id
+who([[1], [2], NAN])
+    => TypeError: feature 'who': row 2 has a missing value (nan); fill missing values with -1, which is no id
+who([[1], [2], NA()])
+    => TypeError: feature 'who': row 2 has a missing value ( ... ); fill missing values with -1, which is no id
+title(np.array([[1, 2], [3, None]], object))
+    => TypeError: feature 'title': row 1 has a missing value (None); fill missing values with -1, which is no id
+title(np.array([[1, 2], [3, NAN]], object))
+    => TypeError: feature 'title': row 1 has a missing value (nan); fill missing values with -1, which is no id
+title(np.array([[1, 2], [3, NA()]], object))
+    => TypeError: feature 'title': row 1 has a missing value ( ... ); fill missing values with -1, which is no id
+who(np.array([[1, 2], [3, None]], object))
+    => TypeError: feature 'who': row 1 has a missing value (None); fill missing values with -1, which is no id
+who(np.array([[1, 2], [3, NAN]], object))
+    => TypeError: feature 'who': row 1 has a missing value (nan); fill missing values with -1, which is no id
+who(np.array([[1, 2], [3, NA()]], object))
+    => TypeError: feature 'who': row 1 has a missing value ( ... ); fill missing values with -1, which is no id
+title(np.array([1, 2, None], object))
+    => TypeError: feature 'title': row 2 has a missing value (None); fill missing values with -1, which is no id
+title(np.array([1, 2, NAN], object))
+    => TypeError: feature 'title': row 2 has a missing value (nan); fill missing values with -1, which is no id
+title(np.array([1, 2, NA()], object))
+    => TypeError: feature 'title': row 2 has a missing value ( ... ); fill missing values with -1, which is no id
+who(np.array([1, 2, None], object))
+    => TypeError: feature 'who': row 2 has a missing value (None); fill missing values with -1, which is no id
+who(np.array([1, 2, NAN], object))
+    => TypeError: feature 'who': row 2 has a missing value (nan); fill missing values with -1, which is no id
+who(np.array([1, 2, NA()], object))
+    => TypeError: feature 'who': row 2 has a missing value ( ... ); fill missing values with -1, which is no id
+title(np.array([1.0, 2.0, NAN]))
+    => TypeError: feature 'title': row 2 has a missing value (nan); fill missing values with -1, which is no id
+title(Bags(np.array([1.0, 2.0, NAN]), OFFSETS))
+    => TypeError: feature 'title': row 1 has a missing value (nan); fill missing values with -1, which is no id
+who(Bags(np.array([1.0, 2.0, NAN]), OFFSETS))
+    => TypeError: feature 'who': row 1 has a missing value (nan); fill missing values with -1, which is no id
+# Keys
+join_keys([0], [1 << 31], dtype=np.int32) => ValueError: key 2147483648 does not fit into int32; ask for uint64
+owners(split_keys(IDS), 0) => ValueError: num_shards must lie in [1, 65536], got 0
+owners(split_keys(IDS), 65537) => ValueError: num_shards must lie in [1, 65536], got 65537
+local_rows(split_keys(IDS), 0, 1) => ValueError: num_shards must lie in [1, 65536], got 0
+local_rows(split_keys(IDS), 65537, 1) => ValueError: num_shards must lie in [1, 65536], got 65537
 # Keys of texts
 rs.hash_keys("apple") => TypeError: hash_keys: column must be a column or list of texts, got 'apple'
 rs.hash_keys(5) => TypeError: hash_keys: column must be a column or list of texts, got 5
@@ -130,6 +243,25 @@ who(None) => TypeError: feature 'who': ids must be Bags, an integer array or lis
 """
 
 ACCEPTED = """
+Bags.from_lists(ROWS).to_lists() => ROWS
+Bags.from_lists([np.asarray(row, np.int64) for row in ROWS]).to_lists() => ROWS
+Bags.from_lengths(FLAT, LENGTHS).to_lists() => ROWS
+Bags.from_lengths(Column(np.array(FLAT)), Column(np.array(LENGTHS))).to_lists() => ROWS
+Bags.from_coo(SAMPLES, FLAT, num_samples=4).to_lists() => ROWS
+Bags.from_coo(Column(np.array(SAMPLES)), Column(np.array(FLAT)), num_samples=4).to_lists() => ROWS
+Bags.from_coo([3, 2, 0, 3, 0, 3], [2, 4, 3, 2, 1, 0], num_samples=4).to_lists() => ROWS
+Bags.from_sparse_tensor([[0, 0], [0, 1], [2, 0], [3, 0], [3, 1], [3, 2]], FLAT, (4, 3)).to_lists() => ROWS
+Bags.from_dense(DENSE).to_lists() => ROWS
+jax.jit(Bags.from_dense)(jnp.asarray(DENSE)).to_lists() => ROWS
+as_bags(ROWS, feature="f").to_lists() => ROWS
+as_bags(OBJECTS, feature="f").to_lists() => ROWS
+as_bags(Column(ROWS), feature="f").to_lists() => ROWS
+as_bags(DENSE, feature="f").to_lists() => ROWS
+as_bags(Column(DENSE), feature="f").to_lists() => ROWS
+as_bags([3, 1], feature="f").to_lists() => [[3], [1]]
+as_bags(np.array([3, 1], object), feature="f").to_lists() => [[3], [1]]
+as_bags([np.array([3, 1], object), np.array([np.int64(4)], object)], feature="f").to_lists() => [[3, 1], [4]]
+as_bags(np.array([2**64 - 1, 5], object), feature="f").to_lists() => [[2**64 - 1], [5]]
 title(np.array([1, 2], np.int8)) => title(np.array([1, 2]))
 title(np.array([1, 2], np.uint64)) => title(np.array([1, 2]))
 title([1, 2]) => title(np.array([1, 2]))
