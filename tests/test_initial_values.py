@@ -10,8 +10,8 @@ from rsembed.initial_values import form, initial_rows, table_key, table_keys
 ROWS, DIM = 3000, 8
 
 
-def table(initializer):
-    return rs.TableSpec("t", ROWS, DIM, initializer=initializer)
+def table(initializer, rows=ROWS):
+    return rs.TableSpec("t", rows, DIM, initializer=initializer)
 
 
 INITIALIZERS = {
@@ -56,26 +56,6 @@ def test_equal_draws_of_one_key_stay_equal():
 
 
 @pytest.mark.parametrize(
-    "initializer",
-    [
-        jax.nn.initializers.orthogonal(),
-        lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(shape),
-        lambda key, shape: jnp.cumsum(jax.random.normal(key, shape), axis=0),
-        lambda key, shape: jnp.asarray(np.random.default_rng(0).normal(size=shape), jnp.float32),
-    ],
-    ids=["orthogonal", "iota", "cumsum", "given"],
-)
-def test_initializers_that_mix_rows_are_evaluated_whole(initializer):
-    key, some = jax.random.key(0), jnp.asarray([5, 1])
-    assert_allclose(
-        initial_rows(key, table(initializer), some),
-        initializer(key, (ROWS, DIM))[some],
-        rtol=1e-5,
-        atol=1e-6,
-    )
-
-
-@pytest.mark.parametrize(
     "key", [jax.random.key(3), jax.random.PRNGKey(3), jax.random.key(3, impl="rbg")], ids=str
 )
 def test_keys_of_many_tables_are_those_of_each(key):
@@ -84,16 +64,19 @@ def test_keys_of_many_tables_are_those_of_each(key):
         assert jnp.array_equal(own, table_key(key, name))
 
 
-def of_size(rows, initializer):
-    return rs.TableSpec("t", rows, DIM, initializer=initializer)
-
-
 @pytest.mark.parametrize(
     "name", ["normal", "uniform", "truncated", "constant", "two draws", "shifted", "default"]
 )
 def test_tables_of_one_form_have_rows_of_one_program(name):
-    small, large = of_size(10, INITIALIZERS[name]), of_size(ROWS, INITIALIZERS[name])
-    assert form(small) == form(large) == form(of_size(1_234_567_890, INITIALIZERS[name]))
+    small, large = (
+        table(rows=10, initializer=INITIALIZERS[name]),
+        table(rows=ROWS, initializer=INITIALIZERS[name]),
+    )
+    assert (
+        form(small)
+        == form(large)
+        == form(table(rows=1_234_567_890, initializer=INITIALIZERS[name]))
+    )
     key, rows = jax.random.key(3), jnp.arange(10)
     assert_array_equal(initial_rows(key, large, rows), initial_rows(key, small, rows))
 
@@ -105,12 +88,12 @@ def scaled(scale):
 def test_functions_that_compute_the_same_are_of_one_form_and_no_others():
     scales = np.linspace(1, 2, DIM, dtype=np.float32)[None]
     forms = [
-        form(of_size(10, scaled(scale)))
+        form(table(rows=10, initializer=scaled(scale)))
         for scale in (0.1, 0.1, 0.1 + 3e-8, 0.2, scales, scales + 1, scales)
     ]
     assert forms[0] == forms[1]  # 0.1 + 3e-8 is another number of float32
     assert len({forms[0], *forms[2:]}) == 6
-    assert form(of_size(10, jax.jit(scaled(scales), static_argnums=1))) != forms[4]
+    assert form(table(rows=10, initializer=jax.jit(scaled(scales), static_argnums=1))) != forms[4]
 
 
 NUMBER_OF_ROWS_MATTERS = {
@@ -125,6 +108,7 @@ NUMBER_OF_ROWS_MATTERS = {
         jax.random.normal(key, shape)
         / jax.lax.broadcasted_iota(jnp.float32, (shape[0], 3), 0).max()
     ),
+    "in a sum of rows before": lambda key, shape: jnp.cumsum(jax.random.normal(key, shape), axis=0),
     "in an array": lambda key, shape: jnp.asarray(
         np.linspace(0, 1, shape[0] * shape[1], dtype=np.float32)
     ).reshape(shape),
@@ -133,9 +117,19 @@ NUMBER_OF_ROWS_MATTERS = {
 
 @pytest.mark.parametrize("where", NUMBER_OF_ROWS_MATTERS)
 def test_the_form_tells_tables_apart_whose_values_depend_on_their_size(where):
-    assert form(of_size(10, NUMBER_OF_ROWS_MATTERS[where])) != form(
-        of_size(20, NUMBER_OF_ROWS_MATTERS[where])
+    assert form(table(rows=10, initializer=NUMBER_OF_ROWS_MATTERS[where])) != form(
+        table(rows=20, initializer=NUMBER_OF_ROWS_MATTERS[where])
     )
+
+
+@pytest.mark.parametrize(
+    "where", ["in a value", "in an order", "in all rows", "in a sum of rows before", "in an array"]
+)
+def test_initializers_that_mix_rows_are_evaluated_whole(where):
+    initializer = NUMBER_OF_ROWS_MATTERS[where]
+    key, some = jax.random.key(0), jnp.asarray([5, 1])
+    expected = initializer(key, (ROWS, DIM))[some]
+    assert_allclose(initial_rows(key, table(initializer), some), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_stacked_tables_of_many_sizes_and_initializers_have_their_own_values():

@@ -2,60 +2,27 @@
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A room imports only from rooms further up this list. The page docs/architecture.md tells the reasons.
-ROOMS = [
-    "progress",
-    "archives",
-    "fingerprint",
-    "checks",
-    "opaque",
-    "arrays",
-    "optimizers",
-    "places",
-    "specs",
-    "stacking",
-    "keys",
-    "lists",
-    "bags",
-    "sizes",
-    "kernels",
-    "initial_values",
-    "storage",
-    "row_gradients",
-    "parallel",
-    "collection",
-    "taps",
-    "nnx",
-    "linen",
-    "checkpoint",
-    "fdo",
-    "sparsecore",
-    "tbe",
-    "tt",
-    "sok",
-    "plot",
-    "datasets",
-    "__main__",
-]
+# A room imports only from rooms further up in the table of the page, which tells the reasons.
+TABLE = (ROOT / "docs" / "architecture.md").read_text().split("| room |")[1].split("\n\n")[0]
+ROOMS = [*re.findall(r"^\| `(\w+)` \|", TABLE, re.MULTILINE), "__main__"]
 WINGS = {"sparsecore", "tbe", "tt", "sok"}
 LEAVES = {"plot", "datasets", "__main__"}
 DRAWS = "fdo"  # a report draws itself, with the pictures of the leaf `plot`
 MAX_LINES = 900
 
 
-def room_of(file: Path, package: Path) -> str:
+def room_of(file, package):
     """The first step of the path inside the package: `kernels/api.py` is in the room `kernels`."""
     return Path(file.relative_to(package).parts[0]).stem
 
 
-def imported_names(file: Path, package: Path) -> Iterator[tuple[int, str]]:
+def imported_names(file, package):
     """Line and dotted name, below the package, of each import from it; "" is the package itself."""
     folders = list(file.relative_to(package).parts[:-1])
     for node in ast.walk(ast.parse(file.read_text())):
@@ -81,7 +48,7 @@ def imported_names(file: Path, package: Path) -> Iterator[tuple[int, str]]:
                 )
 
 
-def violation(room: str, target: str) -> str | None:
+def violation(room, target):
     """Why `room` may not import `target`, or None when it may."""
     if target == room:
         return None
@@ -100,7 +67,7 @@ def violation(room: str, target: str) -> str | None:
     return None
 
 
-def violations(package: Path) -> list[str]:
+def violations(package):
     found = []
     for file in sorted(package.rglob("*.py")):
         room, where = room_of(file, package), file.relative_to(package)
@@ -117,9 +84,7 @@ def violations(package: Path) -> list[str]:
 
 def test_rooms_import_only_from_rooms_above():
     assert violations(ROOT / "rsembed") == []
-    table = (ROOT / "docs" / "architecture.md").read_text().split("| room |")[1].split("\n\n")[0]
-    # The page tells the same, but __main__.
-    assert re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE) == ROOMS[:-1]
+    assert len(ROOMS) > 30
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from rsembed import opaque
+from tests.world import assert_same, mesh_of
 
 NUMBERS = {kind: np.array([0, 7, 5, 2**31 - 1], opaque.DTYPES[kind]) for kind in opaque.DTYPES}
 ROWS = NUMBERS["row"]
 LOOP = {
     "scan": lambda add, x: jax.lax.scan(lambda sum, _: (add(sum, x), None), x, None, length=2),
     "while": lambda add, x: jax.lax.while_loop(lambda _: True, lambda sum: add(sum, x), x),
-    "fori": lambda add, x: jax.lax.fori_loop(0, 2, lambda _, sum: add(sum, x), x),
     "vmap": lambda add, x: jax.vmap(add)(x[None], x[None]),
-    "cond": lambda add, x: jax.lax.cond(True, add, lambda first, _: first, x, x),
     "jit": lambda add, x: jax.jit(add)(x, x),
     "eager": lambda add, x: add(x, x),
 }
@@ -33,20 +32,13 @@ def rows():
 
 @pytest.mark.parametrize("kind", opaque.DTYPES)
 def test_numbers_come_back_with_dtype_and_shape(kind):
-    for numbers in (
-        NUMBERS[kind],
-        NUMBERS[kind].reshape(2, 2),
-        NUMBERS[kind][0],
-        NUMBERS[kind][:0],
-    ):
-        for wrap, unwrap in (
-            (opaque.wrap, opaque.unwrap),
-            (jax.jit(opaque.wrap, static_argnums=1), jax.jit(opaque.unwrap)),
-        ):
+    jitted = jax.jit(opaque.wrap, static_argnums=1), jax.jit(opaque.unwrap)
+    for shape in ((4,), (2, 2), (0, 4)):
+        numbers = np.resize(NUMBERS[kind], shape)
+        for wrap, unwrap in ((opaque.wrap, opaque.unwrap), jitted):
             wrapped = wrap(jnp.asarray(numbers), kind)
-            assert (opaque.kind_of(wrapped), wrapped.shape) == (kind, numbers.shape)
-            found = unwrap(wrapped)
-            assert (found.dtype, found.tolist()) == (numbers.dtype, numbers.tolist())
+            assert (opaque.kind_of(wrapped), wrapped.shape) == (kind, shape)
+            np.testing.assert_array_equal(unwrap(wrapped), numbers, strict=True)
 
 
 @pytest.mark.parametrize("loop", LOOP)
@@ -54,22 +46,15 @@ def test_numbers_come_back_with_dtype_and_shape(kind):
     "arithmetic",
     [
         jnp.add,
-        jnp.subtract,
         jnp.multiply,
         jnp.maximum,
-        lambda one, two: one + two,
-        lambda one, _: 2 * one,
         lambda one, _: one * 0.5,
-        lambda one, _: one / 2,
         lambda one, _: -one,
         lambda one, two: sum([one, two]),
         optax.tree.add,
         optax.apply_updates,
-        lambda one, _: optax.tree.scale(2.0, one),
         lambda one, two: optax.incremental_update(one, two, 0.5),
-        lambda one, two: optax.tree.add_scale(one, 2.0, two),
         lambda one, _: jnp.sum(one),
-        lambda one, _: jnp.mean(one),
         lambda one, _: jnp.cumsum(one),
         lambda one, _: one.at[0].add(one[0]),
     ],
@@ -83,12 +68,11 @@ def test_arithmetic_is_a_type_error(loop, arithmetic):
 
 
 def test_no_collective_adds_them():
-    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Auto,))
     for collective in (jax.lax.psum, jax.lax.pmean):
         summed = jax.shard_map(
-            lambda x, do=collective: do(x, "d"),
-            mesh=mesh,
-            in_specs=PartitionSpec("d"),
+            lambda x, do=collective: do(x, "x"),
+            mesh=mesh_of(4),
+            in_specs=PartitionSpec("x"),
             out_specs=PartitionSpec(),
         )
         with pytest.raises(TypeError, match="key<row number"):
@@ -104,10 +88,8 @@ def test_no_collective_adds_them():
         lambda x: jax.jit(lambda own: own, donate_argnums=0)(jax.tree.map(jnp.copy, x)),
         lambda x: jnp.concatenate([x[:2], x[2:]]),
         lambda x: jnp.where(jnp.asarray(True), x, x[::-1]),
-        lambda x: jnp.stack([x, x])[1],
         lambda x: x[jnp.arange(4)],
         lambda x: x.reshape(2, 2).ravel(),
-        lambda x: jax.device_put(x, NamedSharding(jax.make_mesh((4,), ("d",)), PartitionSpec("d"))),
         lambda x: jax.device_get(x),
         lambda x: pickle.loads(pickle.dumps(x)),
         copy.deepcopy,
@@ -154,21 +136,15 @@ def test_another_process_knows_the_numbers_again(tmp_path):
 
 def test_only_integers_of_a_tree_are_wrapped():
     tree = {
-        "ids": jnp.asarray(ROWS),
-        "keys": jnp.ones(2, jnp.uint32),
+        "id": jnp.asarray(ROWS),
+        "key_lane": jnp.ones(2, jnp.uint32),
         "gains": jnp.ones(2),
         "mask": jnp.ones(2, bool),
-        "none": None,
     }
     wrapped = opaque.wrap_integers(tree)
-    assert {name: opaque.kind_of(leaf) for name, leaf in wrapped.items()} == {
-        "ids": "id",
-        "keys": "key_lane",
-        "gains": None,
-        "mask": None,
-        "none": None,
-    }
-    jax.tree.map(np.testing.assert_array_equal, opaque.unwrap_all(wrapped), tree)
+    for name, leaf in wrapped.items():
+        assert opaque.kind_of(leaf) == (name if name in opaque.DTYPES else None)
+    assert_same(opaque.unwrap_all(wrapped), tree)
 
 
 def test_what_is_no_such_array_is_left_alone():

@@ -24,16 +24,14 @@ def test_combine_adds_equal_rows_and_keeps_ascending_order():
     one = gradients([2, 5, NO_ROW], [[1.0], [2.0], [0.0]])
     two = gradients([0, 5], [[4.0], [8.0]])
     both = rs.combine(one, two)
-    assert both.rows["t"].tolist() == [0, 2, 5, NO_ROW, NO_ROW]
-    assert both.values["t"][:, 0].tolist() == [4.0, 1.0, 10.0, 0.0, 0.0]
+    values = [[4.0], [1.0], [10.0], [0.0], [0.0]]
+    assert_same(both, gradients([0, 2, 5, NO_ROW, NO_ROW], values))
     assert int(both.num_touched()["t"]) == 3
 
 
 def test_capacity_never_exceeds_the_table():
     parts = [gradients([0, 1], [[1.0], [1.0]], num_rows=2) for _ in range(3)]
-    both = rs.combine(*parts)
-    assert both.rows["t"].tolist() == [0, 1]
-    assert both.values["t"][:, 0].tolist() == [3.0, 3.0]
+    assert_same(rs.combine(*parts), gradients([0, 1], [[3.0], [3.0]], num_rows=2))
 
 
 def test_norm_scale_and_clip_agree_with_optax_on_dense_gradients():
@@ -47,12 +45,9 @@ def test_norm_scale_and_clip_agree_with_optax_on_dense_gradients():
     assert_allclose(
         rs.global_norm(rs.clip_by_global_norm(own, 6.5, other_norm=12.0)), 2.5, rtol=1e-6
     )
+    zero = gradients([1], [[0.0]])
+    assert_array_equal(rs.clip_by_global_norm(zero, 1.0).values["t"], [[0.0]])
     assert_array_equal(rs.scale(own, 0.5).values["t"], own.values["t"] / 2)
-
-
-def test_clipping_zero_gradients_gives_zeros():
-    own = rs.clip_by_global_norm(gradients([1], [[0.0]]), 1.0)
-    assert own.values["t"].tolist() == [[0.0]]
 
 
 def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
@@ -67,8 +62,7 @@ def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
         own.values["t"] = jnp.where(own.rows["t"][:, None] == 1, own.values["t"], 0.0)
         return collection.apply(state, own), rs.global_norm(own)
 
-    eager, compiled = step(state, batch), jax.jit(step)(state, batch)
-    for stepped, norm in (eager, compiled):
+    for stepped, norm in (step(state, batch), jax.jit(step)(state, batch)):
         moved = collection.tables(state)["t"] - collection.tables(stepped)["t"]
         assert_allclose(moved, np.eye(9)[:, [1, 1]], rtol=1e-6)
         assert_allclose(norm, 2**0.5, rtol=1e-6)
@@ -76,8 +70,9 @@ def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
 
 def assert_same(found, wanted):
     assert found.num_rows == wanted.num_rows
-    jax.tree.map(assert_array_equal, dict(found.rows), dict(wanted.rows))
-    jax.tree.map(assert_array_equal, found.values, wanted.values)
+    for name in wanted.values:
+        assert_array_equal(found.rows[name], wanted.rows[name])
+        assert_array_equal(found.values[name], wanted.values[name])
 
 
 def keyed(rows):
@@ -105,17 +100,11 @@ def test_operators_are_combine_and_scale():
     [
         copy.copy,
         copy.deepcopy,
-        dataclasses.replace,
         lambda own: pickle.loads(pickle.dumps(own)),
         lambda own: jax.tree.map(jnp.copy, own),
         jax.jit(lambda own: own),
-        lambda own: jax.jit(lambda own: own, donate_argnums=0)(jax.tree.map(jnp.copy, own)),
         jax.device_get,
         lambda own: jax.lax.scan(lambda carry, _: (carry, None), own, None, length=2)[0],
-        lambda own: jax.vmap(lambda own: own)(jax.tree.map(lambda x: x[None], own)).__class__(
-            own.rows, own.values, own.num_rows
-        ),
-        lambda own: jax.lax.cond(jnp.asarray(True), lambda a, _: a, lambda _, b: b, own, own),
     ],
 )
 def test_copies_are_the_same_gradients(own, copied):
@@ -125,18 +114,8 @@ def test_copies_are_the_same_gradients(own, copied):
 def test_row_numbers_are_read_as_integers_and_replaced_as_a_whole():
     own = gradients([1, NO_ROW], [[1.0], [0.0]])
     assert own.rows["t"].dtype == jnp.int32
-    for array in (
-        jnp.array([2, 4]),
-        np.array([2, 4]),
-        np.array([2, 4], np.int16),
-        np.array([2, 4], np.uint64),
-    ):
+    for array in (jnp.array([2, 4]), np.array([2, 4], np.int16), np.array([2, 4], np.uint64)):
         assert dataclasses.replace(own, rows={"t": array}).rows["t"].tolist() == [2, 4]
-    with pytest.raises(
-        TypeError,
-        match=r"would change a copy; use dataclasses\.replace\(row_gradients, rows=\.\.\.\)",
-    ):
-        own.rows["t"] = jnp.array([2, 4])
     assert jax.jit(lambda own: own.rows)(own)["t"].tolist() == [1, NO_ROW]
     assert pickle.loads(pickle.dumps(own.rows))["t"].tolist() == [1, NO_ROW]
 

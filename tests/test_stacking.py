@@ -42,9 +42,9 @@ def test_the_core_layout_stacks_equal_tables_without_padding():
     ids=lambda c: next(iter(c)),
 )
 def test_tables_that_differ_in_what_a_stack_shares_stay_apart(change):
-    one = rs.TableSpec("one", 4, 2)
-    two = rs.TableSpec("two", 4, 2, **change)
-    features = [rs.FeatureSpec(t.name, t) for t in (one, two)]
+    one = rs.FeatureSpec("f", rs.TableSpec("one", 4, 2))
+    two = rs.FeatureSpec("g", rs.TableSpec("two", 4, 2, **change))
+    features = [one, two]
     assert len(rs.plan_stacking(features, pad=False).stacks) == 2
     with pytest.raises(ValueError, match=f"different {next(iter(change)).replace('_', ' ')}s"):
         rs.plan_stacking(features, groups=[["one", "two"]])
@@ -60,9 +60,8 @@ def test_row_wise_rules_share_a_padded_stack_only_at_their_exact_dim():
 
 def test_plans_are_equal_and_hash_by_value_limits_included():
     def plan(limit):
-        return rs.plan_stacking(
-            tables_and_features((5, 3), max_ids_per_partition=limit)[1], num_shards=4
-        )
+        _, features = tables_and_features((5, 3), max_ids_per_partition=limit)
+        return rs.plan_stacking(features, num_shards=4)
 
     assert plan(8) == plan(8)
     assert len({plan(8), plan(8), plan(16)}) == 2
@@ -106,11 +105,12 @@ def stacked_tables(sizes, num_shards, rotation, seed):
     plan = rs.plan_stacking(features, num_shards=num_shards, rotation=rotation)
     attach_placement(features, plan)
     rng = np.random.default_rng(seed)
-    tables = {
-        f"t{i}": rng.normal(size=(size, 3 + i % 2)).astype(np.float32)
-        for i, size in enumerate(sizes)
-    }
-    return tables, [feature.table_spec for feature in features], plan
+    specs = [feature.table_spec for feature in features]
+    tables = {}
+    for spec in specs:
+        values = rng.normal(size=(spec.vocabulary_size, spec.embedding_dim))
+        tables[spec.name] = values.astype(np.float32)
+    return tables, specs, plan
 
 
 @hypothesis.settings(max_examples=50, deadline=None)
