@@ -9,8 +9,6 @@ import sys
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -57,7 +55,7 @@ QUICK_COMPILES = (
 )
 
 
-def pytest_terminal_summary(terminalreporter: Any) -> None:
+def pytest_terminal_summary(terminalreporter):
     """Says at the end of a run, without `-rs`, that no real data were read."""
     reasons = {str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", ())}
     for reason in sorted(reasons):
@@ -65,11 +63,11 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
             terminalreporter.write_line(reason, yellow=True)
 
 
-def reused(make: Callable[[], Any], times: int = 50) -> Callable[[], Any]:
+def reused(make, times=50):
     """In each thread, what `make` made is handed out so often before it makes another."""
     kept = threading.local()
 
-    def one() -> Any:
+    def one():
         made, left = getattr(kept, "made_and_left", (None, 0))
         kept.made_and_left = (made, left - 1) if left else (make(), times - 1)
         return kept.made_and_left[0]
@@ -87,7 +85,7 @@ if jax.version.__version_info__ < (0, 12):
 gc.set_threshold(50_000, 20, 20)
 
 
-def flags_known(flags: str) -> str:
+def flags_known(flags):
     """Those of the flags that the installed XLA knows: it ends a process for any other, so a child asks it."""
     ask = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
     answer = subprocess.run(
@@ -111,7 +109,7 @@ if not IS_LEAST:
     os.environ["XLA_FLAGS"] = flags_before
 
 
-def pytest_sessionstart() -> None:
+def pytest_sessionstart():
     """Tests of the native kernels may skip where there are none, but not where they were required."""
     from rsembed.kernels import devices, native  # by now the hook that checks shapes is in place
 
@@ -127,7 +125,7 @@ def pytest_sessionstart() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items):
     """Marks as slow what `slow_rows` names, before pytest selects by marks.
 
     The notebook on Keras is skipped by name where Keras is missing, which nothing else needs.
@@ -143,7 +141,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             )
 
 
-def sine_waves(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32) -> jax.Array:
+def sine_waves(key, shape, dtype=jnp.float32):
     """Initial values that are cheap to compile: others for other entries, and for tables of other names and keys."""
     phase = jax.random.key_data(key)[-1] % 6283
     size = int(np.prod(shape))
@@ -154,7 +152,7 @@ def sine_waves(key: jax.Array, shape: tuple[int, ...], dtype: Any = jnp.float32)
 
 
 @pytest.fixture(autouse=True)
-def quick_initial_values(monkeypatch: pytest.MonkeyPatch) -> None:
+def quick_initial_values(monkeypatch):
     """Of tables that name no initializer: random numbers were more than half of what a small collection compiles.
 
     Where the library's own values are the claim, a fixture of this name that does nothing stands in the way.
@@ -163,7 +161,7 @@ def quick_initial_values(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="module")
-def more_optimizations() -> Iterator[None]:
+def more_optimizations():
     """Programs as the flags alone have them, for bits that only they keep on any shapes."""
     jax.clear_caches()  # of programs that were compiled without
     jax.config.update("jax_disable_most_optimizations", False)
@@ -172,7 +170,7 @@ def more_optimizations() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def few_memory_maps() -> Iterator[None]:
+def few_memory_maps():
     """Programs of earlier modules go before they fill the process's table of memory maps.
 
     Each takes about thirty, Linux grants 65,530 (`vm.max_map_count`), and LLVM ends a process that gets none with a
@@ -185,7 +183,7 @@ def few_memory_maps() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True)
-def close_figures() -> Iterator[None]:
+def close_figures():
     yield
     if "matplotlib.pyplot" in sys.modules:
         sys.modules["matplotlib.pyplot"].close("all")

@@ -8,7 +8,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def environment() -> dict[str, str]:
+def environment():
     """Of a child that finds `tests`, and makes no devices but its own."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     # See conftest.py.
@@ -18,7 +18,7 @@ def environment() -> dict[str, str]:
     }
 
 
-def start(program: Path, *arguments: object) -> subprocess.Popen[str]:
+def start(program, *arguments):
     """The program in two processes with two devices each, which print and complain into one pipe."""
     command = [
         sys.executable,
@@ -38,7 +38,7 @@ def start(program: Path, *arguments: object) -> subprocess.Popen[str]:
     )
 
 
-def printed(run: subprocess.Popen[str], timeout: float = 240) -> str:
+def printed(run, timeout=240):
     """What a run prints until it ends; one that does not end in so many seconds is killed."""
     try:
         return run.communicate(timeout=timeout)[0]

@@ -28,7 +28,7 @@ class Entry(NamedTuple):
         return self.weight / self.divisor if self.divisor else 0.0
 
 
-def bags_of(ids) -> list[range]:
+def bags_of(ids):
     """Numbers of the entries of each bag of a list."""
     num_entries = len(np.asarray(ids.ids))
     if ids.shape is not None:
@@ -38,7 +38,7 @@ def bags_of(ids) -> list[range]:
     return [range(first, last) for first, last in itertools.pairwise(ends)]
 
 
-def divisor_of(combiner, weights) -> float:
+def divisor_of(combiner, weights):
     """What the sum of a bag is divided by."""
     if combiner == "mean":
         return sum(weights)
@@ -49,20 +49,18 @@ def divisor_of(combiner, weights) -> float:
     return 1.0
 
 
-def entries_of_call(call, table_rows) -> list[Entry]:
+def entries_of_call(call, table_rows):
     """Every entry that contributes, segment by segment and in its order there."""
     found = []
     for number, segment in enumerate(call.segments):
         own = call.lists[segment.list]
         ids = np.asarray(own.ids).tolist()
-        weights = [1.0] * len(ids)
-        if own.weights is not None:
-            weights = np.asarray(own.weights, np.float64).tolist()
+        weights = np.ones(len(ids)) if own.weights is None else np.asarray(own.weights, np.float64)
         num_rows = min(segment.num_rows, table_rows[segment.table] - segment.first_row)
         last_bag = segment.first_bag + segment.num_bags
         for place, bag in enumerate(bags_of(own)[segment.first_bag : last_bag]):
             entries = [entry for entry in bag if 0 <= ids[entry] < num_rows]
-            divisor = divisor_of(segment.combiner, [weights[entry] for entry in entries])
+            divisor = divisor_of(segment.combiner, weights[entries].tolist())
             for entry in entries:
                 vector = entry if segment.combiner == "none" else place
                 row = segment.first_row + ids[entry]
@@ -71,7 +69,7 @@ def entries_of_call(call, table_rows) -> list[Entry]:
     return found
 
 
-def sizes_of_vectors(call, dims) -> list[tuple[int, int]]:
+def sizes_of_vectors(call, dims):
     """Number and length of the vectors of each segment."""
     sizes = []
     for segment in call.segments:
@@ -82,7 +80,7 @@ def sizes_of_vectors(call, dims) -> list[tuple[int, int]]:
     return sizes
 
 
-def laid_out(call, vectors) -> list[np.ndarray]:
+def laid_out(call, vectors):
     """The outputs of a call that consist of these vectors of its segments."""
     if call.layout == "each":
         return vectors
@@ -97,7 +95,7 @@ def laid_out(call, vectors) -> list[np.ndarray]:
     return [np.concatenate([own.reshape(-1) for own in vectors])]
 
 
-def taken_apart(call, dims, outputs) -> list[np.ndarray]:
+def taken_apart(call, dims, outputs):
     """The vectors of each segment, from the outputs of a call."""
     outputs = [np.asarray(output, np.float64) for output in outputs]
     sizes = sizes_of_vectors(call, dims)
@@ -114,7 +112,7 @@ def taken_apart(call, dims, outputs) -> list[np.ndarray]:
     return [own.reshape(size) for own, size in zip(flat, sizes, strict=True)]
 
 
-def lookup(tables, call) -> list[np.ndarray]:
+def lookup(tables, call):
     """The outputs of a call."""
     tables = [np.asarray(table, np.float64) for table in tables]
     sizes = sizes_of_vectors(call, [table.shape[1] for table in tables])
@@ -125,15 +123,15 @@ def lookup(tables, call) -> list[np.ndarray]:
     return laid_out(call, vectors)
 
 
-def pooled_lookup(table, ids, combiner) -> np.ndarray:
+def pooled_lookup(table, ids, combiner):
     """Pooled rows of one list."""
     (vectors,) = lookup([table], Call.of([ids], [combiner]))
     return vectors
 
 
-def row_gradients(call, table_rows, dims, d_outputs) -> list[dict[int, np.ndarray]]:
+def row_gradients(call, table_rows, dims, d_outputs):
     """Of every table, the gradient of every row that was looked up, by row."""
-    gradients: list[dict[int, np.ndarray]] = [{} for _ in table_rows]
+    gradients = [{} for _ in table_rows]
     d_vectors = taken_apart(call, dims, d_outputs)
     for entry in entries_of_call(call, table_rows):
         of_table = gradients[entry.table]
@@ -142,7 +140,7 @@ def row_gradients(call, table_rows, dims, d_outputs) -> list[dict[int, np.ndarra
     return gradients
 
 
-def weight_gradients(tables, call, d_outputs) -> list[np.ndarray | None]:
+def weight_gradients(tables, call, d_outputs):
     """The gradients of the weights of each list, None for lists without."""
     tables = [np.asarray(table, np.float64) for table in tables]
     dims = [table.shape[1] for table in tables]
@@ -167,7 +165,7 @@ def weight_gradients(tables, call, d_outputs) -> list[np.ndarray | None]:
     return found
 
 
-def dense_gradients(row_gradients) -> dict:
+def dense_gradients(row_gradients):
     """Row gradients as large as the tables, in the order of the state's arrays; inside `jit`, too."""
     found = {}
     for name, num_rows in row_gradients.num_rows:
@@ -177,7 +175,7 @@ def dense_gradients(row_gradients) -> dict:
     return found
 
 
-def hash_of_key(key: int) -> int:
+def hash_of_key(key):
     """Murmur's finaliser of 64 bits as 32, in Python integers that never overflow."""
     h = (key & 0xFFFFFFFF) ^ ((key >> 32) * 0x9E3779B1 & 0xFFFFFFFF)
     h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
@@ -193,27 +191,25 @@ def sgd_step(row, slots, gradient, *, learning_rate):
 
 
 def adagrad_step(row, slots, gradient, *, learning_rate):
-    for k in range(len(row)):
-        slots[0][k] += gradient[k] ** 2
-        if slots[0][k] > 0:
-            row[k] -= learning_rate * gradient[k] / slots[0][k] ** 0.5
+    slots[0][:] += gradient**2
+    moves = slots[0] > 0
+    row[moves] -= learning_rate * gradient[moves] / slots[0][moves] ** 0.5
 
 
 def rowwise_adagrad_step(row, slots, gradient, *, learning_rate, epsilon):
-    slots[0][0] += sum(g**2 for g in gradient) / len(gradient)
+    slots[0][0] += np.mean(gradient**2)
     row -= learning_rate * gradient / (slots[0][0] ** 0.5 + epsilon)
 
 
 def adam_step(row, slots, gradient, *, learning_rate, step, beta_1=0.9, beta_2=0.999, epsilon=1e-8):
-    for k, g in enumerate(gradient):
-        slots[0][k] = beta_1 * slots[0][k] + (1 - beta_1) * g
-        slots[1][k] = beta_2 * slots[1][k] + (1 - beta_2) * g**2
-        corrected_momentum = slots[0][k] / (1 - beta_1 ** (step + 1))
-        corrected_velocity = slots[1][k] / (1 - beta_2 ** (step + 1))
-        row[k] -= learning_rate * corrected_momentum / (corrected_velocity**0.5 + epsilon)
+    slots[0][:] = beta_1 * slots[0] + (1 - beta_1) * gradient
+    slots[1][:] = beta_2 * slots[1] + (1 - beta_2) * gradient**2
+    momentum = slots[0] / (1 - beta_1 ** (step + 1))
+    velocity = slots[1] / (1 - beta_2 ** (step + 1))
+    row -= learning_rate * momentum / (velocity**0.5 + epsilon)
 
 
-def stepped_table(table, slots, gradients: dict[int, np.ndarray], step_row, /, **made_of):
+def stepped_table(table, slots, gradients, step_row, /, **made_of):
     """Table and slots after one `step_row` of every row in `gradients`."""
     table = np.array(table, np.float64)
     slots = [np.array(slot, np.float64) for slot in slots]

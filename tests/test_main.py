@@ -95,13 +95,8 @@ def test_settings_are_assigned_below_the_parameters_also_of_those_assigned_toget
     source = "A, B = 1, 2\n" + PARAMETERS
     values = {}
     exec(command_line.with_settings(source, {"B": "[1]", "SOURCE": "real"}), values)
-    assert [values[name] for name in ("A", "B", "STEPS", "SOURCE", "rates")] == [
-        1,
-        [1],
-        3,
-        "real",
-        [0.1],
-    ]
+    assert values["A"] == 1 and values["B"] == [1]
+    assert values["STEPS"] == 3 and values["SOURCE"] == "real" and values["rates"] == [0.1]
 
 
 def test_doctor_names_each_kernel_implementation(capsys):

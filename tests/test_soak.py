@@ -14,18 +14,15 @@ def run(tmp_path_factory):
 
 
 def test_a_run_that_is_thrown_away_repeats_the_losses_of_one_that_is_not(run):
-    for what in (
-        "advance",
-        "advance",
-        "save",
-        "advance",
-        "advance",
-        "restore",
-        "advance",
-        "advance",
-        "advance",
-    ):
-        getattr(run, what)()
+    run.advance()
+    run.advance()
+    run.save()
+    run.advance()
+    run.advance()
+    run.restore()
+    run.advance()
+    run.advance()
+    run.advance()
     run.save()
     run.restore()  # from the checkpoint before the newest, which is damaged
     assert (run.run.number, run.damaged_step) == (2, 5)

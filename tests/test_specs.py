@@ -1,8 +1,6 @@
 from pprint import pformat
 
 import jax
-import jax.numpy as jnp
-import pytest
 
 import rsembed as rs
 from rsembed.specs import features_of, tables_of
@@ -31,11 +29,6 @@ def test_specs_print_field_by_field_in_the_published_order():
     assert tail.endswith(
         "_id_transformation=FeatureIdTransformation(row_offset=0, col_offset=0, col_shift=0))"
     )
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", jnp.bfloat16, jnp.dtype("bfloat16")])
-def test_dtype_is_given_by_name_or_type(dtype):
-    assert table(dtype=dtype).dtype == "bfloat16"
 
 
 def test_features_come_in_leaf_order_and_tables_in_first_seen_order():

@@ -101,7 +101,9 @@ def facts(features):
 
 ACCEPTED = """
 repr(table(vocabulary_size=np.int64(9), embedding_dim=np.int32(4))) => repr(table())
-table(dtype=jnp.bfloat16).dtype => table(dtype="bfloat16").dtype
+table(dtype=jnp.bfloat16).dtype => "bfloat16"
+table(dtype=jnp.dtype("bfloat16")).dtype => "bfloat16"
+table(dtype="bfloat16").dtype => "bfloat16"
 table(dtype=np.dtype("float16")).dtype => table(dtype="float16").dtype
 table(vocabulary_size=2**33, storage=rs.Hashed()).vocabulary_size => 2**33
 repr(feature(input_shape=[8, 1])) => repr(feature(input_shape=(8, 1)))

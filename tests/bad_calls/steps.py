@@ -227,6 +227,16 @@ grad(lambda params, activations: activations["title"].sum(), {"k": KEY(0)})
 rs.pairwise_interaction(jnp.ones((3, 2))) => ValueError: vectors
 rs.pairwise_interaction(jnp.ones((1, 2, 2)), implementation="fast") => ValueError: unknown implementation 'fast'
 rs.sparsecores => AttributeError: 'rsembed' ... 'sparsecores' ... 'sparsecore'
+rs.TableSpecs => AttributeError: module 'rsembed' has no attribute 'TableSpecs' (did you mean 'TableSpec'?)
+rs.nothing => AttributeError: module 'rsembed' has no attribute 'nothing'
+rs.AdamOptimizerSpec
+    => AttributeError: module 'rsembed' has no attribute 'AdamOptimizerSpec'; use rsembed.optimizers.Adam
+rs.RowWiseAdagrad
+    => AttributeError: module 'rsembed' has no attribute 'RowWiseAdagrad'; use rsembed.optimizers.RowWiseAdagrad
+rs.CowClipDefinition
+    => AttributeError: 'CowClipDefinition'; use rsembed.optimizers.regularization.CowClipDefinition
+rs.optimizers.AdamOptimizerSpec
+    => AttributeError: module 'rsembed.optimizers' has no attribute 'AdamOptimizerSpec'; use rsembed.optimizers.Adam
 """
 
 ACCEPTED = """

@@ -14,9 +14,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import nbformat
 import pytest
@@ -38,7 +36,7 @@ plot.explore(partition_entries(batches, num_shards=4))
 """
 
 
-def find(*programs: str) -> str:
+def find(*programs):
     """The first of these programs that is installed; skips loudly where none is."""
     found = next(filter(None, map(shutil.which, programs)), None)
     if found is None:
@@ -49,7 +47,7 @@ def find(*programs: str) -> str:
 
 
 @pytest.fixture(scope="module")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
+def driver(tmp_path_factory):
     browser, driver_program = find("chromium", "google-chrome", "chrome"), find("chromedriver")
     webdriver = pytest.importorskip("selenium.webdriver")
     options = webdriver.ChromeOptions()
@@ -64,7 +62,7 @@ def driver(tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+def lab(tmp_path_factory):
     """Address and token of a JupyterLab on loopback, over copies of the notebooks and settings of its own."""
     folder = tmp_path_factory.mktemp("lab")
     notebooks = folder / "notebooks"
@@ -117,7 +115,7 @@ def lab(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
         log.close()
 
 
-def wait_for_server(address: str, server: subprocess.Popen[bytes], log: Path) -> None:
+def wait_for_server(address, server, log):
     end = time.monotonic() + START_SECONDS
     while time.monotonic() < end and server.poll() is None:
         try:
@@ -128,9 +126,7 @@ def wait_for_server(address: str, server: subprocess.Popen[bytes], log: Path) ->
     pytest.fail(f"JupyterLab did not start:\n{log.read_text()[-3000:]}")
 
 
-def wait_for(
-    driver, what: str, condition: Callable[[], Any], seconds: float = START_SECONDS
-) -> Any:
+def wait_for(driver, what, condition, seconds=START_SECONDS):
     """What `condition` returns once it is true; a picture of the page is kept when it never is."""
     from selenium.common.exceptions import WebDriverException
 
@@ -152,11 +148,11 @@ def wait_for(
     )
 
 
-def open_and_run(driver, address: str, token: str, name: str) -> None:
+def open_and_run(driver, address, token, name):
     """Opens a notebook and asks the menu to run all of its cells."""
     driver.get(f"{address}/lab/tree/{name}?token={token}&reset")
 
-    def kernel_is_ready() -> bool:
+    def kernel_is_ready():
         with urllib.request.urlopen(f"{address}/api/sessions?token={token}", timeout=10) as answer:
             kernels = [
                 session["kernel"] for session in json.load(answer) if session["path"] == name
@@ -178,13 +174,13 @@ def test_the_shakespeare_tutorial_runs_and_shows_its_loss(driver, lab):
     notebook = nbformat.read(ROOT / "notebooks" / "01_shakespeare.ipynb", as_version=4)
     code = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
 
-    def cells_with_a_number() -> list[str]:
+    def cells_with_a_number():
         return [
             prompt.text
             for prompt in driver.find_elements("css selector", ".jp-CodeCell .jp-InputPrompt")
         ]
 
-    def is_done() -> bool:
+    def is_done():
         texts = [output.text for output in driver.find_elements("css selector", ".jp-RenderedText")]
         assert not [text for text in texts if "Traceback (most recent call last)" in text], texts
         return f"[{len(code)}]:" in cells_with_a_number()  # the last cell, which holds the asserts
