@@ -21,13 +21,8 @@ ACCEPTED = [f"{wing}: {call}" for wing in WINGS for call in rows(wing, "ACCEPTED
 
 @pytest.fixture(scope="module")
 def outcomes():
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bad_calls.program"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=ROOT,
-    )
+    command = [sys.executable, "-m", "tests.bad_calls.program"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -38,26 +33,21 @@ def test_a_bad_call_is_refused_in_words_that_help(outcomes, name):
     found = outcomes[name]
     assert found is not None, "accepted in silence"
     assert error in found["errors"], found
-    assert re.search(
-        ".*".join(map(re.escape, words.split(" ... "))), found["message"], re.DOTALL
-    ), found["message"]
+    pattern = ".*".join(re.escape(part) for part in words.split(" ... "))
+    assert re.search(pattern, found["message"], re.DOTALL), found["message"]
     assert not found["raised_in"], found  # not by JAX or numpy, deep inside
 
 
 def test_what_an_annotation_does_not_admit_is_refused_by_the_name_of_the_argument(outcomes):
     """Of every public call that `checks.validated` guards; what else its words say is tested in `test_checks.py`."""
-    messages = {
-        name: own and own["message"]
-        for name, own in outcomes.items()
-        if name.startswith("annotations: ")
-    }
-    arguments = {name: re.search(r"\((\w+)=", name)[1] for name in messages}
-    unhelpful = []
-    for name, message in messages.items():
-        is_named = message is not None and arguments[name] in message
-        if not is_named or ("missing" in message and arguments[name] != "missing"):
-            unhelpful.append(name)
-    assert len(messages) > 450 and unhelpful == []
+    names = [name for name in outcomes if name.startswith("annotations: ")]
+    assert len(names) > 450
+    for name in names:
+        argument = re.search(r"\((\w+)=", name)[1]
+        assert outcomes[name] is not None, f"{name} is accepted in silence"
+        message = outcomes[name]["message"]
+        assert argument in message, name
+        assert argument == "missing" or "missing" not in message, name
 
 
 @pytest.mark.parametrize("name", ACCEPTED)

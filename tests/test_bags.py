@@ -12,10 +12,6 @@ from rsembed.bags import Bags, as_bags
 ROWS = [[3, 1], [], [4], [2, 2, 0]]
 
 
-def same(bags, rows):
-    assert bags.to_lists() == rows
-
-
 def test_a_column_that_numpy_cannot_read_is_refused_by_the_name_of_its_feature():
     class Tensor:  # of torch, with a gradient or a sign to be resolved
         def __array__(self, dtype=None, copy=None):
@@ -106,5 +102,5 @@ def test_weights_follow_their_ids():
 @hypothesis.given(st.lists(st.lists(st.integers(0, 99), max_size=5), max_size=8), st.integers(0, 5))
 def test_lists_survive_the_round_trip_with_any_padding(rows, extra):
     bags = Bags.from_lists(rows)
-    same(bags.pad_to(bags.ids.shape[0] + extra), rows)
+    assert bags.pad_to(bags.ids.shape[0] + extra).to_lists() == rows
     assert bags.num_bags == len(rows)

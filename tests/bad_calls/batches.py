@@ -3,8 +3,6 @@
 import numpy as np
 
 import rsembed as rs
-from rsembed.bags import as_bags  # noqa: F401, as calls of the table name it
-from rsembed.keys import join_keys, local_rows, owners, split_keys  # noqa: F401, as calls of the table name them
 from tests.bad_calls.world import batch, feature, keyed, mesh
 from tests.world import NA, Column  # noqa: F401, as calls of the table name them
 
@@ -15,6 +13,12 @@ ROWS = [[3, 1], [], [4], [2, 2, 0]]
 FLAT, LENGTHS, SAMPLES = [3, 1, 4, 2, 2, 0], [2, 0, 1, 3], [0, 0, 2, 3, 3, 3]
 DENSE = np.array([[3, 1, -1], [-1, -1, -1], [4, -1, -1], [2, 2, 0]])
 OBJECTS = np.asarray(ROWS, dtype=object)
+TEXTS = ["apple", "pear", "", "größe", "apple", "e\u0301", "a\0"]
+
+
+def objects(values):
+    """An array of objects, as numpy has texts of any length and missing values."""
+    return np.array(values, object)
 
 
 def who(keys, **storage):
@@ -170,11 +174,11 @@ title(Bags(np.array([1.0, 2.0, NAN]), OFFSETS))
 who(Bags(np.array([1.0, 2.0, NAN]), OFFSETS))
     => TypeError: feature 'who': row 1 has a missing value (nan); fill missing values with -1, which is no id
 # Keys
-join_keys([0], [1 << 31], dtype=np.int32) => ValueError: key 2147483648 does not fit into int32; ask for uint64
-owners(split_keys(IDS), 0) => ValueError: num_shards must lie in [1, 65536], got 0
-owners(split_keys(IDS), 65537) => ValueError: num_shards must lie in [1, 65536], got 65537
-local_rows(split_keys(IDS), 0, 1) => ValueError: num_shards must lie in [1, 65536], got 0
-local_rows(split_keys(IDS), 65537, 1) => ValueError: num_shards must lie in [1, 65536], got 65537
+rs.keys.join_keys([0], [1 << 31], dtype=np.int32) => ValueError: key 2147483648 does not fit into int32; ask for uint64
+rs.keys.owners(rs.keys.split_keys(IDS), 0) => ValueError: num_shards must lie in [1, 65536], got 0
+rs.keys.owners(rs.keys.split_keys(IDS), 65537) => ValueError: num_shards must lie in [1, 65536], got 65537
+rs.keys.local_rows(rs.keys.split_keys(IDS), 0, 1) => ValueError: num_shards must lie in [1, 65536], got 0
+rs.keys.local_rows(rs.keys.split_keys(IDS), 65537, 1) => ValueError: num_shards must lie in [1, 65536], got 65537
 # Keys of texts
 rs.hash_keys("apple") => TypeError: hash_keys: column must be a column or list of texts, got 'apple'
 rs.hash_keys(5) => TypeError: hash_keys: column must be a column or list of texts, got 5
@@ -185,6 +189,22 @@ rs.hash_keys(["a", None]) => ValueError: hash_keys: row 1 has a missing value (N
 rs.hash_keys(np.array([["a", "b"], ["c", None]], object)) => ValueError: hash_keys: row 1 has a missing value
 rs.hash_keys([["a"], ["b", None]]) => ValueError: hash_keys: row 1 has a missing value (None)
 rs.hash_keys([["a"], [["b"]]]) => TypeError: hash_keys: ... nested too deeply ... flatten it
+rs.hash_keys(["a", "b", None, "c", None]) => ValueError: row 2 has a missing value (None); give missing=-1
+rs.hash_keys(["a", "b", NAN, "c", NAN]) => ValueError: row 2 has a missing value (nan); give missing=-1
+rs.hash_keys(["a", "b", np.datetime64("NaT", "ns"), "c", np.datetime64("NaT", "ns")])
+    => ValueError: row 2 has a missing value ( ... ); give missing=-1
+rs.hash_keys(["a", "b", NA(), "c", NA()]) => ValueError: row 2 has a missing value ( ... ); give missing=-1
+rs.hash_keys(Column(["a", "b", None, "c", None])) => ValueError: row 2 has a missing value (None); give missing=-1
+rs.hash_keys(Column(["a", "b", NAN, "c", NAN])) => ValueError: row 2 has a missing value (nan); give missing=-1
+rs.hash_keys(Column(["a", "b", np.datetime64("NaT", "ns"), "c", np.datetime64("NaT", "ns")]))
+    => ValueError: row 2 has a missing value ( ... ); give missing=-1
+rs.hash_keys(Column(["a", "b", NA(), "c", NA()])) => ValueError: row 2 has a missing value ( ... ); give missing=-1
+rs.hash_keys(objects(["a", "b", None, "c", None])) => ValueError: row 2 has a missing value (None); give missing=-1
+rs.hash_keys(objects(["a", "b", NAN, "c", NAN])) => ValueError: row 2 has a missing value (nan); give missing=-1
+rs.hash_keys(objects(["a", "b", np.datetime64("NaT", "ns"), "c", np.datetime64("NaT", "ns")]))
+    => ValueError: row 2 has a missing value ( ... ); give missing=-1
+rs.hash_keys(objects(["a", "b", NA(), "c", NA()]))
+    => ValueError: row 2 has a missing value ( ... ); give missing=-1
 rs.hash_keys(["a", "\\udc80"]) => ValueError: hash_keys: row 1 has '\\udc80', which is not Unicode
 rs.hash_keys(["a"], missing=2**63) => ValueError: hash_keys: missing=9223372036854775808 does not fit 64 bits
 rs.hash_keys(["a"], missing="none") => TypeError: hash_keys: missing must be an integer ... 'none'
@@ -243,6 +263,60 @@ who(None) => TypeError: feature 'who': ids must be Bags, an integer array or lis
 """
 
 ACCEPTED = """
+rs.hash_keys(["a", "b", None, "c", None], missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+rs.hash_keys(["a", "b", NAN, "c", NAN], missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+rs.hash_keys(["a", "b", np.datetime64("NaT", "ns"), "c", np.datetime64("NaT", "ns")], missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+rs.hash_keys(["a", "b", NA(), "c", NA()], missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+[*map(list, rs.hash_keys([["a"], ["b", None], None], missing=7))]
+    => [list(rs.hash_keys(["a"])), [*rs.hash_keys(["b"]), np.int64(7)], [np.int64(7)]]
+[*map(list, rs.hash_keys([["a"], ["b", NA()], NA()], missing=7))]
+    => [list(rs.hash_keys(["a"])), [*rs.hash_keys(["b"]), np.int64(7)], [np.int64(7)]]
+rs.hash_keys(Column(["a", "b", None, "c", None]), missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+rs.hash_keys(Column(["a", "b", NAN, "c", NAN]), missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+rs.hash_keys(Column(["a", "b", np.datetime64("NaT", "ns"), "c", np.datetime64("NaT", "ns")]), missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+rs.hash_keys(Column(["a", "b", NA(), "c", NA()]), missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+[*map(list, rs.hash_keys(Column([["a"], ["b", None], None]), missing=7))]
+    => [list(rs.hash_keys(["a"])), [*rs.hash_keys(["b"]), np.int64(7)], [np.int64(7)]]
+[*map(list, rs.hash_keys(Column([["a"], ["b", NA()], NA()]), missing=7))]
+    => [list(rs.hash_keys(["a"])), [*rs.hash_keys(["b"]), np.int64(7)], [np.int64(7)]]
+rs.hash_keys(objects(["a", "b", None, "c", None]), missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+rs.hash_keys(objects(["a", "b", NAN, "c", NAN]), missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+rs.hash_keys(objects(["a", "b", np.datetime64("NaT", "ns"), "c", np.datetime64("NaT", "ns")]), missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+rs.hash_keys(objects(["a", "b", NA(), "c", NA()]), missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1, *rs.hash_keys(["c"]), -1])
+[*map(list, rs.hash_keys(objects([["a"], ["b", None], None]), missing=7))]
+    => [list(rs.hash_keys(["a"])), [*rs.hash_keys(["b"]), np.int64(7)], [np.int64(7)]]
+[*map(list, rs.hash_keys(objects([["a"], ["b", NA()], NA()]), missing=7))]
+    => [list(rs.hash_keys(["a"])), [*rs.hash_keys(["b"]), np.int64(7)], [np.int64(7)]]
+rs.hash_keys(np.ma.array(["a", "b", "x"], mask=[False, False, True], dtype=object), missing=-1)
+    => np.array([*rs.hash_keys(["a", "b"]), -1])
+rs.hash_keys(tuple(TEXTS)) => rs.hash_keys(TEXTS)
+rs.hash_keys(iter(TEXTS)) => rs.hash_keys(TEXTS)
+rs.hash_keys(Column(TEXTS)) => rs.hash_keys(TEXTS)
+rs.hash_keys(objects(TEXTS)) => rs.hash_keys(TEXTS)
+rs.hash_keys(np.array(TEXTS[:-1])) => rs.hash_keys(TEXTS[:-1])
+rs.hash_keys(np.array(TEXTS, np.dtypes.StringDType())) => rs.hash_keys(TEXTS)
+rs.hash_keys(np.ma.array(TEXTS, mask=False, dtype=object)) => rs.hash_keys(TEXTS)
+rs.hash_keys([text.encode() for text in TEXTS]) => rs.hash_keys(TEXTS)
+rs.hash_keys(np.array([["a", "b"], ["b", "c"]])) => rs.hash_keys(["a", "b", "b", "c"]).reshape(2, 2)
+rs.hash_keys([]).shape => (0,)
+rs.hash_keys(objects([])).shape => (0,)
+[row.tolist() for row in rs.hash_keys([["a"], [], ["b", "a"]])]
+    => [rs.hash_keys(["a"]).tolist(), [], rs.hash_keys(["b", "a"]).tolist()]
+[row.tolist() for row in rs.hash_keys(Column([objects(["a"]), [], np.array(["b", "a"])]))]
+    => [rs.hash_keys(["a"]).tolist(), [], rs.hash_keys(["b", "a"]).tolist()]
+[str(row.dtype) for row in rs.hash_keys([["a"], []])] => ["int64", "int64"]
 Bags.from_lists(ROWS).to_lists() => ROWS
 Bags.from_lists([np.asarray(row, np.int64) for row in ROWS]).to_lists() => ROWS
 Bags.from_lengths(FLAT, LENGTHS).to_lists() => ROWS
@@ -253,15 +327,15 @@ Bags.from_coo([3, 2, 0, 3, 0, 3], [2, 4, 3, 2, 1, 0], num_samples=4).to_lists() 
 Bags.from_sparse_tensor([[0, 0], [0, 1], [2, 0], [3, 0], [3, 1], [3, 2]], FLAT, (4, 3)).to_lists() => ROWS
 Bags.from_dense(DENSE).to_lists() => ROWS
 jax.jit(Bags.from_dense)(jnp.asarray(DENSE)).to_lists() => ROWS
-as_bags(ROWS, feature="f").to_lists() => ROWS
-as_bags(OBJECTS, feature="f").to_lists() => ROWS
-as_bags(Column(ROWS), feature="f").to_lists() => ROWS
-as_bags(DENSE, feature="f").to_lists() => ROWS
-as_bags(Column(DENSE), feature="f").to_lists() => ROWS
-as_bags([3, 1], feature="f").to_lists() => [[3], [1]]
-as_bags(np.array([3, 1], object), feature="f").to_lists() => [[3], [1]]
-as_bags([np.array([3, 1], object), np.array([np.int64(4)], object)], feature="f").to_lists() => [[3, 1], [4]]
-as_bags(np.array([2**64 - 1, 5], object), feature="f").to_lists() => [[2**64 - 1], [5]]
+rs.bags.as_bags(ROWS, feature="f").to_lists() => ROWS
+rs.bags.as_bags(OBJECTS, feature="f").to_lists() => ROWS
+rs.bags.as_bags(Column(ROWS), feature="f").to_lists() => ROWS
+rs.bags.as_bags(DENSE, feature="f").to_lists() => ROWS
+rs.bags.as_bags(Column(DENSE), feature="f").to_lists() => ROWS
+rs.bags.as_bags([3, 1], feature="f").to_lists() => [[3], [1]]
+rs.bags.as_bags(np.array([3, 1], object), feature="f").to_lists() => [[3], [1]]
+rs.bags.as_bags([np.array([3, 1], object), np.array([np.int64(4)], object)], feature="f").to_lists() => [[3, 1], [4]]
+rs.bags.as_bags(np.array([2**64 - 1, 5], object), feature="f").to_lists() => [[2**64 - 1], [5]]
 title(np.array([1, 2], np.int8)) => title(np.array([1, 2]))
 title(np.array([1, 2], np.uint64)) => title(np.array([1, 2]))
 title([1, 2]) => title(np.array([1, 2]))

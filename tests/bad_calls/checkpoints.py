@@ -1,9 +1,9 @@
 """Bad calls of checkpoints: saved, loaded, kept."""
 
-import functools
 import json
 import shutil
 import zlib
+from functools import cache
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,13 +19,13 @@ def fresh():
     return new_path("saved")
 
 
-@functools.cache
+@cache
 def saved():
     checkpoint.save_collection(path := fresh(), collection(), state(), others={"w": jnp.ones(3)})
     return path
 
 
-@functools.cache
+@cache
 def arrays():
     checkpoint.save(path := fresh(), ARRAYS, step=3, metadata={"rate": 0.1})
     return path
@@ -65,7 +65,7 @@ def manager(folder=None, **options):
     return checkpoint.CheckpointManager(fresh() if folder is None else folder, **options)
 
 
-@functools.cache
+@cache
 def kept():
     return manager(FOLDER / "kept")
 

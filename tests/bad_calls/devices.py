@@ -1,11 +1,11 @@
 """Bad calls of meshes, processes and caches."""
 
-import functools
+from functools import cache
 
 from rsembed.storage import SetAssociativeCache
 
 
-@functools.cache
+@cache
 def cache():
     return SetAssociativeCache(2, num_ways=2, num_ids=9)
 

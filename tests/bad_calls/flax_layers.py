@@ -1,8 +1,7 @@
 """Bad calls of the Flax layers, NNX and Linen."""
 
-import functools
+from functools import cache
 
-import jax
 import jax.numpy as jnp
 import optax
 from flax import linen as nn, nnx as flax_nnx
@@ -30,17 +29,17 @@ def loss_of(model, given):
     return model(given).sum()
 
 
-@functools.cache
+@cache
 def model():
     return Model()
 
 
-@functools.cache
+@cache
 def gradients():
     return nnx.value_and_grad(loss_of)(model(), batch())[1]
 
 
-@functools.cache
+@cache
 def variables():
     return LinenModel().init(KEY(0), batch())
 
@@ -53,18 +52,6 @@ def create(**options):
 def stacked():
     """Two batches on a leading axis."""
     return {"title": jnp.array([[[1], [2]]] * 2), "author": jnp.array([[1, 2]] * 2)}
-
-
-def mapped_loss(model, given):
-    return jax.vmap(lambda batch: loss_of(model, batch))(stacked()).sum()
-
-
-def scanned(apply, given):
-    return jax.lax.scan(lambda total, batch: (total + apply(batch).sum(), None), 0.0, stacked())[0]
-
-
-def mapped(apply, given):
-    return jax.vmap(lambda batch: apply(batch).sum())(stacked()).sum()
 
 
 BAD = """
@@ -93,15 +80,18 @@ create(tx=optax.chain(optax.apply_if_finite(optax.sgd(0.1), 2)))
 create(variables={}) => ValueError: variables ... init ... 'params'
 create().apply_gradients(None) => TypeError: gradients ... NoneType ... rs.linen.value_and_grad
 linen.value_and_grad(lambda apply, given: apply(given).sum())(variables(), batch()) => TypeError: TrainState ... dict
-nnx.value_and_grad(mapped_loss)(model(), batch())
+nnx.value_and_grad(
+    lambda model, given: jax.vmap(lambda batch: loss_of(model, batch))(stacked()).sum())(model(), batch())
     => RuntimeError: the loss looks up rows of the layers ['words'], or of some,
 nnx.value_and_grad(lambda m, g: nnx.value_and_grad(loss_of)(m, g)[0])(model(), batch())
     => RuntimeError: value_and_grad in the loss of another value_and_grad
 linen.Embeddings(collection(), frozen="no").init(KEY(0), batch())
     => TypeError: Embeddings: frozen must be True or False, got 'no' (str).
-linen.value_and_grad(scanned)(create(), batch())
+linen.value_and_grad(lambda apply, given:
+    jax.lax.scan(lambda total, batch: (total + apply(batch).sum(), None), 0.0, stacked())[0])(create(), batch())
     => RuntimeError: the loss looks up rows of the layers ['words'], or of some,
-linen.value_and_grad(mapped)(create(), batch())
+linen.value_and_grad(
+    lambda apply, given: jax.vmap(lambda batch: apply(batch).sum())(stacked()).sum())(create(), batch())
     => RuntimeError: the loss looks up rows of the layers ['words'], or of some,
 """
 

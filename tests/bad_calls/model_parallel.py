@@ -1,6 +1,6 @@
 """Bad calls of the model-parallel wing: variables, layers, groups, dumps."""
 
-import functools
+from functools import cache
 
 import numpy as np
 import optax
@@ -10,40 +10,38 @@ from rsembed import sok
 from tests.bad_calls.world import mesh, new_path
 
 
-@functools.cache
+@cache
 def context(num_devices=1):
     return sok.Init(mesh=mesh(num_devices))
 
 
 def made(name="word", dim=4, **options):
-    return sok.embedding_variable(
-        name, dim, **({"rows_per_device": 4, "context": context()} | options)
-    )
+    given = {"rows_per_device": 4, "context": context()} | options
+    return sok.embedding_variable(name, dim, **given)
 
 
-@functools.cache
+@cache
 def variable():
     return made()
 
 
-@functools.cache
+@cache
 def plain():
     """Keys are row numbers below four."""
     return made("number", use_hashtable=False)
 
 
 def layer(combiner="sum", rows=4, dim=4, slots=1, width=2, **options):
-    return sok.DistributedEmbedding(
-        combiner, rows, dim, slots, width, **{"context": context()} | options
-    )
+    given = {"context": context()} | options
+    return sok.DistributedEmbedding(combiner, rows, dim, slots, width, **given)
 
 
-@functools.cache
+@cache
 def pooled():
     return layer()
 
 
-@functools.cache
+@cache
 def dense():
     return sok.All2AllDenseEmbedding(4, 4, 1, 1, context=context())
 
@@ -51,12 +49,9 @@ def dense():
 KEYS = np.array([[[1, 2]], [[3, -1]]])
 
 
-def group(params=None, ids=None, combiners=None, **options):
+def group(params=None, ids=([[1], [2]],), combiners=("sum",), **options):
     params = [variable()] if params is None else params
-    ids = [[[1], [2]]] if ids is None else ids
-    return sok.group_embedding_lookup_sparse(
-        params, ids, ["sum"] if combiners is None else combiners, **options
-    )
+    return sok.group_embedding_lookup_sparse(params, ids, combiners, **options)
 
 
 def layered(features):
@@ -70,7 +65,7 @@ def rows(into=None, **changes):
     )
 
 
-@functools.cache
+@cache
 def dumped(make=variable):
     path = new_path("dump")
     sok.dump(path, [make()])
@@ -207,5 +202,5 @@ ACCEPTED = """
 layer("Mean").combiner => "mean"
 pooled()([[1, 2], [3]]) => pooled()(KEYS)
 pooled()(KEYS.astype(np.int32)) => pooled()(KEYS)
-group((variable(),), ([[1], [2]],), ("sum",)) => group()
+group([variable()], [[[1], [2]]], ["sum"]) => group((variable(),))
 """

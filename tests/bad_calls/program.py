@@ -60,19 +60,18 @@ def outcome(call):
     return None
 
 
-def difference(call, proper):
+def difference(wing, call, proper):
     """What tells the two results apart; empty where nothing does."""
     try:
-        found, expected = (jax.tree.leaves_with_path(make()) for make in (call, proper))
+        found = jax.tree.leaves_with_path(run(wing, call))
+        expected = jax.tree.leaves_with_path(run(wing, proper))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     if [path for path, _ in found] != [path for path, _ in expected]:
-        return f"other leaves: {[path for path, _ in found]}, {[path for path, _ in expected]}"
+        return f"other leaves: {found}, {expected}"
     for (path, one), (_, two) in zip(found, expected, strict=True):
         is_number = np.asarray(one).dtype.kind in "fiu"
-        if type(one) is not type(two) or not np.array_equal(
-            np.asarray(one), np.asarray(two), equal_nan=is_number
-        ):
+        if type(one) is not type(two) or not np.array_equal(one, two, equal_nan=is_number):
             return f"{jax.tree_util.keystr(path)} differs: {one!r}, {two!r}"
     return ""
 
@@ -87,9 +86,7 @@ def main(wings):
         for call in rows(wing, "BAD"):
             results[f"{wing}: {call}"] = outcome(partial(run, wing, call))
         for call, proper in rows(wing, "ACCEPTED").items():
-            results[f"{wing}: {call}"] = difference(
-                partial(run, wing, call), partial(run, wing, proper)
-            )
+            results[f"{wing}: {call}"] = difference(wing, call, proper)
     results |= {f"annotations: {name}": outcome(call) for name, call in annotations.CALLS.items()}
     print(json.dumps(results))
 

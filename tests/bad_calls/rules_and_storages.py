@@ -8,8 +8,6 @@ import rsembed as rs
 from tests.bad_calls.world import (
     KEY,
     feature,
-    keyed,
-    keyed_state,
     table,
 )
 
@@ -30,23 +28,18 @@ def stored(storage, rows=9, **options):
     return rs.EmbeddingCollection([feature(table_spec=spec)], **options)
 
 
-def with_rows(**rows):
-    """The keyed table with these rows written."""
-    given = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | rows
-    return keyed().with_tables(keyed_state(), {"client": given})
-
-
 def host_read(initializer):
     spec = table(storage=rs.HostCached(cache_rows=4), initializer=initializer)
     one = rs.EmbeddingCollection([feature(table_spec=spec)])
     return one.lookup(one.init(KEY(0)), {"title": [[1]]})
 
 
-def with_slot(rule, **rows):
-    """A keyed table of a rule with these rows and slots written."""
-    one = rs.EmbeddingCollection([feature(table_spec=table(storage=rs.Hashed(), optimizer=rule))])
-    given = {"keys": np.array([1, 2]), "values": np.ones((2, 4), np.float32)} | rows
-    return one.with_tables(one.init(KEY(0)), {"word": given})
+def with_rows(rule=None, **rows):
+    """A table of keys with room for four, in which these rows and slots are written."""
+    spec = table(vocabulary_size=4, storage=rs.Hashed(), optimizer=rule or rs.optimizers.SGD(0.1))
+    one = rs.EmbeddingCollection([feature(table_spec=spec)])
+    given = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | rows
+    return one.tables(one.with_tables(one.init(KEY(0)), {"word": given}))
 
 
 BAD = """
@@ -68,9 +61,9 @@ started(optimizer=custom(lambda g, w, m, lr: (w, m),
     => ValueError: nan in row 0 is not finite
 host_read(lambda key, shape: jnp.full(shape, NAN))
     => ValueError: table 'word': what its initializer gives for ... of its rows: nan
-with_slot(rs.optimizers.Adagrad(0.1), slot_accumulator=np.full((2, 4), -1.0))
+with_rows(rs.optimizers.Adagrad(0.1), slot_accumulator=np.full((2, 4), -1.0))
     => ValueError: table 'word': its slot_accumulator: -1.0 in row 0 is negative ... allow_nonfinite=True
-with_slot(rs.optimizers.Adam(0.1), slot_momentum=np.ones((2, 4)), slot_velocity=np.full((2, 4), np.inf))
+with_rows(rs.optimizers.Adam(0.1), slot_momentum=np.ones((2, 4)), slot_velocity=np.full((2, 4), np.inf))
     => ValueError: table 'word': its slot_velocity: inf in row 0 is not finite
 stepped(rs.optimizers.SGD(lambda step: "0.1")) => TypeError: schedule learning_rate ... str
 rs.optimizers.FTRL(0.0)
@@ -117,12 +110,12 @@ stored(rs.Hashed(), mesh=mesh(), placement={"word": "table"})
     => ValueError: table 'word' ... 'table' ... only 'row'
 keyed().with_tables(keyed_state(), {"client": np.ones((4, 3))}) => ValueError: table 'client' ... (4, 3) ... (4, 4)
 keyed().with_tables(keyed_state(), {"client": {"values": np.ones((2, 4))}}) => ValueError: table 'client' ... 'keys'
-with_rows(keys=np.array([1, 1], np.uint64)) => ValueError: table 'client' ... distinct ... 1 is not
-with_rows(keys=np.array([1.0, 2.0])) => TypeError: table 'client' ... keys ... float64
-with_rows(values=np.full((2, 4), "a")) => TypeError: table 'client' ... values ... numbers
+with_rows(keys=np.array([1, 1], np.uint64)) => ValueError: table 'word' ... distinct ... 1 is not
+with_rows(keys=np.array([1.0, 2.0])) => TypeError: table 'word' ... keys ... float64
+with_rows(values=np.full((2, 4), "a")) => TypeError: table 'word' ... values ... numbers
 with_rows(keys=np.arange(5), values=np.ones((5, 4)))
-    => ValueError: table 'client': 5 imported keys ... capacity=4); grow the table
-with_rows(momentum=np.ones((2, 4))) => ValueError: table 'client' ... momentum
+    => ValueError: table 'word': 5 imported keys ... capacity=4); grow the table
+with_rows(momentum=np.ones((2, 4))) => ValueError: table 'word' ... momentum
 # HostCached
 stored(rs.HostCached(cache_rows=0)) => ValueError: table 'word': cache_rows ... 0
 stored(rs.HostCached(cache_rows=2, eviction="random"))
@@ -167,5 +160,5 @@ rs.optimizers.rules.F2A(max_lr_multiplier=np.inf).max_lr_multiplier => np.inf
 rs.from_optax(optax.scale_by_adam(), learning_rate=-0.1).get_learning_rate() => -0.1
 str(rs.optimizers.SGD(jnp.float32(0.5))) => str(rs.optimizers.SGD(0.5))
 keyed().prepare({"who": [1, 2]}) => keyed().prepare({"who": np.array([1, 2])})
-keyed().tables(with_rows(values=np.ones((2, 4)))) => keyed().tables(with_rows())
+with_rows(values=np.ones((2, 4))) => with_rows()
 """

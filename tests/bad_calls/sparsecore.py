@@ -1,6 +1,6 @@
 """Bad calls of the SparseCore wing: stacking, preprocessing, lookup and update, layers, pipelines."""
 
-import functools
+from functools import cache, partial
 from unittest import mock
 
 import jax
@@ -15,7 +15,7 @@ from rsembed.sparsecore.nnx import embed
 from tests.bad_calls.world import KEY, mesh
 
 IDS = np.arange(16).reshape(8, 2)
-environment = functools.partial(mock.patch.dict, "os.environ")
+environment = partial(mock.patch.dict, "os.environ")
 
 
 def made(name="word", batch=8, rows=32, **fields):
@@ -31,7 +31,7 @@ def placed(*features, devices=1, cores=2):
     return features
 
 
-@functools.cache
+@cache
 def specs():
     return placed()
 
@@ -50,25 +50,23 @@ def new_reader(name="f_word", batch=8):
     )
 
 
-@functools.cache
+@cache
 def processed():
     return run()[0]
 
 
-def variables(**changes):
-    return {"word": embedding.EmbeddingVariables(jnp.zeros((32, 8)), ())} | changes
+TABLES = {"word": embedding.EmbeddingVariables(np.zeros((32, 8), np.float32), ())}
+GRADIENTS = [np.ones((8, 8), np.float32)]
 
 
-def look_up(inputs=None, tables=None, given=None, **options):
-    tables = variables() if tables is None else tables
+def look_up(inputs=None, tables=TABLES, given=None, **options):
     options = {"global_device_count": 1} | options
     inputs, given = inputs or processed(), given or specs()
     return jax.eval_shape(lambda: embedding.sparse_dense_matmul(inputs, tables, given, **options))
 
 
-def update(gradients=None, tables=None, **options):
-    gradients = [jnp.ones((8, 8))] if gradients is None else gradients
-    given = processed(), variables() if tables is None else tables, specs()
+def update(gradients=GRADIENTS, **options):
+    given = processed(), TABLES, specs()
     return jax.eval_shape(lambda: embedding.sparse_dense_matmul_grad(gradients, *given, **options))
 
 
@@ -85,21 +83,11 @@ def stack_in_turn(*calls):
     return features
 
 
-def _look_up_for_two_devices():
+def for_two_devices(run_it):
+    """What a function makes of a lookup for two devices and its inputs."""
     given = placed(devices=2)
     inputs, _ = run(given=given, local=2, devices=2)
-    half = jax.tree.map(lambda array: array[: array.size // 2], inputs)
-    return look_up(half, given=given, global_device_count=2)
-
-
-def _look_up_on_a_mesh_of_two_axes():
-    given = placed(devices=2)
-    inputs, _ = run(given=given, local=2, devices=2)
-    both = jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("x", "y"))
-    mapped = functools.partial(look_up, given=given, global_device_count=2)
-    return jax.shard_map(mapped, mesh=both, in_specs=P("x"), out_specs=P("x"), check_vma=False)(
-        inputs
-    )
+    return run_it(partial(look_up, given=given, global_device_count=2), inputs)
 
 
 def _step_of_whole_rows_of_two_dims():
@@ -119,7 +107,7 @@ def _of_two_devices(inputs):
 
 def _step_of_halves():
     given = placed(made(dtype="bfloat16", stochastic_rounding=True))
-    tables = variables(word=embedding.EmbeddingVariables(jnp.zeros((32, 8), "bfloat16"), ()))
+    tables = {"word": embedding.EmbeddingVariables(jnp.zeros((32, 8), "bfloat16"), ())}
     return embedding.sparse_dense_matmul_grad(
         [jnp.ones((8, 8))], run(given=given)[0], tables, given
     )
@@ -133,10 +121,10 @@ def sharding(*axes, devices=1):
     return NamedSharding(mesh(devices, "x"), P(*axes))
 
 
-def init(key=None, given=None, where=None, cores=None):
-    key, where = KEY(0) if key is None else key, where or sharding("x", None)
+def init(given=None, where=None, cores=None):
     tables = embedding.get_table_specs(specs()) if given is None else given
-    return embedding.init_embedding_variables(key, tables, where, cores)
+    where = where or sharding("x", None)
+    return embedding.init_embedding_variables(KEY(0), tables, where, cores)
 
 
 def linen(**options):
@@ -254,11 +242,14 @@ layer(sharding_axis=("x", "y"), mesh=None) => ValueError: ('x', 'y') needs a mes
 # Lookup and update
 look_up(tables={}) => ValueError: no stack 'word' ... feature_specs
 look_up(tables=jnp.zeros((32, 8))) => TypeError: embedding_variables ... a mapping ... (32, 8)
-look_up(tables=variables(word=embedding.EmbeddingVariables(jnp.zeros((16, 8)), ())))
+look_up(tables={"word": embedding.EmbeddingVariables(jnp.zeros((16, 8)), ())})
     => ValueError: stack 'word' ... (16, 8) ... (32, 8)
-_look_up_on_a_mesh_of_two_axes() => ValueError: shard_map has the axes ... name it with axis_name=
+for_two_devices(lambda lookup, inputs: jax.shard_map(lookup, check_vma=False, in_specs=P("x"), out_specs=P("x"),
+    mesh=jax.sharding.Mesh(np.reshape(jax.devices()[:4], (2, 2)), ("x", "y")))(inputs))
+    => ValueError: shard_map has the axes ... name it with axis_name=
 _step_of_whole_rows_of_two_dims() => ValueError: 'rowwise_adagrad' works on whole rows ... 'a': 8, 'b': 16
-_look_up_for_two_devices() => ValueError: inside jax.shard_map
+for_two_devices(lambda lookup, inputs: lookup(jax.tree.map(lambda array: array[: array.size // 2], inputs)))
+    => ValueError: inside jax.shard_map
 look_up(_of_two_devices(processed())) => ValueError: 32 row pointers, expected 16 ... without shard_map
 look_up(given=placed(made("user"))) => ValueError: preprocessed for stacks ['word'] ... ['user']
 look_up(num_sc_per_device=4) => ValueError: another number of shards: 2, not 4
@@ -316,7 +307,7 @@ run("ids") => TypeError: feature 'f_word': rows, one list of ids for each bag, m
 sparse([[0, 0]], [1.5]) => TypeError: feature 'f_word': ids must be integers, got float64;
 embedding.preprocess_sparse_dense_matmul_input_from_sparse_tensor(None, None, None, specs(), 1, 1)
     => ValueError: indices must have the tree structure of feature_specs, with ... got NoneType
-embedding.sparse_dense_matmul(None, variables(), specs(), global_device_count=1)
+embedding.sparse_dense_matmul(None, TABLES, specs(), global_device_count=1)
     => TypeError: preprocessed_inputs must be of type PreprocessedInput, got None (NoneType)
 look_up(tables={"word": None}) => TypeError: embedding_variables['word'] must be a list, got None (NoneType)
 look_up(sharding_strategy="DIV") => ValueError: unknown sharding strategy 'DIV'; the only one is 'MOD'.

@@ -64,6 +64,15 @@ plan(groups=[["s", "t"], ["t"]]) => ValueError: every table once ... 't'
 plan(num_shards=2, pad=False) => ValueError: without padding ... pad=True
 rs.plan_stacking([feature(table_spec=table(storage=rs.Hashed()))])
     => NotImplementedError: 'word' ... storage= ... EmbeddingCollection
+plan(groups=[["s", "t"]], t={"optimizer": rs.optimizers.Adam()}) => ValueError: different optimizers
+plan(groups=[["s", "t"]], t={"dtype": "bfloat16"}) => ValueError: different dtypes
+plan(groups=[["s", "t"]], t={"stochastic_rounding": True}) => ValueError: different stochastic roundings
+plan(groups=[["s", "t"]], t={"quantization_config": rs.QuantizationConfig(-1, 1, 8)})
+    => ValueError: different quantization configs
+plan(groups=[["s", "t"]], pad=False, t={"vocabulary_size": 2**31 - 8})
+    => ValueError: above 2147483647; give tables ['s', 't'] separate stacks
+plan(groups=[["s", "t"]], num_shards=8, t={"vocabulary_size": 2**31 - 64})
+    => ValueError: above 2147483647; give tables ['s', 't'] separate stacks
 plan().stack("stakc") => KeyError: 'stakc' ... s_t
 plan().table("wrod") => KeyError: 'wrod' ... 's', 't'
 plan().shard_load({"x": [1]}) => ValueError: 'x' ... 'a', 'b'

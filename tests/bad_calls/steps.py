@@ -11,17 +11,13 @@ from tests.bad_calls.world import (
     KEY,
     batch,
     collection,
-    feature,
     gradients,
     keyed,
     keyed_state,
     other,
     row_gradients,
     state,
-    table,
 )
-
-BATCH, GRADIENTS = {"title": [[1]]}, {"title": np.ones((1, 4), np.float32)}
 
 
 def lookup(given, ids=None):
@@ -37,14 +33,11 @@ def stepped(**changes):
     return collection().update(state()._replace(**changes), batch(), gradients())
 
 
-def adam_without_slots():
-    made = rs.EmbeddingCollection([feature(table_spec=table(optimizer=rs.optimizers.Adam(0.1)))])
-    return made.update(made.init(KEY(0))._replace(slots={}), BATCH, GRADIENTS)
-
-
 def donated():
     state = other().init(KEY(0))
-    jax.jit(lambda state: other().update(state, BATCH, GRADIENTS), donate_argnums=0)(state)
+    jax.jit(
+        lambda state: other().update(state, {"title": [[1]]}, {"title": VALUES}), donate_argnums=0
+    )(state)
     return state
 
 
@@ -64,12 +57,11 @@ def applied(row_gradients):
     return collection().apply(state(), row_gradients)
 
 
-def by_hand(rows=None, values=None, num_rows=(("word_user", 14),)):
+ROW, VALUES = np.array([1]), np.ones((1, 4), np.float32)
+
+
+def by_hand(rows=ROW, values=VALUES, num_rows=(("word_user", 14),)):
     """Gradients of one row that belong to no collection."""
-    rows, values = (
-        jnp.array([1]) if rows is None else rows,
-        jnp.ones((1, 4)) if values is None else values,
-    )
     return applied(rs.RowGradients({"word_user": rows}, {"word_user": values}, num_rows))
 
 
@@ -117,7 +109,7 @@ lookup(rs.EmbeddingState({}, {}, jnp.zeros((), jnp.int32), None, None))
 lookup(state()._replace(tables={"word_user": jnp.ones((14, 4), jnp.bfloat16)}, layout=None))
     => ValueError: does not belong ... bfloat16[14, 4]
 stepped(slots={"word_user": (jnp.ones(3),)}) => ValueError: does not belong ... slots ... float32[3]
-adam_without_slots() => ValueError: the state does not belong to this collection: slots are {},
+stepped(slots={}) => ValueError: the state does not belong to this collection: slots are {},
 near().prefetch(near_state()._replace(slots={}), {"what": [[1]]})
     => ValueError: table 'item' is on the host, where optimizer state moves ... keep the slots in the state
 collection().lookup(state()._replace(tables=[jnp.ones((14,4))]), batch())
@@ -125,7 +117,7 @@ collection().lookup(state()._replace(tables=[jnp.ones((14,4))]), batch())
 stepped(step=None) => ValueError: the state does not belong to this collection: step are
 stepped(step=jnp.ones(())) => ValueError: the state does not belong to this collection: step are
 stepped(step=jnp.zeros(2, jnp.int32)) => ValueError: the state does not belong to this collection: step are
-other().lookup(donated(), BATCH) => RuntimeError: the state has lost its tables to a step that took its
+other().lookup(donated(), {"title": [[1]]}) => RuntimeError: the state has lost its tables to a step that took its
 # with_tables and evict
 with_tables(word="x") => TypeError: table 'word': its values must be an array of numbers, got 'x' (str)
 with_tables(word=np.where(np.arange(36).reshape(9, 4) == 22, NAN, 1.0))
@@ -226,6 +218,9 @@ grad(lambda params, activations: activations["title"].sum(), {"k": KEY(0)})
 # The package
 rs.pairwise_interaction(jnp.ones((3, 2))) => ValueError: vectors
 rs.pairwise_interaction(jnp.ones((1, 2, 2)), implementation="fast") => ValueError: unknown implementation 'fast'
+rs.opaque.wrap(jnp.ones(2), "row") => TypeError: kind 'row' are int32, got float32
+jax.random.split(rs.opaque.wrap(jnp.arange(2), "row")[0])
+    => TypeError: not keys of a random number generator
 rs.sparsecores => AttributeError: 'rsembed' ... 'sparsecores' ... 'sparsecore'
 rs.TableSpecs => AttributeError: module 'rsembed' has no attribute 'TableSpecs' (did you mean 'TableSpec'?)
 rs.nothing => AttributeError: module 'rsembed' has no attribute 'nothing'

@@ -1,6 +1,6 @@
 """Bad calls of the table-batched wing: the module, its batches, its states."""
 
-import functools
+from functools import cache
 
 import numpy as np
 
@@ -23,17 +23,17 @@ def row_wise(**options):
     return module(optimizer=tbe.OptimType.EXACT_ROWWISE_ADAGRAD, **options)
 
 
-@functools.cache
+@cache
 def bags():
     return module(table_names=["word", "user"])
 
 
-@functools.cache
+@cache
 def single():
     return module((9, 4, HOST, CPU), optimizer=tbe.OptimType.EXACT_ADAGRAD)
 
 
-@functools.cache
+@cache
 def shared():
     return module(mesh=mesh())
 

@@ -1,6 +1,6 @@
 """Bad tensor trains: specs, storages, functions of cores, modules."""
 
-import functools
+from functools import cache
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,17 +14,17 @@ SPEC = tt.TTSpec(9, (3, 3), (2, 2), (2,))
 DENSE = np.ones((9, 4), np.float32)
 
 
-@functools.cache
+@cache
 def cores():
     return tuple(jnp.ones(shape) for shape in SPEC.core_shapes)
 
 
-@functools.cache
+@cache
 def bag():
     return tt.TTEmbeddingBag(9, 4, tt_ranks=[2], use_cache=False)
 
 
-@functools.cache
+@cache
 def several():
     return tt.TableBatchedTTEmbeddingBag(2, 9, 4, tt_ranks=[2], use_cache=False)
 

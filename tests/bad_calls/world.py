@@ -16,7 +16,6 @@ FOLDER = pathlib.Path(_folder.name)
 """Goes with the process."""
 KEY = jax.random.key
 NAN = float("nan")
-IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
 
 
 def zeros(key, shape, dtype=jnp.float32):
@@ -41,9 +40,10 @@ def one(**options):
     return rs.EmbeddingCollection([feature()], **options)
 
 
-def plan(**options):
-    """A plan of two features, each with a table of its own."""
-    return rs.plan_stacking([feature("a", table("s")), feature("b", table("t"))], **options)
+def plan(t=None, **options):
+    """A plan of two features, each with a table of its own, the second with the fields `t`."""
+    tables = table("s"), table("t", **(t or {}))
+    return rs.plan_stacking([feature("a", tables[0]), feature("b", tables[1])], **options)
 
 
 @cached
