@@ -102,13 +102,16 @@ def taken_apart(call, dims, outputs):
     if call.layout == "each":
         return [output.reshape(size) for output, size in zip(outputs, sizes, strict=True)]
     (output,) = outputs
+    num_vectors, _ = sizes[0]
+    widths = [dim for _, dim in sizes]
     if call.segments[0].combiner == "none":
-        output = output.reshape(sizes[0][0], max(dim for _, dim in sizes))
-        return [output[:, :dim] for _, dim in sizes]
+        output = output.reshape(num_vectors, max(widths))
+        return [output[:, :dim] for dim in widths]
     if call.layout == "columns":
-        output = output.reshape(sizes[0][0], sum(dim for _, dim in sizes))
-        return np.split(output, np.cumsum([dim for _, dim in sizes])[:-1], axis=1)
-    flat = np.split(output.reshape(-1), np.cumsum([count * dim for count, dim in sizes])[:-1])
+        output = output.reshape(num_vectors, sum(widths))
+        return np.split(output, np.cumsum(widths)[:-1], axis=1)
+    ends = np.cumsum([count * dim for count, dim in sizes])
+    flat = np.split(output.reshape(-1), ends[:-1])
     return [own.reshape(size) for own, size in zip(flat, sizes, strict=True)]
 
 

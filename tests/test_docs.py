@@ -16,6 +16,7 @@ from unittest import mock
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed
 from tests.world import module_of
@@ -153,7 +154,7 @@ def test_the_entry_of_a_dataclass_shows_the_values_of_its_defaults(monkeypatch):
     )
     draw = rsembed.TableSpec("item", 1_000, 64).initializer
     rows = np.asarray(draw(jax.random.key(0), (1_000, 64)))
-    np.testing.assert_allclose([rows.mean(), rows.std()], [0, 1 / 8], atol=1e-3)
+    assert_allclose([rows.mean(), rows.std()], [0, 1 / 8], atol=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -276,10 +277,11 @@ def test_the_report_that_the_page_on_loaders_shows_is_the_one_that_its_program_p
     assert capsys.readouterr().out == printed
 
 
-def run_programs(page):
-    """The names that a page's programs, run one after the other, leave behind; and how many there were."""
+def run_programs(page, sections=None):
+    """The names that programs of a page, run one after the other, leave behind; and how many there were."""
     names = {"__name__": "page"}
-    programs = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / page).read_text(), re.DOTALL)
+    text = sections or (ROOT / "docs" / page).read_text()
+    programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     for program in programs:
         exec(compile(program, f"docs/{page}", "exec"), names)
     return names, len(programs)
@@ -287,17 +289,14 @@ def run_programs(page):
 
 @pytest.mark.parametrize("loader", LOADERS[1:-2], ids=lambda section: section.splitlines()[0])
 def test_the_loaders_of_the_page_bring_what_a_step_takes(loader):
-    names = {"__name__": "page"}
-    for section in (LOADERS[0], loader):
-        for program in re.findall(r"```python\n(.*?)```", section, re.DOTALL):
-            try:
-                exec(compile(program, "docs/loaders.md", "exec"), names)
-            except ImportError as error:
-                pytest.skip(f"not installed: {error.name}")
+    try:
+        names, _ = run_programs("loaders.md", LOADERS[0] + loader)
+    except ImportError as error:
+        pytest.skip(f"not installed: {error.name}")
     vectors = names.get("activations", names.get("vectors"))
     if vectors is None:
         film = names["collection"].tables(names["state"])["film"]
-        np.testing.assert_array_equal(film[7], np.ones(8))
+        assert_array_equal(film[7], np.ones(8))
     else:
         (shape,) = {array.shape for array in vectors.values()}
         assert shape in [(128, 8), (3, 8), (1, 8), (16, 8)]
@@ -370,9 +369,9 @@ def test_a_phrase_that_people_search_for_begins_a_section(phrase, name):
 def test_one_id_goes_the_way_that_the_page_tells():
     names, count = run_programs("how_it_works.md")
     assert count == 5 and names["rows"].tolist() == [4, 17, 99]
-    np.testing.assert_allclose(names["steps"], [1, 2, 1], rtol=1e-6)
+    assert_allclose(names["steps"], [1, 2, 1], rtol=1e-6)
     assert not np.any(names["unknown"]) and names["known"] == [4, 99, 2**40 + 17]
-    np.testing.assert_allclose(names["moved"], np.ones(4), rtol=1e-6)
+    assert_allclose(names["moved"], np.ones(4), rtol=1e-6)
 
 
 def test_the_program_of_the_page_on_storages_trains_a_table_of_each_kind(capsys):

@@ -78,15 +78,10 @@ def test_the_rows_that_are_reported_choose_nothing(monkeypatch):
         lambda: criteo.fit_linear((train, validation, held), 100, 2, 0.05, 0),
         lambda: criteo.fit_dlrm((train, validation, held), 100, 2, 0.1, 500, 0)[0],
     ):
-        judged = []
-
-        def judge(labels, scores, judged=judged):
-            judged.append(labels)
-            return (first, last)[len(judged) - 1]
-
+        judge = mock.Mock(side_effect=[first, last])
         monkeypatch.setattr(criteo, "judge", judge)
         assert fit().epoch == 1
-        assert [labels is validation.labels for labels in judged] == [True, True]
+        assert [call.args[0] is validation.labels for call in judge.call_args_list] == [True, True]
 
 
 def test_auc_is_the_share_of_pairs_in_order_and_the_loss_that_of_its_formula():

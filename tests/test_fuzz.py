@@ -24,6 +24,9 @@ from tools.fuzz import (
 )
 
 pytestmark = pytest.mark.slow
+NEEDS_NATIVE = pytest.mark.skipif(
+    native.unavailable_because() is not None, reason="needs the native kernels"
+)
 
 PLANTED = """
 #include <thread>
@@ -59,14 +62,9 @@ def test_a_forbidden_access_is_reported_with_the_round_that_made_it(
 ):
     (tmp_path / "planted.cc").write_text(PLANTED)
     (tmp_path / "planted_rounds.py").write_text(ROUNDS.format(fault=fault))
-    flags = [
-        *sanitizers.COMMON_FLAGS.split(),
-        *sanitizers.FLAGS[sanitizer].split(),
-        "-shared",
-        "-fPIC",
-        "-pthread",
-    ]
-    subprocess.run(["g++", *flags, "planted.cc", "-o", "planted.so"], cwd=tmp_path, check=True)
+    flags = f"{sanitizers.COMMON_FLAGS} {sanitizers.FLAGS[sanitizer]} -shared -fPIC -pthread"
+    command = f"g++ {flags} planted.cc -o planted.so"
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
     monkeypatch.setattr(sanitizers, "build", lambda _: tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     outcome = fuzz.explore(
@@ -80,7 +78,7 @@ def test_a_forbidden_access_is_reported_with_the_round_that_made_it(
     )
 
 
-@pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
+@NEEDS_NATIVE
 def test_a_kernel_that_is_wrong_by_one_is_found(monkeypatch):
     kind, right = valid_calls.CALLS.index(valid_calls.rows_by_bag), native.rows_by_bag
     native_calls.valid_call(kind)
@@ -91,7 +89,7 @@ def test_a_kernel_that_is_wrong_by_one_is_found(monkeypatch):
         native_calls.valid_call(kind)
 
 
-@pytest.mark.skipif(native.unavailable_because() is not None, reason="needs the native kernels")
+@NEEDS_NATIVE
 def test_a_driver_in_the_place_of_xla_gets_arrays_from_every_valid_call(monkeypatch):
     driver = object.__new__(direct_calls.Driver)  # without a library of its own
     driver.before = lambda call: None

@@ -2,6 +2,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.nn import initializers
 from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
@@ -15,12 +16,12 @@ def table(initializer, rows=ROWS):
 
 
 INITIALIZERS = {
-    "normal": jax.nn.initializers.normal(0.3),
-    "uniform": jax.nn.initializers.uniform(0.3),
-    "truncated": jax.nn.initializers.truncated_normal(0.3),
-    "fan_in": jax.nn.initializers.variance_scaling(1.0, "fan_in", "truncated_normal"),
-    "glorot": jax.nn.initializers.glorot_uniform(),
-    "constant": jax.nn.initializers.constant(0.3),
+    "normal": initializers.normal(0.3),
+    "uniform": initializers.uniform(0.3),
+    "truncated": initializers.truncated_normal(0.3),
+    "fan_in": initializers.variance_scaling(1.0, "fan_in", "truncated_normal"),
+    "glorot": initializers.glorot_uniform(),
+    "constant": initializers.constant(0.3),
     "two draws": lambda key, shape: (
         jax.random.normal(key, shape) * 0.1 + jax.random.uniform(key, shape)
     ),
@@ -97,12 +98,12 @@ def test_functions_that_compute_the_same_are_of_one_form_and_no_others():
 
 
 NUMBER_OF_ROWS_MATTERS = {
-    "in a scale": jax.nn.initializers.glorot_uniform(),
+    "in a scale": initializers.glorot_uniform(),
     "in a value": lambda key, shape: jnp.full(shape, shape[0], jnp.float32),
     "in an order": lambda key, shape: jnp.broadcast_to(
         jnp.arange(shape[0], dtype=jnp.float32)[:, None], shape
     ),
-    "in all rows": jax.nn.initializers.orthogonal(),
+    "in all rows": initializers.orthogonal(),
     "in a sum": lambda key, shape: jax.random.normal(key, shape) / jnp.ones((shape[0], 2, 2)).sum(),
     "in a largest number": lambda key, shape: (
         jax.random.normal(key, shape)
@@ -133,13 +134,13 @@ def test_initializers_that_mix_rows_are_evaluated_whole(where):
 
 
 def test_stacked_tables_of_many_sizes_and_initializers_have_their_own_values():
-    initializers = [
+    chosen = [
         INITIALIZERS["uniform"],
         *map(NUMBER_OF_ROWS_MATTERS.get, ("in a scale", "in an order")),
     ]
     tables = [
         rs.TableSpec(f"{k} {rows}", rows, DIM, initializer=initializer)
-        for k, initializer in enumerate(initializers)
+        for k, initializer in enumerate(chosen)
         for rows in (1, 16, 17)
     ]
     collection = rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in tables])

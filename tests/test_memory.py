@@ -13,6 +13,13 @@ import rsembed as rs
 from rsembed.kernels import native
 
 ROWS, DIM, BATCH, LENGTH = 1_000_000, 64, 512, 4
+READS_PROC = pytest.mark.skipif(
+    not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc"
+)
+SPEAKS_TO_THE_ALLOCATOR = pytest.mark.skipif(
+    "glibc" not in platform.libc_ver() or native.unavailable_because() is not None,
+    reason="the native library speaks to the allocator of glibc",
+)
 
 RULES = ("rs.optimizers.SGD()", "rs.optimizers.Adagrad()", "rs.optimizers.FTRL()")
 
@@ -75,15 +82,14 @@ def peaks():
         command, capture_output=True, text=True, check=False, timeout=240, env=environment
     )
     assert output.returncode == 0, output.stderr
-    return {
-        rule: tuple(map(float, numbers))
-        for rule, *numbers in map(str.split, output.stdout.splitlines())
-    }
+    peaks_of_rules = {}
+    for line in output.stdout.splitlines():
+        rule, *numbers = line.split()
+        peaks_of_rules[rule] = [float(number) for number in numbers]
+    return peaks_of_rules
 
 
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc"
-)
+@READS_PROC
 @pytest.mark.parametrize("optimizer", RULES)
 def test_init_and_training_hold_one_copy_of_the_state(optimizer, peaks):
     init, step, _ = peaks[optimizer]
@@ -92,9 +98,7 @@ def test_init_and_training_hold_one_copy_of_the_state(optimizer, peaks):
     assert step < (1.2 if native.unavailable_because() is None else 1.25)
 
 
-@pytest.mark.skipif(
-    not sys.platform.startswith("linux"), reason="reads the peak of resident memory from /proc"
-)
+@READS_PROC
 def test_an_int8_table_is_written_without_copies_in_float32(peaks):
     for _, _, serving in peaks.values():
         assert serving < 1.5  # a quarter is the result, and compiling takes up to one table
@@ -146,10 +150,8 @@ print(np.median(np.diff(faults)[20:]) / num_pages)  # every thread has a heap to
 
 
 @pytest.mark.slow
-@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="speaks to the allocator of glibc")
+@SPEAKS_TO_THE_ALLOCATOR
 def test_pages_of_activations_are_used_again_unless_the_user_chose_what_the_allocator_does():
-    if (reason := native.unavailable_because()) is not None:
-        pytest.skip(f"the native library speaks to the allocator: {reason}")
 
     def share_of_new_pages(**environment):
         command = [sys.executable, "-c", LOOKUPS]
@@ -190,11 +192,9 @@ print((faults[-1] - faults[0]) / 9 / (SIZE >> 12))
 
 
 @pytest.mark.slow_rows("14")
-@pytest.mark.skipif("glibc" not in platform.libc_ver(), reason="speaks to the allocator of glibc")
+@SPEAKS_TO_THE_ALLOCATOR
 @pytest.mark.parametrize("megabytes", (14, 48))
 def test_pages_of_results_of_other_threads_are_used_again(megabytes):
-    if (reason := native.unavailable_because()) is not None:
-        pytest.skip(f"the native library speaks to the allocator: {reason}")
     command = [sys.executable, "-c", HEAPS, str(megabytes)]
     output = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert output.returncode == 0, output.stderr

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from numpy.testing import assert_allclose
 
 from tests.world import module_of
 
@@ -56,7 +57,7 @@ def test_recall_ndcg_and_auc_are_those_of_counts_of_films(script):
         gain = is_recalled / np.log2(above + 2)
         measures.append([is_recalled, gain, 1 - above / len(others)])
     expected = np.mean(measures, axis=0)
-    np.testing.assert_allclose(script.judge(task, scores), expected, rtol=1e-12)
+    assert_allclose(script.judge(task, scores), expected, rtol=1e-12)
 
 
 def test_neighbours_and_factorisation_solve_their_equations(script):
@@ -69,12 +70,12 @@ def test_neighbours_and_factorisation_solve_their_equations(script):
     np.fill_diagonal(similar, 0)
     expected = seen[task.log.users[task.test]] @ similar
     scores = script.item_neighbours(task, num_neighbours=500)  # all of them
-    np.testing.assert_allclose(scores, expected, rtol=1e-4, atol=1e-6)
+    assert_allclose(scores, expected, rtol=1e-4, atol=1e-6)
     # Each vector is where the gradient of the weighted loss is zero.
     others = np.random.default_rng(0).normal(size=(seen.shape[1], 4))
     vectors = script.least_squares(seen > 0, others, weight=2.0, decay=0.5)
     errors = (1 + 2.0 * seen) * (seen - vectors @ others.T)
-    np.testing.assert_allclose(errors @ others, 0.5 * vectors, atol=1e-8)
+    assert_allclose(errors @ others, 0.5 * vectors, atol=1e-8)
 
 
 def test_data_may_be_a_path_or_searched(script, tmp_path, monkeypatch, capsys):

@@ -44,20 +44,16 @@ def folded_lines(source):
     folded = []
     for node in ast.walk(ast.parse(source)):
         parts = list(ast.walk(node))[1:]
-        joins = isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Tuple)
-        arguments = []
-        if isinstance(node, ast.Call):
+        does_more = isinstance(node, ast.NamedExpr)
+        if isinstance(node, ast.Assign):
+            does_more = isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)
+        elif isinstance(node, COMPREHENSIONS):
+            is_nested = any(isinstance(part, COMPREHENSIONS) for part in parts)
+            does_more = is_nested or len(node.generators) > 1
+        elif isinstance(node, ast.Call):
             arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if (
-            (joins and isinstance(node.value, ast.Tuple))
-            or (
-                isinstance(node, COMPREHENSIONS)
-                and any(isinstance(x, COMPREHENSIONS) for x in parts)
-            )
-            or (isinstance(node, COMPREHENSIONS) and len(node.generators) > 1)
-            or any(isinstance(argument, ast.IfExp) for argument in arguments)
-            or isinstance(node, ast.NamedExpr)
-        ):
+            does_more = any(isinstance(argument, ast.IfExp) for argument in arguments)
+        if does_more:
             folded.append(ast.unparse(node))
     return folded
 

@@ -69,11 +69,7 @@ def lab(tmp_path_factory):
     notebooks.mkdir()
     shutil.copy(ROOT / "notebooks" / "01_shakespeare.ipynb", notebooks)
     live = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LIVE_CELL)])
-    live.metadata["kernelspec"] = {
-        "name": "python3",
-        "display_name": "Python 3",
-        "language": "python",
-    }
+    live.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(live, notebooks / "live.ipynb")
     # A kernel of this Python, whatever other kernels the machine has.
     kernel = folder / "data" / "kernels" / "python3"
@@ -89,19 +85,15 @@ def lab(tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     token = secrets.token_hex(16)
-    own = {"JUPYTER_CONFIG_DIR": "config", "JUPYTER_RUNTIME_DIR": "run", "JUPYTER_DATA_DIR": "data"}
-    own |= {"JUPYTERLAB_SETTINGS_DIR": "settings", "JUPYTERLAB_WORKSPACES_DIR": "workspaces"}
-    own = {name: str(folder / place) for name, place in own.items()}
-    arguments = [
-        "--no-browser",
-        "--ip=127.0.0.1",
-        f"--port={port}",
-        "--ServerApp.port_retries=0",
-        "--allow-root",
-    ]
+    own = {}
+    for name in ("CONFIG", "RUNTIME", "DATA"):
+        own[f"JUPYTER_{name}_DIR"] = str(folder / name.lower())
+    for name in ("SETTINGS", "WORKSPACES"):
+        own[f"JUPYTERLAB_{name}_DIR"] = str(folder / name.lower())
+    arguments = f"--no-browser --ip=127.0.0.1 --port={port} --ServerApp.port_retries=0 --allow-root"
     log = (folder / "log.txt").open("w")
     server = subprocess.Popen(
-        [sys.executable, "-m", "jupyterlab", *arguments, f"--ServerApp.root_dir={notebooks}"],
+        [sys.executable, "-m", "jupyterlab", *arguments.split(), f"--ServerApp.root_dir={notebooks}"],
         env=os.environ | own | {"JUPYTER_TOKEN": token},
         stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip

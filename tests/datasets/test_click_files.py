@@ -14,18 +14,16 @@ NUMBERS = [f"I{number}" for number in range(1, 14)]
 CATEGORIES = [f"C{number}" for number in range(1, 27)]
 
 
-def fields_of(num_rows=40, digits=8, seed=0):
+def fields_of(num_rows=40, digits=8):
     """Fields of the lines of a log, of which a fifth are missing."""
-    generator = np.random.default_rng(seed)
+    generator = np.random.default_rng(0)
     rows = []
     for _ in range(num_rows):
-        row = [str(generator.integers(0, 2))]
-        row += [str(number) for number in generator.integers(-3, 60_000, 13)]
-        row += [generator.bytes(digits // 2).hex() for _ in range(26)]
-        for column in range(1, 40):
-            if generator.random() < 0.2:
-                row[column] = ""
-        rows.append(row)
+        numbers = generator.integers(-3, 60_000, 13).astype(str)
+        categories = [generator.bytes(digits // 2).hex() for _ in range(26)]
+        fields = np.array([*numbers, *categories])
+        fields[generator.random(39) < 0.2] = ""
+        rows.append([str(generator.integers(0, 2)), *fields.tolist()])
     rows[0][14:] = [""] * 26  # a row without any category
     return rows
 

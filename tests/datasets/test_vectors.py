@@ -95,15 +95,14 @@ def test_a_bad_line_is_an_error_with_its_number_or_is_counted(bad, header):
 def test_a_cut_file_never_gives_another_number_silently(tmp_path, header):
     whole = header + body("\n")
     file = tmp_path / "vectors.txt"
-    words = list(VECTORS)
     wanted = np.array(list(VECTORS.values()), np.float32)
     line_ends = [place for place, letter in enumerate(whole, start=1) if letter == ord("\n")]
     for size in range(len(header), len(whole)):
         file.write_bytes(whole[:size])
         if header or size not in [0, *line_ends]:
             with pytest.raises(ValueError, match=r"may be cut|header says"):
-                datasets.word_vectors(file, words, dim=3)
-        found = datasets.word_vectors(file, words, dim=3, bad_lines="skip")
+                datasets.word_vectors(file, list(VECTORS), dim=3)
+        found = datasets.word_vectors(file, list(VECTORS), dim=3, bad_lines="skip")
         assert found.values[found.is_found].tolist() == wanted[found.is_found].tolist()
 
 

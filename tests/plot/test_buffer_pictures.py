@@ -5,7 +5,7 @@ import pytest
 
 from rsembed import plot
 from rsembed.plot.buffers import GAP, TAIL, buffer_places
-from rsembed.sparsecore import embedding, embedding_spec
+from tests.plot.preprocessing import preprocessed
 
 POINTERS = np.array([3, 9, *[16] * 6, 8, 8, *[8] * 6])
 """Two cores and two shards: 3 and 1 ids, then 8 and none."""
@@ -25,23 +25,16 @@ def test_places_are_partitions_gaps_and_a_tail():
 
 @pytest.mark.parametrize("num_cores", [1, 2, 4, 16])
 def test_used_places_are_those_that_the_partitioner_filled(num_cores):
-    table = embedding_spec.TableSpec("t", 100, 4, max_ids_per_partition=128)
-    spec = embedding_spec.FeatureSpec("f", table, input_shape=(16, 1), output_shape=(16, 4))
-    embedding.prepare_feature_specs_for_training(spec, 1, num_cores)
     ids = np.random.default_rng(0).integers(0, 100, (16, 5))
-    processed, _ = embedding.preprocess_sparse_dense_matmul_input(
-        ids, None, spec, 1, 1, num_sc_per_device=num_cores
-    )
+    processed, _ = preprocessed(ids, num_cores, limit=128)
     rows = processed.lhs_embedding_ids["t"]
     places = buffer_places(
         processed.lhs_row_pointers["t"], num_shards=num_cores, num_places=len(rows)
     )
     is_used = rows.reshape(num_cores, -1) != np.iinfo(np.int32).max
     np.testing.assert_array_equal(places >= 0, is_used)
-    distinct = [sample_id for row in ids for sample_id in set(row.tolist())]
-    np.testing.assert_array_equal(
-        np.bincount(places[is_used]), np.bincount(np.array(distinct) % num_cores)
-    )
+    distinct = np.concatenate([np.unique(row) for row in ids])
+    np.testing.assert_array_equal(np.bincount(places[is_used]), np.bincount(distinct % num_cores))
 
 
 def test_more_shards_than_colours_and_an_empty_buffer_are_drawn():

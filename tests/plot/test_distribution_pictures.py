@@ -8,15 +8,6 @@ from rsembed.plot.distributions import zipf_exponent
 COUNTS = np.array([1, 6, 0, 3])
 
 
-def test_coverage_agrees_with_a_loop_over_sorted_counts():
-    counts = np.random.default_rng(0).integers(0, 50, 40)
-    served, expected = 0, []
-    for count in sorted(counts.tolist(), reverse=True):
-        served += count
-        expected.append(100 * served / counts.sum())
-    np.testing.assert_allclose(plot.plot_coverage(counts).lines[0].get_ydata(), expected)
-
-
 def test_coverage_is_drawn_in_per_cent_over_a_logarithmic_axis_of_rows():
     ax = plot.plot_coverage(COUNTS)
     (line,) = ax.lines
