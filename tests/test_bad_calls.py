@@ -39,7 +39,7 @@ def test_a_bad_call_is_refused_in_words_that_help(outcomes, name):
 
 
 def test_what_an_annotation_does_not_admit_is_refused_by_the_name_of_the_argument(outcomes):
-    """Of every public call that `checks.validated` guards; what else its words say is tested in `test_checks.py`."""
+    """Of every public call that `checks.validated` guards; what else its words say is in `bad_calls/checks.py`."""
     names = [name for name in outcomes if name.startswith("annotations: ")]
     assert len(names) > 450
     for name in names:
