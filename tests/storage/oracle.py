@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -108,20 +109,17 @@ class Entry(NamedTuple):
 
 def entries_of(read: Read, combiner: str, counts: Callable[[int], bool]) -> list[Entry]:
     """The entries of a feature whose ids count."""
-    samples, width = read.ids.shape
+    weights = np.ones(read.ids.shape)
+    if read.weights is not None:
+        weights = np.float64(read.weights)
     found = []
-    for b in range(samples):
-        own = []
-        for j in range(width):
-            if counts(int(read.ids[b, j])):
-                weight = 1.0 if read.weights is None else float(read.weights[b, j])
-                own.append(
-                    (int(read.ids[b, j]), b * width + j if combiner == "none" else b, weight)
-                )
-        divisor = divisor_of(combiner, [weight for *_, weight in own])
-        found += [
-            Entry(key, output, weight / divisor if divisor else 0.0) for key, output, weight in own
-        ]
+    for sample, ids in enumerate(read.ids.tolist()):
+        own = [place for place, key in enumerate(ids) if counts(key)]
+        divisor = divisor_of(combiner, [weights[sample, place] for place in own])
+        for place in own:
+            output = sample * len(ids) + place if combiner == "none" else sample
+            gain = weights[sample, place] / divisor if divisor else 0.0
+            found.append(Entry(ids[place], output, gain))
     return found
 
 
@@ -145,13 +143,11 @@ class Table:
     def lookup(self, reads: Mapping[str, Read]) -> dict[str, np.ndarray]:
         found = {}
         for name, read in reads.items():
-            outputs = read.ids.size if self.combiner == "none" else len(read.ids)
-            pooled = np.zeros((outputs, self.dim))
+            shape = read.ids.shape if self.combiner == "none" else read.ids.shape[:1]
+            pooled = np.zeros((math.prod(shape), self.dim))
             for entry in entries_of(read, self.combiner, self.counts):
                 pooled[entry.output] += entry.gain * self.vector(entry.id)
-            found[name] = pooled.reshape(
-                *(read.ids.shape if self.combiner == "none" else (outputs,)), self.dim
-            )
+            found[name] = pooled.reshape(*shape, self.dim)
         return found
 
     def lookup_ahead(self, reads: Mapping[str, Read]) -> dict[str, np.ndarray]:
@@ -209,26 +205,22 @@ class KeyedTable(Table):
       num_shards: key `k` lies in shard `k % num_shards`.
     """
 
+    admission_count = 0
+    admission_probability = 1.0
+    draw: Callable[[int, int], float]
+    capacity: int | None = None
+    eviction = "lru"
+    num_shards = 1
+
     def __init__(
-        self,
-        initial: Mapping[int, np.ndarray],
-        combiner: str,
-        steps: Steps,
-        *,
-        admission_count: int = 0,
-        admission_probability: float = 1.0,
-        draw: Callable[[int, int], float] | None = None,
-        capacity: int | None = None,
-        eviction: str = "lru",
-        num_shards: int = 1,
+        self, initial: Mapping[int, np.ndarray], combiner: str, steps: Steps, **policy: Any
     ):
         super().__init__(len(next(iter(initial.values()))), combiner, steps)
-        self.initial, self.admission_count = initial, admission_count
-        self.admission_probability, self.draw = admission_probability, draw
-        self.capacity, self.eviction, self.num_shards = capacity, eviction, num_shards
+        self.initial = initial
+        vars(self).update(policy)
         self.last_step: dict[int, int] = {}
         self.occurrences: dict[int, int] = {}
-        self.waiting: dict[int, int] = {}
+        self.waiting: dict[int, tuple[int, int]] = {}  # last step and count
         self.num_inserted = self.num_evicted = 0
 
     def counts(self, key: int) -> bool:
@@ -242,7 +234,8 @@ class KeyedTable(Table):
         new = []
         for key in dict.fromkeys(keys):
             if key not in self.rows:
-                self.waiting[key] = self.waiting.get(key, 0) + keys.count(key)
+                _, count = self.waiting.get(key, (0, 0))
+                self.waiting[key] = self.number, count + keys.count(key)
                 if self.is_admitted(key):
                     new.append(key)
                 elif self.admission_probability < 1:
@@ -254,15 +247,14 @@ class KeyedTable(Table):
                 self.steps.fresh_slots(self.dim),
             )
             self.last_step[key] = self.number
-            self.occurrences[key] = self.waiting.pop(key)
+            _, self.occurrences[key] = self.waiting.pop(key)
             self.num_inserted += 1
 
     def is_admitted(self, key: int) -> bool:
+        _, count = self.waiting[key]
         if self.admission_probability < 1:
-            return (
-                self.draw(self.number, key) >= (1 - self.admission_probability) ** self.waiting[key]
-            )
-        return self.waiting[key] > self.admission_count
+            return self.draw(self.number, key) >= (1 - self.admission_probability) ** count
+        return count > self.admission_count
 
     def score(self, key: int) -> float:
         """What a key's row is worth."""
@@ -273,17 +265,12 @@ class KeyedTable(Table):
             return
         for shard in range(self.num_shards):
             held = [key for key in self.rows if key % self.num_shards == shard]
-            num_wanted = (
-                sum(key % self.num_shards == shard for key in new) + len(held) - self.capacity
-            )
-            worst = sorted(
-                (self.score(key), key, key) for key in held if self.last_step[key] < self.number
-            )
-            gone = worst[: max(num_wanted, 0)]
-            assert len(gone) == max(num_wanted, 0), (
-                "the batch has more keys than the shard has rows"
-            )
-            for *_, key in gone:
+            wanted = [key for key in new if key % self.num_shards == shard]
+            num_gone = max(len(held) + len(wanted) - self.capacity, 0)
+            unused = [key for key in held if self.last_step[key] < self.number]
+            worst = sorted(unused, key=lambda key: (self.score(key), key))
+            assert num_gone <= len(worst), "the batch has more keys than the shard has rows"
+            for key in worst[:num_gone]:
                 del self.rows[key], self.last_step[key], self.occurrences[key]
                 self.num_evicted += 1
 

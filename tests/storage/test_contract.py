@@ -54,13 +54,12 @@ class Way(NamedTuple):
 
     placement: str | None
     capacity: int | None = None
-    is_split: bool = False
 
 
 WAYS = {
     "one device": Way(None),
-    "row": Way("row", is_split=True),
-    "row, many rounds": Way("row", capacity=1, is_split=True),
+    "row": Way("row"),
+    "row, many rounds": Way("row", capacity=1),
     "table": Way("table"),
     "column": Way("column"),
     "replicated": Way("replicated"),
@@ -83,9 +82,6 @@ STORAGES = {
     "train": Storage(TensorTrain((11,)), ("one device", "replicated")),
 }
 RUNS = [(storage, way) for storage in STORAGES for way in STORAGES[storage].ways]
-REFUSED = [
-    (storage, way) for storage in STORAGES for way in WAYS if way not in STORAGES[storage].ways
-]
 
 
 def adamw_of_optax(rule, row, slots, gradient, number):
@@ -127,12 +123,10 @@ def rules_of(storage, way):
     lazy = [name for name in LAZY if way != "column" or name not in ROW_WISE]
     # Where many storages can be, each brings some of the rules.
     parts = 1 if way in ("table", "column") else 3
-    alone = (
-        ["adam", *MOVING_ALL]
-        if not STORAGES[storage].refuses_rules_that_move_all_rows
-        else ["adam"]
-    )
-    return [*(tuple(lazy[k::parts]) for k in range(parts)), *((name,) for name in alone)]
+    found = [tuple(lazy[k::parts]) for k in range(parts)] + [("adam",)]
+    if not STORAGES[storage].refuses_rules_that_move_all_rows:
+        found += [(name,) for name in MOVING_ALL]
+    return found
 
 
 def pairs_of(cell):
@@ -278,7 +272,7 @@ def draws(cell):
 def oracle_of(cell, collection, state):
     contract, steps = STORAGES[cell.storage], steps_of(cell)
     if contract.takes_keys:
-        num_shards = NUM_DEVICES if WAYS[cell.way].is_split else 1
+        num_shards = NUM_DEVICES if WAYS[cell.way].placement == "row" else 1
         made_of = dict(contract.keyed, num_shards=num_shards, **contract.policies.get(cell.way, {}))
         if "admission_probability" in made_of:
             made_of["draw"] = draws(cell)
@@ -316,57 +310,54 @@ def slots_of(pairs):
 
 def assert_holds(collection, state, oracles, what):
     """Rows, slots and bookkeeping of every table; those of one storage are asked for together."""
-    tables, takes_keys = (
-        collection.tables(state),
-        any(STORAGES[cell.storage].takes_keys for cell in oracles),
-    )
-    slots = {} if takes_keys else collection.slots(state)
+    tables = collection.tables(state)
+    takes_keys = any(isinstance(oracle, KeyedTable) for oracle in oracles.values())
+    slots_by_table = {} if takes_keys else collection.slots(state)
     for cell, oracle in oracles.items():
-        table = tables[cell.table], slots.get(cell.table)
-        assert_table_holds(collection, state, cell, oracle, table, f"{cell.table}, {what}")
+        about = f"{cell.table}, {what}"
+        values = tables[cell.table]
+        slots = slots_by_table.get(cell.table)
+        if isinstance(oracle, KeyedTable):
+            assert_bookkeeping_holds(values, collection.counts(state)[cell.table], oracle, about)
+            slots = [array for name, array in values.items() if name.startswith("slot_")]
+            values = values["values"]
+        if isinstance(oracle, TrainTable):
+            assert_cores_hold(state.tables[cell.table], slots, oracle, about)
+            slots = []
+        rows = [oracle.rows[key] for key in sorted(oracle.rows)]
+        assert_close(values, np.stack([row for row, _ in rows]), about)
+        expected = slots_of([row_slots for _, row_slots in rows])
+        for slot, column in zip(jax.tree.leaves(slots), expected, strict=True):
+            assert_close(slot, column, f"{about}: slots")
 
 
-def assert_table_holds(collection, state, cell, oracle, found, what):
-    (table, slots), contract = found, STORAGES[cell.storage]
-    if contract.takes_keys:
-        keys = sorted(oracle.rows)
-        assert table["keys"].tolist() == keys, what
-        assert table["last_step"].tolist() == [oracle.last_step[key] for key in keys], what
-        assert table["count"].tolist() == [oracle.occurrences[key] for key in keys], what
-        if oracle.admission_count:
-            waiting = dict(
-                zip(table["waiting_keys"].tolist(), table["waiting_count"].tolist(), strict=True)
-            )
-            assert waiting == oracle.waiting, what
-        counts = collection.counts(state)[cell.table]
-        assert (counts["inserted"].sum(), counts["evicted"].sum()) == (
-            oracle.num_inserted,
-            oracle.num_evicted,
-        ), what
-        assert counts["failed"].sum() == 0, what
-        values, slots = (
-            table["values"],
-            [array for name, array in table.items() if name.startswith("slot_")],
-        )
-        expected = [oracle.rows[key] for key in keys]
-    elif isinstance(contract.storage, TensorTrain):
-        for core, own, wanted, wanted_slots in zip(
-            state.tables[cell.table], slots, oracle.cores, oracle.slots, strict=True
-        ):
-            assert_close(core, wanted, what)
-            for copy in core.addressable_shards[1:]:
-                np.testing.assert_array_equal(
-                    copy.data, core.addressable_shards[0].data, err_msg=what
-                )
-            for slot, column in zip(own, slots_of(wanted_slots), strict=True):
-                assert_close(slot, column, what)
-        values, slots, expected = table, [], [(row, []) for row, _ in oracle.rows.values()]
-    else:
-        values, slots = table, jax.tree.leaves(slots)
-        expected = list(oracle.rows.values())
-    assert_close(values, np.stack([row for row, _ in expected]), what)
-    for slot, column in zip(slots, slots_of([slots for _, slots in expected]), strict=True):
-        assert_close(slot, column, f"{what}: slots")
+def assert_bookkeeping_holds(table, counts, oracle, what):
+    """Steps and counts of keys that have rows and of those that wait, and what happened to them."""
+
+    def noted(prefix=""):
+        lanes = (table[prefix + lane].tolist() for lane in ("keys", "last_step", "count"))
+        return list(zip(*lanes, strict=True))
+
+    expected = [
+        (key, oracle.last_step[key], oracle.occurrences[key]) for key in sorted(oracle.rows)
+    ]
+    assert noted() == expected, what
+    if oracle.admission_count:
+        waiting = [(key, *oracle.waiting[key]) for key in sorted(oracle.waiting)]
+        assert noted("waiting_") == waiting, what
+    sums = [counts[name].sum() for name in ("inserted", "evicted", "failed")]
+    assert sums == [oracle.num_inserted, oracle.num_evicted, 0], what
+
+
+def assert_cores_hold(cores, slots, oracle, what):
+    for core, own, wanted, wanted_slots in zip(
+        cores, slots, oracle.cores, oracle.slots, strict=True
+    ):
+        assert_close(core, wanted, what)
+        for copy in core.addressable_shards[1:]:
+            np.testing.assert_array_equal(copy.data, core.addressable_shards[0].data, err_msg=what)
+        for slot, column in zip(own, slots_of(wanted_slots), strict=True):
+            assert_close(slot, column, what)
 
 
 # Each storage and each way stays, and so do the policies of keys.
@@ -386,55 +377,43 @@ def test_a_storage_on_a_way_gives_the_numbers_of_loops(storage, way):
     own = [cell for cell in cells() if (cell.storage, cell.way) == (storage, way)]
     collection = collection_of(way, own)
 
+    @jax.jit
     def step(state, batch, d_activations):
-        activations, pullback = collection.lookup_vjp(state, batch)
+        ahead, pullback = collection.lookup_vjp(state, batch)
         applied = collection.apply(state, pullback(d_activations))
-        return (
-            collection.lookup(state, batch),
-            activations,
-            applied,
-            collection.update(state, batch, d_activations),
-        )
+        updated = collection.update(state, batch, d_activations)
+        return collection.lookup(state, batch), ahead, applied, updated
 
-    step = jax.jit(step)
     state = collection.init(jax.random.key(0))
-    shapes = {
-        name: (SAMPLES, *([WIDTH] * (c.combiner == "none"))) for c in own for name in c.features
-    }
-    dims = {name: spec_of(cell).embedding_dim for cell in own for name in cell.features}
+    outputs = jax.eval_shape(collection.lookup, state, collection.prepare(batch_of(own, 0)))
     oracles = {cell: oracle_of(cell, collection, state) for cell in own}
     for number in range(NUM_STEPS):
         generator = np.random.default_rng(100 + number)
         d_activations = {
-            n: generator.normal(size=(*shapes[n], dims[n])).astype(np.float32) for n in shapes
+            name: generator.normal(size=output.shape).astype(np.float32)
+            for name, output in outputs.items()
         }
         batch = collection.prepare(batch_of(own, number))
         state = collection.prefetch(state, batch)
-        looked, activations, applied, state = step(state, batch, d_activations)
-        for cell in own:
+        looked, ahead, applied, state = step(state, batch, d_activations)
+        for cell, oracle in oracles.items():
             reads = dict(zip(cell.features, reads_of(STORAGES[storage], number), strict=True))
-            for found, expected in (
-                (looked, oracles[cell].lookup(reads)),
-                (activations, oracles[cell].lookup_ahead(reads)),
+            for call, found, expected in (
+                ("lookup", looked, oracle.lookup(reads)),
+                ("lookup_vjp", ahead, oracle.lookup_ahead(reads)),
             ):
                 for name in cell.features:
-                    what = f"{name}, step {number}, {'lookup' if found is looked else 'lookup_vjp'}"
+                    what = f"{name}, step {number}, {call}"
                     assert found[name].shape == expected[name].shape, what
                     assert_close(found[name], expected[name], what)
-            oracles[cell].update(reads, {name: d_activations[name] for name in cell.features})
-        for after, by in ((state, "update"), (applied, "apply")):
-            assert_holds(collection, after, oracles, f"step {number}, {by}")
+            oracle.update(reads, d_activations)
+        for call, after in (("update", state), ("apply", applied)):
+            assert_holds(collection, after, oracles, f"step {number}, {call}")
 
 
 def test_cells_cover_every_pair_of_storage_way_rule_and_combiner_that_is_not_refused():
     covered = set().union(*map(pairs_of, cells()))
-    refused = [{("storage", storage), ("way", way)} for storage, way in REFUSED]
-    refused += [{("way", "column"), ("rule", name)} for name in ROW_WISE]
-    refused += [
-        {("storage", storage), ("rule", name)}
-        for storage, name in itertools.product(STORAGES, MOVING_ALL)
-        if STORAGES[storage].refuses_rules_that_move_all_rows
-    ]
+    refused = [pair for pair, _, _ in refusals()]
     values = {"storage": STORAGES, "way": WAYS, "rule": CONTRACT, "combiner": get_args(Combiner)}
     for one, other in itertools.combinations(values, 2):
         for pair in itertools.product(values[one], values[other]):
@@ -442,35 +421,28 @@ def test_cells_cover_every_pair_of_storage_way_rule_and_combiner_that_is_not_ref
             assert (named in covered) != (named in refused), sorted(named)
 
 
-@pytest.mark.parametrize(("storage", "way"), REFUSED)
-def test_what_a_storage_cannot_do_is_refused_by_name(storage, way):
-    cell = Cell(storage, way, ("sgd",), "sum")
-    with pytest.raises(
-        ValueError,
-        match=f"table '{cell.table}' is kept as .* cannot be placed '{WAYS[way].placement}'",
-    ):
-        collection_of(way, [cell])
+def refusals():
+    """The pairs that cannot be had, a cell of each, and why."""
+    for storage, way in itertools.product(STORAGES, WAYS):
+        if way not in STORAGES[storage].ways:
+            reason = f"is kept as .* cannot be placed '{WAYS[way].placement}'"
+            pair = {("storage", storage), ("way", way)}
+            yield pair, Cell(storage, way, ("sgd",), "sum"), reason
+    for name in ROW_WISE:
+        rule = type(CONTRACT[name][0]).__name__
+        reason = rf"\] cannot be placed 'column': {rule} steps whole rows"
+        yield {("way", "column"), ("rule", name)}, Cell("dense", "column", (name,), "sum"), reason
+    for storage, name in itertools.product(STORAGES, MOVING_ALL):
+        if STORAGES[storage].refuses_rules_that_move_all_rows:
+            reason = f": {type(CONTRACT[name][0]).__name__} moves all rows"
+            pair = {("storage", storage), ("rule", name)}
+            yield pair, Cell(storage, "one device", (name,), "sum"), reason
 
 
-@pytest.mark.parametrize("name", ROW_WISE)
-def test_rules_of_whole_rows_are_refused_on_columns_by_name(name):
-    cell = Cell("dense", "column", (name,), "sum")
-    rule = type(CONTRACT[name][0]).__name__
-    reason = rf"tables \['{cell.table}'\] cannot be placed 'column': {rule} steps whole rows"
-    with pytest.raises(ValueError, match=reason):
-        collection_of("column", [cell])
-
-
-@pytest.mark.parametrize("name", MOVING_ALL)
-@pytest.mark.parametrize(
-    "storage", [name for name, own in STORAGES.items() if own.refuses_rules_that_move_all_rows]
-)
-def test_rules_that_move_all_rows_are_refused_by_name_where_rows_are_elsewhere(storage, name):
-    cell = Cell(storage, "one device", (name,), "sum")
-    with pytest.raises(
-        ValueError, match=f"table '{cell.table}': {type(CONTRACT[name][0]).__name__} moves all rows"
-    ):
-        collection_of("one device", [cell])
+@pytest.mark.parametrize(("cell", "reason"), [own[1:] for own in refusals()], ids=str)
+def test_what_a_storage_cannot_do_is_refused_by_name(cell, reason):
+    with pytest.raises(ValueError, match=f"'{cell.table}'.*{reason}"):
+        collection_of(cell.way, [cell])
 
 
 def contract_table():
@@ -478,15 +450,13 @@ def contract_table():
     ways = [way for way in WAYS if way != "row, many rounds"]  # the same way, more often
     lines = [["", *ways, "rules"], ["---"] * (len(ways) + 2)]
     for name, storage in STORAGES.items():
-        cells_of_storage = ["yes" if way in storage.ways else "refused" for way in ways]
+        answers = {way: "yes" if way in storage.ways else "refused" for way in ways}
         if "column" in storage.ways:
-            cells_of_storage[ways.index("column")] = "yes, with rules of single entries"
-        rules_of_storage = (
-            "those that move rows of the batch"
-            if storage.refuses_rules_that_move_all_rows
-            else "all"
-        )
-        lines.append([name, *cells_of_storage, rules_of_storage])
+            answers["column"] = "yes, with rules of single entries"
+        taken = "all"
+        if storage.refuses_rules_that_move_all_rows:
+            taken = "those that move rows of the batch"
+        lines.append([name, *answers.values(), taken])
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 

@@ -100,25 +100,6 @@ def test_any_sequence_of_calls_equals_a_dict(sequence):
         ]
 
 
-def test_deleted_slots_are_used_again_and_cleared_before_searches_grow_long():
-    table, expected = empty(MAX_KEYS), {}
-    full = keys_with_home(2, MAX_KEYS, 0)  # one chain of eight
-    for part in (full[:CALL], full[CALL:]):
-        rows = np.array([k % 1000 for k in part] + [0] * (CALL - len(part)), np.int32)
-        table = insert(table, padded(part), rows)
-        expected |= {k: k % 1000 for k in part}
-    for generation in range(1, 30):
-        gone, new = list(expected)[:3], [2**40 * generation + i for i in range(3)]
-        table = insert(
-            remove(table, padded(gone)), padded(new), np.full(CALL, generation, np.int32)
-        )
-        expected = {k: row for k, row in expected.items() if k not in gone} | dict.fromkeys(
-            new, generation
-        )
-        check_lanes(table, expected)
-        assert find(table, padded(gone + new)).tolist() == [NO_ROW] * 3 + [generation] * 3
-
-
 def test_keys_beyond_the_bound_are_left_out_and_nothing_hangs():
     table = insert(empty(MAX_KEYS), padded(range(100, 164), 64), jnp.arange(64, dtype=jnp.int32))
     rows = find(table, padded(range(100, 164), 64)).tolist()
