@@ -1,6 +1,5 @@
 """Which tables of keys share a storage: few storages, few rows that stay empty."""
 
-import jax
 import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
@@ -17,6 +16,10 @@ def tables_of(sizes, storage=KEYS):
 
 def collection_of(tables):
     return rs.EmbeddingCollection([rs.FeatureSpec(table.name, table) for table in tables])
+
+
+def num_tables_of_stacks(tables):
+    return [len(stack.tables) for stack in collection_of(tables).plan.stacks]
 
 
 def sizes_of(groups):
@@ -72,17 +75,11 @@ def test_no_group_takes_more_rows_than_one_may_have(most_rows):
     assert len(groups) == -(-8 // max(most_rows // 100, 1))
 
 
-def test_storages_hold_as_many_rows_as_arrays_can_number(monkeypatch):
+def test_storages_have_as_many_waiting_places_and_rows_as_arrays_can_number(monkeypatch):
+    waits = rs.Hashed(admission_count=1, admission_capacity=2**28)  # 2**29 is the most
+    assert num_tables_of_stacks(tables_of([100] * 5, waits)) == [2, 2, 1]
     monkeypatch.setattr(hashed, "MAX_CAPACITY", 250)
-    collection = collection_of(tables_of([100] * 5))
-    assert [len(stack.tables) for stack in collection.plan.stacks] == [2, 2, 1]
-    collection.init(jax.random.key(0))
-
-
-def test_storages_have_as_many_waiting_places_as_arrays_can_number():
-    waits = rs.Hashed(admission_count=1, admission_capacity=2**28)
-    collection = collection_of(tables_of([100] * 5, waits))
-    assert [len(stack.tables) for stack in collection.plan.stacks] == [2, 2, 1]  # 2**29 is the most
+    assert num_tables_of_stacks(tables_of([100] * 5)) == [2, 2, 1]
 
 
 def test_a_hundred_tables_of_all_sizes_need_a_dozen_storages():
@@ -91,8 +88,3 @@ def test_a_hundred_tables_of_all_sizes_need_a_dozen_storages():
     assert len(collection.plan.stacks) <= 16
     values = sum(stack.num_stored_values[0] for stack in collection.plan.stacks)
     assert 8 * sum(sizes) <= values <= 8 * sum(sizes) * (1 + protocol.MOST_EMPTY)
-
-
-def test_small_tables_stay_apart_from_one_that_is_much_larger():
-    groups = sizes_of(protocol.of_near_sizes(tables_of([10, 10**6, 12, 10**6]), most_rows=2**40))
-    assert groups == [[10, 12], [10**6, 10**6]]
