@@ -3,7 +3,7 @@
 import numpy as np
 
 import rsembed as rs
-from tests.bad_calls.world import batch, feature, keyed, mesh
+from tests.bad_calls.world import batch, collection, feature, keyed, mesh
 from tests.world import NA, Column  # noqa: F401, as calls of the table name them
 
 Bags = rs.Bags
@@ -31,6 +31,15 @@ def on_mesh(**changes):
     )
 
 
+def beside_lists(ids):
+    """The batch with these ids, whose features are all lists."""
+    return collection().prepare({"author": [[1], [2, 3]], "title": ids})
+
+
+def beside_bags(ids):
+    return collection().prepare({"author": Bags.from_lists([[1], [2, 3]]), "title": ids})
+
+
 BAD = """
 rs.Jagged([1, 2], [1, 1], features=[]) => ValueError: Jagged: features must be names of features, each once, got []
 rs.Jagged([1, 2], [1, 1], features=["a", "a"]) => ValueError: Jagged: features ... each once, got ['a', 'a']
@@ -43,6 +52,7 @@ Bags.from_lists([[1], [1.5]]) => TypeError: row 1 ... float64 ... integers
 Bags.from_lists([[[1]]]) => TypeError: row 0 ... nested too deeply
 title(np.array(["a", "b"])) => TypeError: feature 'title': ids must be integers, got <U1; rs.hash_keys
 title(np.array(["a", "b"], object)) => TypeError: feature 'title': row 0 holds texts ('a') ... rs.hash_keys
+Bags.from_lists([[2**64 - 1], [-1]]) => TypeError: no integers of 64 bits hold both -1 and
 Bags.from_lists([[2**70]]) => TypeError: row 0 ... 64 bits ... 1180591620717411303424
 Bags.from_lists([[1], [2]], [[1.0]]) => ValueError: 1 rows, ids 2
 Bags.from_lists([[1, 2]], [[1.0]]) => ValueError: row 0 ... 2 ids ... 1 weights
@@ -231,6 +241,13 @@ title(Bags(IDS, np.array([0.0, 3.0]))) => TypeError: feature 'title': offsets ..
 title(Bags(IDS, np.array([1, 3]))) => ValueError: feature 'title': offsets must start at 0 ... [1, 3]
 title(Bags(IDS, np.array([0, 4]))) => ValueError: feature 'title' ... offset is 4 ... 3 ids
 title(Bags(IDS, np.array([0, 2]))) => ValueError: feature 'title' ... offset is 2 ... 1 would be
+# In one of many ragged features
+beside_lists([[1], [2, 70]]) => ValueError: feature 'title': id 70 in sample 1 is outside table 'word'
+beside_lists([[1], [2, -2]]) => ValueError: feature 'title': id -2 in sample 1
+beside_lists([[1], [2, 2**70]]) => TypeError: feature 'title': row 1 holds ids that do not fit 64 bits
+beside_bags(Bags(np.arange(4), np.array([0, 3, 2]))) => ValueError: 'title': offsets must start at 0 and never fall
+beside_bags(Bags(np.arange(4), np.array([1, 2, 4]))) => ValueError: feature 'title': offsets must start at 0
+beside_bags(Bags(np.arange(4), np.array([0, 2, 9]))) => ValueError: feature 'title': the last offset is 9
 # Weights
 title(([[1], [2]], [[1.0], [float("nan")]])) => ValueError: feature 'title': weight nan in sample 1 ... finite
 title((IDS, np.ones(2, np.float32))) => ValueError: feature 'title': weights have shape (2,) ... (3,)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.test_util import check_grads
 from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
@@ -15,30 +16,26 @@ from tests.oracles import dense_gradients
 from tests.world import assert_same, made_mesh
 
 VOCABULARY, DIM = 11, 3
+SGD = rs.optimizers.SGD(1.0)
 
 
 def table_spec(name="t", **changes):
-    defaults = {
-        "vocabulary_size": VOCABULARY,
-        "embedding_dim": DIM,
-        "optimizer": rs.optimizers.SGD(0.1),
-    }
-    return rs.TableSpec(name=name, **{**defaults, **changes})
+    defaults = {"vocabulary_size": VOCABULARY, "embedding_dim": DIM, "optimizer": SGD}
+    return rs.TableSpec(name=name, **defaults | changes)
 
 
 def collection_of(*tables, **options):
     return rs.EmbeddingCollection([rs.FeatureSpec(f"f_{t.name}", t) for t in tables], **options)
 
 
-def gain_matrix(rows, weights, combiner, vocabulary=VOCABULARY):
+def gain_matrix(rows, weights, combiner):
     """One row a sample, one column an id: activations are `gains @ table`."""
-    gains = np.zeros((len(rows), vocabulary))
+    gains = np.zeros((len(rows), VOCABULARY))
     for sample, ids in enumerate(rows):
-        own = [1.0] * len(ids) if weights is None else weights[sample]
-        kept = [(i, w) for i, w in zip(ids, own, strict=True) if 0 <= i < vocabulary]
-        divisor = sum(w for _, w in kept) if combiner == "mean" else 1.0
-        for i, w in kept:
-            gains[sample, i] += w / divisor if divisor else 0.0
+        own = np.ones(len(ids)) if weights is None else weights[sample]
+        np.add.at(gains[sample], np.array(ids, int), own)
+    if combiner == "mean":
+        gains /= np.maximum(gains.sum(axis=1, keepdims=True), 1e-9)
     return gains
 
 
@@ -63,35 +60,26 @@ def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_w
         collection.lookup(state, batch),
     )
 
-    def written_down(gradients):
-        return jax.tree.map(lambda leaf: leaf, gradients)
-
-    def steps(keep, state, d_activations):
+    def step(keep, state, d_activations):
         gradients = keep(collection.lookup_vjp(state, batch)[1](d_activations))
         clipped = keep(rs.clip_by_global_norm(keep(rs.scale(gradients, 0.5)), 2.0))
         norms = rs.global_norm(gradients), rs.global_norm(clipped)
-        return (
-            [collection.apply(state, own).tables for own in (gradients, clipped)],
-            norms,
-            dense_gradients(clipped),
-        )
+        stepped = [collection.apply(state, own).tables for own in (gradients, clipped)]
+        return stepped, norms, dense_gradients(clipped)
 
-    fused = jax.jit(functools.partial(steps, lambda gradients: gradients))(state, d_activations)
-    for one, two in zip(
-        jax.tree.leaves(fused),
-        jax.tree.leaves(steps(written_down, state, d_activations)),
-        strict=True,
-    ):
-        assert_allclose(one, two, rtol=1e-6, atol=1e-7)
-    program = jax.jit(
-        lambda s, d: collection.apply(
-            s, rs.clip_by_global_norm(collection.lookup_vjp(s, batch)[1](d), 2.0)
-        )
-    )
+    def written_down(gradients):
+        return jax.tree.map(lambda leaf: leaf, gradients)
+
+    def clipped_step(state, d_activations):
+        gradients = collection.lookup_vjp(state, batch)[1](d_activations)
+        return collection.apply(state, rs.clip_by_global_norm(gradients, 2.0))
+
+    fused = jax.jit(functools.partial(step, lambda gradients: gradients))(state, d_activations)
+    expected = step(written_down, state, d_activations)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-6, atol=1e-7), fused, expected)
     if native.unavailable_because() is None:
-        assert (
-            "rsembed_row_gradients" not in program.lower(state, d_activations).compile().as_text()
-        )
+        program = jax.jit(clipped_step).lower(state, d_activations).compile().as_text()
+        assert "rsembed_row_gradients" not in program
 
 
 def test_value_and_grad_returns_loss_aux_dense_and_row_gradients():
@@ -104,16 +92,15 @@ def test_value_and_grad_returns_loss_aux_dense_and_row_gradients():
 
     batch = collection.prepare({"f_t": ROWS})
     params, labels = np.ones(DIM, np.float32), np.arange(4, dtype=np.float32)
-    (loss, aux), (dense, row_gradients) = jax.jit(
-        rs.value_and_grad(loss_fn, collection, has_aux=True)
-    )(params, state, batch, labels)
+    value_and_grad = jax.jit(rs.value_and_grad(loss_fn, collection, has_aux=True))
+    (loss, aux), (dense, row_gradients) = value_and_grad(params, state, batch, labels)
     gains = gain_matrix(ROWS, None, "sum")
-    table = np.asarray(collection.tables(state)["t"])
-    errors = gains @ table @ np.ones(DIM) - np.arange(4.0)
+    activations = gains @ np.asarray(collection.tables(state)["t"])
+    errors = activations.sum(axis=1) - labels
     assert_allclose(aux, errors, rtol=1e-5, atol=1e-6)
     assert_allclose(loss, (errors**2).sum(), rtol=1e-5)
-    assert_allclose(dense, 2 * (gains @ table).T @ errors, rtol=1e-5)
-    expected = gains.T @ (2 * errors[:, None] * np.ones((1, DIM)))
+    assert_allclose(dense, 2 * activations.T @ errors, rtol=1e-5)
+    expected = np.outer(gains.T @ (2 * errors), params)
     assert_allclose(dense_gradients(row_gradients)["t"], expected, rtol=1e-5, atol=1e-6)
 
 
@@ -124,23 +111,16 @@ def test_ordinary_autodiff_through_lookup_gives_dense_gradients_of_tables_and_we
 
     @jax.jit
     def total(tables, weights):
-        own = rs.Bags(bags.ids, bags.offsets, weights)
-        return jnp.sum(
-            jnp.sin(collection.lookup(state._replace(tables=tables), {"f_t": own})["f_t"])
-        )
+        batch = {"f_t": rs.Bags(bags.ids, bags.offsets, weights)}
+        pooled = collection.lookup(state._replace(tables=tables), batch)["f_t"]
+        return jnp.sum(jnp.sin(pooled))
 
-    weights = np.asarray(bags.weights)
-    d_tables, d_weights = jax.jit(jax.grad(total, argnums=(0, 1)))(state.tables, weights)
+    d_tables = jax.grad(total)(state.tables, bags.weights)
     gains = gain_matrix(ROWS, WEIGHTS, "mean")
     cosine = np.cos(gains @ np.asarray(state.tables["t"]))
     assert_allclose(d_tables["t"], gains.T @ cosine, rtol=1e-5, atol=1e-6)
-    for place in (0, 2, 5):
-        nudge = np.where(np.arange(len(weights)) == place, np.float32(1e-2), np.float32(0))
-        slope = (
-            float(total(state.tables, weights + nudge) - total(state.tables, weights - nudge))
-            / 2e-2
-        )
-        assert_allclose(np.asarray(d_weights)[place], slope, rtol=2e-2, atol=1e-4)
+    of_weights = functools.partial(total, state.tables)
+    check_grads(of_weights, (bags.weights,), order=1, modes=["rev"], atol=1e-4, rtol=2e-2, eps=1e-2)
 
 
 def test_initial_values_depend_on_key_and_table_not_on_company():
@@ -168,24 +148,23 @@ def test_init_in_blocks_fills_every_row_once(monkeypatch):
 def test_stochastic_rounding_keeps_the_mean_where_nearest_rounding_stands_still():
     spec = table_spec(
         vocabulary_size=2000, embedding_dim=2, dtype="bfloat16", stochastic_rounding=True,
-        initializer=jax.nn.initializers.ones, optimizer=rs.optimizers.SGD(1.0),
+        initializer=jax.nn.initializers.ones,
     )  # fmt: skip
-    ids, step = np.arange(2000), 1e-3  # far below the spacing of bfloat16 at one (2^-8 downwards)
+    step = 1e-3  # far below the spacing of bfloat16 at one (2^-8 downwards)
     gradient = {"f_t": np.full((2000, 2), step, np.float32)}
-    collection = collection_of(spec)
-    update = jax.jit(lambda state: collection.update(state, {"f_t": ids}, gradient))
-    state = collection.init(jax.random.key(0))
-    for _ in range(8):
-        state = update(state)
-    mean = np.mean(np.asarray(state.tables["t"], np.float32))
-    assert abs(mean - (1 - 8 * step)) < 5e-4
-    nearest = collection_of(dataclasses.replace(spec, stochastic_rounding=False))
-    still = nearest.update(nearest.init(jax.random.key(0)), {"f_t": ids}, gradient)
-    assert np.min(np.asarray(still.tables["t"], np.float32)) == 1.0
-    again = collection.init(jax.random.key(0))
-    for _ in range(8):
-        again = update(again)
-    assert_array_equal(again.tables["t"], state.tables["t"])
+
+    def trained(spec):
+        collection = collection_of(spec)
+        update = jax.jit(lambda state: collection.update(state, {"f_t": np.arange(2000)}, gradient))
+        state = collection.init(jax.random.key(0))
+        for _ in range(8):
+            state = update(state)
+        return np.asarray(state.tables["t"], np.float32)
+
+    rounded = trained(spec)
+    assert abs(np.mean(rounded) - (1 - 8 * step)) < 5e-4
+    assert np.min(trained(dataclasses.replace(spec, stochastic_rounding=False))) == 1.0
+    assert_array_equal(trained(spec), rounded)
 
 
 def test_quantized_lookup_rounds_rows_before_they_are_summed():
@@ -201,42 +180,28 @@ def test_quantized_lookup_rounds_rows_before_they_are_summed():
 def test_ids_out_of_range_inside_jit_contribute_nothing_and_are_counted():
     collection = collection_of(table_spec(), table_spec("u"))
     state = collection.init(jax.random.key(0))
-    ids = np.int32([[1, VOCABULARY], [-1, 3], [-7, 2]])
-    activations, statistics = jax.jit(functools.partial(collection.lookup, return_statistics=True))(
-        state, {"f_t": ids, "f_u": ids[:, :1]}
-    )
     table = np.asarray(collection.tables(state)["t"])
+    ids = np.int32([[1, VOCABULARY], [-1, 3], [-7, 2]])
+    lookup = jax.jit(functools.partial(collection.lookup, return_statistics=True))
+    activations, statistics = lookup(state, {"f_t": ids, "f_u": ids[:, :1]})
     assert_array_equal(activations["f_t"], table[[1, 3, 2]])
     assert int(statistics.num_ids["f_t"]) == 3
     assert int(statistics.num_out_of_range["f_t"]) == 2
-    for dtype in (np.uint8, np.int16, np.uint32, np.int64, np.uint64):
-        narrow = collection.prepare({"f_t": np.asarray([[1], [3]], dtype), "f_u": [[0], [0]]})[
-            "f_t"
-        ]
-        assert narrow.dtype == jnp.int32
-        assert narrow.tolist() == [[1], [3]]
     lenient = collection_of(table_spec(), table_spec("u"), bounds_check="ignore")
-    batch = lenient.prepare({"f_t": ids, "f_u": np.asarray([[2**40], [0], [1]])})
-    lookup = jax.jit(functools.partial(lenient.lookup, return_statistics=True))
-    activations, statistics = lookup(lenient.init(jax.random.key(0)), batch)
+    batch = lenient.prepare({"f_t": ids, "f_u": np.asarray([[2**40], [0], [2**32 + 1]])})
+    activations, statistics = lenient.lookup(state, batch, return_statistics=True)
     assert_array_equal(activations["f_t"], table[[1, 3, 2]])
-    assert int(statistics.num_out_of_range["f_u"]) == 1
+    assert int(statistics.num_out_of_range["f_u"]) == 2
 
 
 def test_output_dim_below_the_table_dim_returns_and_trains_leading_columns():
-    table = table_spec()
-    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table, output_shape=(2, 2)))
+    feature = rs.FeatureSpec("f", table_spec(), output_shape=(2, 2))
+    collection = rs.EmbeddingCollection(feature)
     state = collection.init(jax.random.key(0))
-    batch = collection.prepare({"f": [[1], [2]]})
-
-    @jax.jit
-    def both(state, gradient):
-        activations, pullback = collection.lookup_vjp(state, batch)
-        return activations["f"], dense_gradients(pullback({"f": gradient}))["t"]
-
-    activations, dense = map(np.asarray, both(state, np.ones((2, 2), np.float32)))
-    assert_array_equal(activations, np.asarray(state.tables["t"])[[1, 2], :2])
-    assert_array_equal(dense[1], [1, 1, 0])
+    activations, pullback = collection.lookup_vjp(state, {"f": [[1], [2]]})
+    assert_array_equal(activations["f"], np.asarray(state.tables["t"])[[1, 2], :2])
+    gradients = pullback({"f": np.ones((2, 2), np.float32)})
+    assert_array_equal(dense_gradients(gradients)["t"][1], [1, 1, 0])
 
 
 @pytest.mark.parametrize("num_devices", [None, 2])
@@ -244,76 +209,46 @@ def test_a_prepared_batch_stays_though_its_memory_is_written_again(num_devices):
     def aligned(values):  # as memory must be that JAX could take over
         memory = np.empty(values.nbytes + 64, np.uint8)
         start = -memory.ctypes.data % 64
-        array = memory[start : start + values.nbytes].view(values.dtype).reshape(values.shape)
+        array = memory[start : start + values.nbytes].view(values.dtype)
         array[...] = values
         return array
 
-    ids, weights, offsets = (
-        np.arange(64, dtype=np.int32),
-        np.ones(64, np.float32),
-        np.arange(65, dtype=np.int32),
-    )
-    spec = rs.TableSpec("t", 64, DIM)
-    features = [rs.FeatureSpec(name, spec) for name in ("array", "pair", "bags")]
+    ids, weights = np.arange(64, dtype=np.int32), np.ones(64, np.float32)
+    offsets = np.arange(65, dtype=np.int32)
     given = [*map(aligned, (ids, ids, weights, ids, offsets, weights))]
-    bags = rs.Bags(given[3], given[4], given[5])
     batch = {
         "array": given[0][:, None],
         "pair": (given[1][:, None], given[2][:, None]),
-        "bags": bags,
+        "bags": rs.Bags(*given[3:]),
     }
-    mesh = made_mesh(num_devices)
-    prepared = jax.block_until_ready(rs.EmbeddingCollection(features, mesh=mesh).prepare(batch))
+    spec = rs.TableSpec("t", 64, DIM)
+    features = [rs.FeatureSpec(name, spec) for name in batch]
+    collection = rs.EmbeddingCollection(features, mesh=made_mesh(num_devices))
+    prepared = jax.block_until_ready(collection.prepare(batch))
     before = jax.tree.map(np.array, prepared)
     for array in given:
         array[...] = 0
     assert_same(prepared, before)
 
 
-def test_what_was_prepared_is_not_copied_when_it_is_prepared_again():
-    collection = collection_of(
-        table_spec("a", vocabulary_size=5), table_spec("b", vocabulary_size=9)
-    )
-    prepared = collection.prepare({"f_a": np.asarray([[4, 1], [0, 3]]), "f_b": [[8, 2, 2], [5]]})
-    again = collection.prepare(prepared)
-    pairs = zip(jax.tree.leaves(again), jax.tree.leaves(prepared), strict=True)
-    assert all(
-        own.unsafe_buffer_pointer() == before.unsafe_buffer_pointer() for own, before in pairs
-    )
-    assert again["f_b"].to_lists() == [[8, 2, 2], [5]] and again["f_a"].tolist() == [[4, 1], [0, 3]]
-
-
-@pytest.mark.parametrize(
-    "dtype", [np.int8, np.int16, np.int32, np.int64, np.uint8, np.uint64, jnp.int32]
-)
+@pytest.mark.parametrize("dtype", [np.int8, np.int64, np.uint8, np.uint32, np.uint64, jnp.int32])
 def test_arrays_of_one_batch_become_int32_in_their_shapes_and_stay_where_they_are_that(dtype):
-    collection = collection_of(
-        *(table_spec(name, vocabulary_size=n) for name, n in (("b", 3), ("a", 5), ("c", 9)))
-    )
+    tables = [table_spec(name, vocabulary_size=n) for name, n in (("b", 3), ("a", 5), ("c", 9))]
+    collection = collection_of(*tables)
     ids = [np.asarray([2, 0]), np.asarray([[4, 1], [0, 3]]), np.zeros((2, 0), int)]
     make = jnp.asarray if dtype is jnp.int32 else np.asarray
-    batch = dict(zip(collection.features, [make(own.astype(dtype)) for own in ids], strict=True))
+    batch = {f"f_{t.name}": make(own, dtype) for t, own in zip(tables, ids, strict=True)}
     prepared = collection.prepare(batch)
     assert list(prepared) == list(collection.features)
     for own, (name, found) in zip(ids, prepared.items(), strict=True):
-        assert isinstance(found, jax.Array) and found.dtype == np.int32 and found.shape == own.shape
+        assert isinstance(found, jax.Array) and found.dtype == np.int32
         assert_array_equal(found, own)
+        assert found.shape == own.shape
         assert found is batch[name] or dtype is not jnp.int32
     with pytest.raises(
         ValueError, match=r"'f_b': id 3 in sample 1 is outside table 'b' with vocabulary_size=3"
     ):
-        collection.prepare(batch | {"f_b": make(np.asarray([2, 3], dtype))})
-
-
-def test_ids_beyond_int32_are_those_of_no_row_where_they_are_let_pass():
-    collection = collection_of(table_spec(vocabulary_size=3), bounds_check="ignore")
-    state, table = (
-        collection.init(jax.random.key(0)),
-        collection_of(table_spec(vocabulary_size=3)).tables,
-    )
-    ids = np.asarray([[2, 2**32 + 1], [-(2**32), 0]])
-    found, expected = collection.lookup(state, {"f_t": ids}), np.asarray(table(state)["t"])[[2, 0]]
-    assert_allclose(found["f_t"], expected, rtol=1e-6)
+        collection.prepare(batch | {"f_b": make([2, 3], dtype)})
 
 
 def test_the_loop_that_fills_tables_has_no_loop_inside():
@@ -326,36 +261,35 @@ def test_the_loop_that_fills_tables_has_no_loop_inside():
 @pytest.mark.slow_rows("storage2")
 @pytest.mark.parametrize("storage", [None, rs.Hashed(), rs.HostCached(cache_rows=VOCABULARY)])
 def test_ids_after_the_last_offset_are_neither_read_nor_trained_without_a_combiner(storage):
-    spec = table_spec(combiner="none", storage=storage, optimizer=rs.optimizers.SGD(1.0))
-    collection = collection_of(spec)
-    everything = {"f_t": np.arange(VOCABULARY)[:, None]}
+    collection = collection_of(table_spec(combiner="none", storage=storage))
+    everything = {"f_t": np.arange(VOCABULARY)}
     state = collection.prefetch(collection.init(jax.random.key(0)), everything)
-    state = collection.update(state, everything, {"f_t": jnp.zeros((VOCABULARY, 1, DIM))})
-    before = np.asarray(collection.lookup(state, everything)["f_t"]).reshape(VOCABULARY, DIM)
+    state = collection.update(state, everything, {"f_t": jnp.zeros((VOCABULARY, DIM))})
+    before = np.asarray(collection.lookup(state, everything)["f_t"])
     ids = np.asarray([1, 2, 3, 4])
     prepared = collection.prepare({"f_t": rs.Bags(ids, np.asarray([0, 2, 4], np.int32))})["f_t"]
-    shortened = dataclasses.replace(prepared, offsets=jnp.asarray([1, 2, 3], jnp.int32))
-    read = jax.jit(collection.lookup)(state, {"f_t": shortened})["f_t"]
-    assert_allclose(read, np.stack([0 * before[0], before[2], before[3], 0 * before[0]]))
-    state = jax.jit(collection.update)(state, {"f_t": shortened}, {"f_t": jnp.ones((4, DIM))})
-    after = np.asarray(collection.lookup(state, everything)["f_t"]).reshape(VOCABULARY, DIM)
-    is_trained = np.isin(np.arange(VOCABULARY), [2, 3])
-    assert_allclose(before - after, np.repeat(is_trained[:, None], DIM, 1), atol=1e-6)
+    shortened = {"f_t": dataclasses.replace(prepared, offsets=jnp.asarray([1, 2, 3], jnp.int32))}
+    is_read = np.isin(np.arange(VOCABULARY), [2, 3])[:, None]
+    read = jax.jit(collection.lookup)(state, shortened)["f_t"]
+    assert_allclose(read, (is_read * before)[ids])
+    state = jax.jit(collection.update)(state, shortened, {"f_t": jnp.ones((4, DIM))})
+    after = collection.lookup(state, everything)["f_t"]
+    assert_allclose(after, before - is_read, atol=1e-6)
 
 
 @pytest.mark.slow_rows("storage2-4", "storage3-4")
 @pytest.mark.parametrize(
     ("storage", "num_devices"),
     [
-        (None, 1),
+        (None, None),
         (None, 4),
         (rs.Hashed(), 4),
         (rs.HostCached(cache_rows=64), 4),
-        (TensorTrain(tt_ranks=(2, 2)), 1),
+        (TensorTrain(tt_ranks=(2, 2)), None),
     ],
 )
 def test_the_reference_implementation_calls_no_native_kernel(storage, num_devices):
-    mesh = None if num_devices == 1 else jax.make_mesh((num_devices,), ("x",))
+    mesh = made_mesh(num_devices)
     spec = table_spec(vocabulary_size=64, storage=storage, embedding_dim=4)
     collection = collection_of(spec, implementation="reference", mesh=mesh)
     state = collection.init(jax.random.key(0))
@@ -370,67 +304,46 @@ def test_the_reference_implementation_calls_no_native_kernel(storage, num_device
     assert "rsembed_" not in jax.jit(steps).lower(state).as_text()
     if native.unavailable_because() is None:
         fastest = collection_of(spec, mesh=mesh)
-        assert "rsembed_" in jax.jit(lambda s: fastest.lookup(s, batch)).lower(state).as_text()
+        assert "rsembed_" in jax.jit(fastest.lookup).lower(state, batch).as_text()
 
 
-@pytest.mark.parametrize(("storage", "num_devices"), [(rs.Hashed(), 1), (None, 4)])
+@pytest.mark.parametrize(("storage", "num_devices"), [(rs.Hashed(), None), (None, 4)])
 def test_features_of_one_table_pool_it_each_in_their_own_way(storage, num_devices):
-    mesh = None if num_devices == 1 else jax.make_mesh((num_devices,), ("x",))
-    table = table_spec(combiner="mean", storage=storage, optimizer=rs.optimizers.SGD(1.0))
-    specs = [rs.FeatureSpec("pooled", table)]
-    specs += [
-        rs.FeatureSpec(combiner, table, combiner=combiner) for combiner in ("sum", "sqrtn", "none")
-    ]
-    collection = rs.EmbeddingCollection(specs, mesh=mesh)
-    ids = np.arange(8).reshape(4, 2)
-    batch = {spec.name: ids for spec in specs}
+    table = table_spec(combiner="mean", storage=storage)
+    features = [rs.FeatureSpec("mean", table)]
+    for combiner in ("sum", "sqrtn", "none"):
+        features.append(rs.FeatureSpec(combiner, table, combiner=combiner))
+    collection = rs.EmbeddingCollection(features, mesh=made_mesh(num_devices))
+    batch = dict.fromkeys(collection.features, np.arange(8).reshape(4, 2))
     state = collection.init(jax.random.key(0))
-    zeros = {name: jnp.zeros((4, DIM)) for name in ("pooled", "sum", "sqrtn")} | {
-        "none": jnp.zeros((4, 2, DIM))
-    }
+    zeros = jax.tree.map(jnp.zeros_like, collection.lookup(state, batch))
     state = collection.update(state, batch, zeros)  # hashed keys get their rows
-    rows = np.asarray(collection.lookup(state, batch)["none"], np.float64)
-    factors = {"pooled": 1 / 2, "sum": 1.0, "sqrtn": 1 / np.sqrt(2)}
     activations = collection.lookup(state, batch)
+    rows = np.asarray(activations["none"], np.float64)
+    factors = {"mean": 1 / 2, "sum": 1.0, "sqrtn": 1 / np.sqrt(2)}
     for name, factor in factors.items():
         assert_allclose(activations[name], factor * rows.sum(axis=1), rtol=1e-5, atol=1e-6)
     serve, served = rs.for_serving(collection, state)
     for name, activation in serve(served, batch).items():
         assert_allclose(activation, activations[name], rtol=1e-5, atol=1e-6)
-    ones = jax.tree.map(jnp.ones_like, zeros)
-    stepped = collection.lookup(collection.update(state, batch, ones), batch)["none"]
-    assert_allclose(rows - np.asarray(stepped), sum(factors.values()) + 1, rtol=1e-4)
+    stepped = collection.update(state, batch, jax.tree.map(jnp.ones_like, zeros))
+    moved = rows - np.asarray(collection.lookup(stepped, batch)["none"])
+    assert_allclose(moved, sum(factors.values()) + 1, rtol=1e-4)
 
 
 @pytest.mark.skipif(
     native.unavailable_because() is not None, reason="counts calls of the native library"
 )
-def test_one_kernel_call_looks_up_all_arrays_of_a_device_with_the_bits_of_a_call_for_each():
+def test_one_kernel_call_looks_up_all_arrays_of_a_device():
     rules = rs.optimizers.SGD(0.1), rs.optimizers.RowWiseAdagrad(0.1), rs.optimizers.Adam(0.1)
-    tables = [
-        rs.TableSpec(f"t{dim}", 50, dim, optimizer=rule)
-        for dim, rule in zip((4, 8, 16), rules, strict=True)
-    ]
-    combiners = "sum", "mean", "none", "sqrtn"
     features = []
-    for number, combiner in enumerate(combiners):
-        features.append(rs.FeatureSpec(f"f{number}", tables[number % 3], combiner=combiner))
-    rng = np.random.default_rng(0)
-    batch = {}
-    for feature in features:
-        offsets = np.r_[0, np.cumsum(rng.integers(0, 5, 8))]
-        batch[feature.name] = rs.Bags(rng.integers(-1, 50, offsets[-1]), offsets)
-    batch["f1"] = rng.integers(-1, 50, (8, 3))
+    for dim, rule, combiner in zip((4, 8, 16), rules, ("sum", "mean", "none"), strict=True):
+        table = rs.TableSpec(f"t{dim}", 50, dim, optimizer=rule)
+        features += [rs.FeatureSpec(f"f{dim}", table, combiner=combiner)]
+        features += [rs.FeatureSpec(f"g{dim}", table, combiner="sqrtn")]
     collection = rs.EmbeddingCollection(features)
+    batch = dict.fromkeys(collection.features, rs.Bags.from_lists([[1, 2], [], [49, 0, 3]]))
+    batch["f8"] = np.array([[1, 2], [-1, 3], [4, 4]])
     state = collection.init(jax.random.key(0))
     lowered = jax.jit(collection.lookup).lower(state, collection.prepare(batch))
     assert lowered.as_text().count("@rsembed_lookup(") == 1
-    found = collection.lookup(state, batch)
-    for table in tables:
-        names = [feature.name for feature in features if feature.table_spec is table]
-        alone = rs.EmbeddingCollection([feature for feature in features if feature.name in names])
-        expected = alone.lookup(
-            alone.init(jax.random.key(0)), {name: batch[name] for name in names}
-        )
-        for name in names:
-            assert_array_equal(found[name], expected[name])

@@ -14,18 +14,21 @@ from rsembed.tt import TensorTrain
 from rsembed.tt.cores import rows as rows_of_cores
 from tests.world import assert_same, made_mesh
 
+ADAGRAD = rs.optimizers.Adagrad(0.1)
+
+
+def collection_of(*tables, **options):
+    return rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in tables], **options)
+
 
 @pytest.mark.parametrize(
     ("num_devices", "placement"), [(None, None), (1, "row"), (4, "row"), (4, "replicated")]
 )
 def test_tables_and_slots_outlive_the_state_they_came_from(num_devices, placement):
-    rule = rs.optimizers.Adagrad(0.1)
-    dense = rs.TableSpec("a", 16, 8, optimizer=rule)
+    dense = rs.TableSpec("a", 16, 8, optimizer=ADAGRAD)
     train = dataclasses.replace(dense, name="b", storage=TensorTrain((2, 2)))
     placements = {"a": placement, "b": "replicated"} if num_devices else None
-    mesh = made_mesh(num_devices)
-    features = [rs.FeatureSpec(own.name, own) for own in (dense, train)]
-    collection = rs.EmbeddingCollection(features, mesh=mesh, placement=placements)
+    collection = collection_of(dense, train, mesh=made_mesh(num_devices), placement=placements)
     state = collection.init(jax.random.key(0))
     found = collection.tables(state), collection.slots(state)
     before = jax.tree.map(np.array, found)
@@ -40,18 +43,14 @@ STORAGES = {"dense": None, "hashed": rs.Hashed(), "host cached": rs.HostCached(c
 @pytest.mark.parametrize("source", ["dense", "host cached"])
 @pytest.mark.parametrize("target", STORAGES)
 def test_a_whole_table_moves_to_any_storage(source, target):
-    def collection_of(storage):
-        table = rs.TableSpec("t", 16, 4, storage=storage)
-        return rs.EmbeddingCollection(rs.FeatureSpec("f", table))
-
-    collections = collection_of(STORAGES[source]), collection_of(STORAGES[target])
-    values = np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)
-    first = collections[0].with_tables(collections[0].init(jax.random.key(0)), {"t": values})
-    second = collections[1].with_tables(
-        collections[1].init(jax.random.key(1)), collections[0].tables(first)
-    )
-    found = collections[1].tables(second)["t"]
-    assert_array_equal(found["values"] if target == "hashed" else found, values)
+    tables = {"t": np.random.default_rng(0).normal(size=(16, 4)).astype(np.float32)}
+    expected = tables["t"]
+    for storage in (STORAGES[source], STORAGES[target]):
+        collection = collection_of(rs.TableSpec("t", 16, 4, storage=storage))
+        state = collection.with_tables(collection.init(jax.random.key(0)), tables)
+        tables = collection.tables(state)
+    found = tables["t"]
+    assert_array_equal(found["values"] if target == "hashed" else found, expected)
 
 
 def in_npz(path, arrays):
@@ -67,42 +66,33 @@ def in_safetensors(path, arrays):
 
 @pytest.mark.parametrize("through", [in_npz, in_safetensors])
 def test_tables_go_through_files_of_other_programs(tmp_path, through):
-    rule = rs.optimizers.Adagrad(0.1)
-    word = rs.TableSpec("word", 6, 4, optimizer=rule)
+    word = rs.TableSpec("word", 6, 4, optimizer=ADAGRAD)
     user = dataclasses.replace(word, name="user", storage=rs.Hashed())
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in (word, user)])
+    collection = collection_of(word, user)
     ids = {"word": np.array([[1], [5]]), "user": np.array([[2**40], [7]])}
     state = collection.init(jax.random.key(0))
     state = collection.update(state, ids, collection.lookup(state, ids))
     expected = collection.tables(state)
     found = through(tmp_path / "word", {"encoder.word.weight": np.asarray(expected["word"])})
-    tables = {
-        "word": found["encoder.word.weight"],
-        "user": through(tmp_path / "user", expected["user"]),
-    }
+    users = through(tmp_path / "user", expected["user"])
+    tables = {"word": found["encoder.word.weight"], "user": users}
     loaded = collection.with_tables(collection.init(jax.random.key(1)), tables)
     assert_same(collection.tables(loaded), expected)
 
 
 def test_a_whole_table_or_cores_go_into_a_tensor_train(tmp_path):
-    storage = TensorTrain((8, 30), (4, 5, 3), (2, 2, 2))
-    table = rs.TableSpec("item", 57, 8, storage=storage)
-    collection, rng = (
-        rs.EmbeddingCollection(rs.FeatureSpec("item", table)),
-        np.random.default_rng(0),
-    )
+    table = rs.TableSpec("item", 57, 8, storage=TensorTrain((8, 30), (4, 5, 3), (2, 2, 2)))
+    collection, rng = collection_of(table), np.random.default_rng(0)
     state = collection.init(jax.random.key(0))
-    cores = [
-        rng.normal(size=shape).astype(np.float32) for shape in storage.spec_of(table).core_shapes
-    ]
-    loaded = collection.with_tables(state, {"item": tuple(cores)})
-    ids = np.arange(57)[:, None]
-    expected = rows_of_cores(storage.spec_of(table), tuple(map(jnp.asarray, cores)), jnp.arange(57))
+    spec = table.storage.spec_of(table)
+    cores = tuple(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in spec.core_shapes)
+    loaded = collection.with_tables(state, {"item": cores})
+    ids = np.arange(57)
+    expected = rows_of_cores(spec, cores, jnp.asarray(ids, jnp.int32))
     assert_allclose(collection.lookup(loaded, {"item": ids})["item"], expected, rtol=1e-5)
     checkpoint.save_collection(tmp_path / "saved", collection, loaded)
-    from_file = collection.with_tables(
-        state, {"item": checkpoint.load(tmp_path / "saved").tree["tables"]["item"]}
-    )
+    tables = checkpoint.load(tmp_path / "saved").tree["tables"]
+    from_file = collection.with_tables(state, {"item": tables["item"]})
     assert_same(from_file.tables, loaded.tables)
     # Of these ranks the last is larger than any table needs, and the first can hold this one.
     again = collection.with_tables(state, {"item": expected})

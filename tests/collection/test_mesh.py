@@ -5,10 +5,9 @@ import functools
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
 
 import rsembed as rs
-from tests.world import assert_same, mesh_of
+from tests.world import assert_same, made_mesh, mesh_of
 
 BATCH, DIM, LR = 8, 8, 0.1
 SGD, ADAGRAD, ADAM = rs.optimizers.SGD, rs.optimizers.Adagrad, rs.optimizers.Adam
@@ -32,53 +31,34 @@ SETTINGS = {
 def trained(optimizers, **options):
     """What two steps of four features give; `t` is read by two, one of them weighted, `w` may have sequence output."""
     sequence = "sqrtn" if optimizers[1] is ROW_WISE else "none"
-    made_of = {
-        "t": (21, optimizers[0], "mean"),
-        "v": (5, optimizers[0], "sum"),
-        "w": (17, optimizers[1], sequence),
-    }
-    tables = {
-        name: rs.TableSpec(
-            name,
-            rows,
-            DIM,
-            optimizer=optimizer(LR),
-            combiner=combiner,
-        )
-        for name, (rows, optimizer, combiner) in made_of.items()
-    }
-    reads = {"a": ("t", 3), "b": ("t", 2), "c": ("v", 1), "d": ("w", 2)}
-    features = [rs.FeatureSpec(name, tables[table]) for name, (table, _) in reads.items()]
-    collection, draw, found = (
-        rs.EmbeddingCollection(features, **options),
-        np.random.default_rng(0),
-        [],
-    )
+    t = rs.TableSpec("t", 21, DIM, optimizer=optimizers[0](LR), combiner="mean")
+    v = rs.TableSpec("v", 5, DIM, optimizer=optimizers[0](LR))
+    w = rs.TableSpec("w", 17, DIM, optimizer=optimizers[1](LR), combiner=sequence)
+    reads = {"a": (t, 3), "b": (t, 2), "c": (v, 1), "d": (w, 2)}
+    features = [rs.FeatureSpec(name, table) for name, (table, _) in reads.items()]
+    collection = rs.EmbeddingCollection(features, **options)
 
     @jax.jit
     def step(state, batch):
         activations, pullback = collection.lookup_vjp(state, batch)
-        gradients = jax.tree.map(lambda x: x - 1.0, activations)
-        row_gradients = pullback(gradients)
-        states = collection.apply(state, row_gradients), collection.update(state, batch, gradients)
-        return (
-            activations,
-            rs.global_norm(row_gradients),
-            sum(row_gradients.num_touched().values()),
-            states,
-        )
+        d_activations = jax.tree.map(lambda x: x - 1.0, activations)
+        gradients = pullback(d_activations)
+        num_touched = sum(gradients.num_touched().values())
+        applied = collection.apply(state, gradients)
+        updated = collection.update(state, batch, d_activations)
+        return (activations, rs.global_norm(gradients), num_touched), applied, updated
 
-    state = collection.init(jax.random.key(0))
+    state, draw, found = collection.init(jax.random.key(0)), np.random.default_rng(0), []
     for number in range(2):
-        ids = {
-            n: draw.integers(-1, tables[t].vocabulary_size, (BATCH, width))
-            for n, (t, width) in reads.items()
+        batch = {
+            name: draw.integers(-1, table.vocabulary_size, (BATCH, width))
+            for name, (table, width) in reads.items()
         }
-        ids["b"][number * BATCH // 2 :] = -1  # devices without ids
-        batch = ids | {"a": (ids["a"], draw.random(ids["a"].shape, np.float32))}
-        *outputs, states = step(state, collection.prepare(batch))
-        found.append((outputs, [(collection.tables(own), collection.slots(own)) for own in states]))
-        state = states[1]
+        batch["b"][number * BATCH // 2 :] = -1  # devices without ids
+        batch["a"] = (batch["a"], draw.random((BATCH, 3), np.float32))
+        outputs, applied, state = step(state, collection.prepare(batch))
+        found.append(outputs)
+        found += [(collection.tables(own), collection.slots(own)) for own in (applied, state)]
     return found
 
 
@@ -86,48 +66,47 @@ def trained(optimizers, **options):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_on_a_mesh_gives_the_numbers_of_one_device(name):
     shape, optimizers, options = SETTINGS[name]
-    found, expected = trained(optimizers, mesh=mesh_of(*shape), **options), trained(optimizers)
-    for mine, yours in zip(*map(jax.tree.leaves, (found, expected)), strict=True):
-        np.testing.assert_allclose(mine, yours, rtol=1e-4, atol=2e-5)
+    found = trained(optimizers, mesh=mesh_of(*shape), **options)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
+    jax.tree.map(close, found, trained(optimizers))
 
 
 @pytest.mark.parametrize("storage", [None, rs.Hashed()], ids=["dense", "hashed"])
 def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage):
     table = rs.TableSpec("t", 21, DIM, optimizer=ADAGRAD(LR), storage=storage)
-    features = [rs.FeatureSpec("f", table)]
-    batch = {"f": np.random.default_rng(0).integers(0, 21, (BATCH, 3), np.int32)}
+    ids = np.random.default_rng(0).integers(0, 21, (BATCH, 3), np.int32)
+    ones = {"f": np.ones((BATCH, DIM), np.float32)}
     found = []
     for mesh in (None, mesh_of(1)):
-        collection = rs.EmbeddingCollection(features, mesh=mesh)
+        collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh)
+        batch = collection.prepare({"f": ids})
         state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
         for _ in range(2):
-            state = update(
-                state, collection.prepare(batch), {"f": np.ones((BATCH, DIM), np.float32)}
-            )
+            state = update(state, batch, ones)
         lookup = jax.jit(functools.partial(collection.lookup, return_statistics=True))
-        outputs, statistics = lookup(state, collection.prepare(batch))
+        outputs, statistics = lookup(state, batch)
         assert int(statistics.num_rounds["t"]) == 0
         found.append((outputs, collection.tables(state)))
     assert_same(*found)
 
 
-@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
-def test_a_mesh_may_be_set_but_for_one_of_explicit_axes_which_is_refused(axis_type):
-    mesh = jax.make_mesh((4,), ("x",), devices=jax.devices()[:4], axis_types=(axis_type,))
-    table = rs.TableSpec("t", 9, 2, optimizer=SGD(LR))
-    collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh)
-    expected = collection.lookup(collection.init(jax.random.key(0)), {"f": [[1], [2], [3], [4]]})[
-        "f"
-    ]
+def collection_on(mesh):
+    table = rs.TableSpec("t", 9, 2)
+    return rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh)
+
+
+def test_a_mesh_of_automatic_axes_may_be_set():
+    mesh = mesh_of(4)
+    collection = collection_on(mesh)
     with jax.set_mesh(mesh):
-        if axis_type == AxisType.Explicit:
-            with pytest.raises(
-                ValueError,
-                match=r"explicit axes \('x',\) is set, .* automatic axes: leave jax.set_mesh",
-            ):
-                collection.init(jax.random.key(0))
-            return
         state = collection.init(jax.random.key(0))
-        look_up = jax.jit(lambda state, batch: collection.lookup(state, batch)["f"])
-        found = look_up(state, collection.prepare({"f": [[1], [2], [3], [4]]}))
-    np.testing.assert_array_equal(found, expected)
+        batch = collection.prepare({"f": [[1], [2], [3], [4]]})
+        found = jax.jit(collection.lookup)(state, batch)["f"]
+    np.testing.assert_array_equal(found, collection.tables(state)["t"][1:5])
+
+
+def test_a_set_mesh_of_explicit_axes_is_refused():
+    mesh = made_mesh(4)
+    words = r"explicit axes \('x',\) is set, .* automatic axes: leave jax.set_mesh"
+    with jax.set_mesh(mesh), pytest.raises(ValueError, match=words):
+        collection_on(mesh).init(jax.random.key(0))

@@ -15,48 +15,30 @@ BATCH, DIM = 16, 8
 ROWS = {"t": 21, "u": 5}
 
 
-def features_of(combiner="mean", **changes):
-    changes = {
-        "optimizer": rs.optimizers.Adagrad(0.1),
-        "initializer": jax.nn.initializers.ones,
-        **changes,
-    }
-    t, u = (
-        rs.TableSpec(name, rows, DIM, combiner=combiner, **changes) for name, rows in ROWS.items()
-    )
-    return [rs.FeatureSpec(name, table) for name, table in (("a", t), ("b", t), ("c", u))]
-
-
-def some_batch(seed=0):
-    rng = np.random.default_rng(seed)
-    a, b, c = (rng.integers(-1, rows, (BATCH, width)) for rows, width in ((21, 5), (4, 3), (5, 1)))
-    return {"a": (a, rng.random(a.shape, np.float32)), "b": b, "c": c}
-
-
-def targets(seed=0):
-    rng = np.random.default_rng(seed)
-    return {name: rng.normal(size=(BATCH, DIM)).astype(np.float32) for name in "abc"}
+def features_of(**changes):
+    """Two features of one table, and one of another."""
+    fields = {"optimizer": rs.optimizers.Adagrad(0.1), "initializer": jax.nn.initializers.ones}
+    t, u = (rs.TableSpec(name, rows, DIM, **fields | changes) for name, rows in ROWS.items())
+    return [rs.FeatureSpec("a", t), rs.FeatureSpec("b", t), rs.FeatureSpec("c", u)]
 
 
 def test_stochastic_rounding_draws_for_the_row_not_for_its_owner():
-    options = {"dtype": "bfloat16", "stochastic_rounding": True, "combiner": "sum"}
-    layouts = (
-        {},
-        {"mesh": mesh_of(4), "placement": "row"},
-        {"mesh": mesh_of(4), "placement": "table"},
-    )
+    features = features_of(dtype="bfloat16", stochastic_rounding=True)
     # No row twice.
     batch = {
         "a": np.arange(16),
         "b": np.full(16, -1),
         "c": np.r_[np.arange(5), np.full(11, -1)],
     }
+    rng = np.random.default_rng(0)
+    d_activations = {name: rng.normal(size=(BATCH, DIM)).astype(np.float32) for name in batch}
     results = []
-    for layout in layouts:
-        collection = rs.EmbeddingCollection(features_of(**options), **layout)
+    for placement in (None, "row", "table"):
+        mesh = None if placement is None else mesh_of(4)
+        collection = rs.EmbeddingCollection(features, mesh=mesh, placement=placement)
         state = collection.init(jax.random.key(0))
-        state = jax.jit(collection.update)(state, collection.prepare(batch), targets())
-        results.append(jax.tree.map(lambda x: np.asarray(x, np.float32), collection.tables(state)))
+        state = jax.jit(collection.update)(state, collection.prepare(batch), d_activations)
+        results.append(jax.tree.map(np.array, collection.tables(state)))
     for found in results[1:]:
         assert_same(found, results[0])
 
@@ -79,39 +61,35 @@ def test_initial_values_do_not_depend_on_the_mesh():
 
 
 def test_accumulation_and_clipping_inside_a_scan_equal_one_device():
-    def train(collection, state, batches, wanted):
-        """Row gradients of two micro-batches make one step."""
-
-        def body(state, inputs):
-            def micro(_, inputs):
-                return None, collection.lookup_vjp(state, inputs[0])[1](inputs[1])
-
-            row_gradients = rs.combine(jax.lax.scan(micro, None, inputs)[1])
-            return collection.apply(
-                state, rs.clip_by_global_norm(row_gradients, 1.5)
-            ), rs.global_norm(row_gradients)
-
-        return jax.lax.scan(body, state, (batches, wanted))
-
-    stack = functools.partial(jax.tree.map, lambda *x: np.stack(x).reshape(2, 2, *x[0].shape))
-    one_batches = [
-        {n: v[0] if n == "a" else v for n, v in some_batch(seed).items()} for seed in range(4)
-    ]
-    batches, wanted = stack(*one_batches), stack(*map(targets, range(4)))
-    batches = jax.tree.map(lambda x: x.astype(np.int32), batches)
+    """Row gradients of two micro-batches make one step."""
+    rng = np.random.default_rng(0)
+    shape = (2, 2, BATCH)  # steps, micro-batches of a step, samples
+    batches = {
+        "a": rng.integers(-1, 21, (*shape, 5), np.int32),
+        "b": rng.integers(-1, 4, (*shape, 3), np.int32),
+        "c": rng.integers(-1, 5, (*shape, 1), np.int32),
+    }
+    d_activations = {name: rng.normal(size=(*shape, DIM)).astype(np.float32) for name in batches}
     results = []
-    for options in ({}, {"mesh": made_mesh(4)}):
-        collection = rs.EmbeddingCollection(features_of(), **options)
-        state = collection.init(jax.random.key(0))
-        state, norms = jax.jit(functools.partial(train, collection), donate_argnums=0)(
-            state, batches, wanted
-        )
-        results.append(
-            jax.tree.map(np.asarray, (collection.tables(state), collection.slots(state), norms))
-        )
+    for mesh in (None, made_mesh(4)):
+        collection = rs.EmbeddingCollection(features_of(combiner="mean"), mesh=mesh)
+
+        def step(state, micro_batches, collection=collection):
+            def gradients(_, inputs):
+                batch, d_activations = inputs
+                _, pullback = collection.lookup_vjp(state, batch)
+                return None, pullback(d_activations)
+
+            combined = rs.combine(jax.lax.scan(gradients, None, micro_batches)[1])
+            clipped = rs.clip_by_global_norm(combined, 1.5)
+            return collection.apply(state, clipped), rs.global_norm(combined)
+
+        train = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
+        state, norms = train(collection.init(jax.random.key(0)), (batches, d_activations))
+        results.append((collection.tables(state), collection.slots(state), norms))
     assert (results[0][2] > 1.5).all()
-    for one, many in zip(*map(jax.tree.leaves, results), strict=True):
-        np.testing.assert_allclose(many, one, rtol=1e-5, atol=1e-6)
+    close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-6)
+    jax.tree.map(close, *results)
 
 
 @pytest.mark.slow_rows("4-row")
@@ -120,18 +98,17 @@ def test_accumulation_and_clipping_inside_a_scan_equal_one_device():
     [(4, "row"), (8, "row"), (4, "column"), (4, "replicated")],
 )
 def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
-    local_batch, width, vocabulary = 4, 3, 1000
+    local_batch, width = 4, 3
     local_ids = local_batch * width
-    table = rs.TableSpec("t", vocabulary, DIM, initializer=jax.nn.initializers.zeros,
+    table = rs.TableSpec("t", 1000, DIM, initializer=jax.nn.initializers.zeros,
         optimizer=rs.optimizers.SGD(0.1),
     )  # fmt: skip
-    # As many places as ids, which one round always serves.
-    capacity = 12 if placement == "row" else None
     collection = rs.EmbeddingCollection(
         rs.FeatureSpec("f", table),
         mesh=mesh_of(num_devices),
         placement=placement,
-        exchange_capacity=capacity,
+        # As many places as ids, which one round always serves.
+        exchange_capacity=local_ids if placement == "row" else None,
     )
     ids = np.zeros((num_devices * local_batch, width), np.int32)
 
@@ -139,24 +116,24 @@ def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
         activations, statistics = collection.lookup(state, {"f": ids}, return_statistics=True)
         return collection.update(state, {"f": ids}, activations), statistics
 
-    compiled = jax.jit(step).lower(collection.init(jax.random.key(0)), ids).compile()
+    state = collection.init(jax.random.key(0))
+    compiled = jax.jit(step).lower(state, ids).compile()
     sent = collective_bytes(compiled.as_text(), num_devices)
     sent.pop("all-reduce", None)  # numbers of ids and rounds
     pooled, others = local_batch * DIM * 4, num_devices - 1
     # What lookup and update both need travels once: XLA merges equal collectives of a program.
-    # Keys go, rows come back, gradients go: capacity places for every device.
-    if placement == "row":
-        places = others * 12
-        expected = {"all-to-all": places * (4 + 2 * DIM * 4)}
-    elif (
-        placement == "column"
-    ):  # every device needs all ids; pieces of activations and of their gradients travel
-        pieces = pooled * others // num_devices
-        expected = {"all-to-all": 2 * pieces, "all-gather": others * local_ids * 4}
-    else:
-        expected = {"all-gather": others * (local_ids * 4 + pooled)}
-    assert sent == expected
-    statistics = compiled(collection.init(jax.random.key(0)), ids)[1]
+    expected = {
+        # Keys go, rows come back, gradients go: capacity places for every device.
+        "row": {"all-to-all": others * local_ids * (4 + 2 * DIM * 4)},
+        # Every device needs all ids; pieces of activations and of their gradients travel.
+        "column": {
+            "all-to-all": 2 * pooled * others // num_devices,
+            "all-gather": others * local_ids * 4,
+        },
+        "replicated": {"all-gather": others * (local_ids * 4 + pooled)},
+    }
+    assert sent == expected[placement]
+    _, statistics = compiled(state, ids)
     assert int(statistics.num_rounds["t"]) == (placement == "row")
     assert int(statistics.num_ids["f"]) == ids.size
 
