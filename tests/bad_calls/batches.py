@@ -3,7 +3,7 @@
 import numpy as np
 
 import rsembed as rs
-from tests.bad_calls.world import batch, collection, feature, keyed, mesh
+from tests.bad_calls.world import batch, collection, feature, keyed, mesh, table
 from tests.world import NA, Column  # noqa: F401, as calls of the table name them
 
 Bags = rs.Bags
@@ -29,6 +29,12 @@ def on_mesh(**changes):
     return rs.EmbeddingCollection([feature(), feature("author")], mesh=mesh()).prepare(
         batch(**changes)
     )
+
+
+def of_a_larger_table():
+    """A batch that another collection prepared."""
+    specs = [feature(table_spec=table(vocabulary_size=100)), feature("author", table("user"))]
+    return rs.EmbeddingCollection(specs).prepare({"title": [[3], [50]], "author": [[1], []]})
 
 
 def beside_lists(ids):
@@ -236,6 +242,8 @@ title(np.array([-1, 2**64 - 1], object)) => TypeError: no integers of 64 bits ho
 # Ids outside their table
 title([[1], [9]]) => ValueError: feature 'title': id 9 in sample 1 ... table 'word' ... vocabulary_size=9 ... hash
 title([[1], [-2]]) => ValueError: feature 'title': id -2 in sample 1 ... table 'word' ... -1
+collection().prepare(of_a_larger_table())
+    => ValueError: feature 'title': id 50 in sample 1 is outside table 'word' with vocabulary_size=9
 # Bags in a batch
 title(Bags(IDS, np.array([0.0, 3.0]))) => TypeError: feature 'title': offsets ... float64
 title(Bags(IDS, np.array([1, 3]))) => ValueError: feature 'title': offsets must start at 0 ... [1, 3]

@@ -12,13 +12,14 @@ from tests.parallel.hlo import collective_bytes
 from tests.world import assert_same, made_mesh, mesh_of
 
 BATCH, DIM = 16, 8
-ROWS = {"t": 21, "u": 5}
 
 
 def features_of(**changes):
     """Two features of one table, and one of another."""
     fields = {"optimizer": rs.optimizers.Adagrad(0.1), "initializer": jax.nn.initializers.ones}
-    t, u = (rs.TableSpec(name, rows, DIM, **fields | changes) for name, rows in ROWS.items())
+    fields |= changes
+    t = rs.TableSpec("t", 21, DIM, **fields)
+    u = rs.TableSpec("u", 5, DIM, **fields)
     return [rs.FeatureSpec("a", t), rs.FeatureSpec("b", t), rs.FeatureSpec("c", u)]
 
 

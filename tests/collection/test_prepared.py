@@ -144,16 +144,6 @@ def test_a_prepared_batch_reads_as_a_mapping_and_travels_as_a_pytree():
     assert_same({name: own[1] for name, own in activations.items()}, expected)
 
 
-def test_a_batch_of_another_collection_is_checked_again():
-    small, large = (
-        rs.EmbeddingCollection([rs.FeatureSpec(n, rs.TableSpec(n, size, DIM)) for n in "ab"])
-        for size in (4, 100)
-    )
-    prepared = large.prepare({"a": [[3], [50]], "b": [[1], []]})
-    with pytest.raises(ValueError, match=r"feature 'a': id 50 .* table 'a' with vocabulary_size=4"):
-        small.prepare(prepared)
-
-
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_jagged_pair_of_all_features_is_a_batch(weighted):
     tables = [rs.TableSpec(name, 9, DIM, combiner="mean") for name in "abc"]

@@ -62,8 +62,7 @@ def test_tables_on_the_host_stay_when_a_later_one_is_refused(second):
 
 def test_tables_on_the_host_stay_when_a_file_is_refused(tmp_path):
     large = collection_of(HOST)
-    batch = dict.fromkeys(HOST, np.arange(40).reshape(4, 10) % 16)
-    batch["h"] = np.arange(40).reshape(4, 10)
+    batch = dict.fromkeys("ab", np.ones((4, 2), int)) | {"h": np.arange(40).reshape(4, 10)}
     state = stepped(large, large.init(jax.random.key(0)), batch)
     checkpoint.save_collection(tmp_path / "file", large, state)
     small = collection_of(HOST, keyed_rows=8)

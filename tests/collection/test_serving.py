@@ -25,6 +25,8 @@ IDS = {
     name: np.random.default_rng(number).integers(-1, ROWS, SHAPE).astype(np.int32)
     for number, name in enumerate(COMBINERS)
 }
+for ids in IDS.values():
+    ids[0, 0] = -1
 
 
 @pytest.fixture(scope="module")
@@ -74,6 +76,9 @@ def test_keys_of_64_bits_are_found_by_both_lanes_and_unknown_ones_read_zeros(tra
     batch = IDS | {"keys": keys}
     for found in (lookup(tables, batch), jax.jit(lookup)(tables, collection.prepare(batch))):
         assert_array_equal(found["keys"], np.concatenate([values, np.zeros((1, 4))]))
+    padded = split_keys(keys)._replace(is_key=np.arange(4) != 1)
+    found = lookup(tables, IDS | {"keys": padded})["keys"]
+    assert_array_equal(found[:3], values * [[1], [0], [1]])
 
 
 READER = """

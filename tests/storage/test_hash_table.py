@@ -100,6 +100,18 @@ def test_any_sequence_of_calls_equals_a_dict(sequence):
         ]
 
 
+def test_deleted_slots_are_used_again_and_cleared_before_searches_grow_long():
+    table, expected = empty(MAX_KEYS), {}
+    for generation in range(30):
+        gone = list(expected)[:-3]
+        new = [2**40 * generation + number for number in range(3)]
+        rows = np.full(CALL, generation, np.int32)
+        table = insert(remove(table, padded(gone)), padded(new), rows)
+        expected = {key: row for key, row in expected.items() if key not in gone}
+        expected |= dict.fromkeys(new, generation)
+        check_lanes(table, expected)
+
+
 def test_keys_beyond_the_bound_are_left_out_and_nothing_hangs():
     table = insert(empty(MAX_KEYS), padded(range(100, 164), 64), jnp.arange(64, dtype=jnp.int32))
     rows = find(table, padded(range(100, 164), 64)).tolist()

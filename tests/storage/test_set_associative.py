@@ -182,12 +182,12 @@ def test_a_reset_cache_is_as_new(algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["lru", "lfu"])
-def test_a_cache_without_cacheable_ids_admits_none(algorithm):
+@pytest.mark.parametrize("ids", [[], [-1, 7]])
+def test_a_cache_without_cacheable_ids_admits_none(algorithm, ids):
     cache = SetAssociativeCache(2, num_ways=2, algorithm=algorithm, num_ids=0)
-    assert cache.admit(np.zeros(0, np.int32)).counts.unique_ids == 0
-    admission = cache.admit(np.array([-1, 7], np.int32))
-    assert admission.locations.tolist() == [-1, -1]
-    assert admission.counts.unique_ids == 1
+    admission = cache.admit(np.array(ids, np.int32))
+    assert admission.locations.tolist() == [-1] * len(ids)
+    assert admission.counts.unique_ids == bool(ids)
 
 
 def test_a_refused_unlock_or_reset_changes_nothing():
