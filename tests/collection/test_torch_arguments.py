@@ -14,7 +14,7 @@ import rsembed as rs
 
 PAGE = (Path(__file__).parents[2] / "docs" / "torch.md").read_text()
 ROWS, DIM, PADDING = 10, 4, 3
-ARGUMENTS: dict[str, list[str]] = {}
+ARGUMENTS = {}
 for line in """\
 nn.EmbeddingBag
     num_embeddings embedding_dim max_norm norm_type scale_grad_by_freq mode sparse _weight

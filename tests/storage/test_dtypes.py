@@ -23,7 +23,6 @@ ROWS, DIM, LEARNING_RATE = 16, 4, 0.5
 CELLS = [
     ("dense", "one device", "bfloat16"),
     ("dense", "row", "float16"),
-    ("dense", "table", "bfloat16"),
     ("dense", "column", "float16"),
     ("dense", "replicated", "bfloat16"),
     ("hashed", "one device", "float16"),
@@ -50,7 +49,6 @@ def rows_of(collection, state):
     "train, one device, bfloat16",
     "hashed, one device, float16",
     "dense, row, float16",
-    "dense, table, bfloat16",
     "dense, replicated, bfloat16",
 )
 @pytest.mark.parametrize(
