@@ -10,10 +10,7 @@ from rsembed.fdo.statistics import EXACT
 from rsembed.optimizers import SGD
 from rsembed.sparsecore import embedding
 from rsembed.specs import StackedTableSpec
-
-
-def stats(max_ids, max_unique=(1, 1), required=(8, 8)):
-    return SparseDenseMatmulInputStats({"t": max_ids}, {"t": max_unique}, {"t": required}, {"t": 0})
+from tests.fdo.world import stats
 
 
 def specs_for(cores=2, **limits):
