@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import zlib
 from functools import cache
 
 import jax.numpy as jnp
@@ -46,12 +45,16 @@ def flipped(path):
     file.write_bytes(bytes(content))
 
 
-def newer(path):
-    body = json.loads((path / "manifest.json").read_text())["manifest"] | {"layout_version": 99}
-    checksum = f"{zlib.crc32(json.dumps(body, sort_keys=True).encode()):08x}"
-    (path / "manifest.json").write_text(
-        json.dumps({"crc32": checksum, "manifest": body}, sort_keys=True, indent=1)
-    )
+def forged(change):
+    """A copy of a checkpoint whose manifest was changed, and its checksum with it."""
+
+    def write(path):
+        file = path / "manifest.json"
+        body = json.loads(file.read_text())["manifest"]
+        change(body)
+        file.write_bytes(checkpoint.files.encoded(body))
+
+    return damaged(write)
 
 
 USER = feature("author", table("user", vocabulary_size=5))
@@ -112,7 +115,10 @@ checkpoint.load(damaged(flipped)) => CorruptCheckpointError: saved ... 'x'
 checkpoint.load(damaged(lambda path: (path / "manifest.json").write_text("{")))
     => CorruptCheckpointError: manifest.json ... older checkpoint
 checkpoint.load(damaged(lambda path: shutil.rmtree(path / "0000"))) => CorruptCheckpointError: 0000 ... 'x'
-checkpoint.load(damaged(newer)) => ValueError: layout 99 ... version that wrote it
+checkpoint.load(forged(lambda body: body.update(layout_version=99)))
+    => ValueError: layout 99 ... version that wrote it
+checkpoint.load(forged(lambda body: body["arrays"][0].update(path=["y", "z"])))
+    => CorruptCheckpointError: manifest.json ... 'y' is an array, and so is 'y/z'
 checkpoint.load(arrays(), like=ARRAYS | {"x": np.ones(7, np.float32)})
     => ValueError: 'x' is float32[6], wanted float32[7]
 checkpoint.load(saved(), like=collection()) => TypeError: like ... collection.template; load_collection

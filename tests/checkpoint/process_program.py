@@ -11,19 +11,13 @@ import numpy as np
 
 import rsembed as rs
 from rsembed import checkpoint, parallel
+from tests.checkpoint.world import ramp
 
 
 def collection_of(mesh=None):
     """A table of ten rows."""
-    table = rs.TableSpec(
-        "item",
-        10,
-        2,
-        initializer=lambda key, shape: jnp.arange(shape[0] * shape[1], dtype=jnp.float32).reshape(
-            shape
-        ),
-        optimizer=rs.optimizers.Adagrad(0.1),
-    )
+    rule = rs.optimizers.Adagrad(0.1)
+    table = rs.TableSpec("item", 10, 2, initializer=ramp, optimizer=rule)
     return rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh)
 
 
@@ -32,9 +26,8 @@ def keyed_collection(mesh=None):
     same = {"vocabulary_size": 16, "embedding_dim": 2, "initializer": jax.nn.initializers.normal()}
     same |= {"optimizer": rs.optimizers.Adagrad(0.1), "storage": rs.Hashed()}
     tables = [rs.TableSpec(name, **same) for name in ("left", "right")]
-    return rs.EmbeddingCollection(
-        [rs.FeatureSpec(table.name, table) for table in tables], mesh=mesh
-    )
+    features = [rs.FeatureSpec(table.name, table) for table in tables]
+    return rs.EmbeddingCollection(features, mesh=mesh)
 
 
 def keys_of(process):

@@ -2,7 +2,6 @@
 
 import errno
 import threading
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,50 +13,52 @@ from rsembed.checkpoint import CheckpointManager, CorruptCheckpointError, files,
 from tests.world import assert_same, made_mesh
 
 
-def make_collection(mesh=None):
+@pytest.fixture(scope="module")
+def run():
+    """A collection, a step, a batch, and the states after two steps that touch few rows, with new keys in each."""
     rule = rs.optimizers.Adagrad(0.1)
     dense = rs.TableSpec("word", 64, 4, optimizer=rule)
     hashed = rs.TableSpec("user", 64, 4, optimizer=rule, storage=rs.Hashed())
     features = [rs.FeatureSpec(table.name, table) for table in (dense, hashed)]
-    return rs.EmbeddingCollection(features, mesh=mesh)
+    collection = rs.EmbeddingCollection(features, mesh=made_mesh(2))
 
+    def step(state, batch):
+        return collection.update(state, batch, collection.lookup(state, batch))
 
-def two_devices():
-    return made_mesh(2)
-
-
-@pytest.fixture(scope="module")
-def run():
-    """A collection, a step, and the states of three steps that touch few rows, with new keys in each."""
-    collection = make_collection(two_devices())
-    step = jax.jit(
-        lambda state, batch: collection.update(state, batch, collection.lookup(state, batch))
-    )
-    rng = np.random.default_rng(0)
-    state = collection.init(jax.random.key(0))
-    states = []
-    for number in range(4):
-        batch = {
-            "word": rng.integers(0, 64, (4, 2)),
-            "user": rng.integers(0, 2**40, (4, 2)) | number,
-        }
-        state = step(state, collection.prepare(batch))
+    rng, state, states = np.random.default_rng(0), collection.init(jax.random.key(0)), []
+    for _ in range(2):
+        words, users = rng.integers(0, 64, (4, 2)), rng.integers(0, 2**40, (4, 2))
+        batch = collection.prepare({"word": words, "user": users})
+        state = jax.jit(step)(state, batch)
         states.append(state)
     return collection, step, batch, states
 
 
-def assert_same_rows(found, of_found, expected, of_expected):
-    for read in ("tables", "slots"):
-        both = getattr(of_found, read)(found), getattr(of_expected, read)(expected)
-        assert_same(*both)
+def assert_same_rows(collection, found, expected):
+    assert_same(collection.tables(found), collection.tables(expected))
+    assert_same(collection.slots(found), collection.slots(expected))
     assert int(found.step) == int(expected.step)
+
+
+def steps_of(checkpoints):
+    return [int(path.name[5:]) for path in checkpoints.paths()]
+
+
+def x(step):
+    return {"x": np.full(4, step)}
+
+
+def save(checkpoints, *steps):
+    """Small checkpoints of these steps, one after the other."""
+    for step in steps:
+        checkpoints.save(x(step), step=step)
+    checkpoints.wait_until_finished()
 
 
 def test_what_was_given_is_written_though_training_goes_on_in_its_memory(
     tmp_path, run, monkeypatch
 ):
     collection, step, batch, states = run
-    donating = jax.jit(step, donate_argnums=0)
     may_write = threading.Event()
 
     def held_up(*args, **options):
@@ -69,20 +70,19 @@ def test_what_was_given_is_written_though_training_goes_on_in_its_memory(
     with CheckpointManager(tmp_path, collection) as checkpoints:
         checkpoints.save(state, others={"host": host}, metadata={"input": 7})
         host[:] = 0
-        state = donating(state, collection.prepare(batch))
+        state = jax.jit(step, donate_argnums=0)(state, batch)
         assert checkpoints.paths() == []
         may_write.set()
         found, others = checkpoints.restore(others={"host": host})
         assert checkpoints.metadata(int(found.step)) == {"input": 7}
-    assert_same_rows(found, collection, states[0], collection)
+    assert_same_rows(collection, found, states[0])
     assert others["host"].tolist() == [0, 1, 2, 3] and int(state.step) == 2
 
 
 def test_old_ones_go_but_for_those_of_a_period(tmp_path):
     def steps_after(folder, **options):
         with CheckpointManager(folder, **options) as checkpoints:
-            for step in range(1, 8):
-                checkpoints.save({"x": np.arange(10) + (np.arange(10) == step)}, step=step)
+            save(checkpoints, *range(1, 8))
         assert not list(folder.glob(".*.partial"))
         return steps_of(checkpoints)
 
@@ -90,47 +90,34 @@ def test_old_ones_go_but_for_those_of_a_period(tmp_path):
     assert steps_after(tmp_path / "b", max_to_keep=1, keep_period=3) == [3, 6, 7]
 
 
-def damage(path, name="0000"):
-    file = min((path / name).glob("c.*"))
+def damage(path):
+    file = min((path / "0000").glob("c.*"))
     data = bytearray(file.read_bytes())
     data[3] ^= 1
     file.write_bytes(data)
-
-
-def test_a_damaged_checkpoint_is_passed_over(tmp_path):
-    trees = [{"x": np.arange(10) + (np.arange(10) == step)} for step in range(4)]
-    with CheckpointManager(tmp_path) as checkpoints:
-        for step, tree in enumerate(trees):
-            checkpoints.save(tree, step=step)
-        checkpoints.wait_until_finished()
-        damage(checkpoints.paths()[3])
-        damage(checkpoints.paths()[2])
-        with pytest.warns(
-            UserWarning, match="step_00000000[23] is passed over: .*is not what was written"
-        ) as told:
-            found = checkpoints.restore(trees[0])
-        assert found.step == 1 and found.tree["x"].tolist() == trees[1]["x"].tolist()
-        assert len(told) == 2
-        with pytest.raises(CorruptCheckpointError, match="is not what was written"):
-            checkpoints.restore(trees[0], step=3)
-
-
-def steps_of(checkpoints):
-    return [int(path.name[5:]) for path in checkpoints.paths()]
-
-
-def x(step):
-    return {"x": np.full(4, step)}
 
 
 def lose_the_manifest(path):
     (path / "manifest.json").unlink()
 
 
+def test_a_damaged_checkpoint_is_passed_over(tmp_path):
+    with CheckpointManager(tmp_path) as checkpoints:
+        save(checkpoints, 0, 1, 2, 3)
+        damage(checkpoints.paths()[3])
+        damage(checkpoints.paths()[2])
+        with pytest.warns(
+            UserWarning, match="step_00000000[23] is passed over: .*is not what was written"
+        ) as told:
+            assert checkpoints.restore(x(0)).tree["x"].tolist() == [1] * 4
+        assert len(told) == 2
+        with pytest.raises(CorruptCheckpointError, match="is not what was written"):
+            checkpoints.restore(x(0), step=3)
+
+
 def save_three_and_harm_the_last(folder, harm):
     with CheckpointManager(folder) as checkpoints:
-        for step in (10, 20, 30):
-            checkpoints.save(x(step), step=step)
+        save(checkpoints, 10, 20, 30)
     harm(checkpoints.paths()[-1])
 
 
@@ -157,34 +144,26 @@ def test_a_damaged_checkpoint_goes_before_a_good_one(tmp_path, harm):
         with pytest.warns(UserWarning, match="step_000000030 is passed over"):
             assert checkpoints.restore(x(0)).step == 20
         for step, kept in ((25, [10, 20, 25]), (30, [20, 25, 30]), (35, [25, 30, 35])):
-            checkpoints.save(x(step), step=step)
-            checkpoints.wait_until_finished()
+            save(checkpoints, step)
             assert steps_of(checkpoints) == kept
 
 
 def test_those_written_last_are_kept_and_not_those_of_the_largest_step(tmp_path):
     with CheckpointManager(tmp_path, max_to_keep=1, keep_period=20) as checkpoints:
-        for step in (20, 40, 60):
-            checkpoints.save(x(step), step=step)
-    with CheckpointManager(tmp_path, max_to_keep=1, keep_period=20) as checkpoints:
-        assert checkpoints.restore(x(0), step=20).step == 20
+        save(checkpoints, 20, 40, 60)
         for step in (21, 22):
-            checkpoints.save(x(step), step=step)
-            checkpoints.wait_until_finished()
+            save(checkpoints, step)
             assert steps_of(checkpoints) == [20, step, 40, 60]
 
 
 def test_the_oldest_go_first(tmp_path, monkeypatch):
     with CheckpointManager(tmp_path) as checkpoints:
-        for step in range(1, 9):
-            checkpoints.save(x(step), step=step)
-    gone, rename = [], Path.rename
-    monkeypatch.setattr(Path, "rename", lambda path, to: (gone.append(path.name), rename(path, to)))
+        save(checkpoints, *range(1, 9))
+    removed = []
+    monkeypatch.setattr(manager, "_remove", removed.append)
     with CheckpointManager(tmp_path, max_to_keep=2) as checkpoints:
-        checkpoints.save(x(9), step=9)
-    assert [name for name in gone if name.startswith("step_")] == [
-        f"step_{step:09d}" for step in range(1, 8)
-    ]
+        save(checkpoints, 9)
+    assert removed == [tmp_path / f"step_{step:09d}" for step in range(1, 8)]
 
 
 def test_a_folder_is_read_beside_its_writer_and_where_nothing_can_be_written(tmp_path, run):
@@ -193,7 +172,7 @@ def test_a_folder_is_read_beside_its_writer_and_where_nothing_can_be_written(tmp
         checkpoints.save(states[0])
         checkpoints.wait_until_finished()
         with CheckpointManager(tmp_path / "run", collection, read_only=True) as reader:
-            assert_same_rows(reader.restore(), collection, states[0], collection)
+            assert_same_rows(collection, reader.restore(), states[0])
             assert reader.paths() == checkpoints.paths() and reader.metadata(1) == {}
         checkpoints.save(states[1])
     before = sorted(tmp_path.rglob("*"))
@@ -208,14 +187,12 @@ def test_a_reader_goes_on_to_what_its_writer_saved_meanwhile(tmp_path, monkeypat
         CheckpointManager(tmp_path, max_to_keep=1) as checkpoints,
         CheckpointManager(tmp_path, read_only=True) as reader,
     ):
-        checkpoints.save(x(1), step=1)
-        checkpoints.wait_until_finished()
+        save(checkpoints, 1)
         load = manager.load
 
         def overtaken(path, like):
             monkeypatch.undo()
-            checkpoints.save(x(2), step=2)
-            checkpoints.wait_until_finished()
+            save(checkpoints, 2)
             return load(path, like)
 
         monkeypatch.setattr(manager, "load", overtaken)
@@ -229,14 +206,14 @@ def test_a_save_that_failed_is_heard_of_and_the_next_one_may_succeed(tmp_path, m
 
     with CheckpointManager(tmp_path) as checkpoints:
         monkeypatch.setattr(manager, "write_folder", full)
-        checkpoints.save({"x": np.zeros(3)}, step=1)
+        checkpoints.save(x(1), step=1)
         with pytest.raises(OSError, match="No space left"):
-            checkpoints.save({"x": np.zeros(3)}, step=2)
+            checkpoints.save(x(2), step=2)
         monkeypatch.undo()
         assert "step_000000001 could not be written: [Errno 28] No space" in caplog.text
-        checkpoints.save({"x": np.zeros(3)}, step=3)
+        save(checkpoints, 3)
         with pytest.raises(FileExistsError, match="step_000000003 exists"):
-            checkpoints.save({"x": np.zeros(3)}, step=3)
+            save(checkpoints, 3)
     assert steps_of(checkpoints) == [3]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 from rsembed import checkpoint
 from tests import launching
 from tests.checkpoint.process_program import collection_of, keyed_collection, keys_of, step
-from tests.world import assert_same
+from tests.world import assert_same, made_mesh
 
 PROGRAM = Path(__file__).with_name("process_program.py")
 
@@ -37,7 +37,7 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
         collection.slots(state)["item"].accumulator,
         rtol=1e-6,
     )
-    keyed = keyed_collection(jax.make_mesh((4,), ("device",), devices=jax.devices()[:4]))
+    keyed = keyed_collection(made_mesh(4))
     expected = keyed.tables(
         step(keyed, keyed.init(jax.random.key(0)), np.concatenate([keys_of(0), keys_of(1)]))
     )
