@@ -9,7 +9,7 @@ import numpy as np
 
 import rsembed as rs
 from rsembed import checkpoint
-from tests.bad_calls.world import FOLDER, collection, feature, new_path, state, table
+from tests.bad_calls.world import FOLDER, KEY, collection, feature, new_path, state, table
 
 ARRAYS = {"x": np.arange(6.0, dtype=np.float32), "y": np.ones((2, 2), np.float32)}
 
@@ -55,6 +55,17 @@ def forged(change):
         file.write_bytes(checkpoint.files.encoded(body))
 
     return damaged(write)
+
+
+def moved(before, after):
+    """A table of a file as another table."""
+    one, other = (rs.EmbeddingCollection([feature(table_spec=own)]) for own in (before, after))
+    checkpoint.save_collection(path := fresh(), one, one.init(KEY(0)))
+    return checkpoint.load_collection(path, other, resize=True)
+
+
+def train(*factors):
+    return table(storage=rs.tt.TensorTrain((2,), factors, (2, 2)))
 
 
 USER = feature("author", table("user", vocabulary_size=5))
@@ -137,6 +148,9 @@ load_into(feature(table_spec=table(vocabulary_size=10)), USER)
     => ValueError: vocabulary_size is 9, expected 10 ... load_collection(..., resize=True) ... slots=slots
 load_into(feature(table_spec=table(vocabulary_size=8)), USER, resize=True)
     => ValueError: table 'word' has vocabulary_size=9 in the file and 8 here; ... resize='shrink' ... last 1 rows
+moved(train(5, 2), train(4, 3)) => ValueError: tables/word/storage ... tt_p_shapes=(5, 2) ... (4, 3)
+moved(table(initializer=jax.nn.initializers.constant(1e6)), table(dtype="float16"))
+    => ValueError: table 'word': ... too large for float16
 kept().restore(resize=True) => ValueError: restore: resize is of a collection's tables; leave it out for a tree
 load_into(feature(table_spec=table(storage=rs.Hashed())), USER) => ValueError: word/storage ... rows by key
 checkpoint.load_collection(saved(), collection(), others={"w": jnp.ones(4)})

@@ -147,6 +147,7 @@ jax.jit(lambda values: near().with_tables(near_state(), {"item": values}))(np.on
     => RuntimeError: 'item' is kept as ... with_tables writes its rows beside compiled programs
 jax.jit(lambda values: keyed().with_tables(keyed_state(), {"client": values}))(np.ones((4, 4)))
     => RuntimeError: 'client' is kept as ... with_tables writes its rows beside compiled programs
+jax.jit(keyed().with_tables)(keyed_state(), {}, slots={"client": {}}) => RuntimeError: table 'client' ... outside of jit
 collection().with_tables(state(), {}, slots={"wrod": ()}) => ValueError: unknown table 'wrod' ... 'word'
 collection().with_tables(state(), {}, slots=[()]) => TypeError: slots must be a mapping
 collection().with_tables(state(), {}, slots={"word": {"mu": np.ones((9, 4))}})
