@@ -130,6 +130,7 @@ bag()(IDS, np.array([0, 3, 2])) => ValueError: offsets ... never fall
 bag()(np.array([9]), np.array([0]))
     => ValueError: id 9 in sample 0 ... TTEmbeddingBag ... vocabulary_size=9 ... or use -1 for missing ids.
 module(use_cache=True, sparse=False) => NotImplementedError: TTEmbeddingBag: a module ... has no cache ... sparse=True
+module(sparse=False).update_cache([3]) => NotImplementedError: TTEmbeddingBag: a module ... moves the state with the row
 module(sparse=False).cache_populate() => NotImplementedError: TTEmbeddingBag: a module ... has no cache ... from_optax
 several()(np.array([[1], [9]])) => ValueError: id 9 in sample 0 ... table 'TableBatchedTTEmbeddingBag 1'
 bag()(rs.Bags.from_lists([[1]]), OFFSETS) => ValueError: neither beside them

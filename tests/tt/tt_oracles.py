@@ -1,13 +1,14 @@
-"""Tensor-train tables in loops over digits and ranks, float64; and modules in one program for all values."""
+"""Tensor-train tables in numpy, float64, and modules in one program for all values."""
 
+import functools
 import json
 from pathlib import Path
 
 import numpy as np
 from flax import nnx
 
-from rsembed.kernels.contract import IdList
-from tests.oracles import pooled_lookup
+from rsembed.kernels.contract import Call, IdList
+from tests.oracles import lookup, row_gradients
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "tt_cases.json").read_text())["cases"]
 
@@ -40,65 +41,46 @@ def digits_of(number: int, radix) -> list[int]:
     return digits[::-1]
 
 
-def dense_row(cores, p, q, ranks, row: int) -> np.ndarray:
-    """One row; `cores[t]` is any array that reshapes to `[p_t, R_{t-1}, q_t, R_t]`."""
-    ends = [1, *ranks, 1]
-    slices = [
-        np.asarray(core, np.float64).reshape(p[t], ends[t], q[t], ends[t + 1])[digit]
-        for t, (core, digit) in enumerate(zip(cores, digits_of(row, p), strict=True))
-    ]
-    entries = []
-    for column in range(int(np.prod(q))):
-        product = np.eye(1)
-        for piece, digit in zip(slices, digits_of(column, q), strict=True):
-            product = product @ piece[:, digit, :]
-        entries.append(product[0, 0])
-    return np.asarray(entries)
-
-
 def dense_table(spec, cores) -> np.ndarray:
-    return np.stack(
-        [
-            dense_row(cores, spec.tt_p_shapes, spec.tt_q_shapes, spec.tt_ranks, i)
-            for i in range(spec.num_embeddings)
-        ]
-    )
-
-
-def expanded(spec, cores) -> np.ndarray:
-    """The table at once, for tests of many entries."""
+    """The table at once, float64."""
     product = np.ones((1, 1, 1))
     for core, p, shape in zip(cores, spec.tt_p_shapes, spec.slice_shapes, strict=True):
-        product = np.einsum(
-            "acr,prqs->apcqs", product, np.asarray(core, np.float64).reshape(p, *shape)
-        )
+        core = np.asarray(core, np.float64).reshape(p, *shape)
+        product = np.einsum("acr,prqs->apcqs", product, core)
         product = product.reshape(product.shape[0] * p, -1, shape[2])
     return product[: spec.num_embeddings, :, 0]
 
 
-def pooled(table, ids, offsets, weights=None, mode="sum") -> np.ndarray:
+def call_of(ids, offsets, weights=None, mode="sum") -> Call:
     """Bags over a dense table; ids outside it are skipped and not counted."""
     bags = IdList(np.asarray(ids), np.asarray(offsets), weights)
-    return pooled_lookup(table, bags, "mean_by_count" if mode == "mean" else "sum")
+    return Call.of([bags], ["mean_by_count" if mode == "mean" else "sum"])
 
 
-def core_gradients(spec, cores, ids, bag_of, gains, d_output):
+def pooled(table, *batch) -> np.ndarray:
+    """What a batch as for `call_of` reads."""
+    (vectors,) = lookup([table], call_of(*batch))
+    return vectors
+
+
+def joined(one, other) -> np.ndarray:
+    """The product of two slices `[R, q, S]`, with the columns of both."""
+    return np.einsum("aqr,rps->aqps", one, other).reshape(len(one), -1, other.shape[2])
+
+
+def core_gradients(spec, cores, call, d_output) -> list[np.ndarray]:
     """Row by row: the product of the slices before and behind each core, float64."""
-    shapes, radix = spec.slice_shapes, spec.tt_p_shapes
-    cut = [
-        np.asarray(c, np.float64).reshape(p, *shape)
-        for c, p, shape in zip(cores, radix, shapes, strict=True)
-    ]
-    gradients = [np.zeros(core.shape) for core in cut]
-    for row, bag, gain in zip(ids, bag_of, gains, strict=True):
-        slices = [core[digit] for core, digit in zip(cut, digits_of(int(row), radix), strict=True)]
-        before, behind = [np.ones((1, 1))], [np.ones((1, 1))]
-        for piece in slices:
-            before.append(np.einsum("ar,rqs->aqs", before[-1], piece).reshape(-1, piece.shape[2]))
-        for piece in slices[::-1]:
-            behind.append(np.einsum("rqs,sb->rqb", piece, behind[-1]).reshape(piece.shape[0], -1))
-        for t, digit in enumerate(digits_of(int(row), radix)):
-            left, right = before[t], behind[len(slices) - 1 - t]
-            d_row = gain * d_output[bag].reshape(left.shape[0], -1, right.shape[1])
-            gradients[t][digit] += np.einsum("ar,aqb,sb->rqs", left, d_row, right)
+    (d_rows,) = row_gradients(call, [spec.num_embeddings], [spec.embedding_dim], [d_output])
+    shapes = [(p, *shape) for p, shape in zip(spec.tt_p_shapes, spec.slice_shapes, strict=True)]
+    cut = [np.asarray(c, np.float64).reshape(s) for c, s in zip(cores, shapes, strict=True)]
+    gradients = [np.zeros(shape) for shape in shapes]
+    for row, d_row in d_rows.items():
+        digits = digits_of(row, spec.tt_p_shapes)
+        slices = [core[digit] for core, digit in zip(cut, digits, strict=True)]
+        for t, digit in enumerate(digits):
+            first, last = np.ones((1, 1, 1)), np.eye(slices[t].shape[2])[:, None]
+            (before,) = functools.reduce(joined, slices[:t], first)
+            behind = functools.reduce(joined, slices[t + 1 :], last)[..., 0]
+            d_slices = d_row.reshape(len(before), -1, behind.shape[1])
+            gradients[t][digit] += np.einsum("ar,aqb,sb->rqs", before, d_slices, behind)
     return [g.reshape(core.shape) for g, core in zip(gradients, cores, strict=True)]
