@@ -67,6 +67,8 @@ tt.suggested_tt_shapes(0, 3) => ValueError: suggested_tt_shapes: n ... [1, inf) 
 # Storage
 stored() => ValueError: TensorTrain ... tt_ranks or bytes
 stored(bytes=999, tt_p_shapes=(3, 3)) => ValueError: leave tt_p_shapes
+rs.plan_stacking([feature(table_spec=table(storage=tt.TensorTrain((2,))))], num_shards=4)
+    => NotImplementedError: use EmbeddingCollection
 stored(2) => TypeError: TensorTrain: tt_ranks ... each an integer ... got 2
 stored((2,), weight_dist="gauss") => ValueError: weight_dist ... 'normal' ... 'gauss'
 stored((2,), tt_p_shapes=(2, 2)) => ValueError: table 'word' ... make 4 rows ... num_embeddings=9
@@ -112,6 +114,8 @@ tt.TTEmbeddingBag(9, 4, [2], None, None, tt.OptimType.SGD, optimizer=tt.OptimTyp
     => TypeError: multiple values for argument 'optimizer'
 tt.TTEmbeddingBag(9, 4, [2], None, None, tt.OptimType.SGD, 0.1, 1e-9, True, False, 0, 0, "normal", True, None)
     => TypeError: takes from 4 to 16 positional arguments but 17
+nnx.jit(lambda one, *batch: one(*batch))(module(), IDS, np.array([0, 3]))
+    => ValueError: pass include_last_offset=True or False
 nnx.jit(lambda one: one.cache_reports())(module(use_cache=True)) => RuntimeError: outside of jit
 module(use_cache=True).tt_cores[0].set_value(np.ones((3, 4), np.float32))
     => ValueError: cannot be set alone ... use module.set_cores
