@@ -8,6 +8,7 @@ import sys
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 import rsembed as rs
 from rsembed import checkpoint, parallel
@@ -45,49 +46,41 @@ def step(collection, state, ids):
     )(state, batch)
 
 
-def same(restored, state):
-    """Whether the arrays of tables are equal."""
+def assert_same_tables(restored, state):
     pairs = zip(jax.tree.leaves(restored.tables), jax.tree.leaves(state.tables), strict=True)
-    return [bool(jnp.all(a == b)) for a, b in pairs]
+    assert all(bool(jnp.all(one == other)) for one, other in pairs)
 
 
 def main(folder, alone):
-    """Prints what test_processes.py compares."""
+    """Prints what test_processes.py compares, where nothing failed."""
     parallel.init(heartbeat_timeout_seconds=60)
     collection = collection_of(parallel.make_mesh())
     ids = np.arange(4, dtype=np.int32).reshape(2, 2) + 4 * jax.process_index()
     state = step(collection, collection.init(jax.random.key(0)), ids)
     checkpoint.save_collection(folder, collection, state)
-    again = checkpoint.load_collection(folder, collection)
+    assert_same_tables(checkpoint.load_collection(folder, collection), state)
     read = checkpoint.load(alone, like={"state": collection.template}).tree["state"]
-    print("restored", same(again, state), "sum", float(jnp.sum(collection.tables(read)["item"])))
-    try:
+    assert jnp.sum(collection.tables(read)["item"]) == 190
+    with pytest.raises(FileExistsError):
         checkpoint.save_collection(folder, collection, state)
-    except FileExistsError:
-        print("second save refused")
-    try:  # a folder that only process 0 tries to make, and cannot
+    # A folder that only process 0 tries to make, and cannot.
+    with pytest.raises(OSError, match="/proc/nowhere"):
         checkpoint.save("/proc/nowhere/a", state)
-    except OSError as error:
-        print("impossible save refused:", error)
+    with pytest.raises(OSError, match="/proc/nowhere"):
+        checkpoint.CheckpointManager("/proc/nowhere/a", collection)
     with checkpoint.CheckpointManager(f"{folder}-run", collection) as checkpoints:
         checkpoints.save(state)
         state = step(collection, state, ids)
         checkpoints.save(state)
         again = checkpoints.restore()
-    print("managed", same(again, state), int(again.step))
-    try:
-        checkpoint.CheckpointManager("/proc/nowhere/a", collection)
-    except OSError as error:
-        print("impossible folder refused:", error)
+    assert_same_tables(again, state)
+    assert int(again.step) == 2
     keyed = keyed_collection(parallel.make_mesh())
     state = step(keyed, keyed.init(jax.random.key(0)), keys_of(jax.process_index()))
     checkpoint.save_collection(f"{folder}-keys", keyed, state)
     again = keyed.tables(checkpoint.load_collection(f"{folder}-keys", keyed))
-    print(
-        "keys",
-        [own["keys"].tolist() for own in again.values()],
-        keyed.counts(state)["right"]["inserted"],
-    )
+    keys = [own["keys"].tolist() for own in again.values()]
+    print("keys", keys, keyed.counts(state)["right"]["inserted"])
 
 
 if __name__ == "__main__":

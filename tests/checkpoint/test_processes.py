@@ -20,23 +20,12 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
     run = launching.start(PROGRAM, tmp_path / "shared", tmp_path / "alone")
     output = launching.printed(run)
     assert run.returncode == 0, output
-    for process in range(2):
-        assert f"[{process}] restored [True] sum 190.0" in output, output
-        assert f"[{process}] second save refused" in output
-        assert f"[{process}] impossible save refused:" in output
-        assert f"[{process}] managed [True] 2" in output
-        assert f"[{process}] impossible folder refused:" in output
     state = step(collection, state, np.arange(8).reshape(4, 2))
     restored = checkpoint.load_collection(tmp_path / "shared", collection)
     assert int(restored.step) == 1
-    np.testing.assert_allclose(
-        collection.tables(restored)["item"], collection.tables(state)["item"], rtol=1e-6
-    )
-    np.testing.assert_allclose(
-        collection.slots(restored)["item"].accumulator,
-        collection.slots(state)["item"].accumulator,
-        rtol=1e-6,
-    )
+    for read in (collection.tables, collection.slots):
+        found, expected = jax.tree.leaves(read(restored)), jax.tree.leaves(read(state))
+        np.testing.assert_allclose(found, expected, rtol=1e-6)
     keyed = keyed_collection(made_mesh(4))
     expected = keyed.tables(
         step(keyed, keyed.init(jax.random.key(0)), np.concatenate([keys_of(0), keys_of(1)]))
