@@ -62,9 +62,7 @@ def test_a_reader_of_zarr_that_knows_nothing_of_us_finds_a_table_in_the_order_of
     )
     store = {"driver": "file", "path": str(tmp_path / "a" / folder)}
     zarr = tensorstore.open({"driver": "zarr3", "kvstore": store}).result()
-    expected = np.asarray(collection.tables(state)["item"])
-    assert_array_equal(zarr.read().result(), expected)
-    assert_array_equal(zarr[6:9, 1].read().result(), expected[6:9, 1])
+    assert_array_equal(zarr.read().result(), collection.tables(state)["item"])
     assert zarr.codec.to_json()["codecs"][-1] == {"name": "crc32c"}
 
 

@@ -18,16 +18,11 @@ from tests.world import mesh_of
 
 
 def make_tree():
-    rng = np.random.default_rng(0)
+    item = np.random.default_rng(0).normal(size=(100, 8)).astype(np.float32)
+    empty, large = np.zeros((0, 3), np.int64), np.uint64(2**63)
     return {
-        "tables": {
-            "item": rng.normal(size=(100, 8)).astype(np.float32),
-            "user": jnp.arange(12.0).reshape(4, 3),
-        },
-        "slots": [
-            jnp.arange(5, dtype=jnp.bfloat16),
-            (np.zeros((0, 3), np.int64), np.uint64(2**63)),
-        ],
+        "tables": {"item": item, "user": jnp.arange(12.0).reshape(4, 3)},
+        "slots": [jnp.arange(5, dtype=jnp.bfloat16), (empty, large)],
         "key": jax.random.key(7),
         "keys": jax.random.split(jax.random.key(1, impl="rbg"), 3),
         "rate": 0.25,

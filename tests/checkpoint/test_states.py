@@ -212,34 +212,34 @@ def test_a_learning_rate_may_change_between_save_and_load(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "make",
+    "options",
     [
-        lambda: collection_of(rows={**ROWS, "item": 20}),
-        lambda: collection_of(rows={"item": 10, "user": 8}),
-        lambda: collection_of(optimizer=rs.optimizers.Adam(0.1)),
-        lambda: collection_of(4, "row"),
+        {"rows": {**ROWS, "item": 20}},
+        {"rows": {"item": 10, "user": 8}},
+        {"optimizer": rs.optimizers.Adam(0.1)},
+        {"num_devices": 4, "placement": "row"},
     ],
     ids=["more rows", "fewer tables", "another rule", "another mesh"],
 )
-def test_a_state_of_another_collection_is_refused_by_every_method(tmp_path, make):
-    collection, state = collection_of(), make().init(jax.random.key(0))
+def test_a_state_of_another_collection_is_refused_by_every_method(tmp_path, options):
+    collection, state = collection_of(), collection_of(**options).init(jax.random.key(0))
     batch = collection.prepare(batch_of(0))
     activations, pullback = collection.lookup_vjp(collection.init(jax.random.key(0)), batch)
-    calls = [
-        lambda: collection.lookup(state, batch),
-        lambda: jax.jit(collection.lookup)(state, batch),
-        lambda: collection.lookup_vjp(state, batch),
-        lambda: collection.update(state, batch, activations),
-        lambda: collection.apply(state, pullback(activations)),
-        lambda: collection.tables(state),
-        lambda: collection.slots(state),
-        lambda: collection.with_tables(state, {}),
-        lambda: checkpoint.save_collection(tmp_path / "a", collection, state),
-    ]
+    calls = {
+        collection.lookup: [batch],
+        jax.jit(collection.lookup): [batch],
+        collection.lookup_vjp: [batch],
+        collection.update: [batch, activations],
+        collection.apply: [pullback(activations)],
+        collection.tables: [],
+        collection.slots: [],
+        collection.with_tables: [{}],
+        functools.partial(checkpoint.save_collection, tmp_path / "a", collection): [],
+    }
     refusal = r"the state does not belong to this collection: .* is .*load_collection"
-    for call in calls:
+    for call, arguments in calls.items():
         with pytest.raises(ValueError, match=refusal):
-            call()
+            call(state, *arguments)
     assert not list(tmp_path.iterdir())
 
 

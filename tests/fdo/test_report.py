@@ -243,10 +243,8 @@ def test_a_report_draws_its_figures():
     assert coverage.lines[0].get_xdata()[-1] == 100 and coverage.lines[0].get_ydata()[-1] == 100
     total = report.tables["film"].shard_loads + report.tables["user"].shard_loads
     assert [bar.get_height() for bar in load.patches] == total.tolist()
-    rates = report.tables["user"].hit_rates
-    assert misses.lines[1].get_ydata() == pytest.approx(
-        [100 * (1 - rate) for rate in rates.values()]
-    )
+    hit_rates = np.asarray(list(report.tables["user"].hit_rates.values()))
+    assert misses.lines[1].get_ydata() == pytest.approx(100 - 100 * hit_rates)
 
 
 def test_a_bar_tells_how_many_batches_were_read(monkeypatch):

@@ -122,13 +122,3 @@ def test_jax_stays_in_32_bits_and_tensorly_in_numpy():
     assert not jax.config.jax_enable_x64
     assert jnp.ones(1).dtype == jnp.float32
     assert tensorly.get_backend() == "numpy"
-
-
-def test_tensorly_finds_the_same_error_at_the_same_ranks():
-    from tensorly.decomposition import tensor_train_matrix
-
-    p, q = SHAPES[3]
-    table, spec = random_table(120, decay=0.2), TTSpec(120, p, q, (4, 5))
-    theirs = tensor_train_matrix(table.reshape(*p, *q), rank=[1, 4, 5, 1])
-    found = error(spec, from_dense(spec, table), table)
-    assert found == pytest.approx(error(*from_tensorly(theirs), table), rel=1e-3)

@@ -167,7 +167,7 @@ def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(
     assert_same((loaded.tables, loaded.slots), (after.tables, after.slots))
 
 
-def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_path):
+def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit():
     """The table is the train's, but for the rows that are stored; those are stepped by themselves, on any mesh."""
     storage = TensorTrain((3, 4), (3, 4, 5), (1, 2, 3), cache_rows=4, populate_every=2)
     options = {"optimizer": rs.optimizers.SGD(0.5), "combiner": "sum", "storage": storage}
@@ -191,7 +191,4 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit(tmp_
         expected = {"cached_ids": 4, "residual": 0, "lookups": 3 * 16, "hits": 16}
         assert counts == expected | {"uncounted": 0, "evictions": 0}
         results.append(after)
-        checkpoint.save_collection(tmp_path / str(devices), collection, state)
-        loaded = checkpoint.load_collection(tmp_path / str(devices), collection)
-        assert_array_equal(collection.tables(loaded)["t"], after)
     assert_allclose(*results, rtol=1e-5, atol=1e-6)

@@ -1,9 +1,10 @@
 """Tensor-train tables in numpy, float64, and modules in one program for all values."""
 
-import functools
 import json
 from pathlib import Path
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -33,20 +34,12 @@ def worked_cores(given, spec):
     ]
 
 
-def digits_of(number: int, radix) -> list[int]:
-    digits = []
-    for factor in reversed(radix):
-        digits.append(number % factor)
-        number //= factor
-    return digits[::-1]
-
-
-def dense_table(spec, cores) -> np.ndarray:
-    """The table at once, float64."""
-    product = np.ones((1, 1, 1))
+def dense_table(spec, cores, xp=np):
+    """The table at once, in numpy float64 or in float32 of `jax.numpy`."""
+    product = xp.ones((1, 1, 1))
     for core, p, shape in zip(cores, spec.tt_p_shapes, spec.slice_shapes, strict=True):
-        core = np.asarray(core, np.float64).reshape(p, *shape)
-        product = np.einsum("acr,prqs->apcqs", product, core)
+        slices = xp.asarray(core, float).reshape(p, *shape)
+        product = xp.einsum("acr,prqs->apcqs", product, slices)
         product = product.reshape(product.shape[0] * p, -1, shape[2])
     return product[: spec.num_embeddings, :, 0]
 
@@ -63,24 +56,11 @@ def pooled(table, *batch) -> np.ndarray:
     return vectors
 
 
-def joined(one, other) -> np.ndarray:
-    """The product of two slices `[R, q, S]`, with the columns of both."""
-    return np.einsum("aqr,rps->aqps", one, other).reshape(len(one), -1, other.shape[2])
-
-
-def core_gradients(spec, cores, call, d_output) -> list[np.ndarray]:
-    """Row by row: the product of the slices before and behind each core, float64."""
+def core_gradients(spec, cores, call, d_output):
+    """What the gradients of the rows of the dense table come back as."""
     (d_rows,) = row_gradients(call, [spec.num_embeddings], [spec.embedding_dim], [d_output])
-    shapes = [(p, *shape) for p, shape in zip(spec.tt_p_shapes, spec.slice_shapes, strict=True)]
-    cut = [np.asarray(c, np.float64).reshape(s) for c, s in zip(cores, shapes, strict=True)]
-    gradients = [np.zeros(shape) for shape in shapes]
+    d_table = np.zeros((spec.num_embeddings, spec.embedding_dim), np.float32)
     for row, d_row in d_rows.items():
-        digits = digits_of(row, spec.tt_p_shapes)
-        slices = [core[digit] for core, digit in zip(cut, digits, strict=True)]
-        for t, digit in enumerate(digits):
-            first, last = np.ones((1, 1, 1)), np.eye(slices[t].shape[2])[:, None]
-            (before,) = functools.reduce(joined, slices[:t], first)
-            behind = functools.reduce(joined, slices[t + 1 :], last)[..., 0]
-            d_slices = d_row.reshape(len(before), -1, behind.shape[1])
-            gradients[t][digit] += np.einsum("ar,aqb,sb->rqs", before, d_slices, behind)
-    return [g.reshape(core.shape) for g, core in zip(gradients, cores, strict=True)]
+        d_table[row] = d_row
+    _, pull = jax.vjp(lambda cores: dense_table(spec, cores, jnp), tuple(cores))
+    return pull(d_table)[0]
