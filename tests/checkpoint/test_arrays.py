@@ -73,19 +73,19 @@ def test_neither_save_nor_load_needs_memory_for_a_whole_table(tmp_path, monkeypa
     monkeypatch.setattr(checkpoint.arrays, "_BYTES_IN_FLIGHT", 1 << 18)
     feature = rs.FeatureSpec("f", table_of(60_000, 32))
     collection = rs.EmbeddingCollection(feature, mesh=made_mesh(num_devices))
-    table_bytes, peaks = 60_000 * 32 * 4, []
     state = collection.init(jax.random.key(0))
-    for call in (
-        lambda: checkpoint.save_collection(tmp_path / "a", collection, state),
-        lambda: checkpoint.load_collection(tmp_path / "a", collection),
-    ):
+
+    def with_peak(call, *arguments):
         tracemalloc.start()  # knows what numpy asks for, and nothing of the devices' memory
         try:
-            found = call()
-            peaks.append(tracemalloc.get_traced_memory()[1])
+            return call(*arguments), tracemalloc.get_traced_memory()[1]
         finally:
             tracemalloc.stop()
+
+    path, table_bytes = tmp_path / "a", 60_000 * 32 * 4
+    _, peak_of_save = with_peak(checkpoint.save_collection, path, collection, state)
+    found, peak_of_load = with_peak(checkpoint.load_collection, path, collection)
     assert_array_equal(collection.tables(found)["item"], collection.tables(state)["item"])
+    assert peak_of_save < table_bytes / 4
     # Onto a mesh, rows are put together for the devices of this process, here all of them.
-    assert peaks[0] < table_bytes / 4
-    assert peaks[1] < table_bytes * (1 / 4 if num_devices is None else 1.3)
+    assert peak_of_load < table_bytes * (1 / 4 if num_devices is None else 1.3)

@@ -49,26 +49,26 @@ FORMS = {
 }
 
 
+def assert_no_new_programs(caplog, call, batches):
+    first, *others = batches
+    call(*first)
+    assert [num_compiled(caplog, call, *batch) for batch in others] == [0] * len(others)
+
+
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
 def test_batches_of_other_lengths_compile_nothing_new(form, caplog):
     emb = make(include_last_offset=True, use_cache=True)
-    calls = [emb, functools.partial(step, emb), emb.update_cache]
     batches = [form(ragged(num_ids)) for num_ids in (40, 33, 47, 64, 51)]
-    for call in calls:
-        call(*batches[0])
-        assert [num_compiled(caplog, call, *batch) for batch in batches[1:]] == [0, 0, 0, 0]
+    for call in (emb, functools.partial(step, emb), emb.update_cache):
+        assert_no_new_programs(caplog, call, batches)
 
 
 def test_batches_of_other_lengths_compile_nothing_new_in_functions_and_batched_tables(caplog):
     spec = TTSpec(200, (14, 15), (2, 2), (3,))
-    cores = init_cores(jax.random.key(0), spec)
-    for call in (
-        functools.partial(bag, spec, cores),
-        TableBatchedTTEmbeddingBag(2, 200, 4, tt_ranks=[3]),
-    ):
-        first, *others = (Bags.from_lists(ragged(num_ids)) for num_ids in (40, 33, 47, 64))
-        call(first)
-        assert [num_compiled(caplog, call, bags) for bags in others] == [0, 0, 0]
+    function = functools.partial(bag, spec, init_cores(jax.random.key(0), spec))
+    batches = [FORMS["bags"](ragged(num_ids)) for num_ids in (40, 33, 47, 64)]
+    for call in (function, TableBatchedTTEmbeddingBag(2, 200, 4, tt_ranks=[3])):
+        assert_no_new_programs(caplog, call, batches)
 
 
 def test_a_new_batch_compiles_something_where_nothing_is_rounded(caplog):
