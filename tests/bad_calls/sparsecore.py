@@ -198,6 +198,8 @@ embedding.stack_embedding_gradients([jnp.ones((8, 8))], specs(), 8, 1)
     => ValueError: another number of shards: 2, not 8
 layer(num_sc_per_device=8) => ValueError: another number of shards: 2, not 8
 linen(num_sc_per_device=8).init(KEY(0), processed()) => ValueError: another number of shards: 2, not 8
+linen().apply({"params": {}}, [jnp.ones((8, 8))], processed(), method="apply_gradient")
+    => ValueError: the layer has no parameters here
 linen(num_sc_per_device=8).prepare_batch([IDS]) => ValueError: another number of shards: 2, not 8
 run(given=[made()]) => ValueError: table 'word' ... no place in a stack
 # Preprocessing
@@ -226,7 +228,7 @@ run(2 * (IDS % 2), given=placed(made(max_ids_per_partition=3)))
     => ValueError: stack 'word' ... max_ids_per_partition=3, but core 0 has 8
 run(given=placed(made(max_unique_ids_per_partition=1))) => ValueError: word ... max_unique_ids_per_partition=1
 run(given=placed(made(suggested_coo_buffer_size_per_device=8)))
-    => ValueError: word ... suggested_coo_buffer_size_per_device
+    => ValueError: stack 'word': 8 entries do not fit the buffer of 16 places per device, 32 are needed; raise ... to 32
 run(enable_minibatching=True, all_reduce_interface="mpi") => TypeError: all_reduce_interface ... AllReduce ... 'mpi'
 sparse([[0, 0, 0]], [1]) => ValueError: feature 'f_word': indices ... [nnz, 2] ... (1, 3)
 sparse([[0.5, 0]], [1]) => TypeError: feature 'f_word': indices ... integers ... float64
@@ -285,6 +287,18 @@ table_stacking.unshard_and_unstack_tables([specs()[0].table_spec], {}, 2) => Val
 rs.sparsecore.utils.shard_emb_table(np.zeros((10, 2)), 2, 2) => ValueError: 10 rows ... 4 shards ... 12
 rs.sparsecore.utils.unshard_emb_table(np.zeros((3, 3, 2)), 2) => ValueError: (3, 3, 2) ... 3 devices with 2 cores
 embedding.get_optimizer_class(99) => ValueError: optimizer code 99
+embedding.proto_to_optimizer_spec(embedding.optimizer_spec_to_proto(embedding_spec.AdagradOptimizerSpec(specs)))
+    => ValueError: optimizer 'adagrad' has a function as its learning rate, 'specs'
+embedding.proto_to_optimizer_spec(embedding.optimizer_spec_to_proto(
+    embedding_spec.CustomOptimizerSpec(0.1, lambda g, w, lr: w, short_name_str="mine")))
+    => ValueError: optimizer 'mine' has a function as its rule
+embedding_spec.get_row_ids_in_stacked_table(
+    embedding.create_proto_from_feature_specs(specs(), 1).stacked_table_specs[0],
+    embedding.create_proto_from_feature_specs(placed(made(rows=64)), 1).stacked_table_specs[0].table_specs[0], [0])
+    => ValueError: table 'word', as it is recorded, is none of stack 'word'
+embed.SparseCoreEmbed(
+    placed(devices=2), "x", mesh(2, "x"), nnx.Rngs(0)).apply_gradient([jnp.ones((7, 8))], processed())
+    => ValueError: the gradient of feature [0] has shape (7, 8), whose first axis 2 devices cannot split
 embedding.get_optimizer_type("adam") => TypeError: optimizer_class ... str
 embedding_spec.EmbeddingSpecRecord.from_json("{") => ValueError: EmbeddingSpecRecord ... JSON
 auto(no_such_argument=None) => TypeError: no_such_argument
@@ -329,7 +343,12 @@ embedding_spec.get_row_ids_in_stacked_tables(embedding.create_proto_from_feature
 
 ACCEPTED = """
 run(IDS.tolist())[0] => processed()
+run([tuple(row) for row in IDS])[0] => processed()
+run(IDS.astype(object))[0] => processed()
+run(np.array([*IDS, IDS[0, :1]], object)[:-1])[0] => processed()
+run(np.array([*IDS.astype(np.uint64), IDS[0, :1]], object)[:-1])[0] => processed()
 run(IDS.astype(np.uint64))[0] => processed()
+run(IDS.astype(np.uint8))[0] => processed()
 run(jnp.asarray(IDS))[0] => processed()
 run(IDS, np.ones((8, 2), int))[0] => run(IDS, np.ones((8, 2)))[0]
 stack(("a", "b")) => stack(["a", "b"])

@@ -13,6 +13,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from rsembed.sparsecore import embedding, embedding_spec, table_stacking
+from tests.sparsecore import small_world
 from tests.sparsecore.small_world import ragged
 from tests.world import mesh_of
 
@@ -94,15 +95,15 @@ def dense_or_ragged(rows):
 def preprocess(inputs, specs, **options):
     spec = inputs["spec"]
     weights = inputs.get("weights")
-    return embedding.preprocess_sparse_dense_matmul_input(
-        tree_like(specs, inputs["features"], dense_or_ragged),
-        None
-        if weights is None
-        else tree_like(specs, weights, lambda rows: np.asarray(rows, np.float32)),
+    if weights is not None:
+        weights = tree_like(specs, weights, np.float32)
+    return small_world.preprocess(
         specs,
-        inputs.get("local_devices", spec["devices"]),
-        spec["devices"],
-        num_sc_per_device=spec["cores"],
+        tree_like(specs, inputs["features"], dense_or_ragged),
+        weights,
+        devices=spec["devices"],
+        cores=spec["cores"],
+        local=inputs.get("local_devices"),
         **options,
     )
 

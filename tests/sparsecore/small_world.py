@@ -59,10 +59,9 @@ def ragged(rows, dtype=np.int32):
 
 def init(specs, devices=1, cores=None, key=None):
     """Initial variables of all tables of the specs."""
-    key, sharding = (
-        jax.random.key(0) if key is None else key,
-        NamedSharding(mesh_of(devices), P("x", None)),
-    )
+    if key is None:
+        key = jax.random.key(0)
+    sharding = NamedSharding(mesh_of(devices), P("x", None))
     return embedding.init_embedding_variables(
         key, embedding.get_table_specs(specs), sharding, cores
     )
@@ -132,24 +131,21 @@ def dense_row_gradients(ids, gradients):
     summed = {name: {} for name in TABLES}
     for feature, rows in ids.items():
         by_row = summed[FEATURES[feature][0]]
-        for sample, sample_rows in enumerate(rows):
-            for row in sample_rows.tolist():
-                by_row[row] = by_row.get(row, 0.0) + np.asarray(
-                    gradients[feature][sample], np.float64
-                )
+        for sample_rows, gradient in zip(rows.tolist(), gradients[feature], strict=True):
+            for row in sample_rows:
+                by_row[row] = by_row.get(row, 0.0) + np.asarray(gradient, np.float64)
     return summed
 
 
 def dense_step(tables, slots, ids, gradients, step_row, **made_of):
     """Tables and slots after one step of each touched row; slots are `{table: [arrays]}`."""
     summed = dense_row_gradients(ids, gradients)
-    stepped = {
-        name: stepped_table(tables[name], slots[name], summed[name], step_row, **made_of)
-        for name in tables
-    }
-    return {name: table for name, (table, _) in stepped.items()}, {
-        name: slot for name, (_, slot) in stepped.items()
-    }
+    new_tables, new_slots = {}, {}
+    for name, table in tables.items():
+        new_tables[name], new_slots[name] = stepped_table(
+            table, slots[name], summed[name], step_row, **made_of
+        )
+    return new_tables, new_slots
 
 
 def full_slots(*values):

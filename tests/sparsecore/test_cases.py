@@ -1,5 +1,6 @@
 """Every case that the published system was observed on, from `tests/data/sparsecore_cases.json`."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -7,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import NamedSharding, PartitionSpec as P
 from numpy.testing import assert_array_equal
 
 from rsembed import datasets
@@ -36,7 +36,7 @@ from tests.sparsecore.case_specs import (
     variables_of,
 )
 from tests.sparsecore.tutorial_program import final_loss, make_batch
-from tests.world import assert_same, mesh_of
+from tests.world import assert_same
 
 LAYOUT_CASES = [
     "stack_auto_two_tables",
@@ -111,50 +111,32 @@ def test_impossible_stacks_are_refused(label):
         )
 
 
-def partitions_of(processed, stack, spec):
-    """Non-empty partitions, as the cases list them."""
-    devices, cores, shards = spec["devices"], spec["cores"], spec["devices"] * spec["cores"]
-    pointers = processed.lhs_row_pointers[stack].reshape(devices, cores, -1)
-    arrays = [
-        field[stack].reshape(devices, cores, -1)
-        for field in processed.sparse_dense_matmul_input[1:]
-    ]
-    found = []
-    for device, core in np.ndindex(devices, cores):
-        start = 0
-        for shard in range(shards):
-            end = int(pointers[device, core, shard])
-            ids, samples, gains = (array[device, core, start:end].tolist() for array in arrays)
-            if ids:
-                found.append({"device": device, "sc": core, "dest_shard": shard, "start": start, "ids": ids,
-                              "samples": samples, "gains": gains})  # fmt: skip
-            start = -(-end // 8) * 8
-    return found
+def published_buffers(partitions, shape):
+    """Ids, samples and gains of a case's partitions in buffers of that shape; gaps hold padding."""
+    ids = np.full(shape, PADDING_VALUE)
+    samples = np.full(shape, PADDING_VALUE)
+    gains = np.full(shape, np.nan)
+    for partition in partitions:
+        end = partition["start"] + len(partition["ids"])
+        filled = partition["device"], partition["sc"], slice(partition["start"], end)
+        ids[filled] = partition["ids"]
+        samples[filled] = partition["samples"]
+        gains[filled] = partition["gains"]
+    return ids, samples, gains
 
 
 def assert_buffers(processed, statistics, spec, expected, tolerance):
+    shape = (spec["devices"], spec["cores"], -1)
     for stack, wanted in expected["stacks"].items():
-        assert processed.lhs_row_pointers[stack].tolist() == wanted["row_pointers"]
-        sizes = {field[stack].size for field in processed.sparse_dense_matmul_input[1:]}
-        assert sizes == {wanted["buffer_len"]}
-        found = partitions_of(processed, stack, spec)
-        gains = [value for partition in found for value in partition.pop("gains")]
-        wanted_gains = [value for partition in wanted["partitions"] for value in partition["gains"]]
-        assert found == [{k: v for k, v in p.items() if k != "gains"} for p in wanted["partitions"]]
-        assert_matches(gains, wanted_gains, tolerance)
-        ids, samples, gains = (field[stack].reshape(spec["devices"], spec["cores"], -1)
-                               for field in processed.sparse_dense_matmul_input[1:])  # fmt: skip
-        is_gap = np.ones(ids.shape, bool)
-        for part in found:
-            is_gap[part["device"], part["sc"], part["start"] : part["start"] + len(part["ids"])] = (
-                False
-            )
-        assert (ids[is_gap] == PADDING_VALUE).all() and (samples[is_gap] == PADDING_VALUE).all()
-        assert np.isnan(gains[is_gap]).all()
+        pointers, *buffers = (field[stack] for field in processed.sparse_dense_matmul_input)
+        assert pointers.tolist() == wanted["row_pointers"]
+        assert buffers[0].size == wanted["buffer_len"]
+        ids, samples, gains = (buffer.reshape(shape) for buffer in buffers)
+        published = published_buffers(wanted["partitions"], ids.shape)
+        assert_same((ids, samples), published[:2])
+        assert_matches(gains, published[2], tolerance)
     for field, by_stack in expected["stats"].items():
-        assert {
-            name: np.asarray(v).tolist() for name, v in getattr(statistics, field).items()
-        } == by_stack
+        assert_same(getattr(statistics, field), by_stack)
     assert processed.num_minibatches.tolist() == expected["num_minibatches"]
 
 
@@ -180,23 +162,14 @@ def test_sparse_tensors_fill_the_same_buffers_as_ragged_rows():
     assert processed.num_minibatches.dtype == np.int32
 
 
-def test_calls_that_crash_the_published_system():
-    # In rows of `tests/bad_calls/sparsecore.py`.
-    refused = [
+def test_calls_that_crash_the_published_system_are_tried_elsewhere():
+    """`test_mesh_lookup` trains on six shards; the others are rows of `bad_calls/sparsecore.py`."""
+    assert case("pre_errors")[0]["calls"] == [
+        "shards_not_a_power_of_two",
         "limit_exceeded",
         "three_dimensions",
         "tree_mismatch",
     ]
-    assert case("pre_errors")[0]["calls"] == ["shards_not_a_power_of_two", *refused]
-    specs = small_world.place(small_world.feature_specs({"t": 32}, {"f": ("t", 12)}), 3, 2)
-    # For any number of shards.
-    processed, _ = small_world.preprocess(specs, {"f": np.arange(12)[:, None]}, devices=3)
-    found = set()
-    for partition in partitions_of(processed, "t", {"devices": 3, "cores": 2}):
-        first_sample = (partition["device"] * 2 + partition["sc"]) * 2
-        for row, sample in zip(partition["ids"], partition["samples"], strict=True):
-            found.add((partition["dest_shard"], row, first_sample + sample))
-    assert found == {(sample % 6, sample // 6, sample) for sample in range(12)}
 
 
 def test_minibatches_are_cut_as_published():
@@ -232,23 +205,21 @@ def test_lookup_combines_rows_as_published(name):
     processed, _ = preprocess(inputs, specs)
     variables = variables_of(specs, table_values(spec, inputs.get("table")))
 
-    def look_up(processed, variables, perform_unstacking=True):
-        return embedding.tpu_sparse_dense_matmul(
+    def look_up(processed, variables):
+        activations = functools.partial(
+            embedding.tpu_sparse_dense_matmul,
             processed,
             variables,
             specs,
             global_device_count=spec["devices"],
-            perform_unstacking=perform_unstacking,
         )
+        return activations(), activations(perform_unstacking=False)
 
-    activations = on_devices(look_up, spec["devices"])(processed, variables)
+    activations, stacked = on_devices(look_up, spec["devices"])(processed, variables)
     for feature, got in zip(specs, activations, strict=True):
         assert_matches(got, expected["activations"][feature.name], tolerance)
-    raw = on_devices(lambda *args: look_up(*args, perform_unstacking=False), spec["devices"])(
-        processed, variables
-    )
     for stack, rows in expected.get("raw_stacked", {}).items():
-        assert_matches(raw[stack], rows, tolerance)
+        assert_matches(stacked[stack], rows, tolerance)
 
 
 @pytest.mark.parametrize("name", UPDATE_CASES)
@@ -382,25 +353,16 @@ def test_tables_are_stacked_and_sharded_and_back():
 
 def test_initial_variables_have_the_published_shapes():
     inputs, expected, tolerance = case("init_embedding_variables")
-    specs = [
-        embedding_spec.FeatureSpec(
-            f"feature_of_{name}",
-            embedding_spec.TableSpec(
-                name,
-                vocab,
-                dim,
-                optimizer=optimizer_of({"type": optimizer}),
-            ),
-            output_shape=(8, dim),
-        )
-        for name, vocab, dim, optimizer in inputs["tables"]
-    ]
+    tables = {}
+    for name, rows, dim, optimizer in inputs["tables"]:
+        tables[name] = {
+            "vocabulary_size": rows,
+            "embedding_dim": dim,
+            "optimizer": optimizer_of({"type": optimizer}),
+        }
+    specs = small_world.feature_specs(tables, {f"of_{name}": (name, 8) for name in tables})
     stack_as_told(specs, inputs["stack"], inputs["devices"], inputs["sc_per_device"])
-    sharding = NamedSharding(mesh_of(1), P("x", None))
-    table_specs = embedding.get_table_specs(specs)
-    variables = embedding.init_embedding_variables(
-        jax.random.key(0), table_specs, sharding, inputs["sc_per_device"]
-    )
+    variables = small_world.init(specs, cores=inputs["sc_per_device"])
     assert list(variables) == expected["keys"]
     (stack,) = variables.values()
     assert list(stack.table.shape) == expected["table_shape"]

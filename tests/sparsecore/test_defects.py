@@ -2,7 +2,7 @@
 
 | defect of the published system | shown by |
 |---|---|
-| int64 ids misread as pairs of int32, or wrapped | `test_preprocessing::test_every_form_of_the_same_ids...` |
+| int64 ids misread as pairs of int32, or wrapped | `bad_calls/sparsecore` (accepted: all forms of the same ids) |
 | ids outside the table, other batch sizes accepted | `bad_calls/sparsecore` (an id outside, a batch of another size) |
 | unknown combiner behaves as sum | `test_specs` (unknown combiner 'max') |
 | weights that cancel give NaN | `test_preprocessing::test_cancelling_weights_give_zero_gains` |
@@ -10,7 +10,7 @@
 | equal-shaped tables start equal; padding is random | `test_variables` |
 | new limits do not reach a compiled step | `test_new_limits_are_traced_once_each` here |
 | static specs hash without their limits | `test_specs_as_static_arguments_follow_new_limits` here |
-| a full buffer drops silently | `test_preprocessing::test_a_small_buffer...`, `test_drops_are_told_once...` here |
+| a full buffer drops silently | `test_random_models` (counts), `test_drops_are_told_once...` here |
 | limits of stacked tables are ignored | `test_surface::test_a_stack_of_several_tables_has...` |
 | suggested buffer sizes are lost in stacking | `test_suggested_buffer_sizes_survive_stacking` here |
 | LaProp comes back as SGD, quantization is lost | `test_layout_record` |
@@ -20,7 +20,7 @@
 | the process aborts on limits, 3-D input, lists, uneven batches, large buffers | `bad_calls/sparsecore`, `test_cases` |
 | lookup and update need a TPU; layers fail in their constructor | every test of this folder runs on a CPU |
 | shard counts must be powers of two, one core is refused | `test_cases`, `test_random_models` |
-| sparse tensors have no weights | `test_sparse_input_may_have_weights` here |
+| sparse tensors have no weights | `test_random_models` (bags), `test_sparse_input_may_have_weights` here |
 | tables are float32 only | `test_embedding`, `test_surface::test_activations_have_the_dtype_of_the_table` |
 | the statistics example of the documentation is wrong | `test_cases` (`pre_stats_docstring_example`) |
 | zero-argument initializers fail without a reason | `bad_calls/sparsecore` (an initializer without arguments) |
@@ -155,20 +155,9 @@ def test_suggested_buffer_sizes_survive_stacking(is_auto):
 
 
 def test_sparse_input_may_have_weights():
-    spec = prepared(spec_for(combiner="mean"))
-    indices, values = [[0, 0], [0, 3], [5, 1]], [4, 2, 4]
-    bags = Bags.from_sparse_tensor(indices, values, (8, 4), [1.0, 3.0, 2.0])
-    processed, _ = preprocess(spec, bags)
-    assert processed.lhs_embedding_ids["words"][:3].tolist() == [2, 4, 4]
-    assert processed.lhs_sample_ids["words"][:3].tolist() == [0, 0, 5]
-    assert processed.lhs_gains["words"][:3].tolist() == [0.75, 0.25, 1.0]
-
-
-def test_one_feature_may_go_without_weights():
-    specs = prepared(spec_for("a"), spec_for("b"))
-    ids = np.arange(8)[:, None]
-    got, _ = preprocess(specs, (ids, ids), (None, np.full((8, 1), 2.0)))
-    assert got.lhs_gains["a"][:8].tolist() == [1] * 8 and got.lhs_gains["b"][:8].tolist() == [2] * 8
+    indices = [[5, 1], [0, 0], [0, 3]]
+    bags = Bags.from_sparse_tensor(indices, [4, 2, 4], (8, 4), [2.0, 1.0, 3.0])
+    assert bags.ids.tolist() == [2, 4, 4] and bags.weights.tolist() == [1.0, 3.0, 2.0]
 
 
 def test_no_drop_goes_uncounted_with_minibatches_in_a_small_buffer():
