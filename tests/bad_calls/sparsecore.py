@@ -334,6 +334,7 @@ table_stacking.stack_and_shard_feature_tables({}, embedding.create_proto_from_fe
 embedding.create_proto_from_feature_specs(specs(), 0, 2) => ValueError: global_device_count must be in [1, inf), got 0.
 embedding_spec.EmbeddingSpecRecord.from_json("3")
     => ValueError: the text is no EmbeddingSpecRecord in JSON: 'int' object
+layer().prepare_batch([IDS], allow_dropping=True) => TypeError: allow_dropping
 layer()(None) => TypeError: the input of a layer, which its prepare_batch makes, must ... got None (NoneType)
 embedding_spec.get_row_ids_in_stacked_tables(embedding.create_proto_from_feature_specs(specs(), 1, 2), {"wrod": [1]})
     => ValueError: no tables ['wrod'] in the record; it has ['word'].

@@ -145,6 +145,17 @@ def on_devices(function, num_devices):
     )
 
 
+def lookup_and_update(specs, **options):
+    """A function of a batch, variables and gradients on one device: activations and updated variables."""
+
+    def run(processed, variables, gradients):
+        given = (processed, variables, specs)
+        activations = embedding.sparse_dense_matmul(*given, **options)
+        return activations, embedding.sparse_dense_matmul_grad(gradients, *given, **options)
+
+    return run
+
+
 def assert_matches(got, expected, tolerance):
     got = np.asarray(got, np.float64)
     wanted = np.asarray(expected, np.float64)  # None becomes NaN

@@ -231,20 +231,27 @@ def test_update_steps_every_touched_row_once(name):
     before = table_values(spec)
     limits = inputs["embedding_var_limits"]
 
-    def update(gradients, processed, variables):
+    limits = None if limits is None else {"t": tuple(limits)}
+
+    @functools.partial(jax.jit, static_argnames="perform_stacking")
+    def update(gradients, processed, variables, perform_stacking=True):
         return embedding.tpu_sparse_dense_matmul_grad(
             gradients,
             processed,
             variables,
             specs,
             step=inputs["step"],
-            embedding_var_limits=None if limits is None else {"t": tuple(limits)},
+            perform_stacking=perform_stacking,
+            embedding_var_limits=limits,
         )
 
     gradients = tree_like(
         specs, inputs["activation_grads"], lambda rows: jnp.asarray(rows, jnp.float32)
     )
-    updated = jax.jit(update)(gradients, processed, variables_of(specs, before))
+    given = (processed, variables_of(specs, before))
+    updated = update(gradients, *given)
+    stacked = embedding.stack_embedding_gradients(gradients, specs, spec["cores"])
+    assert_same(update(stacked, *given, perform_stacking=False), updated)
     after = jax.tree.map(np.asarray, small_world.logical_tables(updated, specs))
     for table, rows in expected["updated_rows"].items():
         touched = sorted(map(int, rows))

@@ -9,7 +9,6 @@ import optax
 import pytest
 from flax import linen as nn, nnx
 from flax.core import meta
-from jax.sharding import Mesh
 
 from rsembed.sparsecore import embedding_spec
 from rsembed.sparsecore.linen import embed as linen_embed, embed_optimizer
@@ -17,7 +16,7 @@ from rsembed.sparsecore.nnx import embed as nnx_embed
 from tests import oracles
 from tests.sparsecore import small_world
 from tests.sparsecore.small_world import squared_error
-from tests.world import assert_same
+from tests.world import assert_same, mesh_of
 
 ADAM = embedding_spec.AdamOptimizerSpec(0.1)
 CORES = 1
@@ -30,24 +29,15 @@ COUNTERS = (1, 2, 8, 9, 1)
 
 def mesh():
     """Tables are cut along "model"; "data" holds copies, which a layer must not count."""
-    return Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), ("data", "model"))
+    return mesh_of(2, 2, axes=("data", "model"))
 
 
 def linen_layer(specs, **options):
     return linen_embed.SparseCoreEmbed(specs, "model", mesh(), num_sc_per_device=CORES, **options)
 
 
-def nnx_layer(specs, seed=0, **options):
-    return nnx_embed.SparseCoreEmbed(
-        specs, "model", mesh(), nnx.Rngs(seed), num_sc_per_device=CORES, **options
-    )
-
-
-def gradient_step(layer, params, inputs, step=None):
-    """The Linen layer's own parameters after one step of autodiff."""
-    return jax.jit(
-        jax.grad(lambda params: squared_error(layer.apply({"params": params}, inputs, step)))
-    )(params)
+def nnx_layer(specs):
+    return nnx_embed.SparseCoreEmbed(specs, "model", mesh(), nnx.Rngs(0), num_sc_per_device=CORES)
 
 
 def initial_params(model, inputs):
@@ -63,31 +53,16 @@ def linen_run():
     layer = linen_layer(specs, enable_minibatching=True)
     inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
     assert int(inputs.num_minibatches[0]) > 1
+
+    @functools.partial(jax.jit, static_argnames="step")
+    @jax.grad
+    def updated(params, step):
+        return squared_error(layer.apply({"params": params}, inputs, step))
+
     found = [initial_params(layer, inputs)]
     for step in STEPS:
-        found.append(gradient_step(layer, found[-1], inputs, step))
+        found.append(updated(found[-1], step=step))
     return layer, specs, inputs, found
-
-
-@functools.cache
-def nnx_run():
-    """Specs, tables before and after each call, and the counter after each."""
-    specs = small_world.placed_specs(2, CORES, optimizer=ADAM)
-    layer = nnx_layer(specs)
-    inputs, _ = layer.prepare_batch(small_world.draw_batch()[0])
-    tables = [small_world.logical_tables(nnx.state(layer), specs)]
-    counters = []
-
-    @nnx.jit(static_argnames="step")
-    def train(layer, inputs, step):
-        grads = nnx.grad(lambda layer: squared_error(layer(inputs, step)))(layer)
-        nnx.update(layer, nnx.state(grads, nnx_embed.is_embedding_variables))
-
-    for step in STEPS:
-        train(layer, inputs, step)
-        tables.append(small_world.logical_tables(nnx.state(layer), specs))
-        counters.append(float(nnx_embed.step_number(layer.step.get_value())))
-    return specs, tables, counters
 
 
 def dense_adam(tables):
@@ -97,14 +72,9 @@ def dense_adam(tables):
     stepped = []
     for step in STEPS_TAKEN:
         gradients = small_world.dense_activations(tables, ids)
+        made_of = {"learning_rate": 0.1, "step": step}
         tables, slots = small_world.dense_step(
-            tables,
-            slots,
-            ids,
-            gradients,
-            oracles.adam_step,
-            learning_rate=0.1,
-            step=step,
+            tables, slots, ids, gradients, oracles.adam_step, **made_of
         )
         stepped.append(tables)
     return stepped
@@ -118,46 +88,44 @@ def test_linen_autodiff_trains_as_dense_loops():
         assert float(linen_embed.step_number(after[linen_embed.STEP_PARAM_NAME])) == counter
 
 
-@pytest.mark.slow
-def test_nnx_autodiff_trains_as_dense_loops():
-    _, (before, *updated), counters = nnx_run()
-    for after, tables in zip(updated, dense_adam(before), strict=True):
-        small_world.assert_close(after, tables)
-    assert tuple(counters) == COUNTERS
-
-
 def test_linen_apply_gradient_equals_autodiff():
     layer, _, inputs, (params, updated, *_) = linen_run()
     activations = jax.jit(layer.apply)({"params": params}, inputs)
-    apply = jax.jit(
-        lambda *args: layer.apply({"params": args[0]}, *args[1:], method="apply_gradient")
-    )
-    explicit = apply(params, activations, inputs)
-    updated = meta.unbox(updated)
-    assert jax.tree.structure(explicit) == jax.tree.structure(updated)
-    assert_same(explicit, updated)
-    with pytest.raises(ValueError, match="the layer has no parameters here"):
-        layer.apply({"params": {}}, activations, inputs, method="apply_gradient")
+    bound = layer.bind({"params": params})
+    assert_same(bound.embedding_table, meta.unbox(params)[linen_embed.EMBEDDING_PARAM_NAME])
+    model = LinenModel(layer)
+
+    @jax.jit
+    def apply_gradient(params, *args):
+        variables = {"params": {"layer": params}}
+        return model.apply(variables, *args, method=lambda m, *args: m.layer.apply_gradient(*args))
+
+    # Parameters are named by the path of their layer.
+    wanted = {f"layer/{name}": value for name, value in meta.unbox(updated).items()}
+    assert_same(apply_gradient(params, activations, inputs), wanted)
 
 
-def test_nnx_apply_gradient_equals_autodiff():
-    specs, (_, expected, *_), _ = nnx_run()
-    layer = nnx_layer(small_world.placed_specs(2, CORES, optimizer=ADAM))
-    ids, gradients = small_world.draw_batch()
-    inputs, statistics = layer.prepare_batch(ids)
+@pytest.mark.slow_rows("autodiff")
+@pytest.mark.parametrize("way", ["autodiff", "apply_gradient"])
+def test_nnx_trains_as_dense_loops(way):
+    specs = small_world.placed_specs(2, CORES, optimizer=ADAM)
+    layer = nnx_layer(specs)
+    inputs, statistics = layer.prepare_batch(small_world.draw_batch()[0])
     assert set(statistics.max_ids_per_partition) == {"first_second"}
 
-    @nnx.jit
-    def train(layer, inputs):
-        layer.apply_gradient(layer(inputs), inputs)
+    @nnx.jit(static_argnames="step")
+    def train(layer, inputs, step):
+        if way == "apply_gradient":
+            layer.apply_gradient(layer(inputs), inputs, step)
+        else:
+            grads = nnx.grad(lambda layer: squared_error(layer(inputs, step)))(layer)
+            nnx.update(layer, nnx.state(grads, nnx_embed.is_embedding_variables))
 
-    train(layer, inputs)
-    small_world.assert_close(small_world.logical_tables(nnx.state(layer), specs), expected)
-    assert float(nnx_embed.step_number(layer.step.get_value())) == 1
-
-    with pytest.raises(ValueError, match=r"the gradient of feature \[.*2 devices cannot split"):
-        layer.apply_gradient({name: gradient[1:] for name, gradient in gradients.items()}, inputs)
-    small_world.assert_close(small_world.logical_tables(nnx.state(layer), specs), expected)
+    expected = dense_adam(small_world.logical_tables(nnx.state(layer), specs))
+    for step, tables, counter in zip(STEPS, expected, COUNTERS, strict=True):
+        train(layer, inputs, step=step)
+        small_world.assert_close(small_world.logical_tables(nnx.state(layer), specs), tables)
+        assert nnx_embed.step_number(layer.step.get_value()) == counter
 
 
 class LinenModel(nn.Module):
@@ -182,7 +150,8 @@ def test_quantized_lookup_with_a_custom_rule():
     rule = embedding_spec.CustomOptimizerSpec(0.1, lambda g, w, lr: w - lr * jnp.sign(g))
     config = embedding_spec.QuantizationConfig(-1.0, 1.0, 5)
     specs = small_world.placed_specs(2, CORES, quantization_config=config, optimizer=rule)
-    layer, (ids, _) = nnx_layer(specs), small_world.draw_batch()
+    layer = nnx_layer(specs)
+    ids, _ = small_world.draw_batch()
     before = small_world.logical_tables(nnx.state(layer), specs)
 
     @nnx.jit
@@ -195,10 +164,9 @@ def test_quantized_lookup_with_a_custom_rule():
         row -= 0.1 * np.sign(gradient)
 
     activations = train(layer, layer.preprocess_inputs(0, ids, None))
-    rounded = {
-        name: np.clip(np.floor((table + 1) * 2 + 0.5) / 2 - 1, -1, 1)
-        for name, table in before.items()
-    }
+    rounded = {}
+    for name, table in before.items():
+        rounded[name] = np.clip(np.floor(table * 2 + 0.5) / 2, -1, 1)
     wanted = small_world.dense_activations(rounded, ids)
     small_world.assert_close(activations, wanted)
     after, _ = small_world.dense_step(before, small_world.full_slots(), ids, wanted, sign_step)
@@ -213,17 +181,10 @@ def test_the_partitioned_optimizers_keep_tables_from_optax():
     linen_model, nnx_model = LinenModel(layer), NNXModel(nnx_layer(specs))
     params = initial_params(linen_model, inputs)
 
-    # The same model twice: tables and head of the NNX one go into the Linen one.
-    tables = nnx_model.layer.embedding_table.get_value()
-    params["layer"][linen_embed.EMBEDDING_PARAM_NAME] = params["layer"][
-        linen_embed.EMBEDDING_PARAM_NAME
-    ].replace(
-        value=jax.tree.map(jnp.copy, tables)  # the NNX step donates its own
-    )
-    params["Dense_0"] = {
-        "kernel": nnx_model.head.kernel.get_value(),
-        "bias": nnx_model.head.bias.get_value(),
-    }
+    # The same model twice; the NNX step donates its own arrays.
+    tables = meta.unbox(params["layer"][linen_embed.EMBEDDING_PARAM_NAME])
+    nnx_model.layer.embedding_table.set_value(jax.tree.map(jnp.copy, tables))
+    nnx_model.head.kernel.set_value(jnp.copy(params["Dense_0"]["kernel"]))
 
     tx = embed_optimizer.create_optimizer_for_sc_model(params, optax.sgd(0.05))
     optimizer = nnx_embed.PartitionedOptimizer(nnx_model, optax.sgd(0.05))
@@ -259,19 +220,9 @@ def test_the_partitioned_optimizers_keep_tables_from_optax():
     )
 
 
-def test_filters_split_a_model_into_tables_and_the_rest():
-    model = NNXModel(nnx_layer(small_world.placed_specs(2, CORES)))
-    assert set(nnx.state(model, nnx_embed.is_embedding_variables)) == {"layer"}
-    assert set(nnx.state(model, nnx_embed.is_non_embedding_variables)) == {"head"}
-
-
-@pytest.mark.parametrize("make", [linen_layer, nnx_layer])
-def test_layers_prepare_batches_with_the_options_of_preprocessing(make):
-    layer = make(small_world.placed_specs(2, CORES, is_stacked=False, max_ids_per_partition=2))
+def test_layers_prepare_batches_with_the_options_of_preprocessing():
+    specs = small_world.placed_specs(2, CORES, is_stacked=False, max_ids_per_partition=2)
     ids, _ = small_world.draw_batch()
-    with pytest.raises(ValueError, match="max_ids_per_partition=2"):
-        layer.prepare_batch(ids)
-    _, statistics = layer.prepare_batch(ids, allow_id_dropping=True, sharding_strategy="mod")
+    options = {"allow_id_dropping": True, "sharding_strategy": "mod"}
+    _, statistics = nnx_layer(specs).prepare_batch(ids, **options)
     assert all(dropped > 0 for dropped in statistics.id_drop_counters.values())
-    with pytest.raises(TypeError, match="allow_dropping"):
-        layer.prepare_batch(ids, allow_dropping=True)

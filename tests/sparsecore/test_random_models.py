@@ -18,7 +18,7 @@ from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from rsembed.sparsecore.partitioner import bucket_of
 from tests.oracles import adagrad_step, divisor_of, sgd_step, stepped_table
 from tests.sparsecore import small_world
-from tests.sparsecore.case_specs import on_devices, variables_of
+from tests.sparsecore.case_specs import lookup_and_update, on_devices, variables_of
 from tests.sparsecore.small_world import ragged
 
 BATCH = 48
@@ -169,13 +169,9 @@ def compiled(model):
     if model.stacking == "manual":
         table_stacking.stack_tables(specs, model.stacks[0], *sizes, **limits)
     embedding.prepare_feature_specs_for_training(specs, *sizes)
-    options = {"global_device_count": model.devices, "enable_minibatching": model.minibatching}
-
-    def run(processed, variables, gradients):
-        given = (processed, variables, specs)
-        activations = embedding.sparse_dense_matmul(*given, **options)
-        return activations, embedding.sparse_dense_matmul_grad(gradients, *given, **options)
-
+    run = lookup_and_update(
+        specs, global_device_count=model.devices, enable_minibatching=model.minibatching
+    )
     return specs, on_devices(run, model.devices)
 
 
