@@ -3,16 +3,18 @@
 `test_random_models` holds the numbers of lookup and update.
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
 from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup, table_stacking
 from tests.sparsecore import small_world
-from tests.sparsecore.case_specs import on_devices, variables_of
+from tests.sparsecore.case_specs import lookup_and_update, on_devices, variables_of
 from tests.world import assert_same, mesh_of
 
 
@@ -37,79 +39,55 @@ def test_untouched_rows_and_slots_keep_their_bits():
         return embedding.sparse_dense_matmul_grad(gradients, processed, variables, specs, step=0)
 
     after = update(processed, warm)
-    for name, stack in after.items():
-        moved = np.flatnonzero(
-            (np.asarray(stack.table) != np.asarray(warm[name].table)).any(axis=1)
-        )
-        # Rows 0 to 3 of both tables were looked up: their momentum moves them although the gradient is zero.
-        assert moved.size == 8
-        for new, old in zip(stack.slot, warm[name].slot, strict=True):
-            assert (
-                np.flatnonzero((np.asarray(new) != np.asarray(old)).any(axis=1)).tolist()
-                == moved.tolist()
-            )
+    has_moved = [
+        (new != old).any(axis=1)
+        for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(warm), strict=True)
+    ]
+    # Rows 0 to 3 of both tables were looked up: their momentum moves them although the gradient is zero.
+    assert has_moved[0].sum() == 8
+    for moved_slots in has_moved[1:]:
+        assert_array_equal(moved_slots, has_moved[0])
 
 
 def test_garbage_in_gaps_and_tails_is_never_used():
     specs, variables, processed, gradients = drawn(2, 2)
-    (name,) = processed.lhs_gains
-    is_gap = np.isnan(processed.lhs_gains[name])
+    inputs = processed.sparse_dense_matmul_input
+    (name,) = inputs.lhs_gains
+    is_gap = np.isnan(inputs.lhs_gains[name])
     assert is_gap.any()
-    dirty = [
-        processed.lhs_row_pointers[name],
-        np.where(is_gap, -17, processed.lhs_embedding_ids[name]).astype(np.int32),
-        np.where(is_gap, 1, processed.lhs_sample_ids[name]).astype(np.int32),
-        np.where(is_gap, np.inf, processed.lhs_gains[name]).astype(np.float32),
-    ]
-    dirty = embedding.PreprocessedInput(embedding.SparseDenseMatmulInput(*({name: array} for array in dirty)),
-                                        processed.num_minibatches, processed.limits)  # fmt: skip
 
-    def run(processed, variables, gradients):
-        activations = embedding.sparse_dense_matmul(
-            processed, variables, specs, global_device_count=2
-        )
-        return activations, embedding.sparse_dense_matmul_grad(
-            gradients, processed, variables, specs
-        )
+    def dirty(arrays, garbage):
+        array = arrays[name].copy()
+        array[is_gap] = garbage
+        return {name: array}
 
-    run = on_devices(run, 2)
+    inputs = inputs._replace(
+        lhs_embedding_ids=dirty(inputs.lhs_embedding_ids, -17),
+        lhs_sample_ids=dirty(inputs.lhs_sample_ids, 1),
+        lhs_gains=dirty(inputs.lhs_gains, np.inf),
+    )
+    run = on_devices(lookup_and_update(specs, global_device_count=2), 2)
     assert_same(
-        run(dirty, variables, gradients),
+        run(dataclasses.replace(processed, sparse_dense_matmul_input=inputs), variables, gradients),
         run(processed, variables, gradients),
     )
 
 
-def test_a_shard_map_may_check_what_varies_over_the_mesh():
-    specs, variables, processed, gradients = drawn(4, 1)
-
-    def step(processed, variables, gradients):
-        options = {"global_device_count": 4}
-        activations = embedding.sparse_dense_matmul(processed, variables, specs, **options)
-        return activations, embedding.sparse_dense_matmul_grad(
-            gradients, processed, variables, specs, **options
-        )
-
-    expected = on_devices(step, 4)(processed, variables, gradients)
-    mesh = mesh_of(4)
-    checked = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=True)
-    )
-    assert_same(checked(processed, variables, gradients), expected)
-
-
 def test_row_limits_leave_padding_and_untouched_rows_alone():
     specs, variables, processed, gradients = drawn(1, 1, highest=3, is_stacked=False)
-    limits = {"first": (0.5, None), "second": (None, -0.5)}
-    updated = jax.jit(
-        lambda p, v: embedding.sparse_dense_matmul_grad(
-            gradients, p, v, specs, embedding_var_limits=limits
+
+    @jax.jit
+    def update(processed, variables):
+        limits = {"first": (0.5, None), "second": (None, -0.5)}
+        return embedding.sparse_dense_matmul_grad(
+            gradients, processed, variables, specs, embedding_var_limits=limits
         )
-    )(processed, variables)
-    first, second = (np.asarray(updated[name].table) for name in ("first", "second"))
-    assert (first[:3, : small_world.DIM] >= 0.5).all() and not first[:, small_world.DIM :].any()
-    assert (second[:3, : small_world.DIM] <= -0.5).all() and not second[:, small_world.DIM :].any()
-    assert_array_equal(first[3:], variables["first"].table[3:])
-    assert jax.tree.map(jnp.shape, updated) == jax.tree.map(jnp.shape, variables)
+
+    updated = update(processed, variables)
+    small_world.assert_padding_is_zero(specs, updated)
+    tables = small_world.logical_tables(updated, specs)
+    assert tables["first"][:3].min() >= 0.5 and tables["second"][:3].max() <= -0.5
+    assert_array_equal(updated["first"].table[3:], variables["first"].table[3:])
 
 
 # Rules of whole rows, for which padding never counts.
@@ -125,26 +103,21 @@ def normed_momentum_in_numpy(row, slots, gradient):
     row -= 0.5 * slots[0]
 
 
-@pytest.mark.parametrize("is_from_logical", [True, False])
-def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
+def test_a_custom_rule_with_slots_equals_rows_without_padding():
     rule = embedding_spec.CustomOptimizerSpec(0.5, normed_momentum, (0.25,))
     specs = small_world.placed_specs(1, 4, optimizer=rule)
     tables, slots = small_world.draw_tables(), small_world.full_slots(0.25)
-    variables = variables_of(specs, tables)
-    if is_from_logical:
-        pairs = {name: (table, slots[name][0].astype(np.float32)) for name, table in tables.items()}
-        ((table, slot),) = table_stacking.stack_and_shard_tables(
-            embedding.get_table_specs(specs), pairs, 4
-        ).values()  # NaN everywhere else
-        flat = [jnp.asarray(array.reshape(-1, array.shape[-1])) for array in (table, slot)]
-        (name,) = variables
-        variables = {name: embedding.EmbeddingVariables(flat[0], tuple(flat[1:]))}
+    pairs = {
+        name: embedding.EmbeddingVariables(table, (np.float32(slots[name][0]),))
+        for name, table in tables.items()
+    }
+    stacked = table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), pairs, 4)
+    # Padding is NaN.
+    variables = jax.tree.map(lambda rows: jnp.asarray(rows.reshape(-1, rows.shape[-1])), stacked)
 
     @jax.jit
     def step(gradients, inputs, variables, step):
-        return embedding.sparse_dense_matmul_grad(
-            gradients, inputs, variables, specs, global_device_count=1, step=step
-        )
+        return embedding.sparse_dense_matmul_grad(gradients, inputs, variables, specs, step=step)
 
     for seed in range(2):
         ids, gradients = small_world.draw_batch(seed)
@@ -153,12 +126,9 @@ def test_a_custom_rule_with_slots_equals_rows_without_padding(is_from_logical):
         tables, slots = small_world.dense_step(
             tables, slots, ids, gradients, normed_momentum_in_numpy
         )
-    got = small_world.logical_variables(variables, specs)
-    small_world.assert_close({name: pair.table for name, pair in got.items()}, tables)
-    small_world.assert_close(
-        {name: jax.tree.leaves(pair.slot)[0] for name, pair in got.items()},
-        {name: s[0] for name, s in slots.items()},
-    )
+    for name, (table, (slot,)) in small_world.logical_variables(variables, specs).items():
+        small_world.assert_close({name: table}, {name: tables[name]})
+        small_world.assert_close({name: slot}, {name: slots[name][0]})
 
 
 # Stochastic rounding draws for a step, a table and an id; where the row lies, and in which stack, does not matter.
@@ -180,15 +150,12 @@ def rounded_specs(devices, cores, *names, rotation=None):
 
 def stepped(specs, devices, *, number=0):
     """Logical tables of ones after one step of every row with the same small gradient."""
-    mesh = mesh_of(devices)
-    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_lookup.table_mesh(mesh, "x"))
+    mesh_devices = mesh_lookup.table_mesh(mesh_of(devices), "x")
+    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_devices)
     inputs = small_world.prepare(tables, {name: np.arange(BATCH)[:, None] % ROWS for name in specs})
     gradients = {name: jnp.full((BATCH, DIM), 2.0**-10) for name in specs}
     updated = jax.jit(tables.update)(gradients, small_world.init(specs, devices), number, inputs)
-    return {
-        name: np.asarray(table, np.float32)
-        for name, table in small_world.logical_tables(updated, specs).items()
-    }
+    return jax.tree.map(np.float32, small_world.logical_tables(updated, specs))
 
 
 def test_every_row_of_every_table_and_every_step_has_noise_of_its_own():
@@ -197,12 +164,9 @@ def test_every_row_of_every_table_and_every_step_has_noise_of_its_own():
         np.concatenate(list(stepped(specs, 1, number=number).values())) for number in (0, 1)
     )
     # Two steps of half the distance.
-    assert set(np.unique(values)) == {
-        np.float32(1 - 2**-8),
-        np.float32(1),
-    }
+    assert_array_equal(np.unique(values), np.float32([1 - 2**-8, 1]))
     # 64 rows of 8 coin tosses: by chance a few of them are equal, not half.
-    assert len({row.tobytes() for row in values}) > 44
+    assert len(np.unique(values, axis=0)) > 44
     assert (values != later).any()
 
 
@@ -217,19 +181,20 @@ def test_rounded_tables_are_bit_equal_alone_or_stacked_on_any_number_of_devices_
     assert_array_equal(alone["u"], wanted["u"])
 
 
-def test_the_devices_may_span_several_mesh_axes_or_one_of_several():
-    specs, variables, processed, _ = drawn(2, 1)
+SHARD_MAPS = {
+    "that checks what varies": (mesh_of(2), P("x"), True),
+    "over several axes": (mesh_of(1, 2), P(("x", "y")), False),
+    "over one of several axes": (mesh_of(3, 2), P("y"), False),
+}
 
-    def look_up(processed, variables):
-        return embedding.sparse_dense_matmul(processed, variables, specs, global_device_count=2)
 
-    expected = on_devices(look_up, 2)(processed, variables)
-    devices = np.asarray(jax.devices())
-    for mesh, spec in (
-        (Mesh(devices[:2].reshape(1, 2), ("x", "y")), P(("x", "y"))),
-        (Mesh(devices[:6].reshape(3, 2), ("x", "y")), P("y")),
-    ):
-        run = jax.jit(
-            jax.shard_map(look_up, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
-        )
-        assert_same(run(processed, variables), expected)
+@pytest.mark.parametrize("case", SHARD_MAPS)
+def test_the_devices_are_those_of_the_shard_map(case):
+    mesh, axes, check_vma = SHARD_MAPS[case]
+    specs, variables, processed, gradients = drawn(2, 1)
+    run = lookup_and_update(specs, global_device_count=2)
+    mapped = jax.shard_map(run, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=check_vma)
+    assert_same(
+        jax.jit(mapped)(processed, variables, gradients),
+        on_devices(run, 2)(processed, variables, gradients),
+    )

@@ -40,19 +40,17 @@ def test_the_step_is_bit_by_bit_that_of_the_whole_batch(devices):
 
 def test_a_given_agreement_is_asked_twice_and_obeyed():
     specs, asked = program.specs_for(4, **program.TIGHT), []
-    cut_everywhere = np.ones(63, bool)
 
     def agree(key, flags):
-        asked.append((key, flags.copy()))
-        return flags | True if len(flags) == 1 else cut_everywhere
+        asked.append((key, len(flags), flags.any()))
+        return np.ones(len(flags), bool)
 
+    options = {"batch_number": 5, "all_reduce_interface": agree}
     quiet = program.make_ids()[:16]
-    processed, _ = preprocess(specs, devices=4, ids=quiet, local=2, enable_minibatching=True, batch_number=5,
-                              all_reduce_interface=agree)  # fmt: skip
-    assert [(key, len(flags), flags.any()) for key, flags in asked] == [
-        (10, 1, False),
-        (11, 63, False),
-    ]
+    processed, _ = preprocess(
+        specs, devices=4, ids=quiet, local=2, enable_minibatching=True, **options
+    )
+    assert asked == [(10, 1, False), (11, 63, False)]
     assert processed.num_minibatches.tolist() == [64, 64]
 
 
@@ -76,36 +74,24 @@ def test_blocks_hold_their_minibatch_in_the_published_order():
     specs = program.specs_for(1, 2, **program.TIGHT)
     processed, _ = preprocess(specs, enable_minibatching=True)
     number = int(processed.num_minibatches[0])
-    blocks = processed.lhs_row_pointers["words"].reshape(-1, 8)
-    rows, samples = (processed.sparse_dense_matmul_input[k]["words"] for k in (1, 2))
-    start, found = 0, {}
+    pointers, rows, samples, _ = (field["words"] for field in processed.sparse_dense_matmul_input)
+    blocks = pointers.reshape(-1, 8)
+    start, minibatch_of = 0, {}
     for block in range(2 * number):
         core, minibatch = divmod(block, number)
         for shard in range(2):
             end = blocks[block, shard]
             columns = rows[start:end] * 2 + shard
-            keys = list(
-                zip(
-                    bucket_of(columns).tolist(),
-                    columns.tolist(),
-                    samples[start:end].tolist(),
-                    strict=True,
-                )
-            )
-            assert keys == sorted(keys)
-            assert len(keys) <= 24 and len(set(columns.tolist())) <= 6
-            for column in columns.tolist():
-                assert found.setdefault((core, column), minibatch) == minibatch, (
-                    "a row is in two minibatches"
-                )
+            order = np.lexsort((samples[start:end], columns, bucket_of(columns)))
+            assert_array_equal(order, np.arange(end - start))
+            assert len(columns) <= 24 and len(set(columns)) <= 6
+            for column in columns:
+                # A row is in one minibatch.
+                assert minibatch_of.setdefault((core, column), minibatch) == minibatch
             start = -(-end // 8) * 8
         assert (blocks[block, 2:] == start).all()
-    wanted = {
-        (core, int(number))
-        for core in range(2)
-        for number in program.make_ids()[core * 16 :][:16].ravel()
-    }
-    assert set(found) == wanted
+    ids = program.make_ids().reshape(2, -1)
+    assert set(minibatch_of) == {(core, row) for core in range(2) for row in ids[core]}
 
 
 def test_a_bucket_that_overflows_alone_is_an_error_or_counted():

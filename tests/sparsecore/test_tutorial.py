@@ -44,36 +44,35 @@ def test_two_processes_of_two_devices_lower_the_loss_as_one_device_does(tmp_path
 PUBLISHED = Path(os.environ.get("RSEMBED_PUBLISHED_TUTORIAL", "sparsecore_shakespeare_flax.txt"))
 """The published page as plain text without indentation: code, prose and outputs. It is not part of this repository."""
 SHA256 = "53628c8f654d647f5c39845b714640e034207b819a2424663294990513af068d"
-CODE = [
-    *[
-        (12, 68, 0),
-        (74, 85, 0),
-        (102, 121, 0),
-        (122, 122, 1),
-        (157, 158, 0),
-        (159, 168, 1),
-        (169, 186, 2),
-    ],
-    *[
-        (187, 188, 1),
-        (189, 204, 2),
-        (205, 213, 0),
-        (216, 224, 0),
-        (225, 258, 1),
-        (259, 274, 0),
-        (281, 290, 0),
-    ],
-    *[
-        (291, 292, 1),
-        (293, 324, 0),
-        (332, 352, 0),
-        (353, 353, 1),
-        (354, 358, 2),
-        (359, 366, 1),
-        (377, 380, 0),
-    ],
-    *[(384, 388, 0), (389, 422, 1), (423, 427, 2), (428, 428, 1), (429, 434, 2), (435, 437, 0)],
-]
+CODE = """
+12-68 0
+74-85 0
+102-121 0
+122-122 1
+157-158 0
+159-168 1
+169-186 2
+187-188 1
+189-204 2
+205-213 0
+216-224 0
+225-258 1
+259-274 0
+281-290 0
+291-292 1
+293-324 0
+332-352 0
+353-353 1
+354-358 2
+359-366 1
+377-380 0
+384-388 0
+389-422 1
+423-427 2
+428-428 1
+429-434 2
+435-437 0
+"""
 """First and last line of each piece of the program, and the number of blocks that it is in."""
 PRINTED = [*range(275, 279), *range(325, 329), 439]
 """Lines that the page prints, and every run prints, too."""
@@ -96,7 +95,8 @@ def test_the_published_text_itself_runs_unchanged(tmp_path):
     name, _, _ = lines[FOLDER_LINE - 1].partition(" = ")
     lines[FOLDER_LINE - 1] = f"{name} = {str(tmp_path)!r}"
     program = []
-    for first, last, num_blocks in CODE:
+    for piece in CODE.split("\n")[1:-1]:
+        first, last, num_blocks = map(int, piece.replace("-", " ").split())
         for line in lines[first - 1 : last]:
             program.append("    " * num_blocks + line)
     (tmp_path / "tutorial.py").write_text("\n".join(program) + "\n")
