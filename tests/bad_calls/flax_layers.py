@@ -25,6 +25,12 @@ class LinenModel(nn.Module):
         return nn.Dense(1)(linen.Embeddings(collection(), name="words")(given)["title"])
 
 
+class RematerializedModel(nn.Module):
+    @nn.compact
+    def __call__(self, given):
+        return nn.remat(linen.Embeddings)(collection(), name="words")(given)["title"].sum()
+
+
 def loss_of(model, given):
     return model(given).sum()
 
@@ -77,6 +83,13 @@ linen.Embeddings("word").init(KEY(0), batch()) => TypeError: collection ... Embe
 create(tx=None) => TypeError: rs.linen.TrainState: tx must be ... GradientTransformation
 create(tx=optax.chain(optax.apply_if_finite(optax.sgd(0.1), 2)))
     => ValueError: rs.linen.TrainState: tx has optax.apply_if_finite ... jax.lax.cond ... rs.global_norm
+create(tx=optax.MultiSteps(optax.sgd(0.1), 2))
+    => TypeError: rs.linen.TrainState: tx has optax.MultiSteps ... (first + second) / 2 ... rs.combine
+create().replace(
+    opt_state=optax.apply_if_finite(optax.sgd(0.1), 2).init(create().params)).apply_gradients(None)
+    => ValueError: rs.linen.TrainState: tx has optax.apply_if_finite ... jax.lax.cond ... rs.global_norm
+jax.grad(lambda params: create().replace(params=params).apply(batch()).sum())(create().params)
+    => RuntimeError: layer of tables 'word', 'user' would stay untrained ... rs.linen.value_and_grad
 create(variables={}) => ValueError: variables ... init ... 'params'
 create().apply_gradients(None) => TypeError: gradients ... NoneType ... rs.linen.value_and_grad
 linen.value_and_grad(lambda apply, given: apply(given).sum())(variables(), batch()) => TypeError: TrainState ... dict
@@ -90,6 +103,9 @@ linen.Embeddings(collection(), frozen="no").init(KEY(0), batch())
 linen.value_and_grad(lambda apply, given:
     jax.lax.scan(lambda total, batch: (total + apply(batch).sum(), None), 0.0, stacked())[0])(create(), batch())
     => RuntimeError: the loss looks up rows of the layers ['words'], or of some,
+linen.value_and_grad(lambda apply, given: apply(given))(
+    create(apply_fn=RematerializedModel().apply, variables=RematerializedModel().init(KEY(0), batch())), batch())
+    => RuntimeError: the loss looks up rows of the layers ['words'], or of some, ... call the layer before it
 linen.value_and_grad(
     lambda apply, given: jax.vmap(lambda batch: apply(batch).sum())(stacked()).sum())(create(), batch())
     => RuntimeError: the loss looks up rows of the layers ['words'], or of some,

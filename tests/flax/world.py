@@ -61,34 +61,64 @@ def joined(activations):
     return functools.reduce(jnp.add, activations.values())
 
 
-@functools.cache
-def core_run(*storages, max_norm=None):
-    """Losses, head, tables and slots after training on one device, without Flax."""
-    own = collection(*storages)
+class Core:
+    """The functional core, with optax beside it, as its pages show."""
 
-    def loss_fn(head, activations):
-        return loss_of(joined(activations) @ head, LABELS)
+    def __init__(self, *storages, tx=TX, on_mesh=False):
+        self.collection = collection(*storages, on_mesh=on_mesh)
+        self.tx = tx
+        self.model = (HEAD, tx.init(HEAD), self.collection.init(KEY))
 
-    @jax.jit
-    def step(head, opt_state, state, batch):
-        value_and_grad = rs.value_and_grad(loss_fn, own)
-        loss, (d_head, rows) = value_and_grad(head, state, batch)
-        if max_norm is not None:
-            rows = rs.clip_by_global_norm(rows, max_norm)
+    def value_and_grad(self, model, batch, labels):
+        """The loss, and dense and row gradients as a pair."""
+        head, _, state = model
+
+        def loss_fn(head, activations):
+            return loss_of(joined(activations) @ head, labels)
+
+        return rs.value_and_grad(loss_fn, self.collection)(head, state, batch)
+
+    def stepped(self, model, gradients):
+        """The model after a step."""
+        head, opt_state, state = model
+        dense, rows = gradients
         with jax.numpy_dtype_promotion("standard"):
-            updates, opt_state = TX.update(d_head, opt_state)
-        return optax.apply_updates(head, updates), opt_state, own.apply(state, rows), loss
+            updates, opt_state = self.tx.update(dense, opt_state, head)
+        return optax.apply_updates(head, updates), opt_state, self.collection.apply(state, rows)
 
-    head, opt_state, state, losses = HEAD, TX.init(HEAD), own.init(KEY), []
-    for batch in batches(own):
-        head, opt_state, state, loss = step(head, opt_state, state, batch)
-        losses.append(float(loss))
-    return losses, head, contents(own, state)
+    def parts(self, gradients):
+        """Dense gradients, and row gradients as a list."""
+        return gradients[0], [gradients[1]]
+
+    def replaced(self, gradients, dense, rows):
+        """The gradients with other parts."""
+        return dense, rows[0]
+
+    def contents(self, model):
+        """The head; tables, slots and number of steps."""
+        return model[0], contents(self.collection, model[2])
 
 
 def contents(own, state):
     """Tables and slots in the order of ids and keys, wherever their rows lie."""
     return own.tables(state), own.slots(state), int(state.step)
+
+
+@functools.cache
+def core_run(*storages):
+    """Losses, head, tables and slots after training on one device, without Flax."""
+    core = Core(*storages)
+
+    @jax.jit
+    def step(model, batch):
+        loss, gradients = core.value_and_grad(model, batch, LABELS)
+        return core.stepped(model, gradients), loss
+
+    model, losses = core.model, []
+    for batch in batches(core.collection):
+        model, loss = step(model, batch)
+        losses.append(float(loss))
+    return losses, *core.contents(model)
 
 
 def assert_same_run(run, losses, head, tables_and_slots):
