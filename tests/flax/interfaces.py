@@ -13,12 +13,8 @@ class Linen(world.Core):
     """`rs.linen`."""
 
     def __init__(self, *storages, tx=world.TX, on_mesh=False):
-        self.collection, _, module, state = test_linen.new(*storages, on_mesh=on_mesh)
-        variables = {
-            "params": state.params,
-            "embeddings": {"words": {"tables": state.embeddings["words"]}},
-        }
-        self.model = rs.linen.TrainState.create(apply_fn=module.apply, variables=variables, tx=tx)
+        self.collection, *_, state = test_linen.new(*storages, on_mesh=on_mesh)
+        self.model = state.replace(tx=tx, opt_state=tx.init(state.params))
 
     def value_and_grad(self, model, batch, labels):
         def loss_fn(apply, ids):

@@ -13,8 +13,6 @@ from rsembed import opaque
 from tests.flax import world
 from tests.world import assert_same
 
-ALL = tuple(world.STORAGES)
-
 
 class Model(nn.Module):
     collection: rs.EmbeddingCollection
@@ -43,7 +41,7 @@ def new(*storages, on_mesh=False, **options):
 
 
 def loss_fn(apply, ids):
-    return world.loss_of(apply(ids), jnp.asarray(world.LABELS))
+    return world.loss_of(apply(ids))
 
 
 def step(state, ids):
@@ -62,7 +60,7 @@ def trained_parts(collection, state):
 @pytest.mark.slow_rows("True")
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_a_model_trains_as_the_functional_core(on_mesh):
-    storages = ("dense",) if on_mesh else ALL
+    storages = ("dense",) if on_mesh else world.ALL
     collection, batches, _, state = new(*storages, on_mesh=on_mesh)
     given = jax.tree.leaves(state.embeddings["words"].tables)
     losses = []

@@ -18,8 +18,6 @@ from rsembed import checkpoint, opaque
 from tests.flax import world
 from tests.world import assert_same
 
-ALL = tuple(world.STORAGES)
-
 
 class Model(nnx.Module):
     def __init__(self, collection):
@@ -33,7 +31,7 @@ class Model(nnx.Module):
 
 
 def loss_fn(model, ids):
-    return world.loss_of(model(ids), jnp.asarray(world.LABELS))
+    return world.loss_of(model(ids))
 
 
 def new(*storages, on_mesh=False):
@@ -62,9 +60,9 @@ def trained_parts(model):
 @pytest.mark.slow_rows("False")
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_a_model_trains_as_the_functional_core(on_mesh):
-    _, batches, model, optimizer = new(*ALL, on_mesh=on_mesh)
+    _, batches, model, optimizer = new(*world.ALL, on_mesh=on_mesh)
     losses = [train_step(model, optimizer, batch) for batch in batches]
-    world.assert_same_run(world.core_run(*ALL), losses, *trained_parts(model))
+    world.assert_same_run(world.core_run(*world.ALL), losses, *trained_parts(model))
 
 
 def test_steps_may_be_scanned():
@@ -90,7 +88,7 @@ def test_several_calls_of_a_layer_are_one_step_of_the_sum():
     def step_of_halves(model, optimizer, ids):
         def halves(model):
             first, second = (model({"dense": half}) for half in jnp.split(ids, 2))
-            return world.loss_of(jnp.concatenate([first, second]), world.LABELS)
+            return world.loss_of(jnp.concatenate([first, second]))
 
         loss, gradients = rs.nnx.value_and_grad(halves)(model)
         optimizer.update(model, gradients)
@@ -152,13 +150,14 @@ def test_frozen_tables_are_read_while_the_rest_trains():
     assert_same(tables, before)
 
 
+def gradients_of_a_split_model(model, ids):
+    graphdef, params, rest = nnx.split(model, nnx.Param, ...)
+    return jax.grad(lambda params: loss_fn(nnx.merge(graphdef, params, rest), ids))(params)
+
+
 FORGETFUL = {
-    "nnx.grad inside jit and remat": lambda model, ids: nnx.jit(nnx.grad(nnx.remat(loss_fn)))(
-        model, ids
-    ),
-    "jax.grad of a split model": lambda model, ids: jax.grad(
-        lambda params, graphdef, rest: loss_fn(nnx.merge(graphdef, params, rest), ids)
-    )(*np.array(nnx.split(model, nnx.Param, ...), object)[[1, 0, 2]]),
+    "nnx.grad inside jit and remat": nnx.jit(nnx.grad(nnx.remat(loss_fn))),
+    "jax.grad of a split model": gradients_of_a_split_model,
 }
 
 
@@ -220,13 +219,13 @@ class Noisy(nnx.Module):
     """A model that draws numbers and counts its calls."""
 
     def __init__(self, collection):
-        self.inner = Model(collection)
+        self.embeddings = rs.nnx.Embeddings(collection, rngs=nnx.Rngs(0))
         self.dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(1))
         self.num_calls = nnx.Variable(jnp.zeros((), jnp.int32))
 
     def __call__(self, ids):
         self.num_calls[...] += 1
-        return self.inner.head(self.dropout(world.joined(self.inner.embeddings(ids))))
+        return self.dropout(world.joined(self.embeddings(ids)))
 
 
 def test_what_a_loss_changes_is_changed_once():
@@ -237,7 +236,7 @@ def test_what_a_loss_changes_is_changed_once():
         return jnp.sum(model(batch)) + jnp.sum(jax.random.normal(rngs.labels(), ())), "aux"
 
     (_, aux), gradients = rs.nnx.value_and_grad(noisy_loss, has_aux=True)(model, batch, rngs)
-    assert aux == "aux" and set(gradients.calls) == {"inner/embeddings"}
+    assert aux == "aux" and set(gradients.calls) == {"embeddings"}
     for count in (model.num_calls, rngs.labels.count, model.dropout.rngs.count):
         assert int(count[...]) == 1
 
@@ -274,21 +273,21 @@ def test_tables_on_the_host_train_as_dense_ones():
 @functools.cache
 def trained_once():
     """A model and its optimizer after one step, which nobody changes."""
-    collection, batches, model, optimizer = new(*ALL)
+    collection, batches, model, optimizer = new(*world.ALL)
     train_step(model, optimizer, batches[0])
     return collection, batches, model, optimizer
 
 
 def go_on(batches, model, optimizer):
-    losses = [world.core_run(*ALL)[0][0]] + [
+    losses = [world.core_run(*world.ALL)[0][0]] + [
         train_step(model, optimizer, batch) for batch in batches[1:]
     ]
-    world.assert_same_run(world.core_run(*ALL), losses, *trained_parts(model))
+    world.assert_same_run(world.core_run(*world.ALL), losses, *trained_parts(model))
 
 
 def test_training_goes_on_from_files_of_orbax(tmp_path):
     _, batches, model, optimizer = trained_once()
-    _, _, other, other_optimizer = new(*ALL)
+    _, _, other, other_optimizer = new(*world.ALL)
     other.embeddings.set_state(other.embeddings.collection.init(jax.random.key(7)))
     with orbax.checkpoint.StandardCheckpointer() as checkpointer:
         checkpointer.save(tmp_path / "saved", nnx.state((model, optimizer)))
@@ -306,7 +305,7 @@ def test_training_goes_on_from_our_files(tmp_path):
     checkpoint.save_collection(
         tmp_path / "saved", collection, model.embeddings.state, others=others
     )
-    _, _, other, other_optimizer = new(*ALL)
+    _, _, other, other_optimizer = new(*world.ALL)
     like = nnx.state((other, other_optimizer), nnx.Not(rs.nnx.Tables))
     state, others = checkpoint.load_collection(tmp_path / "saved", collection, others=like)
     other.embeddings.set_state(state)

@@ -15,19 +15,20 @@ ROWS, DIM, NUM_STEPS = 20, 4, 3
 TRAIN = TensorTrain((3,), tt_p_shapes=(4, 5), tt_q_shapes=(2, 2))
 STORAGES = {"dense": None, "hashed": rs.Hashed(), "train": TRAIN, "hashed too": rs.Hashed()}
 """Two are alike, and share a storage."""
+ALL = tuple(STORAGES)
 KEY = jax.random.key(0)
 HEAD = np.sin(np.arange(DIM, dtype=np.float32)).reshape(DIM, 1)
 LABELS = np.float32([1, 0, 0, 1])
 TX = optax.adam(0.05)
 
 
-def table(name, storage=None, optimizer=None):
+def table(name, storage):
     return rs.TableSpec(
         name,
         ROWS,
         DIM,
         combiner="mean",
-        optimizer=optimizer or rs.optimizers.Adagrad(0.1),
+        optimizer=rs.optimizers.Adagrad(0.1),
         storage=storage,
     )
 
@@ -52,7 +53,7 @@ def batches(own):
     return found
 
 
-def loss_of(logits, labels):
+def loss_of(logits, labels=LABELS):
     return optax.sigmoid_binary_cross_entropy(logits[:, 0], labels).mean()
 
 

@@ -3,9 +3,8 @@
 import jax
 import numpy as np
 from jax.experimental import multihost_utils
-from jax.sharding import NamedSharding, PartitionSpec as P
 
-from rsembed.sparsecore import embedding, embedding_spec
+from rsembed.sparsecore import embedding_spec, mesh_lookup
 from tests.sparsecore import small_world
 from tests.world import mesh_of
 
@@ -30,32 +29,26 @@ def make_ids():
     return ids
 
 
-def run_step(devices, limits=None, **options):
+def run_step(devices, limits=None, *, enable_minibatching=False, **options):
     """Minibatches, activations and the updated table, on the first devices of all processes."""
-    mesh = mesh_of(devices)
-    specs = specs_for(devices, **(limits or {}))
+    tables = mesh_lookup.MeshTables(
+        feature_specs=specs_for(devices, **(limits or {})),
+        devices=mesh_lookup.table_mesh(mesh_of(devices), "x"),
+        enable_minibatching=enable_minibatching,
+    )
     share = BATCH // jax.process_count()
     ids = make_ids()[jax.process_index() * share :][:share]
-    processed, statistics = small_world.preprocess(
-        specs, {"history": ids}, devices=devices, local=mesh.local_mesh.size, **options
-    )
-    enable = options.get("enable_minibatching", False)
+    processed, statistics = tables.preprocess({"history": ids}, **options)
 
+    @jax.jit
     def step(processed, variables):
-        matmul_options = {"global_device_count": devices, "enable_minibatching": enable}
-        activations = embedding.sparse_dense_matmul(processed, variables, specs, **matmul_options)
-        updated = embedding.sparse_dense_matmul_grad(
-            activations, processed, variables, specs, **matmul_options
-        )
+        activations = tables.look_up(variables, processed)
+        updated = tables.update(activations, variables, None, processed)
         return processed.num_minibatches, activations["history"], updated["words"].table
 
-    sharding = NamedSharding(mesh, P("x"))
+    sharding = tables.devices.sharding(tables.devices.split)
     on_mesh = jax.tree.map(
         lambda array: jax.make_array_from_process_local_data(sharding, array), processed
     )
-    variables = small_world.init(specs, devices)
-    run = jax.jit(
-        jax.shard_map(step, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=False)
-    )
-    gathered = multihost_utils.process_allgather(run(on_mesh, variables), tiled=True)
-    return [np.asarray(array) for array in gathered], statistics
+    stepped = step(on_mesh, tables.init(jax.random.key(0)))
+    return multihost_utils.process_allgather(stepped, tiled=True), statistics

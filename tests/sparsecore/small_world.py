@@ -90,18 +90,17 @@ def logical_variables(tree, specs):
 
     found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variables)
     by_stack = {path[-1].key: own for path, own in found if is_variables(own)}
-    num_shards = next(iter(embedding.get_stacked_table_specs(specs).values())).num_shards
-    return table_stacking.unshard_and_unstack_tables(
-        embedding.get_table_specs(specs), by_stack, num_shards
-    )
+    tables = embedding.get_table_specs(specs)
+    num_shards = next(iter(tables.values())).stacked_table_spec.num_shards
+    return table_stacking.unshard_and_unstack_tables(tables, by_stack, num_shards)
 
 
 def logical_tables(tree, specs):
     return {name: own.table for name, own in logical_variables(tree, specs).items()}
 
 
-def draw_tables(seed=0):
-    rng = np.random.default_rng(seed)
+def draw_tables():
+    rng = np.random.default_rng(0)
     return {name: rng.normal(size=(rows, DIM)).astype(np.float32) for name, rows in TABLES.items()}
 
 

@@ -218,11 +218,3 @@ def test_the_partitioned_optimizers_keep_tables_from_optax():
     np.testing.assert_allclose(
         nnx_model.head.kernel.get_value(), params["Dense_0"]["kernel"], rtol=1e-5
     )
-
-
-def test_layers_prepare_batches_with_the_options_of_preprocessing():
-    specs = small_world.placed_specs(2, CORES, is_stacked=False, max_ids_per_partition=2)
-    ids, _ = small_world.draw_batch()
-    options = {"allow_id_dropping": True, "sharding_strategy": "mod"}
-    _, statistics = nnx_layer(specs).prepare_batch(ids, **options)
-    assert all(dropped > 0 for dropped in statistics.id_drop_counters.values())

@@ -209,11 +209,10 @@ def test_an_id_outside_its_table_is_named(bad, dtype):
 
 def test_preprocessing_uses_it():
     specs = make_specs(1, 2, {"t": (30, "sum")}, {"f": ("t", 8)})
-    with mock.patch.object(
-        native_partitioner, "partition_stacks", wraps=native_partitioner.partition_stacks
-    ) as used:
+    function = native_partitioner.partition_stacks
+    with mock.patch.object(native_partitioner, "partition_stacks", wraps=function) as used:
         preprocess(specs, {"f": np.ones((8, 3), np.int32)})
-    assert used.call_count == 1
+    used.assert_called_once()
 
 
 def test_python_runs_beside_it():

@@ -26,6 +26,10 @@ BATCH = 48
 VALUE_TOLERANCE = 3e-5
 """Sums of up to a few hundred float32 products, divided by an Adagrad accumulator that may be as small as 0.1."""
 RATE = 0.25
+RULES = {
+    "sgd": (embedding_spec.SGDOptimizerSpec(RATE), sgd_step),
+    "adagrad": (embedding_spec.AdagradOptimizerSpec(RATE), adagrad_step),
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -138,14 +142,11 @@ def limits_of(model):
 
 @functools.cache
 def compiled(model):
-    optimizers = {
-        "sgd": embedding_spec.SGDOptimizerSpec(RATE),
-        "adagrad": embedding_spec.AdagradOptimizerSpec(RATE),
-    }
+    optimizer, _ = RULES[model.optimizer]
     max_ids, max_unique = limits_of(model)
     fields = {
         "combiner": model.combiner,
-        "optimizer": optimizers[model.optimizer],
+        "optimizer": optimizer,
         "max_ids_per_partition": max_ids,
         "max_unique_ids_per_partition": max_unique,
         "suggested_coo_buffer_size_per_device": model.suggested,
@@ -317,7 +318,7 @@ def test_everything_equals_loops(model, seed, skew, weighted, form):
     for (name, wanted), got in zip(expected.items(), activations, strict=True):
         assert_allclose(got, wanted, atol=VALUE_TOLERANCE, err_msg=name)
     after = jax.tree.map(np.asarray, small_world.logical_tables(updated, specs))
-    step_row = {"sgd": sgd_step, "adagrad": adagrad_step}[model.optimizer]
+    _, step_row = RULES[model.optimizer]
     for name, table in tables.items():
         slots = [np.full(table.shape, 0.1)]
         wanted, _ = stepped_table(table, slots, row_gradients[name], step_row, learning_rate=RATE)

@@ -14,7 +14,7 @@ from rsembed.sparsecore.linen import embed as linen_embed
 from rsembed.sparsecore.mesh_lookup import next_step, step_counter, step_number
 from rsembed.sparsecore.nnx import embed as nnx_embed
 from tests.sparsecore import small_world
-from tests.world import assert_same, mesh_of
+from tests.world import assert_same, made_mesh, mesh_of
 
 DIM, BATCH, CORES, RATE = 4, 8, 2, 0.5
 ROWS = {"t0": 20, "t1": 21}
@@ -93,13 +93,12 @@ def test_a_stack_of_several_tables_has_the_published_default_limit_and_says_what
         table_stacking.stack_tables(features, ["t0", "t1"], 1, CORES, stack_name=name)
     stack = features["f1"].table_spec.stacked_table_spec
     assert (stack.max_ids_per_partition, stack.max_unique_ids_per_partition) == (256, 256)
-    (record,) = caplog.records
-    assert record.levelname == "WARNING"
-    assert f"stack {name!r} has max_ids_per_partition=256" in record.message
-    assert "ignored: {'t0': 300, 't1': 300}" in record.message
+    (message,) = caplog.messages
+    assert f"stack {name!r} has max_ids_per_partition=256" in message
+    assert "ignored: {'t0': 300, 't1': 300}" in message
     assert (
         "stack_to_max_ids_per_partition, or after stacking by update_preprocessing_parameters"
-        in record.message
+        in message
     )
 
 
@@ -122,16 +121,14 @@ def test_sizes_and_places_of_tables_follow_their_formulas():
     assert settings == {"t1": setting("s", 32, 8, 0, 0), "t0": setting("s", 32, 8, 8, 3)}
 
 
-@pytest.mark.parametrize(("dim", "mesh"), [(DIM, ()), (1, ()), (DIM, (4, 1))])
-def test_tables_are_stacked_by_a_record_and_come_back(dim, mesh):
+@pytest.mark.parametrize(("dim", "is_on_mesh"), [(DIM, False), (1, False), (DIM, True)])
+def test_tables_are_stacked_by_a_record_and_come_back(dim, is_on_mesh):
     features = new_features(embedding_dim=dim)
     table_stacking.stack_tables(features, ["t1", "t0"], 2, 2, rotation=3)
     record, tables = embedding.create_proto_from_feature_specs(features, 2, 2), values(dim)
     given = {name: jnp.asarray(table if dim > 1 else table[:, 0]) for name, table in tables.items()}
-    if mesh:  # of explicit axes, which JAX makes by default
-        given["t0"] = jax.device_put(
-            given["t0"], NamedSharding(jax.make_mesh(mesh, ("x", "y")), P(("x", "y")))
-        )
+    if is_on_mesh:
+        given["t0"] = jax.device_put(given["t0"], NamedSharding(made_mesh(4), P("x")))
     expected, places = np.zeros((64, 8), np.float32), []
     for name, first, rotation in (("t1", 0, 0), ("t0", 8, 3)):
         for row, vector in enumerate(tables[name]):
@@ -163,12 +160,6 @@ def test_a_table_or_stack_that_is_refused_costs_none_of_the_others():
     with pytest.raises(ValueError, match=r"stack 't1': got shape \(3, 2\)"):
         table_stacking.unstack_and_unshard_stacked_tables(stacked | wrong, record, donate=True)
     assert not stacked["t0"].is_deleted()
-
-
-def test_the_format_of_a_table_is_its_sharding():
-    sharding = NamedSharding(mesh_of(2), P("x", None))
-    assert utils.embedding_table_format(sharding.mesh, sharding.spec) == sharding
-    assert utils.embedding_table_format_with_sharding(sharding) is sharding
 
 
 # Batches, lookups and updates

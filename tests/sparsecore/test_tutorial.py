@@ -21,12 +21,8 @@ LOSS_TOLERANCE = 1e-4
 @pytest.mark.slow
 def test_two_processes_of_two_devices_lower_the_loss_as_one_device_does(tmp_path):
     run = launching.start(Path(tutorial.__file__), tmp_path / "several")
-    losses = tutorial.train(
-        tutorial.make_batch(tutorial.synthetic_text()),
-        num_devices=1,
-        num_steps=tutorial.NUM_STEPS,
-        fdo_folder=tmp_path / "one",
-    )
+    batch = tutorial.make_batch(tutorial.synthetic_text())
+    losses = tutorial.train(batch, tmp_path / "one", num_devices=1, num_steps=tutorial.NUM_STEPS)
     assert losses[0] == pytest.approx(np.log(tutorial.VOCABULARY), rel=0.01)
     assert losses[-1] < 0.98 * losses[0]
     printed = launching.printed(run)

@@ -36,13 +36,8 @@ def make_batch(word_ids):
 
 def synthetic_text():
     """A few hundred words in which frequent ones repeat, as in a language."""
-    return (
-        np.random.default_rng(7)
-        .zipf(1.3, 400)
-        .astype(np.int64)
-        .clip(1, VOCABULARY - 1)
-        .astype(np.int32)
-    )
+    words = np.random.default_rng(7).zipf(1.3, 400)
+    return np.clip(words, 1, VOCABULARY - 1).astype(np.int32)
 
 
 class NextWord(nn.Module):
@@ -82,7 +77,7 @@ def word_specs(num_devices, num_cores):
     return specs
 
 
-def train(batch, *, num_devices, num_steps, step=None, fdo_folder=None, fdo_every=5):
+def train(batch, fdo_folder, *, num_devices, num_steps, step=None):
     """Loss of every step; limits follow the statistics, as in the tutorial."""
     mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
     data = NamedSharding(mesh, P("device"))
@@ -125,45 +120,37 @@ def train(batch, *, num_devices, num_steps, step=None, fdo_folder=None, fdo_ever
     def train_step(params, inputs, labels, opt_state):
         def loss_of(params, inputs, labels):
             logits = model.apply(params, inputs)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean(), logits
+            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
-        (loss, _), grads = jax.value_and_grad(loss_of, has_aux=True, allow_int=True)(
-            params, inputs, labels
-        )
+        loss, grads = jax.value_and_grad(loss_of, allow_int=True)(params, inputs, labels)
         # Optax's Adam mixes its integer step with floats.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = tx.update(grads, opt_state)
         return embed_optimizer.apply_updates_for_sc_model(params, updates), opt_state, loss
 
-    client = None if fdo_folder is None else file_fdo_client.NPZFileFDOClient(fdo_folder)
+    client = file_fdo_client.NPZFileFDOClient(fdo_folder)
     labels, losses = to_devices(labels), []
     for number in range(1, num_steps + 1):
         inputs, stats = preprocess()
         params, opt_state, loss = train_step(params, inputs, labels, opt_state)
         losses.append(float(loss))
-        if client is None:
-            continue
         client.record(stats)
-        if number % fdo_every == 0:
+        if number % 5 == 0:
             client.publish()
             embedding.update_preprocessing_parameters(specs, client.load(), num_cores)
     return losses
 
 
-def final_loss(batch, *, num_devices, num_steps, step=None):
+def final_loss(batch, *, num_steps, step=None):
     with tempfile.TemporaryDirectory() as folder:
-        losses = train(
-            batch, num_devices=num_devices, num_steps=num_steps, step=step, fdo_folder=folder
-        )
-    return losses[-1]
+        return train(batch, folder, num_devices=1, num_steps=num_steps, step=step)[-1]
 
 
 def main(folder):
     parallel.init()
     devices = jax.device_count()
-    losses = train(
-        make_batch(synthetic_text()), num_devices=devices, num_steps=NUM_STEPS, fdo_folder=folder
-    )
+    batch = make_batch(synthetic_text())
+    losses = train(batch, folder, num_devices=devices, num_steps=NUM_STEPS)
     options = {"enable_minibatching": True, "batch_number": 7}
     stepped, _ = minibatch_program.run_step(devices, minibatch_program.TIGHT, **options)
     print(json.dumps([losses, *(array.tolist() for array in stepped)]))
