@@ -98,7 +98,7 @@ def test_several_calls_are_one_step_of_the_sum_and_statistics_are_kept():
     def step(state, *parts):
         (loss, changed), gradients = rs.linen.value_and_grad(of_parts, has_aux=True)(state, *parts)
         state = state.apply_gradients(gradients, variables=changed)
-        return loss, state.embeddings["words"].tables, state.variables, gradients
+        return loss, state.embeddings["words"][:2], state.variables, gradients
 
     *whole, _ = step(state, ids)
     *halves, gradients = step(state, ids[:2], ids[2:])

@@ -145,12 +145,17 @@ def on_devices(function, num_devices):
     )
 
 
-def lookup_and_update(specs, **options):
-    """A function of a batch, variables and gradients on one device: activations and updated variables."""
+def lookup_and_update(specs, num_devices, **options):
+    """A function of a batch, variables and gradients on one device: activations and updated variables.
+
+    The update finds the number of devices by itself.
+    """
 
     def run(processed, variables, gradients):
         given = (processed, variables, specs)
-        activations = embedding.sparse_dense_matmul(*given, **options)
+        activations = embedding.sparse_dense_matmul(
+            *given, global_device_count=num_devices, **options
+        )
         return activations, embedding.sparse_dense_matmul_grad(gradients, *given, **options)
 
     return run

@@ -66,7 +66,7 @@ def test_garbage_in_gaps_and_tails_is_never_used():
         lhs_sample_ids=dirty(inputs.lhs_sample_ids, 1),
         lhs_gains=dirty(inputs.lhs_gains, np.inf),
     )
-    run = on_devices(lookup_and_update(specs, global_device_count=2), 2)
+    run = on_devices(lookup_and_update(specs, 2), 2)
     assert_same(
         run(dataclasses.replace(processed, sparse_dense_matmul_input=inputs), variables, gradients),
         run(processed, variables, gradients),
@@ -112,7 +112,7 @@ def test_a_custom_rule_with_slots_equals_rows_without_padding():
         for name, table in tables.items()
     }
     stacked = table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), pairs, 4)
-    # Padding is NaN.
+    # The padding is NaN, so a step that read it would not be finite.
     variables = jax.tree.map(lambda rows: jnp.asarray(rows.reshape(-1, rows.shape[-1])), stacked)
 
     @jax.jit
@@ -192,7 +192,7 @@ SHARD_MAPS = {
 def test_the_devices_are_those_of_the_shard_map(case):
     mesh, axes, check_vma = SHARD_MAPS[case]
     specs, variables, processed, gradients = drawn(2, 1)
-    run = lookup_and_update(specs, global_device_count=2)
+    run = lookup_and_update(specs, 2)
     mapped = jax.shard_map(run, mesh=mesh, in_specs=axes, out_specs=axes, check_vma=check_vma)
     assert_same(
         jax.jit(mapped)(processed, variables, gradients),

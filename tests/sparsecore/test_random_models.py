@@ -170,9 +170,7 @@ def compiled(model):
     if model.stacking == "manual":
         table_stacking.stack_tables(specs, model.stacks[0], *sizes, **limits)
     embedding.prepare_feature_specs_for_training(specs, *sizes)
-    run = lookup_and_update(
-        specs, global_device_count=model.devices, enable_minibatching=model.minibatching
-    )
+    run = lookup_and_update(specs, model.devices, enable_minibatching=model.minibatching)
     return specs, on_devices(run, model.devices)
 
 
