@@ -145,7 +145,7 @@ def problems(draw):
         {"limits": limits, "suggested": suggested, "rotation": rotation},
     )
     kinds = st.sampled_from(["dense", "every second row", "lists", "arrays"])
-    most_ids = draw(st.sampled_from([0, 6]))
+    most_ids = draw(st.integers(0, 6))
     leaves = {
         name: {"kind": draw(kinds), "dtype": draw(st.sampled_from(ID_DTYPES)), "most_ids": most_ids}
         for name in features
