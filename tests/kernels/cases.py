@@ -1,23 +1,22 @@
 """What every implementation of the kernels is asked: bags of all kinds, rules, and how close answers must be."""
 
 import dataclasses
-import os
+import functools
 import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 
 import rsembed.optimizers as ro
 from rsembed.kernels import gpu, native, reference, sparsecore
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment, Step
 from rsembed.kernels.devices import tracing_for
-from tests import oracles
+from tests import launching, oracles
 from tests.kernels.simulator import simulate
+from tests.optimizers.test_contract import CONTRACT
 
 _reason = native.unavailable_because()
 needs_native = pytest.mark.skipif(
@@ -30,8 +29,8 @@ def compiled(function, *args):
     return jax.jit(function)(*args)
 
 
-def simulated(function, *args, chip="v6e"):
-    with tracing_for(chip):
+def simulated(function, *args):
+    with tracing_for("v6e"):
         return simulate(function, *args)
 
 
@@ -60,60 +59,35 @@ NUM_ROWS = 23
 # sum that differs in its last bit may round to the neighbour: 8 bits of bfloat16, 11 of float16.
 RELATIVE_TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 
-RULES = {
-    "sgd": ro.SGD(0.3),
-    "adagrad": ro.Adagrad(0.3),
-    "rowwise_adagrad": ro.RowWiseAdagrad(0.3),
-    "adam": ro.Adam(0.3),
-    "ftrl": ro.FTRL(0.3),
-    "custom": ro.Custom(
-        0.3, lambda g, w, count, lr: (w - lr * jnp.sign(g) / (1.0 + count), count + 1.0), (0.0,)
-    ),
-    "optax": ro.from_optax(optax.adamw(0.3)),
-}
+
+def step_of_signs(rule, row, slots, gradient, step):
+    row -= 0.3 * np.sign(gradient) / (1.0 + slots[0])
+    slots[0] += 1.0
+
+
+def step_of_signs_in_jax(gradient, row, count, lr):
+    return row - lr * jnp.sign(gradient) / (1.0 + count), count + 1.0
+
+
+KERNEL_RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
+"""Rules that have kernels of their own; others are traced."""
+FORMULAS = {name: CONTRACT[name] for name in (*KERNEL_RULES, "ftrl")}
+FORMULAS["custom"] = (ro.Custom(0.3, step_of_signs_in_jax, (0.0,)), step_of_signs)
+RULES = {name: rule for name, (rule, _) in FORMULAS.items()}
 STEP = 2
-ORACLE_STEPS = {
-    "sgd": (oracles.sgd_step, {"learning_rate": 0.3}),
-    "adagrad": (oracles.adagrad_step, {"learning_rate": 0.3}),
-    "rowwise_adagrad": (oracles.rowwise_adagrad_step, {"learning_rate": 0.3, "epsilon": 1e-8}),
-    "adam": (
-        oracles.adam_step,
-        {"learning_rate": 0.3, "step": STEP},
-    ),
-}
 
 
-def step_by_loops(name, table, slots, gradients):
-    """Table and slots after step `STEP` of each row in `gradients`, by its formula, or else by its rule alone.
-
-    Rules without a formula here have one where rules are tested.
-    """
-    if name in ORACLE_STEPS:
-        step_row, made_of = ORACLE_STEPS[name]
-        return oracles.stepped_table(table, slots, gradients, step_row, **made_of)
-    hyper, step_rows = RULES[name].get_hyperparameters(STEP), jax.jit(RULES[name].step_rows)
-
-    def step_row(row, own, gradient):
-        state = tuple(
-            jnp.asarray(slot[None], old.dtype) for slot, old in zip(own, slots, strict=True)
-        )
-        row[:], stepped = step_rows(
-            jnp.float32(row[None]), state, jnp.float32(gradient[None]), hyper
-        )
-        for slot, new in zip(own, stepped, strict=True):
-            slot[...] = new[0]
-
-    return oracles.stepped_table(table, slots, gradients, step_row)
+def step_of(rule, rounding=None):
+    """Step `STEP` of a rule."""
+    return Step(rule.get_hyperparameters(STEP), rule, rounding)
 
 
 def run_python(*arguments, environment):
     """What Python does with these arguments in a process of its own, which finds the library and these tests."""
-    root = Path(__file__).resolve().parents[2]
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     return subprocess.run(
         [sys.executable, *arguments],
-        env=environment | {"PYTHONPATH": path},
-        cwd=root,
+        env=environment,
+        cwd=launching.ROOT,
         capture_output=True,
         text=True,
         timeout=600,
@@ -123,89 +97,75 @@ def run_python(*arguments, environment):
 
 def training_step(module, name, dim=128, dtype="float32"):
     """A lookup and a step of a table too large to be copied unseen, and shapes of their arguments."""
-    rule, shape = RULES[name], jax.ShapeDtypeStruct
+    rule = RULES[name]
+    shape = jax.ShapeDtypeStruct
     table = shape((1 << 20, dim), dtype)
 
     def train(table, slots, rows, offsets):
         call = Call.of([IdList(rows, offsets)], ["mean"])
         (output,) = module.lookup((table,), call)
-        gradients, step = (
-            CallGradients(call, (output,), (dim,)),
-            Step(rule.get_hyperparameters(0), rule),
-        )
-        return output, module.update(table, slots, gradients, step)
+        gradients = CallGradients(call, (output,), (dim,))
+        return output, module.update(table, slots, gradients, step_of(rule))
 
     slots = jax.eval_shape(rule.init_slots, table)
     return train, (table, slots, shape((4096,), jnp.int32), shape((513,), jnp.int32))
 
 
 def draw_table(dim, dtype="float32", seed=0):
-    return jax.device_put(
-        np.random.default_rng(seed).standard_normal((NUM_ROWS, dim)).astype(jnp.dtype(dtype))
-    )
+    numbers = np.random.default_rng(seed).standard_normal((NUM_ROWS, dim))
+    return jnp.asarray(numbers, dtype)
 
 
 def draw_gradients(call, dims, seed=1):
     """Gradients of the outputs of a call."""
     generator = np.random.default_rng(seed)
     shapes, _ = call.outputs(dims)
-    return tuple(jax.device_put(generator.standard_normal(shape, np.float32)) for shape in shapes)
+    return tuple(jnp.asarray(generator.standard_normal(shape, np.float32)) for shape in shapes)
 
 
 # Calls of one table of NUM_ROWS rows.
 
 
-def draw_list(seed, lengths, *, weighted=False, outside=True, single=False):
+def draw_list(seed, lengths, *, weighted=False, single=False):
     """Bags of the given lengths: duplicates are certain, row 11 is never read, and some rows lie outside the table."""
     generator = np.random.default_rng(seed)
     num_entries = sum(lengths)
     rows = generator.integers(0, NUM_ROWS, num_entries).astype(np.int32)
     rows[rows == 11] = NUM_ROWS - 1
-    if outside:
-        rows[1::7], rows[3::7], rows[4::11] = -1, NUM_ROWS, NO_ROW
-    weights = (
-        jax.device_put(generator.uniform(0.5, 2.0, num_entries).astype(np.float32))
-        if weighted
-        else None
-    )
+    rows[1::7] = -1
+    rows[3::7] = NUM_ROWS
+    rows[4::11] = NO_ROW
+    weights = None
+    if weighted:
+        weights = jnp.asarray(generator.uniform(0.5, 2.0, num_entries), jnp.float32)
     if single:
-        return IdList.single(jax.device_put(rows), weights)
-    return IdList(
-        jax.device_put(rows), jax.device_put(np.cumsum([0, *lengths]).astype(np.int32)), weights
-    )
+        return IdList.single(jnp.asarray(rows), weights)
+    return IdList(jnp.asarray(rows), jnp.asarray(np.cumsum([0, *lengths])), weights)
 
 
-def _every_combiner(lengths, **how):
-    lists = [draw_list(k, lengths, **how) for k in range(len(COMBINERS))]
-    return lists, COMBINERS
+def _every_combiner(lengths, weighted=False):
+    return [draw_list(seed, lengths, weighted=weighted) for seed in range(len(COMBINERS))]
 
 
 def _one_list(ids, offsets, weights=None):
-    weights = None if weights is None else jax.device_put(np.float32(weights))
-    return IdList(jax.device_put(np.int32(ids)), jax.device_put(np.int32(offsets)), weights)
-
-
-def _together(*parts):
-    lists, combiners = [], []
-    for own_lists, own_combiners in parts:
-        lists += own_lists
-        combiners += own_combiners
-    return Call.of(lists, combiners)
+    if weights is not None:
+        weights = jnp.float32(weights)
+    return IdList(jnp.int32(ids), jnp.int32(offsets), weights)
 
 
 ONE_TABLE = {
-    "every combiner": Call.of(*_every_combiner([3, 0, 5, 1, 9])),
-    "weighted": Call.of(*_every_combiner([0, 4, 7, 0], weighted=True)),
+    "every combiner": Call.of(_every_combiner([3, 0, 5, 1, 9]), COMBINERS),
+    "weighted": Call.of(_every_combiner([0, 4, 7, 0], weighted=True), COMBINERS),
     "no entry": Call.of([draw_list(0, [0, 0, 0]), draw_list(0, [], single=True)], ["sum", "mean"]),
     "no bag": Call.of([draw_list(0, []), draw_list(1, [2])], ["mean", "sum"]),
     "no weight": Call.of([_one_list([1, 2], [0, 2], [0, 0])] * 2, ["mean", "sqrtn"]),
     "one row only": Call.of([_one_list([7] * 40, range(0, 41, 4))] * 2, ["sum", "sum"]),
     "trimmed": Call.of([_one_list(range(9), [2, 4, 6])], ["mean"]),
 }
-EVERY_BAG = _together(
-    _every_combiner([3, 0, 5, 1, 9]),
-    _every_combiner([0, 4, 7, 0], weighted=True),
-    ([draw_list(9, [1] * 8, weighted=True, single=True)], ["sum"]),
+_single = draw_list(9, [1] * 8, weighted=True, single=True)
+EVERY_BAG = Call.of(
+    [*ONE_TABLE["every combiner"].lists, *ONE_TABLE["weighted"].lists, _single],
+    [*COMBINERS, *COMBINERS, "sum"],
 )
 """Bags of all kinds, for steps of one table."""
 
@@ -218,16 +178,12 @@ TABLES = ((9, 5, "float32"), (14, 8, "bfloat16"), (6, 12, "float16"))
 
 def ragged(generator, num_bags, num_entries, *, weighted=False):
     """Some bags are empty, and some entries stand in front of the first bag or after the last."""
-    ends = (
-        generator.integers(2, num_entries - 1, num_bags - 1)
-        if num_entries
-        else np.zeros(num_bags - 1)
-    )
-    first, last = (2, num_entries - 2) if num_entries else (0, 0)
-    offsets = np.concatenate([[first], np.clip(np.sort(ends), first, last), [last]])
-    return IdList(
-        _ids(generator, num_entries), np.int32(offsets), _weights(generator, num_entries, weighted)
-    )
+    offsets = np.zeros(num_bags + 1)
+    if num_entries:
+        ends = generator.integers(2, num_entries - 1, num_bags - 1)
+        offsets = [2, *np.sort(ends), num_entries - 2]
+    ids = _ids(generator, num_entries)
+    return IdList(ids, np.int32(offsets), _weights(generator, num_entries, weighted))
 
 
 def arrays(generator, num_bags, width, *, weighted=False):
@@ -239,16 +195,16 @@ def arrays(generator, num_bags, width, *, weighted=False):
 
 def _ids(generator, num_entries):
     ids = generator.integers(-2, 13, num_entries).astype(np.int32)
-    ids[5::9], ids[7::13] = NO_ROW, -(2**31)
+    ids[5::9] = NO_ROW
+    ids[7::13] = -(2**31)
     return ids
 
 
 def _weights(generator, num_entries, weighted):
     if not weighted:
         return None
-    weights = generator.uniform(0.5, 2.0, num_entries) * generator.choice(
-        [-1.0, 1.0, 1.0, 1.0], num_entries
-    )
+    signs = generator.choice([-1.0, 1.0, 1.0, 1.0], num_entries)
+    weights = generator.uniform(0.5, 2.0, num_entries) * signs
     weights[3::8] = 0.0
     return weights.astype(np.float32)
 
@@ -375,20 +331,17 @@ def draw_tables(seed, dtype=None):
     """The tables that those calls read, all of one dtype if it is named."""
     generator = np.random.default_rng(seed)
     tables = []
-    for num_rows, dim, own in TABLES:
-        tables.append(
-            jax.device_put(
-                generator.standard_normal((num_rows, dim)).astype(jnp.dtype(dtype or own))
-            )
-        )
+    for num_rows, dim, own_dtype in TABLES:
+        numbers = generator.standard_normal((num_rows, dim))
+        tables.append(jnp.asarray(numbers, dtype or own_dtype))
     return tuple(tables)
 
 
 def assert_close(actual, desired, dtype="float32"):
-    rtol = RELATIVE_TOLERANCE[str(dtype)]
-    np.testing.assert_allclose(
-        np.asarray(actual, np.float64), np.asarray(desired, np.float64), rtol=rtol, atol=rtol
-    )
+    tolerance = RELATIVE_TOLERANCE[str(dtype)]
+    actual = np.asarray(actual, np.float64)
+    desired = np.asarray(desired, np.float64)
+    np.testing.assert_allclose(actual, desired, rtol=tolerance, atol=tolerance)
 
 
 def assert_near(actual, desired):
@@ -396,3 +349,20 @@ def assert_near(actual, desired):
     desired = np.asarray(desired, np.float64)
     scale = np.abs(desired).max(initial=0.0) or 1.0
     assert_close(np.asarray(actual, np.float64) / scale, desired / scale)
+
+
+def assert_stepped(stepped, name, table, slots, gradients):
+    """Table and slots are those after step `STEP` of each row in `gradients`, by the formula of the rule."""
+    rule, step_row = FORMULAS[name]
+    wanted_table, wanted_slots = oracles.stepped_table(
+        table, slots, gradients, functools.partial(step_row, rule), step=STEP
+    )
+    new_table, new_slots = stepped
+    assert new_table.dtype == table.dtype
+    assert_close(new_table, wanted_table, table.dtype)
+    others = np.setdiff1d(np.arange(len(table)), [*gradients])
+    np.testing.assert_array_equal(new_table[others], table[others])
+    for slot, wanted, old in zip(new_slots, wanted_slots, slots, strict=True):
+        assert slot.dtype == old.dtype
+        assert slot.shape == old.shape
+        assert_close(slot, wanted)

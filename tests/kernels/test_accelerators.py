@@ -1,7 +1,7 @@
 """Kernels for GPUs and SparseCores: rules inside them, who is chosen and who refuses, and that they lower."""
 
 import contextlib
-import re
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -10,10 +10,9 @@ import pytest
 
 import rsembed as rs
 from rsembed.kernels import api, devices, gpu, sparsecore
-from rsembed.kernels.api import backend_evidence
-from rsembed.kernels.contract import Call, IdList, Step
+from rsembed.kernels.contract import Call, IdList
 from rsembed.kernels.devices import TARGETS, tracing_for
-from tests.kernels.cases import RULES, assert_close, training_step
+from tests.kernels.cases import RULES, assert_close, step_of, training_step
 
 pytestmark = [
     # jax 0.12 says so of every copy from a tile's memory that names a semaphore, as `sync_copy` does.
@@ -21,6 +20,8 @@ pytestmark = [
     # From jax 0.11 on; what Pallas offers in its place did not lower with those versions.
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
+AUTO = (jax.sharding.AxisType.Auto,)
+ONE_LIST = Call.of([IdList.single(jnp.zeros(3, jnp.int32))], ["sum"])
 
 
 # Rules inside kernels
@@ -32,7 +33,8 @@ def test_square_roots_without_a_square_root():
     np.testing.assert_allclose(sparsecore.square_root(x), exact, rtol=3e-7)
     np.testing.assert_allclose(sparsecore.reciprocal_root(x), 1 / exact, rtol=3e-7)
     edges = sparsecore.square_root(jnp.asarray([0.0, -1.0]))
-    assert edges[0] == 0.0 and np.isnan(edges[1])
+    assert edges[0] == 0.0
+    assert np.isnan(edges[1])
 
 
 # Who is chosen, and who refuses
@@ -40,45 +42,45 @@ def test_square_roots_without_a_square_root():
 
 def chosen_for(target=None, implementation=None):
     """The kernels that a lookup is traced to, by the primitives that call them."""
-    call = Call.of([IdList.single(jnp.zeros(3, jnp.int32))], ["sum"])
+    lookup = functools.partial(api.lookup, call=ONE_LIST, implementation=implementation)
     with tracing_for(target) if target else contextlib.nullcontext():
-        lookup = jax.make_jaxpr(
-            lambda table: api.lookup((table,), call, implementation=implementation)
-        )
-        return {"mpmd_map", "pallas_call"} & set(
-            re.findall(r"\w+", str(lookup(jnp.zeros((8, 16)))))
-        )
+        program = str(jax.make_jaxpr(lookup)((jnp.zeros((8, 16)),)))
+    return [name for name in ("mpmd_map[", "pallas_call[") if name in program]
 
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_kernels_that_no_chip_has_run_are_not_chosen_by_themselves(target, monkeypatch):
     monkeypatch.delenv("RSEMBED_KERNELS", raising=False)
-    has_run, name = target.startswith("h"), "gpu" if target.startswith("h") else "sparsecore"
-    call = {"pallas_call" if has_run else "mpmd_map"}
+    name, state, evidence = "sparsecore", "set RSEMBED_KERNELS=sparsecore", "opt-in here"
+    kernels, kernels_by_default = ["mpmd_map["], []
+    if target.startswith("h"):
+        name, state, evidence = "gpu", "live", "runs here"
+        kernels = kernels_by_default = ["pallas_call["]
     with tracing_for(target):
-        assert ("live" if has_run else "set RSEMBED_KERNELS=sparsecore") in dict(
-            api.implementation_states()
-        )[name]
-        assert ("runs here" if has_run else "opt-in here") in dict(backend_evidence())[name]
+        assert state in dict(api.implementation_states())[name]
+        assert evidence in dict(api.backend_evidence())[name]
         feature = rs.FeatureSpec("f", rs.TableSpec("t", 9, 8))
         rs.EmbeddingCollection(feature, implementation=name)
-    assert chosen_for(target) == (call if has_run else set()) and chosen_for(target, name) == call
+    assert chosen_for(target) == kernels_by_default
+    assert chosen_for(target, name) == kernels
     monkeypatch.setenv("RSEMBED_KERNELS", "sparsecore")
-    assert chosen_for(target) == call and not chosen_for()
+    assert chosen_for(target) == kernels
+    assert not chosen_for()
 
 
 def test_an_implementation_that_does_not_serve_here_says_why(monkeypatch):
     states = dict(api.implementation_states())
-    assert (
-        states["sparsecore"] == "the SparseCore kernels run on TPUs, but the computation is for cpu"
-    )
-    assert states["gpu"] == "the Triton kernels run on NVIDIA GPUs, but the computation is for cpu"
+    here = "but the computation is for cpu"
+    assert states["sparsecore"] == f"the SparseCore kernels run on TPUs, {here}"
+    assert states["gpu"] == f"the Triton kernels run on NVIDIA GPUs, {here}"
     monkeypatch.setenv("RSEMBED_KERNELS", "sparsecore")
+    reason = "the computation is for tpu"
+    if isinstance(devices.shared_library(), str):  # why there is none, where there is none
+        reason = devices.shared_library()
     with tracing_for("v5p"):
-        reason = devices.shared_library()  # why there is none, where there is none
-        other = reason if isinstance(reason, str) else "the computation is for tpu"
-        assert dict(api.implementation_states())["native"].endswith(other)
-        assert dict(api.implementation_states())["sparsecore"] == "live"
+        states = dict(api.implementation_states())
+    assert states["native"].endswith(reason)
+    assert states["sparsecore"] == "live"
     monkeypatch.setenv("RSEMBED_KERNELS", "gpus")
     with pytest.raises(ValueError, match="RSEMBED_KERNELS names gpus; it knows sparsecore"):
         chosen_for()
@@ -86,85 +88,69 @@ def test_an_implementation_that_does_not_serve_here_says_why(monkeypatch):
 
 def test_a_chip_without_sparsecores_falls_back():
     device = jax.sharding.AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
-    mesh = jax.sharding.AbstractMesh(
-        (1,), ("x",), axis_types=(jax.sharding.AxisType.Auto,), abstract_device=device
-    )
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), AUTO, abstract_device=device)
     with jax.sharding.use_abstract_mesh(mesh):
-        assert "TPU v5 lite: The current TPU does not have SparseCores" in (
-            sparsecore.unavailable_because() or ""
-        )
+        reason = sparsecore.unavailable_because()
+    assert "TPU v5 lite: The current TPU does not have SparseCores" in reason
 
 
 def test_what_kernels_cannot_do_is_named():
-    table, rows = jnp.zeros((8, 16)), jnp.zeros(3, jnp.int32)
-    call, ftrl = Call.of([IdList.single(rows)], ["sum"]), RULES["ftrl"]
-    arguments = ((table, table), rows, jnp.zeros((3, 16)), Step(ftrl.get_hyperparameters(0), ftrl))
+    table = jnp.zeros((8, 16))
+    wide = jnp.zeros((8, 9000))
+    rows = jnp.zeros(8, jnp.int32)
+    ftrl = table, (table, table), rows, table, step_of(RULES["ftrl"])
+    sgd = step_of(RULES["sgd"])
+    refuses = functools.partial(pytest.raises, NotImplementedError)
     with tracing_for("v6e"):
-        with pytest.raises(NotImplementedError, match="row rule ftrl uses the primitive `pow`"):
-            sparsecore.apply_rows(table, *arguments)
-        with pytest.raises(
-            NotImplementedError,
-            match=r"no implementation can serve apply_rows: sparsecore: .*`pow`",
-        ):
-            api.apply_rows(table, *arguments, implementation="sparsecore")
-        with pytest.raises(NotImplementedError, match="are float32, not bfloat16"):
-            sparsecore.lookup((table.astype(jnp.bfloat16),), call)
-        with pytest.raises(
-            NotImplementedError, match="1 buffers of 8 rows of 8192 numbers do not fit"
-        ):
-            sparsecore.lookup((jnp.zeros((2, 8192)),), call)
-    with pytest.raises(NotImplementedError, match=r"slot 0 of sgd is int32\[8, 1\]"):
-        gpu.apply_rows(
-            table, (jnp.zeros((8, 1), jnp.int32),), rows, table[:3], Step((0.1,), RULES["sgd"])
-        )
-    with pytest.raises(NotImplementedError, match="holds rows of up to 8192 numbers, not 9000"):
-        gpu.apply_rows(
-            jnp.zeros((2, 9000)), (), rows, jnp.zeros((3, 9000)), Step((0.1,), RULES["sgd"])
-        )
+        with refuses(match="row rule ftrl uses the primitive `pow`"):
+            sparsecore.apply_rows(*ftrl)
+        with refuses(match="no implementation can serve apply_rows: sparsecore: .*`pow`"):
+            api.apply_rows(*ftrl, implementation="sparsecore")
+        with refuses(match="are float32, not bfloat16"):
+            sparsecore.lookup((table.astype(jnp.bfloat16),), ONE_LIST)
+        with refuses(match="1 buffers of 8 rows of 9000 numbers do not fit"):
+            sparsecore.lookup((wide,), ONE_LIST)
+    with refuses(match=r"slot 0 of sgd is int32\[8, 1\]"):
+        gpu.apply_rows(table, (rows[:, None],), rows, table, sgd)
+    with refuses(match="holds rows of up to 8192 numbers, not 9000"):
+        gpu.apply_rows(wide, (), rows, wide, sgd)
 
 
 # Lowering, which needs no accelerator
 
 
+def lowered_text(jitted, arguments, platform="cuda"):
+    return jitted.trace(*arguments).lower(lowering_platforms=(platform,)).as_text()
+
+
 def test_a_program_traced_for_gpus_runs_on_a_cpu_where_its_arrays_are_there():
     """JAX chooses the device when it compiles; by then a kernel was traced, and the definition beside it."""
-    step, shapes = training_step(api, "rowwise_adagrad")
-    given = (
-        jnp.ones((8, 128)),
-        (jnp.ones((8, 1)),),
-        jnp.arange(16, dtype=jnp.int32) % 5,
-        jnp.arange(0, 17, 4),
-    )
-    assert jax.tree.structure(shapes) == jax.tree.structure(given)
-    expected = jax.jit(step)(*given)
+    step, _ = training_step(api, "row_wise_adagrad")
+    rows = jnp.arange(16, dtype=jnp.int32) % 5
+    arguments = jnp.ones((8, 128)), (jnp.ones((8, 1)),), rows, jnp.arange(0, 17, 4)
+    expected = jax.jit(step)(*arguments)
     with tracing_for("h100"):
-        assert "triton" in jax.jit(step).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
-        found = jax.jit(step)(*given)
+        assert "triton" in lowered_text(jax.jit(step), arguments)
+        found = jax.jit(step)(*arguments)
     jax.tree.map(assert_close, found, expected)
 
 
 def test_a_shard_map_may_check_what_varies_over_a_mesh_of_gpus():
-    step, shapes = training_step(api, "rowwise_adagrad")
-    auto = (jax.sharding.AxisType.Auto,)
-    mesh = jax.sharding.AbstractMesh((2,), ("x",), auto, abstract_device=TARGETS["h100"])
+    step, shapes = training_step(api, "row_wise_adagrad")
+    mesh = jax.sharding.AbstractMesh((2,), ("x",), AUTO, abstract_device=TARGETS["h100"])
     specs = jax.P(), jax.P(), jax.P("x"), jax.P()
-    checked = jax.jit(jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P("x")))
-    assert "triton" in checked.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    checked = jax.shard_map(step, mesh=mesh, in_specs=specs, out_specs=jax.P("x"))
+    assert "triton" in lowered_text(jax.jit(checked), shapes)
 
 
 @pytest.mark.slow_rows("v6e")
 @pytest.mark.parametrize("target", [name for name in TARGETS if name != "h100"])
 def test_steps_lower_for_every_chip(target, monkeypatch):
     monkeypatch.setattr(sparsecore, "MAX_CHUNK_ROWS", 64)
-    module, platform, call = (
-        (gpu, "cuda", "triton") if target == "h200" else (sparsecore, "tpu", "tpu_custom_call")
-    )
-    step, shapes = training_step(module, "rowwise_adagrad")
+    module, platform, call = sparsecore, "tpu", "tpu_custom_call"
+    if target == "h200":
+        module, platform, call = gpu, "cuda", "triton"
+    step, shapes = training_step(module, "row_wise_adagrad")
     with tracing_for(target):
-        text = (
-            jax.jit(step, donate_argnums=(0, 1))
-            .trace(*shapes)
-            .lower(lowering_platforms=(platform,))
-            .as_text()
-        )
+        text = lowered_text(jax.jit(step, donate_argnums=(0, 1)), shapes, platform)
     assert text.count(call) >= 2

@@ -1,6 +1,6 @@
 """Pairs of vectors against loops in float64."""
 
-import itertools
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,44 +8,34 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from rsembed.kernels import native
+from tests.kernels.cases import IMPLEMENTATIONS
 
-SHAPES = [
-    (5, 3, 2),
-    (4, 27, 64),
-    (3, 1, 8),
-    (3, 2, 5),
-    (2, 17, 13),
-    (7, 33, 16),
-    (1, 0, 4),
-    (2, 5, 0),
-    (0, 3, 4),
-]
-LIVE = ["reference"] if native.unavailable_because() else ["reference", "native"]
+SHAPES = [(4, 27, 64), (3, 1, 8), (3, 2, 5), (2, 17, 13), (1, 0, 4), (2, 5, 0), (0, 3, 4)]
 
 
-@pytest.mark.parametrize("implementation", LIVE)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_pairs_and_their_gradient_are_those_of_loops(shape, implementation):
-    rng, pairs = np.random.default_rng(0), list(itertools.combinations(range(shape[1]), 2))
-    vectors = rng.standard_normal(shape).astype(np.float32)
-    d_products = rng.standard_normal((shape[0], len(pairs))).astype(np.float32)
-    products, d_vectors = np.zeros(d_products.shape), np.zeros(shape)
-    wide = vectors.astype(np.float64)
-    for place, (i, j) in enumerate(pairs):
-        products[:, place] = (wide[:, i] * wide[:, j]).sum(axis=1)
-        d_vectors[:, i] += d_products[:, place, None] * wide[:, j]
-        d_vectors[:, j] += d_products[:, place, None] * wide[:, i]
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal(shape)
+    firsts, seconds = np.triu_indices(shape[1], 1)
+    d_products = rng.standard_normal((shape[0], len(firsts)))
+    products = np.zeros(d_products.shape)
+    d_vectors = np.zeros(shape)
+    for place, (i, j) in enumerate(zip(firsts, seconds, strict=True)):
+        products[:, place] = (vectors[:, i] * vectors[:, j]).sum(axis=1)
+        d_vectors[:, i] += d_products[:, place, None] * vectors[:, j]
+        d_vectors[:, j] += d_products[:, place, None] * vectors[:, i]
 
     @jax.jit
     def both(vectors, d_products):
-        found, pullback = jax.vjp(
-            lambda x: rs.pairwise_interaction(x, implementation=implementation), vectors
-        )
-        return found, pullback(d_products)[0]
+        interact = functools.partial(rs.pairwise_interaction, implementation=implementation)
+        found, pullback = jax.vjp(interact, vectors)
+        return found, *pullback(d_products)
 
-    for found, expected in zip(both(vectors, d_products), (products, d_vectors), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+    found, d_found = both(np.float32(vectors), np.float32(d_products))
+    np.testing.assert_allclose(found, products, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(d_found, d_vectors, rtol=1e-5, atol=1e-5)
 
 
 def test_products_of_halves_are_whole_floats():

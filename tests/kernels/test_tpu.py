@@ -8,7 +8,7 @@ import pytest
 from tests.kernels.cases import run_python
 from tests.kernels.compile_one import TOPOLOGIES
 
-KERNELS = ("lookup", "sgd", "adagrad", "rowwise_adagrad", "adam")
+KERNELS = ("lookup", "sgd", "adagrad", "row_wise_adagrad", "adam")
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("RSEMBED_TEST_TPU") != "1",
