@@ -41,15 +41,13 @@ def compile_case(mesh, name, dim="128", dtype="float32"):
         jitted = jax.jit(train, in_shardings=whole, out_shardings=whole, donate_argnums=donated)
         compiled = jitted.trace(*shapes).lower(lowering_platforms=("cuda",)).compile()
     memory = compiled.memory_analysis()
-    record = {
+    state = jax.tree.leaves(shapes[:2])
+    return {
         "kernels": compiled.as_text().count("__gpu$xla.gpu.triton"),
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,
-        "state_bytes": sum(
-            array.size * array.dtype.itemsize for array in jax.tree.leaves(shapes[:2])
-        ),
+        "state_bytes": sum(array.size * array.dtype.itemsize for array in state),
     }
-    return record
 
 
 def main(*cases):

@@ -18,10 +18,10 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from rsembed.kernels import sparsecore
-from rsembed.kernels.contract import Call, CallGradients, IdList, Step
+from rsembed.kernels.contract import Call, CallGradients, IdList
 from rsembed.sparsecore import embedding
 from rsembed.sparsecore.linen import embed_optimizer
-from tests.kernels.cases import RULES
+from tests.kernels.cases import RULES, step_of
 from tests.sparsecore import tutorial_program
 
 NUM_ROWS, DIM, NUM_IDS, NUM_BAGS = 1 << 20, 32, 4096, 512
@@ -41,15 +41,10 @@ def lookup(table, rows, offsets):
 def update_with(rule):
     def update(table, slots, rows, offsets, d_output):
         gradients = CallGradients(Call.of([IdList(rows, offsets)], ["sum"]), (d_output,), (DIM,))
-        return sparsecore.update(table, slots, gradients, Step(rule.get_hyperparameters(0), rule))
+        return sparsecore.update(table, slots, gradients, step_of(rule))
 
-    return update, (
-        TABLE,
-        jax.eval_shape(rule.init_slots, TABLE),
-        ROWS,
-        OFFSETS,
-        Shape((NUM_BAGS, DIM), jnp.float32),
-    )
+    d_output = Shape((NUM_BAGS, DIM), jnp.float32)
+    return update, (TABLE, jax.eval_shape(rule.init_slots, TABLE), ROWS, OFFSETS, d_output)
 
 
 def compile_on_one(chip, case):
@@ -61,10 +56,11 @@ def compile_on_one(chip, case):
     mesh = topology(chip, 1)
     whole = NamedSharding(mesh, P())
 
+    def layout(shape):
+        return sparsecore.row_layout(whole) if shape.shape == TABLE.shape else whole
+
     def placed(tree):
-        return jax.tree.map(
-            lambda s: sparsecore.row_layout(whole) if s.shape == TABLE.shape else whole, tree
-        )
+        return jax.tree.map(layout, tree)
 
     with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
         outputs = placed(jax.eval_shape(function, *shapes))
@@ -79,8 +75,10 @@ def compile_on_one(chip, case):
 def compile_tutorial_step(chip, case):
     """The training step of the Shakespeare tutorial over all devices, with a table too large to be copied unseen."""
     mesh, num_cores = topology(chip), CORES[chip]
-    data, replicated = NamedSharding(mesh, P("device")), NamedSharding(mesh, P())
-    tutorial_program.VOCABULARY, num_classes = 1 << 24, tutorial_program.VOCABULARY
+    data = NamedSharding(mesh, P("device"))
+    replicated = NamedSharding(mesh, P())
+    num_classes = tutorial_program.VOCABULARY
+    tutorial_program.VOCABULARY = 1 << 24
     specs = tutorial_program.word_specs(mesh.size, num_cores)
     tutorial_program.VOCABULARY = num_classes
     model = tutorial_program.NextWord(specs, mesh, False)

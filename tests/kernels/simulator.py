@@ -46,15 +46,13 @@ class Buffer:
         self._check(places, tile, "reads what tile {} wrote")
         return self.array[places].copy()
 
-    def write(self, places, values, tile):
-        self._check(places, tile, "overwrites what tile {} wrote")
-        self.array[places] = values
-        if self.writer is not None:
-            self.writer[places] = tile
-
-    def add(self, places, values, tile):
-        self._check(places, tile, "adds to what tile {} wrote")
-        np.add.at(self.array, places, values)
+    def write(self, places, values, tile, adds=False):
+        if adds:
+            self._check(places, tile, "adds to what tile {} wrote")
+            np.add.at(self.array, places, values)
+        else:
+            self._check(places, tile, "overwrites what tile {} wrote")
+            self.array[places] = values
         if self.writer is not None:
             self.writer[places] = tile
 
@@ -88,73 +86,81 @@ def simulate(function, *args):
 def _run_outside(closed, values):
     """Everything around the kernels, by JAX on the CPU: what stands between two kernels is one compiled program."""
     jaxpr = closed.jaxpr
-    known = dict(zip(jaxpr.invars, values, strict=True)) | dict(
-        zip(jaxpr.constvars, closed.consts, strict=True)
-    )
+    known = _bound(jaxpr, values, closed.consts)
     waiting = []
     for number, eqn in enumerate(jaxpr.eqns):
         name = eqn.primitive.name
-        inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr")) if name in _CALLS else None
-        if name not in _SPECIAL and (inner is None or "mpmd_map" not in str(inner)):
+        inner = None
+        if name in _CALLS:
+            inner = eqn.params.get("jaxpr", eqn.params.get("call_jaxpr"))
+        if name not in _SPECIAL and "mpmd_map" not in str(inner):
             waiting.append(eqn)
             continue
-        used_later = {
-            v for later in jaxpr.eqns[number:] for v in later.invars if not isinstance(v, Literal)
-        }
-        _compute(
-            waiting, known, used_later.union(v for v in jaxpr.outvars if not isinstance(v, Literal))
-        )
+        used_later = [v for later in jaxpr.eqns[number:] for v in later.invars]
+        _compute(waiting, known, [*used_later, *jaxpr.outvars])
         waiting = []
-        inputs = [v.val if isinstance(v, Literal) else known[v] for v in eqn.invars]
+        inputs = _read(known, eqn.invars)
         if name == "mpmd_map":
             outputs = _run_kernel(eqn, inputs)
         elif name == "new_ref":
-            outputs = [Buffer(inputs[0].shape, inputs[0].dtype, np.asarray(inputs[0]), shared=True)]
+            outputs = [_shared(inputs[0])]
         elif name == "freeze":
             outputs = [jnp.asarray(inputs[0].array)]
         else:
             outputs = _run_outside(inner, inputs)
-        known |= dict(zip(eqn.outvars, outputs, strict=True))
-    _compute(waiting, known, {v for v in jaxpr.outvars if not isinstance(v, Literal)})
-    return [v.val if isinstance(v, Literal) else known[v] for v in jaxpr.outvars]
+        known |= zip(eqn.outvars, outputs, strict=True)
+    _compute(waiting, known, jaxpr.outvars)
+    return _read(known, jaxpr.outvars)
 
 
 _CALLS = {"jit", "pjit", "custom_vjp_call", "custom_jvp_call"}
 _SPECIAL = {"mpmd_map", "new_ref", "freeze"}
 
 
+def _bound(jaxpr, values, consts):
+    """Values of a program's variables before its first equation."""
+    known = dict(zip(jaxpr.invars, values, strict=True))
+    known |= zip(jaxpr.constvars, consts, strict=True)
+    return known
+
+
+def _read(known, variables):
+    values = []
+    for v in variables:
+        values.append(np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else known[v])
+    return values
+
+
+def _shared(array):
+    return Buffer(array.shape, array.dtype, np.asarray(array), shared=True)
+
+
 def _compute(eqns, known, wanted):
     """Adds to `known` what the equations compute and somebody wants."""
     made = {v for eqn in eqns for v in eqn.outvars}
-    given = list(
-        {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal) and v not in made}
-    )
-    results = [v for v in made if v in wanted]
+    used = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
+    given = list(used - made)
+    results = list(made.intersection(v for v in wanted if not isinstance(v, Literal)))
 
     def run(values):
         here = dict(zip(given, values, strict=True))
         for eqn in eqns:
-            inputs = [v.val if isinstance(v, Literal) else here[v] for v in eqn.invars]
-            if eqn.primitive.name == "reshard":
-                outputs = inputs
-            else:
+            outputs = inputs = _read(here, eqn.invars)
+            if eqn.primitive.name != "reshard":
                 outputs = eqn.primitive.bind(*inputs, **eqn.params)
                 outputs = outputs if eqn.primitive.multiple_results else [outputs]
-            here |= dict(zip(eqn.outvars, outputs, strict=True))
-        return [here[v] for v in results]
+            here |= zip(eqn.outvars, outputs, strict=True)
+        return _read(here, results)
 
     if results:  # on the CPU, not on the device that the kernels are traced for
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            known |= dict(zip(results, jax.jit(run)([known[v] for v in given]), strict=True))
+            known |= zip(results, jax.jit(run)(_read(known, given)), strict=True)
 
 
 def _run_kernel(eqn, inputs):
     (body,), (mesh,) = eqn.params["jaxprs"], eqn.params["meshes"]
     num_cores, num_tiles = dict(mesh.shape)["core"], dict(mesh.shape)["tile"]
-    given = [
-        x if isinstance(x, Buffer) else Buffer(x.shape, x.dtype, np.asarray(x), shared=True)
-        for x in inputs
-    ]
+    given = [x if isinstance(x, Buffer) else _shared(x) for x in inputs]
     outputs = [_fresh(v.aval, shared=True) for v in eqn.outvars]
     common = [*given, *outputs]
     for core in range(num_cores):
@@ -174,16 +180,9 @@ def _run_inside(jaxpr, values, tile, consts=None):
     """A kernel's equations, in numpy."""
     if isinstance(jaxpr, ClosedJaxpr):
         jaxpr, consts = jaxpr.jaxpr, jaxpr.consts if consts is None else consts
-    consts = consts or ()
-    known = dict(zip(jaxpr.invars, values, strict=True)) | dict(
-        zip(jaxpr.constvars, consts, strict=True)
-    )
-
-    def value_of(v):
-        return np.asarray(v.val, v.aval.dtype) if isinstance(v, Literal) else known[v]
-
+    known = _bound(jaxpr, values, consts or ())
     for eqn in jaxpr.eqns:
-        outputs = _run_equation(eqn, [value_of(v) for v in eqn.invars], tile)
+        outputs = _run_equation(eqn, _read(known, eqn.invars), tile)
         for v, output in zip(eqn.outvars, outputs, strict=True):
             if not isinstance(output, Buffer):
                 output = np.asarray(output, v.aval.dtype)
@@ -192,7 +191,7 @@ def _run_inside(jaxpr, values, tile, consts=None):
                         f"{eqn.primitive.name} gave shape {output.shape}, not {v.aval.shape}"
                     )
             known[v] = output
-    return [value_of(v) for v in jaxpr.outvars]
+    return _read(known, jaxpr.outvars)
 
 
 def _run_equation(eqn, inputs, tile):
@@ -208,17 +207,14 @@ def _run_equation(eqn, inputs, tile):
             carry = _run_inside(body, [*consts, *carry], tile)
         return carry
     if name == "while":
-        split = params["cond_nconsts"], params["cond_nconsts"] + params["body_nconsts"]
-        for_condition, for_body, carry = (
-            inputs[: split[0]],
-            inputs[split[0] : split[1]],
-            inputs[split[1] :],
-        )
+        first = params["cond_nconsts"]
+        last = first + params["body_nconsts"]
+        for_condition = inputs[:first]
+        for_body = inputs[first:last]
+        carry = inputs[last:]
         while _run_inside(params["cond_jaxpr"], [*for_condition, *carry], tile)[0]:
             carry = _run_inside(params["body_jaxpr"], [*for_body, *carry], tile)
         return carry
-    if name == "cond":
-        return _run_inside(params["branches"][int(inputs[0])], inputs[1:], tile)
     if name == "run_scoped":
         body = params["jaxpr"]
         fresh = (body.jaxpr if isinstance(body, ClosedJaxpr) else body).invars
@@ -234,10 +230,9 @@ def _run_equation(eqn, inputs, tile):
 
 def _fresh(aval, shared=False):
     """Memory that nobody has written; semaphores are only told apart."""
-    is_semaphore = "sem" in str(aval.dtype)
-    return (
-        Buffer((), np.int32, 0) if is_semaphore else Buffer(aval.shape, aval.dtype, shared=shared)
-    )
+    if "sem" in str(aval.dtype):
+        return Buffer((), np.int32, 0)
+    return Buffer(aval.shape, aval.dtype, shared=shared)
 
 
 def _places(reference):
@@ -300,19 +295,14 @@ def _wait_copy(inputs, params, tile):
     if not queue:
         raise KernelError("waits for a copy that nobody started")
     source, destination = queue.pop(0)
-    (from_buffer, from_places, from_real), (to_buffer, to_places, to_real) = (
-        _places(source),
-        _places(destination),
-    )
-    shapes = from_buffer.array[_zeros(from_places)].shape, to_buffer.array[_zeros(to_places)].shape
-    if shapes[0] != shapes[1]:
-        raise KernelError(f"copies shape {shapes[0]} to {shapes[1]}")
-    if from_real is not None:
-        to_places = (
-            (from_real, *to_places[1:])
-            if not to_places or isinstance(to_places[0], slice)
-            else to_places
-        )
+    from_buffer, from_places, from_real = _places(source)
+    to_buffer, to_places, to_real = _places(destination)
+    from_shape = from_buffer.array[_zeros(from_places)].shape
+    to_shape = to_buffer.array[_zeros(to_places)].shape
+    if from_shape != to_shape:
+        raise KernelError(f"copies shape {from_shape} to {to_shape}")
+    if from_real is not None and (not to_places or isinstance(to_places[0], slice)):
+        to_places = (from_real, *to_places[1:])
     values = from_buffer.read(_real_rows(from_places, from_real), tile.number)
     if to_real is not None:
         values = values[to_real]
@@ -365,7 +355,7 @@ def _store_lanes(inputs, params, tile):
         raise KernelError("the simulator knows scatters into whole buffers only")
     places = _lane_places(buffer, indices, mask)
     values = values if mask is None else values[mask]
-    (buffer.add if params["add"] else buffer.write)(places, values, tile.number)
+    buffer.write(places, values, tile.number, adds=params["add"])
     return []
 
 
