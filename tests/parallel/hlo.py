@@ -4,33 +4,21 @@ import math
 import re
 from collections import defaultdict
 
-_ITEM_BYTES = {
-    "pred": 1,
-    "s8": 1,
-    "u8": 1,
-    "bf16": 2,
-    "f16": 2,
-    "s16": 2,
-    "u16": 2,
-    "f32": 4,
-    "s32": 4,
-    "u32": 4,
-}
-_ITEM_BYTES |= {"f64": 8, "s64": 8, "u64": 8}
 _COLLECTIVE = re.compile(
     r"= (?P<result>.+?) (?P<op>all-to-all|all-gather|reduce-scatter|all-reduce)(?P<start>-start)?\("
 )
-_SHAPE = re.compile(r"\b([a-z]+\d*)\[([\d,]*)\]")
+_SHAPE = re.compile(r"\b[a-z]+(\d*)\[([\d,]*)\]")
 _EXPLICIT_GROUP = re.compile(r"replica_groups=\{\{([\d,]+)\}")
 _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 
 
 def _sizes(shapes: str) -> list[int]:
-    found = _SHAPE.findall(shapes)
-    return [
-        _ITEM_BYTES[item] * math.prod(int(size) for size in sizes.split(",") if size)
-        for item, sizes in found
-    ]
+    """Bytes of every array; the name of a dtype ends with its bits, but for `pred`, which takes a byte."""
+    found = []
+    for bits, lengths in _SHAPE.findall(shapes):
+        lengths = [int(length) for length in lengths.split(",") if length]
+        found.append(int(bits or 8) // 8 * math.prod(lengths))
+    return found
 
 
 def _group_size(line: str, num_devices: int) -> int:
@@ -52,16 +40,12 @@ def collective_bytes(compiled_text: str, num_devices: int) -> dict[str, float]:
         found = _COLLECTIVE.search(line)
         if not found:
             continue
-        op, sizes, n = found["op"], _sizes(found["result"]), _group_size(line, num_devices)
+        op = found["op"]
+        sizes = _sizes(found["result"])
+        n = _group_size(line, num_devices)
         if found["start"] and op != "all-reduce":  # (operand, result): both are named
             sizes = sizes[len(sizes) // 2 :]
-        result = sum(sizes)
-        others = (n - 1) / n
         # From the size of the result: a gather's holds all blocks, a scatter's one of n that were sent.
-        sent[op] += {
-            "all-to-all": result * others,
-            "all-gather": result * others,
-            "reduce-scatter": result * n * others,
-            "all-reduce": 2 * result * others,
-        }[op]
+        factor = {"reduce-scatter": n, "all-reduce": 2}.get(op, 1)
+        sent[op] += factor * sum(sizes) * (n - 1) / n
     return dict(sent)

@@ -8,11 +8,15 @@ from jax.sharding import PartitionSpec as P
 from rsembed.parallel import make_mesh
 from tests.parallel.hlo import collective_bytes
 
+SHARD_BYTES = 64 * 3 * 4
 BODIES = {
-    "all-to-all": (lambda x: jax.lax.all_to_all(x, "shard", 0, 0, tiled=True), 64 * 3 * 4 * 7 / 8),
-    "all-gather": (lambda x: jax.lax.all_gather(x, "shard", tiled=True), 64 * 3 * 4 * 7),
-    "reduce-scatter": (lambda x: jax.lax.psum_scatter(x, "shard", tiled=True), 64 * 3 * 4 * 7 / 8),
-    "all-reduce": (lambda x: jax.lax.psum(x, "shard"), 2 * 64 * 3 * 4 * 7 / 8),
+    "all-to-all": (lambda x: jax.lax.all_to_all(x, "shard", 0, 0, tiled=True), SHARD_BYTES * 7 / 8),
+    "all-gather": (lambda x: jax.lax.all_gather(x, "shard", tiled=True), SHARD_BYTES * 7),
+    "reduce-scatter": (
+        lambda x: jax.lax.psum_scatter(x, "shard", tiled=True),
+        SHARD_BYTES * 7 / 8,
+    ),
+    "all-reduce": (lambda x: jax.lax.psum(x, "shard"), 2 * SHARD_BYTES * 7 / 8),
 }
 
 
