@@ -55,13 +55,12 @@ def test_processes_that_slurm_starts_by_the_batch_file_find_each_other(tmp_path)
     # JAX takes the port from the number of the job: the last 4,096 ports, in turn.
     first = 65535 - 2**12 + 1
     job = free_port(range(first, 65535)) - first
-    of_slurm = {
+    environment = launching.environment() | {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         "PYTHON": sys.executable,
         "SLURM_JOB_ID": str(job),
     }
-    command = ["bash", str(EXAMPLES / "train.slurm"), str(tmp_path / "script.py"), "STEPS=3"]
-    environment = launching.environment() | of_slurm
+    command = ["bash", EXAMPLES / "train.slurm", tmp_path / "script.py", "STEPS=3"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert run.returncode == 0, run.stderr
     # The runtime speaks as well.
@@ -74,22 +73,18 @@ def test_pods_of_the_indexed_job_are_told_what_launch_tells_its_processes(monkey
     for name in [name for name in os.environ if name.startswith("RSEMBED_")]:
         monkeypatch.delenv(name)
     service, job = yaml.safe_load_all((EXAMPLES / "train.kubernetes.yaml").read_text())
-    name, pod = service["metadata"]["name"], job["spec"]["template"]["spec"]
+    pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    given = {own["name"]: own.get("value") for own in container["env"]}
+    given = {variable["name"]: variable.get("value") for variable in container["env"]}
     host, _, port = given["RSEMBED_COORDINATOR_ADDRESS"].partition(":")
-    assert int(port) and host == f"{job['metadata']['name']}-0.{pod['subdomain']}"
-    assert (service["spec"]["clusterIP"], service["spec"]["selector"]["job-name"]) == (
-        "None",
-        job["metadata"]["name"],
-    )
-    assert pod["subdomain"] == name
-    assert (
-        int(given["RSEMBED_NUM_PROCESSES"])
-        == job["spec"]["completions"]
-        == job["spec"]["parallelism"]
-    )
+    job_name = job["metadata"]["name"]
+    assert int(port)
+    assert host == f"{job_name}-0.{pod['subdomain']}"
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["clusterIP"] == "None"
+    assert service["spec"]["selector"]["job-name"] == job_name
+    num_processes = int(given["RSEMBED_NUM_PROCESSES"])
+    assert num_processes == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert container["command"] == ["python", "script.py"]
-    assert given.keys() == {
-        name for name in _environment_of(0, 4, 1, "") if name.startswith("RSEMBED_")
-    }
+    told = _environment_of(0, 4, 1, "")
+    assert given.keys() == {name for name in told if name.startswith("RSEMBED_")}
