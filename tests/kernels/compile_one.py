@@ -7,7 +7,6 @@ A process of its own, because the TPU compiler ends the process when it meets a 
 
 import json
 import sys
-import time
 
 import jax
 import jax.numpy as jnp
@@ -127,13 +126,11 @@ def size_of(shape):
 
 
 def main(chip, case):
-    start = time.monotonic()
     make = compile_tutorial_step if case == "tutorial" else compile_on_one
     lowered, state_bytes, table_bytes = make(chip, case)
     compiled = lowered.compile()
     memory, text = compiled.memory_analysis(), compiled.as_text()
     record = {
-        "seconds": time.monotonic() - start,
         "sparsecore": text.lower().count("sparsecore"),
         "temporary_bytes": memory.temp_size_in_bytes,
         "aliased_bytes": memory.alias_size_in_bytes,

@@ -1,6 +1,5 @@
 """The native kernels beyond the contract: rounding, memory, threads, and the library itself."""
 
-import functools
 import json
 import os
 import shutil
@@ -102,32 +101,6 @@ def test_a_library_for_another_jaxlib_is_passed_over(monkeypatch):
     reason = devices.shared_library.__wrapped__()
     for words in ("was not made for jaxlib", "API version (0.5)", "PIP_CONSTRAINT"):
         assert words in reason
-
-
-@pytest.mark.parametrize("name", ["row_wise_adagrad", "ftrl"])
-def test_a_donated_table_is_stepped_in_place_under_scan(name):
-    rule = RULES[name]
-
-    def step(state, rows):
-        table, slots = state
-        call = Call.of([IdList(rows, jnp.arange(0, 101, 10))], ["sum"])
-        (output,) = native.lookup((table,), call)
-        gradients = CallGradients(call, (output - 1.0,), (64,))
-        return native.update(table, slots, gradients, step_of(rule)), output
-
-    table = jnp.full((1 << 16, 64), 0.5)
-    state = table, rule.init_slots(table)
-    rows = jnp.zeros((7, 100), jnp.int32)
-    epoch = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
-    compiled = epoch.lower(state, rows).compile()
-    # A block of rows is not a copy of them all.
-    assert compiled.memory_analysis().temp_size_in_bytes < table.nbytes / 10
-    address = table.unsafe_buffer_pointer()
-    (stepped, _), outputs = compiled(state, rows)
-    assert stepped.unsafe_buffer_pointer() == address
-    assert outputs[0, 0, 0] == 5.0
-    assert not np.array_equal(outputs[0], outputs[6])
-    assert np.all(stepped[1:] == 0.5)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])

@@ -39,7 +39,6 @@ def test_compiles_for_sparsecores_without_a_copy_of_the_table(chip, case):
     )
     assert child.returncode == 0, child.stderr[-4000:]
     found = json.loads(child.stdout.splitlines()[-1])
-    print(chip, case, found)
     assert found["sparsecore"] > 0
     # Small arrays that are donated too may come on top; a table or slot may not be missing.
     assert found["aliased_bytes"] >= found["state_bytes"]
