@@ -258,7 +258,8 @@ def _indexed(buffer, indexer):
             continue
         ignored = None
         if isinstance(index, plsc.Indices):
-            index, ignored = _array_behind(index), index.ignored_value
+            ignored = index.ignored_value
+            (index,) = [v for k, v in vars(index).items() if k != "ignored_value"]
         if isinstance(index, (Buffer, TransformedRef)):
             owner, where, _ = _places(index)
             index = owner.array[where]
@@ -272,11 +273,6 @@ def _indexed(buffer, indexer):
             )
         places.append(index)
     return buffer, tuple(places), is_real
-
-
-def _array_behind(indices):
-    (leaf,) = [v for k, v in vars(indices).items() if k != "ignored_value"]
-    return leaf
 
 
 def _real_rows(places, is_real):

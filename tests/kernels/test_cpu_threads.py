@@ -2,7 +2,6 @@
 
 import os
 
-import jax
 import pytest
 
 from rsembed import EmbeddingCollection, FeatureSpec, TableSpec, sok
@@ -113,4 +112,3 @@ def test_launched_processes_get_threads_for_their_devices(shared_pool, monkeypat
     monkeypatch.setenv("NPROC", "4")
     assert int(_environment_of(0, 2, 12, "127.0.0.1:1")["NPROC"]) >= 24
     assert _environment_of(0, 2, 2, "127.0.0.1:1")["NPROC"] == "4"
-    assert jax.device_count() == 8  # asking changed nothing here

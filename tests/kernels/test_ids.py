@@ -32,7 +32,9 @@ def test_rows_are_those_of_a_loop_over_ids(spread, implementation):
     ids = [0, 0]
     rows = [NO_ROW, NO_ROW]
     ends = [2]
-    segments, places, sizes = [], [], []
+    segments = []
+    places = []
+    sizes = []
     for number, length in enumerate((5, 0, 5000, 5)):
         size = int(draw.integers(1, 40))
         owner = number if spread == 1 else 0
@@ -47,15 +49,10 @@ def test_rows_are_those_of_a_loop_over_ids(spread, implementation):
     shared = IdList(jnp.asarray([*ids, 0]), jnp.asarray(ends))
     alone = IdList.single(jnp.asarray(own_ids))
     empty = IdList.single(jnp.zeros(0, jnp.int32))
-    call = Call((shared, alone, empty), (*segments, Segment(1, 0, len(own_ids))))
-    found = api.rows_of_ids(
-        call,
-        [*places, place],
-        [*sizes, size],
-        spread,
-        ROWS_PER_SHARD,
-        implementation=implementation,
-    )
+    segments += [Segment(1, 0, len(own_ids)), Segment(2, 0, 0)]
+    call = Call((shared, alone, empty), tuple(segments))
+    stacks = [*places, place, place], [*sizes, size, size], spread, ROWS_PER_SHARD
+    found = api.rows_of_ids(call, *stacks, implementation=implementation)
     assert [each.dtype for each in found] == [jnp.int32] * 3
     assert found[0].tolist() == [*rows, NO_ROW]
     assert found[1].tolist() == rows[-len(own_ids) :]
@@ -157,15 +154,15 @@ def test_entries_are_those_of_a_loop_over_partitions(implementation, seed, numbe
 
 # What travels between devices: tests/parallel compares whole exchanges and their rounds with loops.
 
-LANES = (np.int32, np.uint32, np.float32)
-
 
 @needs_native
 @pytest.mark.parametrize(("devices", "row"), [(1, (3,)), (4, ()), (4, (0,)), (4, (700,))])
 def test_packed_rows_and_blocks_are_those_of_the_definition(devices, row):
     draw = np.random.default_rng(0)
-    dtypes = [np.float32] * 3 if row else LANES
-    arrays, rows, shapes = [], [], []
+    dtypes = [np.float32] * 3 if row else [np.int32, np.uint32, np.float32]
+    arrays = []
+    rows = []
+    shapes = []
     for num_rows, capacity, dtype in zip((50, 0, 7), (5, 2, 300), dtypes, strict=True):
         arrays.append(jnp.asarray(draw.integers(-9, 99, (num_rows, *row)).astype(dtype)))
         rows.append(jnp.asarray(draw.integers(-2, 60, (devices, capacity))))

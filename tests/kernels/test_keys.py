@@ -291,7 +291,8 @@ def test_rows_come_from_the_stack_of_their_table(implementation):
         operands = map(jnp.asarray, (free.reshape(-1), heights, wants, tables))
         rows, num_left, num_without = of(implementation, "take_rows")(*operands)
         stacks = [stack[:height].tolist() for stack, height in zip(free, heights, strict=True)]
-        expected, lacking = [], [0] * NUM_TABLES
+        expected = []
+        lacking = [0] * NUM_TABLES
         for table, is_wanted in zip(tables.tolist(), wants, strict=True):
             row = NO_ROW
             if is_wanted and stacks[table]:

@@ -10,11 +10,17 @@ from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segmen
 from rsembed.places import Place
 from tests.kernels.cases import needs_native
 
-WORDS, ROWS, MARKS = jnp.zeros(4, jnp.uint32), jnp.zeros(4, jnp.int32), jnp.ones(4, bool)
-LANES, ONE, NONE = jnp.zeros((4, 2), jnp.uint32), jnp.zeros(1, jnp.int32), jnp.zeros(0, jnp.int32)
+WORDS = jnp.zeros(4, jnp.uint32)
+ROWS = jnp.zeros(4, jnp.int32)
+MARKS = jnp.ones(4, bool)
+LANES = jnp.zeros((4, 2), jnp.uint32)
+ONE = ROWS[:1]
+NONE = ROWS[:0]
 KEYS = WORDS, WORDS, MARKS, NONE
-PLACES, TABLE = jnp.zeros((2, 3), jnp.int32), jnp.ones((4, 2), jnp.float32)
-FAR, GAINS = jnp.zeros(16, jnp.int32), jnp.ones(16, jnp.float32)
+PLACES = jnp.zeros((2, 3), jnp.int32)
+TABLE = jnp.ones((4, 2))
+FAR = jnp.zeros(16, jnp.int32)
+GAINS = jnp.ones(16)
 OVERLAPPING = jnp.tile(jnp.int32([8, 0]), 8)  # of partitions, again and again all
 QUEUE = jnp.ones((1, 2), jnp.int32), jnp.zeros((1, 1, 2), jnp.uint32), ROWS[:3], ROWS[:2]
 
@@ -24,8 +30,10 @@ def of(*shape, dtype=jnp.int32):
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
-FOUR, BLOCKS = of(4), [of(2, 4, dtype=jnp.uint32)]
-FOUND, INSERTED = [FOUR, FOUR, of()], [of(4, 2, dtype=jnp.uint32), FOUR, of(1), of(1)]
+FOUR = of(4)
+BLOCKS = [of(2, 4, dtype=jnp.uint32)]
+FOUND = [FOUR, FOUR, of()]
+INSERTED = [of(4, 2, dtype=jnp.uint32), FOUR, of(1), of(1)]
 ENTRIES = [of(16), of(11), of(16, dtype=jnp.float32)]
 ROUND = [of(dtype=jnp.bool_), of(2, 3), of(2)]
 
@@ -180,9 +188,9 @@ def each(name, *values):
     return [{name: value} for value in values]
 
 
-def at(name, place, *numbers, **others):
+def at(name, place, *numbers):
     """Calls with one number of `lists` or `segments` that is wrong."""
-    return [{name: {place: number} | others} for number in numbers]
+    return [{name: {place: number}} for number in numbers]
 
 
 UNREADABLE = [

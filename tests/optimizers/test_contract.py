@@ -40,7 +40,9 @@ def step_in_float64(optimizer, row, slots, gradient, step):
             total = slots[0] + gradient**2
             return row - lr * gradient / (np.sqrt(total) + optimizer.epsilon), (total,)
         case "adam" | "tf_adam" | "tf_lazy_adam":
-            t, b1, b2 = step + 1, optimizer.beta_1, optimizer.beta_2
+            t = step + 1
+            b1 = optimizer.beta_1
+            b2 = optimizer.beta_2
             m = b1 * slots[0] + (1 - b1) * gradient
             v = b2 * slots[1] + (1 - b2) * gradient**2
             root = np.sqrt(1 - b2**t)
@@ -49,30 +51,36 @@ def step_in_float64(optimizer, row, slots, gradient, step):
                 epsilon *= root
             return row - lr * root / (1 - b1**t) * m / (np.sqrt(v) + epsilon), (m, v)
         case "adagrad_momentum":
-            b2, momentum = optimizer.beta2, optimizer.momentum
+            b2 = optimizer.beta2
+            momentum = optimizer.momentum
             total = b2 * slots[0] + (1 if b2 == 1 else 1 - b2) * gradient**2
             q = gradient * (total + optimizer.epsilon) ** (-1 / optimizer.exponent)
             m = momentum * slots[1] + q
             return row - lr * (momentum * m + q if optimizer.use_nesterov else m), (total, m)
         case "ftrl":
-            k, l1, l2 = -optimizer.learning_rate_power, *_regularization(optimizer)
+            k = -optimizer.learning_rate_power
+            l1, l2 = _regularization(optimizer)
             total = slots[0] + gradient**2
             e = total**k - slots[0] ** k
             if optimizer.multiply_linear_by_learning_rate:
                 linear = slots[1] + lr * gradient - e * row
-                bound, denominator = lr * l1, total**k + 2 * lr * l2 + optimizer.beta
+                bound = lr * l1
+                denominator = total**k + 2 * lr * l2 + optimizer.beta
             else:
                 linear = slots[1] + gradient - e / lr * row
-                bound, denominator = l1, (total**k + optimizer.beta) / lr + 2 * l2
+                bound = l1
+                denominator = (total**k + optimizer.beta) / lr + 2 * l2
             return (np.clip(linear, -bound, bound) - linear) / denominator, (total, linear)
         case "laprop":
-            b1, b2 = optimizer.b1, optimizer.b2
+            b1 = optimizer.b1
+            b2 = optimizer.b2
             d = b2 * (1 - b2**step) / (1 - b2 ** (step + 1))
             nu = d * slots[1] + (1 - d) * (gradient**2 + optimizer.eps)
             mu = b1 * slots[0] + (1 - b1**2) ** 0.5 * gradient / nu**0.5
             return row - lr * mu, (mu, nu)
         case "f2a":
-            total, seen = slots[0] + gradient**2, slots[1] + 1
+            total = slots[0] + gradient**2
+            seen = slots[1] + 1
             ratio = (max(step, 1) / seen) ** optimizer.rho
             ratio = np.minimum(ratio, optimizer.max_lr_multiplier)
             l1, l2 = _regularization(optimizer)
@@ -95,8 +103,9 @@ def by_row(formula, names, /, **arguments):
     """A formula of table-batched embeddings, which knows its states by name."""
 
     def step_row(rule, row, slots, gradient, step):
-        state = {name: slot.copy() for name, slot in zip(names.split(), slots, strict=True)}
-        state |= {name: float(own[0]) for name, own in state.items() if len(own) == 1}
+        state = {}
+        for name, slot in zip(names.split(), slots, strict=True):
+            state[name] = slot.copy() if len(slot) > 1 else float(slot[0])
         row[:] = formula(row.copy(), gradient, state, step + 1, row_formulas.DEFAULTS | arguments)
         for slot, name in zip(slots, names.split(), strict=True):
             slot[:] = state[name]
@@ -137,7 +146,7 @@ CLIPPING = rs.tbe.CowClipDefinition(
     rs.tbe.CounterWeightDecayMode.DECOUPLE, weight_norm_coefficient=0.5, lower_bound=0.1
 )
 ADAM, COUNTED = "momentum1 momentum2", "momentum1 prev_iter row_counter"
-adam, adagrad = row_formulas.adam, row_formulas.rowwise_adagrad
+adam = row_formulas.adam
 
 CONTRACT = {
     "sgd": (ro.SGD(LR), by_entry),
@@ -184,7 +193,9 @@ CONTRACT = {
     ),
     "decayed_adagrad": (
         ro.regularized.DecayedAdagrad(LR, max_norm=0.4, **GLOBAL, **DECAY),
-        by_row(adagrad, "momentum1 prev_iter", max_norm=0.4, **GLOBAL, **DECAY),
+        by_row(
+            row_formulas.rowwise_adagrad, "momentum1 prev_iter", max_norm=0.4, **GLOBAL, **DECAY
+        ),
     ),
     "counter_adagrad": (
         ro.regularized.CounterAdagrad(

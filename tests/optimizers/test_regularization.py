@@ -21,16 +21,18 @@ def random_table(seed):
     st.lists(st.integers(0, 40), min_size=4, max_size=4),
     st.integers(1, 60),
     st.sampled_from([0.0, 0.3]),
+    st.sampled_from([0.0, 0.5, 0.5]),
 )
-def test_the_global_factor_makes_up_for_the_missed_steps_of_each_row(prev_iter, t, lower_bound):
+def test_the_global_factor_makes_up_for_the_missed_steps_of_each_row(
+    prev_iter, t, lower_bound, weight_decay
+):
     config = records.GlobalWeightDecayDefinition(start_iter=20, lower_bound=lower_bound)
-    for weight_decay in (0.5, 0.0):
-        factors = global_decay_factor(jnp.asarray(prev_iter), t, 0.1, weight_decay, config)
-        for factor, last in zip(factors, prev_iter, strict=True):
-            wanted = 1.0
-            if t >= 20 and weight_decay > 0 and last != 0:
-                wanted = max(lower_bound, (1 - 0.1 * weight_decay) ** max(t - last - 1, 0))
-            assert_allclose(factor, wanted, rtol=1e-5)
+    factors = global_decay_factor(jnp.asarray(prev_iter), t, 0.1, weight_decay, config)
+    for factor, last in zip(factors, prev_iter, strict=True):
+        wanted = 1.0
+        if t >= 20 and weight_decay > 0 and last != 0:
+            wanted = max(lower_bound, (1 - 0.1 * weight_decay) ** max(t - last - 1, 0))
+        assert_allclose(factor, wanted, rtol=1e-5)
 
 
 def test_the_global_factor_of_tiny_rates_counts_up_over_long_gaps():
@@ -93,13 +95,15 @@ def test_slow_halves_move_toward_fast_halves_at_their_steps(dtype):
 
 
 def test_the_largest_counter_is_refreshed_at_its_steps_only():
-    config = records.CounterBasedRegularizationDefinition(max_counter_update_freq=4)
     counters = [jnp.asarray([[1.0], [6.5]]), jnp.zeros((0, 1)), jnp.asarray([[3.0]])]
-    found = [float(config.refreshed_max_counter(counters, t, 2.5)) for t in range(1, 9)]
-    assert found == [2.5, 2.5, 2.5, 7.5, 2.5, 2.5, 2.5, 7.5]
-    assert float(jax.jit(lambda t: config.refreshed_max_counter(counters, t, 1.0))(4)) == 7.5
-    never = records.CounterBasedRegularizationDefinition(max_counter_update_freq=0)
-    assert float(never.refreshed_max_counter(counters, 4, 1.0)) == 1.0
+
+    def refreshed(update_freq):
+        config = records.CounterBasedRegularizationDefinition(max_counter_update_freq=update_freq)
+        refresh = jax.jit(config.refreshed_max_counter)
+        return [float(refresh(counters, t, 2.5)) for t in range(1, 9)]
+
+    assert refreshed(4) == [2.5, 2.5, 2.5, 7.5, 2.5, 2.5, 2.5, 7.5]
+    assert refreshed(0) == [2.5] * 8
 
 
 def test_steps_without_a_pass_leave_a_donated_table_where_it_is():

@@ -25,9 +25,10 @@ def parcel_of(numbers):
 
 
 @functools.cache
-def round_trip(shape, axes):
+def round_trip(shape):
     """Two parcels travel together; owners send what they got back in one."""
     mesh = mesh_of(*shape)
+    axes = mesh.axis_names
 
     def body(parcels, entries):
         arrived = trade(parcels, axes, [indices[0] for indices in entries])
@@ -60,14 +61,14 @@ def test_blocks_arrive_where_they_belong_and_come_back(seed, case):
     shape, num_entries = case
     rng = np.random.default_rng(seed)
     num_devices = int(np.prod(shape))
-    parcels, entries = [], []
+    parcels = []
+    entries = []
     for capacity in (3, 5):
         parcels.append(parcel_of(rng.integers(0, 200, num_devices * num_entries)))
         choices = [*range(num_entries), num_entries, -1, NO_ROW]
         size = num_devices, num_devices, capacity
         entries.append(rng.choice(choices, size).astype(np.int32))
-    run = round_trip(shape, ("x", "y")[: len(shape)])
-    arrived, back = run(parcels, entries)
+    arrived, back = round_trip(shape)(parcels, entries)
     for number, parcel in enumerate(parcels):
         for source in range(num_devices):
             first = source * num_entries

@@ -1,33 +1,11 @@
-"""The reader of compiled programs finds what their collectives send."""
+"""The reader of compiled programs finds what their collectives send.
 
-import jax
-import jax.numpy as jnp
+Compiled programs of known bytes are read in tests/collection/test_mesh_properties.py and tests/tt/test_storage.py.
+"""
+
 import pytest
-from jax.sharding import PartitionSpec as P
 
-from rsembed.parallel import make_mesh
 from tests.parallel.hlo import collective_bytes
-
-SHARD_BYTES = 64 * 3 * 4
-BODIES = {
-    "all-to-all": (lambda x: jax.lax.all_to_all(x, "shard", 0, 0, tiled=True), SHARD_BYTES * 7 / 8),
-    "all-gather": (lambda x: jax.lax.all_gather(x, "shard", tiled=True), SHARD_BYTES * 7),
-    "reduce-scatter": (
-        lambda x: jax.lax.psum_scatter(x, "shard", tiled=True),
-        SHARD_BYTES * 7 / 8,
-    ),
-    "all-reduce": (lambda x: jax.lax.psum(x, "shard"), 2 * SHARD_BYTES * 7 / 8),
-}
-
-
-@pytest.mark.parametrize("name", BODIES)
-def test_bytes_of_compiled_collectives(name):
-    body, expected = BODIES[name]
-    program = jax.shard_map(
-        body, mesh=make_mesh(), in_specs=P("shard"), out_specs=P("shard"), check_vma=False
-    )
-    text = jax.jit(program).lower(jnp.zeros((512, 3))).compile().as_text()
-    assert collective_bytes(text, 8) == {name: expected}
 
 
 @pytest.mark.parametrize(
@@ -46,8 +24,12 @@ def test_bytes_of_compiled_collectives(name):
             "%r = s32[] all-reduce(s32[] %x), replica_groups={}, to_apply=%add",
             {"all-reduce": 2 * 4 * 7 / 8},
         ),
+        (
+            "%s = f32[64,3]{1,0} reduce-scatter(f32[512,3]{1,0} %x), replica_groups={}",
+            {"reduce-scatter": 512 * 3 * 4 * 7 / 8},
+        ),
         ("%d = bf16[8,4]{1,0} all-gather-done(%g)", {}),
     ],
 )
-def test_other_forms_of_collectives_are_read(line, expected):
+def test_every_form_of_collectives_is_read(line, expected):
     assert collective_bytes(line, 8) == expected
