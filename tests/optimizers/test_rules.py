@@ -152,3 +152,14 @@ def test_padding_columns_leave_the_numbers_of_any_other_rule_alone(rule):
         new, _ = jax.jit(rule.step_rows)(*state, rule.get_hyperparameters(0))
         stepped.append(new[:, :4])
     assert_allclose(*stepped, rtol=1e-6, atol=1e-8)
+
+
+def test_slots_that_are_stored_in_16_bits_stay_so_whoever_steps_them():
+    rule = ro.LAMB(0.1, slot_dtypes=("bfloat16", "float16"), has_row_wise_second_moment=True)
+    rows = jnp.ones((3, 4))
+    state = rows, rule.init_slots(rows), 2.0 * rows
+    _, (m, v) = rule.step_rows(*state, rule.get_hyperparameters(0))
+    assert (m.dtype, v.dtype) == (jnp.bfloat16, jnp.float16)
+    assert (m.shape, v.shape) == ((3, 4), (3, 1))
+    assert_allclose(m.astype(jnp.float32), 0.2, rtol=2**-8)
+    assert_allclose(v.astype(jnp.float32), 0.004, rtol=2**-9)
