@@ -5,19 +5,21 @@ import numpy as np
 from numpy.testing import assert_allclose
 
 from rsembed import tbe as rt
-from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS, rowwise_adagrad
+from rsembed.kernels.contract import Call, IdList, Segment
+from tests import oracles
+from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS
 
 # Two features of two bags.
-IDS, OFFSETS = (
-    np.array([3, 1, 1, 4, 0, 2, 1]),
-    np.array([0, 3, 3, 4, 7]),
-)
+IDS = np.array([3, 1, 1, 4, 0, 2, 1])
+OFFSETS = np.array([0, 3, 3, 4, 7])
 CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of a few numbers against float64
+CACHED = rt.EmbeddingLocation.MANAGED_CACHING
 
 
 def variant(name):
     """Arguments of the module for a row formula."""
-    return {"optimizer": VARIANTS[name][0], **VARIANTS[name][1]}
+    optimizer, arguments, _ = VARIANTS[name]
+    return {"optimizer": optimizer, **arguments}
 
 
 def make(
@@ -28,9 +30,9 @@ def make(
     The weights are in [-1, 1). numpy draws them, as a program of JAX that draws is compiled for every shape. Where
     `uniform` is a pair of bounds, the module draws by itself, and where it is None nobody does.
     """
-    arguments = {"optimizer": rt.OptimType.EXACT_SGD, "learning_rate": LR, **arguments}
     module = rt.TableBatchedEmbeddingBags(
-        [(*spec, location, rt.ComputeDevice.CPU) for spec in specs], **arguments
+        [(*spec, location, rt.ComputeDevice.CPU) for spec in specs],
+        **{"learning_rate": LR, **arguments},
     )
     if uniform == "numpy":
         for number, shape in enumerate(specs):
@@ -43,16 +45,16 @@ def make(
 
 def tables_of(module):
     """Weights and states of a module as numpy arrays, copied."""
-    weights = [np.array(w) for w in module.split_embedding_weights()]
-    return weights, [[np.array(s) for s in states] for states in module.split_optimizer_states()]
+    return jax.tree.map(
+        np.array, (module.split_embedding_weights(), module.split_optimizer_states())
+    )
 
 
 def assert_same_bits(module, other, *, rtol=0, atol=0):
-    """Tables and states of two modules are equal, or as close as is said."""
-    for one, two in zip(
-        *(jax.tree.leaves(tables_of(each)) for each in (module, other)), strict=True
-    ):
-        assert_allclose(one, two, rtol=rtol, atol=atol)
+    """Tables and states of `module` are those of another in its dtypes, or as close as is said."""
+    arrays = jax.tree.leaves(tables_of(module))
+    for one, two in zip(arrays, jax.tree.leaves(tables_of(other)), strict=True):
+        assert_allclose(one, two.astype(one.dtype), rtol=rtol, atol=atol)
 
 
 def gradient_like(output, seed=0):
@@ -62,108 +64,83 @@ def gradient_like(output, seed=0):
 def train(module, ids, offsets, weights=None, d_output=None, **arguments):
     """One step; the gradient of the output is 1 unless given. Returns the output and what backward returned."""
     output, backward = module.vjp(ids, offsets, weights, **arguments)
-    return output, backward(np.ones(output.shape, np.float32) if d_output is None else d_output)
+    if d_output is None:
+        d_output = np.ones(output.shape, np.float32)
+    return output, backward(d_output)
 
 
 class Oracle:
     """Tables that are read and trained bag by bag and id by id.
 
-    `formula` and `arguments` are a row formula of `row_formulas` and its arguments; the weights are rounded to `dtype`
-    when they are stored, as `stochastic_rounding=False` does.
+    The formula and its arguments are those of a name in `VARIANTS`. Rows are rounded to the tables' dtype when they are
+    stored, as `stochastic_rounding=False` does. `sizes` are the numbers of bags by feature and rank, if these differ.
     """
 
-    def __init__(
-        self, module, features, pooling, formula, arguments, *, dtype=np.float32, clamp=np.inf
-    ):
+    def __init__(self, module, name, features=(0,), pooling="SUM", *, sizes=None, clamp=np.inf):
         weights, states = tables_of(module)
-        self.tables = [w.astype(np.float64) for w in weights]
-        names = [table.state_names for table in module.plan.tables]
-        self.states = [
-            dict(zip(n, map(np.float64, s), strict=True))
-            for n, s in zip(names, states, strict=True)
-        ]
-        self.features, self.pooling, self.formula, self.dtype, self.clamp = (
-            features,
-            pooling,
-            formula,
-            dtype,
-            clamp,
-        )
-        self.arguments, self.t = DEFAULTS | arguments, int(module.step) + 1
+        self.dtype = weights[0].dtype
+        self.tables = [table.astype(np.float64) for table in weights]
+        self.states = []
+        for table, own in zip(module.plan.tables, states, strict=True):
+            self.states.append(dict(zip(table.state_names, map(np.float64, own), strict=True)))
+        self.features = features
+        self.combiner = {"SUM": "sum", "MEAN": "mean_by_count", "NONE": "none"}[pooling]
+        self.sizes = sizes
+        self.clamp = clamp
+        _, arguments, self.formula = VARIANTS[name]
+        self.arguments = DEFAULTS | arguments
+        self.t = int(module.step) + 1
 
-    def bags(self, ids, offsets, weights, bags_per_feature):
-        """For every bag: its feature, and the place, row and factor of its ids."""
-        bag = 0
-        for feature, (table, count) in enumerate(zip(self.features, bags_per_feature, strict=True)):
-            for _ in range(count):
-                places = [p for p in range(offsets[bag], offsets[bag + 1]) if ids[p] != -1]
-                share = 1 / len(places) if self.pooling == "mean" and places else 1.0
-                factors = [share * (1.0 if weights is None else float(weights[p])) for p in places]
-                yield (
-                    feature,
-                    table,
-                    [(p, int(ids[p]), f, share) for p, f in zip(places, factors, strict=True)],
-                )
-                bag += 1
+    def call(self, ids, offsets, weights):
+        """The lookup of a batch, with a segment for each feature of each rank, in the order of the output."""
+        sizes = self.sizes
+        layout = "blocks"
+        if sizes is None:
+            num_features = len(self.features)
+            sizes = [[(len(offsets) - 1) // num_features]] * num_features
+            layout = "columns"
+        ends = np.cumsum(sizes).reshape(np.shape(sizes))
+        segments = []
+        for rank in range(len(sizes[0])):
+            for feature, table in enumerate(self.features):
+                size = sizes[feature][rank]
+                first_bag = ends[feature, rank] - size
+                segments.append(Segment(0, first_bag, size, self.combiner, table))
+        return Call((IdList(ids, offsets, weights),), tuple(segments), layout)
 
-    def read(self, table, row):
-        """The row as lookups see it: with the decay that DECOUPLE_GLOBAL owes it."""
-        config, last = (
-            self.arguments.get("global_weight_decay"),
-            self.states[table].get("prev_iter"),
-        )
-        if (
-            config is None
-            or self.formula is not rowwise_adagrad
-            or self.t < config.start_iter
-            or not last[row]
-        ):
-            return self.tables[table][row]
-        kept = (1 - LR * self.arguments["weight_decay"]) ** max(self.t - last[row] - 1, 0)
-        return self.tables[table][row] * max(config.lower_bound, kept)
+    def tables_as_read(self):
+        """Tables as lookups see them: with the decay that DECOUPLE_GLOBAL owes to rows."""
+        config = self.arguments.get("global_weight_decay")
+        if config is None or self.t < config.start_iter:
+            return self.tables
+        tables = []
+        for table, states in zip(self.tables, self.states, strict=True):
+            last = states["prev_iter"]
+            kept = (1 - LR * self.arguments["weight_decay"]) ** np.maximum(self.t - last - 1, 0)
+            factors = np.where(last > 0, np.maximum(config.lower_bound, kept), 1)
+            tables.append(factors[:, None] * table)
+        return tables
 
-    def pooled(self, ids, offsets, weights, bags_per_feature):
-        """One pooled row per bag, in the order of the bags; for no pooling one row per id, zeros for no id."""
-        if self.pooling == "none":
-            rows = np.zeros((len(ids), max(table.shape[1] for table in self.tables)))
-            for _, table, members in self.bags(ids, offsets, weights, bags_per_feature):
-                for place, row, _, _ in members:
-                    rows[place, : self.tables[table].shape[1]] = self.read(table, row)
-            return rows
-        found = []
-        for _, table, members in self.bags(ids, offsets, weights, bags_per_feature):
-            total = np.zeros(self.tables[table].shape[1])
-            for _, row, factor, _ in members:
-                total = total + factor * self.read(table, row)
-            found.append(total)
-        return found
+    def lookup(self, ids, offsets, weights=None):
+        """The output of the module."""
+        (output,) = oracles.lookup(self.tables_as_read(), self.call(ids, offsets, weights))
+        return output
 
-    def backward(self, ids, offsets, weights, bags_per_feature, d_bags):
-        """Steps every touched row once, and returns the gradient of the weights.
-
-        `d_bags` has one gradient per bag, for no pooling one per id.
-        """
-        sums, d_weights = {}, np.zeros(len(ids))
-        for bag, (_, table, members) in enumerate(
-            self.bags(ids, offsets, weights, bags_per_feature)
-        ):
-            for place, row, factor, share in members:
-                dim = self.tables[table].shape[1]
-                d_row = np.clip(
-                    d_bags[place][:dim] if self.pooling == "none" else d_bags[bag],
-                    -self.clamp,
-                    self.clamp,
-                )
-                sums[table, row] = sums.get((table, row), 0.0) + factor * d_row
-                d_weights[place] = share * (d_row @ self.read(table, row))
-        for (table, row), gradient in sums.items():
-            state = {name: np.array(values[row]) for name, values in self.states[table].items()}
-            new = self.formula(
-                self.tables[table][row].copy(), gradient, state, self.t, self.arguments
-            )
-            self.tables[table][row] = new.astype(np.float32).astype(self.dtype)
-            for name, value in state.items():
-                self.states[table][name][row] = value
+    def backward(self, ids, offsets, weights, d_output):
+        """Steps every touched row once, and returns the gradient of the weights."""
+        call = self.call(ids, offsets, weights)
+        gradients = [np.clip(d_output, -self.clamp, self.clamp)]
+        (d_weights,) = oracles.weight_gradients(self.tables_as_read(), call, gradients)
+        num_rows = [len(table) for table in self.tables]
+        dims = [table.shape[1] for table in self.tables]
+        for number, by_row in enumerate(oracles.row_gradients(call, num_rows, dims, gradients)):
+            table = self.tables[number]
+            for row, gradient in by_row.items():
+                state = {name: values[row] for name, values in self.states[number].items()}
+                stepped = self.formula(table[row], gradient, state, self.t, self.arguments)
+                table[row] = stepped.astype(np.float32).astype(self.dtype)
+                for name, value in state.items():
+                    self.states[number][name][row] = value
         self.t += 1
         return d_weights
 
@@ -174,24 +151,3 @@ class Oracle:
         for found, wanted in zip(states, self.states, strict=True):
             for mine, (name, yours) in zip(found, wanted.items(), strict=True):
                 assert_allclose(mine.astype(np.float64), yours, rtol=rtol, atol=atol, err_msg=name)
-
-
-def by_rank(rows, sizes):
-    """Pooled rows of all bags, feature after feature, as the flat output for variable batch sizes wants them."""
-    starts = np.concatenate([[0], np.cumsum([sum(own) for own in sizes])])
-    flat = []
-    for rank in range(len(sizes[0])):
-        for feature, own in enumerate(sizes):
-            first = starts[feature] + sum(own[:rank])
-            flat += list(rows[first : first + own[rank]])
-    return np.concatenate([np.zeros(0), *flat])
-
-
-def side_by_side(rows, dims):
-    """The same for equal batch sizes: features next to each other."""
-    batch = len(rows) // len(dims)
-    parts = [
-        np.array(rows[f * batch : (f + 1) * batch]).reshape(batch, dim)
-        for f, dim in enumerate(dims)
-    ]
-    return np.concatenate(parts, axis=1)

@@ -12,6 +12,7 @@ from rsembed import tbe as rt
 from rsembed.kernels import native
 from rsembed.tbe import functional
 from tests.tbe.oracle import (
+    CACHED,
     CLOSE,
     IDS,
     OFFSETS,
@@ -23,10 +24,10 @@ from tests.tbe.oracle import (
     train,
     variant,
 )
-from tests.tbe.row_formulas import MAX_COUNTER, VARIANTS
+from tests.tbe.row_formulas import MAX_COUNTER
 from tests.world import assert_same
 
-Optim, Pooling = rt.OptimType, rt.PoolingMode
+Optim = rt.OptimType
 ROWWISE = Optim.EXACT_ROWWISE_ADAGRAD
 WEIGHTS = np.array([0.5, -1.0, 2.0, 0.25, 1.5, 1.0, -0.75], np.float32)
 SPECS = ((5, 4), (6, 3))
@@ -35,16 +36,11 @@ SPECS = ((5, 4), (6, 3))
 # Gradients of weights, masks, clipping
 
 
-@pytest.mark.parametrize(
-    ("pooling", "location"),
-    [
-        (Pooling.SUM, rt.EmbeddingLocation.DEVICE),
-        (Pooling.MEAN, rt.EmbeddingLocation.MANAGED_CACHING),
-    ],
-)
-def test_the_gradient_of_weights_is_that_of_autodiff_also_for_weighted_means(pooling, location):
-    module = make(SPECS, pooling_mode=pooling, location=location)
-    d_output, before = gradient_like(module(IDS, OFFSETS)), tables_of(module)
+@pytest.mark.parametrize("options", [{}, {"pooling_mode": "MEAN", "location": CACHED}])
+def test_the_gradient_of_weights_is_that_of_autodiff_also_for_weighted_means(options):
+    module = make(SPECS, **options)
+    d_output = gradient_like(module(IDS, OFFSETS))
+    before = tables_of(module)
     autodiff = nnx.grad(lambda weights, module: jnp.vdot(module(IDS, OFFSETS, weights), d_output))
     found = [run(jnp.asarray(WEIGHTS), module) for run in (autodiff, nnx.jit(autodiff))]
     assert_same(tables_of(module), before)
@@ -54,7 +50,9 @@ def test_the_gradient_of_weights_is_that_of_autodiff_also_for_weighted_means(poo
 
 
 def test_masked_features_have_no_gradient_of_weights_but_are_trained_also_behind_a_late_first_bag():
-    module, unmasked, offsets = make(SPECS), make(SPECS), np.array([2, 3, 3, 4, 7])
+    module = make(SPECS)
+    unmasked = make(SPECS)
+    offsets = np.array([2, 3, 3, 4, 7])
     _, found = train(module, IDS, offsets, WEIGHTS, feature_requires_grad=np.array([1, 0]))
     _, everything = train(unmasked, IDS, offsets, WEIGHTS)
     assert_array_equal(found, np.where(np.arange(7) < 3, everything, 0.0))
@@ -66,33 +64,27 @@ def test_masked_features_have_no_gradient_of_weights_but_are_trained_also_behind
 
 
 def test_every_table_may_have_its_own_optimizer_and_rate():
-    optimizers, rates, ids = (
-        [Optim.EXACT_SGD, ROWWISE, Optim.ADAM],
-        [0.5, 0.25, 0.125],
-        np.array([1, 3, 3]),
-    )
+    optimizers = [Optim.EXACT_SGD, ROWWISE, Optim.ADAM]
+    rates = [0.5, 0.25, 0.125]
     together = make(((5, 4),) * 3, optimizer=optimizers, learning_rate=rates)
-    alone = [
-        make(((5, 4),), optimizer=o, learning_rate=rate)
-        for o, rate in zip(optimizers, rates, strict=True)
-    ]
-    for weights, module in zip(together.split_embedding_weights(), alone, strict=True):
-        module.set_embedding_weights(0, weights)
     assert together.get_learning_rate() == rates
-    for k in range(2):
-        d_output = gradient_like(np.zeros((3, 12)), k)
-        train(together, np.tile(ids, 3), np.arange(10), d_output=d_output)
-        for t, module in enumerate(alone):
-            train(module, ids, np.arange(4), d_output=d_output[:, 4 * t : 4 * t + 4])
-    for number, module in enumerate(alone):
-        (weights,), (states,) = tables_of(module)
-        together_weights, together_states = tables_of(together)
-        assert_same(together_weights[number], weights)
-        assert_same(together_states[number], states)
+    before = together.split_embedding_weights()
+    ids = np.array([1, 3, 3])
+    gradients = gradient_like(np.zeros((2, 3, 12)))
+    for gradient in gradients:
+        train(together, np.tile(ids, 3), np.arange(10), d_output=gradient)
+    weights, states = tables_of(together)
+    for table in range(3):
+        alone = make(((5, 4),), optimizer=optimizers[table], learning_rate=rates[table])
+        alone.set_embedding_weights(0, before[table])
+        for gradient in np.split(gradients, 3, axis=2)[table]:
+            train(alone, ids, np.arange(4), d_output=gradient)
+        assert_same(tables_of(alone), ([weights[table]], [states[table]]))
 
 
 def test_a_refused_gradient_leaves_the_backward_usable():
-    module, other = make(SPECS), make(SPECS)
+    module = make(SPECS)
+    other = make(SPECS)
     output, backward = module.vjp(IDS, OFFSETS, total_unique_indices=1)
     with pytest.raises(ValueError, match="gradient has"):
         backward(np.ones(7, np.float32))
@@ -107,18 +99,29 @@ def test_evaluation_mode_never_trains():
     module = make(SPECS, optimizer=Optim.ADAM)
     output, backward = module.vjp(IDS, OFFSETS)
     module.eval()
-    for forbidden in (lambda: module.vjp(IDS, OFFSETS), lambda: backward(gradient_like(output))):
-        with pytest.raises(RuntimeError, match="evaluation mode"):
-            forbidden()
+    with pytest.raises(RuntimeError, match="evaluation mode"):
+        module.vjp(IDS, OFFSETS)
+    with pytest.raises(RuntimeError, match="evaluation mode"):
+        backward(gradient_like(output))
     assert_array_equal(module(IDS, OFFSETS), output)
 
 
 def test_what_was_read_earlier_stays_as_it_was():
     module = make(SPECS)
-    step, read, before = module.step, module.split_embedding_weights(), tables_of(module)[0]
+    step = module.step
+    read = module.split_embedding_weights()
+    before, _ = tables_of(module)
     train(module, IDS, OFFSETS)
     assert int(step) == 0 and int(module.step) == 1
     assert_array_equal(read[0], before[0])
+
+
+def moves_of_row_1(module):
+    """What a step whose gradients are 1 takes from every table's row 1."""
+    before, _ = tables_of(module)
+    train(module, np.ones(len(before), int), np.arange(len(before) + 1))
+    after, _ = tables_of(module)
+    return [old[1, 0] - new[1, 0] for old, new in zip(before, after, strict=True)]
 
 
 def test_rates_follow_set_learning_rate_and_schedules():
@@ -126,63 +129,49 @@ def test_rates_follow_set_learning_rate_and_schedules():
     assert module.get_learning_rate() == 0.5
     module.set_learning_rate([1.0, 2.0])
     assert module.get_learning_rate() == [1.0, 2.0]
-    before = tables_of(module)[0]
-    train(module, np.array([1, 1]), np.array([0, 1, 2]))
-    for k, (old, new) in enumerate(zip(before, tables_of(module)[0], strict=True)):
-        assert_allclose(old[1] - new[1], k + 1.0, rtol=1e-6)
+    assert_allclose(moves_of_row_1(module), [1, 2], rtol=1e-6)
     scheduled = make(((5, 4),), learning_rate=lambda step: 1.0 / (1.0 + step.astype(jnp.float32)))
-    for k in range(3):
-        old = np.array(scheduled.split_embedding_weights()[0])
-        train(scheduled, np.array([1]), np.array([0, 1]))
-        assert_allclose(
-            old[1] - np.asarray(scheduled.split_embedding_weights()[0])[1], 1 / (1 + k), rtol=1e-5
-        )
+    for step in range(3):
+        assert_allclose(moves_of_row_1(scheduled), 1 / (1 + step), rtol=1e-5)
 
 
 # Compiled steps
+
+compiled_train = nnx.jit(train)
 
 
 @pytest.mark.slow_rows("rowwise_l2")
 @pytest.mark.parametrize("rule", ["rowwise_l2", "global", "emainplace"])
 def test_a_compiled_step_has_the_bits_of_an_eager_one(rule):
-    eager, compiled = (make(((5, 4), (6, 2)), **variant(rule)) for _ in range(2))
-
-    @nnx.jit
-    def step(module, ids, offsets, d_output):
-        output, backward = module.vjp(ids, offsets)
-        backward(d_output)
-        return output
-
-    for k in range(3):
-        d_output, ids = gradient_like(np.zeros((2, 6)), k), (IDS + k) % 5
-        wanted, _ = train(eager, ids, OFFSETS, d_output=d_output)
-        assert_array_equal(
-            step(compiled, ids.astype(np.int32), OFFSETS.astype(np.int32), d_output), wanted
-        )
+    eager = make(((5, 4), (6, 2)), **variant(rule))
+    compiled = make(((5, 4), (6, 2)), **variant(rule))
+    for seed in range(3):
+        ids = (IDS + seed) % 5
+        batch = (ids.astype(np.int32), OFFSETS.astype(np.int32), None)
+        gradient = gradient_like(np.zeros((2, 6)), seed)
+        assert_same(compiled_train(compiled, *batch, gradient), train(eager, *batch, gradient))
     assert_same_bits(eager, compiled)
     assert int(eager.step) == int(compiled.step) == 3
 
 
 def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
-    module, other = make(SPECS, optimizer=ROWWISE), make(SPECS, optimizer=ROWWISE)
-    plan, offsets = module.plan, jnp.asarray(OFFSETS, jnp.int32)
+    module = make(SPECS, optimizer=ROWWISE)
+    other = make(SPECS, optimizer=ROWWISE)
+    plan = module.plan
 
     def step(state, ids):
-        batch = plan.batch(ids, offsets, None)
+        batch = plan.batch(ids, jnp.asarray(OFFSETS, jnp.int32), None)
         output = functional.lookup(plan, state, batch)
-        return functional.update(
-            plan, state, batch, output, functional.learning_rates(plan, state)
-        ), output
+        rates = functional.learning_rates(plan, state)
+        return functional.update(plan, state, batch, output, rates), output
 
-    all_ids = np.stack([(IDS + k) % 5 for k in range(4)]).astype(np.int32)
-    state, outputs = jax.jit(lambda s, ids: jax.lax.scan(step, s, ids))(
-        module.state.get_value(), all_ids
-    )
+    all_ids = np.stack([IDS, IDS[::-1], IDS - 1]).astype(np.int32)
+    state, outputs = jax.lax.scan(step, module.state.get_value(), all_ids)
     module.state.set_value(state)
     for ids, output in zip(all_ids, outputs, strict=True):
-        wanted, backward = other.vjp(ids, OFFSETS)
-        assert_array_equal(output, wanted)
-        backward(wanted)
+        expected, backward = other.vjp(ids, OFFSETS)
+        assert_array_equal(output, expected)
+        backward(expected)
     assert_same_bits(module, other)
 
 
@@ -190,31 +179,25 @@ def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
     native.unavailable_because() is not None, reason="XLA may copy; native calls alias"
 )
 @pytest.mark.parametrize(
-    ("optimizer", "is_weighted"),
-    [("EXACT_ROWWISE_ADAGRAD", True), ("ADAM", False), ("LAMB", True)],
+    ("optimizer", "is_weighted"), [(ROWWISE, True), (Optim.ADAM, False), (Optim.LAMB, True)]
 )
 def test_a_compiled_step_makes_no_copy_of_a_table(optimizer, is_weighted):
-    num_rows, dim, num_bags, num_ids = 20_000, 32, 64, 256
-    specs = [(num_rows, dim, rt.EmbeddingLocation.HOST, rt.ComputeDevice.CPU)] * 2
-    module = rt.TableBatchedEmbeddingBags(specs, optimizer=rt.OptimType[optimizer])
+    module = make(((20_000, 32),) * 2, optimizer=optimizer, uniform=None)
     plan = module.plan
 
     def step(state, ids, offsets, weights):
-        batch = plan.batch(ids, offsets, weights if is_weighted else None)
+        batch = plan.batch(ids, offsets, weights)
         output = functional.lookup(plan, state, batch)
         rates = functional.learning_rates(plan, state)
         return functional.backward(
             plan, state, batch, jnp.cos(output), rates, wants_weight_gradients=is_weighted
         )
 
-    arguments = (
-        module.state.get_value(),
-        jnp.zeros(num_ids, jnp.int32),
-        jnp.zeros(2 * num_bags + 1, jnp.int32),
-        jnp.ones(num_ids),
-    )
-    memory = jax.jit(step, donate_argnums=0).lower(*arguments).compile().memory_analysis()
-    table_bytes = num_rows * dim * 4
+    weights = np.ones(256, np.float32) if is_weighted else None
+    batch = (np.zeros(256, np.int32), np.zeros(129, np.int32), weights)
+    compiled = jax.jit(step, donate_argnums=0).lower(module.state.get_value(), *batch).compile()
+    memory = compiled.memory_analysis()
+    table_bytes = 20_000 * 32 * 4
     assert memory.alias_size_in_bytes > 2 * table_bytes
     assert memory.temp_size_in_bytes < table_bytes / 2
 
@@ -223,61 +206,55 @@ def test_a_compiled_step_makes_no_copy_of_a_table(optimizer, is_weighted):
 
 
 def test_without_an_optimizer_there_are_no_states_and_gradients_cannot_be_applied():
-    module = make(((5, 4),), optimizer=Optim.NONE, location=rt.EmbeddingLocation.MANAGED_CACHING)
-    output, backward = module.vjp(np.array([4, 1, 4]), np.array([0, 1, 3]))
+    module = make(SPECS, optimizer=Optim.NONE, location=CACHED)
+    output, backward = module.vjp(IDS, OFFSETS)
     with pytest.raises(NotImplementedError, match="keeps no optimizer states"):
         module.split_optimizer_states()
     with pytest.raises(ValueError, match="no optimizer"):
         module.apply(backward(np.ones_like(output)))
-    assert_array_equal(module(np.array([4, 1, 4]), np.array([0, 1, 3])), output)
+    assert_array_equal(module(IDS, OFFSETS), output)
 
 
 # Row rules, beyond the numbers that `test_random_configurations.py` compares with their formulas
 
 
 def test_rules_with_native_kernels_are_used_where_the_numbers_are_the_same():
-    module = make(
-        ((6, 4),) * 4, optimizer=[Optim.EXACT_SGD, Optim.EXACT_ADAGRAD, ROWWISE, Optim.ADAM]
-    )
-    core = (
-        rs.optimizers.SGD,
-        rs.optimizers.TorchAdagrad,
-        rs.optimizers.RowWiseAdagrad,
-        rs.optimizers.Adam,
-    )
-    assert tuple(type(table.rule) for table in module.plan.tables) == core
+    rules = {
+        Optim.EXACT_SGD: rs.optimizers.SGD,
+        Optim.EXACT_ADAGRAD: rs.optimizers.TorchAdagrad,
+        ROWWISE: rs.optimizers.RowWiseAdagrad,
+        Optim.ADAM: rs.optimizers.Adam,
+    }
+    module = make(((6, 4),) * 4, optimizer=list(rules))
+    assert [type(table.rule) for table in module.plan.tables] == list(rules.values())
 
 
 @pytest.mark.parametrize("rule", ["counter_adagradw_increase", "global"])
 def test_steps_and_the_gaps_of_rows_are_exact_beyond_the_integers_of_float32(rule):
-    _, arguments, formula = VARIANTS[rule]
     module = make(((6, 4),), **variant(rule))
     numbers = {"step": np.int32(2**25), "max_counter": np.float32(MAX_COUNTER)}
     module.load_state_dict(module.state_dict() | numbers)
-    for row in (1, 2):
-        train(module, np.array([row]), np.array([0, 1]))
+    first, second = [(np.array([row]), np.array([0, 1])) for row in (1, 2)]
+    train(module, *first)
+    train(module, *second)
     (states,) = module.get_optimizer_state()
     assert states["prev_iter"][1:3].tolist() == [2**25 + 1, 2**25 + 2]
-    oracle = Oracle(module, (0,), "sum", formula, arguments)
-    output, _ = train(module, np.array([1]), np.array([0, 1]))
-    assert_allclose(output[0], oracle.read(0, 1), rtol=1e-6)
-    oracle.backward([1], [0, 1], None, [1], np.ones((1, 4)))
+    oracle = Oracle(module, rule)
+    output, _ = train(module, *first)
+    assert_allclose(output, oracle.lookup(*first), rtol=1e-6)
+    oracle.backward(*first, None, np.ones((1, 4)))
     oracle.assert_agrees(module, rtol=1e-6, atol=1e-6)
 
 
 def test_a_rule_of_the_core_is_taken_with_its_settings():
     rule = rs.optimizers.FTRL(0.3, l1_regularization_strength=0.05, initial_accumulator_value=0.5)
-    module = make(((4, 2), (5, 2)), optimizer=[rule, "EXACT_SGD"], learning_rate=0.1)
+    module = make(((4, 2), (5, 2)), optimizer=[rule, "EXACT_SGD"])
     assert module.get_learning_rate() == pytest.approx([0.3, 0.1])
-    before = module.split_embedding_weights()[0]
+    rows = module.split_embedding_weights()[0]
     train(module, np.array([1, 2]), np.array([0, 1, 2]))
-    rows = before[1:2]
     hyper = rule.get_hyperparameters(jnp.zeros((), jnp.int32))
-    wanted, slots = rule.step_rows(rows, rule.init_slots(rows), jnp.ones((1, 2)), hyper)
-    assert_allclose(module.split_embedding_weights()[0][1:2], wanted, rtol=1e-6)
+    stepped, slots = rule.step_rows(rows, rule.init_slots(rows), jnp.ones_like(rows), hyper)
+    assert_allclose(module.split_embedding_weights()[0][1], stepped[1], rtol=1e-6)
     state = module.get_optimizer_state()[0]
     assert list(state) == ["accumulator", "linear"]
-    assert_allclose(state["accumulator"][1], slots[0][0], rtol=1e-6)
-    other = make(((4, 2), (5, 2)), optimizer=[rule, "EXACT_SGD"])
-    other.load_state_dict(module.state_dict())
-    assert_array_equal(other.split_embedding_weights()[0], module.split_embedding_weights()[0])
+    assert_allclose(state["accumulator"][1], slots[0][1], rtol=1e-6)
