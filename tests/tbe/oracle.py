@@ -69,6 +69,24 @@ def train(module, ids, offsets, weights=None, d_output=None, **arguments):
     return output, backward(d_output)
 
 
+def apply(module, *batch):
+    """One step by way of row gradients."""
+    output, backward = module.vjp(*batch)
+    module.apply(backward.row_gradients(np.ones_like(output)))
+
+
+CALLS = {
+    "lookup": lambda module, *batch: module(*batch),
+    "train": lambda module, *batch: train(module, *batch)[0],
+    "apply": apply,
+    "weights": lambda module, *_: jax.tree.map(np.array, module.split_embedding_weights()),
+    "states": lambda module, *_: jax.tree.map(np.array, module.split_optimizer_states()),
+    "state_dict": lambda module, *_: module.state_dict()["table_0.weight"],
+    "uniform": lambda module, *_: module.init_embedding_weights_uniform(-1, 1),
+}
+"""Calls of a module and a batch that read or write tables."""
+
+
 class Oracle:
     """Tables that are read and trained bag by bag and id by id.
 

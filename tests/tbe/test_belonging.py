@@ -1,7 +1,5 @@
 """States, state dicts and row gradients know which module they belong to; what is refused leaves all as it was."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -10,30 +8,30 @@ from flax import nnx
 from numpy.testing import assert_array_equal
 
 from rsembed import checkpoint, tbe as rt
-from tests.tbe.oracle import IDS, OFFSETS, make, tables_of, train
+from tests.tbe.oracle import CACHED, CALLS, IDS, OFFSETS, make, tables_of, train
 from tests.world import assert_same, mesh_of
 
-Optim, CACHED = rt.OptimType, rt.EmbeddingLocation.MANAGED_CACHING
-DEVICE, SPECS = rt.EmbeddingLocation.DEVICE, ((10, 4), (20, 4))
+Optim = rt.OptimType
+SPECS = ((10, 4), (20, 4))
 
 
-@pytest.mark.parametrize("location", [DEVICE, CACHED])
-@pytest.mark.parametrize("rule", [Optim.EXACT_SGD, Optim.NONE])
+@pytest.mark.parametrize(
+    ("rule", "location"),
+    [(Optim.EXACT_SGD, CACHED), (Optim.NONE, rt.EmbeddingLocation.DEVICE)],
+)
 def test_row_gradients_reach_the_rows_of_their_group_also_from_a_module_with_another_rule(
     rule, location
 ):
-    names, dims = ("b", "a", "c", "d"), (2, 3, 2, 3)
-    specs, common = (
-        tuple((10, dim) for dim in dims),
-        {"location": location, "table_names": names, "uniform": None},
-    )
-    source, module = make(specs, optimizer=rule, **common), make(specs, learning_rate=1.0, **common)
-    output, backward = source.vjp(np.arange(len(names)), np.arange(len(names) + 1))
+    specs = ((10, 2), (10, 3), (10, 2), (10, 3))
+    options = {"location": location, "table_names": ("b", "a", "c", "d"), "uniform": None}
+    source = make(specs, optimizer=rule, **options)
+    module = make(specs, learning_rate=1.0, **options)
+    output, backward = source.vjp(np.arange(4), np.arange(5))
     module.apply(backward.row_gradients(np.ones_like(output)))
-    for table, weights in enumerate(tables_of(module)[0]):
-        wanted = np.zeros((10, dims[table]))
-        wanted[table] = -1.0
-        assert_array_equal(weights, wanted)
+    for table, weights in enumerate(module.split_embedding_weights()):
+        expected = np.zeros(specs[table])
+        expected[table] = -1.0
+        assert_array_equal(weights, expected)
 
 
 OTHERS = {
@@ -45,16 +43,10 @@ OTHERS = {
     "dtype": {"weights_precision": rt.SparseType.FP16},
     "num_devices": {"mesh": mesh_of(2)},
 }
-ENTRIES = {
-    "lookup": lambda module: module(IDS, OFFSETS),
-    "train": lambda module: train(module, IDS, OFFSETS),
-    "compiled": lambda module: nnx.jit(lambda m: m(IDS, OFFSETS))(module),
-    "state_dict": lambda module: module.state_dict(),
-    "weights": lambda module: module.split_embedding_weights(),
-    "uniform": lambda module: module.init_embedding_weights_uniform(0, 1),
-    "new weights": lambda module: module.set_embedding_weights(0, np.zeros(SPECS[0])),
-    "rate": lambda module: module.get_learning_rate(),
-    "new rate": lambda module: module.set_learning_rate(0.5),
+CALLS_OF_TABLES = CALLS | {
+    "new weights": lambda module, *_: module.set_embedding_weights(0, np.zeros(SPECS[0])),
+    "rate": lambda module, *_: module.get_learning_rate(),
+    "new rate": lambda module, *_: module.set_learning_rate(0.5),
 }
 
 
@@ -62,83 +54,72 @@ ENTRIES = {
 @pytest.mark.parametrize("fact", OTHERS)
 def test_states_and_row_gradients_of_another_module_are_refused_by_name(fact):
     arguments = {"specs": SPECS, "optimizer": Optim.ADAM}
-    other, module = make(**{**arguments, **OTHERS[fact]}), make(**arguments)
+    other = make(**arguments | OTHERS[fact])
+    module = make(**arguments)
     output, backward = other.vjp(IDS, OFFSETS)
     if fact not in ("optimizer", "dtype"):  # rows and dims are the same
-        with pytest.raises(
-            ValueError,
-            match=rf"row gradients belong to another collection or module: .*{fact}.*Apply",
-        ):
+        words = f"row gradients belong to another collection or module: .*{fact}.*Apply"
+        with pytest.raises(ValueError, match=words):
             module.apply(backward.row_gradients(jnp.ones_like(output)))
     nnx.update(module, jax.tree.map(jnp.copy, nnx.state(other)))
-    for run in ENTRIES.values():
-        with pytest.raises(
-            ValueError, match=f"the state does not belong to this module: .*{fact}.*state_dict"
-        ):
-            run(module)
-
-
-def test_the_nnx_state_of_a_module_with_equal_tables_is_taken():
-    source, module = (make(SPECS, optimizer=Optim.ADAM, uniform=u) for u in ((0, 1), (1, 2)))
-    train(source, IDS, OFFSETS)
-    nnx.update(module, jax.tree.map(jnp.copy, nnx.state(source)))
-    assert_array_equal(module(IDS, OFFSETS), source(IDS, OFFSETS))
+    words = f"the state does not belong to this module: .*{fact}.*state_dict"
+    for call in (*CALLS_OF_TABLES.values(), nnx.jit(CALLS["lookup"])):
+        with pytest.raises(ValueError, match=words):
+            call(module, IDS, OFFSETS)
+    equal = make(**arguments)
+    train(equal, IDS, OFFSETS)
+    nnx.update(module, jax.tree.map(jnp.copy, nnx.state(equal)))
+    assert_array_equal(module(IDS, OFFSETS), equal(IDS, OFFSETS))
 
 
 def test_the_state_dict_of_another_optimizer_is_refused_by_name_although_names_and_shapes_agree():
-    adam, lamb = (make(((10, 4),), optimizer=optimizer) for optimizer in (Optim.ADAM, Optim.LAMB))
+    adam = make(SPECS, optimizer=Optim.ADAM, uniform=(0, 1))
+    lamb = make(SPECS, optimizer=Optim.LAMB)
     saved = adam.state_dict()
     assert saved.keys() == lamb.state_dict().keys()
-    with pytest.raises(
-        ValueError, match=r'optimizer is "ADAM", expected "LAMB".*leave out .contents.'
-    ):
+    words = r'optimizer is "ADAM", expected "LAMB".*leave out .contents.'
+    with pytest.raises(ValueError, match=words):
         lamb.load_state_dict(saved)
-    lamb.load_state_dict({name: value for name, value in saved.items() if name != "contents"})
-    assert_array_equal(tables_of(lamb)[0][0], tables_of(adam)[0][0])
+    del saved["contents"]
+    lamb.load_state_dict(saved)
+    assert_same(tables_of(lamb), tables_of(adam))
 
 
 def test_a_checkpoint_of_an_nnx_state_without_its_rows_on_the_host_is_refused(tmp_path):
-    whole, cached = make(SPECS), make(SPECS, location=CACHED)
-    checkpoint.save(tmp_path / "whole", {"model": nnx.state(whole)})
-    with pytest.raises(
-        ValueError,
-        match=r"not whole: rows of tables \['table_0', 'table_1'\] are on the host.*state_dict",
-    ):
+    cached = make(SPECS, location=CACHED)
+    checkpoint.save(tmp_path / "whole", {"model": nnx.state(make(SPECS))})
+    words = r"not whole: rows of tables \['table_0', 'table_1'\] are on the host.*state_dict"
+    with pytest.raises(ValueError, match=words):
         checkpoint.save(tmp_path / "cached", {"model": nnx.state(cached)})
     checkpoint.save(tmp_path / "cached", cached.state_dict())
     module = make(SPECS, location=CACHED, uniform=(2.0, 3.0))
     module.load_state_dict(checkpoint.load(tmp_path / "cached").tree)
-    assert_same(tables_of(module)[0], tables_of(cached)[0])
+    assert_same(tables_of(module), tables_of(cached))
 
 
 # What a refused call leaves behind, and a copy that trains
 
 
-layouts = pytest.mark.parametrize("num_devices", [None, 2], ids=["one device", "mesh"])
-
-
-def module_of(num_devices=None, **options):
-    return make(SPECS, **options, **({} if num_devices is None else {"mesh": mesh_of(num_devices)}))
+layouts = pytest.mark.parametrize("mesh", [None, mesh_of(2)], ids=["one device", "mesh"])
 
 
 @layouts
-def test_a_module_whose_arrays_a_copy_trains_says_so(num_devices):
-    module = module_of(num_devices)
+def test_a_module_whose_arrays_a_copy_trains_says_so(mesh):
+    module = make(SPECS, mesh=mesh)
     output, backward = module.vjp(IDS, OFFSETS)
     gradient = jnp.ones(output.shape)
     gradients = module.vjp(IDS, OFFSETS)[1].row_gradients(gradient)
     copy = nnx.clone(module)
     train(copy, IDS, OFFSETS)
     saved = copy.state_dict()
-    own = [functools.partial(run, module) for name, run in ENTRIES.items() if name != "compiled"]
     others = [
-        lambda: backward(gradient),
-        lambda: module.apply(gradients),
-        lambda: module.load_state_dict(saved),
+        lambda *_: backward(gradient),
+        lambda *_: module.apply(gradients),
+        lambda *_: module.load_state_dict(saved),
     ]
-    for call in own + others:
+    for call in (*CALLS_OF_TABLES.values(), *others):
         with pytest.raises(RuntimeError, match="perhaps because of a copy that shared them"):
-            call()
+            call(module, IDS, OFFSETS)
 
 
 WRONG_NUMBERS = [
@@ -154,11 +135,12 @@ WRONG_NUMBERS = [
 
 
 @layouts
-def test_a_state_dict_with_one_wrong_number_changes_nothing(num_devices):
-    module, other = module_of(num_devices), module_of(num_devices)
+def test_a_state_dict_with_one_wrong_number_changes_nothing(mesh):
+    module = make(SPECS, mesh=mesh)
+    saved = module.state_dict()
     train(module, IDS, OFFSETS)
-    before, saved = module.state_dict(), other.state_dict()
+    before = module.state_dict()
     for name, value, error in WRONG_NUMBERS:
         with pytest.raises((TypeError, ValueError), match=error):
-            module.load_state_dict({**saved, name: np.asarray(value)})
+            module.load_state_dict(saved | {name: np.asarray(value)})
         assert_same(module.state_dict(), before)
