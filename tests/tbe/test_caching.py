@@ -1,5 +1,7 @@
 """Tables behind a cache train to the bits of tables without one, and their statistics are those of a hand count."""
 
+import types
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,24 +11,23 @@ from flax import nnx
 import rsembed as rs
 from rsembed import tbe as rt
 from rsembed.tbe import plan
-from rsembed.tbe.host_rows import MAX_PREFETCHES
 from tests.storage.test_set_associative import DumbCache
-from tests.tbe.oracle import assert_same_bits, gradient_like, make, tables_of, train
-from tests.tbe.row_formulas import LR, VARIANTS
+from tests.tbe.oracle import CACHED, apply, assert_same_bits, make, tables_of, train, variant
+from tests.tbe.row_formulas import LR
 from tests.world import assert_same
 
-CACHED, LFU = rt.EmbeddingLocation.MANAGED_CACHING, rt.CacheAlgorithm.LFU
-SPECS, FEATURES = ((90, 4), (60, 4), (50, 6)), [2, 0, 1, 0]
+SPECS = ((90, 4), (60, 4), (50, 6))
+FEATURES = [2, 0, 1, 0]
 NUM_IDS, BAGS = 80, 3
 
 
 def skewed_batch(seed):
     """80 ids of four features of which few are frequent, and offsets with empty bags."""
     rng = np.random.default_rng(seed)
-    cuts = np.sort(rng.integers(0, NUM_IDS + 1, 4 * BAGS - 1))
-    offsets = np.concatenate([[0], cuts, [NUM_IDS]]).astype(np.int32)
+    cuts = rng.integers(0, NUM_IDS + 1, 4 * BAGS - 1)
     ids = np.minimum(rng.zipf(1.3, NUM_IDS) * 7 % 53, 49)
-    return np.where(rng.random(NUM_IDS) < 0.05, -1, ids).astype(np.int32), offsets
+    ids[rng.random(NUM_IDS) < 0.05] = -1
+    return ids.astype(np.int32), np.array([0, *np.sort(cuts), NUM_IDS], np.int32)
 
 
 BATCHES = [
@@ -35,134 +36,128 @@ BATCHES = [
 ]
 
 
-def pair(variant="rowwise", specs=SPECS, features=FEATURES, **caching):
+ROWWISE = variant("rowwise")
+
+
+def pair(common=ROWWISE, specs=SPECS, features=FEATURES, **caching):
     """The same module on the device and behind a cache."""
-    optimizer, arguments, _ = VARIANTS.get(variant, (rs.optimizers.FTRL(LR), {}, None))
-    common = {"optimizer": optimizer, "feature_table_map": features, **arguments}
-    kept = {
-        k: v
-        for k, v in caching.items()
-        if k in ("weights_precision", "pooling_mode", "bounds_check_mode")
-    }
-    return make(specs, **common, **kept), make(specs, location=CACHED, **common, **caching)
+    common = common | {"feature_table_map": features}
+    return make(specs, **common), make(specs, location=CACHED, **common, **caching)
 
 
-def step(module, batch, seed=0):
+def step(module, *batch):
     output, backward = module.vjp(*batch)
-    backward(gradient_like(output, seed))
+    backward(jnp.cos(output))
     return output
+
+
+compiled_step = nnx.jit(step)
 
 
 def assert_steps_agree(plain, cached, batches=BATCHES):
-    for k, batch in enumerate(batches):
-        np.testing.assert_array_equal(step(cached, batch, k), step(plain, batch, k))
+    for batch in batches:
+        np.testing.assert_array_equal(step(cached, *batch), step(plain, *batch))
     assert_same_bits(plain, cached)
-
-
-@nnx.jit
-def compiled_step(module, ids, offsets):
-    output, backward = module.vjp(ids, offsets)
-    backward(output * output)
-    return output
 
 
 class Schedule:
     """Calls of one module, some of which begin what later ones end."""
 
     def __init__(self, module):
-        self.module, self.lookups = module, []
+        self.module = module
+        self.waiting = []
 
-    def train(self, batch):
-        return step(self.module, batch)
+    def train(self, *batch):
+        return step(self.module, *batch)
 
-    def train_compiled(self, batch):
+    def train_compiled(self, *batch):
         return compiled_step(self.module, *batch)
 
-    def look_up(self, batch):
+    def look_up(self, *batch):
         return self.module(*batch)
 
-    def begin_step(self, batch):
-        self.lookups.append(self.module.vjp(*batch))
-        return self.lookups[-1][0]
-
-    def end_step(self, batch):
-        if self.lookups:
-            output, backward = self.lookups.pop()
-            backward(0.5 * output)
-
-    def apply(self, batch):
+    def begin_step(self, *batch):
         output, backward = self.module.vjp(*batch)
-        self.module.apply(backward.row_gradients(output))
+        self.waiting.append((output, backward))
+        return output
 
-    def read(self, batch):
+    def end_step(self, *_):
+        if self.waiting:
+            output, backward = self.waiting.pop()
+            backward(jnp.sin(output))
+
+    def apply(self, *batch):
+        apply(self.module, *batch)
+
+    def read(self, *_):
         return tables_of(self.module)
 
-    def reset(self, batch):
+    def reset(self, *_):
         self.module.reset_cache_states()
 
 
 CALLS = [name for name in vars(Schedule) if not name.startswith("_")] + ["begin_step", "end_step"]
-MULTIPASS = rt.MultiPassPrefetchConfig(3, 10)
-ONE_TABLE = {"specs": ((200, 4),), "features": [0, 0, 0, 0]}
+ONE_TABLE = {"specs": ((200, 4),), "features": [0, 0, 0, 0], "cache_sets": 1}
 CACHES = {
     "lru of one set": {"cache_sets": 1},
     "lru with room for all": {"cache_sets": 40},
-    "lfu": {"cache_algorithm": LFU, "cache_sets": 3},
-    "adam": {"variant": "adamw", "cache_sets": 1},
-    "global decay": {"variant": "global", **ONE_TABLE, "cache_sets": 1},
-    "cowclip": {"variant": "cowclip", **ONE_TABLE, "cache_sets": 1},
-    "lars": {"variant": "lars", **ONE_TABLE, "cache_sets": 1},
-    "states above zero": {"variant": "ftrl", **ONE_TABLE, "cache_sets": 1},
-    "float16": {"weights_precision": rt.SparseType.FP16, **ONE_TABLE, "cache_sets": 1},
+    "lfu": {"cache_algorithm": "LFU", "cache_sets": 3},
+    "adam": {"common": variant("adamw"), "cache_sets": 1},
+    "global decay": {"common": variant("global"), **ONE_TABLE},
+    "cowclip": {"common": variant("cowclip"), **ONE_TABLE},
+    "states above zero": {"common": {"optimizer": rs.optimizers.FTRL(LR)}, **ONE_TABLE},
+    "float16": {"common": ROWWISE | {"weights_precision": "FP16"}, **ONE_TABLE},
     "pipelined": {"prefetch_pipeline": True, "cache_sets": 1},
     "pipelined in parts": {
         "prefetch_pipeline": True,
-        "multipass_prefetch_config": MULTIPASS,
+        "multipass_prefetch_config": rt.MultiPassPrefetchConfig(3, 10),
         "cache_sets": 1,
     },
 }
 
 
 @pytest.mark.slow_rows(
-    "lru of one set", "lars", "cowclip", "pipelined", "float16", "states above zero", "global decay"
+    "lru of one set", "cowclip", "pipelined", "float16", "states above zero", "global decay"
 )
 @pytest.mark.parametrize("name", CACHES)
 def test_any_order_of_calls_has_the_bits_of_tables_without_a_cache(name):
-    rng, modules = np.random.default_rng(len(name)), pair(**CACHES[name])
-    plain, cached = map(Schedule, modules)
-    calls, order = (
-        rng.permutation(CALLS * 2).tolist(),
-        rng.integers(0, len(BATCHES), 2 * len(CALLS) + 3),
-    )
+    rng = np.random.default_rng(len(name))
+    plain, cached = pair(**CACHES[name])
+    schedules = Schedule(cached), Schedule(plain)
+    calls = rng.permutation(CALLS * 2)
+    order = rng.integers(0, len(BATCHES), len(calls) + 3)
     for number, call in enumerate(calls):
         if number % 4 != 3:  # some batches come without, some wait while others are looked up
-            modules[1].prefetch(*BATCHES[order[number + number % 3]])
-        found, wanted = (getattr(own, call)(BATCHES[order[number]]) for own in (cached, plain))
-        for mine, yours in zip(*map(jax.tree.leaves, (found, wanted)), strict=True):
+            cached.prefetch(*BATCHES[order[number + number % 3]])
+        batch = BATCHES[order[number]]
+        found, expected = (jax.tree.leaves(getattr(own, call)(*batch)) for own in schedules)
+        for mine, yours in zip(found, expected, strict=True):
             np.testing.assert_array_equal(mine, yours, err_msg=call)
-    modules[1].reset_cache_states()
-    assert_same_bits(*modules)
+    cached.reset_cache_states()
+    assert_same_bits(plain, cached)
 
 
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_rows_on_the_host_visit_for_each_batch_where_memories_differ(monkeypatch, platform):
     monkeypatch.setattr(plan, "default_platform", lambda: platform)
-    arguments = {"optimizer": rt.OptimType.ADAM, "feature_table_map": FEATURES}
-    host = make(SPECS, location=rt.EmbeddingLocation.HOST, **arguments)
-    assert [table.placement for table in host.plan.tables] == [
-        "host" if platform == "gpu" else "device"
-    ] * 3
-    assert_steps_agree(make(SPECS, **arguments), host)
+    options = {"optimizer": rt.OptimType.ADAM, "feature_table_map": FEATURES}
+    host = make(SPECS, location=rt.EmbeddingLocation.HOST, **options)
+    placement = {"cpu": "device", "gpu": "host"}[platform]
+    assert all(table.placement == placement for table in host.plan.tables)
+    assert_steps_agree(make(SPECS, **options), host)
 
 
 def test_only_some_tables_may_be_cached():
+    plain = make(SPECS, feature_table_map=FEATURES)
     locations = [rt.EmbeddingLocation.DEVICE, CACHED, CACHED]
-    specs = [(*spec, x, rt.ComputeDevice.CPU) for spec, x in zip(SPECS, locations, strict=True)]
     mixed = rt.TableBatchedEmbeddingBags(
-        specs, feature_table_map=FEATURES, learning_rate=0.1, cache_sets=1
+        [(*SPECS[table], locations[table], rt.ComputeDevice.CPU) for table in range(3)],
+        feature_table_map=FEATURES,
+        learning_rate=LR,
+        cache_sets=1,
     )
-    mixed.init_embedding_weights_uniform(-1, 1)
-    assert_steps_agree(make(SPECS, feature_table_map=FEATURES, uniform=(-1, 1)), mixed)
+    mixed.load_state_dict(plain.state_dict())
+    assert_steps_agree(plain, mixed)
 
 
 # Prefetching
@@ -172,8 +167,7 @@ PIPELINED = {"specs": ((300, 2),), "features": [0], "cache_sets": 1, "prefetch_p
 
 def test_a_hundred_batches_may_wait():
     plain, cached = pair(**PIPELINED)
-    batches = [(np.array([k, k + 1, 2 * k]), np.array([0, 3])) for k in range(MAX_PREFETCHES)]
-    assert len(batches) == 100
+    batches = [(np.array([k, k + 1, 2 * k]), np.array([0, 3])) for k in range(100)]
     for batch in batches:
         cached.prefetch(*batch)
     with pytest.raises(RuntimeError, match="100 prefetched batches wait"):
@@ -185,20 +179,19 @@ def test_a_hundred_batches_may_wait():
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_compiled_steps_use_up_prefetched_batches(is_prepared):
     _, cached = pair(**PIPELINED)
-    compiled = nnx.jit(lambda module, *batch: module.vjp(*batch)[1](jnp.ones((1, 2))))
-    for k in range(MAX_PREFETCHES + 2):
+    for k in range(102):
         batch = np.array([k, k + 1, k + 2], np.int32), np.array([0, 3], np.int32)
         cached.prefetch(*batch)
-        # Which has room for four ids.
-        compiled(cached, *([cached.prepare(*batch)] if is_prepared else batch))
-    step(cached, batch)
+        if is_prepared:
+            batch = [cached.prepare(*batch)]  # with room for four ids
+        compiled_step(cached, *batch)
     cached.reset_cache_states()
 
 
 def test_a_lookup_that_never_trains_gives_its_places_back():
     _, cached = pair(**PIPELINED)
-    for k in range(3):
-        batch = np.arange(16 * k, 16 * k + 16), np.array([0, 16])
+    for first in (0, 16, 32):
+        batch = np.arange(first, first + 16), np.array([0, 16])
         cached.prefetch(*batch)
         cached(*batch)
         cached.prefetch(*batch)
@@ -214,48 +207,40 @@ def test_a_lookup_that_never_trains_gives_its_places_back():
 
 def test_a_reset_loses_what_is_in_the_cache_if_asked():
     _, cached = pair(cache_sets=1)
-    step(cached, BATCHES[0])
-    before = tables_of(cached)
-    single = np.array([7]), np.repeat([0, 1], [2, 11])
-    step(cached, single)
+    step(cached, *BATCHES[0])
+    before, _ = tables_of(cached)
+    step(cached, np.array([7]), np.repeat([0, 1], [2, 11]))
     cached.reset_cache_states(discard=True)
-    assert_same(tables_of(cached)[0], before[0])
+    after, _ = tables_of(cached)
+    assert_same(after, before)
+
+
+COUNTED = {
+    "gather_uvm_cache_stats": True,
+    "record_cache_metrics": rt.RecordCacheMetrics(True, True),
+}
 
 
 def test_statistics_equal_a_hand_count():
-    metrics = rt.RecordCacheMetrics(True, True)
-    _, cached = pair(
-        specs=((90, 4), (60, 4)),
-        features=[1, 0],
-        cache_sets=2,
-        gather_uvm_cache_stats=True,
-        record_cache_metrics=metrics,
-    )
-    hand, totals, by_feature, misses = (
-        DumbCache(2, 32, "lru", 150),
-        np.zeros(6, int),
-        np.zeros(2, int),
-        [0, 0],
-    )
-    for seed in range(5):
-        rng = np.random.default_rng(seed)
+    _, cached = pair(specs=((90, 4), (60, 4)), features=[1, 0], cache_sets=2, **COUNTED)
+    hand = DumbCache(2, 32, "lru", 150)
+    totals = np.zeros(6, int)
+    misses = np.zeros(2, int)
+    by_feature = np.zeros(2, int)
+    is_first_feature = np.arange(100) < 40
+    rng = np.random.default_rng(0)
+    for _ in range(5):
         ids = rng.integers(-1, 60, 100)
-        offsets = np.array([0, 20, 40, 70, 100])
-        rows = [-1 if i < 0 else int(i) + (90 if p < 40 else 0) for p, i in enumerate(ids)]
-        locations, moves = hand.admit(rows, lock=False)
-        homeless = {row for row, place in zip(rows, locations, strict=True) if place < 0 <= row}
+        rows = np.where(is_first_feature & (ids >= 0), ids + 90, ids)
+        slots, moves = hand.admit(rows.tolist(), lock=False)
+        is_homeless = (np.asarray(slots) < 0) & (rows >= 0)
+        homeless = set(rows[is_homeless])
         missing = homeless | {row for row, _, _ in moves}
-        totals += [
-            1,
-            100,
-            len(set(rows)),
-            len(missing),
-            len(homeless),
-            sum(row in homeless for row in rows),
-        ]
-        misses = [misses[0] + bool(missing), misses[1] + len(missing)]
-        by_feature += [len({r for r in part if r in missing}) for part in (rows[:40], rows[40:])]
-        train(cached, ids, offsets)
+        totals += [1, 100, len(set(rows)), len(missing), len(homeless), is_homeless.sum()]
+        misses += [bool(missing), len(missing)]
+        for feature, rows_of_feature in enumerate((rows[:40], rows[40:])):
+            by_feature[feature] += len(missing & set(rows_of_feature))
+        train(cached, ids, np.array([0, 20, 40, 70, 100]))
     assert totals[4] > 0
     assert list(cached.get_uvm_cache_stats()[:6]) == totals.tolist()
     assert cached.get_cache_miss_counter() == tuple(misses)
@@ -265,54 +250,38 @@ def test_statistics_equal_a_hand_count():
 
 
 def test_a_batch_is_one_call_however_many_caches_serve_it():
-    metrics = rt.RecordCacheMetrics(record_cache_miss_counter=True)
-    _, cached = pair(cache_sets=4, gather_uvm_cache_stats=True, record_cache_metrics=metrics)
-    ids, offsets = np.array([1, 1, 2, 3]), np.repeat([0, 2, 4], [1, 3, 9])
-    cached(ids, offsets)
-    cached(ids, offsets)
+    _, cached = pair(cache_sets=4, **COUNTED)
+    for _ in range(2):
+        cached(np.array([1, 1, 2, 3]), np.repeat([0, 2, 4], [1, 3, 9]))
     counts = cached.get_uvm_cache_stats()
     assert (counts.calls, counts.requested_ids) == (2, 8)
     assert cached.get_cache_miss_counter()[0] == 1
 
 
-def test_cache_sizes_follow_the_published_rule():
-    # Ceil(1000 * 0.2 / 32)
-    assert make(((1000, 4),), location=CACHED).host_rows.groups[0].cache.num_sets == 7
-    assert (
-        make(((1000, 4),), location=CACHED, cache_load_factor=0.0)
-        .host_rows.groups[0]
-        .cache.num_sets
-        == 1
-    )
-    assert make(((1000, 4),), location=CACHED, cache_sets=5).host_rows.groups[0].cache.num_sets == 5
-
-
-def test_enforce_hbm_keeps_cached_tables_on_the_device():
-    plain, enforced = make(SPECS), make(SPECS, location=CACHED, enforce_hbm=True)
-    assert enforced.host_rows is None
-    assert_same_bits(plain, enforced)
-
-
-class SmallDevice:
-    """A device that tells how much memory it has."""
-
-    def memory_stats(self):
-        return {"bytes_limit": 5 * 2**20, "bytes_in_use": 2**20}
+@pytest.mark.parametrize(
+    ("options", "num_sets"),
+    [({}, 7), ({"cache_load_factor": 0.0}, 1), ({"cache_sets": 5}, 5)],  # ceil(1000 * 0.2 / 32)
+)
+def test_cache_sizes_follow_the_published_rule(options, num_sets):
+    module = make(((1000, 4),), location=CACHED, **options)
+    assert module.host_rows.groups[0].cache.num_sets == num_sets
 
 
 def test_the_caches_of_all_groups_share_what_memory_is_free(monkeypatch):
-    monkeypatch.setattr(jax, "local_devices", lambda: [SmallDevice()])
-    dims = (8, 16, 32, 4)
-    specs = [
-        (rows, dim, CACHED, rt.ComputeDevice.CPU)
-        for rows, dim in zip([*[100_000] * 3, 40], dims, strict=True)
-    ]
-    module = rt.TableBatchedEmbeddingBags(specs, cache_load_factor=0.5)
+    memory = {"bytes_limit": 5 * 2**20, "bytes_in_use": 2**20}
+    device = types.SimpleNamespace(memory_stats=lambda: memory)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    options = {
+        "specs": ((100_000, 8), (100_000, 16), (100_000, 32), (40, 4)),
+        "location": CACHED,
+        "uniform": None,
+    }
+    groups = make(**options, cache_load_factor=0.5).host_rows.groups.values()
     sizes = [
-        own.cache.num_sets * 32 * dim * 4
-        for own, dim in zip(module.host_rows.groups.values(), dims, strict=True)
+        32 * group.cache.num_sets * 4 * dim
+        for group, (_, dim) in zip(groups, options["specs"], strict=True)
     ]
     assert 0.98 * 4 * 2**20 < sum(sizes) <= 4 * 2**20
     assert sizes[3] == 32 * 4 * 4  # one set, which a table of 40 rows asks for
     with pytest.raises(ValueError, match="not even one set of 32 rows of 240 bytes fits"):
-        rt.TableBatchedEmbeddingBags(specs, cache_reserved_memory=3.999 / 2**10)
+        make(**options, cache_reserved_memory=3.999 / 2**10)
