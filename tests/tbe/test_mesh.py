@@ -2,7 +2,6 @@
 
 import dataclasses
 import functools
-import warnings
 
 import jax
 import jax.numpy as jnp
@@ -18,23 +17,26 @@ from tests.world import mesh_of
 
 Optim = rt.OptimType
 SPECS = ((50, 4), (30, 4), (40, 8))
-FEATURES = (0, 1, 2, 0)
 BAGS = 8
 CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
-def draw(seed, *, features=FEATURES, seed_of_lengths=0):
+def draw(seed, *, features=(0, 1, 2), seed_of_lengths=0):
     """Ids (some -1, some equal), offsets (some bags empty) and weights.
 
     Batches of the same lengths run the same programs.
     """
     lengths = np.random.default_rng(seed_of_lengths).integers(0, 5, len(features) * BAGS)
     rng = np.random.default_rng(seed)
-    rows = np.repeat(
-        [SPECS[t][0] for t in features], lengths.reshape(len(features), BAGS).sum(axis=1)
-    )
-    ids = rng.integers(-1, rows)
-    return ids, np.r_[0, np.cumsum(lengths)], rng.uniform(0.5, 2.0, ids.size).astype(np.float32)
+    num_rows = np.array([50, 30, 40])[np.repeat(features, BAGS)]
+    ids = rng.integers(-1, np.repeat(num_rows, lengths))
+    weights = rng.uniform(0.5, 2.0, ids.size).astype(np.float32)
+    return ids, np.array([0, *np.cumsum(lengths)]), weights
+
+
+def one_and_many(specs=SPECS, **options):
+    """A module on one device, and on a mesh of four."""
+    return make(specs, **options), make(specs, mesh=mesh_of(4), **options)
 
 
 # Against one device, which test_random_configurations.py holds against loops in float64
@@ -63,7 +65,7 @@ SHARED = {
         pooling_mode="MEAN",
     ),
     "copies along another axis": {
-        "mesh": (2, 4),
+        "mesh": mesh_of(2, 4),
         "sharding_axis": "x",
         "placement": {"table_1": "table"},
     },
@@ -78,44 +80,39 @@ SHARED = {
 @pytest.mark.slow_rows("counter", "emainplace", "column of halves")
 @pytest.mark.parametrize("name", SHARED)
 def test_a_mesh_looks_up_and_trains_as_one_device_does(name):
-    arguments = {"feature_table_map": FEATURES, **SHARED[name]}
-    shared = {
-        key: arguments.pop(key)
-        for key in ("mesh", "sharding_axis", "placement")
-        if key in arguments
-    }
-    one = make(SPECS, **arguments)
-    many = make(SPECS, **arguments, **shared | {"mesh": mesh_of(*shared.get("mesh", (4,)))})
+    features = (0, 1, 2, 0)
+    options = {"feature_table_map": features, "mesh": mesh_of(4), **SHARED[name]}
+    many = make(SPECS, **options)
+    for of_mesh in ("mesh", "sharding_axis", "placement"):
+        options.pop(of_mesh, None)
+    one = make(SPECS, **options)
     assert_same_bits(one, many)
     for seed in range(3):
-        ids, offsets, weights = draw(seed)
-        weights = weights if seed == 0 or many.plan.pooling == "sum" else None
-        (expected, backward), (found, backward_many) = (
-            m.vjp(ids, offsets, weights) for m in (one, many)
-        )
-        assert_allclose(found, expected, **CLOSE)
+        ids, offsets, weights = draw(seed, features=features)
+        if seed > 0 and many.plan.pooling == "mean":
+            weights = None
+        expected, backward = one.vjp(ids, offsets, weights)
+        output, backward_many = many.vjp(ids, offsets, weights)
+        assert_allclose(output, expected, **CLOSE)
         gradient = gradient_like(expected, seed)
-        d_weights, d_weights_many = backward(gradient), backward_many(gradient)
-        assert (d_weights is None) == (d_weights_many is None) == (weights is None)
-        if weights is not None:
+        d_weights = backward(gradient)
+        d_weights_many = backward_many(gradient)
+        if weights is None:
+            assert d_weights is None and d_weights_many is None
+        else:
             assert_allclose(d_weights_many, d_weights, rtol=2e-4, atol=2e-5)
     assert_same_bits(one, many, **CLOSE)
     assert int(many.step) == 3
 
 
 def test_rows_are_rounded_by_the_noise_of_one_device():
-    half = {
-        "weights_precision": rt.SparseType.FP16,
-        "optimizer": Optim.EXACT_SGD,
-        "learning_rate": 0.37,
-    }
-    one, many = make(SPECS, **half), make(SPECS, mesh=mesh_of(4), **half)
+    one, many = one_and_many(weights_precision="FP16", learning_rate=0.37)
     for seed in range(3):
-        ids, offsets, _ = draw(seed, features=(0, 1, 2))
+        ids, offsets, _ = draw(seed)
         # Sums are exact.
         gradient = np.random.default_rng(seed).integers(-8, 9, (BAGS, 16)).astype(np.float32) / 16
-        for module in (one, many):
-            train(module, ids, offsets, d_output=gradient)
+        train(one, ids, offsets, d_output=gradient)
+        train(many, ids, offsets, d_output=gradient)
     assert_same_bits(one, many)
 
 
@@ -123,25 +120,24 @@ def test_rows_are_rounded_by_the_noise_of_one_device():
 
 
 def test_row_gradients_are_clipped_added_and_applied_as_on_one_device():
-    found = []
-    for how in ({}, {"mesh": mesh_of(4)}):
-        module, gradients = make(SPECS, optimizer=Optim.EXACT_ADAGRAD, **how), []
+    num_touched = []
+    one, many = one_and_many(optimizer=Optim.EXACT_ADAGRAD)
+    for module in (one, many):
+        gradients = []
         for seed in range(2):
-            output, backward = module.vjp(*draw(seed, features=(0, 1, 2)))
+            output, backward = module.vjp(*draw(seed))
             gradients.append(backward.row_gradients(gradient_like(output, seed)))
         total = clip_by_global_norm(combine(*gradients), 1.5)
         module.apply(total)
-        found.append((module, {name: int(num) for name, num in total.num_touched().items()}))
-    (one, touched), (many, touched_many) = found
-    assert touched == touched_many
+        num_touched.append(jax.tree.map(int, total.num_touched()))
+    assert num_touched[0] == num_touched[1]
     assert_same_bits(one, many, **CLOSE)
 
 
 def test_a_bound_on_unique_indices_cuts_no_gradient_of_a_mesh():
-    one, many = make(SPECS), make(SPECS, mesh=mesh_of(4))
-    ids, offsets = np.arange(24) % 8, np.arange(25)
+    one, many = one_and_many()
     for module in (one, many):
-        output, backward = module.vjp(ids, offsets, total_unique_indices=16)
+        output, backward = module.vjp(np.arange(24) % 8, np.arange(25), total_unique_indices=16)
         module.apply(backward.row_gradients(np.ones(output.shape, np.float32)))
     assert_same_bits(one, many, **CLOSE)
 
@@ -150,46 +146,45 @@ def test_a_bound_on_unique_indices_cuts_no_gradient_of_a_mesh():
 @pytest.mark.parametrize(
     "shared",
     [
-        {"mesh": (4,)},
-        {"mesh": (2, 4), "sharding_axis": "x", "placement": "table", "pooling_mode": "MEAN"},
+        {"mesh": mesh_of(4)},
+        {
+            "mesh": mesh_of(2, 4),
+            "sharding_axis": "x",
+            "placement": "table",
+            "pooling_mode": "MEAN",
+        },
     ],
 )
 def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_autodiff(shared):
-    one, many = (
-        make(SPECS, pooling_mode=shared.get("pooling_mode", 0)),
-        make(SPECS, **shared | {"mesh": mesh_of(*shared["mesh"])}),
-    )
-    ids, offsets, weights = draw(5, features=(0, 1, 2))
-    gradient, mask = gradient_like(one(ids, offsets)), np.asarray([1, 0, 1])
-    for module in (one, many):
-        module.set_learning_rate(0.0)  # nothing moves
-    expected = np.asarray(one.vjp(ids, offsets, weights, mask)[1](gradient))
-    assert_allclose(many.vjp(ids, offsets, weights, mask)[1](gradient), expected, **CLOSE)
+    one = make(SPECS, pooling_mode=shared.get("pooling_mode", "SUM"), learning_rate=0.0)
+    many = make(SPECS, learning_rate=0.0, **shared)  # nothing moves
+    flat = draw(5)
+    gradient = gradient_like(one(*flat[:2]))
+    mask = np.asarray([1, 0, 1])
+    expected = np.asarray(one.vjp(*flat, mask)[1](gradient))
+    assert_allclose(many.vjp(*flat, mask)[1](gradient), expected, **CLOSE)
 
-    batch, names = many.prepare(ids, offsets, weights), many.feature_names
+    batch = many.prepare(*flat)
     by_feature = many.vjp(batch, None, None, mask)[1](gradient)
-    assert {name: own.shape for name, own in by_feature.items()} == {
-        name: batch[name].ids.shape for name in names
-    }
-    assert_allclose(np.concatenate([by_feature[name] for name in names]), expected, **CLOSE)
+    assert list(by_feature) == list(many.feature_names)
+    assert_allclose(np.concatenate(list(by_feature.values())), expected, **CLOSE)
 
     autodiff = jax.grad(lambda batch: jnp.vdot(many(batch), gradient), allow_int=True)(batch)
     lists = {}
     for stack, bags in batch.lists.items():
         lists[stack] = dataclasses.replace(bags, weights=autodiff.lists[stack].weights)
-    d_weights = dataclasses.replace(batch, lists=lists)
-    for name, is_asked in zip(names, mask, strict=True):
-        assert_allclose(np.asarray(d_weights[name].weights) * is_asked, by_feature[name], **CLOSE)
+    d_batch = dataclasses.replace(batch, lists=lists)
+    for name, is_asked in zip(many.feature_names, mask, strict=True):
+        d_weights = np.asarray(d_batch[name].weights)
+        assert d_weights.shape == by_feature[name].shape
+        assert_allclose(d_weights * is_asked, by_feature[name], **CLOSE)
 
 
 # Compiled steps
 
 
 def test_one_compiled_step_serves_batches_of_many_lengths_and_updates_tables_where_they_lie():
-    one, many = (
-        make(SPECS, optimizer=Optim.ADAM),
-        make(SPECS, optimizer=Optim.ADAM, mesh=mesh_of(4)),
-    )
+    one, many = one_and_many(optimizer=Optim.ADAM)
     traces = []
 
     @functools.partial(nnx.jit, donate_argnums=0)
@@ -200,14 +195,12 @@ def test_one_compiled_step_serves_batches_of_many_lengths_and_updates_tables_whe
         return (output**2).sum()
 
     for seed in range(4):
-        ids, offsets, weights = draw(seed, features=(0, 1, 2), seed_of_lengths=seed)
-        expected, backward = one.vjp(ids, offsets, weights)
+        batch = draw(seed, seed_of_lengths=seed)
+        expected, backward = one.vjp(*batch)
         backward(2 * expected)
-        kept = many.state.get_value().weights
-        assert_allclose(
-            step(many, many.prepare(ids, offsets, weights)), (expected**2).sum(), rtol=1e-5
-        )
-        assert all(old.is_deleted() for old in kept)
+        before = many.state.get_value().weights
+        assert_allclose(step(many, many.prepare(*batch)), (expected**2).sum(), rtol=1e-5)
+        assert all(old.is_deleted() for old in before)
     assert_same_bits(one, many, **CLOSE)
     assert len(traces) <= 2  # of bags of up to 4 ids, and of up to 2
 
@@ -216,15 +209,13 @@ def test_one_compiled_step_serves_batches_of_many_lengths_and_updates_tables_whe
 
 
 def test_rows_and_rates_are_set_and_states_read_as_on_one_device():
-    one, many = (
-        make(SPECS, optimizer=Optim.EXACT_ADAGRAD, **how) for how in ({}, {"mesh": mesh_of(4)})
-    )
+    one, many = one_and_many(optimizer=Optim.EXACT_ADAGRAD)
     for module in (one, many):
-        train(module, *draw(0, features=(0, 1, 2)))
+        train(module, *draw(0))
         module.set_embedding_weights("table_1", np.arange(120, dtype=np.float32).reshape(30, 4))
         module.set_learning_rate(0.5)
         module.set_optimizer_step(11)
-        train(module, *draw(1, features=(0, 1, 2)))
+        train(module, *draw(1))
     assert_same_bits(one, many, **CLOSE)
     assert int(many.step) == 12 and many.get_learning_rate() == 0.5
     assert many.state_bytes() == one.state_bytes()
@@ -234,44 +225,43 @@ def test_rows_and_rates_are_set_and_states_read_as_on_one_device():
 
 
 def test_a_batch_without_bags_or_ids_changes_nothing():
-    module, untouched = make(SPECS, mesh=mesh_of(4)), make(SPECS)
-    for num_bags in (0, 8):
-        output, _ = train(module, np.zeros(0, int), np.zeros(3 * num_bags + 1, int))
-        assert output.shape == (num_bags, 16)
-    assert_same_bits(module, untouched)
+    untouched = make(SPECS)
+    for module in one_and_many():
+        for num_bags in (0, 8):
+            output, _ = train(module, np.zeros(0, int), np.zeros(3 * num_bags + 1, int))
+            assert output.shape == (num_bags, 16)
+        assert_same_bits(module, untouched)
 
 
 def test_prepared_batches_belong_to_where_they_were_prepared():
-    one, many = make(SPECS), make(SPECS, mesh=mesh_of(4))
-    batch = draw(0, features=(0, 1, 2))
-    others = [(one, many), (many, one), (one, make(((50, 4), (30, 4), (41, 8))))]
-    others += [
+    one, many = one_and_many()
+    other_one, other_many = one_and_many(((50, 4), (30, 4), (41, 8)))
+    pairs = [
+        (one, many),
+        (many, one),
+        (one, other_one),
+        (many, other_many),
         (one, make(SPECS, pooling_mode="MEAN")),
         (many, make(SPECS, mesh=mesh_of(4), feature_names=list("xyz"))),
+        (many, make(SPECS, mesh=mesh_of(4), bounds_check_mode="NONE")),
     ]
-    others += [(many, make(((50, 4), (30, 4), (41, 8)), mesh=mesh_of(4)))]
-    others += [(many, make(SPECS, mesh=mesh_of(4), bounds_check_mode="NONE"))]
-    for module, other in others:
-        prepared = other.prepare(*batch)
+    for module, other in pairs:
+        batch = other.prepare(*draw(0))
         for call in (module, nnx.jit(lambda batch, module=module: module(batch))):
             with pytest.raises(ValueError, match="prepared by a module with other tables"):
-                call(prepared)
+                call(batch)
     with pytest.raises(ValueError, match=r"the tables are on a mesh: split the batch"):
-        functional.lookup(many.plan, many.state.get_value(), one.prepare(*batch))
+        functional.lookup(many.plan, many.state.get_value(), one.prepare(*draw(0)))
 
 
+@pytest.mark.filterwarnings("ignore:.*was corrected")
 @pytest.mark.parametrize(
-    ("mode", "weighted"), [("WARNING", True), ("IGNORE", False), ("NONE", True)]
+    ("mode", "weights", "count"),
+    [("WARNING", np.arange(1, 13, dtype=np.float32), 2), ("IGNORE", None, 0), ("NONE", None, 0)],
 )
-def test_ids_outside_their_tables_are_corrected_and_counted_as_on_one_device(mode, weighted):
-    ids, offsets = np.array([0, 1, -1, 3, 29, 2, 29, 0, 40, 40, 39, 3]), np.arange(13)
-    weights = np.arange(1, 13, dtype=np.float32) if weighted else None
+def test_ids_outside_their_tables_are_corrected_and_counted_as_on_one_device(mode, weights, count):
+    one, many = one_and_many(bounds_check_mode=mode)
+    batch = np.array([0, 1, -1, 3, 29, 2, 29, 0, 40, 40, 39, 3]), np.arange(13), weights
     compiled = nnx.jit(lambda module, batch: module(batch))
-    one, many = (make(SPECS, bounds_check_mode=mode, mesh=mesh) for mesh in (None, mesh_of(4)))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        expected = one(ids, offsets, weights)
-        found = compiled(many, many.prepare(ids, offsets, weights))
-    assert_array_equal(found, expected)
-    count = int(many.bounds_check_warning.get_value())
-    assert count == int(one.bounds_check_warning.get_value()) == {"WARNING": 2}.get(mode, 0)
+    assert_array_equal(compiled(many, many.prepare(*batch)), one(*batch))
+    assert int(many.bounds_check_warning) == int(one.bounds_check_warning) == count
