@@ -1,9 +1,10 @@
-"""A training run that tells what it learned: a layer of the wing, and a collection, over all devices there are.
+"""Steps and rows of tests; and a run that tells what layers and a collection learned, over all devices there are.
 
-Called by test_processes.py in this process, and by the program that it starts in several.
+The run is called by test_processes.py in this process, and by the program that it starts in several.
 """
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -16,6 +17,27 @@ BATCH, STEPS, DIM = 16, 3, 4
 def context(num_devices):
     """What `Init` says of the first devices."""
     return sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
+
+
+def step(look_up, *args, gradient=0.0):
+    """One step whose outputs have this gradient everywhere. Returns the outputs.
+
+    By default, keys get their rows, and keep what these start from.
+    """
+    output, backward = look_up(*args)
+    backward(jax.tree.map(lambda array: jnp.full_like(array, gradient), output))
+    return output
+
+
+def step_of(variable, ids, gradient=0.0):
+    """The same of one table, whose rows are summed."""
+    (output,) = step(sok.group_embedding_lookup_vjp, [variable], [ids], ["sum"], gradient=gradient)
+    return output
+
+
+def by_key(variable):
+    rows = sok.export_rows(variable)
+    return dict(zip(rows["keys"].tolist(), rows["values"], strict=True))
 
 
 def own_part(array):
