@@ -14,11 +14,8 @@ from tests.sok import training
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
     """What the program prints in two processes with two devices each, and the checkpoint that they write."""
-    program, folder = (
-        Path(__file__).with_name("seams_program.py"),
-        tmp_path_factory.mktemp("launched") / "learned",
-    )
-    run = launching.start(program, folder)
+    folder = tmp_path_factory.mktemp("launched") / "learned"
+    run = launching.start(Path(__file__).with_name("seams_program.py"), folder)
     output = launching.printed(run)
     assert run.returncode == 0, output
     return output, folder
@@ -32,7 +29,8 @@ def test_processes_agree_on_shapes_or_refuse_together(launched):
 
 
 def test_processes_learn_what_one_device_learns(launched):
-    found = checkpoint.load(launched[1]).tree
+    _, folder = launched
+    found = checkpoint.load(folder).tree
     expected = training.train(training.context(1))
     for rule, learned in expected["layers"].items():
         assert_array_equal(found["layers"][rule]["keys"], learned["keys"])
