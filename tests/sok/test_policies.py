@@ -12,23 +12,19 @@ from tests.sok.training import context
 DIM = 2
 
 
-def option(evict=None, admit=None):
-    return {"ev_option": sok.EmbeddingVariableOption(evict_option=evict, filter_option=admit)}
-
-
-def variable(**options):
-    return sok.embedding_variable(
-        "t", DIM, **{"rows_per_device": 8, "context": context(1)} | options
-    )
+def variable(rows=8, **options):
+    return sok.embedding_variable("t", DIM, rows_per_device=rows, context=context(1), **options)
 
 
 def test_a_filter_option_says_what_the_admission_count_of_the_core_says():
-    assert variable(**option(admit=sok.CounterFilter(3))).table == variable(admission_count=3).table
+    option = sok.EmbeddingVariableOption(filter_option=sok.CounterFilter(3))
+    assert variable(ev_option=option).table == variable(admission_count=3).table
 
 
 def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
     """A row of which this is the threshold itself stays, as in the original."""
-    table = variable(**option(sok.L2WeightEvict(1.0)), rows_per_device=16)
+    option = sok.EmbeddingVariableOption(evict_option=sok.L2WeightEvict(1.0))
+    table = variable(16, ev_option=option)
     values = np.asarray([[1, 1], [1, 0.999], [2, 0], [0, 0], [0, 1.5]], np.float32)
     rows = {
         "keys": np.arange(5) + 2**40,
@@ -58,7 +54,7 @@ def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
     ],
 )
 def test_rows_start_as_the_names_of_keras_say(name, low, high, deviation):
-    table = variable(initializer=name, rows_per_device=2048, use_hashtable=False)
+    table = variable(2048, initializer=name, use_hashtable=False)
     values = sok.export_rows(table)["values"]
     assert low <= values.min() <= values.max() <= high
     assert_allclose(values.std(), deviation, rtol=0.05)
