@@ -5,14 +5,15 @@ combinations. What its CPU build does wrong is marked by name: such a case must 
 noticed.
 """
 
+import enum
 import warnings
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from numpy.testing import assert_allclose
 
 from rsembed import tbe as rt
+from tests.tbe.oracle import make
 
 try:
     with warnings.catch_warnings():  # not ours to mend
@@ -28,9 +29,11 @@ except (ImportError, OSError) as error:  # a wheel for another torch ends at an 
         allow_module_level=True,
     )
 
-NUM_ROWS, BATCH, MAX_IDS = (5, 9, 7), 6, 4
+NUM_ROWS = (5, 9, 7)
+BAGS = 6
 TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32, sums in another order
 HALF_TOLERANCE = {"rtol": 2e-3, "atol": 1e-3}  # float16 keeps 11 bits
+ROWWISE = rt.OptimType.EXACT_ROWWISE_ADAGRAD
 
 
 def defect(why, *values):
@@ -40,77 +43,56 @@ def defect(why, *values):
     return pytest.param(*values, marks=marks, id=why)
 
 
-def draw_weights(seed, dims):
-    rng = np.random.default_rng(seed)
-    return [
-        rng.uniform(-1, 1, (rows, dim)).astype(np.float32)
-        for rows, dim in zip(NUM_ROWS, dims, strict=True)
-    ]
+def member_of_original(value):
+    """The member of the same name, where an argument is the member of an enum."""
+    if isinstance(value, rt.OptimType):
+        return original.OptimType[value.name]
+    if isinstance(value, enum.Enum):
+        kind = type(value).__name__
+        return getattr(common, kind, getattr(original, kind, None))[value.name]
+    return value
 
 
-def ours(weights, **options):
-    specs = [(*w.shape, rt.EmbeddingLocation.HOST, rt.ComputeDevice.CPU) for w in weights]
-    module = rt.TableBatchedEmbeddingBags(specs, **options)
-    module.load_state_dict(
-        module.state_dict() | {f"table_{t}.weight": w for t, w in enumerate(weights)}
+def both(dims, **options):
+    """The module, and the original with the same weights and arguments."""
+    specs = list(zip(NUM_ROWS, dims, strict=True))
+    module = make(specs, location=rt.EmbeddingLocation.HOST, **options)
+    peer = original.SplitTableBatchedEmbeddingBagsCodegen(
+        [(*spec, common.EmbeddingLocation.HOST, original.ComputeDevice.CPU) for spec in specs],
+        **{name: member_of_original(value) for name, value in options.items()},
     )
-    return module
+    for table, weights in zip(
+        peer.split_embedding_weights(), module.split_embedding_weights(), strict=True
+    ):
+        table.copy_(torch.from_numpy(np.array(weights)))
+    return module, peer
 
 
-def theirs(weights, **options):
-    """The original with the same arguments: members of enums are found by name."""
-    storages = {name: getattr(common, name, None) or getattr(original, name) for name in ENUMS}
-    named = {
-        k: storages[type(v).__name__][v.name] if type(v).__name__ in storages else v
-        for k, v in options.items()
-    }
-    named["optimizer"] = original.OptimType[options.get("optimizer", rt.OptimType.EXACT_SGD).name]
-    specs = [(*w.shape, common.EmbeddingLocation.HOST, original.ComputeDevice.CPU) for w in weights]
-    module = original.SplitTableBatchedEmbeddingBagsCodegen(specs, **named)
-    for table, w in zip(module.split_embedding_weights(), weights, strict=True):
-        table.copy_(torch.from_numpy(w))
-    return module
-
-
-ENUMS = ("PoolingMode", "SparseType", "WeightDecayMode", "BoundsCheckMode")
-
-
-def draw_batch(rng, features, *, weighted):
-    """Bags of 0 to MAX_IDS ids with repeats; some are empty."""
-    lengths = rng.integers(0, MAX_IDS + 1, len(features) * BATCH)
-    table_of_id = np.repeat(np.repeat(features, BATCH), lengths)
-    ids = (rng.random(lengths.sum()) * np.asarray(NUM_ROWS)[table_of_id]).astype(np.int32)
-    offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    return ids, offsets, rng.uniform(0.5, 2, ids.size).astype(np.float32) if weighted else None
-
-
-def as_torch(batch):
-    ids, offsets, weights = batch
-    return [
-        torch.from_numpy(ids.astype(np.int64)),
-        torch.from_numpy(offsets.astype(np.int64)),
-        None if weights is None else torch.from_numpy(weights),
-    ]
+def as_torch(ids, offsets, weights=None):
+    if weights is not None:
+        weights = torch.from_numpy(weights).requires_grad_(True)
+    return torch.from_numpy(ids), torch.from_numpy(offsets), weights
 
 
 def compare_training(
-    dims, *, features=(0, 1, 2), weighted=False, tolerance=TOLERANCE, num_steps=3, **options
+    *, dims=(4, 8, 12), features=(0, 1, 2), weighted=False, tolerance=TOLERANCE, **options
 ):
     """Outputs, gradients of weights, tables and states agree over some steps."""
-    weights = draw_weights(0, dims)
-    options = {"feature_table_map": list(features), "learning_rate": 0.3, **options}
-    module, peer = ours(weights, **options), theirs(weights, **options)
+    options = {"optimizer": rt.OptimType.EXACT_SGD, "learning_rate": 0.3, **options}
+    module, peer = both(dims, feature_table_map=list(features), **options)
     rng = np.random.default_rng(1)
-    for _ in range(num_steps):
-        batch = draw_batch(rng, features, weighted=weighted)
-        peer_batch = as_torch(batch)
+    for _ in range(3):
+        lengths = rng.integers(0, 5, len(features) * BAGS)
+        num_rows = np.repeat(np.repeat(np.asarray(NUM_ROWS)[list(features)], BAGS), lengths)
+        batch = [rng.integers(0, num_rows), np.array([0, *np.cumsum(lengths)])]
         if weighted:
-            peer_batch[2].requires_grad_(True)
+            batch.append(rng.uniform(0.5, 2, lengths.sum()).astype(np.float32))
+        peer_batch = as_torch(*batch)
         output, backward = module.vjp(*batch)
         peer_output = peer(*peer_batch)
         assert_allclose(output, peer_output.detach().numpy(), **tolerance)
         gradient = rng.normal(size=output.shape).astype(np.float32)
-        d_weights = backward(jnp.asarray(gradient))
+        d_weights = backward(gradient)
         peer_output.backward(torch.from_numpy(gradient))
         if weighted:
             assert_allclose(d_weights, peer_batch[2].grad.numpy(), **tolerance)
@@ -126,25 +108,18 @@ def compare_training(
 
 
 def test_lookups_with_another_batch_size_for_every_feature_and_rank():
-    weights, sizes = draw_weights(6, (4, 8, 12)), [[1, 2], [2, 0], [3, 1]]
-    rng = np.random.default_rng(7)
-    offsets = np.arange(10, dtype=np.int32) * 2
-    ids = rng.integers(0, min(NUM_ROWS), 18).astype(np.int32)
-    options = {"optimizer": rt.OptimType.EXACT_ROWWISE_ADAGRAD}
-    peer = theirs(weights, **options)(
-        *as_torch((ids, offsets, None)), batch_size_per_feature_per_rank=sizes
-    )
-    found = ours(weights, **options)(
-        ids, offsets, batch_size_per_feature_per_rank=tuple(map(tuple, sizes))
-    )
-    assert found.ndim == 1
-    assert_allclose(found, peer.detach().numpy(), **TOLERANCE)
+    module, peer = both((4, 8, 12), optimizer=ROWWISE)
+    sizes = [[1, 2], [2, 0], [3, 1]]
+    batch = np.random.default_rng(7).integers(0, 5, 18), np.arange(0, 19, 2)
+    output = module(*batch, batch_size_per_feature_per_rank=sizes)
+    expected = peer(*as_torch(*batch), batch_size_per_feature_per_rank=sizes)
+    assert output.ndim == 1
+    assert_allclose(output, expected.detach().numpy(), **TOLERANCE)
 
 
-# Which the CPU build ignores.
 HALF = {
     "weights_precision": rt.SparseType.FP16,
-    "stochastic_rounding": False,
+    "stochastic_rounding": False,  # which the CPU build ignores
 }
 
 
@@ -163,10 +138,10 @@ HALF = {
     ids=str,
 )
 def test_training(optimizer, options):
-    compare_training(**{"dims": (4, 8, 12), "optimizer": rt.OptimType[optimizer]} | options)
+    compare_training(optimizer=rt.OptimType[optimizer], **options)
 
 
-ROW_WISE = {"optimizer": rt.OptimType.EXACT_ROWWISE_ADAGRAD}
+ROW_WISE = {"optimizer": ROWWISE}
 DECAY = ROW_WISE | {"weight_decay": 0.1}
 
 
@@ -195,4 +170,4 @@ DECAY = ROW_WISE | {"weight_decay": 0.1}
     ],
 )
 def test_training_that_the_original_gets_wrong(options):
-    compare_training(**{"dims": (4, 8, 12)} | options)
+    compare_training(**options)
