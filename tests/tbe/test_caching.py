@@ -3,7 +3,6 @@
 import types
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -18,13 +17,14 @@ from tests.world import assert_same
 
 SPECS = ((90, 4), (60, 4), (50, 6))
 FEATURES = [2, 0, 1, 0]
-NUM_IDS, BAGS = 80, 3
+NUM_IDS = 80
+NUM_BAGS = 12
 
 
 def skewed_batch(seed):
     """80 ids of four features of which few are frequent, and offsets with empty bags."""
     rng = np.random.default_rng(seed)
-    cuts = rng.integers(0, NUM_IDS + 1, 4 * BAGS - 1)
+    cuts = rng.integers(0, NUM_IDS + 1, NUM_BAGS - 1)
     ids = np.minimum(rng.zipf(1.3, NUM_IDS) * 7 % 53, 49)
     ids[rng.random(NUM_IDS) < 0.05] = -1
     return ids.astype(np.int32), np.array([0, *np.sort(cuts), NUM_IDS], np.int32)
@@ -32,7 +32,7 @@ def skewed_batch(seed):
 
 BATCHES = [
     *(skewed_batch(seed) for seed in range(5)),
-    (np.zeros(0, np.int32), np.zeros(4 * BAGS + 1, np.int32)),
+    (np.zeros(0, np.int32), np.zeros(NUM_BAGS + 1, np.int32)),
 ]
 
 
@@ -47,7 +47,7 @@ def pair(common=ROWWISE, specs=SPECS, features=FEATURES, **caching):
 
 def step(module, *batch):
     output, backward = module.vjp(*batch)
-    backward(jnp.cos(output))
+    backward(0.5 * output)
     return output
 
 
@@ -71,6 +71,9 @@ class Schedule:
         return step(self.module, *batch)
 
     def train_compiled(self, *batch):
+        """The module without a cache makes an eager step, which has the same bits."""
+        if self.module.host_rows is None:
+            return step(self.module, *batch)
         return compiled_step(self.module, *batch)
 
     def look_up(self, *batch):
@@ -84,7 +87,7 @@ class Schedule:
     def end_step(self, *_):
         if self.waiting:
             output, backward = self.waiting.pop()
-            backward(jnp.sin(output))
+            backward(2.0 * output)
 
     def apply(self, *batch):
         apply(self.module, *batch)
@@ -140,7 +143,7 @@ def test_any_order_of_calls_has_the_bits_of_tables_without_a_cache(name):
 @pytest.mark.parametrize("platform", ["cpu", "gpu"])
 def test_rows_on_the_host_visit_for_each_batch_where_memories_differ(monkeypatch, platform):
     monkeypatch.setattr(plan, "default_platform", lambda: platform)
-    options = {"optimizer": rt.OptimType.ADAM, "feature_table_map": FEATURES}
+    options = {"optimizer": "ADAM", "feature_table_map": FEATURES}
     host = make(SPECS, location=rt.EmbeddingLocation.HOST, **options)
     placement = {"cpu": "device", "gpu": "host"}[platform]
     assert all(table.placement == placement for table in host.plan.tables)

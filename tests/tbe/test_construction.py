@@ -54,10 +54,10 @@ MultiPassPrefetchConfig(num_passes=12, min_splitable_pass_size=6291456)
 """.strip().splitlines()
 
 
-@pytest.mark.parametrize("kind", MEMBERS)
-def test_members_have_the_published_values(kind):
-    members = {f"{name}={member.value}" for name, member in kind.__members__.items()}
-    assert members == set(MEMBERS[kind].split())
+def test_members_have_the_published_values():
+    for kind, published in MEMBERS.items():
+        members = {f"{name}={member.value}" for name, member in kind.__members__.items()}
+        assert members == set(published.split())
 
 
 @pytest.mark.parametrize("wanted", RECORDS, ids=lambda wanted: wanted.partition("(")[0])
@@ -66,7 +66,7 @@ def test_records_have_the_published_fields_in_order_and_are_frozen(wanted):
     assert re.sub(r"<\w+\.(\w+): -?\d+>", r"\1", repr(kind())) == wanted
     assert hash(kind()) == hash(kind())
     with pytest.raises(dataclasses.FrozenInstanceError):
-        setattr(kind(), dataclasses.fields(kind)[0].name, 1)
+        kind().any_name = 1
 
 
 def test_the_published_arguments_stand_in_their_order_and_newer_ones_need_their_name():
@@ -126,7 +126,6 @@ def test_tables_live_on_the_device_that_was_asked_for():
     other = jax.devices()[1]
     for device in (other, "cpu:1", 1):
         module = make(((4, 4),), device=device)
-        module.init_embedding_weights_uniform(0, 1)
         assert module.state.get_value().weights[0].devices() == {other}
 
 
@@ -215,11 +214,11 @@ def test_a_table_without_rows_reads_zeros_and_stands_in_nobodys_way():
     specs = [(9, 4), (0, 4), (0, 2)]
     module = make(specs, optimizer=Optim.EXACT_ADAGRAD)
     output, _ = train(module, np.array([3, 3]), np.array([0, 2, 2, 2]))
-    assert output.shape == (1, 10) and not np.asarray(output)[:, 4:].any()
+    assert output.shape == (1, 10) and not np.any(output[:, 4:])
     assert [table.shape for table in module.split_embedding_weights()] == specs
     with pytest.warns(UserWarning, match="was corrected"):
         output = module(np.array([3, 0]), np.array([0, 1, 2, 2]))
-    assert not np.asarray(output)[:, 4:].any()
+    assert not np.any(output[:, 4:])
 
 
 @pytest.mark.slow_rows("counter_decouple-sum prev_iter row_counter", "global-sum prev_iter iter")

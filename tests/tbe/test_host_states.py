@@ -15,7 +15,6 @@ import numpy as np
 import pytest
 from flax import nnx
 
-from rsembed import tbe as rt
 from tests.tbe.oracle import CACHED, CALLS, assert_same_bits, make, tables_of, train
 
 ROWS = 400
@@ -30,7 +29,7 @@ def batch(seed):
 
 def pair(**caching):
     """The same module on the device and behind a cache of 32 rows."""
-    rule = {"optimizer": rt.OptimType.EXACT_ROWWISE_ADAGRAD}
+    rule = {"optimizer": "EXACT_ROWWISE_ADAGRAD"}
     specs = ((ROWS, 4),)
     return make(specs, **rule), make(specs, location=CACHED, cache_sets=1, **rule, **caching)
 

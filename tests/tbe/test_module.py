@@ -8,7 +8,6 @@ from flax import nnx
 from numpy.testing import assert_allclose, assert_array_equal
 
 import rsembed as rs
-from rsembed import tbe as rt
 from rsembed.kernels import native
 from rsembed.tbe import functional
 from tests.tbe.oracle import (
@@ -27,8 +26,7 @@ from tests.tbe.oracle import (
 from tests.tbe.row_formulas import MAX_COUNTER
 from tests.world import assert_same
 
-Optim = rt.OptimType
-ROWWISE = Optim.EXACT_ROWWISE_ADAGRAD
+ROWWISE = "EXACT_ROWWISE_ADAGRAD"
 WEIGHTS = np.array([0.5, -1.0, 2.0, 0.25, 1.5, 1.0, -0.75], np.float32)
 SPECS = ((5, 4), (6, 3))
 
@@ -64,7 +62,7 @@ def test_masked_features_have_no_gradient_of_weights_but_are_trained_also_behind
 
 
 def test_every_table_may_have_its_own_optimizer_and_rate():
-    optimizers = [Optim.EXACT_SGD, ROWWISE, Optim.ADAM]
+    optimizers = ["EXACT_SGD", ROWWISE, "ADAM"]
     rates = [0.5, 0.25, 0.125]
     together = make(((5, 4),) * 3, optimizer=optimizers, learning_rate=rates)
     assert together.get_learning_rate() == rates
@@ -86,17 +84,18 @@ def test_a_refused_gradient_leaves_the_backward_usable():
     module = make(SPECS)
     other = make(SPECS)
     output, backward = module.vjp(IDS, OFFSETS, total_unique_indices=1)
+    gradient = gradient_like(output)
     with pytest.raises(ValueError, match="gradient has"):
         backward(np.ones(7, np.float32))
     with pytest.raises(ValueError, match="total_unique_indices is 1"):
-        backward.row_gradients(gradient_like(output))
-    backward(gradient_like(output))
-    train(other, IDS, OFFSETS, d_output=gradient_like(output))
+        backward.row_gradients(gradient)
+    backward(gradient)
+    train(other, IDS, OFFSETS, d_output=gradient)
     assert_same_bits(module, other)
 
 
 def test_evaluation_mode_never_trains():
-    module = make(SPECS, optimizer=Optim.ADAM)
+    module = make(SPECS, optimizer="ADAM")
     output, backward = module.vjp(IDS, OFFSETS)
     module.eval()
     with pytest.raises(RuntimeError, match="evaluation mode"):
@@ -113,7 +112,7 @@ def test_what_was_read_earlier_stays_as_it_was():
     before, _ = tables_of(module)
     train(module, IDS, OFFSETS)
     assert int(step) == 0 and int(module.step) == 1
-    assert_array_equal(read[0], before[0])
+    assert_same(read, before)
 
 
 def moves_of_row_1(module):
@@ -136,22 +135,6 @@ def test_rates_follow_set_learning_rate_and_schedules():
 
 
 # Compiled steps
-
-compiled_train = nnx.jit(train)
-
-
-@pytest.mark.slow_rows("rowwise_l2")
-@pytest.mark.parametrize("rule", ["rowwise_l2", "global", "emainplace"])
-def test_a_compiled_step_has_the_bits_of_an_eager_one(rule):
-    eager = make(((5, 4), (6, 2)), **variant(rule))
-    compiled = make(((5, 4), (6, 2)), **variant(rule))
-    for seed in range(3):
-        ids = (IDS + seed) % 5
-        batch = (ids.astype(np.int32), OFFSETS.astype(np.int32), None)
-        gradient = gradient_like(np.zeros((2, 6)), seed)
-        assert_same(compiled_train(compiled, *batch, gradient), train(eager, *batch, gradient))
-    assert_same_bits(eager, compiled)
-    assert int(eager.step) == int(compiled.step) == 3
 
 
 def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
@@ -179,14 +162,13 @@ def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
     native.unavailable_because() is not None, reason="XLA may copy; native calls alias"
 )
 @pytest.mark.parametrize(
-    ("optimizer", "is_weighted"), [(ROWWISE, True), (Optim.ADAM, False), (Optim.LAMB, True)]
+    ("optimizer", "is_weighted"), [(ROWWISE, True), ("ADAM", False), ("LAMB", True)]
 )
 def test_a_compiled_step_makes_no_copy_of_a_table(optimizer, is_weighted):
     module = make(((20_000, 32),) * 2, optimizer=optimizer, uniform=None)
     plan = module.plan
 
-    def step(state, ids, offsets, weights):
-        batch = plan.batch(ids, offsets, weights)
+    def step(state, batch):
         output = functional.lookup(plan, state, batch)
         rates = functional.learning_rates(plan, state)
         return functional.backward(
@@ -194,8 +176,8 @@ def test_a_compiled_step_makes_no_copy_of_a_table(optimizer, is_weighted):
         )
 
     weights = np.ones(256, np.float32) if is_weighted else None
-    batch = (np.zeros(256, np.int32), np.zeros(129, np.int32), weights)
-    compiled = jax.jit(step, donate_argnums=0).lower(module.state.get_value(), *batch).compile()
+    batch = module.prepare(np.zeros(256, int), np.arange(0, 257, 2), weights)
+    compiled = jax.jit(step, donate_argnums=0).lower(module.state.get_value(), batch).compile()
     memory = compiled.memory_analysis()
     table_bytes = 20_000 * 32 * 4
     assert memory.alias_size_in_bytes > 2 * table_bytes
@@ -206,7 +188,7 @@ def test_a_compiled_step_makes_no_copy_of_a_table(optimizer, is_weighted):
 
 
 def test_without_an_optimizer_there_are_no_states_and_gradients_cannot_be_applied():
-    module = make(SPECS, optimizer=Optim.NONE, location=CACHED)
+    module = make(SPECS, optimizer="NONE", location=CACHED)
     output, backward = module.vjp(IDS, OFFSETS)
     with pytest.raises(NotImplementedError, match="keeps no optimizer states"):
         module.split_optimizer_states()
@@ -220,10 +202,10 @@ def test_without_an_optimizer_there_are_no_states_and_gradients_cannot_be_applie
 
 def test_rules_with_native_kernels_are_used_where_the_numbers_are_the_same():
     rules = {
-        Optim.EXACT_SGD: rs.optimizers.SGD,
-        Optim.EXACT_ADAGRAD: rs.optimizers.TorchAdagrad,
+        "EXACT_SGD": rs.optimizers.SGD,
+        "EXACT_ADAGRAD": rs.optimizers.TorchAdagrad,
         ROWWISE: rs.optimizers.RowWiseAdagrad,
-        Optim.ADAM: rs.optimizers.Adam,
+        "ADAM": rs.optimizers.Adam,
     }
     module = make(((6, 4),) * 4, optimizer=list(rules))
     assert [type(table.rule) for table in module.plan.tables] == list(rules.values())

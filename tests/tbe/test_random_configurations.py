@@ -100,8 +100,6 @@ CONFIGURATIONS = {
     "global_decay_of_single_rows": C(((4, 4),), (0,), "global", "NONE", num_ids=4),
     "float16": C(((5, 4), (5, 4)), (1, 0), "rowwise", is_weighted=True, options=FLOAT16),
     "bfloat16": C(((5, 4),), (0,), "rowwise_decouple", "MEAN", options=BFLOAT16),
-    "lamb": C(((5, 4), (5, 3)), (0, 1), "lamb", "MEAN", True),
-    "lars": C(((5, 4),), (0, 0), "lars", id_dtype=np.int64),
     "partial_adam": C(
         ((5, 4), (5, 3)),
         (1, 0),
@@ -109,10 +107,6 @@ CONFIGURATIONS = {
         is_weighted=True,
         options={"gradient_clipping": True, "max_gradient": 0.75},
     ),
-    "partial_lamb": C(((5, 4),), (0, 0, 0), "partial_lamb", "MEAN"),
-    "counter": C(((5, 4), (6, 4)), (0, 1), "counter_l2", "MEAN", True),
-    "cowclip": C(((5, 4), (6, 3)), (1, 0), "cowclip"),
-    "max_norm": C(((5, 4),), (0, 0), "rowwise_max_norm", is_weighted=True),
     "narrow_and_wide": C(((6, 1), (6, 2050)), (0, 1), "adamw"),
 }
 USED = {c.variant for c in CONFIGURATIONS.values()}
@@ -140,7 +134,7 @@ CONFIGURATIONS |= {name: C(((6, 4),), (0,), name) for name in VARIANTS if name n
     "cowclip",
     "ensemble",
     "global_decay_of_single_rows",
-    "max_norm",
+    "rowwise_max_norm",
     "lamb",
 )
 @pytest.mark.parametrize("name", CONFIGURATIONS)
