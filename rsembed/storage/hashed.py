@@ -768,17 +768,14 @@ def is_drawn(
 
     # The chance of no admission is the product of `squares[bit]` over all bits that are 1 in
     # `occurrences`.
-    powers = []
-    for bit in range(31):
-        powers.append((1.0 - probability) ** (2**bit))
+    powers = [(1.0 - probability) ** (2**bit) for bit in range(31)]
     squares = jnp.asarray(powers, jnp.float32)
 
     def multiply(bit: Array, chance: Array) -> Array:
         has_bit = (occurrences >> bit) & 1 == 1
         return jnp.where(has_bit, chance * squares[bit], chance)
 
-    ones = jnp.ones(keys.shape, jnp.float32)
-    start = ones + varying_zero(occurrences).astype(jnp.float32)
+    start = jnp.ones(keys.shape, jnp.float32) + varying_zero(occurrences).astype(jnp.float32)
     chance_of_refusal = jax.lax.fori_loop(0, 31, multiply, start)
     return keys.is_key & (draws >= chance_of_refusal)
 
