@@ -61,10 +61,10 @@ test-browser: $(VENV)/.installed-dev
 # The compilers are large downloads (libtpu 0.2 GB under its own licence, CUDA 0.6 GB and more): only these targets take
 # them. -rs prints what did not run, which then stays unproven.
 test-tpu: $(VENV)/.installed-dev $(VENV)/.installed-tpu
-	RSEMBED_TEST_TPU=1 JAX_PLATFORMS=cpu $(BIN)/python -m pytest -rsP tests/kernels/test_tpu.py
+	RSEMBED_TEST_TPU=1 JAX_PLATFORMS=cpu $(BIN)/python -m pytest -rs tests/kernels/test_tpu.py
 
 test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-cuda
-	RSEMBED_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -rsP -k gpu tests/kernels
+	RSEMBED_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -rs -k gpu tests/kernels
 
 # Libraries that are written for jax-tpu-embedding: the Keras model of the page and of the notebook, tests of keras-rs and
 # RecML, and jax-tpu-embedding's own tests, some of which fail by design (docs/migration.md says which). Half an hour. A folder

@@ -353,7 +353,7 @@ run(IDS.astype(np.uint8))[0] => processed()
 run(jnp.asarray(IDS))[0] => processed()
 run(IDS, np.ones((8, 2), int))[0] => run(IDS, np.ones((8, 2)))[0]
 stack(("a", "b")) => stack(["a", "b"])
-trained().prepare_batch([IDS], allow_id_dropping=True, sharding_strategy="mod")[0] => trained().prepare_batch([IDS])[0]
+layer().prepare_batch([IDS], allow_id_dropping=True, sharding_strategy="mod")[0] => layer().prepare_batch([IDS])[0]
 embedding.get_all_reduce_interface(["localhost"], 5000, host_id=0, host_count=1)(0, IDS > 3) => IDS > 3
 rs.sparsecore.utils.embedding_table_format(mesh(2, "x"), P("x", None)) => sharding("x", None, devices=2)
 rs.sparsecore.utils.embedding_table_format_with_sharding(sharding("x", None)) => sharding("x", None)

@@ -117,8 +117,8 @@ collection().lookup(state()._replace(tables=[jnp.ones((14,4))]), batch())
 stepped(step=None) => ValueError: the state does not belong to this collection: step are
 stepped(step=jnp.ones(())) => ValueError: the state does not belong to this collection: step are
 stepped(step=jnp.zeros(2, jnp.int32)) => ValueError: the state does not belong to this collection: step are
-other().lookup(donated(), BATCH) => RuntimeError: the state has lost its tables to a step that took its
-other().lookup_vjp(donated(), BATCH)
+other().lookup(donated(), {"title": [[1]]}) => RuntimeError: the state has lost its tables to a step that took its
+other().lookup_vjp(donated(), {"title": [[1]]})
     => RuntimeError: lost its tables to a step ... Ctrl-C ... load the latest checkpoint
 # with_tables and evict
 with_tables(word="x") => TypeError: table 'word': its values must be an array of numbers, got 'x' (str)

@@ -159,12 +159,18 @@ def as_padded_bags(batch, _):
     return batch | {name: rs.Bags.from_lists(batch[name]).pad_to(200) for name in ("seen", "liked")}
 
 
+def as_jagged(batch, _):
+    bags = [*batch["seen"], *batch["liked"], *batch["who"].tolist()]
+    ids = np.array(sum(bags, []))
+    return rs.Jagged(ids, list(map(len, bags)), features=["seen", "liked", "who"])
+
+
 def as_prepared(batch, own):
     return own.prepare(batch)
 
 
 @pytest.mark.slow_rows("None-as_arrays", "None-as_padded_bags", "None-as_prepared")
-@pytest.mark.parametrize("form", [as_arrays, as_padded_bags, as_prepared])
+@pytest.mark.parametrize("form", [as_arrays, as_padded_bags, as_jagged, as_prepared])
 @pytest.mark.parametrize("num_devices", [None, 4])
 def test_a_report_does_not_depend_on_the_form_of_the_batches(form, num_devices):
     own = collection(mesh=made_mesh(num_devices))

@@ -194,7 +194,11 @@ CONTRACT = {
     "decayed_adagrad": (
         ro.regularized.DecayedAdagrad(LR, max_norm=0.4, **GLOBAL, **DECAY),
         by_row(
-            row_formulas.rowwise_adagrad, "momentum1 prev_iter", max_norm=0.4, **GLOBAL, **DECAY
+            row_formulas.rowwise_adagrad,
+            "momentum1 prev_iter",
+            max_norm=0.4,
+            **GLOBAL | {"weight_decay_mode": "DECOUPLE_GLOBAL"},
+            **DECAY,
         ),
     ),
     "counter_adagrad": (

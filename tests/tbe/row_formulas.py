@@ -235,9 +235,15 @@ for name, (optimizer, arguments, formula) in VARIANTS.items():
         # Sums that cancel to a rounding error instead of zero must not be blown up.
         VARIANTS[name] = (optimizer, {"eps": 0.1, **arguments}, formula)
 DEFAULTS = {
-    "weight_decay": 0.0,
-    "weight_decay_mode": "NONE",
+    "eps": 1e-8,
+    "momentum": 0.9,
+    "eta": 0.001,
     "beta1": 0.9,
     "beta2": 0.999,
+    "weight_decay": 0.0,
+    "weight_decay_mode": "NONE",
     "max_norm": np.inf,
+    "ar_alpha": 0.0,
+    "ema_beta": 0.99,
+    "min_shrinkage": 0.1,
 }
