@@ -161,7 +161,7 @@ def as_padded_bags(batch, _):
 
 def as_jagged(batch, _):
     bags = [*batch["seen"], *batch["liked"], *batch["who"].tolist()]
-    ids = np.array(sum(bags, []))
+    ids = np.array([number for bag in bags for number in bag])
     return rs.Jagged(ids, list(map(len, bags)), features=["seen", "liked", "who"])
 
 
