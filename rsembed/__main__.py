@@ -32,8 +32,8 @@ def find_notebook(name: str) -> Path:
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
-    # An installed package has its notebooks in the first of these folders. A checkout of the
-    # repository has them in the second folder.
+    # If rsembed is installed as a package, the notebooks are in the first folder. In a checkout of
+    # the repository, they are in the second folder.
     folders = (
         _PACKAGE / "_bundled" / "notebooks",
         _PACKAGE.parent / "notebooks",

@@ -16,7 +16,7 @@ MOST_UNPACKED_BYTES = 1 << 28
 The maximum is about ten times the size of the MovieLens 1M data, a log of a million ratings. If the
 archive file is larger than this maximum, the size of the file is the limit.
 """
-# Compression methods with which zipfile decompresses only the requested number of bytes.
+# Compression methods for which `read(n)` of a member does not decompress much more than `n` bytes.
 _COMPRESSIONS = (
     zipfile.ZIP_STORED,
     zipfile.ZIP_DEFLATED,
@@ -69,7 +69,7 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
 
 
 def _read(archive: zipfile.ZipFile, name: str, bytes_left: int, most: int) -> bytes:
-    """Content of one member, after a check of its size.
+    """Reads one member of an archive, and checks the size of the member.
 
     The size that the archive declares for the member is checked before the member is decompressed.
     The size of the decompressed content is checked afterwards.

@@ -22,7 +22,7 @@ def is_traced(tree: PyTree) -> bool:
 
 
 def numpy_or_jax(tree: PyTree) -> Any:
-    """Module that computes with the arrays of a tree: `numpy` on the host, else `jax.numpy`."""
+    """The module `numpy` if the first array of a tree is a NumPy array, else `jax.numpy`."""
     first = tree
     if not isinstance(tree, (np.ndarray, jax.Array)):
         first = jax.tree.leaves(tree)[0]

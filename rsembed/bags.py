@@ -376,8 +376,8 @@ def as_bags(value: object, *, feature: str) -> Bags:
         tensor in host memory. A column of lists has one bag per row.
       feature: name of the feature, for error messages.
 
-    Raises: TypeError, ValueError: `value` has none of these forms, or ids and weights do not fit
-      each other.
+    Raises: TypeError, ValueError: `value` has none of these forms, or its ids and weights do not
+      match.
     """
     try:
         return _bags_of(value)
@@ -387,7 +387,7 @@ def as_bags(value: object, *, feature: str) -> Bags:
 
 
 def _bags_of(value: Any) -> Bags:
-    """Bags from any accepted form of ids, see `as_bags`, which adds the feature to errors."""
+    """Does the work of `as_bags`, which adds the feature's name to error messages."""
     if isinstance(value, Bags):
         _check_arrays(value)
         return value
@@ -525,7 +525,7 @@ def check_values(
       vocabulary_size: number of rows of the table.
       allow_out_of_range: whether ids outside the table are allowed, False by default.
       way_to_drop: advice for the error message on how to drop ids outside the table. None, the
-        default: the message gives no such advice.
+        default: the message has no advice on how to drop them.
 
     Raises: ValueError: an id is outside the table, offsets decrease, or a weight is not finite.
     """

@@ -405,14 +405,14 @@ def _misfit_of_entries(
 
 
 def _misfit_of_union(value: object, hint: object, name: str) -> _Misfit | None:
-    """The mismatch to report for a union type. None if the value matches one of its types."""
+    """The mismatch to report for a union type. None if the value matches a type in the union."""
     misfits = []
     for alternative in get_args(hint):
         misfit = _misfit(value, alternative, name)
         if misfit is None:
             return None
         misfits.append(misfit)
-    # If the value is, for example, a list as expected, but an entry of the list is wrong, report
+    # If the value is a list or mapping, as one of the types requires, but has a wrong entry, report
     # the entry. If the value has an expected type, but is not an allowed value of this type, report
     # a ValueError.
     for misfit in misfits:
@@ -460,7 +460,7 @@ def _words_for(hint: Any) -> str:
     if kind in (Union, types.UnionType):
         if any(_dtypes_of(arg) == _KEYS for arg in args):
             # In a union with a typed PRNG key (`jax.random.key`), an integer array means a raw key
-            # (`jax.random.PRNGKey`). The error message asks only for a typed key.
+            # (`jax.random.PRNGKey`). The error message mentions only the typed key.
             args = tuple(arg for arg in args if _dtypes_of(arg) != _INTEGERS)
         return " or ".join(dict.fromkeys(map(_words_for, args)))
     if kind in _WORDS:

@@ -100,8 +100,9 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
     """Writes each array into a folder in `path`, and returns the arrays' entries for the manifest.
 
     `write_arrays` writes many chunks at once, because most of the time goes into waiting for the
-    disk. All processes must call `write_arrays`. Even if a write to the disk fails, all processes
-    gather all rows. If one process stopped, the other processes would wait for it forever.
+    disk. All processes must call `write_arrays`, because together they gather the rows. If a write
+    to the disk fails, the process that writes still helps to gather all rows, because otherwise the
+    other processes would wait for it forever.
 
     Args:
       path: folder to create. None in a process that only helps to gather the rows.
@@ -253,7 +254,7 @@ def _rows(array: ArrayToSave, chunk: Chunk) -> np.ndarray:
     if source.is_fully_addressable:
         return values
     # For each element of the array, one process has the value and all other processes have zero.
-    # The sum of the bytes over all processes is therefore exactly the value.
+    # Therefore adding the bytes of all processes restores the value exactly.
     local_bytes = values.reshape(-1).view(np.uint8)
     bytes_by_process = multihost_utils.process_allgather(local_bytes)
     all_bytes = bytes_by_process.sum(axis=0, dtype=np.uint8)

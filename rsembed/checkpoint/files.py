@@ -63,7 +63,7 @@ from rsembed.parallel.agreement import check_not_forked
 LAYOUT_VERSION = 4
 MANIFEST = "manifest.json"
 Metadata = Mapping[str, Any]
-"""Mapping from names to values that JSON can hold."""
+"""Mapping from names to values that can be encoded as JSON."""
 Others: TypeAlias = PyTree
 """Any pytree that is saved with a state, such as dense parameters and their optimizer state."""
 
@@ -113,7 +113,7 @@ def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf
     """Opens the arrays of the given manifest entries. Returns a dictionary from paths to arrays.
 
     Arrays of PRNG keys and arrays of `rsembed.opaque` are loaded into memory. All other arrays are
-    `SavedArray`s, which read from the disk later.
+    `SavedArray`s, which read rows from the disk on demand.
     """
     arrays: dict[tuple[str, ...], Leaf] = {}
     for entry in entries:
@@ -135,9 +135,11 @@ def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf
 
 
 def nested(arrays: Mapping[tuple[str, ...], Leaf], folder: Path) -> PyTree:
-    """Loads arrays into host memory, as nested dictionaries. Each part of a path becomes a key.
+    """Loads arrays into host memory, as nested dictionaries.
 
-    Raises: CorruptCheckpointError: the path of an array is the beginning of another path.
+    Each part of a path becomes a dictionary key.
+
+    Raises: CorruptCheckpointError: the path of an array is a prefix of another array's path.
     """
     from flax.traverse_util import unflatten_dict
 
@@ -174,7 +176,7 @@ class Contents(NamedTuple):
           owners: metadata of the tables that the arrays in `tree` belong to, from `belongings`. A
             load compares the metadata with those of its template.
           step: number of updates done so far.
-          metadata: values that JSON can hold, see `save`.
+          metadata: values that can be encoded as JSON, see `save`.
 
         Raises: TypeError, ValueError: see `save`.
         """
@@ -310,7 +312,7 @@ class Checkpoint(NamedTuple):
     """A loaded checkpoint.
 
     Attributes:
-      tree: loaded arrays, in the structure of `like`, or without `like` in nested dictionaries.
+      tree: loaded arrays, in the structure of `like`, or in nested dictionaries if `like` is None.
       step: the `step` that the caller passed to `save`, which is the number of updates before it.
       metadata: the `metadata` that the caller passed to `save`.
     """
@@ -342,13 +344,13 @@ def save(
         `EmbeddingState` in the tree is written as `tables/<table>` and `slots/<table>/<slot>`, with
         rows in id order.
       step: number of updates done so far.
-      metadata: values that JSON can hold.
+      metadata: values that can be encoded as JSON.
 
     Raises:
       FileExistsError: `path` exists.
       OSError: the checkpoint cannot be written to the disk.
       TypeError: a leaf is not a plain array of numbers (for example, it is a masked or structured
-        array), or `metadata` has values that JSON cannot hold.
+        array), or `metadata` cannot be encoded as JSON.
       ValueError: two leaves have the same path, or an `EmbeddingState` in the tree does not contain
         the rows of all its tables, because some tables are keyed or on the host. `save_collection`
         saves these tables, too.
@@ -413,7 +415,7 @@ def save_collection(
       collection: collection that the state belongs to.
       state: state of the collection, with all arrays from the same step.
       others: any pytree, such as dense parameters and their optimizer state.
-      metadata: values that JSON can hold. After the save, they are in
+      metadata: values that can be encoded as JSON. After the save, they are in
         `manifest(path)["metadata"]["user"]`.
 
     Raises:
@@ -467,11 +469,12 @@ def load_collection(
       resize: whether tables may differ from the checkpoint in size or dtype. With False, the
         default, a different size or dtype is an error, because a wrong size is usually a mistake.
         With True, a table may have more rows or another dtype than in the checkpoint. With
-        "shrink", a table may also have fewer rows, and its last saved rows are not loaded. New rows
-        and their slots have the initial values of `collection.init(state.key)` for the returned
-        `state`. If the dtype of a table is narrower than in the checkpoint, the saved values are
-        rounded to nearest. A keyed table with enough rows loads all saved keys, whatever `resize`
-        is. To resize a tensor train, pass the old `tt_p_shapes` with a different first number.
+        "shrink", a table may also have fewer rows: the rows at the end of the saved table are not
+        loaded. New rows and their slots have the initial values of `collection.init(state.key)` for
+        the returned `state`. If the dtype of a table is narrower than in the checkpoint, the saved
+        values are rounded to nearest. A keyed table with enough rows loads all saved keys, whatever
+        `resize` is. To resize a tensor train, pass the old `tt_p_shapes` with a different first
+        number.
 
     Returns: the `EmbeddingState`, or with `others` a pair of the state and the loaded `others`.
 

@@ -141,7 +141,7 @@ class CheckpointManager:
           step: number of updates done so far. With a collection, leave `step` out, because a state
             contains its number of updates.
           others: any pytree to save together with a state, such as dense parameters.
-          metadata: values that JSON can hold, such as the position in the input data
+          metadata: values that can be encoded as JSON, such as the position in the input data
             (`{"input": iterator.get_state()}`).
 
         Raises:

@@ -47,15 +47,17 @@ def accepted_facts(
 ) -> Tables:
     """Metadata of the saved tables, with the sizes and dtypes that the collection expects.
 
-    The caller compares the result with `expected`, so it finds only differences that a load cannot
-    remove. The description of a storage is replaced only if the storage can be resized.
+    The caller compares the result with `expected`, and reports every difference as an error.
+    Therefore the result has only differences that a load cannot resolve by resizing a table or
+    converting its dtype. The entry `storage`, which describes the storage of a table, is replaced
+    only if the storage can be resized.
 
     Args:
       saved: metadata of the tables in the checkpoint, by name.
       tables: specs of the collection, by name.
       expected: metadata of the tables of the collection, by name.
-      shrinks: whether a table may have fewer rows than in the checkpoint. The last saved rows are
-        then not loaded.
+      shrinks: whether a table may have fewer rows than in the checkpoint. The rows at the end of
+        the saved table are then not loaded.
 
     Raises: ValueError: a table has fewer rows than in the checkpoint, and `shrinks` is False. The
       error message names the table.

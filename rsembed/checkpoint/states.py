@@ -288,8 +288,9 @@ def in_memory(array: Leaf) -> Leaf:
 def belongings(tree: PyTree) -> Facts:
     """Metadata of the tables that the arrays in a tree belong to, by path in the tree.
 
-    The metadata come from fingerprints. The path is the path of an `EmbeddingState`, of another
-    named tuple with a fingerprint in its field `layout`, or of a single fingerprint.
+    The metadata are read from the fingerprints in the tree. Each path in the result is the path of
+    an `EmbeddingState`, of another named tuple with a fingerprint in its field `layout`, or of a
+    single fingerprint.
 
     Raises: TypeError: keys of a dictionary in the tree cannot be sorted.
     """

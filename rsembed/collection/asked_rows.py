@@ -64,8 +64,8 @@ class AskedRows(Rows):
     distinct row to the owner. A device requests a row by its row number.
 
     Args:
-      capacity: largest number of rows that a device requests from one owner in an exchange round.
-        None: `default_capacity`.
+      capacity: maximum number of distinct rows that a device requests from one owner in one
+        exchange round. None: the result of `default_capacity`.
     """
 
     capacity: int | None = None
@@ -220,7 +220,7 @@ class AskedRows(Rows):
         return keys, keys.is_key.astype(jnp.int32)
 
     def _arrival(self, request: Request, num_ids: int) -> Int[Array, " nnz"] | None:
-        """Rank of each received key. New keys get rows in ascending order of their ranks.
+        """Rank of each received key in the order in which new keys get rows.
 
         Args:
           request: request that an owner received.
@@ -244,7 +244,7 @@ class AskedRows(Rows):
         )
 
     def _no_rows(self, wanted: Wanted) -> Array:
-        """Initial `RowGradients.rows`, all padding.
+        """Initial value of `RowGradients.rows`, with padding in all entries.
 
         The array has room for all rows that this device can receive in all exchange rounds.
         """
@@ -339,7 +339,7 @@ class AskedKeys(AskedRows):
 
     def _no_rows(self, wanted: Wanted) -> Array:
         most_rows = wanted.entry_of.shape[0] * self.num_shards
-        num_columns = len(wanted.lanes) + 1  # One more column counts the occurrences of each key.
+        num_columns = len(wanted.lanes) + 1  # One column has the number of occurrences of each key.
         return jnp.zeros((most_rows, num_columns), jnp.uint32)
 
     def _combined(self, request: Request, gradients: Array) -> Combined:

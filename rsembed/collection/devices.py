@@ -72,7 +72,7 @@ class Devices:
 
     @functools.cached_property
     def num_parts_here(self) -> int:
-        """If an array has the partition `split`, number of its parts on devices of this process."""
+        """Number of parts on devices of this process, for an array with the partition `split`."""
         mesh = self.known_mesh
         if mesh is None:
             return self.num_devices

@@ -60,18 +60,20 @@ class EmbeddingCollection:
       mesh: mesh of devices that share the tables. None: one device.
       sharding_axis: axis or axes of the mesh over which samples and tables are split. None: all
         axes. Devices along other axes hold copies of the tables.
-      placement: placement of the tables, by table name or one for all. With `row`, the default of
-        most tables, neighbouring rows have different owners. With `table`, each table has one
-        owner. With `column`, every device has some columns of all rows. With `replicated`, every
+      placement: one placement for all tables, or a mapping from table names to placements. With the
+        placement `row`, the default of most tables, neighbouring rows are on different devices.
+        With the placement `table`, all rows of a table are on one device. With the placement
+        `column`, every device has some columns of all rows. With the placement `replicated`, every
         device has a copy of the table.
-      exchange_capacity: with the placements `row` and `table`, the largest number of distinct rows
+      exchange_capacity: with the placements `row` and `table`, the maximum number of distinct rows
         that a device requests from one owner in one exchange round. A small capacity saves memory,
-        and a large capacity saves exchange rounds. None: a capacity with which a batch of skewed
-        ids needs one exchange round. Lookups and steps give the same results with every capacity,
-        unless a table with `storage=Hashed(...)`, or its list of keys that wait for admission,
-        becomes full within one batch. If one of them becomes full, the new keys of earlier rounds
-        get the last free rows, or the last free entries of the list. When a waiting key gets a row,
-        its entry in the list is free for a different key only in later rounds.
+        and a large capacity saves exchange rounds. None: a capacity that is usually large enough
+        for a single exchange round if the distribution of ids is skewed. Lookups and steps give the
+        same results with every capacity, unless a table with `storage=Hashed(...)`, or its list of
+        keys that wait for admission, becomes full within one batch. If the table or the list
+        becomes full, the new keys of earlier rounds get the last free rows or list entries. When a
+        waiting key gets a row, its entry in the list is free for a different key only in later
+        rounds.
       implementation: name of a kernel implementation. None: the fastest implementation that is
         available. With "reference", lookups and steps are plain JAX. With any other name, only the
         kernels that pool or update rows use this implementation. The kernels that look up keys
@@ -223,8 +225,8 @@ class EmbeddingCollection:
 
         Args:
           state: state of the collection. `state` stays valid.
-          wanted: for each stack on the host, a batch or the rows of `RowGradients`, as for
-            `host_rows.fetched`.
+          wanted: rows to copy for each stack on the host, by stack name: a batch that reads the
+            rows, or the rows of `RowGradients`. See `host_rows.fetched`.
         """
         if not self._on_host or is_traced((state, wanted)):
             return state
@@ -266,8 +268,8 @@ class EmbeddingCollection:
             have none.
 
         Raises:
-          ValueError: tables, optimizers or the layout of rows differ (the message names the
-            difference), or an array has the wrong shape or dtype.
+          ValueError: tables, optimizers or the layout of rows differ between the state and the
+            collection (the message names the difference), or an array has the wrong shape or dtype.
           TypeError: `state` is not an EmbeddingState.
           RuntimeError: the arrays of the state were donated, or this process was forked from a
             process that used JAX.
@@ -372,8 +374,8 @@ class EmbeddingCollection:
         current step. Rows of keys that are not in the dictionary do not change.
 
         To move a table to another storage, pass an array of all its rows. If the new storage is
-        keyed, row `i` of the array gets the key `i`. If it is a tensor train, its cores approximate
-        the array.
+        keyed, row `i` of the array gets the key `i`. If the new storage is a tensor train, its
+        cores approximate the array.
 
         Args:
           state: from `init`. The new state keeps the step number of `state`, from which optimizers
@@ -588,8 +590,8 @@ class EmbeddingCollection:
 
         Args:
           state: state before the step.
-          wanted: for each stack on the host, a batch or the rows of `RowGradients`, as for
-            `host_rows.fetched`.
+          wanted: rows to copy for each stack on the host, by stack name: a batch that reads the
+            rows, or the rows of `RowGradients`. See `host_rows.fetched`.
           step_stacks: `apply` or `update` of the engine.
           gradients: the row gradients for `apply`, or the batch and the output gradients for
             `update`.
@@ -604,7 +606,7 @@ class EmbeddingCollection:
         if fetched is state:
             return stepped
         # If the step raises an error, the caller's `state` must still be valid.
-        # `with_new_generation` makes `state` invalid, so the call comes after the step.
+        # `with_new_generation` makes `state` invalid, so it is called only after the step.
         return host_rows.with_new_generation(self._on_host, stepped)
 
     def _step_of(self, stack: StackPlan, state: EmbeddingState) -> Step:
@@ -635,9 +637,10 @@ def _shape_and_kind(leaf: object) -> tuple[tuple[int, ...], object]:
 
 
 def _first_differing(arrays: PyTree, expected: PyTree) -> tuple[PyTree, PyTree]:
-    """The entries of the first three stacks with a difference. Other trees are returned as a whole.
+    """Entries of `arrays` and `expected` for the first stacks that differ, at most three stacks.
 
-    A collection may have hundreds of stacks.
+    A collection may have hundreds of stacks, too many for an error message. If `arrays` or
+    `expected` is not a dictionary, both are returned unchanged.
     """
     if not isinstance(arrays, dict) or not isinstance(expected, dict):
         return arrays, expected

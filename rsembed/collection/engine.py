@@ -72,8 +72,8 @@ class Engine:
       stacks: stacks by name.
       devices: devices of the mesh.
       implementation: with "reference", the engine runs plain JAX everywhere, including storages and
-        exchanges. Any other name has no effect here, because each stack already passes its
-        implementation to the kernels.
+        exchanges. The engine ignores all other implementation names, because each stack already
+        passes its implementation to the kernels.
       side_by_side: if True, a lookup returns one array `[batch, sum of dims]` with the concatenated
         activations of all features, and `d_outputs` is an array of this shape. If False, the
         default, activations and `d_outputs` are dictionaries by feature.
@@ -173,9 +173,9 @@ class Engine:
           numbers: by stack, index of the step that follows the lookup. None: no step follows.
         """
         if self._has_all_rows:
-            # If the rows of every stack are in an array, no lookup needs the index of the next
-            # step. Without these indices, `lookup` and `lookup_vjp` of a collection share one
-            # compiled program.
+            # A lookup in an `ArrayStack` does not depend on the next step, so the index of the step
+            # is not passed. Therefore `lookup` and `lookup_vjp` of a collection share one compiled
+            # program.
             numbers = None
         activations, statistics = self._look_up(tables, numbers, batch)
         if isinstance(activations, dict):
@@ -216,7 +216,7 @@ class Engine:
         return [names for names in groups.values() if len(names) > 1]
 
     def _looked_up_together(self, tables: ByName, batch: PreparedBatch) -> dict[str, LookupResult]:
-        """Lookup results of the stacks in `_joint_stacks`, with one kernel call per group."""
+        """Lookup results of the groups of stacks in `_joint_stacks`, one kernel call per group."""
         results: dict[str, LookupResult] = {}
         none = jnp.zeros((), jnp.int32)
         for names in self._joint_stacks:
@@ -291,7 +291,7 @@ class Engine:
         return activations, statistics
 
     def _counts(self, batch: PreparedBatch) -> tuple[dict[str, Array], dict[str, Array]]:
-        """For each feature, the number of ids that contribute and of ids out of range."""
+        """For each feature, number of ids that contribute, and number of ids out of range."""
         num_ids: dict[str, Array] = {}
         num_out_of_range: dict[str, Array] = {}
         numbered: dict[str, Bags] = {}
@@ -443,7 +443,7 @@ class Engine:
 
 
 def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, " nnz_plus_1"]]:
-    """For each position in a list of ids, the number of keys and of invalid ids before it."""
+    """Number of keys, and number of invalid ids, before each position in a list of ids."""
     masks = bags.ids.is_key, is_invalid(bags.ids)
     counts = []
     for is_counted in masks:

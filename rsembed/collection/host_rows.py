@@ -83,8 +83,8 @@ class Prefetch:
                 "state, or serve from a checkpoint that a collection without storage= loaded."
             )
         self.storage.generation.check(on_host(params.generation))
-        # The compiled program does not need the array of rows. On a mesh, a program that returns
-        # one of its arguments copies the argument, so the array is left out.
+        # The compiled program does not need the array of rows, so the array is not passed to it. On
+        # a mesh, a program copies every argument that it returns unchanged.
         without_rows: PyTree = ()
         with_room, moves, num_failed = self._make_room(params._replace(rows=without_rows), wanted)
         if (num_failed := on_host(num_failed)).any():
@@ -167,8 +167,8 @@ def fetched(
     Args:
       prefetches: the `Prefetch` of each stack on the host, by stack name.
       state: state of the collection.
-      wanted: by stack name, a batch or the rows of `RowGradients`. For a batch, the function copies
-        the rows that the batch reads.
+      wanted: rows to copy, by stack name: a batch that reads the rows, or the rows of
+        `RowGradients`.
       donates: whether the arrays of `state` are donated. If False, `state` stays valid until
         `with_new_generation`.
     """

@@ -53,7 +53,7 @@ class HostStack(Stack):
         rows: ByTable,
         new_slots: ByTable = MappingProxyType({}),
     ) -> State:
-        """See `Stack.replaced`. Tables in `rows` include their slots, and `new_slots` is empty."""
+        """See `Stack.replaced`. Slots are also read from `rows`, and `new_slots` is not used."""
         del new_slots
         written = self.storage.with_tables(
             params,
@@ -115,7 +115,7 @@ class HostStack(Stack):
         table: TableSpec,
         rows: TableRows,
     ) -> ByName:
-        """Arrays of a table by name: `values`, and one `slot_<name>` per slot.
+        """Arrays of a table by name: rows as `values`, and each optimizer slot as `slot_<name>`.
 
         Arrays that are not in `rows` are taken from the state. If `rows` is None, all arrays are
         taken from the state.
@@ -146,7 +146,7 @@ class HostStack(Stack):
     def restored(self, tables: ByTable, slots: ByTable) -> State:
         """Parameters and slots from the result of `saved`.
 
-        Raises: ValueError: the names or shapes of the arrays do not fit the table.
+        Raises: ValueError: the names or shapes of the arrays do not match the table.
         """
         params, fresh_slots = self._fresh()
         rows_by_table = {}
@@ -213,11 +213,11 @@ class KeyedStack(HostStack):
     def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
         """Keys, rows and slots of every table in one dictionary, by table name.
 
-        The dictionaries in the first result include the slots, so the second result has an empty
-        dictionary for every table.
+        These dictionaries contain the slots, so the second result has an empty dictionary of slots
+        for every table.
         """
         # `params.key` has one PRNG key per shard and table. The PRNG keys of all shards are equal,
-        # so the file contains those of the first shard.
+        # so only the PRNG keys of the first shard are saved.
         key_data = on_host(jax.random.key_data(params.key))
         impl = jax.random.key_impl(params.key)
         tables = {}
@@ -232,7 +232,7 @@ class KeyedStack(HostStack):
     def restored(self, tables: ByTable, slots: ByTable) -> State:
         """Parameters and slots from the result of `saved`.
 
-        Raises: ValueError: the names or shapes of the arrays do not fit the table.
+        Raises: ValueError: the names or shapes of the arrays do not match the table.
         """
         del slots
         params, fresh_slots = self._fresh()
@@ -290,12 +290,12 @@ class KeyedStack(HostStack):
         leaves = np.zeros(is_of_table.shape, bool)
         leaves[rows] = True
         (leaves,) = self.devices.place_from_host([leaves], self.partition)
-        # The compiled program does not need the array of rows. On a mesh, a program that returns
-        # one of its arguments copies the argument, so the array is left out.
+        # The compiled program does not need the array of rows, so the array is not passed to it. On
+        # a mesh, a program copies every argument that it returns unchanged.
         nothing: PyTree = ()
         unused_for = reasons["unused_for"]
         if unused_for is None:
-            unused_for = 2**31 - 1  # Step numbers are int32, so no key is unused for longer.
+            unused_for = 2**31 - 1  # Step numbers are int32, so no key exceeds this limit.
         remaining = self._without(
             params._replace(rows=nothing),
             leaves,
@@ -320,7 +320,7 @@ def _picked(array: Array, places: Int[Array, " n"]) -> Array:
 
 
 def _without(params: DynamicTable, leaves: Bool[Array, " rows"], *forget: Array) -> DynamicTable:
-    """Removes the keys of the rows in `leaves` on one device. Returns new parameters.
+    """Removes the keys of the rows that `leaves` marks, on one device. Returns new parameters.
 
     Args:
       params: parameters on this device.

@@ -80,14 +80,14 @@ def prepare(
 
     Args:
       features: features by name.
-      source: a batch. With `read`, any value that `read` converts to a batch.
+      source: a batch, or if `read` is passed, any value that `read` converts to a batch.
       devices: devices of the mesh.
       bounds_check: "raise" or "ignore", see `EmbeddingCollection`.
       what: name of the batch, for the error message if the batches of the processes do not match.
       read: function that checks `source` and returns the batch. If `read` raises an error in one
         process, all processes raise an error. None: `source` is the batch.
       lists: by feature name, the name of the feature's stack. The bags of all ragged features of a
-        stack are joined into one list of ids. None: the features are not joined.
+        stack are joined into one list of ids. None: no bags are joined.
       made_for: identity of the collection, from `identity_of`. If `source` is a `PreparedBatch` for
         a collection with this identity, `source` is returned unchanged.
     """
@@ -177,9 +177,9 @@ def _members(
     bags: Mapping[str, Bags],
     lists: Mapping[str, str],
 ) -> dict[str, list[str]]:
-    """By stack, names of the ragged features that are joined into one list of ids.
+    """By stack, names of the ragged features with bags that go into the stack's list of ids.
 
-    Inside `jit`, no features are joined.
+    Features with traced bags are left out, because these bags are not joined into a list.
     """
     members: dict[str, list[str]] = {}
     for name, bags_of_feature in bags.items():
@@ -198,9 +198,10 @@ def _places(
     The result is sorted by name.
 
     Args:
-      members: by stack, names of the features with bags in the list of the stack, in the order of
+      members: by stack, names of the features with bags in the stack's list of ids, in the order of
         the bags.
-      num_bags: by feature name, number of the feature's bags in each part of the list.
+      num_bags: by feature name, number of the feature's bags in the part of the list for each
+        device.
     """
     places = {}
     for stack, names in members.items():
@@ -226,7 +227,7 @@ class Ragged(NamedTuple):
 
     @property
     def first_bags(self) -> np.ndarray:
-        """Index of each feature's first bag, and at the end the number of all bags."""
+        """Index of each feature's first bag, followed by the total number of bags."""
         return offsets_of(np.fromiter(self.num_bags.values(), np.int64))
 
     def bags_of(self, names: Sequence[str]) -> Bags:
@@ -490,11 +491,11 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
 
 
 def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int]:
-    """Text that describes the bags of a feature, and ids per bag if the bags become an array.
+    """Text that describes the bags of a feature, and width of the array that the bags become.
 
     The text must be equal in all processes. On a mesh, ragged bags that are not joined into a list
-    become an array `[bags, width]`. The width is the `common_width` of the bags of this process.
-    For all other bags, the width is 0.
+    become an array `[bags, width]`. For these bags, the returned width is the `common_width` of the
+    bags of this process. For all other bags, the returned width is 0.
 
     Raises: ValueError: ragged bags are traced, so they cannot be split over the mesh.
     """
@@ -514,7 +515,7 @@ def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int
 
 
 def _padded(bags: Bags, width: int) -> PyTree:
-    """Converts bags to an array of ids, or with weights, to a pair of arrays of ids and weights.
+    """Converts bags to an array of ids, or if they have weights, to a pair `(ids, weights)`.
 
     Ragged bags become arrays `[bags, width]`. Ids are padded with `-1`, and weights with 0. If the
     bags come from an array, the result has the shape of that array.
