@@ -383,7 +383,7 @@ class EmbeddingCollection:
             `state._replace(step=jnp.int32(int(old_state.step)))`.
           tables: new values by table name.
           slots: new optimizer state by table name, in the form of the method `slots` or of
-            `load(path).tree["slots"]`. Slots of a keyed table are in the order of its `keys` in
+            `load(path).tree["slots"]`. Slots of a keyed table are in the order of the `keys` in
             `tables`. If `tables` does not contain the table, the slots are in the order of the keys
             that `tables(state)` returns. None: slots do not change, except for the replaced rows of
             keyed tables. Each replaced row gets its slots from the dictionary of the table, or
@@ -528,7 +528,7 @@ class EmbeddingCollection:
         return activations, functools.partial(self.row_gradients, batch)
 
     def row_gradients(self, batch: Batch, d_activations: ActivationGradients) -> RowGradients:
-        """Gradients of the distinct rows of a batch, from the gradients of its activations.
+        """Gradients of the distinct rows of a batch, from the gradients of the activations.
 
         `row_gradients` needs only the batch and the gradients, and does not read the tables.
         """

@@ -183,7 +183,7 @@ class Engine:
         return activations, statistics
 
     def gradient_shardings(self) -> tuple[tuple[str, NamedSharding, NamedSharding], ...] | None:
-        """Name of each stack, and shardings of its rows and values in `RowGradients`.
+        """Name of each stack, and shardings of the stack's rows and values in `RowGradients`.
 
         On a single device, the result is None.
         """
