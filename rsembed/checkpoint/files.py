@@ -174,7 +174,7 @@ class Contents(NamedTuple):
         Args:
           tree: tree to save, see `save`.
           owners: metadata of the tables that the arrays in `tree` belong to, from `belongings`. A
-            load compares them with the metadata of the template.
+            load compares these metadata with the metadata of the template.
           step: number of updates done so far.
           metadata: values that can be encoded as JSON, see `save`.
 
