@@ -1,4 +1,4 @@
-"""Fingerprints of the tables and the layout that a state, an input or a file belongs to.
+"""Fingerprints, which identify the tables and the layout of a state, an input or a file.
 
 The shape of an array does not tell which row belongs to which id: the arrays of one table on two
 and on four devices can have equal shapes, but different orders of rows. A `Fingerprint` holds the
@@ -24,9 +24,9 @@ import numpy as np
 
 MAX_DIFFERENCES_SHOWN = 6
 ELSEWHERE = "elsewhere"
-"""Name of the metadata entry of an incomplete state, such as a state without the rows on the host.
+"""Name of the metadata entry that marks a state as incomplete, such as a state without host rows.
 
-The value of this metadata entry tells users what to save in place of the incomplete state.
+The value of this entry tells users what to save in place of the incomplete state.
 """
 
 

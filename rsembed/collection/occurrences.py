@@ -31,8 +31,8 @@ class Occurrences(NamedTuple):
       call: kernel call that looks up the ids. For keyed tables, the ids in `call` are indices into
         `keys`. For other tables, they are row numbers. Padding is `NO_ROW`.
       keys: 64-bit keys that the batch looks up, for keyed tables. None: ids are row numbers.
-      table: index of the stack's array among the tables of `call`.
-      dims: row length of each table that `call` reads. Empty if `call` reads a single table.
+      table: index of the stack's array among the arrays that `call` reads, 0 by default.
+      dims: row length of each array that `call` reads. Empty if `call` reads a single array.
     """
 
     call: Call
@@ -41,9 +41,9 @@ class Occurrences(NamedTuple):
     dims: tuple[int, ...] = ()
 
     def gradients(self, d_outputs: Sequence[Array]) -> CallGradients:
-        """Argument of the backward kernels: the call, and the gradients of its outputs.
+        """Argument of the backward kernels: the lookup call, and the gradients of its outputs.
 
-        If the call reads a single table, `d_outputs` may have only some columns of the outputs.
+        If the call reads a single array, `d_outputs` may have only some columns of the outputs.
         """
         dims = self.dims
         if not dims:
@@ -106,8 +106,8 @@ def bags_of(
 ) -> tuple[list[Bags], list[Segment]]:
     """Lists of ids for a kernel call that looks up some features, and one segment per feature.
 
-    A list of ids is returned as `Bags`, and can contain the bags of several features. The segment
-    of a feature has the index of a list, and the range of the feature's bags in this list.
+    Each list is a `Bags` object, which can hold the bags of several features. The segment of a
+    feature has the index of the feature's list, and the range of the feature's bags in this list.
     """
     all_bags: list[Bags] = []
     segments: list[Segment] = []
@@ -163,7 +163,7 @@ def row_numbers(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
 
 
 def keys_in_bags(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-    """Ids of a batch as 64-bit keys. Ids that belong to no bag become padding."""
+    """Ids of a batch as 64-bit keys. Ids that belong to no bag are replaced by padding."""
     all_bags, segments = bags_of(batch, layout.stack.features)
     lists = []
     all_keys = []
@@ -192,7 +192,7 @@ def _tables_of_keys(
 
     Args:
       layout: tables and features of the stack.
-      number: index of the list among the lists of the kernel call.
+      number: index of the list in the kernel call.
       bags: ids of the list, and their bags.
       segments: for each feature of the stack, the range of the feature's bags in a list.
     """
@@ -214,7 +214,7 @@ def _tables_of_keys(
 
 
 def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
-    """Converts row numbers to `Keys`. `NO_ROW` becomes padding."""
+    """Converts row numbers to `Keys`. Entries that are `NO_ROW` become padding keys."""
     high = jnp.zeros(rows.shape, jnp.uint32)
     low = rows.astype(jnp.uint32)
     return Keys(high, low, is_key=rows != NO_ROW)

@@ -59,7 +59,7 @@ def placement_of_tables(
       devices: devices that share the tables.
       placement: one placement for all tables, or a mapping from table names to placements. A
         placement for all tables has no effect on tables with a storage that does not support this
-        placement. None requests no placement for any table.
+        placement. If None, no placement is requested for any table.
 
     Raises:
       ValueError: a placement or table is unknown, the storage of a named table does not support its
@@ -148,7 +148,7 @@ def make_stacks(
     stacks: dict[str, Stack] = {}
     for stack in plan.stacks:
         tables = tuple(specs[table.name] for table in stack.tables)
-        # A single device has all rows, so no row is requested from an owner.
+        # A single device has all rows, so it requests no rows from other devices.
         placement = "replicated"
         if devices.num_devices > 1:
             placement = placements[tables[0].name]
@@ -254,8 +254,8 @@ class LogicalTables:
       stacks: stacks of the collection by name.
 
     Attributes:
-      on_host: for each stack with storage `HostCached`, by name, the `Prefetch` that moves rows
-        between host and device.
+      on_host: mapping from the name of each stack with storage `HostCached` to the `Prefetch` that
+        moves its rows between host and device.
       apart: stacks of keyed tables and of tables on the host, by name. A file stores each table of
         the stacks in `apart` separately.
     """
@@ -451,7 +451,7 @@ class LogicalTables:
 
 
 def _of_numpy(values: PyTree) -> PyTree:
-    """A user's table, with arrays of other libraries (pandas, torch) converted to numpy arrays."""
+    """Converts arrays of other libraries (pandas, torch) in `values` to numpy arrays."""
     if isinstance(values, Mapping):
         return {name: foreign_to_numpy(part) for name, part in values.items()}
     if isinstance(values, tuple):

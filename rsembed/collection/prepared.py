@@ -39,7 +39,7 @@ class Listed(NamedTuple):
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False, repr=False)
 class PreparedBatch(Mapping[str, PyTree]):
-    """A batch for compiled programs, as a mapping from features to their ids.
+    """A batch that compiled programs accept, as a mapping from the name of a feature to its ids.
 
     A `PreparedBatch` is a pytree: a prepared batch can be an argument of `jit` and can be donated,
     and prepared batches of equal sizes can be stacked for `lax.scan`. The ids of all ragged
@@ -53,8 +53,8 @@ class PreparedBatch(Mapping[str, PyTree]):
     are split over the devices. In each part, the offsets start at 0.
 
     Args:
-      lists: for each stack with ragged features, by name, the list with the bags of these features.
-        Within each part of the list, the bags of a feature are consecutive.
+      lists: mapping from the name of each stack with ragged features to a list with the bags of
+        these features. Within each part of the list, the bags of a feature are consecutive.
       arrays: ids of the features that are not in `lists`, by feature name: an array, a pair of ids
         and weights, or `Bags`.
       listed: for each ragged feature, a pair of its name and a `Listed`, which shows where the bags
@@ -246,8 +246,8 @@ def room_for(bags: Sequence[Bags], num_parts: int) -> int:
     """Number of ids, padding included, in each part of a list with the bags of several features.
 
     The number is one of the sizes that `size_of_list` returns, unless the ids of every feature are
-    already padded. In this case, all parts together have at least as many ids as the padded
-    features, and a list with one part has exactly as many.
+    already padded. Then a list with one part has exactly as many ids as the padded features
+    together. In a list with several parts, all parts together have at least as many.
     """
     if not bags:
         return 0
@@ -273,7 +273,10 @@ def room_for(bags: Sequence[Bags], num_parts: int) -> int:
 
 
 def _ends_of_parts(bags: Bags, num_parts: int) -> np.ndarray:
-    """Index of the first id in each part of a feature's bags, followed by the number of ids."""
+    """Boundaries between the parts of a feature's bags, as indices into the feature's ids.
+
+    The first index is 0, and the last index is the number of ids.
+    """
     bags_per_part = bags.num_bags // num_parts
     first_bags = np.arange(num_parts + 1) * bags_per_part
     return np.asarray(bags.offsets)[first_bags]

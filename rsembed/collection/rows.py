@@ -49,9 +49,9 @@ LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]
 class Rows(abc.ABC):
     """Base class: looks up and updates the rows of a stack on the devices of a mesh.
 
-    `look_up`, `row_gradients` and `update` return a result. In classes for sharded rows, they
-    return a generator, which yields requests to the owners of rows, so that the requests of all
-    stacks share one exchange (`exchange.together`).
+    In most classes, `look_up`, `row_gradients` and `update` return their result directly. In
+    classes for sharded rows, they return a generator instead. The generator yields requests to the
+    owners of rows, so that the requests of all stacks share one exchange (`exchange.together`).
 
     Args:
       devices: devices of the mesh.
@@ -107,8 +107,8 @@ class Rows(abc.ABC):
         Args:
           params: parameters of the storage on this device.
           batch: ids of this device's samples.
-          number: index of the step that follows the lookup. If this step will give a row to a new
-            key, the lookup already reads the initial values of the row for this key. None: no step
+          number: index of the step that follows the lookup. If a key has no row yet, but gets one
+            in that step, the lookup already reads the initial values of this row. None: no step
             follows, and a key without a row reads zeros.
         """
 
@@ -177,7 +177,7 @@ class Rows(abc.ABC):
         return keys
 
     def _rounded(self, step: Step) -> Step:
-        """A copy of `step` with the rounding function for the rows of this device."""
+        """A copy of `step` with the stochastic-rounding function for the rows of this device."""
         rounding = self.storage.rounding(step.rounding, self.shard, step.resident_rows)
         return dataclasses.replace(step, rounding=rounding)
 
@@ -230,7 +230,7 @@ class Rows(abc.ABC):
         return [self.devices.gather(d_output) for d_output in d_outputs]
 
     def _gradients_of_all(self, batch: Occurrences, d_outputs: Sequence[Array]) -> CallGradients:
-        """Argument of the backward kernels: the global batch, and its output gradients."""
+        """Argument of the backward kernels: a lookup of the global batch, and output gradients."""
         global_batch = batch.of_all(self.devices)
         return global_batch.gradients(self._of_all(d_outputs))
 
@@ -308,8 +308,8 @@ class ColumnRows(ArrayRows):
     def gradient_partitions(self) -> tuple[PartitionSpec, PartitionSpec]:
         """Partition specs of the rows and the values of `RowGradients`.
 
-        Every device has the row numbers of all rows, and the gradients of the columns that it
-        stores.
+        The row numbers are copied to every device. The gradients are split by column, like the
+        table.
         """
         return PartitionSpec(), self.partition
 
@@ -340,7 +340,7 @@ class NumberedRows(Rows):
     """Rows of a storage that translates row numbers, for example to slots of a cache."""
 
     def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as row numbers. Numbers are consecutive over the stack's tables."""
+        """Ids of the batch as row numbers, which are consecutive over the tables of the stack."""
         return row_numbers(batch, layout)
 
     def look_up(
@@ -397,7 +397,7 @@ class NumberedRows(Rows):
         return self._step(params, slots, gradients, step)
 
     def _call_of_rows(self, call: Call, rows: Int[Array, " nnz"]) -> Call:
-        """`call` with ids replaced by row indices: `rows` has one row index for each id."""
+        """A copy of `call` that looks up `rows`, which has one row index for each id in `call`."""
         return call.with_ids(rows)
 
 
@@ -422,11 +422,11 @@ class KeyedRows(NumberedRows):
         return rows, values
 
     def _call_of_rows(self, call: Call, rows: Int[Array, " nnz"]) -> Call:
-        """`call` with the row of each key, and with the weights that the lookup used.
+        """A copy of `call` that looks up `rows`, with the same weights as in the lookup of keys.
 
-        A mean counts all keys in the bag, even keys without a row, but a call with row indices
-        ignores keys without a row. The factors of the mean are therefore computed from `call`. They
-        become the weights of the returned call, which has the combiner "sum".
+        In the mean of a bag, all keys count, even keys without a row. A kernel call does not count
+        ids that are `NO_ROW`. Therefore, the weight of each key in the mean is computed from
+        `call`, and the returned call sums the rows with these weights.
         """
         call_of_rows = call.with_ids(rows)
         lists = list(call_of_rows.lists)
@@ -447,7 +447,7 @@ class KeyedRows(NumberedRows):
 class TrainRows(NumberedRows):
     """Rows that are computed from a few parameters, such as tensor-train cores.
 
-    Every device has all parameters, and every step updates all of them. A device computes the
+    Every device has all parameters, and every step updates all of them. Each device computes the
     gradients of its samples. The sum of these gradients has the same bits on every device, so all
     copies of the parameters stay equal.
     """
@@ -473,9 +473,9 @@ class TrainRows(NumberedRows):
         step: Step,
     ) -> State:
         """See `Rows`."""
-        # Every device has the gradients of all rows, and `_step_all` sums over the devices.
-        # Each device passes a different part of the rows to `_step_all`, so that no gradient is
-        # counted twice.
+        # On every device, `values` has the gradients of all rows, and `_step_all` adds up the
+        # gradients of all devices. Each device therefore passes a different part of the rows to
+        # `_step_all`, so that no gradient is counted twice.
         device_of_row = jnp.arange(rows.shape[0]) % self.devices.num_devices
         rows_here = jnp.where(device_of_row == self.devices.index(), rows, NO_ROW)
         gradients = CallGradients.of_rows(rows_here, values)

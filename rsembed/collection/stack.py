@@ -41,17 +41,17 @@ class EmbeddingState(NamedTuple):
     """State of a collection: everything that training changes. Donate the state to your step.
 
     Args:
-      tables: for each stack, by name, one array `[rows, dim]`, or the parameters of the stack's
-        storage. On a mesh, all rows of the first shard come first, followed by the rows of the
-        second shard. `EmbeddingCollection.tables` returns the rows of each table in order of their
-        ids.
-      slots: for each stack, by name, the optimizer state of its tables.
+      tables: mapping from the name of a stack to one array `[rows, dim]`, or to the parameters of
+        the stack's storage. On a mesh, all rows of the first shard come first, followed by the rows
+        of the second shard. `EmbeddingCollection.tables` returns the rows of each table in order of
+        their ids.
+      slots: mapping from the name of a stack to the optimizer state of its tables.
       step: number of updates so far.
       key: PRNG key of stochastic rounding, used for nothing else.
-      layout: fingerprint of the layout of rows: which table, id and optimizer each row of an array
-        belongs to (from `RowLayout.facts`, by stack). Checkpoints use the fingerprint, and a
+      layout: fingerprint of the layout of rows: the table, the id and the optimizer of each row of
+        the arrays (from `RowLayout.facts`, by stack). Checkpoints use the fingerprint, and a
         collection rejects a state with a different layout. None: the layout of rows is not checked.
-        A state that a user has built from arrays has None here.
+        If a user builds a state from arrays, `layout` is None.
     """
 
     tables: ByName
@@ -166,7 +166,7 @@ class Stack:
         return jax.eval_shape(self.slots, params, slots)[table.name]
 
     def counts(self, params: Params) -> dict[str, dict[str, np.ndarray]]:
-        """Counters of each table by name, with one number per shard.
+        """Counters of each table, by table name and counter name, with one number per shard.
 
         If the storage has no counters, the dictionary of each table is empty.
         """
@@ -183,7 +183,8 @@ class Stack:
     def check_start(self, params: Params, slots: SlotTree) -> None:
         """Checks the initial values of the stack.
 
-        A storage that draws rows during training checks these rows when it draws them.
+        The default implementation checks nothing. A table on the host checks its initial rows
+        later, when training draws them.
 
         Raises: ValueError: a custom initializer gave a number that is not finite.
         """
@@ -225,8 +226,8 @@ class ArrayStack(Stack):
             for array in (params, *slots):
                 check_finite(array, f"stack {self.layout.stack.name!r}", way_out=WAY_OUT)
         except ValueError:
-            # The error message above names only the stack. Check one table after the other, so that
-            # the new error message names the table. `values` copies the tables, so this check runs
+            # The error message above names only the stack. Check the tables one by one, so that the
+            # new error message names the table. `values` copies the tables, so this check runs
             # only after an error.
             for table_name, values in self.values(params, slots).items():
                 where = f"table {table_name!r}: what its initializer gives"
@@ -237,8 +238,8 @@ class ArrayStack(Stack):
 def call_of(stacks: Sequence[Stack], batch: PreparedBatch) -> Call:
     """One kernel call that looks up several stacks of dense rows on one device.
 
-    Table `k` of the returned call is the array of `stacks[k]`. The call has one segment for each
-    feature. The features of `stacks[0]` come first, then the features of `stacks[1]`, and so on.
+    The returned call reads one array for each stack: array `k` is the array of `stacks[k]`. The
+    outputs are the features of `stacks[0]`, then the features of `stacks[1]`, and so on.
     """
     features: list[FeaturePlacement] = []
     for stack in stacks:

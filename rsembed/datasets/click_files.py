@@ -30,7 +30,7 @@ from rsembed.datasets.files import (
 NUM_NUMBERS = 13
 NUM_CATEGORIES = 26
 TRAINING_FILE = "train.txt"
-"""Name of the log with labels in the archive of Kaggle's competition."""
+"""Name of the file with labelled rows in the archive of Kaggle's competition on Criteo's data."""
 LABEL_NAMES = ("label", "click")
 """Possible names of the label column. If the first line contains one of them, it is a header."""
 MOST_DIGITS = 16
@@ -155,7 +155,7 @@ def criteo_chunks(
 
 
 def _regrouped(chunks: Iterator[CriteoLog], rows: int) -> Iterator[CriteoLog]:
-    """The rows of `chunks` in new chunks of `rows` rows."""
+    """Regroups rows into chunks of `rows` rows. The last chunk may have fewer rows."""
     waiting: list[CriteoLog] = []
     num_waiting = 0
     for part in chunks:
@@ -206,8 +206,8 @@ class Columns(NamedTuple):
       separator: the byte between two fields, a tab or a comma.
       num_columns: number of fields in each line.
       label: index of the field with the label.
-      numbers: index of the field of each numeric feature, by name of the feature.
-      categories: index of the field of each categorical feature, by name of the feature.
+      numbers: mapping from the name of each numeric feature to the index of its field.
+      categories: mapping from the name of each categorical feature to the index of its field.
     """
 
     separator: bytes
@@ -222,7 +222,7 @@ def _chunks(
 ) -> Generator[CriteoLog, None, None]:
     """Iterator over chunks of rows, one chunk for each block of the file.
 
-    The call checks that the file exists, but only the first chunk opens the file.
+    The call checks only that the file exists. The file is opened when the first chunk is requested.
     """
     file_path = Path(path).expanduser()
     if not file_path.is_file():
@@ -430,8 +430,8 @@ def _keys(
         longer = keys * np.uint64(16) + digits[:, position]
         keys = np.where(is_pad[:, position], keys, longer)
     signed = keys.view(np.int64)
-    # A key of -1 means no id. The category with 16 digits f has these bits and gets the key -2, as
-    # in `rs.hash_keys`.
+    # A key of -1 means no id. The category "ffffffffffffffff" has the bits of -1, so it gets the
+    # key -2 instead. `rs.hash_keys` also replaces -1 by -2.
     signed[signed == -1] = -2
     signed[is_pad[:, 0]] = missing
     return signed

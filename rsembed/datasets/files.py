@@ -21,7 +21,7 @@ from rsembed.progress import progress
 BLOCK_BYTES = 1 << 20
 """Number of bytes that are read from a file at a time."""
 MOST_LINE_BYTES = 1 << 20
-"""Smallest number of bytes at which a line may be rejected as too long.
+"""A line with this number of bytes or more can be rejected. A shorter line is never too long.
 
 Without a limit, a file without line ends would be read as one line.
 """
@@ -212,8 +212,8 @@ class Block(NamedTuple):
     Attributes:
       first_line: index of the block's first line in the file, counted from 1.
       text: the lines, including their line ends.
-      has_end: whether the last line ends with a line end in the file. If False, a line end was
-        added to `text`.
+      has_end: whether the last line ends with a line end in the file. If `has_end` is False, `text`
+        ends with a line end that is not in the file.
     """
 
     first_line: int
@@ -230,7 +230,8 @@ def line_blocks(
 
     Args:
       file: open file, positioned at the beginning of a line.
-      source: the source from which `file` was opened, for its name and size.
+      source: the `SourceFile` that was opened as `file`. Its name is used in error messages, and
+        its size in the progress bar.
       first_line: index of the first line to read, counted from 1, for error messages.
       description: text beside the progress bar.
 

@@ -85,13 +85,13 @@ def zipf_ids(
 
 
 def _generator(purpose: str, *seeds: int) -> np.random.Generator:
-    """A random generator for one purpose, independent of the generators for other purposes."""
+    """A random generator for `purpose`, independent of the generators for other purposes."""
     purpose_number = zlib.crc32(purpose.encode())
     return np.random.Generator(np.random.PCG64([purpose_number, *seeds]))
 
 
 def id_of_rank(vocabulary_size: int, *seeds: int) -> np.ndarray:
-    """The id of each popularity rank, a random permutation that depends only on the seeds."""
+    """The id of each popularity rank: a random permutation, the same for equal arguments."""
     generator = _generator("zipf shuffle", *seeds)
     return generator.permutation(vocabulary_size).astype(np.int32)
 

@@ -21,9 +21,9 @@ FEWEST_RATINGS = 20
 NUM_VISITS = 4
 TASTE_DIM = 4
 TASTE_STRENGTH = 6.0
-"""Factor of the inner product of taste vector and item vector in the log-odds of a rating.
+"""Weight of the inner product of taste vector and item vector in the log-odds of a rating.
 
-If this factor were 0, the films that a user rates would not depend on the user's taste.
+If this weight were 0, the films that a user rates would not depend on the user's taste.
 """
 TASTE_NOISE = 0.6
 """Length of the random part of an item vector or a taste vector.
@@ -52,7 +52,7 @@ class TasteLaw:
       first_days, last_days: first and last visit of every user, in days from the beginning of the
         log.
       item_vectors: vector of every item. The larger the inner product of item vector and taste, the
-        more likely the user rates the item.
+        more likely the user is to rate the item.
       log_popularity: logarithm of every item's popularity.
       release_days: release day of each item, negative for a release before the log begins.
     """
@@ -333,7 +333,7 @@ def _visits(
     num_items = len(law.item_vectors)
     ends = counts[:, None] * np.arange(NUM_VISITS + 1) // NUM_VISITS
     counts_of_visits = np.diff(ends, axis=1)
-    # The first visit is at moment 0 of a user's career, and the last visit at moment 1.
+    # `moments` are fractions of the time from a user's first visit (0) to the last visit (1).
     inner = np.sort(generator.random((num_users, NUM_VISITS - 2)), axis=1)
     first = np.zeros((num_users, 1))
     last = np.ones((num_users, 1))

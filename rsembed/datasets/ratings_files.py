@@ -69,8 +69,8 @@ class Form:
     """A file format of a log of ratings.
 
     Attributes:
-      ratings_name, films_name: names of the file of ratings and the file of films. A name that
-        begins with a dot is only the extension of the file name.
+      ratings_name, films_name: names of the file of ratings and the file of films. Names that begin
+        with a dot are only the extensions, and without them, both files have the same name.
       separator: string between two fields in a line of ratings.
       columns: names that the header gives to the columns of user, film, stars and time, in this
         order. An empty tuple if the file of ratings has no header.
@@ -145,7 +145,7 @@ def _films_of_u_item(text: str) -> Iterator[Film]:
 
 
 def _films_of_recbole(text: str) -> Iterator[Film]:
-    """Films of a `.item` file of RecBole: tabs between columns with a header, spaces between genres."""
+    """Films of RecBole's `.item` file: a header, tabs between columns, spaces between genres."""
     lines = _lines(text)
     header = lines[0].split("\t")
     column_of = {}
@@ -206,31 +206,31 @@ def movielens(
 ) -> RatingsLog:
     """Ratings of a MovieLens data set, from a folder or an archive, in chronological order.
 
-    All sizes of MovieLens can be read. The names of the files show the format:
+    The function reads MovieLens data sets of all sizes. The names of the files show the format:
 
     * ml-latest-small, ml-latest, ml-20m, ml-25m and ml-32m: `ratings.csv`, `movies.csv`
     * ml-1m and ml-10m: `ratings.dat`, `movies.dat`
     * ml-100k: `u.data`, `u.item`
     * RecBole's versions of these data sets: `.inter`, `.item`
 
-    The files may be in UTF-8 or in Latin-1. `generated_ratings` generates a log with the same
-    attributes without a file.
+    The files may be in UTF-8 or in Latin-1. `generated_ratings` draws a log at random, and needs no
+    file.
 
     If `path` is None, `movielens` looks for a log in the folder or archive that the environment
     variable `RSEMBED_DATA` names, then for ml-1m in pooch's cache. A log is downloaded only with
     `download=True`.
 
     The licence of MovieLens allows research, with acknowledgement and without a claim that
-    GroupLens endorses the research. Commercial use needs the permission of GroupLens. Some sizes
-    must not be redistributed, so MovieLens is not part of this library.
+    GroupLens endorses the research. Commercial use needs the permission of GroupLens. Some of the
+    data sets must not be redistributed, so MovieLens is not part of this library.
 
     Args:
       path: a folder with the two files, a zip or tar archive of the two files, or the file of
         ratings. A folder is searched two levels deep, and must have only one log.
       download: whether ml-1m (6 MB) may be downloaded into the cache folder, False by default. If
         the server does not answer within 5 seconds, nothing is downloaded.
-      max_users: number of users to keep, in ascending order of their ids. A hundred users are
-        enough for a quick test. If None, all users are kept.
+      max_users: number of users to keep. The users with the smallest ids are kept. A hundred users
+        are enough for a quick test. If None, all users are kept.
 
     Returns:
       The log. Ratings with equal times stay in the order of the file. Reading takes about 120 bytes
@@ -429,7 +429,8 @@ def _read_films(form: Form, file: SourceFile) -> tuple[np.ndarray, tuple[str, ..
     genres = []
     for item_id in item_ids.tolist():
         film = films[item_id]
-        titles.append(film.title.strip())  # ml-100k has "Two Friends (1986) "
+        # In ml-100k, some titles end with a space, such as "Two Friends (1986) ".
+        titles.append(film.title.strip())
         genres.append(set(film.genres).difference(NO_GENRES))
     return item_ids, tuple(titles), genres
 

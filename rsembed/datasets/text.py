@@ -28,7 +28,7 @@ class Published:
 
     Attributes:
       reader: name of the function that reads the file, for messages.
-      name: name of the file, in any folder and in the cache.
+      name: name of the file, by which it is found in a folder or in the cache.
       title: description of the content.
       url: address of the file on the web.
       known_hash: `algorithm:digest` of the content.
@@ -41,7 +41,7 @@ class Published:
     known_hash: str
 
     def read(self, path: str | os.PathLike[str] | None, *, download: bool) -> tuple[bytes, str]:
-        """Content of the published file, or of a different file at `path`, and its origin.
+        """Content of the published file or of a different file, and a text on where it comes from.
 
         Args:
           path: a file, or a folder with the file. If None, the file is read from the path in the
@@ -50,7 +50,7 @@ class Published:
             within 5 seconds, nothing is downloaded.
 
         Returns:
-          The content, and a description of the origin for the user.
+          The content, and a text that tells users where the content comes from.
 
         Raises:
           FileNotFoundError: there is no such file at `path`, or `path` is None and no file was
@@ -60,7 +60,7 @@ class Published:
         return self.check(self._find(path, download))
 
     def check(self, file: Path) -> tuple[bytes, str]:
-        """Content of a file, and a description of its origin.
+        """Content of a file, and a text that tells users where the content comes from.
 
         Raises: ValueError: the file is called `name`, but its checksum is not `known_hash`.
         """
@@ -292,10 +292,10 @@ def _bundled_file(name: str) -> Path:
 def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
     """Word ids of the text that `shakespeare` reads, numbered as in jax-tpu-embedding's tutorial.
 
-    Use `load_shakespeare` to compare a model with this tutorial. Id 0 stands for the most frequent
-    word and for all unknown words. In the result of `shakespeare`, the most frequent word has id 1,
-    and id 0 stands only for unknown words. Each of the `vocab_size` most frequent words has a
-    different id.
+    Use `load_shakespeare` to compare a model with the model of the tutorial. Id 0 stands for the
+    most frequent word and for all unknown words. In the result of `shakespeare`, the most frequent
+    word has id 1, and id 0 stands only for unknown words. Each of the `vocab_size` most frequent
+    words has a different id.
 
     Example:
       >>> load_shakespeare(2048).dtype

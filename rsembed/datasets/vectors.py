@@ -17,9 +17,9 @@ from jaxtyping import Bool, Float32
 from rsembed.checks import PositiveInt, describe, validated
 
 MAX_WORD_BYTES = 65_536
-"""Bytes for the word in the limit on the length of a line, see `MAX_NUMBER_BYTES`."""
+"""Number of bytes that a line may use for its word, see `MAX_NUMBER_BYTES`."""
 MAX_NUMBER_BYTES = 64
-"""Bytes for each number, with the space before it, in the limit on the length of a line.
+"""Number of bytes that a line may use for each number, including the space before the number.
 
 To bound the memory, a line of a file must have fewer than
 `MAX_WORD_BYTES + dim * MAX_NUMBER_BYTES` bytes.
@@ -168,9 +168,9 @@ def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
 
 
 def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Pairs `(line, True)` for lines in memory, see `_lines_of_file`.
+    """Pairs of a line from memory and True, which means that the line is complete.
 
-    Each line is converted to bytes without a line end.
+    Each line is converted to bytes without a line end. `_lines_of_file` yields such pairs, too.
     """
     for number, line in enumerate(lines, start=1):
         if isinstance(line, str):
@@ -250,7 +250,7 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     numbers = stripped[len(word) + 1 :]
     first = numbers.partition(b" ")[0]
     last = numbers.rpartition(b" ")[2]
-    # If one number is missing after a word with spaces, `first` is the last part of the word.
+    # If a line has a word with spaces and lacks one number, `first` is the last part of the word.
     if num_spaces < dim or not _is_number(first) or not _is_number(last):
         raise ValueError(f"it has not a word and {dim} numbers, {_shown(line)}")
     last_of_word = word.rpartition(b" ")[2]

@@ -351,7 +351,8 @@ def _array_of(name: str, data: bytes) -> np.ndarray:
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,
     }
-    # The header is a Python literal, so Python's parser may raise the last three errors.
+    # The header is a Python literal, so Python's parser may raise `SyntaxError`, `RecursionError`
+    # or `MemoryError`.
     header_errors = (KeyError, ValueError, SyntaxError, RecursionError, MemoryError)
     try:
         version = np.lib.format.read_magic(file)
@@ -374,8 +375,8 @@ class CSVFileFDOClient(FileFDOClient):
 
     Except for the file format, `CSVFileFDOClient` works like `NPZFileFDOClient`. The first line of
     a file is the header `key,values`. Each further line is
-    `<stack>_<statistic>,<values separated by spaces>`, and holds one statistic of one stack in one
-    batch.
+    `<stack>_<statistic>,<values separated by spaces>`, and holds one statistic of one stack, in one
+    batch or as the maximum over all batches.
 
     Args:
       base_dir: folder of the files, which all processes must be able to read and write.

@@ -62,9 +62,9 @@ def zipf_exponent(
     logs_of_counts = np.log(np.arange(1, popular_first.size + 1))
     mean_log = float(popular_first @ logs_of_counts / popular_first.sum())
     # Ranks are grouped into blocks, because a sum over all ranks would be slow. The first few
-    # hundred blocks have only one rank each. In each later block, the number of ranks is less than
-    # 1 % of the first rank of the block, even for 2^64 ranks. The resulting exponent differs by
-    # less than 1e-6 from the exponent with a sum over all ranks.
+    # hundred blocks have only one rank each. In each later block, the last rank is at most 1 %
+    # larger than the first rank, even for 2^64 ranks. The resulting exponent differs by less than
+    # 1e-6 from the exponent with a sum over all ranks.
     starts = np.unique(np.floor(np.geomspace(1.0, num_ranks + 1.0, NUM_RANK_BLOCKS)))
     ranks_per_block = np.diff(starts)
     logs = np.log(starts[:-1] + (ranks_per_block - 1) / 2)
@@ -134,9 +134,8 @@ class IdCounter:
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_pending = 0
         self._num_batches = 0
-        # Entry `i` is the number of rows that were last looked up in batch `_first_batch + i`. Rows
-        # that were last looked up before batch `_first_batch` are not even in the largest simulated
-        # cache.
+        # Entry `i` is the number of rows that were last looked up in batch `_first_batch + i`. No
+        # simulated cache still has rows that were last looked up before batch `_first_batch`.
         self._rows_by_last_batch: np.ndarray = np.zeros(0, np.int64)
         self._first_batch = 0
 
@@ -199,7 +198,8 @@ class IdCounter:
         divisors = np.maximum(rows_by_batch, 1)
         for number, cache_rows in enumerate(self._cache_rows):
             # Rows that were last looked up in the same batch count as equally recent. If a cache
-            # has space for only half of these rows, half of the lookups of these rows are hits.
+            # has space for only half of these rows, half of the lookups of these rows count as
+            # hits.
             free_rows = cache_rows - used_later
             cached_share = np.clip(free_rows / divisors, 0.0, 1.0)
             self._hits[number] += reused @ cached_share

@@ -73,7 +73,7 @@ class IdFigures:
         hit rate is the number of hits divided by the number of distinct ids, where both numbers are
         sums over all batches. Rows that were last looked up in the same batch count as equally
         recent. If a cache has space for only half of these rows, half of the lookups of these rows
-        are hits.
+        count as hits.
       counts: number of lookups of each distinct id, the most frequent id first.
     """
 
@@ -115,8 +115,8 @@ DATA_COLUMNS = {
 }
 """Columns of the first printed table, which describes the ids.
 
-Each key is the heading of a column. Each value is the format string for the column's cells, with an
-`IdFigures` as its argument.
+The dictionary maps the heading of each column to the format string for the cells of the column. The
+argument of the format string is an `IdFigures`.
 """
 NEEDS_COLUMNS = {
     "hottest 1 %": "{0.hottest_share:.1%}",
@@ -131,8 +131,8 @@ NEEDS_COLUMNS = {
 }
 """Columns of the second printed table: how skewed the ids are, and figures on shards and caches.
 
-Each key is the format string for the heading of a column, and each value is the format string for
-the column's cells. The argument of both is an `IdFigures`.
+The dictionary maps the format string for the heading of each column to the format string for the
+cells of the column. The argument of both format strings is an `IdFigures`.
 """
 
 
@@ -198,7 +198,7 @@ class IdReport:
         for name in drawn:
             figures = self.tables[name]
             counts = figures.counts
-            # With keys, the batches can have more distinct ids than the table has rows.
+            # A keyed table can be looked up with more distinct ids than it has rows.
             num_rows = max(figures.num_rows, len(counts))
             plot.plot_id_frequency(counts, ax=frequency_ax, label=name)
             plot.plot_coverage(counts, num_rows=num_rows, ax=coverage_ax, label=name)
@@ -218,16 +218,16 @@ def _text_table(rows: Mapping[str, IdFigures], columns: Mapping[str, str]) -> st
     """A table as text: a line with the headings of the columns, and a line for each row.
 
     Args:
-      rows: mapping from the name of each row to the `IdFigures` that the row shows.
-      columns: mapping from format strings for headings to format strings for the cells below, as in
-        `NEEDS_COLUMNS`.
+      rows: the `IdFigures` to print in each row, by the name at the beginning of the row.
+      columns: mapping from the format string for the heading of a column to the format string for
+        its cells, as in `NEEDS_COLUMNS`.
     """
     names = ["feature", *rows]
     width = max(map(len, names))
     lines = [name.ljust(width) for name in names]
     for heading, cell in columns.items():
-        # A heading contains at most the first `IdFigures`, `{0}`. `format` ignores the other
-        # arguments.
+        # A heading can refer only to the first `IdFigures`, as `{0}`. `str.format` ignores
+        # arguments that the heading does not refer to.
         texts = [heading.format(*rows.values())]
         for figures in rows.values():
             texts.append(cell.format(figures))
@@ -258,7 +258,7 @@ def describe(
     Args:
       collection: the collection with the features, and the tables that they read.
       batches: any iterable of batches, each in a form that `collection.prepare` accepts. With
-        several processes, pass the batches of this process before they are prepared.
+        several processes, pass unprepared batches, which have only the ids of this process.
       num_shards: number of shards for which loads and partitions are counted. If None, `num_shards`
         is the number of devices on the collection's mesh, or 8 without a mesh.
       max_distinct_ids: maximum number of distinct ids of a table, 50 million by default. If a table

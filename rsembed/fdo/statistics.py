@@ -50,12 +50,12 @@ class SparseDenseMatmulInputStats:
         entries that a core of the device sends to the shard.
       max_unique_ids_per_partition: for each pair of a local device and a shard, the largest number
         of distinct rows that a core of the device requests from the shard.
-      required_buffer_size_per_sc: buffer slots that each core needs, padding included. A partition
-        fills whole tiles of 8 slots.
+      required_buffer_size_per_sc: buffer slots that each core needs, padding included. Each
+        partition is padded to a multiple of 8 slots.
       id_drop_counters: number of dropped ids, duplicates included.
-      id_drops_by_table: number of dropped ids for each table and each limit, for one batch only.
-        FDO clients store the drops of each stack (`id_drop_counters`), but not the drops of
-        each table.
+      id_drops_by_table: number of dropped ids for each table and each limit. These numbers exist
+        only in the statistics of one batch, because FDO clients store the number of dropped ids of
+        each stack (`id_drop_counters`), but not of each table.
     """
 
     max_ids_per_partition: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -142,7 +142,7 @@ KINDS: dict[str, str] = {
     "required_buffer_size": "required_buffer_size_per_sc",
     "id_drop_counters": "id_drop_counters",
 }
-"""Mapping from the end of a stored name, `<stack>_<end>`, to the attribute with the statistic."""
+"""Mapping from the suffix of a stored name, `<stack>_<suffix>`, to the name of an attribute."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
