@@ -38,7 +38,7 @@ WAY_OUT = "give one that makes finite numbers of the table's dtype"
 
 
 class EmbeddingState(NamedTuple):
-    """State of a collection: everything that training changes. Donate the state to your step.
+    """State of a collection: everything that training changes. Donate it to the training step.
 
     Args:
       tables: mapping from the name of a stack to one array `[rows, dim]`, or to the parameters of

@@ -101,8 +101,9 @@ def files_in(path: Path) -> Iterator[list[SourceFile]]:
     Args:
       path: a folder, or an archive (zip, tar, tar.gz).
 
-    Raises: ValueError: `path` is neither a folder nor an archive, or a member has more than
-      `MOST_RATIO` times the size of the archive (and more than `archives.MOST_UNPACKED_BYTES`).
+    Raises: ValueError: `path` is neither a folder nor an archive, or a member is more than
+      `MOST_RATIO` times as large as the archive and has more than `archives.MOST_UNPACKED_BYTES`
+      bytes.
     """
     with contextlib.ExitStack() as stack:
         if path.is_dir():
@@ -224,7 +225,7 @@ class Block(NamedTuple):
 def line_blocks(
     file: io.BufferedIOBase, source: SourceFile, *, first_line: int, description: str
 ) -> Iterator[Block]:
-    """Blocks of whole lines, with a progress bar in terminals and notebooks.
+    """Yields blocks of whole lines, and shows a progress bar in terminals and notebooks.
 
     Carriage returns before line ends are dropped.
 

@@ -220,8 +220,8 @@ def shakespeare(
         only if the file is called `tinyshakespeare.txt`.
       download: whether the corpus (1.1 MB) may be downloaded into the cache folder, False by
         default. If the server does not answer within 5 seconds, nothing is downloaded.
-      max_words: number of words to keep from the beginning. A few hundred words are enough for a
-        quick test. If None, all words are kept.
+      max_words: number of words to keep from the beginning of the text. A few hundred words are
+        enough for a quick test. If None, all words are kept.
 
     Returns:
       The text. The attribute `source` describes where the text comes from.

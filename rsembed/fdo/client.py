@@ -204,7 +204,7 @@ class FileFDOClient(FDOClient):
         _wait_for_all_processes("rsembed.fdo.publish")
 
     def load(self) -> SparseDenseMatmulInputStats:
-        """Reads the newest file of each client of each process.
+        """For every client in every process, reads the newest file of the client.
 
         The next file that this client writes also contains the loaded statistics.
 
@@ -229,7 +229,7 @@ class FileFDOClient(FDOClient):
         return statistics
 
     def _read(self) -> tuple[dict[Path, tuple[int, str]], list[History]]:
-        """Reads the newest files. Returns the result of `_newest`, and the history in each file."""
+        """Reads the files that `_newest` finds. Returns its result and the history in each file."""
         while True:
             files = self._newest()
             histories = []
@@ -262,7 +262,7 @@ class FileFDOClient(FDOClient):
             raise ValueError(f"{name} in {str(self._folder)!r} cannot be read: {error}") from error
 
     def _newest(self) -> dict[Path, tuple[int, str]]:
-        """Finds the newest file of each client of each process.
+        """For every client in every process, finds the newest file of the client.
 
         Returns: mapping from the path of a file to the process index and the CRC in the file's
           name. If the name contains no CRC, the CRC is "".

@@ -245,7 +245,7 @@ def describe(
     num_shards: PositiveInt | None = None,
     max_distinct_ids: PositiveInt = 50_000_000,
 ) -> IdReport:
-    """Report on the ids of batches, with a printed form and a method `plot`.
+    """Report on the ids of batches, which can be printed, or drawn by its method `plot`.
 
     The report shows how skewed the ids are, how many ids are missing or out of range, and the
     effect of limits, shards and caches. `IdFigures` documents each number of the report. `describe`
