@@ -35,7 +35,7 @@ def table_key(key: PRNGKeyArray, table_name: str) -> PRNGKeyArray:
 
 
 def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> KeyOrKeys:
-    """The random keys of several tables, equal to results of `table_key`, in one array."""
+    """One array with the random key of each table, the same key that `table_key` returns."""
     numbers = [zlib.crc32(name.encode()) for name in table_names]
     fold_in = functools.partial(jax.random.fold_in, key)
     return jax.vmap(fold_in)(np.asarray(numbers, np.uint32))
@@ -58,8 +58,9 @@ def initial_rows(
       rows: row numbers. They may be in any order.
       width: number of columns to compute, as for `form`. The leading columns are the row. None, the
         default: `embedding_dim`.
-      factors: factors in place of those of the initializer, as in `Form.factors`, so that one
-        compiled program serves several tables. None, the default: the initializer's factors.
+      factors: values that replace the factors of the initializer, in the order of `Form.factors`,
+        so that one compiled program serves several tables. None, the default: the initializer's
+        factors.
 
     Raises:
       TypeError: the initializer does not accept `(key, shape)`.
@@ -284,12 +285,12 @@ class _RowEvaluator:
         of length `num_rows`, because the values of such an array may depend on the number of rows.
         False by default.
       dim: length of a row. Only needed with `width`.
-      width: number of columns to compute in place of `dim`. None, the default: `dim`. A computation
+      width: number of columns to compute instead of `dim`. None, the default: `dim`. A computation
         that depends on the number of columns is rejected.
 
     Attributes:
-      replace_factor: function of a float32 constant by which values of rows are multiplied or
-        divided, which returns the factor to use. None, the default: the constant itself.
+      replace_factor: function that maps a float32 constant, by which row values are multiplied or
+        divided, to the factor to use. None, the default: the constant itself.
     """
 
     replace_factor: Callable[[float], ArrayLike] | None = None
@@ -314,7 +315,8 @@ class _RowEvaluator:
         self.only_cuts = only_cuts
         self.dim = dim
         self.width = dim if width is None else width
-        # Results of `_scaled` by `id`, each with the array before all factors and their product.
+        # For the `id` of each result of `_scaled`: the result, the array before any factor was
+        # applied, and the product of all factors.
         self.unscaled: dict[int, tuple[Array, Array, np.float32]] = {}
 
     def evaluate(self, trace: ClosedJaxpr, key: KeyOrKeys) -> Array:
@@ -347,8 +349,9 @@ class _RowEvaluator:
     def _scaled(self, array: Array, factor: np.float32) -> Array:
         """An array times a constant.
 
-        Constants by which an array is multiplied one after the other become one factor, as XLA
-        does it. Otherwise, the results would depend on whether XLA knows a factor.
+        If an array is multiplied by several constants in turn, the product of the constants becomes
+        a single factor. XLA does the same, but only with factors that are constants at compile
+        time. Otherwise, the results would depend on whether a factor is such a constant.
         """
         if id(array) in self.unscaled:
             _, array, previous = self.unscaled[id(array)]
@@ -392,8 +395,8 @@ class _RowEvaluator:
             raise _MixesRowsError
         if has_row_axis and name == "random_bits":
             bit_width = params["bit_width"]
-            # With `only_key`, rows of 16-bit random numbers are not drawn one by one, because the
-            # values would depend on how XLA fuses operations.
+            # With `only_key`, 16-bit random numbers are not drawn for the requested rows only,
+            # because the values would depend on how XLA fuses operations.
             key = arrays[0]
             is_direct = key is self.only_key and bit_width == 32
             if self.only_key is None or is_direct:

@@ -135,7 +135,7 @@ def _choices(
 
 
 def check_implementation(implementation: str | None) -> None:
-    """Checks that the named implementation can run here. The name None passes.
+    """Checks that the named implementation can run here. None is always accepted.
 
     Raises:
       ValueError: the name is unknown.
@@ -271,8 +271,8 @@ def lookup(
     Args:
       tables: tables that the call's segments read.
       call: lists of ids and the segments that read them.
-      quantization: applied to every row before pooling. If it is set, `tables` must hold only one
-        table. None means no quantization.
+      quantization: function that is applied to every row before pooling. If it is set, `tables`
+        must hold only one table. None means no quantization.
       implementation: name of the only implementation to try. None: all implementations, in
         order of preference.
     """

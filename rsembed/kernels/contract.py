@@ -200,7 +200,7 @@ class Place(NamedTuple):
     Args:
       output: index of the output in the call.
       start: index of the segment's first number in the flattened output.
-      stride: distance between the starts of consecutive vectors, in numbers.
+      stride: number of positions between the starts of consecutive vectors in the flattened output.
     """
 
     output: int
@@ -241,7 +241,7 @@ class Call:
     def with_ids(self, entries: Int[Array, " nnz"]) -> Call:
         """A copy of the call with new ids, which are row numbers of one table.
 
-        `entries` is the concatenation of the new ids of all lists.
+        `entries` has the new ids of all lists, one list after the other.
         """
         lists = []
         first = 0

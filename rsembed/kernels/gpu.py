@@ -65,7 +65,8 @@ class Tiling(NamedTuple):
       max_columns: maximum number of columns that one program of a lookup pools.
       num_warps: number of warps (32 threads) of a program that holds `num_numbers` values.
       piece_entries: number of consecutive entries of the sorted batch in a piece. If all entries of
-        a piece read the same row, a separate kernel sums the piece before rows are summed.
+        a piece read the same row, a separate kernel computes the sum of the piece first, and the
+        main kernel then adds this sum.
     """
 
     num_bags: int = 8
@@ -217,11 +218,12 @@ def _sum_bags(
       refs: references to the arrays from `_operands`, and to the array from `_pieces` if
         `has_pieces`.
       bags: indices of the bags to pool.
-      columns: columns of the rows to pool.
+      columns: indices of the columns to pool.
       combiner: combiner of the bags.
       num_bags: number of bags. An index in `bags` that is `num_bags` or more is padding.
-      stride: number of bounds per bag. With 1, the default, the bounds are offsets, so a bag ends
-        where the next bag starts. With 2, the bounds of a bag are its start and its end.
+      stride: number of positions per bag in the array of bounds. With 1, the default, the bounds
+        are offsets, so a bag ends where the next bag starts. With 2, the array has a start and an
+        end for each bag.
       has_pieces: whether the last reference in `refs` is for the array from `_pieces`, False by
         default. If True, the kernel adds the sum of each piece that is completely inside a bag, and
         does not read the entries of the piece.
@@ -245,7 +247,7 @@ def _sum_bags(
     def read_entries(turn: Index) -> tuple[Array, Array]:
         """Gain and vector of entry `turn` of every bag.
 
-        The entries of summed pieces are not counted.
+        `turn` does not count the entries of pieces that are already summed.
         """
         entry = start + turn
         is_after_pieces = entry >= first_piece * length
@@ -486,7 +488,8 @@ def _step(
             if array.shape[1] == dim:
                 arguments.append((value,))
             else:
-                # An optimizer slot with one number per row has this number in every column.
+                # If an optimizer slot has one number per row, the rule gets the number in every
+                # column.
                 arguments.append(jnp.full(width, jnp.sum(value)))
         arguments.append((gradient,))
         for number in hyper:

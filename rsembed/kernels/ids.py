@@ -55,7 +55,7 @@ def rows_of_ids(
     Args:
       call: lists of ids, and the bags that each feature reads.
       table_places: `rsembed.places.Place` of each segment's table.
-      sizes: number of ids of each segment's table. Valid ids are `0` to `size - 1`.
+      sizes: vocabulary size of each segment's table. Valid ids are `0` to `size - 1`.
       spread: number of shards over which a table is spread.
       rows_per_shard: number of rows in every shard.
     """
@@ -124,11 +124,12 @@ class Partitions(NamedTuple):
     """Preprocessed entries that one device looks up in a stack of tables.
 
     The entries are sorted by core, by minibatch if there are minibatches, by shard and by row, in
-    this order. The entries of one core, minibatch and shard are a partition.
+    this order. The entries with the same core, minibatch and shard form a partition.
 
     Without minibatches, each core has one block of row pointers, relative to the first entry of the
-    core's buffer. With minibatches, each minibatch of each core has one block, core by core, and
-    row pointers are relative to the first entry of the device's buffer.
+    core's buffer. With minibatches, each minibatch of each core has one block of row pointers,
+    relative to the first entry of the device's buffer. These blocks are sorted by core, then by
+    minibatch.
 
     Attributes:
       row_pointers: position after the last entry of every partition. A block of row pointers has
@@ -218,7 +219,7 @@ def _partition_of_position(
         starts = jnp.where(is_used, starts, part_size)
     # The partition of a position is the number of partitions that start at or before the position,
     # minus 1. If several partitions start at the same position, only the last of them can have
-    # entries, and the number selects this last partition.
+    # entries. The count includes all of them, so the result is the last of them.
     part = int32_range(num_parts)
     num_starts = jnp.zeros((num_parts, part_size), jnp.int32)
     num_starts = num_starts.at[part[:, None], starts].add(1, mode="drop")
@@ -320,9 +321,9 @@ def block_ends(queues: Sequence[Queue]) -> tuple[Fit, Cuts]:
     """Whether all remaining entries for each owner fit in this exchange round.
 
     Returns: arrays `fit` and `cuts`. `fit[q, d]` is 1 if all remaining entries of queue `q` for
-      device `d` fit in this round, else 0. `cuts[:, q, d]` has the ordered lanes of the first entry
-      that does not fit, or zeros if all entries fit. If a queue has fewer lanes than another queue,
-      its last lane is repeated.
+      device `d` fit in this round, else 0. `cuts[:, q, d]` has the lanes of the first entry that
+      does not fit, from `Queue.ordered_lanes`, or zeros if all entries fit. If a queue has fewer
+      lanes than another queue, its last lane is repeated.
     """
     fit = []
     first_left = []
@@ -366,7 +367,8 @@ def round_places(
       fit: minimum of the `fit` of `block_ends` over all devices. It is 1 for a queue and owner if
         the remaining entries of all devices fit in this round, else 0.
       cuts: for each queue and owner with `fit` 0, the minimum of the `cuts` of `block_ends` over
-        the devices with `fit` 0. Only entries less than this minimum are sent to the owner.
+        the devices with `fit` 0. Only entries with smaller lanes than this minimum are sent to the
+        owner.
 
     Returns: `(entries, cursors, any_left)`. For each queue, `entries` has the entries to send, with
       `NO_ROW` in unused slots, and `cursors` has the cursor after this round. `any_left` is True if

@@ -41,7 +41,7 @@ CLAIM = -(2**31)
 If several keys claim a slot, the first key of the call has the smallest claim and gets the slot.
 """
 MIN_WIDTH = 2048
-"""`_probe_all` does not shrink arrays of at most `MIN_WIDTH` unfinished keys further."""
+"""`_probe_all` stops shrinking its arrays of unfinished keys at `MIN_WIDTH` or fewer keys."""
 
 Distinct = tuple[
     tuple[Shaped[Array, " nnz"], ...],
@@ -266,7 +266,10 @@ def ranks(
     num_tables: int,
     tell_apart: Callable[..., Distinct] = distinct,
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"]]:
-    """Rank of each marked entry in its table, and the number of marked entries of each table.
+    """Rank of each marked entry, and the number of marked entries of each table.
+
+    The rank is the number of earlier marked entries of the same table. Entries without a mark have
+    meaningless ranks.
 
     Args:
       marks: whether each entry is marked.
@@ -279,8 +282,8 @@ def ranks(
         num_marked = jnp.sum(marks, dtype=jnp.int32)
         return rank, num_marked[None]
     owners = jnp.where(marks, table, num_tables)
-    # The only lane is the position of each entry. So no two entries are equal, and the entries of a
-    # table stay in order.
+    # The only lane of an entry is its position. So all entries are distinct, and the entries of
+    # each table stay in order.
     positions = int32_range(marks.shape[0])
     _, entry_of, _, offsets, _ = tell_apart(owners, [positions], num_owners=num_tables)
     rank = entry_of - offsets.at[table].get(mode="clip")
@@ -463,8 +466,8 @@ def _probe_all(
     Returns: the final state, and the result of the last probe of every key, `NO_ROW` for padding.
     """
     num_keys = keys.low.shape[0]
-    # Each loop probes `width` keys at a time. The loop ends when the number of unfinished keys is
-    # at most the next, smaller width.
+    # Each loop probes arrays of `width` keys. The loop ends when the unfinished keys fit in arrays
+    # of the next width, which is smaller.
     widths = [num_keys]
     while widths[-1] > MIN_WIDTH:
         widths.append(widths[-1] // 8)

@@ -708,9 +708,9 @@ def _list_operands(
 ) -> tuple[list[Array], list[int]]:
     """Operands of a native call for lists of ids, and three numbers that describe each list.
 
-    The three numbers are flags, the number of bags and the number of entries per bag. `Lists` of
-    csrc/arguments.h reads these numbers, and ignores the number of entries per bag if the list has
-    offsets.
+    The first number holds flags, the second is the number of bags, and the third is the number of
+    entries per bag. `Lists` of csrc/arguments.h reads these numbers, and ignores the number of
+    entries per bag if the list has offsets.
     """
     operands: list[Array] = []
     forms: list[int] = []
@@ -721,7 +721,8 @@ def _list_operands(
         if ids.offsets is not None:
             flags |= _HAS_OFFSETS
             offsets = ids.offsets
-            if offsets.dtype != jnp.int32:  # The native library clips int32 offsets.
+            # The native library clips int32 offsets to the valid range.
+            if offsets.dtype != jnp.int32:
                 offsets = as_offsets(offsets, ids.num_entries)
             operands.append(offsets)
         if with_weights and ids.weights is not None:

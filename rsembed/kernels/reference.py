@@ -38,7 +38,7 @@ from rsembed.kernels.contract import (
 from rsembed.optimizers.base import Slots
 
 NAME = "reference"
-# Mantissa bits of a float32 that a narrower dtype drops.
+# Number of mantissa bits of a float32 that a narrower dtype drops.
 _NUM_DROPPED_BITS = {
     jnp.dtype(jnp.float16): 13,
     jnp.dtype(jnp.bfloat16): 16,
@@ -202,9 +202,9 @@ def by_bag(
     values: Sequence[object],
     other: object,
 ) -> Array:
-    """Value of each entry's segment, or `other` if the entry is in no segment.
+    """For each entry, the item of `values` for its segment, or `other` if no segment has the entry.
 
-    The result is a scalar if all entries have the same value.
+    The result is a scalar if all bags have the same value and the same length.
     """
     numbers = np.full(ids.num_bags + 1, other)
     for segment, value in zip(segments, values, strict=True):
@@ -215,8 +215,8 @@ def by_bag(
         if are_equal.all():
             return jnp.asarray(numbers[0], dtype)
     bag = bag_of_entries(ids)
-    # An entry outside all bags has bag -1 or `num_bags`. Both indices select the last number, which
-    # is `other`.
+    # An entry outside all bags has bag -1 or `num_bags`. Both -1 and `num_bags` are indices of the
+    # last number, which is `other`.
     return jnp.asarray(numbers, dtype)[bag]
 
 

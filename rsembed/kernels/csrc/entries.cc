@@ -1,7 +1,7 @@
 // XLA FFI handler that sorts the entries of preprocessed SparseCore batches by sample.
 //
-// The handler computes `entries_by_sample` of rsembed/kernels/ids.py, which describes the buffers. Cores share no
-// samples, so threads count and write the entries of different cores in parallel.
+// The handler computes `entries_by_sample` of rsembed/kernels/ids.py, which describes the buffers. The SparseCores of a
+// device share no samples, so threads count and write the entries of different SparseCores in parallel.
 
 #include <algorithm>
 #include <cstdint>

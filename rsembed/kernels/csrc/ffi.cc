@@ -75,7 +75,7 @@ bool AdviseHugePages(void* data, size_t bytes, bool now) {
 // Pools the rows that every segment reads from its table, and writes the pooled rows to the segment's output.
 void PoolSegments(ffi::ThreadPool pool, const std::vector<Table>& tables, std::vector<Segment>& segments) {
   int64_t num_outputs = 0;
-  // A table without rows can have any number of columns, so int64 could overflow.
+  // A table without rows can have any number of columns, so these sizes could overflow int64.
   double num_bytes = 0.0, output_bytes = 0.0;
   for (const Segment& segment : segments) {
     const double row_bytes = 4.0 * static_cast<double>(tables[segment.table].dim);
@@ -319,7 +319,8 @@ ffi::Error ApplyRows(ffi::ThreadPool pool, ffi::AnyBuffer values, ffi::Remaining
 }
 
 // Implements `rsembed_gather_rows`. Item i of list k in `rets` is row `rows[i]` of array k in `args`. The arrays may
-// have any dtypes. For a row number outside the array, an item of an int32 list is `missing`, and other items are zero.
+// have any dtypes. If a row number is outside the array, the item is set to the value of `missing` in an int32 list,
+// and to zero in other lists.
 ffi::Error GatherRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::RemainingArgs args,
                       ffi::RemainingRets rets, int64_t missing) {
   Workers workers(pool);
@@ -353,9 +354,10 @@ ffi::Error GatherRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::R
 }
 
 // Computes `scatter_into` of rsembed/kernels/reference.py: copies item i of each list to row `rows[i]` of an array of
-// table `table`. `args` has the arrays of every table, one table after the other, and then the lists, as many as a table
-// has arrays. `rets` alias the arrays. If an item is longer than a row, its first bytes are copied. The rows must be
-// distinct, and row numbers outside the array are skipped.
+// table `table`. `args` has the arrays of every table, one table after the other, and then the lists, as many as a
+// table has arrays. `rets` are the same buffers as these arrays, which are updated in place. If an item is longer than
+// a row, only the first bytes of the item are copied. The rows must be distinct, and row numbers outside the array are
+// skipped.
 ffi::Error ScatterInto(ffi::ThreadPool pool, ffi::BufferR0<ffi::S32> table, ffi::BufferR1<ffi::S32> rows,
                        ffi::RemainingArgs args, ffi::RemainingRets rets) {
   Workers workers(pool);
@@ -495,11 +497,11 @@ extern "C" int64_t rsembed_num_cores() { return NumCores(); }
 
 extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return AdviseHugePages(data, bytes, true); }
 
-// Makes the allocator keep freed memory for later results. At the end of a heap, it keeps up to `bytes` bytes. By
-// default, the allocator returns freed memory to the system after every call. The next call then gets new pages, and
-// the system has to zero each new page in a page fault. Threads other than the main thread have heaps of 64 MB. The
-// allocator returns an empty heap to the system if the previous heap has M_TOP_PAD bytes free. Therefore M_TOP_PAD is
-// set to the size of the largest result.
+// Makes the allocator keep freed memory for later results. It keeps up to `bytes` bytes of free memory at the end of a
+// heap. By default, the allocator returns freed memory to the system after every call. The next call then gets new
+// pages, and the system has to zero each new page in a page fault. Threads other than the main thread have heaps of 64
+// MB. The allocator returns an empty heap to the system if the previous heap has M_TOP_PAD bytes free. Therefore
+// M_TOP_PAD is set to the size of the largest result.
 extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
 #if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD) && defined(M_TOP_PAD)
   // The size of a heap. Older versions of glibc accept at most half of this size as M_MMAP_THRESHOLD.

@@ -84,7 +84,7 @@ void AddParts(const List& list, std::vector<Part> segments, int32_t* rows, std::
 }
 
 // Computes the row of every id. `places` has seven numbers per segment: list, first bag, number of bags, the three
-// fields of a Place of rsembed/places.py, and the number of ids of the table.
+// fields of a Place of rsembed/places.py, and the vocabulary size of the table.
 ffi::Error RowsOfIds(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets,
                      ffi::Span<const int64_t> forms, ffi::Span<const int64_t> places, int64_t spread,
                      int64_t rows_per_shard) {
@@ -405,7 +405,8 @@ ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32
 
 // Computes the entries to send in this exchange round: the next entries for every owner, up to the capacity. If `fit`
 // is 0 for an owner, at least one device has too many remaining entries for this owner. In that case, `cuts` has the
-// least entry that does not fit on its device, and only entries less than this entry are sent.
+// smallest entry, over these devices, that does not fit in this round. Only entries smaller than this entry are sent,
+// and entries are compared by their lanes.
 ffi::Error RoundPlaces(ffi::BufferR2<ffi::S32> fit, ffi::BufferR3<ffi::U32> cuts, ffi::RemainingArgs args,
                        ffi::Result<ffi::BufferR0<ffi::PRED>> are_left, ffi::RemainingRets rets,
                        ffi::Span<const int64_t> num_lanes, ffi::Span<const int64_t> capacities) {

@@ -1,5 +1,5 @@
-// Partitions all stacks of a batch on the host, with the same results as rsembed/sparsecore/partitioner.py. Cores are
-// independent, so each core is a task, and the result does not depend on the number of threads.
+// Partitions all stacks of a batch on the host, with the same results as rsembed/sparsecore/partitioner.py. The
+// SparseCores are independent, so each of them is a task, and the result does not depend on the number of threads.
 #include <algorithm>
 #include <atomic>
 #include <cstdint>

@@ -43,8 +43,8 @@ struct PartitionStack {
   float* gains;
   int64_t* num_ids;     // [num_cores, num_shards], counted before ids are dropped
   int64_t* num_unique;  // [num_cores, num_shards]
-  // Number of dropped ids, [num_cores, num_features, kNumDropKinds], 0 on entry. All ids that are dropped from a table
-  // are counted for the first feature of the table.
+  // Number of dropped ids, [num_cores, num_features, kNumDropKinds], 0 on entry. If several features share a table, the
+  // dropped ids of all these features are counted for the first of them.
   int64_t* drops;
   int32_t gain_rule;
   int32_t drops_something;  // set if a limit is exceeded or a buffer is too small; 0 on entry

@@ -1,4 +1,4 @@
-// Partitions the ids of one core on the host, and writes the part of the buffers that belongs to this core.
+// Partitions the ids of one SparseCore on the host, and writes the part of the buffers that belongs to this core.
 //
 // The ids of each feature are in the order of the samples. The partitioner packs each entry into one number (shard,
 // row, sample), sorts the entries by (shard, row) with a stable radix sort, and merges entries with equal numbers. The
@@ -132,7 +132,7 @@ struct GainedItem {
   float gain;
 };
 
-// Partitions the ids of one core of a stack.
+// Partitions the ids that one SparseCore looks up in a stack.
 template <typename ItemType>
 class CorePartitioner {
   using Key = typename ItemType::Key;
@@ -417,8 +417,8 @@ class CorePartitioner {
   }
 
   // Writes the merged entries of a partition that are within the limits: at most `max_ids` entries of the first
-  // `max_unique` rows, until the buffer is full.
-  // Returns the number of entries written.
+  // `max_unique` rows, until the buffer is full. Returns the number of entries within `max_ids` and `max_unique`,
+  // including entries for which the buffer has no room.
   int64_t WriteWithinLimits(int64_t shard, int64_t pos) const {
     int64_t rank = 0, row_rank = 0, num_kept = 0;
     for (size_t g = 0; g < groups_.size(); ++g) {

@@ -24,8 +24,8 @@ namespace {
 template <int kDistance>
 inline Words rotated(Words x) { return x << kDistance | x >> (32 - kDistance); }
 
-// One Threefry round of kBlocks independent blocks. The rounds of one block depend on each other. The rounds of several
-// blocks are independent, so the processor can compute them in parallel.
+// One Threefry round of kBlocks independent blocks. Each round of a block needs the result of the block's previous
+// round. Several blocks are independent, so the processor can compute their rounds in parallel.
 template <int kBlocks, int kDistance>
 inline void threefry_round(Words* x, Words* y) {
   for (int k = 0; k < kBlocks; ++k) {

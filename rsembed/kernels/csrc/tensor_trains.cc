@@ -2,8 +2,9 @@
 //
 // Lookups are sorted by their slice of the grouped core (the core with the largest slices), then by all other slices,
 // so that equal rows are adjacent and computed once. Rows are computed tile by tile to bound the memory. For each tile,
-// threads first compute the rows (in the backward pass, the gradients of slices). Then each output is summed by one
-// thread in the order of the lookups, so the order of additions is fixed. The only caller is rsembed/tt/cores.py.
+// threads first compute the rows of the tile (in the backward pass, the gradients of slices). Then each output is
+// summed by one thread in the order of the lookups, so the order of additions is fixed. The only caller is
+// rsembed/tt/cores.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -123,8 +124,8 @@ Units MakeUnits(Workers& workers, const Call& call) {
   const int64_t count = sort.num_items();
   const Scratch<Keyed> keyed(count);
   workers.ForEachRange(count, 2048, [&](int64_t first, int64_t last) {
-    // A group has all lookups that use the same slice of the grouped core. Sort every group with its first lookup in
-    // [first, last).
+    // A group has all lookups that use the same slice of the grouped core. Sort each group that begins in [first,
+    // last).
     const auto begins = [&](int64_t i) { return i == 0 || sort.items()[i].row != sort.items()[i - 1].row; };
     while (first < last && !begins(first)) ++first;
     while (first < last) {
@@ -280,9 +281,10 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     const int32_t* const group_of = train.digits[grouped];
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
-      // A group has all units that use the same slice of the grouped core. A task handles every group with its first
-      // unit in the range of the task. The task adds the gradient of the slice that the group shares to the output. For
-      // the other cores, it writes gradients of single slices to `d_slices`, which `AddToRows` sums after all tasks.
+      // A group has all units that use the same slice of the grouped core. A task handles each group that begins in the
+      // task's range of units. All units of the group use one slice of the grouped core, and the task adds the gradient
+      // of this slice to the output. For the other cores, it writes gradients of single slices to `d_slices`, which
+      // `AddToRows` sums after all tasks.
       workers.ForEachRange(end - begin, kUnitsPerTask, [&](int64_t from, int64_t to) {
         const auto begins = [&](int64_t unit) {
           return unit == begin || group_of[units.examples[unit]] != group_of[units.examples[unit - 1]];

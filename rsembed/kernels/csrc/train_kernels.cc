@@ -189,8 +189,8 @@ struct Block {
   const float* slice(int64_t t, int64_t k) const {
     return train.cores[t] + train.digits[t][lookups[lookup_of(t, k)]] * train.size[t];
   }
-  // Products of slices of the cores 0 to t, `[num_products(t), product[t]]`. The scratch memory begins with these
-  // products for all t.
+  // Products of slices of the cores 0 to t: `num_products(t)` products of `train.product[t]` numbers each. The scratch
+  // memory begins with these products for all t.
   float* products(int64_t t) const {
     float* at = scratch;
     for (int64_t earlier = 0; earlier < t; ++earlier) at += kLookupsPerBlock * train.product[earlier];

@@ -27,7 +27,7 @@ struct Train {
   int64_t product[kMaxCores];  // numbers in a product of slices of the cores 0 to t
 };
 
-// Size of the scratch memory for one block of lookups, in numbers.
+// Number of floats in the scratch memory for one block of lookups.
 inline int64_t ScratchSize(const Train& train) {
   int64_t products = 0, most = 0, slices = 0;
   for (int64_t t = 0; t < train.num_cores; ++t) {
@@ -45,8 +45,8 @@ struct TrainKernels {
   // Backward pass of `rows`. `rows` must have been called before with the same `scratch`. All lookups use the same
   // slice of core `grouped`, and the gradient of this slice is added to `d_grouped`. The gradients of the slices of
   // other cores are written to `d_slices`, `[count, size]` for every core. If consecutive lookups have equal slices of
-  // all cores before core `grouped`, their gradients of these slices are summed. The sum is the gradient in `d_slices`
-  // of the first of these lookups, and `is_head` becomes true for this lookup only.
+  // all cores before core `grouped`, their gradients of these slices are summed. `d_slices` holds the sum at the first
+  // of these lookups, and `is_head` becomes true for this lookup only.
   void (*pull)(const Train&, const uint32_t* lookups, int64_t count, const float* d_rows, const float* transposed,
                float* d_grouped, float* const* d_slices, bool* is_head, float* scratch);
   // Writes the transpose of a slice `[left, columns * right]` to `out`.

@@ -159,8 +159,8 @@ inline Floats load_tail(const float* from, int64_t count) {
 
 template <typename T>
 inline Floats load_tail(const T* from, int64_t count) {
-  // A Pair joins the two parts in a register. If the parts were stored to memory one by one, a load of the whole vector
-  // would have to wait for both stores.
+  // The type Pair joins the two parts of 8 bytes in a register. If the parts were stored to memory one by one, a load
+  // of the whole vector would have to wait for both stores.
   typedef uint64_t Pair __attribute__((vector_size(16)));
   constexpr int64_t kColumns = 8 / sizeof(T), kBytes = sizeof(T);
   const Pair parts = {load_bytes(from, count * kBytes),
