@@ -101,8 +101,8 @@ class Form(NamedTuple):
     Args:
       program: cache key of the computation, without the values of `factors`.
       width: number of columns that the computation returns.
-      factors: float32 numbers by which the computation multiplies or divides all values of a row,
-        in the order of the computation.
+      factors: float32 numbers by which the computation multiplies all values of a row, in the order
+        of the computation. For a division, the factor is the reciprocal of the divisor.
     """
 
     program: Hashable
@@ -202,7 +202,10 @@ def _trace_of_one_row(initializer: CallableTableInitializer, dim: int) -> Closed
 
 
 def keyed_form(initializer: CallableTableInitializer, dim: int) -> Hashable:
-    """Cache key that is equal for initializers with which `keyed_rows` computes equal rows."""
+    """Cache key of an initializer.
+
+    If two initializers have equal cache keys, `keyed_rows` returns equal rows for both.
+    """
     trace = _trace_of_one_row(initializer, dim)
     if _has_constants(trace):
         return initializer, dim
@@ -276,7 +279,7 @@ class _RowEvaluator:
       num_rows: number of rows of the table. If the first axis of a two-dimensional array has this
         length, this axis is the row axis.
       lanes: 32-bit numbers of each requested row, which are folded into the random key one after
-        the other. If None, the row number is folded into the random key.
+        the other. None, the default: the row number is folded into the random key.
       only_key: random key of the initializer. With `only_key`, random bits must be drawn directly
         from this key, and a computation that splits the key is rejected.
       table: index of the table of each requested row, if `only_key` has one random key for each of
@@ -289,8 +292,9 @@ class _RowEvaluator:
         that depends on the number of columns is rejected.
 
     Attributes:
-      replace_factor: function that maps a float32 constant, by which row values are multiplied or
-        divided, to the factor to use. None, the default: the constant itself.
+      replace_factor: function that maps a float32 constant, by which row values are multiplied, to
+        the factor to use. For a division, the constant is the reciprocal of the divisor. None, the
+        default: the constant itself.
     """
 
     replace_factor: Callable[[float], ArrayLike] | None = None

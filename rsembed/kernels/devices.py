@@ -115,7 +115,8 @@ def provide_threads() -> None:
 def thread_settings(num_devices: int) -> dict[str, str]:
     """Environment variables for a process with `num_devices` CPU devices.
 
-    The dictionary is empty if XLA's pool already has enough threads.
+    The dictionary is empty if the CPU devices need no more threads than XLA's pool has, or if each
+    device has a separate pool.
     """
     is_set = os.environ.get("NPROC", "").isdecimal()
     likely = max(num_devices, _LIKELY_DEVICES)

@@ -224,9 +224,9 @@ def _sum_bags(
       stride: number of positions per bag in the array of bounds. With 1, the default, the bounds
         are offsets, so a bag ends where the next bag starts. With 2, the array has a start and an
         end for each bag.
-      has_pieces: whether the last reference in `refs` is for the array from `_pieces`, False by
-        default. If True, the kernel adds the sum of each piece that is completely inside a bag, and
-        does not read the entries of the piece.
+      has_pieces: whether the last item of `refs` is a reference to the array from `_pieces`, False
+        by default. If True, the kernel adds the sum of each piece that is completely inside a bag,
+        and does not read the entries of the piece.
     """
     from jax.experimental.pallas import triton
 

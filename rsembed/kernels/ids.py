@@ -136,7 +136,8 @@ class Partitions(NamedTuple):
         one position for each shard, and then padding if there are fewer than `ALIGNMENT` shards.
       embedding_ids: row number of every entry within its shard.
       sample_ids: sample number of every entry within its core.
-      gains: factor by which the row of every entry is multiplied before rows are summed by sample.
+      gains: factor by which the row of every entry is multiplied before the rows of a sample are
+        summed.
       num_minibatches: number of minibatches that each core uses. Later blocks of row pointers are
         unused. None without minibatches.
       num_cores: number of cores of the device.
@@ -244,9 +245,9 @@ def pack_blocks(
       arrays: arrays `[n, ...]` with the rows to gather, or blocks `[devices, capacity, ...]`.
         Either all arrays hold rows with equal shapes and dtypes, or all are lanes (arrays of 32-bit
         words), which become uint32.
-      rows: for each array, the numbers of the rows to gather into its blocks. Every item of `rows`
-        is None if the items of `arrays` are already blocks. A row number outside the array is
-        padding, for which the block gets `NO_ROW` if the array is int32, else zeros.
+      rows: for each array, the row numbers to gather into its blocks. Every item of `rows` is None
+        if the items of `arrays` are already blocks. A row number outside the array is padding, for
+        which the block gets `NO_ROW` if the array is int32, else zeros.
     """
     blocks = []
     for array, block_rows in zip(arrays, rows, strict=True):

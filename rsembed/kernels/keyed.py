@@ -2,11 +2,11 @@
 
 Other implementations of these kernels must return the same results.
 
-The hash table uses open addressing with linear probing. A slot is empty, deleted, claimed, or
-holds a key and its row. All keys of a call probe in parallel. If several keys reach the same free
-slot, the first key of the call gets the slot, so equal calls return equal tables. Only a few keys
-need many probes. The probe loop continues with the unfinished keys only, so the work is
-proportional to the sum of the probes of all keys.
+The hash table uses open addressing with linear probing. A slot is empty, deleted, claimed, or holds
+a key and its row. All keys of a call probe in parallel. If several keys reach the same free slot,
+the first key of the call gets the slot, so equal calls return equal tables. Only a few keys need
+many probes. The probe loop continues with the unfinished keys only, so the work is proportional to
+the total number of probes of all keys.
 
 Several tables of equal size can be concatenated in the same arrays. `Keys.table` is the table of
 each key, and a key only probes the slots of its table.
@@ -62,14 +62,14 @@ KeyRows = tuple[
     Int[Array, " nnz"],
     Int[Array, ""],
 ]
-"""Slot and row of every key, and the number of absent keys."""
+"""Slot and row of every key, and the number of keys that are not in their tables."""
 
 TakenRows = tuple[
     Int[Array, " n"],
     Int[Array, " tables"],
     Int[Array, " tables"],
 ]
-"""Row of every entry, and for each table the numbers of free rows and of entries without a row."""
+"""Row of every entry. For each table: number of free rows, and number of entries without a row."""
 
 Positions = tuple[Int[Array, " size"], Int[Array, ""]]
 """Positions of the first True entries, padded with `NO_ROW`, and the number of True entries."""
@@ -80,7 +80,7 @@ HashTables = tuple[
     Int[Array, " tables"],
     Int[Array, " tables"],
 ]
-"""Keys and rows of the slots, and the numbers of keys and of deleted slots of each table."""
+"""Keys and rows of the slots. For each table: number of keys, and number of deleted slots."""
 
 
 def mix(
@@ -214,9 +214,10 @@ def find_keys(
     keys: Keys,
     num_tables: int = 1,
 ) -> KeyRows:
-    """Slot and row of every key in its table, and the number of keys that are absent.
+    """Slot and row of every key in its table, and the number of keys that are not in their tables.
 
-    Absent keys and padding have slot and row `NO_ROW`. A key may occur several times.
+    Padding and keys that are not in their tables have slot and row `NO_ROW`. A key may occur
+    several times.
     """
 
     def probe(
@@ -338,10 +339,10 @@ def insert_keys(
     keys: Keys,
     new_rows: Int[Array, " nnz"],
 ) -> HashTables:
-    """Inserts distinct, absent keys, and returns the new hash tables and counts.
+    """Inserts distinct new keys into their tables, and returns the new tables and counts.
 
-    Padding is skipped. A key is not inserted if less than a quarter of its table's slots would then
-    be empty.
+    None of the keys may be in its table already. Padding is skipped. A key is not inserted if less
+    than a quarter of its table's slots would then be empty.
 
     Args:
       lanes: high and low half of the key in every slot.

@@ -427,7 +427,7 @@ def count_ids(
     for feature_ids, feature_offsets in zip(ids, offsets, strict=True):
         operands += [feature_ids, feature_offsets]
     _check_ids(operands)
-    # Each feature has two operands, ids and offsets, and two results, the numbers of ids inside and
+    # Each feature has two operands, ids and offsets, and two results, the counts of ids inside and
     # outside its table.
     results = [Result((), jnp.int32)] * len(operands)
     counts = call_handler("rsembed_count_ids", results, *operands, sizes=list(sizes))
@@ -466,7 +466,10 @@ def find_keys(
     keys: Keys,
     num_tables: int = 1,
 ) -> KeyRows:
-    """Slot and row of every key, and the number of absent keys. See `keyed.find_keys`."""
+    """Slot and row of every key, and how many keys are not in their tables.
+
+    See `keyed.find_keys`.
+    """
     results = _integers(keys.shape, keys.shape, ())
     operands = (lanes, rows, *_key_operands(keys))
     return call_handler("rsembed_find_keys", results, *operands, num_tables=num_tables)
@@ -501,7 +504,7 @@ def insert_keys(
     keys: Keys,
     new_rows: Int[Array, " nnz"],
 ) -> tuple[Array, ...]:
-    """Inserts distinct, absent keys, and returns the new hash tables and counts.
+    """Inserts distinct new keys into their tables, and returns the new tables and counts.
 
     The hash tables are updated in place if XLA allows it. See `keyed.insert_keys`.
     """

@@ -300,7 +300,7 @@ def _inverse_magnitudes(
     bag: Int[Array, " nnz"],
     num_bags: int,
 ) -> Float[Array, " bags"]:
-    """Power of two for each bag that scales its largest weight to about 1.
+    """For each bag, the power of two that scales the largest weight of the bag to about 1.
 
     Sums and squares of the scaled weights neither overflow nor underflow. The scale of a bag does
     not change its `mean` or `sqrtn`, and scaling by a power of two does not round.
@@ -421,7 +421,7 @@ def _joined(
 def bag_gradients(gradients: CallGradients, number: int) -> Float[Array, "outputs dim"]:
     """Gradients of the outputs of list `number`: one row per bag, or per entry without combiner.
 
-    The gradients of bags that read other tables are zeros.
+    The gradient is zero for a bag if only segments of other tables read it.
     """
     call = gradients.call
     dim = gradients.dim
@@ -687,8 +687,8 @@ def scatter_into(
         dtypes, but the length of a row may differ.
       table: index of the table whose rows are overwritten.
       rows: row numbers. Row numbers outside the table are skipped.
-      values: new rows for each array of the table. If they are longer than the rows of the table,
-        their leading columns are used.
+      values: new rows for each array of the table. If the new rows are longer than the rows of the
+        array, only their leading columns are used.
     """
     results = []
     for number, arrays in enumerate(tables):

@@ -45,8 +45,8 @@ struct List {
   int64_t num_ids, num_bags, width;
 };
 
-// Returns the index of the first entry of bag number `bag`, clipped to the list. If `bag` is the number of bags,
-// returns the end of the last bag.
+// Returns the index of the first entry of bag number `bag`, limited to the range from 0 to the number of ids. If `bag`
+// is the number of bags, returns the end of the last bag.
 inline int64_t FirstEntry(const List& list, int64_t bag) {
   return list.offsets == nullptr ? bag * list.width : std::clamp<int64_t>(list.offsets[bag], 0, list.num_ids);
 }

@@ -51,7 +51,8 @@ struct Slots {
   }
 };
 
-// Finds the slot and row of every key (kNoRow for absent keys and padding), and counts absent keys.
+// Finds the slot and row of every key (kNoRow for padding and for keys that are not in their tables), and counts the
+// keys that are not in their tables.
 ffi::Error FindKeys(ffi::ThreadPool pool, LanePairs lanes, Int32s rows, Words high, Words low,
                     Marks is_key, Int32s tables, Int32Result out_slots, Int32Result out_rows, CountResult num_absent,
                     int64_t num_tables) {
@@ -83,8 +84,8 @@ ffi::Error FindKeys(ffi::ThreadPool pool, LanePairs lanes, Int32s rows, Words hi
   return ffi::Error::Success();
 }
 
-// Inserts distinct, absent keys in place. In each round, every key without a slot checks one slot, in the order of the
-// call, so a free slot goes to the first key that reaches it.
+// Inserts distinct keys that are not yet in their tables, in place. In each round, every key without a slot checks one
+// slot, in the order of the call, so a free slot goes to the first key that reaches it.
 ffi::Error InsertKeys(LanePairs lanes, Int32s rows, Int32s num_keys, Int32s num_deleted, Words high,
                       Words low, Marks is_key, Int32s tables, Int32s new_rows, ffi::Result<LanePairs> out_lanes,
                       Int32Result out_rows, Int32Result out_num_keys, Int32Result out_num_deleted) {

@@ -24,14 +24,14 @@ constexpr int64_t kIdsPerTask = 1 << 14;
 constexpr int64_t kBytesPerTask = 1 << 16;
 constexpr int32_t kPadId = -1;  // PAD_ID of rsembed/bags.py
 
-// Whether all `numbers` are between 0 and kNoRow. If one size of an array is 0, its other sizes can be larger, and the
-// product of these sizes could overflow.
+// Whether all `numbers` are between 0 and kNoRow. If one size of an array is 0, its other sizes can have any value, and
+// without this check, their product could overflow.
 bool AreSizes(std::initializer_list<int64_t> numbers) {
   return std::all_of(numbers.begin(), numbers.end(), [](int64_t size) { return size >= 0 && size <= kNoRow; });
 }
 
-// Position of a table in the shards of its stack, see rsembed/places.py. The numbers are unsigned, because signed
-// overflow is undefined.
+// Position of a table in the shards of its stack, see rsembed/places.py, and the vocabulary size of the table. The
+// numbers are unsigned, because signed overflow is undefined.
 struct Place {
   uint64_t owner, first, rotation, num_ids;
 };
@@ -65,7 +65,7 @@ void WriteRows(const Part& part, uint64_t spread, uint64_t rows_per_shard, int64
 }
 
 // Splits a list into parts: one part for the ids of each segment, and one part for each range of ids that no segment
-// reads. The ids in such a range get kNoRow.
+// reads. Ids that no segment reads get kNoRow.
 void AddParts(const List& list, std::vector<Part> segments, int32_t* rows, std::vector<Part>* parts) {
   std::sort(segments.begin(), segments.end(), [](const Part& a, const Part& b) { return a.begin < b.begin; });
   int64_t done = 0;
@@ -237,8 +237,8 @@ ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_fr
 
 // Puts the blocks of several arrays side by side: for each device, the block of the first array, then of the second,
 // and so on. If `gathers` is false, each buffer in `args` has the blocks of one array. If `gathers` is true, `args` has
-// two buffers per array, first the numbers of the rows to gather into its blocks, then the array. A row number outside
-// the array is padding, for which the block gets kNoRow if the array is int32, else zeros.
+// two buffers per array, first the row numbers to gather, then the array. A row number outside the array is padding,
+// for which the block gets kNoRow if the array is int32, else zeros.
 ffi::Error PackBlocks(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Result<ffi::AnyBuffer> packed, bool gathers) {
   const auto sizes = packed->dimensions();
   if (sizes.size() < 2 || !AreSizes({sizes[0], sizes[1]})) {

@@ -179,7 +179,7 @@ class CorePartitioner {
   // Sorts the entries of a group into `sorted`, starting with the least significant digit of (shard, row).
   bool Sort(const Group& group, int64_t size, ItemType* sorted) {
     const int sort_bits = group.row_bits + group.shard_bits;
-    // Few entries are sorted faster in more passes, because each pass then has fewer counters.
+    // A small number of entries is sorted faster in more passes, because each pass then has fewer counters.
     const int max_digit_bits = size < 256 ? 6 : size < 1024 ? 8 : 11;
     const int num_passes = (sort_bits + max_digit_bits - 1) / max_digit_bits;
     const int digit_bits = num_passes == 0 ? 0 : (sort_bits + num_passes - 1) / num_passes;

@@ -40,7 +40,7 @@ class RowSort {
     chunk_size_ = std::max<int64_t>((num_entries + num_chunks - 1) / num_chunks, 1);
     int row_bits = 1;
     while ((int64_t{1} << row_bits) < num_rows) ++row_bits;
-    // Few entries are sorted faster in more passes, because each pass then has fewer counters.
+    // A small number of entries is sorted faster in more passes, because each pass then has fewer counters.
     const int max_digit_bits = num_entries < 2048 ? 7 : num_entries < 16384 ? 10 : 12;
     const int num_passes = (row_bits + max_digit_bits - 1) / max_digit_bits;
     digit_bits_ = (row_bits + num_passes - 1) / num_passes;

@@ -90,8 +90,8 @@ Call ReadCall(Reader& reader, ffi::Span<const int64_t> shapes, int64_t grouped, 
   return call;
 }
 
-// Lookups that contribute to an output, sorted by their slices as the top of this file describes. Consecutive lookups
-// of the same row form a unit.
+// Lookups that contribute to an output, in the order that the top of this file describes. Consecutive lookups of the
+// same row form a unit.
 struct Units {
   std::vector<uint32_t> lookups;   // the lookups of the first unit, then of the second unit, and so on
   std::vector<uint32_t> first;     // position of each unit's first lookup in `lookups`, then the number of lookups
@@ -282,9 +282,8 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
       // A group has all units that use the same slice of the grouped core. A task handles each group that begins in the
-      // task's range of units. All units of the group use one slice of the grouped core, and the task adds the gradient
-      // of this slice to the output. For the other cores, it writes gradients of single slices to `d_slices`, which
-      // `AddToRows` sums after all tasks.
+      // task's range of units, and adds the gradient of the group's slice to the output. For the other cores, it writes
+      // gradients of single slices to `d_slices`, which `AddToRows` sums after all tasks.
       workers.ForEachRange(end - begin, kUnitsPerTask, [&](int64_t from, int64_t to) {
         const auto begins = [&](int64_t unit) {
           return unit == begin || group_of[units.examples[unit]] != group_of[units.examples[unit - 1]];
