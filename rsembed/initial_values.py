@@ -431,8 +431,8 @@ class _RowEvaluator:
 def _constant_factor(equation: Any) -> np.float32 | None:
     """Constant float32 number by which an equation multiplies an array, or None.
 
-    For a division, this is the reciprocal of the divisor, as for XLA, which compiles a division by
-    a constant to a multiplication.
+    For a division, this is the reciprocal of the divisor, because XLA compiles a division by a
+    constant to a multiplication.
     """
     name = equation.primitive.name
     if name not in ("mul", "div"):

@@ -148,14 +148,14 @@ def check_threads(mesh: Mesh) -> None:
 
 
 def granted_cores() -> int:
-    """Number of cores that this process may use, which a container or `taskset` can limit."""
+    """Number of CPU cores that this process may use, which a container or `taskset` can limit."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
 def _pool_size() -> int:
-    """Number of threads in XLA's pool: `NPROC` if it is set, else the number of granted cores."""
+    """Number of threads in XLA's pool: `NPROC`, or by default the number of granted CPU cores."""
     num_threads = os.environ.get("NPROC", "")
     return int(num_threads) if num_threads.isdecimal() else granted_cores()
 
@@ -283,7 +283,7 @@ def instruction_set() -> str | None:
 
 
 def num_cores() -> int | None:
-    """Number of granted cores, the maximum number of threads of a native call.
+    """Number of granted CPU cores, the maximum number of threads of a native call.
 
     Returns None if the native library cannot be used.
     """

@@ -123,8 +123,8 @@ def rows_by_bag(
 class Partitions(NamedTuple):
     """Preprocessed entries that one device looks up in a stack of tables.
 
-    The entries are sorted by core, by minibatch if there are minibatches, by shard and by row, in
-    this order. The entries with the same core, minibatch and shard form a partition.
+    The entries are sorted by SparseCore, by minibatch if there are minibatches, by shard and by
+    row, in this order. The entries with the same SparseCore, minibatch and shard form a partition.
 
     Without minibatches, each core has one block of row pointers, relative to the first entry of the
     core's buffer. With minibatches, each minibatch of each core has one block of row pointers,
@@ -135,15 +135,15 @@ class Partitions(NamedTuple):
       row_pointers: position after the last entry of every partition. A block of row pointers has
         one position for each shard, and then padding if there are fewer than `ALIGNMENT` shards.
       embedding_ids: row number of every entry within its shard.
-      sample_ids: sample number of every entry within its core.
+      sample_ids: sample number of every entry within its SparseCore.
       gains: factor by which the row of every entry is multiplied before the rows of a sample are
         summed.
-      num_minibatches: number of minibatches that each core uses. Later blocks of row pointers are
-        unused. None without minibatches.
-      num_cores: number of cores of the device.
+      num_minibatches: number of minibatches that each SparseCore uses. Later blocks of row pointers
+        are unused. None without minibatches.
+      num_cores: number of SparseCores of the device.
       num_shards: number of shards of the stack.
       rows_per_shard: number of rows of the stack in each shard.
-      samples_per_core: number of samples of the stack on each core.
+      samples_per_core: number of samples of the stack on each SparseCore.
     """
 
     row_pointers: Int[Array, " pointers"]

@@ -29,7 +29,7 @@ struct Stack {
 
   int64_t num_samples() const { return num_cores * samples_per_core; }
 
-  // Calls body(first row of the shard, position, sample) for every entry of a core, in buffer order.
+  // Calls body(first row of the shard, position, sample) for every entry of a SparseCore, in buffer order.
   template <typename Body>
   void ForEachEntry(int64_t core, const Body& body) const {
     const int64_t width = std::max(num_shards, kAlignment);

@@ -121,8 +121,8 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
     num_written[output] += Times(segments[k].num_outputs, tables[segments[k].table].dim);
   }
   for (size_t k = 0; k < outputs.size(); ++k) {
-    // An output of kStreamedBytes or more is in newly allocated memory, for which the system has not provided pages
-    // yet. Page faults take less time with huge pages.
+    // An output of kStreamedBytes bytes or more is in newly allocated memory, for which the system has not provided
+    // pages yet. Page faults take less time with huge pages.
     if (outputs[k].size * 4 >= kStreamedBytes) AdviseHugePages(outputs[k].data, outputs[k].size * 4, false);
     // Zeros are needed where no segment writes to an output. With combiner `none`, these are the vectors of entries
     // that the output's segments do not read, and the last columns of rows that are shorter than the longest row.
@@ -504,7 +504,7 @@ extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return Adv
 // M_TOP_PAD is set to the size of the largest result.
 extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
 #if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD) && defined(M_TOP_PAD)
-  // The size of a heap. Older versions of glibc accept at most half of this size as M_MMAP_THRESHOLD.
+  // The size of the heap of a thread. Older versions of glibc accept at most half of this size as M_MMAP_THRESHOLD.
   constexpr int kMostOfOneResult = 64 << 20;
   return (mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 || mallopt(M_MMAP_THRESHOLD, kMostOfOneResult / 2) != 0) &&
          mallopt(M_TOP_PAD, kMostOfOneResult) != 0 && mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;

@@ -36,7 +36,7 @@ class FloatingPointMode {
 #endif
 };
 
-// Number of cores granted to this process, read once. A container, a batch system or taskset can grant fewer cores
+// Number of CPU cores granted to this process, read once. A container, a batch system or taskset can grant fewer cores
 // than the machine has. If there were more threads than granted cores, spinning threads would take time from working
 // threads.
 inline int64_t NumCores() {

@@ -25,8 +25,8 @@ struct PartitionFeature {
   int32_t id_type;
 };
 
-// Features and buffers of one stack of tables. Every buffer has one part for each of the `num_cores` cores of this
-// process. Features are sorted by (first_row, first_sample). Features of one table have the same first row.
+// Features and buffers of one stack of tables. Every buffer has one part for each of the `num_cores` SparseCores of
+// this process. Features are sorted by (first_row, first_sample). Features of one table have the same first row.
 struct PartitionStack {
   const PartitionFeature* features;
   int64_t num_features;

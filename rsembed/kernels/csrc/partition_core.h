@@ -91,7 +91,7 @@ inline std::vector<Group> GroupsOf(const PartitionStack& stack) {
   return groups;
 }
 
-// Uninitialised memory that a thread reuses for all cores that it partitions.
+// Uninitialised memory that a thread reuses for all SparseCores that it handles.
 class Scratch {
  public:
   template <typename T>
@@ -251,8 +251,8 @@ class CorePartitioner {
     }
   }
 
-  // Writes one item for every entry of a feature on this core. An id outside its table is reported only after the last
-  // item, so that the loop has no branch.
+  // Writes one item for every entry of a feature on this SparseCore. An id outside its table is reported only after the
+  // last item, so that the loop has no branch.
   template <typename Id>
   bool Emit(const Group& group, const PartitionFeature& feature, ItemType* items, int64_t* emitted) {
     const Id* const ids = static_cast<const Id*>(feature.ids);
@@ -320,7 +320,7 @@ class CorePartitioner {
   const ItemType* RunBegin(size_t group, int64_t shard) const { return runs_[group * (stack_.num_shards + 1) + shard]; }
   const ItemType* RunEnd(size_t group, int64_t shard) const { return RunBegin(group, shard + 1); }
 
-  // Counts and writes all partitions of the core.
+  // Counts and writes all partitions of the SparseCore.
   void Write() {
     int64_t pos = 0;
     int32_t* const pointers = stack_.row_pointers + core_ * stack_.pointers_per_core;

@@ -1,6 +1,6 @@
 // Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see row_kernels.h.
 // Random bits of rows, the same bits that jax.random draws. The lanes (32-bit words) of a row are folded into a PRNG
-// key one after the other. The resulting key then encrypts the indices of the columns.
+// key one after the other. Random bits are the column indices, encrypted with the resulting key.
 // Source: Threefry-2x32 with 20 rounds, Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
 #include "row_kernels.h"
 

@@ -177,9 +177,9 @@ void ForEachSharedSlice(const Train& train, const Units& units, int64_t begin, i
   }
 }
 
-// Adds the vectors of entries, times their gains, to rows of `out`, in the order of the entries. Vectors and rows have
-// `size` numbers. `emit(first, last, items)` writes the row and the index of each entry in [first, last) that has a
-// row. `term(entry)` returns the vector and the gain of an entry.
+// Multiplies the vector of each entry by the gain of the entry, and adds the product to a row of `out`, in the order of
+// the entries. Vectors and rows have `size` numbers. `emit(first, last, items)` writes the row and the index of each
+// entry in [first, last) that has a row. `term(entry)` returns the vector and the gain of an entry.
 template <typename Emit, typename Term>
 void AddToRows(Workers& workers, int64_t num_entries, int64_t num_rows, int64_t size, float* out, const Emit& emit,
                const Term& term) {
