@@ -34,8 +34,8 @@ class Keys(NamedTuple):
     Attributes:
       high: upper 32 bits of each key, uint32.
       low: lower 32 bits of each key, uint32.
-      is_key: mask, False for padding. If `is_key` is False, `high` and `low` are not a key, but
-        special values mark a key that `checked_keys` replaced by padding (see `is_invalid`).
+      is_key: mask, False for padding. If `is_key` is False, `high` and `low` are not a key. If
+        `checked_keys` replaces a key by padding, it sets them to special values (see `is_invalid`).
       table: index of each key's table, int32. None if all keys belong to one table.
     """
 
@@ -53,7 +53,7 @@ class Keys(NamedTuple):
 
     @staticmethod
     def of_lanes(lanes: Sequence[Lane], is_key: Lane) -> Keys:
-        """Keys from their words, which the property `lanes` returns, and the mask `is_key`."""
+        """Keys with the given mask `is_key` and the words `lanes`, as in the property `lanes`."""
         *table, high, low = lanes
         return Keys(high, low, is_key, *table)
 
@@ -175,12 +175,12 @@ def _keys_of(
 
     Args:
       values: strings, bytes or missing values.
-      known: dictionary that contains the key of each value that an earlier call has hashed. The
-        function adds the keys that it computes.
+      known: dictionary from each value that an earlier call has hashed to its key. The function
+        adds the values that it hashes to this dictionary.
       missing: key of missing values. If `missing` is None, a missing value in `values` raises an
         error.
-      row: index of the column's row that contains all `values`, for error messages. None, the
-        default: every row of the column contains `num_per_row` of the values.
+      row: index of a row of the column, for error messages, if `values` is this row. None, the
+        default: `values` is the whole column, with `num_per_row` values in each row.
       num_per_row: number of values in each row of the column, 1 by default.
     """
     try:
@@ -207,8 +207,8 @@ def _keys_of(
 def _key_of(value: object, missing: int | None) -> int:
     """64-bit key of one value of a column: a string, bytes or a missing value.
 
-    The error messages are the end of a sentence. The caller adds the beginning, such as "row 3
-    has".
+    Each error message of this function is only the end of a sentence, because the caller adds the
+    beginning, such as "row 3 has".
 
     Raises:
       TypeError: the value is not a string, bytes or a missing value.
@@ -255,8 +255,8 @@ def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
 
     Args:
       ids: array with one row of ids per sample, or flat array of the ids of all bags.
-      offsets: index of the first id of each bag, if `ids` is a flat array. The message then gives
-        the index of the bag as the row.
+      offsets: index of the first id of each bag, if `ids` is a flat array. The row number in the
+        message is then the index of a bag.
     """
     if not isinstance(ids, np.ndarray):
         return f"ids must be integers, got {ids.dtype}; convert them."
@@ -489,7 +489,7 @@ def _remainder(keys: Keys, num_shards: int) -> Lane:
     n = np.uint32(num_shards)
     wrap = np.uint32(2**32 % num_shards)
     if not wrap:
-        # `num_shards` is a power of two, so the remainder is the last bits of the key. The bitwise
+        # `num_shards` is a power of two, so the remainder is the low bits of the key. The bitwise
         # `&` is a single operation, while JAX computes each `%` with seven operations.
         return keys.low & np.uint32(num_shards - 1)
     return ((keys.high % n) * wrap + keys.low % n) % n

@@ -79,8 +79,8 @@ class TrainState(struct.PyTreeNode):
         layer. Use `train_state.replace(embeddings=...)` after `EmbeddingCollection.prefetch`, or
         after loading tables from a checkpoint.
       variables: other variable collections of the model, such as `batch_stats`.
-      tx: optax transformation of `params`. The clipping, schedules and weight decay of `tx` have no
-        effect on tables.
+      tx: optax transformation that updates `params`. The clipping, schedules and weight decay of
+        `tx` have no effect on tables.
       opt_state: state of `tx`.
     """
 
@@ -102,11 +102,11 @@ class TrainState(struct.PyTreeNode):
         Args:
           apply_fn: the `apply` method of the model.
           variables: the variables that the model's `init` returned.
-          tx: optax transformation of the parameters.
+          tx: optax transformation that updates the dense parameters.
 
         Raises:
           ValueError: `variables` has no entry `params`, or `tx` can skip an update of the
-            parameters, as `optax.apply_if_finite` does. The tables cannot skip an update.
+            parameters, as `optax.apply_if_finite` does. The tables would still be updated.
           TypeError: `tx` is not an optax transformation. An `optax.MultiSteps` object is not an
             optax transformation.
         """
@@ -178,7 +178,8 @@ def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tup
 
     Args:
       loss_fn: function `loss_fn(apply, ...)` that returns the loss, or `(loss, aux)`. The argument
-        `apply` calls the model, like `TrainState.apply`. JAX traces `loss_fn` twice.
+        `apply` calls the model, like `TrainState.apply`. JAX traces `loss_fn` twice:
+        first to find the lookups, then to compute gradients.
       has_aux: whether `loss_fn` returns `(loss, aux)`, False by default.
 
     Returns: a function `(train_state, ...) -> (value, gradients)`.
@@ -196,7 +197,7 @@ def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tup
             tap_arrays: list[Activations],
             embeddings: dict[str, EmbeddingState],
         ) -> Any:
-            """The loss, and as auxiliary output a pair: result of `loss_fn`, recorded lookups."""
+            """The loss, with the result of `loss_fn` and the recorded lookups as aux output."""
             layers = {name: name for name in embeddings}
             recording = taps.Recording(layers, tap_arrays)
             state_with_arguments = state.replace(params=params, embeddings=embeddings)

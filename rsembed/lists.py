@@ -76,7 +76,7 @@ def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"
     letter "[" and the length of the list, and five bytes for a 32-bit integer, the letter "i" and
     the value. Objects of other types start with other letters (bools with "T" or "F"). The bytes
     therefore describe a list of lists of integers if each group of five bytes starts with "[" or
-    "i", and each "[" is at the position that follows from the lengths of earlier rows. If a later
+    "i", and if each row has as many "i" groups after its "[" as the length of the row. If a later
     version of Python changes the format, the function returns None, and the caller converts the
     lists by slower code.
     """
@@ -101,8 +101,9 @@ def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"
         return None
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(items["value"][heads[1:]], out=offsets[1:])
-    # `heads` contains the indices in `items` at which lists start. The first list is `rows`. Before
-    # the start of a row, `items` has the ids of all earlier rows, and the starts of earlier lists.
+    # `heads` contains the indices of the items that start a list. Item 0 starts the list `rows`. In
+    # front of the item that starts row `k`, there are the ids of the `k` earlier rows, and `k + 1`
+    # items that start `rows` and the earlier rows.
     num_earlier_heads = np.arange(1, len(rows) + 1)
     expected_heads = offsets[:-1] + num_earlier_heads
     if not np.array_equal(heads[1:], expected_heads):

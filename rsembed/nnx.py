@@ -113,7 +113,7 @@ def value_and_grad(
 
     Args:
       loss_fn: function `loss_fn(model, ...)` that returns the loss, or `(loss, aux)`. JAX traces
-        `loss_fn` twice.
+        `loss_fn` twice: first to find the lookups, then to compute gradients.
       has_aux: whether `loss_fn` returns `(loss, aux)`, False by default.
       wrt: NNX filter that selects the dense parameters, `nnx.Param` by default.
 
@@ -129,7 +129,7 @@ def value_and_grad(
         *args: PyTree,
         **kwargs: object,
     ) -> Any:
-        """The loss, and as auxiliary output a pair: result of `loss_fn`, recorded lookups."""
+        """The loss, with the result of `loss_fn` and the recorded lookups as aux output."""
         layers = {}
         for name, layer in _trained_layers(model).items():
             layers[id(layer)] = name
@@ -168,7 +168,7 @@ def value_and_grad(
 
 
 class Optimizer(nnx.Module):
-    """Trains each table of a model by the table's optimizer, and the dense parameters by optax.
+    """Trains tables with the optimizers of their `TableSpec`s, and dense parameters with optax.
 
     Args:
       model: a model with `Embeddings` layers.
@@ -181,7 +181,7 @@ class Optimizer(nnx.Module):
       TypeError: `tx` is not an optax transformation. An `optax.MultiSteps` object is not an optax
         transformation.
       ValueError: `tx` can skip an update of the parameters, as `optax.apply_if_finite` does. The
-        tables cannot skip an update.
+        tables would still be updated.
     """
 
     @validated

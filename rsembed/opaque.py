@@ -1,8 +1,8 @@
 """Arrays of row numbers, ids and keys that reject arithmetic.
 
-Users often add gradients with `jax.tree.map(jnp.add, first, second)`. The sum of two row numbers is
-the number of a third row, so this call would return gradients of wrong rows, without an error, if
-row numbers were plain integers. JAX rejects arithmetic on arrays of random keys
+Users often add gradients with `jax.tree.map(jnp.add, first, second)`. If row numbers were plain
+integers, this call would add the row numbers, too, and return gradients of wrong rows without an
+error. JAX rejects arithmetic on arrays of random keys
 (`jax.random.key`), so `wrap` stores the bits of integers in an array of random keys. Wrapped
 numbers can be moved, indexed, concatenated, compared, carried through loops and sharded over a
 mesh. `jnp.add` of wrapped numbers raises a `TypeError`, also inside `jit`.
@@ -27,7 +27,7 @@ _IN_ERRORS = {
     "id": "id: add gradients by +",
     "key_lane": "key: add row gradients by + or rs.combine, not states",
 }
-"""Text for each kind in errors of JAX like `add does not accept dtype key<row number: ...>`."""
+"""Text for each kind of numbers, shown in JAX errors: `add does not accept dtype key<TEXT>`."""
 
 
 def _refuse(*arguments: object, **options: object) -> Any:
@@ -59,8 +59,8 @@ def wrap(numbers: Array, kind: str) -> Array:
 
     Args:
       numbers: array with the dtype `DTYPES[kind]`.
-      kind: what the numbers are, a key of `DTYPES`. If JAX rejects arithmetic on the numbers, the
-        error message says which kind of numbers they are.
+      kind: kind of the numbers (row numbers, ids, ...), a key of `DTYPES`. If JAX rejects
+        arithmetic on the numbers, the error message names this kind.
 
     Raises: TypeError: `numbers` does not have the dtype `DTYPES[kind]`.
     """
@@ -97,7 +97,7 @@ def unwrap(array: object) -> Any:
 
 
 def wrap_integers(tree: PyTree) -> PyTree:
-    """The tree with all 32-bit integer arrays wrapped: int32 as ids, uint32 as words of keys."""
+    """Calls `wrap` on all int32 arrays (as ids) and uint32 arrays (as words of keys) of a tree."""
 
     def wrapped(leaf: object) -> Any:
         dtype = getattr(leaf, "dtype", None)

@@ -36,8 +36,7 @@ class Place(NamedTuple):
 
     Args:
       owner: index of the first shard that holds rows of the table.
-      first: number of rows that come before this table, added up over the shards that hold rows of
-        the table.
+      first: total number of rows that precede this table in the shards that hold its rows.
       rotation: number of shards by which all ids of the table are shifted, 0 by default.
     """
 
@@ -113,7 +112,7 @@ def tables_and_ids(
 ) -> tuple[Numbers, Numbers]:
     """For each row of a shard, the index of its table in `table_places`, and the id of the row.
 
-    Both are -1 for a row that belongs to no table.
+    If a row belongs to no table, both the index of the table and the id are -1.
     """
     tables = row * 0 - 1
     ids = tables

@@ -118,7 +118,7 @@ def apply_rows(
 
     Row numbers outside the table are padding. A slot with only one number per row is gathered and
     scattered by XLA instead of the kernel. A tile writes at least 32 bytes at once, so two tiles
-    that write neighbouring numbers of such a slot could overwrite each other's results.
+    that write neighbouring numbers of this slot could overwrite each other's results.
     """
     _check_table(table)
     traced = trace_rule(step.rule, table, slots, len(step.hyper))
@@ -177,7 +177,7 @@ def update(
     gradients: CallGradients,
     step: Step,
 ) -> tuple[Table, Slots]:
-    """Applies one optimizer step to every row with a gradient, and returns new table and slots.
+    """Applies one optimizer step to every row with a gradient. Returns the new table and slots.
 
     One kernel sums the gradients of each row, and a second kernel updates the rows.
     """
@@ -278,9 +278,9 @@ def num_lanes() -> int:
 
 
 def chunk_rows(dim: int, num_buffers: int) -> int:
-    """Number of rows per chunk with which `num_buffers` chunks fit into `TILE_BYTES`.
+    """Number of rows per chunk, so that `num_buffers` chunks fit into `TILE_BYTES`.
 
-    The result is the largest possible number out of 64, 32, 16 and 8.
+    The result is 64, 32, 16 or 8, and is the largest of these numbers that fits.
 
     Args:
       dim: length of a row, with padding.
@@ -445,7 +445,7 @@ def pool_on_tiles(
             index = [jnp.full(lanes, entry, jnp.int32)]
             gain = plsc.load_gather(gains_v, index)
             bag = plsc.load_gather(bags_v, index) - first_bag
-            # Some entries of the chunk can belong to bags outside this chunk of bags.
+            # A chunk of entries can also contain entries of bags outside this chunk of bags.
             is_added = is_between(bag, 0, chunk) & (gain != 0.0)
             safe_bag = jnp.where(is_added, bag, 0)
             starts = range(0, dim, lanes)
@@ -506,7 +506,7 @@ def step_rows(
     """Applies one optimizer step to distinct rows, and returns the new `state` and `numbers`.
 
     Args:
-      traced: the rule, from `traced_rules.trace_rule`.
+      traced: the traced rule, a result of `traced_rules.trace_rule`.
       dim: length of a row without padding.
       state: the table, and the slots that have as many columns as the table, updated in place.
       numbers: slots with one number per row, gathered for `ids`. Vector `k` of a slot contains the

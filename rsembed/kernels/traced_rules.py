@@ -159,7 +159,7 @@ class _Evaluation(NamedTuple):
         closed: ClosedJaxpr,
         values: Sequence[Row | Array],
     ) -> list[Row | Array]:
-        """Results of the jaxpr for the inputs `values`: each is a `Row` or a repeated number."""
+        """Results of the jaxpr for the inputs `values`, which are `Row`s or single arrays."""
         jaxpr = closed.jaxpr
         known: dict[Any, Row | Array] = dict(zip(jaxpr.invars, values, strict=True))
         for variable, constant in zip(jaxpr.constvars, closed.consts, strict=True):

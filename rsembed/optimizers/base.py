@@ -28,7 +28,7 @@ StepNumber = int | float | np.number | np.ndarray | Array | None
 """Number of updates of the tables so far, or None if the caller does not count updates."""
 
 
-@no_type_check  # `OptimizerSpec.__post_init__` checks the fields, and names the field in errors.
+@no_type_check  # `OptimizerSpec.__post_init__` checks the fields. Its errors name the field.
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerSpec(abc.ABC):
     """Optimizer that updates the rows of a table that a batch has looked up.
@@ -344,7 +344,8 @@ def learning_rate_arity(learning_rate: object) -> int:
             f"a learning-rate callable takes no argument or the step, but {learning_rate!r} needs "
             f"{[parameter.name for parameter in required]}; bind the others with functools.partial."
         )
-    # `lambda step=0: ...` is a function of the step. `lambda *_: ...` and `lambda: ...` are not.
+    # `lambda step=0: ...` is a function of the step. `lambda *_: ...` and `lambda: ...` are called
+    # without arguments.
     return int(has_positional)
 
 
@@ -358,7 +359,7 @@ class Custom(OptimizerSpec):
         function over the looked-up rows, so norms and means inside the function are per row.
       slot_variable_initializers_tuple: initial value of each slot: a number, or an initializer
         called with `(key, shape)`.
-      short_name_str: name of the rule in files, error messages and the description of a plan.
+      short_name_str: name of the rule in files, error messages and descriptions of table stacks.
 
     Raises: TypeError: the function does not take the arguments `(gradient, row, *slots,
       learning_rate)`.
@@ -521,7 +522,7 @@ class OptaxOptimizerSpec(OptimizerSpec):
 
 
 def from_optax(transformation: object, *, learning_rate: LearningRate = 1.0) -> OptaxOptimizerSpec:
-    """Row optimizer from an optax transformation, with separate optimizer state for every row.
+    """Row optimizer that applies an optax transformation, with separate state for every row.
 
     `OptaxOptimizerSpec` documents the arguments and the transformations that are rejected.
 

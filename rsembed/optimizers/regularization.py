@@ -84,11 +84,12 @@ class CounterBasedRegularizationDefinition:
     Args:
       counter_weight_decay_mode: kind of weight decay. L2 and DECOUPLE need a positive
         `counter_halflife`.
-      counter_halflife: number of steps in which the part of a counter from past updates halves.
-        With a negative half-life, such as the default -1, counters do not decay. ADAGRADW has
-        different formulas for the half-lives -1 and -2. With a half-life of 0, every counter is 1.
-      adjustment_iter: number of the last step before row counters begin to change learning rates
-        and decay. With 0 or less, row counters are used from the first step.
+      counter_halflife: half-life in steps. An update counts half as much after this number of
+        steps. With a negative half-life, such as the default -1, counters do not decay. ADAGRADW
+        has different formulas for the half-lives -1 and -2. With a half-life of 0, every counter is
+        1.
+      adjustment_iter: number of the last step in which row counters do not yet change learning
+        rates and decay. With 0 or less, row counters are used from the first step.
       adjustment_ub: exponent in the TAIL_ID modes of `learning_rate_mode`, factor of the counter in
         COUNTER_SGD, and largest product of learning rate and counter in ADAGRADW with half-life -2.
       learning_rate_mode: how the counter changes the learning rate of rows that do not belong to
@@ -113,7 +114,7 @@ class CounterBasedRegularizationDefinition:
     ) -> Float[Array, ""]:
         """New `max_counter`, which is 1 plus the largest row counter of all tables.
 
-        If no update of `max_counter` is due in step `t`, the result is `old`.
+        If `t` is not a multiple of `max_counter_update_freq`, the result is `old`.
 
         Args:
           row_counters: row counters of each table before step `t`.
@@ -155,7 +156,8 @@ class CowClipDefinition:
 class StepMode(enum.IntEnum):
     """Whether the slow copy of a table is set to zero after each update of the copy, or kept.
 
-    NONE sets the copy to zero, and the other modes keep it. See `EnsembleModeDefinition`.
+    NONE sets the slow copy to zero, and the other modes keep the slow copy. See
+    `EnsembleModeDefinition`.
     """
 
     NONE = 0
@@ -174,8 +176,8 @@ class EnsembleModeDefinition:
 
     Args:
       step_ema: number of steps between two updates of the slow copy.
-      step_swap: number of steps until the table is overwritten with the slow copy (a "swap"), and
-        between two swaps.
+      step_swap: number of steps between two swaps. A swap overwrites the table with the slow copy.
+        The first swap is before step `step_swap`.
       step_start: last step at which an update copies the whole table into the slow copy. Later
         updates compute `slow = step_ema_coef * slow + (1 - step_ema_coef) * table`.
       step_ema_coef: decay of the moving average, the factor of `slow` in the formula above.
@@ -190,7 +192,10 @@ class EnsembleModeDefinition:
     step_mode: StepMode = StepMode.USE_ITER
 
     def before_step(self, table: Table, copies: Copies, t: ArrayLike) -> tuple[Table, Copies]:
-        """Updates the slow copy, and overwrites the table with it, if this is due before step `t`.
+        """Updates the slow copy, and overwrites the table with the slow copy, before step `t`.
+
+        The slow copy is updated if `t` is a multiple of `step_ema`. The table is overwritten if `t`
+        is a multiple of `step_swap`.
 
         Args:
           table: the table that the optimizer trains.
@@ -225,7 +230,7 @@ class EnsembleModeDefinition:
 @dataclasses.dataclass(frozen=True)
 @validated
 class EmainplaceModeDefinition:
-    """Settings of a moving average: the second half of each row follows the first half.
+    """Settings for rows with a second half that is a moving average of the first half.
 
     Args:
       step_ema: number of steps between two updates of the second half of each row.
@@ -239,7 +244,9 @@ class EmainplaceModeDefinition:
     step_ema_coef: float = within("[0, 1]", default=0.6)
 
     def before_step(self, table: Table, copies: Copies, t: ArrayLike) -> tuple[Table, Copies]:
-        """Updates the second half of each row, if this is due before step `t`.
+        """Updates the second half of each row before step `t`.
+
+        The table changes only if `t` is a multiple of `step_ema`, and not less than `step_start`.
 
         Args:
           table: table with an even number of columns.
@@ -295,8 +302,8 @@ def global_decay_factor(
     """Decay factor of each row, for the steps between the row's last update and step `t`.
 
     Args:
-      prev_iter: step of each row's last update, 0 for a row that was never updated. Such a row has
-        the decay factor 1.
+      prev_iter: step of each row's last update, or 0 for a row that was never updated. The decay
+        factor of a row that was never updated is 1.
       t: number of the current step, 1 for the first step. Before `config.start_iter`, all decay
         factors are 1.
       learning_rate: current learning rate, used for all missed steps.

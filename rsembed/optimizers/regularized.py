@@ -119,13 +119,14 @@ class _DecayingAdam(CompactOptimizerSpec):
 class AdamW(_DecayingAdam):
     """Adam with decoupled weight decay. Rows that are not looked up do not decay.
 
-    The moments are `m += (1 - beta_1) * (g - m)` and `v += (1 - beta_2) * (g² - v)`. Each moment is
-    divided by `1 - beta**t` in `u = m / (sqrt(v) + epsilon) + weight_decay * w`, and `w -= lr * u`.
+    The moments are `m += (1 - beta_1) * (g - m)` and `v += (1 - beta_2) * (g² - v)`. With
+    the corrected moments `m_t = m / (1 - beta_1**t)` and `v_t = v / (1 - beta_2**t)`, the update is
+    `u = m_t / (sqrt(v_t) + epsilon) + weight_decay * w` and `w -= lr * u`.
 
     Args:
       beta_1: decay of the first moment per update of the row.
       beta_2: decay of the second moment per update of the row.
-      epsilon: number added to `sqrt(v)`.
+      epsilon: number added to `sqrt(v_t)`.
       weight_decay: coefficient of weight decay. Each update of a row subtracts
         `lr * weight_decay * w`.
       has_row_wise_second_moment: whether each row has one second moment, of `mean(g²)`, instead of
@@ -201,7 +202,7 @@ class DecayedAdagrad(CompactOptimizerSpec):
     `e = g + weight_decay * w`, and in other modes `e = g`. In the modes DECOUPLE and
     DECOUPLE_GLOBAL, `keep = 1 - lr * weight_decay`, and in other modes `keep = 1`.
 
-    The mode DECOUPLE_GLOBAL decays a row in every step, but writes the row only in its updates:
+    In the mode DECOUPLE_GLOBAL, a row decays in every step, but is written only when it is updated:
     each update first applies the decay of the steps since the row's last update. In table-batched
     modules, a lookup applies this decay, too (see `global_decay_factor`).
 

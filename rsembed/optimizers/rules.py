@@ -342,7 +342,9 @@ class FTRL(OptimizerSpec):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LaProp(OptimizerSpec):
-    """Momentum of normalised gradients. The decay of the second moment rises from 0 to `b2`.
+    """Adam variant that divides each gradient by `sqrt(v)` before the momentum is computed.
+
+    The decay of the second moment `v` rises from 0 to `b2`.
 
     `v = d*v + (1-d)*(g² + eps)`, `m = b1*m + sqrt(1-b1²) * g / sqrt(v)`, `w -= lr*m`,
     with `d = b2 * (1-b2^step) / (1-b2^(step+1))`. If the step is None, `d` is always `b2`.

@@ -15,9 +15,9 @@ finished the current step.
 
 For each batch, every process describes its batch in a message (a "record"). The first process of
 the mesh compares the records, and sends the result of the comparison (the "verdict") to the other
-processes. When a process ends, it sends a last record, which says that the process has ended. If
-another process then prepares a batch, the comparison of the records fails at once, and the error
-message says which process has ended.
+processes. When a process ends, it sends a last record, which says that the process has ended. The
+next comparison in the other processes therefore fails without waiting for the ended process, and
+the error message says which process has ended.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def check_not_forked(what: str) -> None:
 
 
 class Agreement:
-    """Context manager that compares the batches of all processes when its block ends.
+    """Context manager that compares the batches of all processes when its `with` block ends.
 
     An error inside the `with` block reaches all processes: one process raises it, and the others
     raise a ValueError that quotes it. In a run with a single process, nothing is compared.
@@ -173,7 +173,7 @@ class Agreement:
         return verdict
 
     def _compare(self, client: Any, prefix: str, record: Record) -> Record:
-        """Compares the records of all processes, and sends the verdict."""
+        """Compares the records of all processes, and sends the verdict to the others."""
         first, *others = self.processes
         records = {first: json.loads(json.dumps(record))}
         for process in others:
@@ -210,7 +210,7 @@ class Agreement:
 
 
 def _group(processes: tuple[int, ...]) -> str:
-    """First part of the keys under which `processes` store messages in the coordination service."""
+    """Prefix of the names of messages between `processes` in the coordination service."""
     return f"rsembed/agreement/{'-'.join(map(str, processes))}"
 
 
@@ -250,9 +250,10 @@ def is_global(leaf: object) -> bool:
 
 
 def _is_local(batch: PyTree) -> bool:
-    """True if batches can differ between processes: no leaf is traced, and not all are global.
+    """True if the batch may differ between processes: no leaf is traced, and not all are global.
 
-    The result is also True for a batch without leaves.
+    A global leaf is an array with shards on devices of other processes (see `is_global`). The
+    result is also True for a batch without leaves.
     """
     # A list may have a million ids, so a list counts as one leaf.
     leaves = jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, list))

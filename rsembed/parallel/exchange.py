@@ -11,7 +11,8 @@ same number of entries, the capacity. Entries that do not fit into the block are
 round, so no entry is dropped, and all devices run the same number of rounds. Rounds are
 *row-complete*: all requests for a row, from all devices, arrive in the same round. An owner
 therefore sees the whole gradient of a row at once, and nonlinear optimizers are exact. In every
-round at least one device sends a full block or its last entries, so the rounds come to an end.
+round, at least one device sends a full block or all its remaining entries, so the number of rounds
+is finite.
 
 All functions run inside `shard_map` over the mesh axis (or axes) `axis_name`.
 """
@@ -164,9 +165,10 @@ def default_capacity(num_occurrences: int, num_devices: int) -> int:
     """Default number of entries per block: `5/8 * num_occurrences / num_devices + 8`.
 
     If the distribution of ids is skewed, usually less than half of the ids in a batch are distinct,
-    and this capacity is enough for one exchange round. If all ids are distinct, two exchange rounds
-    are needed. They send as many bytes as one round of twice the capacity. The constant 8 matters
-    only for small batches. The result is at most `num_occurrences`.
+    and this capacity is enough for one exchange round. If all ids are distinct and spread evenly
+    over the devices, two rounds with this capacity are needed. The two rounds send as many bytes as
+    one round with twice the capacity. The constant 8 matters only for small batches. The result is
+    at most `num_occurrences`.
     """
     share = -(-5 * num_occurrences // (8 * num_devices))
     return min(num_occurrences, share + 8)
@@ -179,8 +181,9 @@ class Question(NamedTuple):
       wanted: the requested entries, which the function `distinct` returned.
       payload: pytree of arrays `[nnz, ...]` to send, one value per distinct entry.
       answer: function `(state, arrived) -> (state, replies)` that an owner calls once per round.
-        `arrived` is a payload, with leaves `[devices * capacity, ...]` grouped by sender. Padding
-        is `NO_ROW` in int32 arrays and zero in other arrays. `replies` is a pytree of arrays with
+        `arrived` has the structure of `payload`. Its arrays `[devices * capacity, ...]` contain the
+        received entries, grouped by sender. Padding is `NO_ROW` in int32 arrays and zero in other
+        arrays. `replies` is a pytree of arrays with
         one reply per arrived entry, or None. If all arrived entries are padding, `answer` must
         return `state` unchanged.
       state: state that `answer` may change, for example the owner's part of a table.
@@ -407,23 +410,23 @@ def _cuts(
     takes_rounds: bool,
     axis_name: AxisName,
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
-    """For each owner, the first entry that all devices keep for the next round.
+    """For each owner, the entry at which all devices end the current round.
 
-    All devices stop before the same entry, so all requests for a row arrive in the same round.
+    In this round, every device sends only the entries that are smaller than this entry. Therefore
+    all requests for a row arrive in the same round.
 
-    Returns: two integer arrays `fit` and `cuts` with one value per queue and owner. `fit` is 1 if
-      every device can send all its remaining entries in this round, else 0. If `fit` is 0, `cuts`
-      has the 32-bit words of an entry, and all devices send only smaller entries. Each device finds
-      the first of its entries that does not fit in this round, and `cuts` has the smallest of these
-      entries.
+    Returns: two integer arrays `fit` and `cuts`, with values for every request and owner. `fit` is
+      1 if every device can send all its remaining entries in this round, else 0. If `fit` is 0,
+      `cuts` contains the 32-bit words of the entry that ends the round. Each device finds the first
+      of its entries that does not fit in this round, and the smallest of these ends the round.
     """
     if not takes_rounds:
         size = (len(queues), queues[0].cursor.shape[0])
         return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
     fit, first_left = api.block_ends(queues)
     lowest = jax.lax.pmin(fit, axis_name)
-    # `cuts` is a minimum over devices. If `lowest` is 0, the minimum leaves out devices with `fit`
-    # 1, because all entries of these devices fit in this round.
+    # `cuts` is a minimum over devices. If the entries of any device do not fit (`lowest` is 0),
+    # only such devices enter the minimum.
     takes_part = fit == lowest
     cuts: list[Array] = []
     for words in first_left:

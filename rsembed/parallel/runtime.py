@@ -81,8 +81,8 @@ def init(
       preemption: whether a SIGTERM means that the run will lose its machine and should save, see
         `preempted`. False by default: SIGTERM ends the process.
       heartbeat_timeout_seconds: a process counts as dead if it sends no heartbeat for this number
-        of seconds. Choose a larger number if long compilations or slow file systems block the
-        machine.
+        of seconds. Choose a larger number if long compilations or slow file systems can delay
+        heartbeats.
       initialization_timeout_seconds: number of seconds to wait for the other processes. If they do
         not connect within this time, JAX aborts this process. When 80 % of these seconds have
         passed, a warning names the address and the number of processes, if `init` knows them.
@@ -242,8 +242,8 @@ def preempted(step: int) -> bool:
 def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     """A mesh with one axis, over the devices of all processes, for sharded tables and batches.
 
-    The type of the mesh axis is `Auto`. By default, `jax.make_mesh` makes `Explicit` axes. An array
-    that is sharded over an `Explicit` axis cannot be indexed by ids outside `shard_map`.
+    The type of the mesh axis is `Auto`. By default, `jax.make_mesh` makes `Explicit` axes.
+    Outside `shard_map`, ids cannot index an array that is sharded over an `Explicit` axis.
 
     Args:
       axis: name of the axis.
@@ -272,7 +272,7 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     return mesh
 
 
-# Several processes on this machine
+# The functions below run a script in several processes on this machine.
 
 GRACE_SECONDS = 3.0
 """Time in seconds for processes to end by themselves after one of them fails, or after Ctrl-C."""
@@ -310,7 +310,8 @@ def launch(
       devices_per_process: number of CPU devices of each process.
 
     Returns: exit status of the run. 0 if all processes succeed, else the exit status of the first
-      process that failed. If a signal ended a process or the run, 128 plus the signal number.
+      process that failed. 128 plus the signal number if a signal killed this process, or if
+      `launch` received Ctrl-C, or SIGTERM and a process failed.
 
     Raises: ValueError: a count is below 1, or the script does not exist.
     """
