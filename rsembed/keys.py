@@ -35,7 +35,8 @@ class Keys(NamedTuple):
       high: upper 32 bits of each key, uint32.
       low: lower 32 bits of each key, uint32.
       is_key: mask, False for padding. If `is_key` is False, `high` and `low` are not a key. If
-        `checked_keys` replaces a key by padding, it sets them to special values (see `is_invalid`).
+        `checked_keys` replaces a key by padding, it sets `high` and `low` to special values (see
+        `is_invalid`).
       table: index of each key's table, int32. None if all keys belong to one table.
     """
 
@@ -53,7 +54,7 @@ class Keys(NamedTuple):
 
     @staticmethod
     def of_lanes(lanes: Sequence[Lane], is_key: Lane) -> Keys:
-        """Keys with the given mask `is_key` and the words `lanes`, as in the property `lanes`."""
+        """Keys from the mask `is_key` and the words `lanes`, ordered as in the property `lanes`."""
         *table, high, low = lanes
         return Keys(high, low, is_key, *table)
 

@@ -154,7 +154,7 @@ class CowClipDefinition:
 
 
 class StepMode(enum.IntEnum):
-    """Whether the slow copy of a table is set to zero after each update of the copy, or kept.
+    """Whether the slow copy of a table is kept after each update of the copy, or set to zero.
 
     NONE sets the slow copy to zero, and the other modes keep the slow copy. See
     `EnsembleModeDefinition`.
@@ -307,7 +307,8 @@ def global_decay_factor(
       t: number of the current step, 1 for the first step. Before `config.start_iter`, all decay
         factors are 1.
       learning_rate: current learning rate, used for all missed steps.
-      weight_decay: coefficient of weight decay. If it is 0, all decay factors are 1.
+      weight_decay: coefficient of weight decay. If this coefficient is 0, all decay factors are
+        1.
       config: first step with decay, and lower bound of the decay factor.
 
     Source: FBGEMM, DECOUPLE_GLOBAL.

@@ -250,10 +250,10 @@ def is_global(leaf: object) -> bool:
 
 
 def _is_local(batch: PyTree) -> bool:
-    """True if the batch may differ between processes: no leaf is traced, and not all are global.
+    """Whether the processes may have different batches.
 
-    A global leaf is an array with shards on devices of other processes (see `is_global`). The
-    result is also True for a batch without leaves.
+    The result is True if no leaf is traced, and at least one leaf is not global (see `is_global`).
+    The result is also True for a batch without leaves.
     """
     # A list may have a million ids, so a list counts as one leaf.
     leaves = jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, list))

@@ -412,8 +412,8 @@ def _cuts(
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
     """For each owner, the entry at which all devices end the current round.
 
-    In this round, every device sends only the entries that are smaller than this entry. Therefore
-    all requests for a row arrive in the same round.
+    If the remaining entries of any device do not fit, every device sends only the entries that are
+    smaller than this entry. All requests for a row therefore arrive in the same round.
 
     Returns: two integer arrays `fit` and `cuts`, with values for every request and owner. `fit` is
       1 if every device can send all its remaining entries in this round, else 0. If `fit` is 0,

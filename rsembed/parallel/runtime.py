@@ -310,8 +310,9 @@ def launch(
       devices_per_process: number of CPU devices of each process.
 
     Returns: exit status of the run. 0 if all processes succeed, else the exit status of the first
-      process that failed. 128 plus the signal number if a signal killed this process, or if
-      `launch` received Ctrl-C, or SIGTERM and a process failed.
+      process that failed. The status is 128 plus the signal number if a signal killed that process,
+      after Ctrl-C, and if a process fails after SIGTERM. The status 75 of a preempted script is
+      returned even after a signal.
 
     Raises: ValueError: a count is below 1, or the script does not exist.
     """
