@@ -23,9 +23,9 @@ from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, as_row
 from rsembed.storage.row_map import combine as combine_by_key, unnamed
 
 NumRows: TypeAlias = tuple[tuple[str, int], ...]
-"""Number of rows of each stack, as pairs `(stack, number of rows)` sorted by stack."""
+"""Number of rows of each stack, as pairs `(stack name, number of rows)` sorted by name."""
 Shardings: TypeAlias = tuple[tuple[str, NamedSharding, NamedSharding], ...] | None
-"""Shardings of the rows and values of each stack, sorted by stack, or None without a mesh."""
+"""Triples `(stack name, sharding of rows, sharding of values)` by name, or None without a mesh."""
 
 
 class ReadRows(dict[str, Any]):
@@ -109,9 +109,10 @@ class Summands(NamedTuple):
 
 
 class _Unsummed(NamedTuple):
-    """`Summands` of row gradients, and the arrays of the row gradients when they got the summands.
+    """`Summands`, and the arrays of row gradients that `summed_from` stored together with them.
 
-    If one of the arrays is replaced later, the summands are no longer valid.
+    If one of these arrays is replaced, `RowGradients.summands` is None, because the summands no
+    longer give the values of the row gradients.
     """
 
     summands: Summands
@@ -128,8 +129,9 @@ class RowGradients:
     arrays that reject arithmetic. Therefore `jax.tree.map(jnp.add, first, second)` raises a
     TypeError, instead of returning gradients of wrong rows.
 
-    Inside `jit`, row gradients that a collection computes also have `summands`. The summands are
-    not in the pytree, so copies of the gradients and results of compiled programs have no summands.
+    Inside `jit`, row gradients that a collection computes also have `summands`, the inputs from
+    which `values` are computed. The summands are not in the pytree, so copies of the gradients and
+    results of compiled programs have no summands.
 
     Args:
       rows: distinct row numbers in ascending order, with `NO_ROW` as padding at the end. On a mesh,
@@ -138,9 +140,10 @@ class RowGradients:
         the number of occurrences of the key, which is 0 for padding. If a stack has several tables
         with keys, a fourth column contains the index of the table.
       values: float32 gradient of each row, zeros for padding.
-      num_rows: number of rows of each stack, as pairs `(stack, number of rows)` sorted by stack.
-      shardings: on a mesh, shardings of the rows and values of each stack, as triples
-        `(stack, rows, values)` sorted by stack. None if the tables are not on a mesh.
+      num_rows: number of rows of each stack, as pairs `(stack name, number of rows)` sorted by
+        name.
+      shardings: on a mesh, triples `(stack name, sharding of rows, sharding of values)` sorted by
+        name. None if the tables are not on a mesh.
       layout: fingerprint of the collection that computed the gradients. A step raises an error if
         the fingerprint of the tables to update differs from `layout`.
     """
@@ -150,8 +153,8 @@ class RowGradients:
     num_rows: NumRows
     shardings: Shardings = None
     layout: Fingerprint | None = None
-    # This field stores the row numbers in arrays that reject arithmetic. The property `rows`, which
-    # is defined after the class, reads and writes the field `opaque_rows`.
+    # The field `opaque_rows` stores the row numbers in arrays that reject arithmetic. The property
+    # `rows`, which is defined after the class, reads and writes this field.
     opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)
     # The method `summed_from` sets the field `unsummed`, and the property `summands` reads it.
     unsummed: _Unsummed | None = dataclasses.field(
@@ -164,7 +167,7 @@ class RowGradients:
     def tree_flatten_with_keys(
         self,
     ) -> tuple[tuple[tuple[jax.tree_util.GetAttrKey, Any], ...], tuple[Any, ...]]:
-        """Opaque rows and values as children, and the static fields."""
+        """The pytree's children (opaque rows and values) and auxiliary data (the static fields)."""
         rows = (jax.tree_util.GetAttrKey("rows"), self.opaque_rows)
         values = (jax.tree_util.GetAttrKey("values"), self.values)
         static = (self.num_rows, self.shardings, self.layout)
@@ -231,7 +234,7 @@ class RowGradients:
     def summed_from(
         self, engine: object, batch: object, d_outputs: Mapping[str, PyTree]
     ) -> RowGradients:
-        """A copy of the gradients with the summands `Summands(engine, batch, d_outputs)`."""
+        """A copy of the gradients that also stores `Summands(engine, batch, d_outputs)`."""
         copy = self.with_values(self.values)
         summands = Summands(engine, batch, d_outputs)
         unsummed = _Unsummed(summands, jax.tree.leaves(copy))
@@ -340,8 +343,8 @@ def check_belong(
         fits = _shapes_fit(row_shape, value_shape)
         if fits and axes is not None:
             fits = (len(row_shape), value_shape[-1]) == axes[name]
-        # Check the order of the rows only if there is no layout. Row gradients with a layout come
-        # from a collection, which sorts the rows.
+        # Check the order of the rows only if `row_gradients.layout` is None. Row gradients with a
+        # layout come from a collection, which sorts the rows.
         if fits and row_gradients.layout is None and len(row_shape) == 1 and not is_traced(rows):
             numbers = np.asarray(rows, np.int64)
             used = numbers[numbers != NO_ROW]
@@ -355,16 +358,20 @@ def check_belong(
 
 
 def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
-    """Whether the shape `rows` of row numbers matches the shape `values` of their gradients.
+    """Whether an array of row numbers and an array of row gradients have matching shapes.
 
-    The array of rows and the array of values may have leading axes that `lax.scan` added.
+    Both arrays may have leading axes that `lax.scan` added.
+
+    Args:
+      rows: shape of the array of row numbers.
+      values: shape of the array of row gradients.
     """
     if len(values) < 2 or rows[: len(values) - 1] != values[:-1]:
         return False
     if len(rows) < len(values):
         return True
-    # The rows have keys. The last axis of `rows` contains at least the upper 32 bits of a key, the
-    # lower 32 bits, and the number of occurrences.
+    # The table has keys. The last axis of the row array has at least three entries: the upper 32
+    # bits of a key, the lower 32 bits, and the number of occurrences.
     return rows[-1] > 2
 
 
@@ -493,8 +500,8 @@ def _combine_parts(
 ) -> tuple[Array, Array]:
     """Distinct rows of all `parts` on one device, and for each row the sum of its values.
 
-    At most `capacity` row numbers can be distinct, so a longer result is cut. Rows with keys are
-    not cut.
+    At most `capacity` row numbers can be distinct, so all entries after the first `capacity` are
+    padding, and are removed. For a table with keys, the result is not shortened.
     """
     first_rows, first_values = parts[0]
     dim = first_values.shape[-1]

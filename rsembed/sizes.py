@@ -11,7 +11,7 @@ import numpy as np
 from rsembed.bags import Bags
 
 FEWEST_OF_ONE_LENGTH = 16
-"""Minimum number of bags, all of one length, from which `common_width` infers a fixed length."""
+"""Number of bags of equal length that suffices for `common_width` to infer a fixed length."""
 
 
 def padded_size(count: int) -> int:
@@ -34,7 +34,9 @@ def size_of_list(count: int) -> int:
 
 
 def common_width(bags: Bags) -> int:
-    """Width of a padded array `[bags, width]` that holds these bags, and probably later batches.
+    """Width of a padded array `[bags, width]` for these bags.
+
+    The width is chosen so that the bags of later batches probably fit, too.
 
     If there are at least `FEWEST_OF_ONE_LENGTH` bags, and all have the same length, the feature
     probably has a fixed length, so the width is this length. Otherwise, the width is the length of

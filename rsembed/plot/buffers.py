@@ -155,7 +155,7 @@ def plot_buffer(
 
 
 BYTES_PER_PLACE = 12
-"""Bytes of one slot of an input buffer: id, sample and gain take 4 bytes each."""
+"""Bytes of one slot of an input buffer: 4 each for an id, its sample index and its weight."""
 
 
 @validated
@@ -164,7 +164,7 @@ def partition_entries(
 ) -> Int[np.ndarray, "batches cores shards"]:
     """Number of entries that each core sends to each shard (the size of a "partition").
 
-    All cores are in one device, and there is one shard per core. Row `id` belongs to shard
+    All cores belong to one device, and each core has one shard. Row `id` belongs to shard
     `id % num_shards`. Duplicate ids in a sample count as one entry.
 
     Args:
@@ -205,8 +205,8 @@ def limit_costs(
 ) -> tuple[float, int]:
     """Fraction of entries dropped by a limit, and size in bytes of the input buffers of all cores.
 
-    The size is computed for buffers with space for `max_ids_per_partition` entries in every
-    partition. If a stack has a suggested buffer size, its buffers can be smaller.
+    Every partition is assumed to have space for `max_ids_per_partition` entries. If a stack has a
+    suggested buffer size, its buffers can be smaller.
 
     Args:
       entries: number of entries in each partition, the result of `partition_entries`.
@@ -241,8 +241,8 @@ def plot_limit_choice(
     ax = axes_or_new(ax)
     largest = max(int(entries.max()), max_ids_per_partition)
     most_tiles = max(largest / SUBLANES, 1)
-    # The number of slots of a partition is a multiple of 8. A limit between two multiples needs as
-    # many bytes as the larger one, so only multiples of 8 are drawn.
+    # The number of slots of a partition is a multiple of 8. A limit that is not a multiple of 8
+    # needs as many bytes as the next larger multiple, so only multiples of 8 are drawn.
     num_tiles = np.ceil(np.linspace(1, most_tiles, 120))
     limits = SUBLANES * np.unique(num_tiles.astype(int))
     costs = [limit_costs(entries, int(limit)) for limit in limits]
@@ -277,7 +277,7 @@ def explore(
       max_ids_per_partition: the limit at which the slider starts. If None, the slider starts at the
         smallest limit that drops nothing.
 
-    Raises: ImportError: ipywidgets is missing. The extra `notebooks` installs it.
+    Raises: ImportError: ipywidgets is missing. Install rsembed with the extra `notebooks`.
     """
     import ipywidgets
     from IPython.display import display

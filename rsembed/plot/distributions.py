@@ -66,14 +66,14 @@ def plot_coverage(
 ) -> Axes:
     """Plots the share of lookups that read the hottest rows, against the number of these rows.
 
-    The number of rows is in percent of the table, on a logarithmic axis. Another call with the same
-    `ax` adds a curve.
+    The logarithmic x axis shows the number of rows as a percentage of all rows of the table.
+    Another call with the same `ax` adds a curve.
 
     Args:
-      counts: number of lookups of each row, or the probability of a lookup of each row, with 0 for
-        rows without a lookup.
-      num_rows: number of rows of the table. Set `num_rows` if `counts` has no entries for rows
-        without a lookup. If None, the table has one row for each count.
+      counts: number of lookups of each row, or the probability that a lookup reads the row, with 0
+        for rows that are never looked up.
+      num_rows: number of rows of the table. Set `num_rows` if `counts` leaves out rows that are
+        never looked up. If None, the table has one row for each count.
       ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
 
@@ -91,7 +91,7 @@ def plot_coverage(
     served = 100 * np.cumsum(hottest_first) / hottest_first.sum()
     ranks = _drawn_ranks(len(served))
     served = served[ranks - 1]
-    if num_rows > len(hottest_first):  # Rows without an entry in `counts` have no lookups.
+    if num_rows > len(hottest_first):  # Rows without an entry in `counts` are never read.
         ranks = np.append(ranks, num_rows)
         served = np.append(served, 100.0)
     style = with_defaults(line_kwargs, color=next_colour(ax), linewidth=2.0)
@@ -107,14 +107,17 @@ def plot_coverage(
 
 
 def _drawn_ranks(num_ranks: int) -> Int[np.ndarray, " ranks"]:
-    """Ranks to draw, starting at 1: all ranks, or about 10,000 ranks on a logarithmic scale."""
+    """Ranks to draw, from 1 (most frequent), and at most `MOST_DRAWN_RANKS` of them.
+
+    If there are more ranks, the drawn ranks are equally spaced on a logarithmic axis.
+    """
     if num_ranks <= MOST_DRAWN_RANKS:
         return np.arange(1, num_ranks + 1)
     ranks = np.geomspace(1, num_ranks, MOST_DRAWN_RANKS)
     return np.unique(ranks.astype(np.int64))
 
 
-# Numbers
+# Functions that compute numbers to plot
 
 
 @validated
@@ -192,7 +195,7 @@ def treemap(
 
 
 def _worst(areas: np.ndarray, side: float) -> float:
-    """Largest aspect ratio of rectangles with these areas in one row, which has length `side`."""
+    """Largest aspect ratio of rectangles with these areas that fill a row of length `side`."""
     depth = areas.sum() / side
     ratios = areas / depth**2
     inverse_ratios = 1 / np.maximum(ratios, 1e-12)
@@ -200,7 +203,7 @@ def _worst(areas: np.ndarray, side: float) -> float:
     return float(worst)
 
 
-# Drawing
+# Plots of shard loads and of bytes
 
 
 @validated

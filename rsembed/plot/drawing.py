@@ -41,7 +41,7 @@ def axes_or_new(ax: Axes | None, size_inches: tuple[float, float] = (6.4, 4.0)) 
 
 
 def with_defaults(options: dict[str, Any], **defaults: object) -> dict[str, Any]:
-    """Keyword arguments for a Matplotlib artist: `options`, completed by `defaults`."""
+    """Keyword arguments for a Matplotlib artist. Entries in `options` replace `defaults`."""
     return defaults | options
 
 

@@ -27,7 +27,7 @@ from rsembed.plot.drawing import (
     with_defaults,
 )
 
-# Numbers
+# Functions that compute numbers to plot
 
 
 @validated
@@ -133,7 +133,7 @@ def principal_plane(
     return coordinates, variance_shares
 
 
-# Training
+# Plots of losses and limits during training
 
 
 @validated
@@ -157,7 +157,7 @@ def plot_loss(
       window: number of losses to average. Each point shows the mean of a loss and of the
         `window - 1` losses before it. With 1, the default, the curve is not smoothed.
       references: losses to compare with, by name, such as `{"unigram entropy": 5.3}`.
-      ylabel: name of the loss, with its unit.
+      ylabel: label of the y axis, with the unit of the loss.
       ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
 
@@ -194,7 +194,7 @@ def plot_row_path(
     Args:
       paths: for each optimizer name, an array with the value after steps 1, 2, 3, ….
       lookups: the steps that look the row up, counted from 1.
-      ylabel: name of the values, with their unit.
+      ylabel: label of the y axis, with the unit of the value.
       ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of all curves.
     """
@@ -229,7 +229,7 @@ def plot_loss_against_state(
     Args:
       results: for each optimizer name, the pair (bytes of optimizer state per row, loss).
       references: losses to compare with, by name, such as the lowest that can be reached.
-      ylabel: name of the loss, with its unit.
+      ylabel: label of the y axis, with the unit of the loss.
       ax: the axes to draw on. If None, the function creates a new figure.
       **scatter_kwargs: options of the points.
     """
@@ -273,7 +273,7 @@ def plot_limits(
     Args:
       observed: the count in each batch, such as the number of ids in the fullest partition.
       limits: the limit for each batch, or one limit for all batches.
-      ylabel: label of the y axis, the name of the count.
+      ylabel: label of the y axis, which names the count.
       ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: Matplotlib options for the curve that shows `observed`.
 
@@ -315,7 +315,7 @@ def plot_limits(
     return ax
 
 
-# Cache sizes, bytes and speed
+# Plots of cache misses, table sizes and speed
 
 
 @validated
@@ -331,7 +331,7 @@ def plot_miss_ratio(
     Args:
       measured: for each curve name, a mapping from cache size to the share (0 to 1) of lookups
         that miss a cache of this size.
-      xlabel: name of the sizes, with their unit.
+      xlabel: label of the x axis, with the unit of the cache sizes.
       ax: the axes to draw on. If None, the function creates a new figure.
       **line_kwargs: options of all curves.
     """
@@ -370,7 +370,7 @@ def plot_against_bytes(
         number of bytes, for example from three seeds, the plot shows their mean, and a vertical
         line from the lowest to the highest result.
       references: values to compare with, by name, drawn as dashed lines.
-      ylabel: name of the values, with their unit.
+      ylabel: label of the y axis, with the unit of the results.
       ax: the axes to draw on. If None, the function creates a new figure.
     """
     ax = axes_or_new(ax)

@@ -246,7 +246,7 @@ def _pool(
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class EmbeddingColumn:
-    """A feature, and the table that has a row for each id of the feature.
+    """A feature, and the table in which the ids of the feature are looked up.
 
     Attributes:
       feature: name of the feature in the batch.
@@ -313,7 +313,7 @@ def input_layer(
     """Pooled rows of all columns, concatenated in the order of `columns`.
 
     Args:
-      features: for each feature name, ids or a pair `(ids, weights)`.
+      features: ids, or a pair `(ids, weights)`, for each feature, by feature name.
       columns: results of `embedding_column`.
 
     Raises: ValueError: a feature is missing.

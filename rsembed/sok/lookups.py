@@ -85,11 +85,12 @@ EngineTable = tuple[VariableTable, tuple[Combiner, ...], bool]
 
 @functools.lru_cache(maxsize=256)
 def engine_of(tables: tuple[EngineTable, ...]) -> Engine:
-    """The `Engine` with the compiled programs for `tables`, which are on the same devices.
+    """The `Engine` with the compiled programs for `tables`. All tables must be on the same devices.
 
     The stack of a table is named after the position of the table in `tables`, such as "0". A
-    feature is named after the positions of its table and its combiner, such as "0.1". Names of
-    tables are not used, so that tables with equal sizes and optimizers share compiled programs.
+    feature is named after the positions of its table and its combiner, such as "0.1". Stacks and
+    features are not named after their tables, so that tables with equal sizes and optimizers share
+    compiled programs.
 
     Args:
       tables: tables of the engine, with the combiners of their features. If a table is enlarged
@@ -123,12 +124,12 @@ def _growing(storage: Hashed) -> GrowingKeys:
 
 
 class _Program(NamedTuple):
-    """The `Engine` with the compiled programs for some embedding variables.
+    """The `Engine` with the compiled programs for some of the embedding variables of a lookup.
 
     Attributes:
       engine: the engine, which has one stack per variable.
-      variables: for the name of each stack in the engine, the index of its variable.
-      features: for the name of each feature in the engine, the index of the feature in the lookup.
+      variables: index of the variable of each stack, by the name of the stack in the engine.
+      features: index of each feature in the lookup, by the name of the feature in the engine.
     """
 
     engine: Engine
@@ -142,11 +143,12 @@ def _programs(
     *,
     grow: Sequence[bool],
 ) -> Iterator[_Program]:
-    """Distributes variables over one or more engines, and yields the engines.
+    """Distributes variables over one or more engines, and yields a `_Program` for each engine.
 
     An engine has at most `STACKS_TOGETHER` variables, because the compile time of a program grows
-    with the square of the number of tables in the program. Variables are sorted by the `kind` of
-    their tables, so that different lookups use equal engines more often and share their programs.
+    with the square of the number of tables in the program. Variables are grouped by the `kind` of
+    their tables, so that different lookups get equal engines more often and share the compiled
+    programs of these engines.
 
     Args:
       variables: distinct embedding variables of all features.
@@ -224,7 +226,7 @@ class StepOnce:
       variables: distinct variables of the lookup.
       features: variable and combiner of each output.
       batch: keys of each output.
-      wanted: for the index of each variable in `variables`, the number of new keys per device.
+      wanted: number of new keys per device, by the index of their variable in `variables`.
       shapes: shapes of the outputs, which the gradients must have.
       num_padded: number of rows of padding that were cut off at the end of the output. The gradient
         of these rows is zero.
@@ -251,9 +253,10 @@ class StepOnce:
           *d_outputs: gradient of the loss over the global batch, for each output.
 
         Raises:
-          RuntimeError: this `StepOnce` has been called before. Or a table with `when_full="error"`
-            or "grow" has no row for a new key, because other steps have filled the table since the
-            lookup, or because the list of keys that wait for admission is full.
+          RuntimeError: this `StepOnce` has been called before, a table with `when_full="error"` has
+            no row for a new key because other steps have filled the table since the lookup, or in a
+            table with `when_full="error"` or "grow", the list of keys that wait for admission is
+            full.
           ValueError: the gradients differ from the outputs in number or shape.
         """
         gradients = self._checked_gradients(d_outputs)
@@ -268,8 +271,8 @@ class StepOnce:
             for number in range(len(self.variables)):
                 if self._may_fail_after_growth(number):
                     num_failed_before[number] = self._num_failed(number)
-        # No table grows after this line. `_may_fail_after_growth` has enlarged the tables that had
-        # too few free rows, and a table cannot grow inside `jit`.
+        # No table grows after this line. Outside `jit`, the loop above has already enlarged the
+        # tables that had too few free rows. Inside `jit`, a table cannot grow.
         never_grow = [False] * len(self.variables)
         for program in _programs(self.variables, self.features, grow=never_grow):
             # `_run` donates the old arrays of the program's tables, and stores the new arrays in
@@ -428,8 +431,8 @@ def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
     storage = cast(Hashed, table.spec.storage)
     rooms = f"the devices use {variable.counts()['rows'].tolist()} rows"
     if table.when_full == "grow":
-        # A table that grows always has enough rows. New keys can fail only because the list of keys
-        # that wait for admission is full.
+        # A table with `when_full="grow"` was enlarged before the step, so it has enough rows. A new
+        # key failed only because the list of keys that wait for admission is full.
         num_waiting = storage.admission_capacity or table.rows_per_device
         rooms += f" and have room for {num_waiting} keys that wait for one"
         way_out = (

@@ -165,8 +165,8 @@ class VariableTable:
     def kind(self) -> VariableTable:
         """Table that represents all tables that share compiled programs with this table.
 
-        Tables that differ only in their names share compiled programs, and have the same `kind`:
-        the first of these tables in this process.
+        Tables that differ only in their names share compiled programs. They have the same
+        `kind`: the one of these tables for which `kind` was computed first in this process.
         """
         spec = self.spec
         key = (

@@ -162,7 +162,7 @@ def init_embedding_variables(
     num_sparsecore_per_device: int | None = None,
     bypass_mesh_check: bool = False,
 ) -> dict[str, EmbeddingVariables]:
-    """Initial tables and slots of all stacks. Every device builds only its shard.
+    """Initial tables and optimizer slots of all stacks. Every device builds only its shard.
 
     The initial values of a logical table depend only on `rng` and on the table's name and
     initializer, not on stacking, sharding or the number of devices. The shape that an initializer
@@ -176,9 +176,9 @@ def init_embedding_variables(
       global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`. With
         `PartitionSpec(axis, None, None)`, arrays get a leading axis of devices, as `jax.pmap`
         needs.
-      num_sparsecore_per_device: SparseCores per device, by default the number with which the tables
-        were stacked. The variables do not store this number. If you look them up with specs that
-        were stacked for a different number, you read wrong rows without an error.
+      num_sparsecore_per_device: SparseCores per device, by default the number for which the tables
+        were stacked. The variables do not record this number of SparseCores. A lookup with specs
+        that were stacked for a different number reads wrong rows without an error.
       bypass_mesh_check: ignored. The mesh may have its devices in any order.
 
     Raises:
@@ -261,7 +261,7 @@ def sparse_dense_matmul(
       feature_specs: specs of all features, with their tables already assigned to stacks.
       global_device_count: number of devices that share the tables.
       sharding_strategy: "MOD", the only sharding strategy.
-      num_sc_per_device: SparseCores per device, by default the number with which the tables were
+      num_sc_per_device: SparseCores per device, by default the number for which the tables were
         stacked.
       enable_minibatching: whether the batch was preprocessed with `enable_minibatching=True`, False
         by default.
@@ -328,7 +328,7 @@ def sparse_dense_matmul_grad(
         `perform_stacking=False`, `{stack: gradients}` in the layout of the stack.
       preprocessed_inputs: this device's part of the batch, as passed to `sparse_dense_matmul`.
       embedding_variables: this device's part of the variables, by stack. A plain tuple of a table
-        and its slots is also accepted.
+        and its optimizer slots is also accepted.
       feature_specs: specs of all features, with their tables already assigned to stacks.
       global_device_count: number of devices that share the tables. By default, it is the number of
         samples in the global batch, divided by the number of samples in `activation_gradients`.
@@ -336,13 +336,13 @@ def sparse_dense_matmul_grad(
       label: ignored. jax-tpu-embedding uses the label as the name of a program.
       step: index of the training step, from 0. Pass `step` if an optimizer, a learning rate or
         stochastic rounding depends on the step.
-      num_sc_per_device: SparseCores per device, by default the number with which the tables were
+      num_sc_per_device: SparseCores per device, by default the number for which the tables were
         stacked.
       enable_minibatching: whether the batch was preprocessed with `enable_minibatching=True`, False
         by default.
       perform_stacking: if False, gradients are expected in the layout of the stack.
       use_gradient_stacking_primitive: ignored, as only jax-tpu-embedding uses this option.
-      embedding_var_limits: for the name of every stack, a pair `(minimum, maximum)`. The values of
+      embedding_var_limits: a pair `(minimum, maximum)` for each stack, by stack name. The values of
         updated rows are clipped to this range. None instead of a number means no limit. By default,
         values are not clipped.
       axis_name: see `sparse_dense_matmul`.
@@ -405,7 +405,7 @@ def unstack_embedding_activations(
       activations: activations of every stack on this device.
       feature_specs: specs of all features, with their tables already assigned to stacks.
       global_device_count: number of devices that share the tables.
-      num_sc_per_device: SparseCores per device, by default the number with which the tables were
+      num_sc_per_device: SparseCores per device, by default the number for which the tables were
         stacked.
       use_activation_unstack_primitive: ignored, as only jax-tpu-embedding uses this option.
 
@@ -505,8 +505,9 @@ def _stacks(
     The ids come from this device's part of the batch.
 
     The exchange capacity of a stack is the number of distinct rows that a device can request from
-    one other device in one round of the exchange. The minibatches of a batch are looked up
-    together, because only a SparseCore has too little memory for a whole batch.
+    one other device in one round of the exchange. Minibatches exist because the memory of a
+    SparseCore can be too small for a whole batch. This limit does not apply here, so all
+    minibatches of a batch are looked up together.
     """
     if isinstance(inputs, SparseDenseMatmulInput):
         inputs = PreprocessedInput(inputs)

@@ -84,7 +84,7 @@ class PipelineState(NamedTuple):
 
     Attributes:
       pipeline_step: index of the cycle, from 0, as an int32 array. In a tree of shardings,
-        `pipeline_step` is None, so the compiler chooses the sharding of the index.
+        `pipeline_step` is None, so the compiler chooses how the cycle index is sharded.
       last_step_inputs: batch that the previous cycle looked up, with its activations.
       step_before_last_step_inputs: batch that was looked up two cycles ago (`i - 2` in cycle `i`),
         with the gradients of its activations.
@@ -147,7 +147,7 @@ def get_initial_state(
     Args:
       pipeline_input: any batch. Only the shapes and dtypes of the batch are used.
       tc_train_state: state of the dense stage.
-      embedding_variables: tables and slots of all stacks, by stack name.
+      embedding_variables: tables and optimizer slots of all stacks, by stack name.
       sc_fwd_function: lookup stage, a `ScFwdStageFun`.
       tc_function: dense stage, a `TcStageFun`.
       dense_input_sharding: sharding of dense inputs. By default, the zeros are placed on devices as
@@ -245,7 +245,7 @@ def step(
     Args:
       pipeline_input: batch `i`, or in the last two cycles zeros with the shapes of a batch.
       tc_train_state: state of the dense stage.
-      embedding_variables: tables and slots of all stacks, by stack name.
+      embedding_variables: tables and optimizer slots of all stacks, by stack name.
       pipeline_state: state from the previous cycle, or from `get_initial_state`.
       sc_fwd_function: lookup stage, a `ScFwdStageFun`.
       tc_function: dense stage, a `TcStageFun`.

@@ -79,10 +79,10 @@ CUSTOM_CODE = 7
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class OptimizerRecord:
-    """Description of an optimizer, with the code of its class.
+    """Description of an optimizer.
 
-    If the learning rate is a function, `learning_rate` is None and `learning_rate_tag` is the name
-    of the function.
+    `type` is the numeric code of the optimizer's class, see `get_optimizer_type`. If the learning
+    rate is a function, `learning_rate` is None and `learning_rate_tag` is the name of the function.
     """
 
     type: int
@@ -205,7 +205,7 @@ _NESTED = {
 
 
 def _restored(record: Callable[..., Record], fields: Mapping[str, PyTree]) -> Record:
-    """Instance of the class `record` from its fields in JSON. Lists become tuples."""
+    """Converts the parsed JSON `fields` to the dataclass `record`, and lists to tuples."""
     values: dict[str, PyTree] = {}
     for name, value in fields.items():
         if name in _NESTED:
@@ -225,8 +225,8 @@ def create_proto_from_feature_specs(
 
     Args:
       feature_specs: specs of all features, with their tables already assigned to stacks.
-      global_device_count: number of devices with which the tables were stacked.
-      num_sparsecore_per_device: SparseCores per device, by default the number with which the tables
+      global_device_count: number of devices for which the tables were stacked.
+      num_sparsecore_per_device: SparseCores per device, by default the number for which the tables
         were stacked.
 
     Raises: ValueError: a table is not assigned to a stack, or was stacked for a different number of
@@ -248,9 +248,10 @@ def create_proto_from_feature_specs(
 
 
 def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, Any]:
-    """For each field that the dataclasses `source` and `record` share, the value in `source`.
+    """Values of all fields of `source` that the dataclass `record` also has, by field name.
 
-    The keyword arguments `recorded` are added to the result. They replace fields of the same name.
+    The result also contains the keyword arguments `recorded`, which replace fields of the same
+    name.
     """
     names_of_record = {field.name for field in dataclasses.fields(record)}
     shared = {}
@@ -283,13 +284,15 @@ def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRec
 
 
 def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
-    """Code of an optimizer class, or `CUSTOM_CODE` if the class has no code."""
+    """Numeric code of an optimizer class, or `CUSTOM_CODE` for a class without a code."""
     check_type(optimizer_class, type[OptimizerSpec], "get_optimizer_type: optimizer_class")
     return _CODES.get(optimizer_class, CUSTOM_CODE)
 
 
 def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
-    """The optimizer class that has a code. `get_optimizer_type` is the inverse function.
+    """The optimizer class with the numeric code `optimizer_type`.
+
+    The inverse function is `get_optimizer_type`.
 
     Raises: ValueError: no optimizer class has the code, or the code means a custom optimizer.
     """
@@ -305,8 +308,9 @@ def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
 def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
     """Description of an optimizer.
 
-    Functions are not stored. For a custom update rule, the description contains only `short_name`.
-    For a learning rate that is a function, it contains only the function's name.
+    A description cannot contain functions. For a custom update rule, the description contains only
+    the type, the short name and the learning rate. For a learning rate that is a function, it
+    contains only the function's name.
     """
     learning_rate = opt.learning_rate
     tag = None
@@ -372,7 +376,7 @@ def compute_physical_row_ids(
 def get_row_ids_in_stacked_table(
     stack_table_spec: StackRecord, table_spec: TableRecord, row_ids: Sequence[int]
 ) -> list[int]:
-    """Index of the row of each id in `row_ids`, in the flat stacked array.
+    """Converts ids of a table to row indices in the flat stacked array.
 
     Raises: ValueError: an id is outside the table, or the table belongs to a different stack.
     """
@@ -395,7 +399,7 @@ def get_row_ids_in_stacked_table(
 def get_row_ids_in_stacked_tables(
     embedding_spec_proto: EmbeddingSpecRecord, row_ids: Mapping[str, Sequence[int]]
 ) -> dict[str, list[int]]:
-    """For each stack, the indices of rows of its tables in the flat stacked array.
+    """Converts ids of tables to row indices in the flat stacked array of each stack.
 
     Args:
       embedding_spec_proto: description of the stacks.

@@ -1,4 +1,4 @@
-"""Layouts of stacks of tables: the shards of their rows, and the sizes of their input buffers.
+"""Layouts of table stacks: which shard has which rows, and how large the input buffers are.
 
 `D` devices with `C` cores each make `S = D * C` shards. Row `id` of a table belongs to shard
 `(id + rotation) % S`. Device `k` holds shards `k * C` to `k * C + C - 1` of every stack, in this
@@ -125,8 +125,8 @@ class StackLayout:
 
     Tables are in the order of their rows in the stack, and features in the order of their samples.
 
-    Functions that need only the rows of a stack use a layout without features and with all shards
-    on one device.
+    Functions that need only the rows of a stack can leave `features` empty and `num_devices` 1, as
+    if one device had all shards of the stack.
     """
 
     spec: StackedTableSpec
@@ -193,8 +193,10 @@ class StackLayout:
     def check_features(self) -> None:
         """Checks the offsets and the batch size of every feature.
 
-        Raises: ValueError: the offsets of a feature do not continue the offsets of the features
-          before it, or its batch cannot be split into equal parts for all shards.
+        Raises: ValueError: the samples of a feature do not start directly after the samples of the
+          features before it, a feature has different row offsets than its table, a batch cannot be
+          split into equal parts for all shards, or the stack was made for another number of
+          samples.
         """
         end = 0
         for feature in self.features:
@@ -240,11 +242,12 @@ class StackLayout:
         """Size of the input buffer of one device, in entries.
 
         If the stack has a `suggested_coo_buffer_size_per_device`, the buffer has this size, rounded
-        up. Otherwise, the buffer has room for `max_ids_per_partition` ids in every partition. For a
-        stack of several tables, a suggested size that exceeds this room is reduced to it.
+        up. Otherwise, the buffer has the maximum size, with room for `max_ids_per_partition` ids in
+        every partition. For a stack of several tables, a suggested size above the maximum size is
+        reduced to the maximum size.
 
-        Raises: ValueError: the stack has one table, and its suggested size exceeds the room for
-          `max_ids_per_partition` ids in every partition.
+        Raises: ValueError: the stack has one table, and its suggested size exceeds the maximum
+          size.
         """
         max_ids = self.spec.max_ids_per_partition
         largest = coo_buffer_size(max_ids, self.num_devices, self.num_cores, enable_minibatching)
@@ -253,8 +256,9 @@ class StackLayout:
             return largest
         size = round_up(suggested, SUBLANES * self.num_cores)
         if size > largest and len(self.tables) > 1:
-            # The suggested size of a stack is the sum of the suggested sizes of its tables. The
-            # limit `max_ids_per_partition` is not such a sum, so it can allow fewer ids.
+            # The suggested size of a stack is the sum of the suggested sizes of its tables. All
+            # tables together share the limit `max_ids_per_partition`, so the sum can exceed the
+            # size that this limit allows.
             return largest
         if size > largest:
             raise ValueError(
@@ -436,8 +440,9 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
     try:
         return structure.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):
-        # The trees have different entries, or they differ only in the types of their containers. To
-        # find out, compare the entries of the outermost containers, then each entry recursively.
+        # Either the trees have different entries, or they differ only in the types of their
+        # containers. To distinguish the two cases, compare the entries of the outermost containers,
+        # then each entry recursively.
         children = jax.tree_util.tree_leaves_with_path(
             specs, is_leaf=lambda node: node is not specs
         )

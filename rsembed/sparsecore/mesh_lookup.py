@@ -51,8 +51,9 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
         if len(axes) != 1:
             raise ValueError(f"sharding_axis {axes} needs a mesh; pass mesh=.")
         mesh = Mesh(np.asarray(jax.devices()), axes)
-    # `Devices.of` makes all axes of its mesh automatic. Use the user's mesh instead: if an axis is
-    # explicit, the "gradient" of a table must have the same sharding as the table.
+    # `Devices.of` gives all axes of its mesh the type `AxisType.Auto`. Use the user's mesh instead,
+    # because with axes of type `Explicit`, JAX requires that the "gradient" of a table has the same
+    # sharding as the table.
     return dataclasses.replace(Devices.of(mesh, sharding_axis), mesh=mesh)
 
 
@@ -63,7 +64,7 @@ class MeshTables:
     Attributes:
       feature_specs: specs of all features, with their tables already assigned to stacks.
       devices: devices that share the tables, along the mesh axes that shard tables and batch.
-      num_sc_per_device: SparseCores per device, by default the number with which the tables were
+      num_sc_per_device: SparseCores per device, by default the number for which the tables were
         stacked.
       enable_minibatching: whether batches are preprocessed with minibatching.
     """
@@ -74,7 +75,7 @@ class MeshTables:
     enable_minibatching: bool = False
 
     def init(self, key: PRNGKeyArray) -> dict[str, EmbeddingVariables]:
-        """Initial tables and slots of all stacks."""
+        """Initial tables and optimizer slots of all stacks."""
         tables = list(tables_of(self.feature_specs).values())
         return initialize(key, tables, self.devices, num_cores=self.num_sc_per_device)
 
@@ -214,7 +215,9 @@ class MeshLayer:
     def prepare_batch(
         self, features: FeatureTree, features_weights: FeatureTree = None, **options: object
     ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-        """A batch as global arrays on the layer's devices, and its statistics for `rsembed.fdo`.
+        """A batch as global arrays on the layer's devices, and statistics about its ids.
+
+        The functions of `rsembed.fdo` compute limits from the statistics of many batches.
 
         Args:
           features: ids of this process' samples, in a tree like `feature_specs`.
@@ -242,7 +245,7 @@ _PLACES = np.asarray([1, 2**8, 2**16], np.float32)
 
 
 def step_counter(step: Scalar) -> Float[Array, " digits"]:
-    """Counter for a step: the step's index as three digits in base 256, exact in a 16-bit dtype."""
+    """Counter that stores a step's index as three digits in base 256, exact even in bfloat16."""
     return jnp.floor(jnp.asarray(step, jnp.float32) / _PLACES) % _PLACES[1]
 
 
@@ -257,7 +260,7 @@ def next_step(counter: Float[Array, " digits"]) -> Float[Array, " digits"]:
 
 
 def counter_at(counter: Float[Array, " digits"], step: Scalar | None) -> Float[Array, " digits"]:
-    """Counter for `step`, or `counter` itself if `step` is None.
+    """Counter that stores the step index `step`, or `counter` unchanged if `step` is None.
 
     With or without `step`, the derivative of the result with respect to `counter` is one.
     """

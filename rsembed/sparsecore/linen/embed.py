@@ -31,10 +31,10 @@ with_sparsecore_layout = meta.with_partitioning
 class SparseCoreEmbed(MeshLayer, nn.Module):
     """Layer that looks up the rows of all features, and updates the rows in the backward pass.
 
-    For the layer's parameters, `jax.grad` returns no gradients, but the UPDATED tables, slots and
-    step counter after one optimizer step. The functions of `embed_optimizer` write the updated
-    values into the parameters, and update all other parameters with optax. A loss may call the
-    layer only once, because autodiff would add the updated tables of two calls.
+    For the layer's parameters, `jax.grad` returns no gradients, but the UPDATED tables, optimizer
+    slots and step counter after one optimizer step. The functions of `embed_optimizer` write the
+    updated values into the parameters, and update all other parameters with optax. A loss may call
+    the layer only once, because autodiff would add the updated tables of two calls.
 
     The parameter `sc_embedding_step` is a counter of the training steps. `step_number` converts the
     counter to a number. The counter stays exact if all parameters are cast to a 16-bit dtype.
@@ -50,7 +50,7 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches instead of
         raising an error, False by default.
       num_sc_per_device: SparseCores per device. If you pass None, the default, or -1, the attribute
-        is set to the number with which the tables were stacked.
+        is set to the number for which the tables were stacked.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]
@@ -72,7 +72,7 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
 
     @property
     def embedding_table(self) -> dict[str, EmbeddingVariables]:
-        """Tables and slots by stack name, if the layer is bound to its parameters."""
+        """Tables and optimizer slots by stack name, if the layer is bound to its parameters."""
         if not self.has_variable("params", EMBEDDING_PARAM_NAME):
             raise ValueError(
                 "the layer has no parameters here; pass those that init or training returned."

@@ -23,8 +23,8 @@ def create_optimizer_for_sc_model(
 
     Args:
       params: the parameters of the model.
-      tc_optimizer: optimizer of the dense parameters. It ignores the tables: its state has no
-        slots for the tables, and its gradient norms do not include their gradients.
+      tc_optimizer: optimizer of the dense parameters. It ignores the tables: its state contains
+        nothing for the tables, and its gradient norms do not include their gradients.
     """
 
     def label(path: KeyPath, _: object) -> str:
@@ -35,7 +35,10 @@ def create_optimizer_for_sc_model(
 
 
 def apply_updates_for_sc_model(params: Params, updates: Params) -> Params:
-    """Replaces tables, slots and counters by their updates, and adds all other updates to `params`.
+    """Parameters of the model after an update.
+
+    Tables, optimizer slots and step counters are replaced by their updates. All other updates are
+    added to the parameters.
 
     Args:
       params: the parameters of the model.
