@@ -189,7 +189,7 @@ def label_ends(
 
 
 def reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:
-    """Draws a dashed line at each reference value, with name and value beside the axes."""
+    """Draws a dashed line at each reference value, and writes name and value beside the axes."""
     if references is None:
         return
     for text, value in references.items():

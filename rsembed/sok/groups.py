@@ -1,4 +1,4 @@
-"""DeepRec's group lookups: one call looks up many tables, with lists of ids or with columns."""
+"""DeepRec's group lookups: one call looks up many tables, for lists of ids or feature columns."""
 
 from __future__ import annotations
 
@@ -260,9 +260,10 @@ class EmbeddingColumn:
 
 
 def group_embedding_column_scope(name: str | None = None) -> contextlib.AbstractContextManager[str]:
-    """Context manager that yields the name of a group of columns, as in DeepRec.
+    """Context manager that yields the name of a group of feature columns, as in DeepRec.
 
-    The context manager has no effect, because `input_layer` always looks up all columns together.
+    The context manager has no effect, because `input_layer` always looks up all feature columns in
+    one call.
 
     Args:
       name: name of the group, by default "group".
@@ -288,9 +289,9 @@ def embedding_column(
     combiner: str = "mean",
     **options: Any,
 ) -> EmbeddingColumn:
-    """A column that looks up the ids of `feature` in a new table of the same name.
+    """A feature column that looks up the ids of `feature` in a new table of the same name.
 
-    For a column that reads an existing table, call `EmbeddingColumn` directly.
+    For a feature column that reads an existing table, call `EmbeddingColumn` directly.
 
     Args:
       feature: name of the feature in the batch, which is also the name of the new table.
@@ -310,7 +311,7 @@ def input_layer(
     features: Mapping[str, KeysOfBags],
     columns: Sequence[EmbeddingColumn],
 ) -> Float[Array, "batch _"]:
-    """Pooled rows of all columns, concatenated in the order of `columns`.
+    """Pooled rows of all feature columns, concatenated in the order of `columns`.
 
     Args:
       features: ids, or a pair `(ids, weights)`, for each feature, by feature name.

@@ -134,14 +134,14 @@ class DistributedEmbedding(_Layer):
     (`donate_argnums`). Outputs do not depend on the number of devices.
 
     Args:
-      combiner: "sum", "mean" or "sqrtn" over the keys of a slot, in any case.
+      combiner: "sum", "mean" or "sqrtn" over the keys of a feature, in upper or lower case.
       max_vocabulary_size_per_gpu: number of rows on each device.
       embedding_vec_size: number of columns of the table.
       slot_num: number of features per sample. All features read the same row for the same key. If
         features need different rows, make the index of the feature a part of the key.
-      max_nnz: maximum number of keys per slot.
-      max_feature_num: ignored, but accepted because SOK's layer has this argument: the maximum
-        number of keys per sample.
+      max_nnz: maximum number of keys of one feature in one sample.
+      max_feature_num: ignored, but accepted because the Sparse Operation Kit has this argument: the
+        maximum number of keys per sample.
       use_hashtable: if True, the default, keys are any integers, and a key gets a row in its first
         training step. If False, keys are row numbers below `max_vocabulary_size_per_gpu * devices`.
       name: name of the table in error messages and dumps. The initial rows depend on the name.
@@ -201,7 +201,7 @@ class DistributedEmbedding(_Layer):
 
         Args:
           keys: integers or `Keys` of shape `[batch, slot_num, keys]` or `[batch * slot_num, keys]`,
-            with padding -1 for signed dtypes. `Bags`, or lists with one bag per sample and slot,
+            with padding -1 for signed dtypes. `Bags`, or lists with one bag per sample and feature,
             are also accepted. With several processes, each process passes its part of the batch.
           weights: one weight per key, 1 by default.
           training: if True, the lookup returns the initial rows for new keys. If False, the lookup
@@ -240,7 +240,7 @@ class All2AllDenseEmbedding(_Layer):
       max_vocabulary_size_per_gpu: number of rows on each device.
       embedding_vec_size: number of columns of the table.
       slot_num: number of features per sample. All features read the same row for the same key.
-      nnz_per_slot: number of keys in every slot.
+      nnz_per_slot: number of keys of each feature in each sample.
       dynamic_input: if True, `keys` has the shape `[num_keys]`. If False, the default, `keys` has
         the shape `[batch, slot_num, nnz_per_slot]`.
       use_hashtable: see `DistributedEmbedding`.

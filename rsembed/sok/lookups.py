@@ -45,7 +45,7 @@ def checked_combiner(combiner: str, what: str) -> Combiner:
     """Checks `combiner`, and returns it in lower case.
 
     Args:
-      combiner: "sum", "mean" or "sqrtn", in any case.
+      combiner: "sum", "mean" or "sqrtn", in upper or lower case.
       what: name of the argument in the error message.
 
     Raises: ValueError: the combiner is unknown.
@@ -73,7 +73,7 @@ def key_bags(keys: KeysOfBags, weights: WeightsOfKeys, feature: str) -> Bags:
 
 
 def _as_matrix(array: Any) -> Any:
-    """`array` with its leading axes (samples and slots) joined into one axis of bags."""
+    """`array` with its leading axes (samples and features) joined into one axis of bags."""
     if getattr(array, "ndim", 0) > 2:
         return array.reshape(-1, array.shape[-1])
     return array
@@ -228,7 +228,7 @@ class StepOnce:
       batch: keys of each output.
       wanted: number of new keys per device, by the index of their variable in `variables`.
       shapes: shapes of the outputs, which the gradients must have.
-      num_padded: number of rows of padding that were cut off at the end of the output. The gradient
+      num_padded: number of padding rows that were removed from the end of the output. The gradient
         of these rows is zero.
       is_used: whether this `StepOnce` has been called.
     """

@@ -419,9 +419,10 @@ def embedding_variable(
       ev_option: DeepRec's options for eviction and admission.
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and
         `admission_probability` of a hash table, see `rsembed.Hashed`. The value "error" of
-        `when_full` has a different effect here: if the table has too few free rows, the lookup of a
-        training step raises an error and leaves all tables unchanged. With the value "grow", which
-        is accepted only here, the table is enlarged before the step.
+        `when_full` has a different effect than in `rsembed.Hashed`: if the table has too few free
+        rows, the lookup of a training step raises an error and leaves all tables unchanged. With
+        the value "grow", which `rsembed.Hashed` does not accept, the table is enlarged before the
+        step.
 
     Raises:
       ValueError: an argument is out of range.

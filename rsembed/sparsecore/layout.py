@@ -62,7 +62,7 @@ def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
     """Number of SparseCores of a device: 4 on TPU v5p, 2 on TPU v6e and TPU7x.
 
     CPUs and GPUs emulate 4 cores, like a TPU v5p, unless the environment variable
-    `RSEMBED_CORES_PER_DEVICE` holds another number. Activations and updates do not depend on the
+    `RSEMBED_CORES_PER_DEVICE` contains another number. Activations and updates do not depend on the
     number of cores, but limits and statistics do.
 
     Args:
@@ -151,7 +151,7 @@ class StackLayout:
 
     @property
     def rows_per_shard(self) -> int:
-        """Number of rows of the physical table in one shard."""
+        """Number of rows of the stack in each shard, including padding rows."""
         return self.spec.stack_vocab_size // self.num_shards
 
     @property
@@ -389,7 +389,7 @@ def stack_layouts(
 
 
 def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dict[str, StackLayout]:
-    """Layouts of the stacks that contain `tables`, by stack name. The layouts have no features.
+    """Layouts of the stacks that contain `tables`, by stack name, without features.
 
     Args:
       tables: specs of tables that are assigned to stacks.

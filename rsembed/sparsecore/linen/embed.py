@@ -105,7 +105,7 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
         embedding_lookup_inputs: embedding.PreprocessedInput,
         step: Scalar | None = None,
     ) -> dict[str, Variables | Array]:
-        """Updates the tables once, without autodiff, and returns the layer's new parameters.
+        """Applies one optimizer step without autodiff, and returns the layer's new parameters.
 
         Call `apply_gradient` as `layer.apply({"params": params}, gradients, inputs,
         method="apply_gradient")` and replace `params` by the result. In a model, parameter names
