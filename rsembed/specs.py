@@ -17,7 +17,9 @@ DEFAULT_ACTIVATION_MEM_BYTES_LIMIT = 2 * 1024 * 1024
 Combiner = Literal["sum", "mean", "sqrtn", "none"]
 TABLE_DTYPES = ("float32", "bfloat16", "float16")
 MAX_ROWS = 2**31 - 1
-"""Maximum number of rows. Row numbers are int32, and the largest int32 means padding."""
+"""Maximum number of rows in a table or a stack.
+
+Row numbers are int32, and the largest int32 means padding."""
 
 CallableTableInitializer = Callable[..., jax.Array]
 
@@ -125,7 +127,10 @@ class Storage(Protocol):
         """
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        """Key that is equal for tables that can share a storage. None if `table` cannot share."""
+        """Key that is equal for tables that can share a storage.
+
+        None if `table` cannot share a storage with other tables.
+        """
 
     def check(self, table: TableSpec) -> None:
         """Checks that the storage supports the table.
@@ -183,8 +188,9 @@ class TableSpec:
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
     # The class `TableSpec` of jax-tpu-embedding does not have the fields `dtype`,
-    # `stochastic_rounding` and `storage`. They have `repr=False`, so that `repr` of a table gives
-    # the same text in both libraries. The text of a stacking plan shows the dtype.
+    # `stochastic_rounding` and `storage`. These fields have `repr=False`, so that `repr` of a table
+    # gives the same text in rsembed and in jax-tpu-embedding. The text of a stacking plan shows
+    # the dtype.
     dtype: str = dataclasses.field(default="float32", repr=False, kw_only=True)
     stochastic_rounding: bool = dataclasses.field(default=False, repr=False, kw_only=True)
     storage: Storage | None = dataclasses.field(default=None, repr=False, kw_only=True)

@@ -130,7 +130,7 @@ class StackPlan:
 
     @property
     def table_bytes(self) -> int:
-        """Bytes of the physical table over all devices."""
+        """Total size of the physical table on all devices, in bytes."""
         num_values = self.spec.stack_vocab_size * self.spec.stack_embedding_dim
         if self.num_stored_values:
             num_values = self.num_stored_values[0]
@@ -138,7 +138,7 @@ class StackPlan:
 
     @property
     def slot_bytes(self) -> int:
-        """Bytes of the optimizer state over all devices."""
+        """Total size of the optimizer state on all devices, in bytes."""
         if self.num_stored_values is not None:
             return self.num_stored_values[1] * 4
         row = jax.ShapeDtypeStruct((1, self.spec.stack_embedding_dim), jnp.float32)
@@ -198,7 +198,7 @@ class StackingPlan:
     def shard_load(
         self, ids_by_feature: Mapping[str, object]
     ) -> dict[str, Int[np.ndarray, " shard"]]:
-        """Number of ids that each shard has to look up, for each stack by name.
+        """Number of ids that each shard looks up, as one array for each stack, by stack name.
 
         The skew is the largest load divided by the mean load. A large skew costs time, because all
         shards wait for the busiest shard. The skew is large if frequent ids of several tables are
@@ -231,9 +231,9 @@ class StackingPlan:
         """Description of the plan: memory and padding of each stack.
 
         Args:
-          ids_by_feature: ids of one or more batches, see `shard_load`. If there are ids, the
-            description also has the number of ids, the busiest shard and the skew of each stack.
-            None by default.
+          ids_by_feature: ids of one or more batches, see `shard_load`. If `ids_by_feature` is
+            given, the description also has the number of ids, the busiest shard and the skew of
+            each stack. None by default.
         """
         rows = self._cells()
         if ids_by_feature is not None:
@@ -312,7 +312,7 @@ def _checked_flat_ids(
 
 
 def place_of(setting: TableSettingInStack, num_shards: int) -> Place:
-    """Place of a table with consecutive ids in different shards, at the offsets in `setting`."""
+    """Position of a table in the shards of its stack, computed from the offsets in `setting`."""
     return Place(0, setting.row_offset_in_shard * num_shards, setting.shard_rotation)
 
 
@@ -411,9 +411,10 @@ def stack_name_of(
 
     Args:
       table_names: names of the tables of the stack.
-      is_taken: whether another stack already has the joined name. For example, a table `user_item`
-        already has the joined name of tables `user` and `item`. If True, a name of any length ends
-        with a hash. False by default.
+      is_taken: whether another stack already has the name that joining `table_names` by `_` gives.
+        For example, a stack named after its only table `user_item` already has the name that the
+        tables `user` and `item` give. If True, a name of any length ends with a hash. False by
+        default.
       use_short_stack_names: whether names of more than 50 characters are shortened. True by
         default.
     """
@@ -460,7 +461,8 @@ def group_tables(
     num_rows = {}
     for name, table in tables.items():
         # A hash table has up to four slots per row, and `MAX_ROWS` limits the number of slots, too.
-        # Each row of a table with a storage counts as eight rows here, twice this maximum.
+        # Each row of a table with a storage counts as eight rows here, which is twice the maximum
+        # number of slots per row.
         slots_per_row = 1 if table.storage is None else 8
         num_rows[name] = slots_per_row * round_up(table.vocabulary_size, row_tile)
     split_groups = split_by_memory(groups.values(), num_rows, MAX_ROWS)

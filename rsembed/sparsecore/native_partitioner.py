@@ -161,7 +161,8 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
         if batch.allow_id_dropping or not task.descriptor.drops_something:
             task.record(batch)
             buffers[name] = task.buffers
-        else:  # Too many ids. The NumPy partitioner raises an error that names the limit.
+        else:
+            # Some ids do not fit. The NumPy partitioner raises an error that names the limit.
             buffers[name] = partitioner.partition_stack(batch, name)
     return buffers
 
@@ -172,7 +173,7 @@ class _Block:
     With pages of normal size, the page faults of new memory take as long as sorting the ids. NumPy
     requests huge pages for large arrays, but only the parts of an array that fill a whole huge page
     get one. Therefore a large block starts at the boundary of a huge page, and its size is rounded
-    up to whole huge pages. The bytes that the rounding adds are never written.
+    up to whole huge pages. The bytes that are added by rounding up are never written.
     """
 
     def __init__(self, num_bytes: int) -> None:

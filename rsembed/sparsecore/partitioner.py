@@ -47,7 +47,7 @@ SETTINGS = {
     "unique_ids": "max_unique_ids_per_partition",
     "buffer": "suggested_coo_buffer_size_per_device",
 }
-"""Setting of a stack that limits the number of ids, for each field of `TableDrops`."""
+"""Name of the limit in the spec of a stack, for each reason to drop ids (field of `TableDrops`)."""
 _warned: set[tuple[str, str, str]] = set()
 """Table, stack and kind of drop, for each warning that was already logged."""
 BUFFER_DTYPES = {
@@ -80,7 +80,7 @@ class HostFeature:
 
     @functools.cached_property
     def gains(self) -> Float32[np.ndarray, " nnz"]:
-        """Gain of each entry, before equal ids of one sample are merged.
+        """Gain (factor of the row) of each entry, before equal ids of one sample are merged.
 
         The activation of a sample is the sum of `gain * row` over the entries of the sample. The
         gain is 0 if the sum of the sample's weights is 0 (combiner "mean"), or if the sum of their
@@ -125,7 +125,7 @@ class HostFeature:
 class Entries:
     """Entries of all cores, after equal ids of one sample were merged into one entry.
 
-    Entries are ordered as in the buffers: by partition, row and sample. If the batch is split into
+    Entries are sorted by partition, row and sample, as in the buffers. If the batch is split into
     minibatches, the entries of a partition are ordered by bucket, row and sample. Each core has one
     block of partitions per minibatch. The partition for `shard` in `block` has the index
     `block * num_shards + shard`. `multiplicity` is the number of ids of the batch that were merged
@@ -177,7 +177,7 @@ class Entries:
 
 
 class HostBatch(NamedTuple):
-    """A batch before partitioning: its ids, the layouts of the stacks, and statistics to fill.
+    """A batch before partitioning: ids, layouts of the stacks, and statistics to fill in.
 
     Attributes:
       layouts: layouts of the stacks, by stack name.
@@ -242,7 +242,8 @@ class HostBatch(NamedTuple):
         is_first = _differs_from_previous(partition, key)
         starts = np.flatnonzero(is_first)
         merged = gain[starts]
-        # `np.add.at` adds gains in the order of the batch. `np.add.reduceat` may use another order.
+        # `np.add.at` adds gains in the order of the batch. `np.add.reduceat` may add them in
+        # another order, which may change the rounding.
         np.add.at(merged, np.cumsum(is_first)[~is_first] - 1, gain[~is_first])
         multiplicity = np.diff(np.append(starts, key.size))
         row, sample = np.divmod(key[starts], layout.samples_per_core)
@@ -280,8 +281,8 @@ def lay_out(
     Args:
       batch: ids, layouts and statistics of the batch.
       layout: layout of the stack.
-      batch_entries: entries before the batch is split into minibatches. The statistics count the
-        entries of each partition before the split.
+      batch_entries: entries before the batch is split into minibatches. The statistics count these
+        entries in each partition.
       entries: entries to write to the buffers, sorted by minibatch if the batch is split.
       num_minibatches: number of minibatches. All cores of a device then share its buffer. None, the
         default: no minibatching, and each core has an equal part of the buffer.
@@ -439,9 +440,9 @@ def record_drops(
     Args:
       statistics: statistics of the batch.
       layout: layout of the stack.
-      dropped: for each kind of drop (`ids`, `unique_ids`, `buffer`), two arrays with one value per
-        dropped entry. The first array has the index of the entry's row in its shard, and the second
-        array has the number of ids to count for the entry.
+      dropped: for each kind of drop (`ids`, `unique_ids`, `buffer`), two arrays of equal length.
+        The first array has row indices in a shard, from which the function finds the tables. The
+        second array has the number to add to the count of dropped ids of each row's table.
     """
     first_rows = np.asarray([table.setting_in_stack.row_offset_in_shard for table in layout.tables])
     counts = {}
@@ -477,17 +478,17 @@ def partition_stacks_in_minibatches(
     """Input buffers of all stacks, and the number of minibatches in them.
 
     The statistics count the ids of each partition before the batch is split. If the limits are set
-    from these counts, the batch needs no minibatches. Only the required buffer size in the
-    statistics is for the batch after the split. If a single bucket exceeds a limit, or the buffer
-    is too small, ids are dropped or an error is raised, as without minibatches.
+    from these counts, the batch needs no minibatches. The required buffer size in the statistics,
+    unlike these counts, is computed after the batch is split. If a single bucket exceeds a limit,
+    or the buffer is too small, ids are dropped or an error is raised, as without minibatches.
 
     Args:
       batch: ids, layouts and statistics of the batch.
-      any_process: function `(question, flags) -> flags` that returns the elementwise "or" of the
-        flags of all processes. `question` is the index of the call, 0 or 1. The first call passes
-        one flag, which is True if the batch of this process exceeds a limit. If the batch of any
-        process exceeds a limit, the second call passes the mask of the tree nodes that this process
-        must split, see `split_nodes`.
+      any_process: function `(index, flags) -> flags` that returns the elementwise "or" of the
+        flags of all processes. `index` is 0 in the first call and 1 in the second. The first call
+        passes one flag, which is True if the batch of this process exceeds a limit. If the batch of
+        any process exceeds a limit, the second call passes the mask of the tree nodes that this
+        process must split, see `split_nodes`.
     """
     layouts = batch.layouts
     merged = {name: batch.merged_entries(name) for name in layouts}

@@ -48,15 +48,15 @@ class SparseDenseMatmulInput(NamedTuple):
 
     Each field has one flat array per stack, by stack name. The flat array is a concatenation of one
     part per device. Without minibatching, the part of a device is a concatenation of one part per
-    core, all of equal size. With minibatching, the cores share the part of their device.
+    core, all of equal size. With minibatching, all cores of a device write to one shared part.
 
     Attributes:
       lhs_row_pointers: offset of the end of each partition, relative to the start of the core's
         part (with minibatching: of the device's part).
       lhs_embedding_ids: index of each entry's row in its shard.
       lhs_sample_ids: index of each entry's sample among the samples of its core.
-      lhs_gains: gain of each entry. The activation of a sample is the sum of `gain * row` over the
-        entries of the sample.
+      lhs_gains: gain (factor of the row) of each entry. The activation of a sample is the sum of
+        `gain * row` over the entries of the sample.
     """
 
     lhs_row_pointers: dict[str, ArrayLike]
@@ -104,7 +104,7 @@ class PreprocessedInput:
 
     @property
     def lhs_gains(self) -> dict[str, ArrayLike]:
-        """Gain of each entry, by stack name. See `SparseDenseMatmulInput`."""
+        """Gain (factor of the row) of each entry, by stack name. See `SparseDenseMatmulInput`."""
         return self.sparse_dense_matmul_input.lhs_gains
 
     def check_layout(self, layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> None:
@@ -155,14 +155,14 @@ def preprocess_sparse_dense_matmul_input(
       feature_specs: specs of stacked tables. The shapes in the specs describe the global batch.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device, by default the number with which the tables were stacked.
+      num_sc_per_device: cores per device, by default the number for which the tables were stacked.
       sharding_strategy: "MOD", the only sharding strategy.
       has_leading_dimension: whether every array gets a leading axis of local devices, False by
         default.
       allow_id_dropping: whether ids that exceed a limit or the buffer are dropped and counted. By
         default, ids that exceed a limit or the buffer are an error.
       batch_number: index of the batch, equal in all processes. With minibatching, the keys for
-        `all_reduce_interface` are computed from the index. See `AllReduce`.
+        `all_reduce_interface` are computed from `batch_number`. See `AllReduce`.
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches, False by
         default. See `rsembed.sparsecore.partitioner`. Buffers are sized for 64 minibatches unless
         `suggested_coo_buffer_size_per_device` sets a smaller size. Lookup and update need the same
@@ -258,7 +258,10 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
 
 
 def _fingerprint(layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> Fingerprint:
-    """Fingerprint of the row and sample layouts. Limits are left out, because they may change."""
+    """Fingerprint of the row and sample layouts.
+
+    The fingerprint does not depend on the limits, because the limits of a model may change.
+    """
     stacks = {}
     for name, layout in layouts.items():
         tables = {}
@@ -337,7 +340,7 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
       feature_specs: specs of all features, with their tables already assigned to stacks.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device, by default the number with which the tables were stacked.
+      num_sc_per_device: cores per device, by default the number for which the tables were stacked.
       has_leading_dimension: whether every array has a leading axis of local devices, False by
         default.
       enable_minibatching: whether batches are preprocessed with minibatching, False by default.

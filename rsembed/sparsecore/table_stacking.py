@@ -254,8 +254,9 @@ def prepare_feature_specs_for_training(
     Args:
       feature_specs: specs of all features, with declared shapes.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device. By default, the number with which the other tables
-        were stacked, or `utils.num_sparsecores_per_device()` if no table is in a stack yet.
+      num_sc_per_device: cores per device. By default, the number of cores per device for which
+        the other tables were stacked, or `utils.num_sparsecores_per_device()` if no table is in a
+        stack yet.
 
     Raises:
       ValueError: a name is used twice, a feature does not declare its batch size, a table has the
@@ -422,8 +423,8 @@ def _stacked(layout: RowLayout, pad_value: float, *tables: Any) -> Any:
             array = array[:, None]
         arrays.append(array)
         rows.append(np.r_[layout.all_rows(placement.name, placement.rows)])
-    # Columns are padded only if the arrays are as wide as the tables. A slot with one number per
-    # row gets no padding columns.
+    # Padding columns are added only if each array has as many columns as its table. Slots with one
+    # number per row get no padding columns.
     columns = arrays[0].shape[1]
     widths = [array.shape[1] for array in arrays]
     dims = [placement.dim for placement in placements]
@@ -458,7 +459,7 @@ def _unstacked(stacked: TableRows, layout: RowLayout) -> dict[str, TableRows]:
 
     Args:
       stacked: tree of arrays `[rows of the stack, columns]`. Padding columns are removed only from
-        arrays as wide as the stack.
+        arrays that have as many columns as the stack, and not from slots with one number per row.
       layout: row layout of the stack.
     """
 
@@ -600,7 +601,7 @@ _split_groups_by_memory_limit = split_by_memory
 def round_up_dim_and_vocab_size(
     tables: Mapping[str, TableSpec], num_sc: int
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """The padded number of columns of each table, and the padded number of rows, by table name.
+    """Two dictionaries by table name: padded numbers of columns, and padded numbers of rows.
 
     `num_sc` is the number of cores of all devices.
     """

@@ -118,7 +118,7 @@ def unshard_emb_table(
     num_sc_per_device: PositiveInt,
     sharding_strategy: str = "MOD",
 ) -> Float[Array | np.ndarray, "vocab dim"]:
-    """The logical table of a sharded table. The inverse of `shard_emb_table`.
+    """The logical table, joined from its shards. The inverse of `shard_emb_table`.
 
     Raises:
       ValueError: the number of rows per device is not a multiple of the number of cores.

@@ -3,7 +3,8 @@
 The variables of several stacks are a pytree with one entry per stack, by stack name. Variables are
 plain arrays, so the functions of this module can compare only the shapes and slots of variables
 with the specs. With another number of cores, rotation or order of tables, rows have other indices
-in arrays of equal shape. The functions of `table_stacking` convert variables to other specs.
+in arrays of equal shape. To use variables with other specs, convert the variables with the
+functions of `table_stacking`.
 """
 
 from __future__ import annotations
@@ -48,8 +49,10 @@ class BoundedRowRule(OptimizerSpec):
       inner: the optimizer to apply.
       num_columns: number of columns to update, by default all. The columns after the first
         `num_columns` columns stay unchanged.
-      minimum: smallest allowed value of a number in updated rows. None, the default: no limit.
-      maximum: largest allowed value of a number in updated rows. None, the default: no limit.
+      minimum: lower limit, to which smaller numbers in updated rows are raised. None, the default:
+        no limit.
+      maximum: upper limit, to which larger numbers in updated rows are lowered. None, the default:
+        no limit.
     """
 
     inner: OptimizerSpec = dataclasses.field(default_factory=SGD)
@@ -137,7 +140,8 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
 
     Args:
       layout: layout of the stack.
-      limits: smallest and largest allowed value of a number in updated rows. None means no limit.
+      limits: minimum and maximum to which the numbers in updated rows are clipped. None means no
+        limit.
 
     Raises:
       ValueError: the optimizer works on whole rows, and the tables of the stack have different
@@ -148,8 +152,9 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
     dims = {table.name: table.embedding_dim for table in layout.tables}
     has_one_dim = len(set(dims.values())) == 1
     clips = limits != (None, None)
-    # Clipping to a range without zero would change the padding columns. If all tables have the same
-    # dim, only the first `num_columns` columns of each row are updated and clipped.
+    # Clipping to a range that does not contain zero would change the padding columns. If all
+    # tables have the same dim, only the first `num_columns` columns of each row are updated and
+    # clipped.
     if optimizer.is_row_wise or (clips and has_one_dim):
         if not has_one_dim:
             raise ValueError(
@@ -168,7 +173,7 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
 def stack_rows(
     layout: StackLayout, devices: Devices, rule: OptimizerSpec, *, capacity: int | None = None
 ) -> Rows:
-    """`Rows` of the engine for a stack, on one device or sharded over several devices.
+    """`Rows` object through which the engine reads and updates a stack on one or more devices.
 
     Args:
       layout: layout of the stack.
@@ -225,7 +230,7 @@ def initialize(
       key: random key of the model, typed or raw.
       tables: the tables. A table that has no stack yet becomes the only table of a stack.
       devices: devices that share the tables.
-      num_cores: cores per device, by default the number with which the tables were stacked.
+      num_cores: cores per device, by default the number for which the tables were stacked.
 
     Raises:
       ValueError: a table was stacked for a different number of shards, tables of a stack are

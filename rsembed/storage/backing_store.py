@@ -75,7 +75,8 @@ class Generation:
         """Creates a version counter that starts at a random number.
 
         Args:
-          refusal: first part of the error message of `check`. It should say what the user can do.
+          refusal: text with which the error message of `check` begins. The text should tell the
+            user how to fix the error.
         """
         self.number = secrets.randbits(31)
         self.lock = Lock()
@@ -125,7 +126,8 @@ def padded_rows(numbers: Rows, size: int | None = None) -> Int[np.ndarray, " siz
 
     Args:
       numbers: row numbers.
-      size: length of the padded array. None, the default: the next power of two.
+      size: length of the padded array. None, the default: the length of `numbers`, rounded up to
+        a power of two.
     """
     if size is None:
         size = padded_size(numbers.size)
@@ -154,14 +156,15 @@ class BackingStore:
         Args:
           arrays: array of the table, and one array for each slot, with equal numbers of rows. The
             operating system allocates memory of an `np.zeros` array only for rows that are written.
-          first_values: function `(row numbers) -> values` that computes initial values, as one
-            array for each of `arrays`. `read` calls the function for rows that `write` has never
-            written. `read` pads the row numbers to a power of two, so a jitted function is compiled
-            only a few times. The function may be called for the same row several times. None, the
-            default: `arrays` already contain the initial values.
+          first_values: function `(row numbers) -> values` that computes initial values. The
+            function returns one array of values for each array in `arrays`. `read` calls the
+            function for rows that `write` has never written. `read` pads the row numbers to a power
+            of two, so a jitted function is compiled only a few times. The function may be called
+            for the same row several times. None, the default: `arrays` already contain the initial
+            values.
           device_dtype: dtype of the table on the device, by default the dtype of the first array.
-            If `device_dtype` is narrower than the first array, `write` does not overwrite a stored
-            number if the number on the device has not changed.
+            If `device_dtype` has fewer bits than the dtype of the first array, `write` keeps each
+            stored number that equals the device's number after a cast to `device_dtype`.
         """
         self.arrays = tuple(arrays)
         self._first_values = first_values
@@ -174,7 +177,7 @@ class BackingStore:
             self._is_written = np.zeros(arrays[0].shape[0], bool)
 
     def read(self, rows: Rows) -> list[np.ndarray]:
-        """Copies of some rows, as a list of arrays: rows of the table, then rows of each slot."""
+        """Copies of the rows `rows`, as a list of arrays: the table first, then each slot."""
         arrays = [array[rows] for array in self.arrays]
         if self._first_values is None:
             return arrays

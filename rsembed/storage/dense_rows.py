@@ -203,7 +203,7 @@ class RowLayout:
 
     @functools.cached_property
     def place_of(self) -> dict[str, Place]:
-        """Position of each table, by name."""
+        """Position of each table in the shards of the stack, by table name."""
         place_of_table = {}
         for table, place in zip(self.stack.tables, self.places, strict=True):
             place_of_table[table.name] = place
@@ -256,7 +256,7 @@ class RowLayout:
 
         Args:
           bags: ids of all features. Each `Bags` has the ids of one feature, or of several features.
-          readers: for each feature of the stack, the segment of `bags` that has the feature's ids.
+          readers: for each feature of the stack, the `Segment` that says which bags it reads.
         """
         features = self.stack.features
         lists = []
@@ -392,7 +392,10 @@ class DenseRows(Storage):
         """Raises no error, because dense storage supports every table."""
 
     def num_ids(self, table: TableSpec) -> int:
-        """Number of rows of the whole array, because ids are row indices in the array."""
+        """Exclusive upper bound of the ids: the number of rows of the whole array.
+
+        An id is a row index in the array.
+        """
         return self.layout.num_rows
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
@@ -583,7 +586,7 @@ class DenseRows(Storage):
         return table.optimizer.pack_slots(copies)
 
     def _copies(self, arrays: Sequence[Array], table: TableSpec) -> tuple[Array, ...]:
-        """Copies of all rows of a table from each of `arrays`."""
+        """Copies of the table's rows, one array of rows for each array in `arrays`."""
         index = self.layout.all_rows(table.name, table.vocabulary_size)
         copies = []
         for array in arrays:

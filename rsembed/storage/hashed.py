@@ -45,7 +45,7 @@ WhenFull = Literal["error", "grow", "evict", "zero"]
 
 
 class DynamicRows(Storage):
-    """Storage with a `DynamicTable` as `params`. Subclasses find the row of a key."""
+    """Storage with a `DynamicTable` as `params`. Each subclass defines how a key finds its row."""
 
     rows_on_host: ClassVar[bool] = True
 
@@ -170,7 +170,7 @@ class NewKeys(NamedTuple):
       occurrences: for each new key, its number of occurrences in this batch and, if it waits for
         admission, in earlier batches.
       waiting_rows: for each new key, its row in the map of keys that wait for admission. None if
-        there is no such map.
+        keys do not wait for admission.
       is_admitted: mask of the new keys that may get a row.
     """
 
@@ -242,10 +242,10 @@ class Hashed(DynamicRows):
 
     @property
     def in_files(self) -> str:
-        """Description of the storage in checkpoints, which is equal for all `Hashed` storages.
+        """Text that describes the storage in checkpoints. All `Hashed` storages have the same text.
 
-        The description does not contain the number of rows of the table, so a checkpoint can be
-        loaded into a table of a different size.
+        The text does not contain the number of rows of the table, so a checkpoint can be loaded
+        into a table of a different size.
         """
         return ROWS_BY_KEY
 
@@ -322,7 +322,7 @@ class Hashed(DynamicRows):
             # `vectors` gets the dtype of the table, so that initial values are rounded in a lookup
             # as in an optimizer step.
             vectors = vectors.astype(params.rows.dtype)
-            # If rows and keys of a state do not belong together, lookups return NaN, because a
+            # If the rows and keys come from different states, lookups return NaN, because a
             # compiled function cannot raise an error.
             nan = jnp.asarray(jnp.nan, vectors.dtype)
             vectors = jnp.where(is_bound, vectors, nan)
@@ -372,10 +372,10 @@ class Hashed(DynamicRows):
 
         Args:
           params: parameters of one shard before the step.
-          strangers: keys of the batch, with repetitions. The caller has replaced each key that has
-            a row by padding.
-          occurrences: for each entry of `strangers`, the number of ids in the batch that it stands
-            for.
+          strangers: keys that have no row yet, with repetitions. The entries of all other keys are
+            replaced by padding.
+          occurrences: for each entry of `strangers`, the number of ids of the batch that were
+            merged into the entry.
           number: index of the step.
         """
         entry_of, distinct, first_of, totals = row_map.entries(strangers, occurrences)
@@ -457,8 +457,9 @@ class Hashed(DynamicRows):
 
         def admit(_: Array, state: Found) -> Found:
             params, slots, rows = state
-            # Compute `strangers` from the loop state. XLA hoists code that does not depend on the
-            # loop state out of the loop, and would then run this code in every step.
+            # `strangers` (keys without a row) must depend on the loop state. XLA hoists code that
+            # does not depend on the loop state out of the loop, and would then run this code even
+            # in steps without new keys.
             strangers = keys.only(rows == NO_ROW)
             params, slots, new_rows = self._admit(
                 params,
@@ -491,12 +492,12 @@ class Hashed(DynamicRows):
         Args:
           params: parameters of one shard before the step.
           slots: slots of the table.
-          strangers: keys of the batch, with repetitions. The caller has replaced each key that has
-            a row by padding.
+          strangers: keys that have no row yet, with repetitions. The entries of all other keys are
+            replaced by padding.
           table: spec of the table.
           number: index of the step.
-          occurrences: for each entry of `strangers`, the number of ids in the batch that it stands
-            for.
+          occurrences: for each entry of `strangers`, the number of ids of the batch that were
+            merged into the entry.
         """
         new = self._new_keys(params, strangers, occurrences, number)
         admitted = new.keys.only(new.is_admitted)
@@ -622,7 +623,7 @@ class Hashed(DynamicRows):
             return
         for leaf in (params.bond, params.keys.signature):
             # A traced array has no values to check. Inside `jit`, `pooled` checks instead whether
-            # rows and keys belong together, and returns NaN if they do not.
+            # rows and keys come from the same state, and returns NaN if they do not.
             if not isinstance(leaf, (jax.Array, np.ndarray)) or is_traced(leaf):
                 return
             if not getattr(leaf, "is_fully_addressable", True):
@@ -713,8 +714,8 @@ class HashedTables(Hashed):
 
     def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
         written, slots = hashed_rows.stack(parts, num_shards)
-        # `parts` contains no PRNG keys, because `unstack` leaves them out. `like` has them on the
-        # devices.
+        # `parts` contains no PRNG keys, because `unstack` leaves them out. The parameters `like`
+        # contain the PRNG keys.
         return written._replace(key=like.key), slots
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
@@ -729,7 +730,9 @@ class HashedTables(Hashed):
 
 
 DRAWS = 0x61646D74
-"""Number that is folded into PRNG keys for admission, so that draws and initial values differ."""
+"""Number that is folded into a table's PRNG key before the random draws for admission.
+
+The draws for admission are then independent of the random initial values of the rows."""
 
 
 def is_drawn(
@@ -741,12 +744,12 @@ def is_drawn(
 ) -> Bool[Array, " nnz"]:
     """Mask of the keys that a random draw admits in step `number`.
 
-    Each occurrence of a key admits the key with `probability`. The chance of no admission is
-    `(1 - probability) ** occurrences`. For each key and step, one 32-bit number is drawn from the
-    table's PRNG key, folded with `DRAWS`, the step and the two 32-bit lanes of the key. The key is
-    admitted if the drawn number, divided by `2**32`, is at least the chance of no admission. The
-    function computes this chance only by multiplying float32 numbers, so the rounding is the same
-    with every compiler.
+    Each occurrence of a key admits the key with `probability`. The probability that no occurrence
+    admits the key is `(1 - probability) ** occurrences`. For each key and step, one 32-bit number
+    is drawn from the table's PRNG key, folded with `DRAWS`, the step and the two 32-bit lanes of
+    the key. The key is admitted if the drawn number, divided by `2**32`, is at least the
+    probability that no occurrence admits the key. The function computes this probability as a
+    product of float32 numbers, so the rounding is the same with every compiler.
 
     Args:
       key: PRNG key of the table, or one PRNG key for each table that shares the storage.
@@ -766,8 +769,8 @@ def is_drawn(
     bits = api.row_bits(keys_of_step, (keys.high, keys.low), 1, keys.table)
     draws = bits[:, 0].astype(jnp.float32) * 2.0**-32
 
-    # The chance of no admission is the product of `squares[bit]` over all bits that are 1 in
-    # `occurrences`.
+    # `squares[bit]` is `(1 - probability) ** (2**bit)`. The probability that no occurrence admits a
+    # key is the product of `squares[bit]` over all bits that are 1 in `occurrences`.
     powers = [(1.0 - probability) ** (2**bit) for bit in range(31)]
     squares = jnp.asarray(powers, jnp.float32)
 

@@ -58,10 +58,10 @@ class Counters(NamedTuple):
     forgotten: UInt32[Array, "tables 2"] | None = None
 
     def add(self, **numbers: Array) -> Counters:
-        """Adds numbers to some counters, and returns the new counters.
+        """Copy of the counters, with `numbers` added to the counters of the same names.
 
         Args:
-          **numbers: for each counter, one number per table, below 2**32.
+          **numbers: by counter name, an array with the addend for each table, below 2**32.
         """
         sums = {}
         for name, number in numbers.items():
@@ -88,10 +88,11 @@ class DynamicTable(NamedTuple):
       counters: numbers of keys that were inserted, evicted and so on.
       key: PRNG key of each table.
       generation: version of the state, see `Generation`. None if the table has no rows on the host.
-      bond: the four bytes of `keys.signature`, as float numbers. `is_bound` compares the bond with
-        the signature, which is an integer, to detect an average of two states with different keys.
-        If a program averages the floats of both states, but takes the integers of one state, the
-        bond differs from the signature. None in tables without a hash table, and in `HostCached`.
+      bond: copy of the integer `keys.signature` as four floats, one for each byte. `is_bound`
+        compares this copy with the signature, to detect an average of two states with different
+        keys. If a program averages the float arrays of two states, but takes the integer arrays of
+        one state, the copy differs from the signature. None in tables without a hash table, and in
+        `HostCached`.
     """
 
     keys: PyTree
@@ -157,13 +158,13 @@ def empty(
 
 
 MOST_ROUNDING = 0.25
-"""`is_bound` accepts a difference between bond and signature that is below this number.
+"""`is_bound` accepts differences below this number between `bond` and the bytes of the signature.
 
-If a program averages states with equal bonds, the average bond may have a rounding error."""
+If a program averages states with equal keys, rounding may change the average of their `bond`."""
 
 
 def bond_of(keys: RowMap) -> PyTree:
-    """Value of `DynamicTable.bond`: the four bytes of the signature of `keys`, as floats."""
+    """Value of `DynamicTable.bond`: the signature of `keys` as four floats, one for each byte."""
     signature: PyTree = keys.signature
     xp: Any = jnp
     if isinstance(signature, np.ndarray):
@@ -183,9 +184,9 @@ def with_keys(params: DynamicTable, keys: RowMap) -> DynamicTable:
 
 
 def is_bound(params: DynamicTable) -> PyTree:
-    """Whether the rows of a shard belong to its keys. See `DynamicTable.bond`.
+    """Whether the rows and the keys of a shard come from the same state.
 
-    False if the state is an average of states with different keys.
+    See `DynamicTable.bond`. False if the state is an average of states with different keys.
     """
     if params.bond is None:
         return np.bool_(True)
@@ -271,7 +272,7 @@ def with_initial_values(
     Args:
       arrays: array of vectors. If `slots` is True, the arrays of the slots follow.
       rows: row to write for each key. A key with row `NO_ROW` is skipped.
-      keys: new keys. If the row of an entry is `NO_ROW`, the entry may also be padding.
+      keys: new keys. Entries with row `NO_ROW` may be padding instead of keys.
       table: spec of the table.
       key: PRNG key of the table, or one PRNG key for each table that shares the storage.
       slots: whether `arrays` contains the slots, True by default.

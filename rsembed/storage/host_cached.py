@@ -183,8 +183,8 @@ class HostCached(DynamicRows):
         moved, num_moved = api.compact(new_rows != NO_ROW, new_rows.shape[0])
         ids = distinct.low.astype(jnp.int32)
         cache_rows, inserted = api.gather_rows((new_rows, ids), moved, missing=NO_ROW)
-        # `row_map.assign` has evicted ids from some of these cache rows. The map from before this
-        # call, `touched`, still has the evicted ids.
+        # `row_map.assign` has evicted ids from some of these cache rows. `touched`, the map before
+        # the call of `row_map.assign`, still has the evicted ids.
         old_ids, last_step = api.gather_rows(
             (touched.low, touched.last_step),
             cache_rows,
@@ -244,7 +244,7 @@ class HostTable(HostCached):
         self.backing = BackingStore(arrays, checked)
 
     def _checked_values(self, first_values: Callable[..., PyTree], ids: Rows) -> Sequence[Array]:
-        """Computes initial values and slots of some rows, and checks values of custom initializers.
+        """Computes initial values and slots of rows, and checks values of custom initializers.
 
         Args:
           first_values: function `(ids) -> arrays` that computes initial values and slots.
@@ -286,7 +286,7 @@ class HostTable(HostCached):
         host_arrays = self.backing.read(np.arange(table.vocabulary_size))
         device_arrays = (params.rows, *slots)
         rows = {}
-        # A state for serving has no slots. In this case, the result has no slots, either.
+        # A state for serving has no slots. The result for such a state has no slots, either.
         for name, array, device_array in zip(names, host_arrays, device_arrays, strict=False):
             array[ids] = on_host(device_array)[cached]
             rows[name] = array

@@ -61,8 +61,8 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches instead of
         raising an error, False by default.
       table_sharding_strategy: "MOD", the only sharding strategy.
-      num_sc_per_device: cores per device, by default the number with which the tables were stacked.
-        The layer's attribute `num_sc_per_device` has the number in use.
+      num_sc_per_device: cores per device, by default the number for which the tables were stacked.
+        The layer's attribute `num_sc_per_device` has the number of cores that the layer uses.
     """
 
     @validated
@@ -141,9 +141,9 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
 
     Args:
       res: layer, inputs and step of the lookup.
-      g: a pair, as `nnx.custom_vjp` passes it. The first item is a tuple with the state of the
-        layer and the gradients of inputs and step. The second item is the gradients of the
-        activations.
+      g: the pair that `nnx.custom_vjp` passes to a backward function. The first item is a tuple
+        with the state of the layer and the gradients of inputs and step. The second item is the
+        gradients of the activations.
 
     Returns:
       The "gradients" of layer, inputs and step. The "gradient" of the layer is its state, with
