@@ -103,7 +103,7 @@ class StackedTableSpec:
     activation_mem_bytes_limit: int = dataclasses.field(
         default=DEFAULT_ACTIVATION_MEM_BYTES_LIMIT, repr=False
     )
-    # `num_shards` is 0 if a user constructed the stack.
+    # `num_shards` is 0 if a user and not a stacking function constructed the stack.
     num_shards: int = dataclasses.field(default=0, repr=False)
 
     def replace(self, **changes: Any) -> StackedTableSpec:

@@ -271,8 +271,8 @@ class _StackTask:
 def _fits_keys(layout: StackLayout) -> bool:
     """Whether the C++ partitioner can sort the ids of a stack.
 
-    A 64-bit sort key must hold shard, row and sample, and no device may have more than
-    `MAX_SAMPLES_PER_DEVICE` samples.
+    Shard, row and sample of an entry must fit into a 64-bit sort key, and no device may have more
+    than `MAX_SAMPLES_PER_DEVICE` samples.
     """
     counts = (layout.num_shards, layout.rows_per_shard, layout.samples_per_core)
     is_allowed = layout.samples_per_core * layout.num_cores <= MAX_SAMPLES_PER_DEVICE

@@ -533,9 +533,9 @@ def split_nodes(
     """Mask of the nodes that must be split in a binary tree of buckets, for every partition.
 
     The buckets are the leaves of the tree, and `counts` has the number of ids in each bucket. The
-    mask has one entry for each inner node, from the lowest level to the root. The count of a node
-    is the sum of the counts of its two children. If the sum is above `limit`, the node must be
-    split, and its count is the larger count of its children.
+    mask has one entry for each inner node, from the lowest level to the root. The count of an
+    inner node is the sum of the counts of its two children. If the sum is above `limit`, the node
+    must be split, and its count is the larger count of its children.
 
     Example:
       >>> split_nodes(np.asarray([2, 5, 1, 6, 3, 4, 2, 0]), 7).astype(int).tolist()

@@ -90,7 +90,8 @@ def shard_emb_table(
 ) -> Float[Array | np.ndarray, "devices rows dim"]:
     """A table split over devices: row `v*S + c*C + s` becomes row `s*(vocab/S) + v` of device `c`.
 
-    `S` is the number of shards, and `C` the number of cores per device.
+    `S` is the number of shards, and `C` the number of cores per device. `c` is the index of a
+    device, `s` the index of a core on this device, and `v` the index of a row in a shard.
 
     Args:
       table: logical table. The number of rows must be a multiple of the number of shards.

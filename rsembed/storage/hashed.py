@@ -196,7 +196,7 @@ class Hashed(DynamicRows):
 
     `lookup` uses zeros as the vector of a key without a row, and a mean still counts the key.
     `lookup_vjp` uses the initial value of a new key, and the next step assigns a row to the key.
-    If no row is free for a new key, `lookup_vjp` uses zeros, too.
+    If no row is free for a new key, `lookup_vjp` uses zeros as the vector of the key.
 
     Args:
       when_full: what happens to a new key if all rows of its device are in use. With "error", the
@@ -420,8 +420,8 @@ class Hashed(DynamicRows):
           rows: row of each key of the lookup, `NO_ROW` for keys without a row.
           new: the new keys among the keys of the lookup.
           number: index of the step.
-          arrival: one number for each key of the lookup. New keys get rows in ascending order of
-            these numbers. If None, new keys get rows in the order of the lookup.
+          arrival: priority of each key of the lookup. New keys get rows in ascending order of
+            `arrival`. If None, new keys get rows in the order of the lookup.
         """
         table = new.keys.table
         num_wanted = row_map.counts_of(new.is_admitted, table, params.num_tables)
