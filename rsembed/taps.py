@@ -11,7 +11,7 @@ of the differentiated function, so no gradient has the size of a table.
 
 If lookups are not recorded, differentiation of the model, for example by `jax.grad`, would leave
 the tables untrained. Every layer therefore has a parameter `guard` with a custom derivative rule,
-which raises an error in this case.
+which raises an error if a lookup is differentiated without being recorded.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ _WRAPPERS = {
 """Optax transformations that a model with tables cannot use.
 
 Such a transformation can skip, delay or change a step of the parameters, and would not do the same
-for the tables. Each key is the class name of the transformation's state. Each value is a pair of
-the name of the optax function and advice for the user.
+for the tables. The dictionary maps the class name of the transformation's state to a pair: the name
+of the optax function, and advice for the user.
 """
 
 
@@ -185,19 +185,19 @@ def look_up(
 ) -> Activations:
     """Activations of one lookup in an `Embeddings` layer that is not frozen.
 
-    During a recording, taps are added to the activations.
+    If the active recording has a tap for this lookup, the tap is added to the activations.
 
     Args:
       layer: key of the layer in `Recording.layers`.
       collection: the tables of the layer.
       state: state of the tables.
       batch: ids of every feature.
-      guard: parameter of the layer that does not change the activations. Without a recording,
-        differentiation with respect to `guard` raises an error.
+      guard: parameter of the layer that does not change the activations. Differentiation with
+        respect to `guard` raises an error, unless the lookups of the loss are recorded.
 
     Raises: RuntimeError: the activations are differentiated without a recording, which would leave
-      the tables untrained. Or, during a recording, the loss calls the layer inside another JAX
-      transformation, such as a loop, where lookups cannot be recorded.
+      the tables untrained. The error is also raised if the lookups are recorded, but the loss calls
+      the layer inside another JAX transformation, such as a loop, where they cannot be recorded.
     """
     recording = _recording.get()
     if recording is not None and get_opaque_trace_state(convention="flax") != recording.trace:
@@ -238,9 +238,9 @@ def _refuse(refusal: str, primals: object, tangents: object) -> PyTree:
 class Gradients:
     """Gradients of a loss: dense gradients of parameters, and sparse gradients of tables.
 
-    `first + second` adds the gradients of two losses, and `gradients / 2` halves gradients: both
-    act on parameters and on rows. `jax.tree.map(jnp.add, first, second)` is a TypeError, because
-    row numbers cannot be added.
+    `first + second` adds the gradients of two losses, and `gradients / 2` halves gradients. Both
+    operations apply to the gradients of parameters and of rows.
+    `jax.tree.map(jnp.add, first, second)` raises a TypeError, because row numbers cannot be added.
 
     Args:
       dense: gradients in the structure of the parameters.
@@ -278,8 +278,8 @@ class Gradients:
                 rows[name] = combine(rows[name], other_rows)
             else:
                 rows[name] = other_rows
-        # `rows` has the sums of the row gradients. From the calls, a step then reads only the
-        # collection of each layer, so the calls need no batches and no gradients of activations.
+        # `rows` already contains the sums of the row gradients, so an optimizer step reads only the
+        # field `collection` of the calls. The fields `batch` and `activations` can be empty.
         calls = {}
         all_calls = {**self.calls, **other.calls}
         for name, layer_calls in all_calls.items():

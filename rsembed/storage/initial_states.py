@@ -1,4 +1,4 @@
-"""Initial rows and slots of the dense stacks of a collection, filled by few compiled loops."""
+"""Initial rows and slots of the dense stacks of a collection, filled by a few compiled loops."""
 
 from __future__ import annotations
 
@@ -41,7 +41,13 @@ class NewStack(NamedTuple):
 
 
 class _NewTable(NamedTuple):
-    """A table to fill: the index of its stack, its index in the stack, and its `Form`."""
+    """A table that gets its initial values.
+
+    Attributes:
+      stack: index of the stack that contains the table.
+      number: index of the table in the stack.
+      form: description of the computation of the initial values.
+    """
 
     stack: int
     number: int
@@ -55,9 +61,11 @@ def initial_states(stacks: Sequence[NewStack], key: PRNGKeyArray) -> list[State]
     rows. The initial values of a table depend only on `key`, on the table's name and on the table's
     initializer. Padding rows are zero.
 
-    One compiled loop fills all tables with values of the same computation, because XLA takes about
-    0.1 s to compile such a loop. The dims of the tables may differ. The loop computes as many
-    columns as the largest dim, and writes as many leading columns as each table has.
+    One compiled loop fills many tables, because XLA takes about 0.1 s to compile such a loop. All
+    tables of a loop have the same dtype and the same computation of initial values.
+    `_groups_of_tables` has the other conditions. The dims of the tables may differ. The loop
+    computes as many columns as the largest dim, and writes as many leading columns as each table
+    has.
 
     Args:
       stacks: stacks of the collection.
@@ -136,15 +144,16 @@ def _groups_of_tables(
 def _widths_of_init(stacks: Sequence[NewStack], key: PRNGKeyArray) -> list[int]:
     """Number of columns that are computed for the rows of each stack.
 
-    Dims are rounded up to 2**k or 3 * 2**k, so that stacks share a loop and less than half of the
-    columns are not used. Dims are rounded only if two or more different dims round to the same
+    Dims are rounded up to 2**k or 3 * 2**k, so that stacks share a loop and more than half of the
+    computed columns are used. Dims are rounded only if two or more different dims round to the same
     number.
     """
     config: Any = jax.config  # Some type stubs of JAX lack `jax_threefry_partitionable`.
     is_threefry = jax.random.key_impl(key) == "threefry2x32"
     dims = [stack.table.embedding_dim for stack in stacks]
     if not is_threefry or not config.jax_threefry_partitionable:
-        # With more columns, the first columns of a row would get other random bits.
+        # With this PRNG, the random bits of a row depend on the number of columns, so dims are not
+        # rounded up.
         return dims
     dims_by_width: dict[int, set[int]] = {}
     for dim in dims:
@@ -242,7 +251,7 @@ def _filled(
     position_of_table = jnp.asarray(positions, jnp.int32)
     first_shard_of_table = jnp.stack(first_shards)
     rows_per_shard = jnp.asarray(sizes_of_shards, jnp.int32)
-    # Tables of equal factors keep them as constants.
+    # If all tables have the same factors, the factors are constants in the compiled loop.
     factors_of_table = None
     if len({table.form.factors for table in tables}) > 1:
         factors_of_table = jnp.asarray([table.form.factors for table in tables], jnp.float32)

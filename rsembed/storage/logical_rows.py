@@ -226,7 +226,8 @@ def rows_to_leave(
     """Row indices of the keys that an eviction removes, and their `keys`, `last_step` and `count`.
 
     A key is removed if at least one of the arguments `keep`, `unused_for` and `norm_below` requires
-    it. An argument with value None removes no keys. The result is in ascending order of the keys.
+    it. Each of these arguments is ignored if it is None. The result is in ascending order of the
+    keys.
 
     Args:
       params: arrays of all shards.
@@ -343,8 +344,8 @@ def import_rows(
       slots: slots of all shards.
       exported: result of `DynamicRows.rows`, or some of its arrays. Values and slots may be
         `SavedArray`s. Only `keys` and `values` are required. Missing slots get initial values. A
-        missing `last_step` or `count` is 0. If the table admits every key at once, waiting keys in
-        `exported` are dropped with a warning.
+        missing `last_step` or `count` is 0. If new keys of the table do not wait for admission,
+        waiting keys in `exported` are dropped with a warning.
       table: spec of the table.
       num_shards: number of shards.
 

@@ -23,10 +23,10 @@ from rsembed.specs import TableSpec
 ReadAhead: TypeAlias = tuple[Int[Array, " nnz"], Int[Array, ""], Int[Array, " nnz"] | None]
 """Data about the optimizer step that follows a lookup, as `(occurrences, step number, arrival)`.
 
-`occurrences` has, for each key of the lookup, the number of ids in the batch that this key stands
-for. `arrival` has one number for each key of the lookup. In the step, `find` gives rows to new keys
-in ascending order of these numbers. If `arrival` is None, `find` gives rows to new keys in the
-order of the lookup."""
+`occurrences` has one number for each key of the lookup: how many ids of the batch the key
+represents. `arrival` has one number for each key of the lookup, which defines the order of the
+keys. In the step, `find` gives rows to new keys in ascending order of their numbers in `arrival`.
+If `arrival` is None, `find` gives rows to new keys in the order of the lookup."""
 Params: TypeAlias = PyTree
 """Parameters of a storage: one array, or a pytree of arrays."""
 SlotTree: TypeAlias = PyTree
@@ -77,7 +77,7 @@ class Storage(abc.ABC):
 
     @property
     def sums_gradients(self) -> bool:
-        """True if an optimizer step updates all `params`, not only the rows of a batch.
+        """True if an optimizer step updates all `params`, not only the rows that a batch reads.
 
         If `sums_gradients` is True, each device has a full copy of `params`. The engine calls
         `gradients` on each device, and passes the sum of the results over all devices to
@@ -196,7 +196,7 @@ class Storage(abc.ABC):
         """Joins `params` and slots of single tables into the arrays of all shards.
 
         Args:
-          parts: result of `unstack`. Values in these states may have changed since.
+          parts: result of `unstack`, in which the caller may have changed values.
           like: the `params` that were passed to `unstack`.
           num_shards: number of shards.
         """
@@ -215,7 +215,7 @@ class Storage(abc.ABC):
         return table.vocabulary_size
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """Number of values in all rows, and in all slots, on all devices together."""
+        """Two totals over all devices: the number of values in rows, and the number in slots."""
         num_rows = self.num_rows(table)
         row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
         slots = jax.eval_shape(table.optimizer.init_slots, row)
@@ -272,7 +272,8 @@ class Storage(abc.ABC):
         Args:
           rounding: rounding function of the collection, or None for rounding to nearest.
           shard: index of the shard.
-          resident_rows: row in each cache slot, see `Step`. None if the parameters are not a cache.
+          resident_rows: row in each cache slot if the parameters are a device cache, see `Step`.
+            None, the default, if the parameters contain all rows of the shard.
         """
         del shard, resident_rows
         return rounding
@@ -309,10 +310,10 @@ class Storage(abc.ABC):
           keys: keys, which may include padding. The vector of padding, and of a key without a row,
             is zeros.
           table: spec of the table.
-          ahead: data about the optimizer step that follows the lookup, see `ReadAhead`. With
-            `ahead`, the vector of a new key that will get a row in this step is the initial value
-            of the row, and the returned number counts only keys for which the step tries to assign
-            a row. None, the default, means that no step follows the lookup.
+          ahead: data about the optimizer step that follows the lookup, see `ReadAhead`. If a new
+            key will get a row in this step, the returned vector is the initial value of the row.
+            With `ahead`, the returned number counts only keys for which the step tries to assign a
+            row. None, the default, means that no step follows the lookup.
         """
 
     def pooled(
@@ -332,8 +333,8 @@ class Storage(abc.ABC):
         Args:
           params: parameters of one shard.
           keys: keys, which may include padding.
-          call: kernel call of the lookup. Its ids are row numbers, so only storages without keys
-            can use it.
+          call: kernel call of the lookup. The ids in `call` are row numbers, so only storages
+            without keys can use `call`.
           table: spec of the table.
           pool: function that pools the vectors of each bag, see `Pool`.
           ahead: data about the optimizer step that follows the lookup, or None, see `read`.
@@ -369,7 +370,7 @@ class Storage(abc.ABC):
           params: parameters of one shard.
           slots: slots of the same shard.
           keys: keys, which may repeat and may include padding.
-          occurrences: for each entry of `keys`, the number of ids in the batch that it stands for.
+          occurrences: for each entry of `keys`, how many ids of the batch the entry represents.
           table: spec of the table.
           step: the optimizer step that uses the rows.
 
@@ -440,7 +441,7 @@ class Storage(abc.ABC):
           table: spec of the table.
 
         Raises: NotImplementedError: `sums_gradients` is False, because a step of this storage
-          updates only the rows of a batch.
+          updates only the rows that a batch reads.
         """
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, and a step of this storage updates single rows."
@@ -464,7 +465,7 @@ class Storage(abc.ABC):
           step: number, rule and hyperparameters of the optimizer step.
 
         Raises: NotImplementedError: `sums_gradients` is False, because a step of this storage
-          updates only the rows of a batch.
+          updates only the rows that a batch reads.
         """
         raise NotImplementedError(
             f"table {table.name!r} is kept as {self}, and a step of this storage updates single rows."
@@ -484,8 +485,8 @@ class Storage(abc.ABC):
 
         The array `values` has the vectors of the rows, and for each slot of the optimizer there is
         an array `slot_<name>`. The rows are in the order of the ids. The rows of a keyed table are
-        in ascending order of the keys, and the dictionary also has the array `keys` and arrays such
-        as `last_step`, which has the step in which each key was last used.
+        in ascending order of the keys. For a keyed table, the dictionary also has the array `keys`,
+        and arrays such as `last_step`: the index of the step that last used each key.
 
         Raises: NotImplementedError: the storage cannot export rows.
         """
@@ -672,10 +673,10 @@ def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tup
     """Cuts arrays that contain several tables into separate arrays for each table.
 
     Args:
-      trees: trees of arrays, or of `jax.ShapeDtypeStruct`s. Each array is the concatenation of the
-        rows of all tables.
-      sizes: for each table, a sequence with one number per tree. `sizes[i][j]` is the number of
-        rows of table `i` in each array of tree `j`.
+      trees: pytrees of arrays, or of `jax.ShapeDtypeStruct`s. Each array is the concatenation of
+        the rows of all tables.
+      sizes: for each table, a sequence with one number per pytree. `sizes[i][j]` is the number of
+        rows of table `i` in each array of the pytree `trees[j]`.
     """
     parts_of_tables = []
     firsts = [0] * len(trees)

@@ -5,10 +5,10 @@ probing. At most half of the slots hold keys, and at most another quarter are de
 search reaches an empty slot. `kernels/keyed.py` defines the content of a slot, and the order of
 the slots in the search for a key.
 
-Every array of a map can be the concatenation of several tables. In arguments and results of
-functions, rows are numbered consecutively over the tables. In the arrays `free` and `hashed.rows`
-of a map, the rows of each table are numbered from 0. All tables are padded to the size of the
-largest table, and padding rows are never assigned.
+One map can contain the keys of several tables. Every array of the map is then the concatenation of
+one array per table. In arguments and results of functions, rows are numbered consecutively over the
+tables. In the arrays `free` and `hashed.rows` of a map, the rows of each table are numbered from 0.
+All tables are padded to the size of the largest table, and padding rows are never assigned.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class HashTable(NamedTuple):
 
         Args:
           keys: distinct keys that are not in the hash tables. Padding is skipped.
-          rows: row of each key, relative to its table.
+          rows: row of each key. The rows of each table are numbered from 0.
         """
         return HashTable(*api.insert_keys(*self, keys, rows))
 
@@ -307,8 +307,8 @@ def assign(
       occurrences: number of occurrences of each key so far.
       evict: policy that selects the keys to evict. None, the default, means that no key is evicted.
       is_signed: whether keys are signed numbers, False by default. Among equally old ("lru") or
-        equally frequent ("lfu") keys, the smallest key is evicted first. Without `is_signed`, -5 is
-        a very large key.
+        equally frequent ("lfu") keys, the smallest key is evicted first. If `is_signed` is False,
+        keys are compared as unsigned numbers, so -5 is a very large key.
 
     Returns: the new map, the row of each key (`NO_ROW` if it got no row), the number of evicted
       keys of each table, and the number of keys of each table that got no row.
@@ -349,7 +349,8 @@ def _make_room(
 ) -> RowMap:
     """Evicts keys until each new key has a free row, or until no more keys may be evicted.
 
-    The arguments have the same meaning as in `assign`, which calls the policy `evict`.
+    The arguments have the same meaning as in `assign`, where the argument for the policy has the
+    name `evict`.
     """
     num_new = counts_of(keys.is_key, keys.table, row_map.num_tables)
     num_wanted = num_new - row_map.num_free
@@ -382,7 +383,7 @@ def _signature(
 
     Args:
       keys: keys, which may include padding.
-      rows: row of each key, relative to its table.
+      rows: row of each key. The rows of each table are numbered from 0.
       num_tables: number of tables.
     """
     row_bits = rows.astype(jnp.uint32) * jnp.uint32(ROW_FACTOR)
@@ -484,8 +485,8 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
 
     Args:
       row_map: map before the call.
-      rows: distinct rows to free. `NO_ROW` is skipped. The next new key of a table gets the first
-        of the rows that are freed in this table.
+      rows: distinct rows to free. `NO_ROW` is skipped. The freed rows of a table are assigned to
+        the next new keys of the table, in the order of `rows`.
     """
     is_row = rows != NO_ROW
     table = table_of(row_map, rows)
@@ -493,8 +494,8 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     keys = Keys(high, low, is_row, table)
     rows_in_table = _rows_in_table(row_map, rows, table)
 
-    # The freed rows of a table are appended to its free rows in reversed order. The next new key
-    # gets the last free row, so it gets the first of the freed rows.
+    # The last free row of a table is assigned first. The freed rows are appended to the free rows
+    # in reversed order, so the freed rows are assigned in the order of `rows`.
     rank, num_released = ranks(is_row, table, row_map.num_tables, api.distinct)
     num_free = row_map.num_free + num_released
     stack_size = num_free
@@ -537,7 +538,7 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
 
     hashed = row_map.hashed
     # Inside `shard_map`, the carry of a loop must vary over the same mesh axes from the start. The
-    # loop in `with_keys_of` starts with an empty hash table, which is constant over the mesh.
+    # loop in `with_keys_of` starts with an empty hash table, which varies over no mesh axis.
     # `vary` adds a zero that varies over the same mesh axes as `hashed.rows`.
     zero = varying_zero(hashed.rows)
 
@@ -560,11 +561,11 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
 
 
 def worth(row_map: RowMap, policy: Eviction) -> Int[Array, " rows"]:
-    """Number by which a policy ranks each row.
+    """Number by which a policy ranks each row for eviction.
 
     The number is the last step that used the row ("lru"), or the number of occurrences of its key
-    ("lfu"). The key of the row with the smallest number is evicted first. If several rows have the
-    same number, the smallest key is evicted first.
+    ("lfu"). The least recently or least frequently used row is evicted first. Among equally old or
+    equally frequent rows, the row with the smallest key is evicted first.
     """
     if policy == "lru":
         return row_map.last_step
@@ -610,8 +611,8 @@ def first_marked(
 
     Args:
       marks: mask of the entries that may be chosen.
-      arrival: number of each entry. The first entries of a table are the marked entries with the
-        smallest numbers. If `arrival` is None, the entries are in the order of `marks`.
+      arrival: one number per entry, which defines the order of the entries: the entry with the
+        smallest number is the first. If `arrival` is None, the entries are in the order of `marks`.
       table: table index of each entry. None if there is only one table.
       most: maximum number of entries to choose in each table.
     """
@@ -673,11 +674,12 @@ def _first(
     is_candidate: Bool[Array, " rows"],
     num_wanted: Int[Array, ""],
 ) -> Bool[Array, " rows"]:
-    """Mask of the first `num_wanted` candidates in lexicographic order of `lanes`.
+    """Mask of the first `num_wanted` candidates in lexicographic order.
 
-    In each lane, `_bound` computes a bound. Candidates with values below the bound are chosen, and
-    candidates with the value of the bound are compared by the next lane. This search takes a
-    fraction of the time of a sort.
+    Candidates are compared by the first array in `lanes`, then by the second array, and so on. For
+    each array, `_bound` computes a bound. Candidates with values below the bound are chosen. If the
+    value of a candidate equals the bound, the next array decides. This search takes a fraction of
+    the time of a sort.
     """
     chosen = jnp.zeros_like(is_candidate)
     for lane in lanes:
@@ -716,7 +718,7 @@ def _bound(
     smaller values. If there are at most `num_wanted` candidates, no candidate has a value above the
     bound.
 
-    The search determines the bound bit by bit, with one pass over the lane for each bit. The search
+    The search determines the bound bit by bit, with one pass over `lane` for each bit. The search
     skips the leading bits that are equal in all candidates, and stops when exactly `num_wanted`
     candidates are below the bound.
     """
@@ -765,12 +767,13 @@ def entries(
 
     Args:
       keys: keys, which may be in any order and include padding.
-      occurrences: for each entry of `keys`, the number of ids in the batch that it stands for.
+      occurrences: for each entry of `keys`, how many ids of the batch the entry represents.
 
-    Returns: four results. The first result is the index of each key in the distinct keys, or
-      `NO_ROW` for padding. The second result is the distinct `Keys`, followed by padding. The third
-      result is the position of the first occurrence of each distinct key, or `NO_ROW` for padding.
-      The fourth result is the sum of the occurrences of each distinct key.
+    Returns: four results. The first result has one number per entry of `keys`: its index in the
+      array of distinct keys, or `NO_ROW` for padding. The second result is the distinct `Keys`,
+      followed by padding. The third result is the position of the first occurrence of each distinct
+      key, or `NO_ROW` for padding. The fourth result is the sum of the occurrences of each distinct
+      key.
     """
     entry_of, first_of, counts = api.unique_keys(keys, occurrences)
     lanes = api.gather_rows(keys.lanes, first_of)
@@ -816,7 +819,7 @@ def combine(
 
     Args:
       keys: keys, which may be in any order and include padding.
-      occurrences: for each entry of `keys`, the number of ids in the batch that it stands for.
+      occurrences: for each entry of `keys`, how many ids of the batch the entry represents.
       values: vector of each entry of `keys`, such as its gradient.
     """
     entry_of, distinct, _, counts = entries(keys, occurrences)

@@ -5,10 +5,10 @@ loop over ids. A hash assigns each id to one set. The cache can hold the id in a
 slots of this set. Slot `set * num_ways + way` is a row of the device array.
 
 `CachedRows` moves rows between host memory and the device array. The device array has the slots,
-followed by a *scratch* area for rows of a batch that get no slot. Evicted rows are written back to
-the host, and scratch rows are written back after every update. The optimizer state of the rows is
-in separate device arrays, and is copied together with the rows. The last device array contains the
-id in each slot and in each scratch row.
+followed by a *scratch* area. If a batch reads a table row that gets no slot, this row is copied to
+the scratch area. Evicted rows are written back to the host, and scratch rows are written back after
+every update. The optimizer state of the rows is in separate device arrays, and is copied together
+with the rows. The last device array contains the id in each slot and in each scratch row.
 
 Outside `jit`, the methods of the policy and of the host store are called directly. Inside `jit`,
 the compiled program calls these methods through ordered callbacks. The arrays that a callback
@@ -147,10 +147,10 @@ class SetAssociativeCache:
       of a set are sorted by (count of the id in the slot, slot number), in ascending order. An
       empty slot has count -1. A missing id does not replace an id with a larger count.
 
-    The counts for LFU are exact. They include all uses in the current batch and in earlier batches,
-    even the uses of ids that are not in the cache. The counts need 8 bytes of host memory for each
-    of `num_ids` ids. The cache needs 24 bytes for each slot, and during `admit` about 48 bytes more
-    for each slot of the sets that have a miss.
+    The counts for LFU are exact. The count of an id includes all its uses in the current batch and
+    in earlier batches, even if the id was not in the cache. The counts need 8 bytes of host memory
+    for each of `num_ids` ids. The cache needs 24 bytes for each slot, and during `admit` about 48
+    bytes more for each slot of the sets that have a miss.
 
     Attributes:
       tags: id in each slot, -1 in empty slots. Do not modify `tags`.
@@ -208,7 +208,7 @@ class SetAssociativeCache:
 
     @validated
     def admit(self, ids: Int[np.ndarray, " ids"], *, lock: bool = False) -> Admission:
-        """Admits the ids of a batch. Returns their slots, and the rows that the caller must move.
+        """Admits the ids of a batch to the cache, and returns their slots and the rows to move.
 
         Args:
           ids: ids of the batch. Ids may repeat. Ids outside `[0, num_ids)` get location -1, and do
@@ -384,7 +384,7 @@ class SetAssociativeCache:
         return slots
 
     def _cacheable(self, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Ids as int64, and the mask of the ids in `[0, num_ids)`, which can have a slot."""
+        """Ids as int64, and a mask of the cacheable ids, which are the ids in `[0, num_ids)`."""
         ids = np.asarray(ids, np.int64)
         is_cacheable = (ids >= 0) & (ids < self.num_ids)
         return ids, is_cacheable
@@ -423,7 +423,7 @@ class CachedRows:
     Attributes:
       cache: cache policy, which decides which rows are in the cache.
       backing: store of all rows in host memory.
-      scratch_rows: table rows of the last batch that are in the scratch area.
+      scratch_rows: numbers of the table rows that are in the scratch area.
     """
 
     def __init__(self, cache: SetAssociativeCache, backing: BackingStore):
@@ -445,10 +445,10 @@ class CachedRows:
         is_prefetch: bool = False,
         num_moves: int | None = None,
     ) -> BatchPlaces:
-        """Finds or assigns a row of the device array for each row of a batch.
+        """Finds or assigns a row of the device array for each table row that a batch reads.
 
-        Rows of the batch that get no slot are assigned rows of the scratch area, unless the call is
-        a prefetch.
+        Table rows that get no slot are assigned rows of the scratch area, unless the call is a
+        prefetch.
 
         Args:
           rows: table row of each id of the batch, see `BatchPlaces`.
@@ -497,10 +497,10 @@ class CachedRows:
         *,
         is_inside: bool,
     ) -> tuple[Array, ...]:
-        """Exchanges rows with the host, and returns the device arrays with all rows of the batch.
+        """Exchanges the rows in `moves` with the host, and returns the new device arrays.
 
         The scratch area is enlarged if it is too small for the batch. Inside `jit`, the scratch
-        area is enlarged until it is large enough for every batch with the same number of moves.
+        area becomes large enough for every batch with the same number of moves.
 
         Args:
           arrays: device arrays before the exchange. `bring` donates these arrays.
@@ -568,7 +568,7 @@ class CachedRows:
         return leaving(self.num_slots + jnp.arange(size, dtype=jnp.int32))
 
     def store_scratch(self, values: Sequence[ArrayLike] | None) -> None:
-        """Writes the scratch rows of the last batch to the host.
+        """Writes the rows in the scratch area to the host.
 
         Args:
           values: result of `scratch`. If `values` is None, no row is written.

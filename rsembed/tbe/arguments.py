@@ -29,7 +29,7 @@ from rsembed.optimizers.regularized import CounterAdagrad, CowClipAdagrad, Decay
 
 
 class EmbOptimType(enum.Enum):
-    """The optimizer that the backward pass runs on looked-up rows."""
+    """Optimizer that updates the looked-up rows in the backward pass."""
 
     EXACT_SGD = "exact_sgd"
     LAMB = "lamb"
@@ -93,7 +93,7 @@ def name_of(optimizer: TableOptimizer) -> str:
 
 
 class PoolingMode(enum.IntEnum):
-    """Pooling of a bag's rows into one vector. NONE returns one row per id."""
+    """Pooling of a bag's rows into one vector. With NONE, a lookup returns one row per id."""
 
     SUM = 0
     MEAN = 1
@@ -279,7 +279,7 @@ _MODES = {
         DecayedAdagrad, "sum prev_iter", _ROWWISE | _COUNTED
     ),
 }
-"""Descriptions of EXACT_ROWWISE_ADAGRAD in weight decay modes that need more states.
+"""Descriptions of EXACT_ROWWISE_ADAGRAD in the weight decay modes that need several states.
 
 The settings of each of these modes are an argument of the module. `_RECORDS` has the names of these
 arguments.
@@ -289,7 +289,7 @@ _WHOLE_TABLES = {
     "ensemble_mode": EnsembleModeDefinition(),
     "emainplace_mode": EmainplaceModeDefinition(),
 }
-"""Default settings of whole-table passes, for each argument that sets such a pass.
+"""Default value of each argument that contains the settings of a whole-table pass.
 
 A whole-table pass changes all rows of a table before the lookup of a training step.
 """
@@ -302,7 +302,7 @@ _FIELDS = {
 }
 """Fields of optimizer classes that are set by an argument with a different name.
 
-The keys are the names of the arguments, and the values are the names of the fields.
+The dictionary maps the name of each argument to the name of the field that it sets.
 """
 
 
@@ -447,7 +447,7 @@ def trained_by(
         dtypes.append(sparse_types[name].dtype if name in sparse_types else None)
     copy_dtypes: tuple[str, ...] = ()
     if optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD:
-        # The state `momentum2` is the slow copy of the table. The update rule has no slot for it.
+        # The state `momentum2` is the slow copy of the table, which is no slot of the update rule.
         copy_dtypes = (dtypes.pop() or "float32",)
     slot_dtypes: tuple[str | None, ...] = ()
     if set(dtypes) - {None, "float32"}:

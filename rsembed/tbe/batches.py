@@ -51,7 +51,8 @@ def read(
       offsets: positions in `indices`: the start of every bag, then the end of the last bag. None if
         `indices` is a prepared batch.
       per_sample_weights: one weight per id, or None.
-      batch_size_per_feature_per_rank: number of bags `[feature][rank]`, or None.
+      batch_size_per_feature_per_rank: entry `[f][r]` is the number of bags of feature `f` from rank
+        `r`. None if all features have the same number of bags.
 
     Returns:
       The batch, the number of ids and offsets that are out of range, and a message or None. The ids
@@ -246,8 +247,8 @@ def repeat_by_feature(values: AnyArray, starts: AnyArray, num_ids: int) -> AnyAr
     """For each id, the value of the feature that reads the id.
 
     Args:
-      values: array `[1 + features]`. `values[0]` is used for ids before the first bag, and
-        `values[1 + f]` for the ids of feature `f`.
+      values: array of shape `[1 + features]`. `values[0]` is used for ids before the first bag,
+        and `values[1 + f]` for the ids of feature `f`.
       starts: position of the first id of every feature, then the end of the last feature's ids.
       num_ids: number of ids, which must be static inside `jit`.
     """

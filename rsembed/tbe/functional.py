@@ -274,7 +274,7 @@ def _parted(
     group: GroupPlan,
     slots: Slots,
 ) -> tuple[Slots, Slots]:
-    """Splits the optimizer states of a group into slots of the update rule and copies of tables."""
+    """Splits a group's optimizer states into slots of the update rule and slow table copies."""
     num_slots = len(slots) - len(group.table.copy_dtypes)
     return slots[:num_slots], slots[num_slots:]
 
@@ -540,7 +540,7 @@ def _noise(
     Args:
       plan: plan of the module's tables.
       number: index of the group.
-      state: the state. The PRNG key of the rounding is made from its `key` and its `step`.
+      state: the state. The PRNG key of the rounding is made from `state.key` and `state.step`.
       dtype: dtype of the rounded rows.
       use: number that is also folded into the PRNG key, so that the random bits differ from the
         random bits of training steps. Training steps use None, the default.
@@ -600,9 +600,9 @@ def backward(
 
     output, pull_back = jax.vjp(weighted, weights)
     (d_weights,) = pull_back(gradient.reshape(output.shape))
-    # `zero` is 0, but XLA must compute `d_weights` first, because `zero` is computed from it. XLA
-    # might otherwise run the update first, and would have to copy the old tables before it, because
-    # `d_weights` depends on them.
+    # `zero` is 0, but it is computed from `d_weights`, so XLA must compute `d_weights` before the
+    # update. If XLA ran the update first, it would have to keep a copy of the old tables, because
+    # `d_weights` is computed from the old tables.
     total = jnp.nan_to_num(jnp.sum(jnp.abs(d_weights)))
     zero = jnp.minimum(total, 0.0)
     stepped = update(plan, state, batch, gradient + zero, rates)

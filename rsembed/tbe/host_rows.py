@@ -3,9 +3,9 @@
 Before a lookup, the ids of cached tables are replaced by cache slots. A lookup of cache slots
 gives exactly the same result as a lookup in a table that contains all rows.
 
-The arrays on the device contain the cache slots, followed by a scratch area. A row of a batch that
-gets no cache slot is copied to the scratch area. After an update, the rows in the scratch area are
-written back to the host.
+The arrays on the device contain the cache slots, followed by a scratch area. If a batch reads a
+table row that gets no cache slot, this row is copied to the scratch area. After an update, the rows
+in the scratch area are written back to the host.
 """
 
 from __future__ import annotations
@@ -176,7 +176,7 @@ class HostRows:
         *,
         admit: bool = True,
     ) -> Call:
-        """Copies the rows of a batch to the device, also inside `jit`.
+        """Copies the rows for a lookup to the device, also inside `jit`.
 
         Args:
           variable: variable of the module's state.
@@ -242,7 +242,7 @@ class HostRows:
         return dataclasses.replace(row_gradients, rows=rows)
 
     def prefetch(self, variable: StateVariable, batch: Call) -> None:
-        """Copies the rows of a batch into the cache before the batch is looked up.
+        """Copies the rows for a later lookup into the cache.
 
         Rows that get no cache slot are copied to the device later, when the batch is looked up.
 
@@ -283,9 +283,10 @@ class HostRows:
         self.end(variable)
 
     def _take_prefetched(self, ids: np.ndarray) -> bool:
-        """Whether a prefetched batch has the ids `ids`.
+        """Whether a prefetched batch has exactly the ids `ids`.
 
-        If so, this batch is removed from the list `prefetched`, and its cache slots are unlocked.
+        The first batch with these ids is removed from the list `prefetched`, and its cache slots
+        are unlocked.
         """
         for number, (prefetched, locked) in enumerate(self.prefetched):
             if np.array_equal(prefetched, ids):
@@ -414,7 +415,7 @@ class HostRows:
         admit: bool,
         **options: Any,
     ) -> dict[int, BatchPlaces]:
-        """Finds a place on the device for each row of a batch, in the cache or the scratch area.
+        """Finds a cache slot or a scratch row for each table row that a batch reads.
 
         Args:
           first_bags: see `TBEPlan.first_bags`.
@@ -423,7 +424,7 @@ class HostRows:
           admit: whether rows that are not in the cache enter the cache.
           **options: more arguments of `CachedRows.find`.
 
-        Returns: dictionary from the index of each cached group to the places of its rows.
+        Returns: dictionary from the index of each cached group to the `BatchPlaces` of the group.
         """
         starts = offsets[first_bags]
         rows_of_groups = {}
@@ -473,8 +474,8 @@ class HostRows:
             is_cacheable = (result.rows >= 0) & (result.rows < self.groups[number].cache.num_ids)
             num_cacheable += int(is_cacheable.sum())
             if records_features:
-                # The first part also contains the ids before the first bag. The row of these ids is
-                # -1, which is never in `missed_ids`.
+                # The first part also contains the ids before the first bag. In `result.rows`, these
+                # ids have row -1. No element of `missed_ids` is -1, so they are not counted.
                 for feature, rows in enumerate(np.split(result.rows, starts[1:-1])):
                     missed = np.intersect1d(rows, result.admission.missed_ids)
                     self.misses_by_feature[feature] += missed.size
