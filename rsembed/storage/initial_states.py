@@ -86,7 +86,8 @@ def _new_arrays(stack: NewStack) -> tuple[Array, ...]:
     layout = stack.storage.layout
     width = stack.table.embedding_dim // stack.storage.num_parts
     rows = jax.ShapeDtypeStruct((layout.rows_per_device, width), jnp.float32)
-    # Without padding rows, `_filled` writes every row, so the new arrays need no fill value.
+    # If the stack has no padding rows, `_filled` writes every row, so the new arrays need no fill
+    # value.
     fill = None
     if layout.num_rows != layout.stack.spec.stack_vocab_size:
         fill = 0.0

@@ -577,7 +577,7 @@ def _checked(table: TableSpec, exported: Export, name: str, shape: tuple[int, ..
 def _fixed_positions(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) -> Positions:
     """Row index of each key in a table without a hash table.
 
-    Without a hash table, the shard and the row are computed from the key.
+    In such a table, the shard and the row of a key are computed from the key itself.
 
     Raises: ValueError: a key is not below `num_rows`.
     """

@@ -102,9 +102,9 @@ class Storage(abc.ABC):
     def in_files(self) -> str | None:
         """Description of the storage in checkpoints.
 
-        Without resizing, a table can load a checkpoint only if the description in the checkpoint
-        equals the description of the table's storage. The description is None if a checkpoint has
-        one row for every id, as for a table without `storage`.
+        A table can load a checkpoint without being resized only if the description in the
+        checkpoint equals the description of the table's storage. The description is None if a
+        checkpoint has one row for every id, as for a table without `storage`.
         """
         return repr(self)
 

@@ -265,7 +265,7 @@ def _global_rows(
     rows_in_table: Int[Array, " nnz"],
     table: Array | None,
 ) -> Int[Array, " nnz"]:
-    """Converts row numbers that start from 0 in each table to numbers over all tables."""
+    """Converts row numbers that start from 0 in each table to row numbers over all tables."""
     if table is None:
         return rows_in_table
     first_rows = row_map.rows_per_table * table
@@ -278,7 +278,7 @@ def _rows_in_table(
     rows: Int[Array, " nnz"],
     table: Array | None,
 ) -> Int[Array, " nnz"]:
-    """Converts row numbers over all tables to numbers that start from 0 in each table."""
+    """Converts row numbers over all tables to row numbers that start from 0 in each table."""
     if table is None:
         return rows
     is_padding = rows == NO_ROW

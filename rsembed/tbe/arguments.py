@@ -109,7 +109,7 @@ class CacheAlgorithm(enum.IntEnum):
 
 @dataclasses.dataclass(frozen=True)
 class RecordCacheMetrics:
-    """Which cache-miss counters a module has: a sum over all tables, and counts per feature."""
+    """Flags that enable two cache-miss counters: a sum over all tables, and counts per feature."""
 
     record_cache_miss_counter: bool = False
     record_tablewise_cache_miss: bool = False
@@ -211,7 +211,7 @@ class OfferedOptimizer(NamedTuple):
     """Description of how rsembed implements an optimizer of FBGEMM.
 
     EXACT_ROWWISE_ADAGRAD has several descriptions, because some weight decay modes need a different
-    rule.
+    rule or more states.
 
     Args:
       rule: the `OptimizerSpec` class that implements the optimizer. An argument of the module sets
@@ -221,8 +221,8 @@ class OfferedOptimizer(NamedTuple):
       arguments: names of the constructor's arguments that the optimizer reads.
       fixed: fields of `rule` that no argument of the module sets, with their values.
       fused: another `OptimizerSpec` class, which has a native kernel but lacks some fields of
-        `rule`. If all these fields have their default values, both classes compute the same update,
-        and `fused` is used. None if the optimizer has no such class.
+        `rule`. If all these fields have their default values, `fused` computes the same update as
+        `rule`, and is used instead. None if the optimizer has no such class.
     """
 
     rule: type[OptimizerSpec] | None
@@ -281,7 +281,7 @@ _MODES = {
 }
 """Descriptions of EXACT_ROWWISE_ADAGRAD in the weight decay modes that need several states.
 
-The settings of each of these modes are an argument of the module. `_RECORDS` has the names of these
+Each of these modes has its settings in one argument of the module. `_RECORDS` has the names of the
 arguments.
 """
 _OF_OPTIMIZERS = frozenset[str]().union(*(entry.arguments for entry in _OPTIMIZERS.values()))
@@ -447,7 +447,7 @@ def trained_by(
         dtypes.append(sparse_types[name].dtype if name in sparse_types else None)
     copy_dtypes: tuple[str, ...] = ()
     if optimizer == EmbOptimType.ENSEMBLE_ROWWISE_ADAGRAD:
-        # The state `momentum2` is the slow copy of the table, which is no slot of the update rule.
+        # The state `momentum2` is the slow copy of the table, and not a slot of the update rule.
         copy_dtypes = (dtypes.pop() or "float32",)
     slot_dtypes: tuple[str | None, ...] = ()
     if set(dtypes) - {None, "float32"}:

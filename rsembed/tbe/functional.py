@@ -112,7 +112,7 @@ def _with_entry(values: tuple[Value, ...], number: int, value: Value) -> tuple[V
 def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
     """Replicates the arrays of `tree` over the plan's mesh.
 
-    Without a mesh, `tree` is returned unchanged.
+    If the plan has no mesh, `tree` is returned unchanged.
     """
     return plan.devices.place(tree, PartitionSpec())
 
@@ -287,8 +287,8 @@ def lookup(
 ) -> LookupOutput:
     """Pooled rows, differentiable with respect to the weights of the ids.
 
-    The shape is `[bags, sum of dims]`, or `[nnz, longest dim]` without pooling. With variable batch
-    sizes, the output is flat.
+    The shape is `[bags, sum of dims]`, or `[nnz, longest dim]` without pooling. If the batch was
+    made with `batch_size_per_feature_per_rank`, the output is a one-dimensional array.
     """
     rates = learning_rates(plan, state)
     return _pooled(plan, state, batch, rates).astype(output_dtype)
