@@ -68,7 +68,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
     `out, backward = tbe.vjp(indices, offsets)`. `backward(d_out)` sums the gradients of equal rows
     over the whole batch, then applies one optimizer step to every looked-up row. Rows that no id
     reads keep their bits, and so do their optimizer states. The module can be called eagerly or
-    under `nnx.jit`. An eager call also runs compiled programs.
+    under `nnx.jit`. Eager calls run compiled programs, too.
 
     Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws random weights. The
     module warns of arguments that have no effect because of the other arguments. Unlike in FBGEMM,
@@ -289,8 +289,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
             reads. `jax.grad` can differentiate the pooled rows with respect to the weights. None,
             the default: all weights are 1.
           feature_requires_grad: ignored, because only `vjp` uses it.
-          batch_size_per_feature_per_rank: nested list for features with different numbers of bags.
-            Entry `[f][r]` is the number of bags of feature `f` from rank `r`.
+          batch_size_per_feature_per_rank: nested list of bag counts, for features with different
+            numbers of bags. Entry `[f][r]` is the number of bags of feature `f` from rank `r`.
           total_unique_indices: ignored, because only `vjp` uses it.
 
         Returns: `[B, sum of dims]`, with the features side by side. For PoolingMode.NONE,
@@ -318,8 +318,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
           indices: see `__call__`.
           offsets: see `__call__`.
           per_sample_weights: see `__call__`.
-          feature_requires_grad: one number per feature, 1 or 0. For a feature with the number 0,
-            the gradients of `per_sample_weights` are zero, but the looked-up rows are trained.
+          feature_requires_grad: for each feature, 1 to compute the gradients of its
+            `per_sample_weights`, or 0 to get zeros instead. The looked-up rows are trained in both
+            cases.
           batch_size_per_feature_per_rank: see `__call__`.
           total_unique_indices: maximum number of rows per group of tables in the `RowGradients`
             that `backward.row_gradients` returns, or `backward` with OptimType.NONE. Default: the
@@ -379,12 +380,12 @@ class TableBatchedEmbeddingBags(TrainedTables):
         Pass the result to `__call__` or `vjp` in place of `indices`, also inside `jit`.
 
         On a mesh, the samples are split over the devices, and each process passes its part of the
-        batch. On one device, the ids are padded to a power of two (not for PoolingMode.NONE), so
-        that a stream of batches needs only a few compiled programs.
+        batch. On one device, the number of ids is padded to a power of two (not for
+        PoolingMode.NONE), so that a stream of batches needs only a few compiled programs.
 
-        For a prepared batch, `backward` returns the gradients of `per_sample_weights` in the form
-        of the prepared weights. On one device, they are an array with one entry per id, including
-        padding. On a mesh, they are a dictionary from each feature to an array.
+        For a batch that was prepared on one device, the gradient of `per_sample_weights` that
+        `backward` returns is an array with one entry per id, including padding. For a batch that
+        was prepared on a mesh, the gradient is a dictionary with one array per feature.
 
         Raises: RuntimeError: `prepare` is called inside `jit`.
         """
@@ -440,7 +441,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
     def _step(
         self, host: HostRows | None, program: Callable[..., tuple[TBEState, Any]], *operands: PyTree
     ) -> Any:
-        """Runs a program that updates rows, and writes the cache's scratch area to the host.
+        """Runs a program that updates rows, and writes updated rows outside the cache to the host.
 
         Args:
           host: the module's `host_rows`.
@@ -485,7 +486,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return batch
 
     def _brought(self, batch: AnyBatch, *, admit: bool = True) -> AnyBatch:
-        """Copies the rows of a batch to the device. Returns the batch for a lookup in `functional`.
+        """Copies the rows of a batch to the device. Returns a batch for `functional.lookup`.
 
         On a mesh, the batch is split by sample. Ids of cached tables are replaced by cache slots.
 
@@ -514,7 +515,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         return host.bring(self.state, batch, admit=admit)
 
     def _pooled(self, batch: AnyBatch) -> Array:
-        """Pooled rows of a batch that `_brought` has returned."""
+        """Pooled rows of a batch that `_brought` has prepared for the lookup."""
         # NumPy arrays are passed to the compiled function without conversion, because a conversion
         # to JAX arrays before the call is slower.
         return _lookup(self.plan, self.state.get_value(), batch, output_dtype=self.output_dtype)

@@ -232,7 +232,7 @@ class TBEPlan:
 
     def __post_init__(self) -> None:
         # JAX hashes the plan in every call, to find the compiled program. The hash is computed only
-        # once, because hashing all tables is slow.
+        # once, because hashing the plans of all tables is slow.
         fields = (self.tables, self.features, self.pooling, self.devices)
         object.__setattr__(self, "_hash", hash(fields))
 
@@ -398,7 +398,7 @@ class TBEPlan:
 
 @functools.lru_cache(maxsize=256)
 def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[Segment, ...]:
-    """Segments of a batch: one segment per feature or, with `sizes`, per pair of rank and feature.
+    """A `Segment` for the bags of each feature or, with `sizes`, of each pair of rank and feature.
 
     Raises: ValueError: the number of offsets is not the number of bags plus 1.
     """

@@ -224,8 +224,8 @@ class TrainedTables(nnx.Module):
     ) -> None:
         """Draws all weights from the uniform distribution between two bounds.
 
-        With the same key, the weights are equal in every bit for tables on one device, on the host
-        and on a mesh.
+        With the same key, tables on one device, on the host and on a mesh get bit-identical
+        weights.
 
         Args:
           min_val: lower bound of the weights.
@@ -307,8 +307,8 @@ class TrainedTables(nnx.Module):
     def get_optimizer_state(self) -> list[dict[str, Array | np.ndarray]]:
         """For every table, a dictionary of its optimizer states under torch's names, such as `sum`.
 
-        As in FBGEMM, the number of steps is added under the name `iter` for weight decay mode
-        DECOUPLE_GLOBAL, and for mode COUNTER with ADAGRADW.
+        As in FBGEMM, the dictionary of a table also contains the number of steps, under the name
+        `iter`, if the weight decay mode is DECOUPLE_GLOBAL, or COUNTER with ADAGRADW.
         """
         of_tables: list[dict[str, Array | np.ndarray]] = []
         for table, states in zip(self.plan.tables, self.split_optimizer_states(), strict=True):
@@ -695,7 +695,7 @@ def _non_negative_entries(table: TablePlan) -> set[str]:
     if table.rule is None:
         return set()
     # `torch_state_names` has the names of the rule's slots first, then the name of a slow copy of
-    # the table, if there is one. `zip` stops before the copy.
+    # the table, if there is one. `zip` stops at the end of `slots`, before the name of the copy.
     slots = getattr(table.rule.slot_type, "_fields", ())
     entries = set()
     for slot, state in zip(slots, table.torch_state_names, strict=False):

@@ -35,9 +35,10 @@ MIN_PADDED_IDS = 32
 MAX_CORES = 16
 """Largest number of cores that the C++ kernels can multiply."""
 TILE_BYTES = 2**21
-"""Upper bound on the bytes of slices and products in one tile of lookups of the plain JAX version.
+"""Maximum memory of one tile of lookups in the plain JAX version, in bytes.
 
-A tile has at least one lookup, even if a single lookup needs more bytes.
+Only the slices of the cores and their products are counted. A tile has at least one lookup, even if
+a single lookup needs more bytes.
 """
 
 Cores = tuple[Array, ...]
@@ -122,8 +123,8 @@ def bag(
     Args:
       spec: size, factors and ranks of the table.
       cores: cores of the table.
-      bags: ids and optional weights. Ids outside the table (including -1) contribute nothing and do
-        not count for the mean.
+      bags: ids and optional weights. Ids outside the table (including -1) contribute nothing and
+        are not counted in the divisor of a mean.
       mode: "sum", or "mean", which divides by the number of ids rather than by the sum of weights.
       implementation: see `cores.pooled_rows`.
     """
@@ -279,7 +280,7 @@ def digits_of(
 
 
 def _offsets(sizes: Sequence[int]) -> list[int]:
-    """Offset of each part in an array of concatenated parts with the sizes `sizes`."""
+    """Start of each part in a concatenation of parts with the sizes `sizes`."""
     ends = itertools.accumulate(sizes[:-1])
     return [0, *ends]
 
@@ -287,11 +288,11 @@ def _offsets(sizes: Sequence[int]) -> list[int]:
 def entries_of(
     call: Call,
 ) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Float[Array, " nnz"]]:
-    """Row number, output index and gain (factor of the row) of every entry of a call.
+    """Row number, output index and gain of every id in a kernel call.
 
-    The entries of all lists of ids are concatenated, and so are their outputs. A list has one
-    output per bag or, with the combiner "none", one output per entry. An entry that contributes
-    nothing has the output index `NO_ROW`.
+    The gain of an id is the factor that multiplies the row. The ids of all lists are concatenated,
+    and so are their outputs. A list has one output per bag or, with the combiner "none", one output
+    per id. An id that contributes nothing has the output index `NO_ROW`.
     """
     rows = []
     outputs = []
@@ -330,7 +331,7 @@ def call_of(
 
 
 def padded_bags(bags: Bags) -> Bags:
-    """Bags with ids padded to a power of two, so that a few compiled programs handle all batches.
+    """Pads the number of ids to a power of two, so that a few compiled programs handle all batches.
 
     The padding belongs to no bag. Bags from a dense array, traced bags, and bags with arrays on
     several devices are returned unchanged.
@@ -510,7 +511,7 @@ def _operands(
     cores: Cores,
     digits: Digits,
 ) -> list[Array]:
-    """Operands of a kernel call: the digits of core 0, core 0, the digits of core 1, core 1, ..."""
+    """Operands of a kernel call: for each core in turn, the slice indices, then the core."""
     operands = []
     for core, digit in zip(cores, digits, strict=True):
         operands += [digit, core.astype(jnp.float32)]

@@ -1,12 +1,13 @@
-"""Cache of the most read rows of a tensor train, stored uncompressed and trained row by row.
+"""Cache of the most-read rows of a tensor train, stored uncompressed and trained row by row.
 
 A lookup of a cached row reads the stored vector instead of multiplying slices, and the gradient of
 that row goes to the stored vector. Rows enter the cache only in `populate`, which chooses the rows
 with the most reads in the recent past. A row that stays in the cache keeps its cache slot and its
 bits. A row that enters the cache is initialised from the cores. Rows that are evicted are *written
 back*: the first core is changed so that the whole table comes as close as possible to its previous
-contents. `CacheReport.residual` is an upper bound on the error that remains. All functions
-are pure and work inside `jit`, except `Directory.report`, which copies numbers to the host.
+contents. `CacheReport.residual` is an upper bound on the error that a write-back leaves in an entry
+of the table. All functions are pure and work inside `jit`, except `Directory.report`, which copies
+numbers to the host.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ MIN_COUNTS_PER_ROW = 6
 Fewer counted ids would lower the hit rate.
 """
 MAX_READS = 2**30
-"""Upper bound of read counts when `populate` compares them. Larger counts are clipped."""
+"""`populate` clips read counts to this maximum before it compares them."""
 DAMPING = 1e-3
 """Relative damping of the least-squares problem in `written_back`.
 
@@ -116,8 +117,8 @@ class CacheReport(NamedTuple):
       cached_ids: number of rows in the cache now.
       residual: upper bound on the error that any single write-back has caused in an entry of the
         table. A write-back changes evicted rows and other rows. For an evicted row, the error is
-        the measured difference between the new row and the cached row. For every other row, the
-        bound is the norm of the change of the whole table.
+        the measured difference between the new row and the cached row. For rows that were not
+        evicted, the bound is the norm of the change of the whole table.
       lookups: number of reads of ids, including the reads in `uncounted`.
       hits: number of reads of ids that were cached at the time of the read.
       uncounted: number of reads of ids that are not counted for `populate`, because the map of
@@ -143,8 +144,8 @@ def num_counts_of(cache_rows: int, counted_ids: int) -> int:
     Args:
       cache_rows: size of the cache, in rows.
       counted_ids: requested maximum. 0 stands for the default, which is `COUNTS_PER_ROW` (16) ids
-        per cached row, rounded up to a power of two. If the request is below `MIN_COUNTS_PER_ROW`
-        (6) ids per cached row, the function warns and returns the default.
+        per cached row, rounded up to a power of two. A requested maximum below `MIN_COUNTS_PER_ROW`
+        (6) ids per cached row is replaced by the default, with a warning.
 
     Raises: ValueError: `counted_ids` is positive and smaller than `cache_rows`.
     """
@@ -184,7 +185,7 @@ def _slot_of(
     directory: Directory,
     counted_rows: Int[Array, " nnz"],
 ) -> Int[Array, " nnz"]:
-    """Cache slots of the ids in the rows `counted_rows` of the map `directory.counted`.
+    """Cache slots of ids, given the row of each id in the map `directory.counted`.
 
     An id that is not cached gets `NO_ROW`.
     """
@@ -250,8 +251,7 @@ def _with_new_ids(
 
     def make_room(directory: Directory) -> tuple[Directory, Array]:
         # If halving the read counts does not free enough rows of the map for all new ids, only the
-        # new ids with the most reads are counted. Of ids with equally many reads, lower ids are
-        # preferred.
+        # new ids with the most reads are counted. Ties are broken in favour of lower ids.
         priority = jnp.where(new.is_key, -reads, 1)
         _, _, order = jax.lax.sort((priority, new.low, positions), num_keys=2)
         return halved(directory), order
@@ -314,9 +314,9 @@ def populate(
     slots: Slots,
     rule: OptimizerSpec,
 ) -> tuple[CachedTrain, Slots]:
-    """Fills the cache with the most read rows and halves all read counts.
+    """Fills the cache with the most-read rows and halves all read counts.
 
-    Of ids with equal read counts, cached ids are preferred, then lower ids.
+    Ties are broken in favour of cached ids, then of lower ids.
 
     Args:
       specs: specs of the tables that share the cores, in the order of their slices.
@@ -330,8 +330,8 @@ def populate(
     cores, rows, directory = params
     capacity = directory.ids.shape[0]
 
-    # A row that stays in the cache keeps its cache slot. Every other cache slot is free for a row
-    # that enters the cache.
+    # A row that stays in the cache keeps its cache slot. All other cache slots are free for the
+    # rows that enter the cache.
     was_cached = directory.places != NO_ROW
     is_cached = _most_read(directory, capacity)
     slot_of_id = jnp.where(is_cached, directory.places, NO_ROW)
@@ -388,9 +388,9 @@ def _most_read(
     directory: Directory,
     capacity: int,
 ) -> Bool[Array, " counted"]:
-    """For each counted id, whether it is one of the `capacity` most read ids.
+    """For each counted id, whether it is one of the `capacity` most-read ids.
 
-    Of ids with equal read counts, cached ids are preferred, then lower ids.
+    Ties are broken in favour of cached ids, then of lower ids.
     """
     reads = jnp.minimum(directory.counted.counts, MAX_READS)
     reads = reads.astype(jnp.uint32)

@@ -65,7 +65,7 @@ def _table_property(
     read: Callable[[TTSpec], Any],
     doc: str,
 ) -> property:
-    """Property with the name of an attribute in FBTT, which reads a value from every table's spec.
+    """Property that reads one value from the spec of each table, and has the same name in FBTT.
 
     If the values of all tables are equal, the property returns this value, else a list with one
     value per table.
@@ -110,16 +110,17 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         module with one table cannot infer this, because the values of the offsets are unknown.
         Pass True or False in this case.
       enforce_embedding_dim: ignored, because rows always have exactly `embedding_dim` columns.
-      use_cache: whether to store the most read rows uncompressed and to train them directly. Rows
-        enter the cache with the first `cache_populate`. None, the default: True for a
+      use_cache: whether to store the most-read rows uncompressed and to train them directly. The
+        cache stays empty until the first call of `cache_populate`. None, the default: True for a
         `TTEmbeddingBag` with `sparse=True`, as in FBTT, and False otherwise. A cache needs
         `sparse=True`, because an external optimizer would store one state per cache slot, and the
         row in a cache slot can change.
       cache_size: number of cached rows of each group. 0, the default: a thousandth of the group's
         rows, but at least 32 (or all rows, if there are fewer).
       hashtbl_size: maximum number of ids for which reads are counted. 0, the default: 16 ids per
-        cached row, rounded up to a power of two. A number below six per cached row is replaced by
-        the default, with a warning. A number below one per cached row is an error.
+        cached row, rounded up to a power of two. A number below six times the number of cached rows
+        is replaced by the default, with a warning. A number below the number of cached rows is an
+        error.
       rngs: random streams. The cores are drawn from the stream `params`. Default: `nnx.Rngs(0)`,
         because calls written for FBTT pass no random streams.
 
@@ -197,8 +198,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.eps = eps
         rule = rule_of(optimizer, eps)
         if not sparse:
-            # An external optimizer stores its state itself, so the module uses SGD, which has no
-            # optimizer state.
+            # An external optimizer updates the cores, and stores its state itself. The module
+            # declares SGD as its optimizer, because SGD has no state.
             rule = rule_of(OptimType.SGD, eps)
         self.rule: OptimizerSpec = nnx.static(rule)
         self.sparse = sparse
@@ -495,7 +496,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self._count(self._by_group(bags))
 
     def cache_populate(self) -> None:
-        """Fills the cache with the most read rows, and writes evicted rows back to the cores.
+        """Fills the cache with the most-read rows, and writes evicted rows back to the cores.
 
         See `hot_rows`. Outside `jit`, the method warns if no read has been counted.
 
@@ -566,17 +567,18 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             of ids. The bags of table 0 come first, then an equal number of bags of table 1, and so
             on.
           offsets: start of each bag of flat ids, optionally followed by the end of the last bag.
-            With several tables, the last offset is taken as this end if the number of offsets is
-            one more than a multiple of the number of tables. With one table, the last offset is
-            taken as this end if it equals the number of ids. If it is the start of an empty bag
-            instead, construct the module with `include_last_offset=False`.
+            With several tables, the last offset is taken as the end of the last bag if the number
+            of offsets is one more than a multiple of the number of tables. With one table, the last
+            offset is taken as the end if it equals the number of ids. If the last offset is the
+            start of an empty bag, construct the module with `include_last_offset=False`.
           per_sample_weights: one float per id. None, the default: all weights are 1.
           warmup: ignored.
 
         Raises:
           TypeError: ids or offsets are not integers.
-          ValueError: the forms of the arguments do not match, offsets decrease, an id is outside
-            its table, or a weight is not finite. The error message names the id, bag or offset.
+          ValueError: the structures or lengths of the arguments do not match, offsets decrease, an
+            id is outside its table, or a weight is not finite. The error message names the id, bag
+            or offset.
         """
         del warmup
         bags = self._read(indices, offsets, per_sample_weights)
@@ -591,7 +593,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
         """Pooled rows as from `__call__`, and a function `backward(d_output)`.
 
-        With `sparse=True`, `backward` can be called once. It applies one optimizer step to the
+        With `sparse=True`, `backward` can be called only once. It applies one optimizer step to the
         cores and the cached rows that were read, and returns a `TTGradients` with the gradient of
         `per_sample_weights`, or None if the lookup had no weights. With `sparse=False`, `backward`
         changes nothing, and returns the gradients of the cores and of `per_sample_weights`.
@@ -688,7 +690,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return d_weights
 
     def _joined(self, tables: list[Array]) -> PyTree:
-        """Joins one array per table into the form that the module returns.
+        """Combines one array per table into the result that a method of the module returns.
 
         For a `TTEmbeddingBag`, the result is the array of the only table. For other modules, the
         result is one stacked array if the arrays of all tables have equal shapes, else the list of

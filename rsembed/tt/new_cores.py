@@ -51,7 +51,8 @@ def init_cores(
         * "normal" (default): independent, normally distributed entries of the cores.
         * "uniform": independent, uniformly distributed entries of the cores, with mean zero.
         * "approx-normal": normally distributed entries of the table. With two or three cores, each
-          entry has exactly a normal distribution. With more cores, the distribution is approximate.
+          entry has exactly a normal distribution. With four or more cores, the distribution is only
+          approximately normal.
         * "approx-uniform": uncorrelated, nearly uniform entries of the table. Ranks must be at
           least 2, and larger ranks give a more uniform distribution.
         * "naive-uniform": uniformly distributed entries of the cores in
@@ -76,8 +77,8 @@ def init_cores(
         numbers = std * jax.random.normal(key, shape)
         cores = _split(spec, numbers)
         if weight_dist == "approx-normal":
-            # The product of a normal matrix with vectors of fixed length on both sides is normally
-            # distributed.
+            # If the entries of a matrix are independent and normally distributed, its product with
+            # vectors of fixed length on both sides is normally distributed, too.
             cores[0] = _with_rms(cores[0], std, axis=3)
             if spec.num_cores > 2:
                 cores[-1] = _with_rms(cores[-1], std, axis=1)
@@ -148,8 +149,8 @@ def _triangle_wave_cores(
     of the triangle wave is a tensor train, because core `t` can rotate the pair `(cos, sin)` of
     harmonic `h` by `h` times the angle from core `t`. A harmonic needs two ranks, so the series is
     cut off after `min(tt_ranks) // 2` harmonics. Training could not use the remaining ranks of a
-    core if they were zero, so noise is added to every core, with 1 % of the root mean square of the
-    core.
+    core if they were zero, so noise is added to every core. The root mean square of the noise is
+    1 % of the root mean square of the core.
     """
     if min(spec.tt_ranks) < 2:
         raise ValueError(
@@ -287,9 +288,8 @@ def round_cores(
       ranks: upper bounds on the inner ranks, one bound per boundary between cores. Default:
         `spec.tt_ranks`.
       max_relative_error: largest allowed error, relative to the norm of the padded table. With 0,
-        the default, the only bounds on the ranks are `ranks` and `TTSpec.max_ranks`. If the upper
-        bounds in `ranks` are too low for this error, the error becomes larger than
-        `max_relative_error`.
+        the default, the only bounds on the ranks are `ranks` and `TTSpec.max_ranks`. The upper
+        bounds in `ranks` take precedence, so the error can exceed `max_relative_error`.
 
     Returns: spec with the lower ranks, and the cores.
 
@@ -307,7 +307,7 @@ def round_cores(
     for core in _in_tensorly_layout(spec, arrays):
         parts.append(core.astype(np.float64))
     # Make the rows of every core after the first core orthonormal. With orthonormal rows in these
-    # cores, a change of the first core has the same norm as the change of the table.
+    # cores, a change of the first core has the same norm as the resulting change of the table.
     for t in range(spec.num_cores - 1, 0, -1):
         rank, p, q, next_rank = parts[t].shape
         matrix = parts[t].reshape(rank, -1)

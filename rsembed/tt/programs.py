@@ -221,8 +221,8 @@ def stepped(
     rule = table.optimizer
     d_cores, d_weights = pulled(storage, mode, lookup_params, batch, d_output)
     if isinstance(lookup_params, CachedTrain) and isinstance(params, CachedTrain):
-        # The cache may have changed since the lookup. The gradient of a row that is in the cache
-        # now goes to the cached row. The gradient of a row that was evicted goes to the cores.
+        # The cache may have changed since the lookup. If a row is in the cache now, its gradient
+        # goes to the cached row. If a row was evicted, its gradient goes to the cores.
         current_params = lookup_params._replace(directory=params.directory)
         d_cores, _ = pulled(storage, mode, current_params, batch, d_output)
     hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
@@ -242,7 +242,7 @@ def populated(
     params: CachedTrain,
     slots: AllSlots,
 ) -> tuple[CachedTrain, AllSlots]:
-    """Fills the cache with the most read rows, and returns new parameters and slots."""
+    """Fills the cache with the most-read rows, and returns new parameters and slots."""
     return storage.populate(params, slots, storage.tables[0])
 
 
@@ -254,8 +254,8 @@ def rows_by_group(
 ) -> list[Bags]:
     """Splits the bags of all tables into one `Bags` per group of tables.
 
-    The ids of a table become row numbers, which count the rows of a group consecutively over its
-    tables. All ids of other groups become `NO_ROW`.
+    The ids are replaced by row numbers: the rows of a group are numbered consecutively over its
+    tables. In the `Bags` of a group, the ids of all other groups are replaced by `NO_ROW`.
 
     Args:
       groups: for every group, the indices of its tables.
@@ -300,17 +300,17 @@ def read_bags(
       offsets: start of each bag, optionally followed by the end of the last bag.
       weights: one weight per id, in the same structure as `indices`. None: all weights are 1.
       name: name of the module in error messages.
-      last: whether the last entry of `offsets` is the end of the last bag. If None, the default of
-        the modules, the function infers this from the offsets. For several tables, the last entry
-        is this end if the number of offsets is one more than a multiple of the number of tables.
-        For one table, the last entry is this end if it equals the number of ids. Under `jit`, its
-        value is unknown, so None is an error for one table.
+      last: whether the last entry of `offsets` is the end of the last bag. If `last` is None, as by
+        default in the modules, the function decides. For several tables, it takes the last entry as
+        an end if the number of offsets is one more than a multiple of the number of tables. For one
+        table, it takes the last entry as an end if the entry equals the number of ids. Under `jit`,
+        the values of the offsets are unknown, so None is an error for one table.
 
     Raises:
       TypeError: ids or offsets are not integers.
-      ValueError: the forms of the arguments do not match, the number of bags is not a multiple of
-        the number of tables, offsets decrease, an id is outside its table, or a weight is not
-        finite. The error message names the id, the bag and the table.
+      ValueError: the structures or lengths of the arguments do not match, the number of bags is not
+        a multiple of the number of tables, offsets decrease, an id is outside its table, or a
+        weight is not finite. The error message names the id, the bag and the table.
     """
     check_not_forked(name)
     check_unmasked((indices, offsets), "indices or offsets")

@@ -62,8 +62,8 @@ class TTSpec:
             numbers = np.asarray(getattr(self, name)).tolist()
             object.__setattr__(self, name, tuple(numbers))
         object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
-        # The call above did not check the numbers inside NumPy arrays. The arrays are tuples now,
-        # so this call checks their numbers.
+        # The first call of `check_fields` did not check the numbers inside NumPy arrays. The arrays
+        # have been converted to tuples, so the second call checks the numbers.
         check_fields(self)
         d = len(self.tt_p_shapes)
         if d < 2 or len(self.tt_q_shapes) != d or len(self.tt_ranks) != d - 1:
@@ -127,8 +127,8 @@ class TTSpec:
           dim: embedding dimension of the table.
           bytes: upper bound on the bytes of the cores, without optimizer state.
           num_cores: number of cores, 2 by default. If the budget allows ranks above about 8, two
-            cores train best and cost least. If two cores exceed the budget even at rank 1, more
-            cores may fit.
+            cores train best and cost least. If two cores exceed the budget even at rank 1, a larger
+            number of cores may fit.
           dtype: dtype of the cores, float32 (default) or bfloat16.
 
         Raises: ValueError: the cores exceed the budget even at rank 1. The error message says how
@@ -187,7 +187,7 @@ class TTSpec:
 
     @property
     def strides(self) -> tuple[int, ...]:
-        """For each core, the distance in rows between consecutive values of its digit."""
+        """Place value of the digit of each core: a row number is the sum of `digit * stride`."""
         strides = []
         for t in range(self.num_cores):
             later_factors = self.tt_p_shapes[t + 1 :]
@@ -214,8 +214,8 @@ class TTSpec:
     def flops_per_lookup(self) -> int:
         """Number of additions and multiplications that compute one row.
 
-        In a training step, the lookup and the gradients of a row take about three times this
-        number.
+        A training step needs about three times as many operations per row, because it also computes
+        the gradients.
         """
         flops = 0
         for t in range(1, self.num_cores):
@@ -283,8 +283,8 @@ def specs_of_tables(
     for name, value in arguments.items():
         is_per_table = isinstance(value, Sequence) and not isinstance(value, str)
         if is_per_table and name.startswith("tt_"):
-            # A flat sequence of numbers is one value for all tables, the ranks or the factors.
-            # A sequence that contains a sequence or None has one value per table.
+            # A flat sequence of numbers contains ranks or factors that hold for all tables. If an
+            # entry is a sequence or None, there is one entry per table.
             is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
         if is_per_table and len(value) != num_tables:
             raise ValueError(
@@ -348,7 +348,7 @@ def suggested_tt_shapes(
 
 
 _SLACK = 1e-9
-"""Tolerance for rounding errors in the search's upper bound, which is computed from roots."""
+"""Tolerance for rounding errors of the roots in the upper bound of `_most_even_factors`."""
 
 
 def _most_even_factors(
@@ -358,8 +358,8 @@ def _most_even_factors(
     """Finds the `d` integers with product `n` that have the largest `_entropy`.
 
     Of lists of factors with equal entropies, the lexicographically largest is chosen. A factor can
-    be 1 only if `n` has fewer than `d` prime factors. The factors are then the prime factors and
-    ones.
+    be 1 only if `n` has fewer than `d` prime factors. The result then consists of the prime factors
+    of `n` and as many ones as needed.
 
     Returns: the entropy, and the factors in ascending order.
     """

@@ -76,7 +76,7 @@ class TensorTrain(Storage):
       counted_ids: maximum number of ids for which reads are counted. Only rows of these ids can
         enter the cache. The default 0 means 16 ids per cached row, rounded up to a power of two.
       populate_every: interval of `hot_rows.populate` in steps, 100 by default. `hot_rows.populate`
-        fills the cache with the most read rows, and halves all read counts.
+        fills the cache with the most-read rows, and halves all read counts.
       tables: tables that share this storage. Users leave this field empty: collections and modules
         set the field. The cores of the tables have slices of equal shapes, and are concatenated
         along the first axis. The row numbers of a table are offset by the number of rows of all
@@ -152,7 +152,7 @@ class TensorTrain(Storage):
     def resolved(self, table: TableSpec) -> TensorTrain:
         """A copy of the storage with explicit ranks and factors, and the distribution "normal".
 
-        Two storages can load each other's cores if `resolved` returns equal copies.
+        Two storages can load each other's cores if their `resolved` copies are equal.
         """
         spec = self.spec_of(table)
         return dataclasses.replace(
@@ -169,10 +169,10 @@ class TensorTrain(Storage):
         table: TableSpec,
         saved: str,
     ) -> tuple[tuple[str, ...], ...] | None:
-        """Paths of the arrays that may have another size in a file: the first core and its slots.
+        """Paths of arrays that may be longer or shorter in a file: the first core and its slots.
 
-        None if more than the first row factor differs from `saved`, the description of the storage
-        that wrote the file.
+        `saved` is the description of the storage that wrote the file. The result is None if `saved`
+        and this storage differ in more than the first row factor.
 
         The first row factor belongs to the most significant digit of an id, so slices that are
         appended to the first core add rows at the end of the table.
@@ -349,8 +349,9 @@ class TensorTrain(Storage):
         if isinstance(params, CachedTrain):
             cache_slots, cache_call = _cache_call(params.directory, call, rows, bags, gains)
             bags = jnp.where(cache_slots == NO_ROW, bags, NO_ROW)
-        # The default implementation of kernels can change between calls. `pooled_rows` is compiled
-        # again only if `implementation` has a new value, so this argument must follow the default.
+        # The default implementation of kernels can change between calls. `jit` compiles
+        # `pooled_rows` again only for a new value of `implementation`, so the default determines
+        # this value in every call.
         implementation = "plain" if api.default_implementation() == "reference" else None
         pooled = pooled_rows(
             cores_of(params),
@@ -503,7 +504,7 @@ class TensorTrain(Storage):
         slots: AllSlots,
         table: TableSpec,
     ) -> tuple[CachedTrain, AllSlots]:
-        """Fills the cache with the most read rows, and returns new parameters and slots.
+        """Fills the cache with the most-read rows, and returns new parameters and slots.
 
         See `hot_rows.populate`.
         """
@@ -668,7 +669,7 @@ class TensorTrain(Storage):
     ) -> dict[str, np.ndarray]:
         """Dictionary from the fields of the `CacheReport` to arrays with one number per shard.
 
-        All shards have equal numbers. The dictionary is empty if the storage has no cache.
+        All shards report the same numbers. The dictionary is empty if the storage has no cache.
         """
         if not isinstance(params, CachedTrain):
             return {}
