@@ -71,9 +71,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
     under `nnx.jit`. Eager calls run compiled programs, too.
 
     Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws random weights. The
-    module warns of arguments that have no effect because of the other arguments. Unlike in FBGEMM,
-    `optimizer` and `learning_rate` may be lists with one entry per table, the learning rate may be
-    a function of the step number, and tables may have any dim.
+    module warns about arguments that have no effect because of the other arguments. Unlike in
+    FBGEMM, `optimizer` and `learning_rate` may be lists with one entry per table, the learning rate
+    may be a function of the step number, and tables may have any dim.
 
     An eager training step donates the module's arrays, so copies that share them (`nnx.clone`,
     `nnx.split`) cannot be used afterwards. With cached tables, `nnx.state` contains only the rows
@@ -338,8 +338,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         if feature_requires_grad is not None:
             mask = batches.mask_of_ids(self.plan, batch, feature_requires_grad)
         with self._alone():
-            # `_begin_step` may change tables, so `_read` has already checked the batch: a call with
-            # an invalid batch must not change a table.
+            # `_begin_step` may change tables. A call with an invalid batch must not change them, so
+            # `_read` checks the batch before `_begin_step`.
             self._begin_step()
             near = self._brought(batch)
             output = self._pooled(near)
@@ -581,7 +581,7 @@ class TablesBackward:
         self._is_used = True
         module._begin_step()
         # If another batch has been looked up after the call of `vjp`, the rows of this batch may no
-        # longer be on the device. They are then copied to the device again.
+        # longer be on the device. In that case, the rows are copied to the device again.
         if module.state.get_value().generation is not self._generation:
             self._near = module._brought(self._batch, admit=False)
         program = functools.partial(

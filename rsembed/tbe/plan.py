@@ -355,7 +355,7 @@ class TBEPlan:
         return dict.fromkeys(self.feature_names, LIST)
 
     def _row_facts(self) -> dict[str, dict[str, object]]:
-        """For every table, by name, the values on which `row_layout` depends."""
+        """Dictionary from table names to the values on which `row_layout` depends."""
         of_tables: dict[str, dict[str, object]] = {}
         for table, (group, first_row) in zip(self.tables, self.places, strict=True):
             facts: dict[str, object] = {"group": group, "first_row": first_row}
@@ -592,7 +592,7 @@ def _optimizers_and_rates(
 ) -> tuple[list[TableOptimizer], list[LearningRate]]:
     """Optimizer and learning rate of every table.
 
-    Warns if an argument is set that none of the optimizers reads.
+    Warns about arguments that are set, but that no optimizer reads.
 
     Raises: see `make_plan`.
     """

@@ -178,8 +178,8 @@ class TrainedTables(nnx.Module):
 
         A `backward` function that `vjp` returned before this call keeps the previous learning rate.
 
-        Raises: ValueError: a rate is negative or not finite, the rate is a schedule, or tables that
-          share an array get different rates.
+        Raises: ValueError: a rate is negative or not finite, the module was constructed with a
+          learning rate schedule, or tables that share an array get different rates.
         """
         self._set_numbers(learning_rates=_rates_of_groups(self.plan, lr))
 
@@ -608,7 +608,7 @@ class TrainedTables(nnx.Module):
         return [_cut(array, first_row, num_rows) for array in stored]
 
     def _read_table(self, number: int) -> list[Array | np.ndarray]:
-        """Weights and states of one table, with the shapes of a state dict.
+        """Weights and states of one table, with the shapes that they have in a state dict.
 
         Call `flush` first, because the latest values of cached rows may be on the device only.
         """
@@ -668,7 +668,8 @@ def _rates_of_groups(
 ) -> Rates:
     """Learning rate of each group, from one rate for all tables or a list with one per table.
 
-    Raises: ValueError: tables of a group have different rates, or the plan has a schedule.
+    Raises: ValueError: tables of a group have different rates, or a table was constructed with a
+      learning rate schedule.
     """
     by_table = per_table(learning_rate, len(plan.tables), "learning_rate")
     for rate in by_table:

@@ -251,7 +251,8 @@ def _with_new_ids(
 
     def make_room(directory: Directory) -> tuple[Directory, Array]:
         # If halving the read counts does not free enough rows of the map for all new ids, only the
-        # new ids with the most reads are counted. Ties are broken in favour of lower ids.
+        # new ids with the most reads are counted. Ties between read counts are broken in favour of
+        # lower ids.
         priority = jnp.where(new.is_key, -reads, 1)
         _, _, order = jax.lax.sort((priority, new.low, positions), num_keys=2)
         return halved(directory), order
@@ -316,7 +317,7 @@ def populate(
 ) -> tuple[CachedTrain, Slots]:
     """Fills the cache with the most-read rows and halves all read counts.
 
-    Ties are broken in favour of cached ids, then of lower ids.
+    Ties between read counts are broken in favour of cached ids, then of lower ids.
 
     Args:
       specs: specs of the tables that share the cores, in the order of their slices.
@@ -390,7 +391,7 @@ def _most_read(
 ) -> Bool[Array, " counted"]:
     """For each counted id, whether it is one of the `capacity` most-read ids.
 
-    Ties are broken in favour of cached ids, then of lower ids.
+    Ties between read counts are broken in favour of cached ids, then of lower ids.
     """
     reads = jnp.minimum(directory.counted.counts, MAX_READS)
     reads = reads.astype(jnp.uint32)

@@ -376,9 +376,9 @@ def _most_even_factors(
         """Tries all lists of `d` ascending factors that start with `chosen`, and updates `best`.
 
         The product of the factors after `chosen` is `remainder`. The next factor is tried from its
-        largest possible value to the smallest. For each value, the entropy would be largest if all
-        later factors were equal. This upper bound decreases from one value to the next, so the
-        search ends when the bound is below the best entropy so far.
+        largest possible value to the smallest. For each value, the entropy with equal later factors
+        is an upper bound on the entropy of all lists with this value. The bound decreases from one
+        value to the next, so the search ends when the bound is below the best entropy so far.
         """
         nonlocal best
         count = d - len(chosen)
