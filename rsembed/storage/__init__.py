@@ -6,7 +6,9 @@ A storage works with the rows of one device and does not know about other device
 
     protocol.py         the interface of all storages, and groups of tables that share one storage
     dense_rows.py       storage in one array, and layouts with the position of each row
+    initial_states.py   initial rows and slots of the dense tables of a collection
     hashed.py           storage for 64-bit keys; a key gets a row when it is first trained
+    row_numbers.py      storage for 64-bit keys that are row numbers
     hashed_rows.py      arrays of a keyed table on one device: initial values, rounding, growth
     backing_store.py    rows in host memory, and their exchange with a device cache
     host_cached.py      device cache of rows in host memory, searched by compiled programs
@@ -19,10 +21,10 @@ A storage works with the rows of one device and does not know about other device
 from rsembed.storage.hashed import (
     ROWS_BY_KEY as ROWS_BY_KEY,
     Hashed as Hashed,
-    RowNumbers as RowNumbers,
 )
 from rsembed.storage.host_cached import HostCached as HostCached
 from rsembed.storage.protocol import Storage as Storage
+from rsembed.storage.row_numbers import RowNumbers as RowNumbers
 from rsembed.storage.set_associative import (
     Admission as Admission,
     CacheCounts as CacheCounts,
