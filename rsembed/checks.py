@@ -151,8 +151,9 @@ def check_finite(
 ) -> None:
     """Checks that a user's array has no NaN, no infinity and, if required, no negative number.
 
-    NumPy checks an array in host memory, block by block. A JAX program checks an array on an
-    accelerator or on several hosts. Traced values are accepted without a check.
+    An array in host memory is checked by NumPy, block by block. An array on an accelerator, or
+    distributed over several hosts, is checked by a compiled JAX program. Traced values are accepted
+    without a check.
 
     Args:
       values: array or nested list of numbers.

@@ -278,8 +278,8 @@ class _RowEvaluator:
       rows: row numbers to evaluate.
       num_rows: number of rows of the table. If the first axis of a two-dimensional array has this
         length, this axis is the row axis.
-      lanes: 32-bit numbers of each requested row, which are folded into the random key one after
-        the other. None, the default: the row number is folded into the random key.
+      lanes: 32-bit numbers that identify each requested row. They are folded into the random key
+        in order. None, the default: the row number is folded into the random key.
       only_key: random key of the initializer. With `only_key`, random bits must be drawn directly
         from this key, and a computation that splits the key is rejected.
       table: index of the table of each requested row, if `only_key` has one random key for each of

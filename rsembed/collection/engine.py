@@ -80,8 +80,9 @@ class Engine:
 
     Attributes:
       init: function `(key) -> (tables, slots)` that initializes the tables and slots of all stacks.
-      row_gradients: function `(batch, d_outputs) -> (rows, values)` of `RowGradients`, by stack.
-      squared_norm: function `(batch, d_outputs) -> sum of squares of the row gradients`, by stack.
+      row_gradients: function `(batch, d_outputs) -> {stack: (rows, values)}`. `rows` and `values`
+        are the fields of `RowGradients`.
+      squared_norm: function `(batch, d_outputs) -> {stack: sum of squares of the row gradients}`.
         `squared_norm` works only on one device, and only if the rows of every stack are in one
         array.
       apply: function `(tables, slots, gradients, steps) -> (tables, slots)` that applies one

@@ -306,8 +306,8 @@ def _in_lists(ragged: Ragged, lists: Mapping[str, str]) -> PreparedBatch:
 def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> Ragged | None:
     """The bags of all features.
 
-    The result is None unless the batch is a `Jagged`, lists of lists of `int`, or valid `Bags` of
-    numpy arrays, without weights.
+    The result is None if the batch has weights, or if it is not a `Jagged`, lists of lists of `int`
+    or valid `Bags` of numpy arrays.
     """
     if isinstance(batch, Jagged) and batch.features == tuple(features):
         everything = batch.bags

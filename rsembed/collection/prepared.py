@@ -273,7 +273,7 @@ def room_for(bags: Sequence[Bags], num_parts: int) -> int:
 
 
 def _ends_of_parts(bags: Bags, num_parts: int) -> np.ndarray:
-    """Boundaries between the parts of a feature's bags, as indices into the feature's ids.
+    """Boundaries between `num_parts` groups of consecutive bags, as indices into the feature's ids.
 
     The first index is 0, and the last index is the number of ids.
     """

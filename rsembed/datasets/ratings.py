@@ -219,8 +219,8 @@ def generated_ratings(
 
     Raises: ValueError: an argument is out of range.
 
-    Source: Plackett, "The Analysis of Permutations", 1975. The films of a visit are drawn without
-      repetition, by Gumbel noise on the log-odds.
+    Source: Plackett, "The Analysis of Permutations", 1975. The films of a visit are sampled without
+      replacement: Gumbel noise is added to the log-odds, and the largest sums win.
 
     Example:
       >>> log = generated_ratings(100, 80, seed=0)

@@ -197,7 +197,7 @@ def dispatch(
 
 
 def served(meaning: Callable[Params, Result]) -> Callable[Params, Result]:
-    """Function that calls `dispatch` for the kernel with the name of `meaning`.
+    """Function that calls `dispatch` for the kernel that has the same name as `meaning`.
 
     The function takes the arguments of `meaning` and the keyword `implementation`.
     """

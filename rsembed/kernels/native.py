@@ -614,7 +614,7 @@ def allocate(
         element = np.asarray(fill).astype(dtype)
     eight_bytes = element.tobytes().ljust(8, b"\0")
     (pattern,) = np.frombuffer(eight_bytes, np.int64)
-    attributes = {"pattern": pattern, "fill": fill is not None}
+    attributes: Attributes = {"pattern": pattern, "fill": fill is not None}
     results = [Result(tuple(shape), dtype)]
     (array,) = call_handler("rsembed_allocate", results, **attributes)
     return array

@@ -341,8 +341,8 @@ def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
 def proto_to_optimizer_spec(proto: OptimizerRecord) -> OptimizerSpec:
     """The optimizer that a result of `optimizer_spec_to_proto` describes.
 
-    Raises: ValueError: the update rule or the learning rate is a function, which `proto` does not
-      contain.
+    Raises: ValueError: the update rule or the learning rate of the described optimizer is a
+      function. `proto` contains no functions.
     """
     if proto.type == CUSTOM_CODE or proto.learning_rate is None:
         what = (

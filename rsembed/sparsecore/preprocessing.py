@@ -104,7 +104,10 @@ class PreprocessedInput:
 
     @property
     def lhs_gains(self) -> dict[str, ArrayLike]:
-        """Gain (factor of the row) of each entry, by stack name. See `SparseDenseMatmulInput`."""
+        """Gain of each entry, by stack name: the factor by which the row of the entry is multiplied.
+
+        See `SparseDenseMatmulInput`.
+        """
         return self.sparse_dense_matmul_input.lhs_gains
 
     def check_layout(self, layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> None:

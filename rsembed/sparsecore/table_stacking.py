@@ -97,8 +97,8 @@ def auto_stack_tables(
         logger "rsembed" warns of tables that declare another limit.
       stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` of distinct
         ids per partition.
-      use_short_stack_names: whether a stack name of more than 50 characters is shortened to 50
-        characters and a hash, True by default.
+      use_short_stack_names: whether a stack name of more than 50 characters is shortened to its
+        first 50 characters and a hash. True by default.
       activation_mem_bytes_limit: maximum size of the activations of a stack in bytes per shard, 2
         MiB by default. If the tables of one stack would need more memory, they are put into several
         stacks.

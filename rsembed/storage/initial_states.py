@@ -190,9 +190,10 @@ def _form_of_slots(table: TableSpec) -> Hashable | None:
     for variable in trace.jaxpr.outvars:
         if variable not in constants:
             return None
-        shape = variable.aval.shape[1:]
+        aval: Any = variable.aval  # Some type stubs of JAX lack `shape`.
+        shape = aval.shape[1:]
         shape_of_row = "row" if shape == row.shape[1:] else shape
-        slots.append((float(constants[variable]), variable.aval.dtype, shape_of_row))
+        slots.append((float(constants[variable]), aval.dtype, shape_of_row))
     return tuple(slots)
 
 

@@ -300,7 +300,7 @@ def assign(
     If there are too few rows for all keys, the first keys get rows.
 
     Args:
-      row_map: map before the call.
+      row_map: the map to change.
       keys: distinct keys that are not in the map. Padding gets no row.
       step: index of the current step, at least 0. Keys that this step has already used are not
         evicted.
@@ -405,7 +405,7 @@ def find_or_assign(
     """Finds the rows of keys, assigns rows to new keys, and sets `last_step` and `counts`.
 
     Args:
-      row_map: map before the call.
+      row_map: the map to change.
       keys: distinct keys. Keys that are not in the map get free rows.
       steps: index of the last step that used each key.
       counts: number of occurrences of each key so far.
@@ -430,7 +430,7 @@ def touch(
     """Sets `last_step` and `counts` of distinct rows, and returns the new map.
 
     Args:
-      row_map: map before the call.
+      row_map: the map to change.
       rows: distinct rows. `NO_ROW` is skipped.
       step: index of the step that last used the rows. The index may be one number for all rows, or
         an array with a number for each row.
@@ -454,7 +454,7 @@ def use(
     """Records uses of rows in a step, and returns the new map.
 
     Args:
-      row_map: map before the call.
+      row_map: the map to change.
       rows: rows that the step uses. Rows may repeat, and `NO_ROW` is skipped.
       step: index of the step.
       occurrences: number to add to the count of each of `rows`.
@@ -484,7 +484,7 @@ def release(row_map: RowMap, rows: Int[Array, " nnz"]) -> RowMap:
     """Removes keys from the map, frees their rows, and returns the new map.
 
     Args:
-      row_map: map before the call.
+      row_map: the map to change.
       rows: distinct rows to free. `NO_ROW` is skipped. The freed rows of a table are assigned to
         the next new keys of the table, in the order of `rows`.
     """

@@ -66,7 +66,7 @@ class CacheCounts(NamedTuple):
 NEVER = np.iinfo(np.int64).max
 """Number that replaces the time of last use, or the count, of a slot that must keep its id.
 
-The number is larger than every time of last use and every count."""
+The number is larger than any time of last use and any count."""
 
 IDS_PER_SEARCH = 4096
 

@@ -441,7 +441,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
     def _step(
         self, host: HostRows | None, program: Callable[..., tuple[TBEState, Any]], *operands: PyTree
     ) -> Any:
-        """Runs a program that updates rows, and writes updated rows outside the cache to the host.
+        """Runs a program that updates rows. Updated rows that are not cached are copied to the host.
 
         Args:
           host: the module's `host_rows`.

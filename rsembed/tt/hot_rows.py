@@ -34,7 +34,7 @@ from rsembed.tt.cores import Cores, rows_of
 from rsembed.tt.spec import TTSpec
 
 COUNTS_PER_ROW = 16
-"""Default number of counted ids per cached row."""
+"""Default size of the counter: ids that are counted at the same time, per row of the cache."""
 MIN_COUNTS_PER_ROW = 6
 """Smallest accepted number of counted ids per cached row.
 
@@ -442,7 +442,8 @@ def written_back(
     table = _table_of_slices(specs, 0)
     change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest")
     change = change.reshape(first.shape)
-    # NaN and infinity in a cached row must not spread to other rows that read the same slice.
+    # A NaN or an infinity in a cached row must not spread to other rows of the table through a slice
+    # that both rows are computed from.
     # Entries of `change` that are not finite are therefore set to zero, so the cached row does not
     # change these entries of the first core.
     finite_change = jnp.where(jnp.isfinite(change), change, 0.0)

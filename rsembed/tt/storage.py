@@ -474,7 +474,7 @@ class TensorTrain(Storage):
     ) -> Found:
         """Parameters and slots after the reads are counted, and the row number of each key.
 
-        With a cache, `find` counts the reads, and calls `populate` once in `populate_every` steps.
+        With a cache, `find` counts the reads, and calls `populate` every `populate_every` steps.
         Without a cache, parameters and slots are returned unchanged.
         """
         rows = _rows(keys)

@@ -145,7 +145,8 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
     });
     for (int64_t task = 0; task < num_tasks; ++task) first_entry[task + 1] += first_entry[task];
     const int64_t num_entries = first_entry[num_tasks];
-    // For each task, the number of items at its start that are occurrences of an entry from an earlier task.
+    // The items are sorted by entry, so the first items of a task may belong to the last entry of an earlier task. For
+    // each task, the number of these items.
     std::vector<int32_t> num_carried(num_tasks, 0);
     workers.ForEachRange(num_items, kEntriesPerTask, [&](int64_t first, int64_t last) {
       int64_t entry = first_entry[first / kEntriesPerTask] - 1;
