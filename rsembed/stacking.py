@@ -412,8 +412,8 @@ def stack_name_of(
     Args:
       table_names: names of the tables of the stack.
       is_taken: whether another stack already has the joined name. For example, a stack of the only
-        table `user_item` already has the joined name of the tables `user` and `item`. If True, a name of any length ends with a hash. False by
-        default.
+        table `user_item` already has the joined name of the tables `user` and `item`. If True, a
+        name of any length ends with a hash. False by default.
       use_short_stack_names: whether names of more than 50 characters are shortened. True by
         default.
     """
