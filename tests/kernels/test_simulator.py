@@ -12,7 +12,7 @@ import pytest
 import rsembed.optimizers as ro
 from rsembed.kernels import sparsecore
 from rsembed.kernels.devices import tracing_for
-from rsembed.kernels.traced_rules import trace_rule
+from rsembed.kernels.traced_rules import evaluate, trace_rule
 from tests.kernels.simulator import KernelError, simulate
 
 pytestmark = pytest.mark.filterwarnings("ignore:Destination semaphore is ignored")
@@ -159,3 +159,23 @@ def test_repeated_rows_of_an_update_are_a_race():
 def test_a_row_outside_the_table_is_an_error():
     with tracing_for("v6e"), pytest.raises(KernelError, match="outside an axis of 320"):
         simulate(sparsecore.gather, TABLE, jnp.full(64, NUM_ROWS))
+
+
+class MeanOfOneNumber(ro.SGD):
+    """A rule with a mean over columns that all hold the learning rate."""
+
+    def step_rows(self, rows, slots, gradients, hyperparameters):
+        (rate,) = hyperparameters
+        rates = jnp.full_like(rows, 0.5) * rate
+        total = jnp.sum(rates, axis=1, keepdims=True)
+        return rows - jnp.mean(rates, axis=1, keepdims=True) * gradients - total, slots
+
+
+def test_a_sum_over_columns_of_one_number_counts_every_column():
+    rule = MeanOfOneNumber(0.25)
+    traced = trace_rule(rule, jnp.asarray(TABLE), (), 1)
+    row, gradient = jnp.asarray(TABLE[0]), jnp.asarray(VALUES[0])
+    pieces = [tuple(value.reshape(2, 8)) for value in (row, gradient)]
+    (stepped,) = evaluate(traced, [*pieces, jnp.full(8, 0.25)], dim=DIM)
+    wanted = TABLE[0] - 0.125 * VALUES[0] - 0.125 * DIM
+    np.testing.assert_allclose(np.concatenate(stepped), wanted, rtol=1e-5)
