@@ -84,7 +84,7 @@ collection/asked_rows.py  storage/test_contract.py -k many
     if self.table.optimizer.moves_all_rows: => if False:
 collection/asked_rows.py  storage/test_policies.py
     (rows,), order.entry_of) => (rows,), order.first_of)
-storage/dense_rows.py  collection/test_mesh.py
+storage/row_layout.py  collection/test_mesh.py
     used[owner] += table.rows => used[owner] += 0
 collection/engine.py  collection/test_embeddings.py
     output[:, : feature.output_dim] => output[:, -feature.output_dim :]

@@ -33,8 +33,8 @@ from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, CallGradients, Step
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asking, Question, Wanted, default_capacity, distinct
-from rsembed.storage.dense_rows import RowLayout
 from rsembed.storage.protocol import Found, Params, SlotTree, State
+from rsembed.storage.row_layout import RowLayout
 from rsembed.storage.row_map import combine, unnamed
 
 Request: TypeAlias = PyTree

@@ -34,9 +34,10 @@ from rsembed.kernels.contract import Call
 from rsembed.keys import Keys, as_keys, is_invalid, num_invalid
 from rsembed.parallel.exchange import Asked, together
 from rsembed.specs import FeatureSpec
-from rsembed.storage.dense_rows import DenseRows, in_some_bag
+from rsembed.storage.dense_rows import DenseRows
 from rsembed.storage.initial_states import NewStack, initial_states
 from rsembed.storage.protocol import State
+from rsembed.storage.row_layout import in_some_bag
 
 
 class LookupStatistics(NamedTuple):
@@ -239,7 +240,7 @@ class Engine:
         for name, stack in self.stacks.items():
             rows = stack.rows
             if isinstance(rows.storage, DenseRows):
-                dense[name] = NewStack(rows.storage, rows.table, rows.shard)
+                dense[name] = rows.storage.new_stack(rows.table, rows.shard)
             else:
                 states[name] = rows.init(key)
         dense_states = initial_states(list(dense.values()), key)

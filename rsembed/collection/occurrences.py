@@ -18,7 +18,7 @@ from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segmen
 from rsembed.kernels.reference import bag_of_entries, rows_of_list
 from rsembed.keys import Keys, as_keys
 from rsembed.stacking import FeaturePlacement
-from rsembed.storage.dense_rows import RowLayout, in_some_bag, list_of
+from rsembed.storage.row_layout import RowLayout, in_some_bag, list_of
 from rsembed.storage.row_map import unnamed
 
 

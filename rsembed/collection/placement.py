@@ -33,13 +33,14 @@ from rsembed.fingerprint import Fingerprint
 from rsembed.specs import TableSpec, tables_of
 from rsembed.stacking import StackingPlan, StackPlan, group_tables, plan_stacking
 from rsembed.storage import Hashed, HostCached
-from rsembed.storage.dense_rows import DenseRows, RowLayout
+from rsembed.storage.dense_rows import DenseRows
 from rsembed.storage.host_cached import HostTable
 from rsembed.storage.logical_rows import SavedArray, check_reasons, checked_slots
 from rsembed.storage.protocol import (
     ByTable,
     Storage,
 )
+from rsembed.storage.row_layout import RowLayout
 
 PLACEMENTS = ("row", "table", "column", "replicated")
 

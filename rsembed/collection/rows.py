@@ -37,8 +37,8 @@ from rsembed.kernels.reference import entries_of, entry_gains
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asked
 from rsembed.specs import TableSpec
-from rsembed.storage.dense_rows import RowLayout
 from rsembed.storage.protocol import Params, SlotTree, State, Storage
+from rsembed.storage.row_layout import RowLayout
 from rsembed.storage.row_map import entries, named
 
 LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]

@@ -22,8 +22,8 @@ from rsembed.kernels import reference
 from rsembed.kernels.contract import NO_ROW, Call
 from rsembed.keys import Keys, as_keys, check_not_cut, split_keys
 from rsembed.specs import FeatureSpec
-from rsembed.storage.dense_rows import list_of
 from rsembed.storage.protocol import Storage
+from rsembed.storage.row_layout import list_of
 
 DTYPES = ("float32", "bfloat16", "float16", "int8")
 

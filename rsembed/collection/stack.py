@@ -20,13 +20,13 @@ from rsembed.fingerprint import Fingerprint
 from rsembed.kernels.contract import Call, Segment
 from rsembed.specs import TableSpec, default_initializer
 from rsembed.stacking import FeaturePlacement
-from rsembed.storage.dense_rows import RowLayout, list_of
 from rsembed.storage.protocol import (
     ByTable,
     Params,
     SlotTree,
     State,
 )
+from rsembed.storage.row_layout import RowLayout, list_of
 
 Activations = dict[str, Float[Array, "..."]]
 Batch = Mapping[str, PyTree]

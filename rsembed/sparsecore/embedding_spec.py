@@ -45,7 +45,7 @@ from rsembed.specs import (
     TableSpec as TableSpec,
 )
 from rsembed.stacking import StackPlan, TablePlacement
-from rsembed.storage.dense_rows import RowLayout
+from rsembed.storage.row_layout import RowLayout
 
 AdagradMomentumOptimizerSpec = optimizers.rules.AdagradMomentum
 AdagradOptimizerSpec = optimizers.Adagrad

@@ -37,7 +37,7 @@ from rsembed.stacking import (
     plan_stack,
     round_up,
 )
-from rsembed.storage.dense_rows import RowLayout
+from rsembed.storage.row_layout import RowLayout
 
 T = TypeVar("T")
 # Type of a tree: `Nested[FeatureSpec]` is a FeatureSpec, or nested lists and dicts of FeatureSpecs.

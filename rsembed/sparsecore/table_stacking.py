@@ -59,8 +59,8 @@ from rsembed.stacking import (
     split_by_memory,
     stack_name_of,
 )
-from rsembed.storage.dense_rows import RowLayout
 from rsembed.storage.protocol import TableRows
+from rsembed.storage.row_layout import RowLayout
 
 _log = logging.getLogger("rsembed")
 Entry = TypeVar("Entry")

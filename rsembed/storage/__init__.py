@@ -5,7 +5,8 @@ A storage works with the rows of one device and does not know about other device
 `TableSpec(storage=...)` chooses the storage of a table. By default, the rows are in one array.
 
     protocol.py         the interface of all storages, and groups of tables that share one storage
-    dense_rows.py       storage in one array, and layouts with the position of each row
+    row_layout.py       position of each row of a stack in one array
+    dense_rows.py       storage in one array
     initial_states.py   initial rows and slots of the dense tables of a collection
     hashed.py           storage for 64-bit keys; a key gets a row when it is first trained
     row_numbers.py      storage for 64-bit keys that are row numbers

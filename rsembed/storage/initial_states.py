@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +17,7 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.places import Place
 from rsembed.specs import TableSpec
 from rsembed.storage.protocol import State
-
-if TYPE_CHECKING:
-    from rsembed.storage.dense_rows import DenseRows
+from rsembed.storage.row_layout import RowLayout
 
 # Tables are filled block by block, so `init` needs memory for the arrays and for one block of
 # values.
@@ -30,12 +28,17 @@ class NewStack(NamedTuple):
     """A stack of dense tables that gets its initial values.
 
     Args:
-      storage: storage of the tables.
+      layout: layout of the rows.
+      tables: specs of the tables, in the order of the layout.
+      num_parts: number of devices that share the columns of each row. 1: every device has all
+        columns.
       table: spec of the stack's first table. Its dim is the dim of the array.
       shard: index of this device in the mesh.
     """
 
-    storage: DenseRows
+    layout: RowLayout
+    tables: tuple[TableSpec, ...]
+    num_parts: int
     table: TableSpec
     shard: Int[Array, ""]
 
@@ -83,8 +86,8 @@ def initial_states(stacks: Sequence[NewStack], key: PRNGKeyArray) -> list[State]
 
 def _new_arrays(stack: NewStack) -> tuple[Array, ...]:
     """Arrays for the rows and for each slot of a stack on one device, with zeros as padding."""
-    layout = stack.storage.layout
-    width = stack.table.embedding_dim // stack.storage.num_parts
+    layout = stack.layout
+    width = stack.table.embedding_dim // stack.num_parts
     rows = jax.ShapeDtypeStruct((layout.rows_per_device, width), jnp.float32)
     # If the stack has no padding rows, `_filled` writes every row, so the new arrays need no fill
     # value.
@@ -106,13 +109,12 @@ def _groups_of_tables(
     groups: dict[Hashable, tuple[int, list[_NewTable]]] = {}
     forms: dict[Hashable, Form] = {}
     for index, stack in enumerate(stacks):
-        storage, stack_table, shard = stack
-        layout = storage.layout
+        layout, specs, num_parts, stack_table, shard = stack
         slots = _form_of_slots(stack_table)
         separate_stack = None
-        if storage.num_parts > 1 or slots is None:
+        if num_parts > 1 or slots is None:
             separate_stack = index
-        for number, spec in enumerate(storage.tables):
+        for number, spec in enumerate(specs):
             dim = spec.embedding_dim
             width = widths[index] if dim == stack_table.embedding_dim else dim
             alike = spec.initializer, spec.vocabulary_size, dim, width
@@ -199,7 +201,7 @@ def _form_of_slots(table: TableSpec) -> Hashable | None:
 
 def _padded_rows(stack: NewStack, number: int) -> int:
     """Number of rows of a table, including the padding after the vocabulary."""
-    return stack.storage.layout.stack.tables[number].setting.padded_vocab_size
+    return stack.layout.stack.tables[number].setting.padded_vocab_size
 
 
 def _filled(
@@ -221,10 +223,10 @@ def _filled(
     """
     first_stack = stacks[tables[0].stack]
     computation = tables[0].form
-    num_parts = first_stack.storage.num_parts
-    spread = first_stack.storage.layout.spread
-    shards_here = first_stack.storage.layout.shards_per_device
-    spec = first_stack.storage.tables[tables[0].number]
+    num_parts = first_stack.num_parts
+    spread = first_stack.layout.spread
+    shards_here = first_stack.layout.shards_per_device
+    spec = first_stack.tables[tables[0].number]
     optimizer = first_stack.table.optimizer
     indices = sorted({table.stack for table in tables})
     names = []
@@ -236,15 +238,17 @@ def _filled(
     sizes_of_shards = []
     for table in tables:
         stack = stacks[table.stack]
-        storage, _, shard = stack
-        spec_of_table = storage.tables[table.number]
+        spec_of_table = stack.tables[table.number]
         names.append(spec_of_table.name)
         vocabulary_sizes.append(spec_of_table.vocabulary_size)
         padded_sizes.append(_padded_rows(stack, table.number))
-        places_of_tables.append(storage.layout.places[table.number])
+        places_of_tables.append(stack.layout.places[table.number])
         positions.append(indices.index(table.stack))
-        first_shards.append(jnp.zeros_like(shard) if num_parts > 1 else shard * shards_here)
-        sizes_of_shards.append(storage.layout.rows_per_shard)
+        first_shard = jnp.zeros_like(stack.shard)
+        if num_parts == 1:
+            first_shard = stack.shard * shards_here
+        first_shards.append(first_shard)
+        sizes_of_shards.append(stack.layout.rows_per_shard)
     keys = table_keys(key, names)
     places = Place(*jnp.asarray(places_of_tables, jnp.int32).T)
     padded = np.asarray(padded_sizes, np.int32)
