@@ -140,7 +140,7 @@ class Published:
 
 
 UNKNOWN_WORD = "<unk>"
-"""The word of id 0, which stands for every word outside the vocabulary."""
+"""The word of id 0, which represents every word outside the vocabulary."""
 
 CORPUS = Published(
     reader="shakespeare",
@@ -200,7 +200,7 @@ def shakespeare(
     """Shakespeare's plays, or a bundled text in a similar style, as word ids ranked by frequency.
 
     The most frequent word has id 1, the next word has id 2, and so on. Words that occur equally
-    often are ranked in order of their first appearance. Id 0 stands for all words that are not
+    often are ranked in order of their first appearance. Id 0 represents all words that are not
     among the `vocabulary_size - 1` most frequent words.
 
     The real corpus (tinyshakespeare) is read from `path`, else from the file or folder that the
@@ -232,8 +232,8 @@ def shakespeare(
       FileNotFoundError: `path` has no text file, or `source="corpus"` and there is no file.
 
     Source: words are ranked as in the Shakespeare example of jax-tpu-embedding. In that example, id
-      0 stands for the most frequent word and for all unknown words. In rsembed, the id of each
-      known word is larger by one than in that example, and id 0 stands only for unknown words.
+      0 represents the most frequent word and for all unknown words. In rsembed, the id of each
+      known word is larger by one than in that example, and id 0 represents only unknown words.
 
     Example:
       >>> text = shakespeare(64, source="pastiche", max_words=2000)
@@ -292,9 +292,9 @@ def _bundled_file(name: str) -> Path:
 def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
     """Word ids of the text that `shakespeare` reads, numbered as in jax-tpu-embedding's tutorial.
 
-    Use `load_shakespeare` to compare a model with the model of the tutorial. Id 0 stands for the
+    Use `load_shakespeare` to compare a model with the model of the tutorial. Id 0 represents the
     most frequent word and for all unknown words. In the result of `shakespeare`, the most frequent
-    word has id 1, and id 0 stands only for unknown words. Each of the `vocab_size` most frequent
+    word has id 1, and id 0 represents only unknown words. Each of the `vocab_size` most frequent
     words has a different id.
 
     Example:
