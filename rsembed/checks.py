@@ -181,7 +181,7 @@ def check_finite(
         is_in_host_memory = all(device.platform == "cpu" for device in devices)
         if is_in_host_memory and array.is_fully_addressable and array.ndim:
             # NumPy can read the memory of the array, and checks it block by block. A JAX program
-            # would need memory for a boolean mask of the whole array.
+            # for this check would need memory for a boolean mask of the whole array.
             parts = [(shard.index[0].start or 0, shard.data) for shard in array.addressable_shards]
         elif bool(jax.device_get(_all_are_good(array, may_be_negative))):
             # `device_get` is an explicit transfer, which `jax.transfer_guard` permits.

@@ -69,7 +69,7 @@ _MARSHALLED = np.dtype([("kind", "u1"), ("value", "<i4")])
 
 
 def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"], Offsets] | None:
-    """Int32 ids and offsets of a list of lists of 32-bit integers, or None for other rows.
+    """Int32 ids and offsets of a list of lists of 32-bit integers. None if `rows` is anything else.
 
     `marshal` reads every object once, in C, while NumPy needs three passes to find types, values
     and lengths. Version 2 of the marshal format writes five bytes for the start of a list, the

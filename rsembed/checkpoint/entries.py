@@ -1,7 +1,7 @@
 """Checks the fields of a manifest, before a load uses them to allocate memory or to open files.
 
 The checksum of a manifest shows damage, but another program may have written the manifest with a
-correct checksum and wrong fields. Therefore the fields are checked, too.
+correct checksum and wrong fields. Therefore a load checks the fields in addition to the checksum.
 """
 
 from __future__ import annotations

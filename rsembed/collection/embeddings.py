@@ -426,9 +426,9 @@ class EmbeddingCollection:
             The same limit applies to keys that wait for admission. None: no limit.
           norm_below: evicts keys of rows with an L2 norm below this number. None: no limit.
 
-        Returns: the new state, and the evicted keys with their rows and slots, in the form that
-          `tables` has for a keyed table. To restore the evicted keys, pass this dictionary to
-          `with_tables` under the name of the table.
+        Returns: the new state, and a dictionary with the evicted keys, their rows and their slots,
+          in the form that `tables` has for a keyed table. To restore the evicted keys, pass
+          `{table: dictionary}` to `with_tables`.
 
         Raises:
           ValueError: all conditions are None, one is out of range, or the table is unknown or has

@@ -494,8 +494,8 @@ def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int
     """Text that describes the bags of a feature, and width of the array that the bags become.
 
     The text must be equal in all processes. On a mesh, ragged bags that are not joined into a list
-    become an array `[bags, width]`. For these bags, the returned width is the `common_width` of the
-    bags of this process. For all other bags, the returned width is 0.
+    become an array `[bags, width]`. If `bags` becomes such an array, the returned width is the
+    `common_width` of the bags of this process. Otherwise, the returned width is 0.
 
     Raises: ValueError: ragged bags are traced, so they cannot be split over the mesh.
     """

@@ -107,7 +107,8 @@ def bags_of(
     """Lists of ids for a kernel call that looks up some features, and one segment per feature.
 
     Each list is a `Bags` object, which can hold the bags of several features. The segment of a
-    feature has the index of the feature's list, and the range of the feature's bags in this list.
+    feature contains two things: the index of the list that holds the bags of the feature, and the
+    range of these bags in the list.
     """
     all_bags: list[Bags] = []
     segments: list[Segment] = []

@@ -349,7 +349,8 @@ class LogicalTables:
         ]
         for part, array in parts:
             if isinstance(array, SavedArray):
-                # `array` has not been read from its file yet. Reading it twice would be slow.
+                # `array` has not been read from its file yet. A check would read the file now, and
+                # loading would read the file again, which is slow.
                 continue
             where = f"table {table_name!r}: its {part}"
             check_finite(array, where, may_be_negative=part not in non_negative)

@@ -38,7 +38,9 @@ WAY_OUT = "give one that makes finite numbers of the table's dtype"
 
 
 class EmbeddingState(NamedTuple):
-    """State of a collection: everything that training changes. Donate it to the training step.
+    """State of a collection: everything that training changes.
+
+    Donate this state to the training step.
 
     Args:
       tables: mapping from the name of a stack to one array `[rows, dim]`, or to the parameters of
@@ -238,8 +240,8 @@ class ArrayStack(Stack):
 def call_of(stacks: Sequence[Stack], batch: PreparedBatch) -> Call:
     """One kernel call that looks up several stacks of dense rows on one device.
 
-    The returned call reads one array for each stack: array `k` is the array of `stacks[k]`. The
-    outputs are the features of `stacks[0]`, then the features of `stacks[1]`, and so on.
+    The kernel call reads one array of rows for each stack: array `k` has the rows of `stacks[k]`.
+    The outputs are the features of `stacks[0]`, then the features of `stacks[1]`, and so on.
     """
     features: list[FeaturePlacement] = []
     for stack in stacks:

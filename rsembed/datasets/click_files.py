@@ -16,8 +16,8 @@ from jaxtyping import Float32, Int32, Int64
 
 from rsembed.checks import PositiveInt, validated
 from rsembed.datasets.files import (
-    Block,
     SourceFile,
+    TextBlock,
     files_in,
     is_archive,
     is_number,
@@ -53,8 +53,8 @@ class CriteoLog:
       labels: 1 for a click, else 0.
       dense: numbers in the order of `dense_names`, NaN for missing numbers.
       sparse: 64-bit keys of the categories, by name of the column. The key of a missing category is
-        -1, or the argument `missing` of the loader. `collection.prepare(log.sparse)` accepts the
-        keys if the features of the collection are called like the columns.
+        -1, or the argument `missing` of the loader. If the features of a collection have the names
+        of the columns, pass the keys to `collection.prepare(log.sparse)`.
       dense_names: names of the columns of numbers, "I1" to "I13" unless the header has other names.
       first_line: index of the line with the first row, counted from 1.
       source: file format of the log, and path of the file.
@@ -89,10 +89,9 @@ def criteo(
 
     Args:
       path: a file with a label, 13 numbers and 26 hexadecimal categories in each line, separated by
-        tabs or commas. If the file has fewer or more columns, or a different order of columns, it
-        must have a header with the names `label`, `I1`, `I2`, ... and `C1`, `C2`, ... (names such
-        as `int_0` and `cat_0` are also accepted). In an archive, the log is `train.txt` or the only
-        file.
+        tabs or commas. A file with other columns, or with columns in another order, must have a
+        header with the names `label`, `I1`, `I2`, ... and `C1`, `C2`, ... (names such as `int_0`
+        and `cat_0` are also accepted). In an archive, the log is `train.txt` or the only file.
       rows: number of rows to read from the beginning of the log. If None, all rows are read. A
         million rows take 0.3 GB of memory.
       missing: key that stands for a missing category. The default, -1, means no id, so missing
@@ -250,7 +249,7 @@ def _read_chunks(reader: str, path: Path, missing: int) -> Generator[CriteoLog, 
             if not is_header and line:
                 has_end = line.endswith(b"\n")
                 text = line.rstrip(b"\r\n") + b"\n"
-                first_block.append(Block(1, text, has_end))
+                first_block.append(TextBlock(1, text, has_end))
             description = f"reading {source.name}"
             other_blocks = line_blocks(file, source, first_line=2, description=description)
             origin = f"Criteo's format, from {path}"
@@ -315,7 +314,7 @@ def _columns_of(line: bytes) -> tuple[Columns, bool]:
     return Columns(separator, len(fields), label, numbers, categories), True
 
 
-def _parsed(block: Block, columns: Columns, name: str, missing: int, origin: str) -> CriteoLog:
+def _parsed(block: TextBlock, columns: Columns, name: str, missing: int, origin: str) -> CriteoLog:
     """The rows in a block of lines, as a `CriteoLog`.
 
     Raises: ValueError: a line is malformed.
@@ -346,7 +345,7 @@ def _parsed(block: Block, columns: Columns, name: str, missing: int, origin: str
     )
 
 
-def _check_num_fields(block: Block, columns: Columns, name: str) -> None:
+def _check_num_fields(block: TextBlock, columns: Columns, name: str) -> None:
     """Raises: ValueError: a line has fewer or more fields than `columns.num_columns`."""
     characters = np.frombuffer(block.text, np.uint8)
     is_line_end = characters == ord("\n")
@@ -370,7 +369,7 @@ def _check_num_fields(block: Block, columns: Columns, name: str) -> None:
 
 
 def _bad_field(
-    block: Block, row: int, name: str, column_name: str, field: bytes, reason: str
+    block: TextBlock, row: int, name: str, column_name: str, field: bytes, reason: str
 ) -> ValueError:
     text = field.decode("latin-1")
     return ValueError(
@@ -378,7 +377,7 @@ def _bad_field(
     )
 
 
-def _numbers(texts: list[bytes], block: Block, name: str, column_name: str) -> np.ndarray:
+def _numbers(texts: list[bytes], block: TextBlock, name: str, column_name: str) -> np.ndarray:
     """Numbers of a column, with NaN for empty fields.
 
     Raises: ValueError: a field is not a number that float32 can hold.
@@ -405,7 +404,7 @@ def _numbers(texts: list[bytes], block: Block, name: str, column_name: str) -> n
 
 
 def _keys(
-    texts: list[bytes], missing: int, block: Block, name: str, column_name: str
+    texts: list[bytes], missing: int, block: TextBlock, name: str, column_name: str
 ) -> np.ndarray:
     """Keys of a column of hexadecimal categories.
 

@@ -207,7 +207,7 @@ def _check_line_bytes(num_bytes: int, name: str, number: int) -> None:
         )
 
 
-class Block(NamedTuple):
+class TextBlock(NamedTuple):
     """A block of consecutive whole lines of a file.
 
     Attributes:
@@ -224,7 +224,7 @@ class Block(NamedTuple):
 
 def line_blocks(
     file: io.BufferedIOBase, source: SourceFile, *, first_line: int, description: str
-) -> Iterator[Block]:
+) -> Iterator[TextBlock]:
     """Yields blocks of whole lines, and shows a progress bar in terminals and notebooks.
 
     Carriage returns before line ends are dropped.
@@ -245,7 +245,7 @@ def line_blocks(
     yield from progress(blocks, description=description, total=num_blocks, unit="MB")
 
 
-def _read_blocks(file: io.BufferedIOBase, name: str, first_line: int) -> Iterator[Block]:
+def _read_blocks(file: io.BufferedIOBase, name: str, first_line: int) -> Iterator[TextBlock]:
     while True:
         with damage_is_a_value_error(f"{name}, line {first_line} or later,"):
             text = file.read(BLOCK_BYTES)
@@ -259,7 +259,7 @@ def _read_blocks(file: io.BufferedIOBase, name: str, first_line: int) -> Iterato
         _check_line_bytes(last_line_bytes, name, first_line + num_lines)
         if not has_end:
             text += b"\n"
-        yield Block(first_line, text.replace(b"\r\n", b"\n"), has_end)
+        yield TextBlock(first_line, text.replace(b"\r\n", b"\n"), has_end)
         first_line += num_lines
 
 

@@ -17,8 +17,8 @@ import numpy as np
 from rsembed.checks import PositiveInt, validated
 from rsembed.datasets.files import (
     BYTE_ORDER_MARK,
-    Block,
     SourceFile,
+    TextBlock,
     decoded,
     files_in,
     is_archive,
@@ -476,7 +476,7 @@ def _read_ratings(
 
 
 def _numbers(
-    block: Block, form: Form, name: str, columns: list[int], num_columns: int
+    block: TextBlock, form: Form, name: str, columns: list[int], num_columns: int
 ) -> np.ndarray:
     """User, film, stars and time in each line of a block, `[lines, 4]`.
 

@@ -14,7 +14,8 @@ NUM_RANK_BLOCKS = 16_384
 FEWEST_PENDING_IDS = 2**20
 """Minimum number of new ids that `IdCounter` collects before it merges them into `IdCounter.ids`.
 
-With a larger minimum, merges are rarer and counting is faster, but the new ids need more memory.
+A larger value makes merges rarer and counting faster, but the ids that wait for a merge take more
+memory.
 """
 
 

@@ -450,9 +450,8 @@ def backend_evidence() -> list[tuple[str, str]]:
     tested.
 
     The test suite checks the claims about simulation, interpretation and lowering. `make test-tpu`
-    and `make test-gpu` check the claims about compilers. The speed of the kernels on a chip and
-    their numerical results there stay unproven until `make test-gpu`, or a run of your model, has
-    used that chip.
+    and `make test-gpu` check the claims about compilers. Only a run on the chip, of `make test-gpu`
+    or of your model, proves the speed and the numerical results of the kernels on this chip.
     """
     platform = target_device().platform
     on_xla = f"runs here ({platform})"

@@ -225,8 +225,8 @@ def _sum_bags(
         are offsets, so a bag ends where the next bag starts. With 2, the array has a start and an
         end for each bag.
       has_pieces: whether the last item of `refs` is a reference to the array from `_pieces`, False
-        by default. If True, the kernel adds the sum of each piece that is completely inside a bag,
-        and does not read the entries of the piece.
+        by default. If True, and a piece is completely inside a bag, the kernel reads the
+        precomputed sum of the piece instead of the rows of its entries.
     """
     from jax.experimental.pallas import triton
 

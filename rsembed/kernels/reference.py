@@ -783,8 +783,8 @@ def row_bits(
     """`dim` random 32-bit words for every row.
 
     Args:
-      key: PRNG key, into which the lanes of a row are folded in order. With `table`, an array with
-        one PRNG key per table.
+      key: PRNG key, into which the lanes of a row are folded in order. If `table` is given,
+        `key` is an array with one PRNG key per table.
       lanes: arrays with one 32-bit word per row. Rows with equal words and equal keys get equal
         random bits.
       dim: number of random words per row.
@@ -818,7 +818,7 @@ def round_stochastically(
       values: float32 rows to round, the result of an optimizer step.
       dtype: dtype of the table. float32 needs no rounding.
       rows: index of each row in the table.
-      key: PRNG key. With `table`, an array with one PRNG key per table.
+      key: PRNG key. If `table` is given, `key` is an array with one PRNG key per table.
       table: table of each row. None, the default: there is one table.
     """
     if dtype == jnp.float32:

@@ -280,7 +280,7 @@ def num_lanes() -> int:
 def chunk_rows(dim: int, num_buffers: int) -> int:
     """Number of rows per chunk, so that `num_buffers` chunks fit into `TILE_BYTES`.
 
-    The result is 64, 32, 16 or 8, and is the largest of these numbers that fits.
+    The result is the largest of the numbers 64, 32, 16 and 8 for which the chunks fit.
 
     Args:
       dim: length of a row, with padding.

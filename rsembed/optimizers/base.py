@@ -78,7 +78,7 @@ class OptimizerSpec(abc.ABC):
     def is_row_wise(self) -> bool:
         """True if the update of a column depends on other columns of its row.
 
-        Padding columns in the row would then change the results.
+        The rows of such a rule must not have padding columns, which would change the results.
         """
         return False
 
@@ -524,7 +524,8 @@ class OptaxOptimizerSpec(OptimizerSpec):
 def from_optax(transformation: object, *, learning_rate: LearningRate = 1.0) -> OptaxOptimizerSpec:
     """Row optimizer that applies an optax transformation, with separate state for every row.
 
-    `OptaxOptimizerSpec` documents the arguments and the transformations that are rejected.
+    See `OptaxOptimizerSpec` for the meaning of the arguments, and for the transformations that this
+    function rejects.
 
     Example:
       >>> import optax, rsembed as rs

@@ -417,8 +417,9 @@ def _cuts(
 
     Returns: two integer arrays `fit` and `cuts`, with values for every request and owner. `fit` is
       1 if every device can send all its remaining entries in this round, else 0. If `fit` is 0,
-      `cuts` contains the 32-bit words of the entry that ends the round. Each device finds the first
-      of its entries that does not fit in this round, and the smallest of these ends the round.
+      `cuts` contains the 32-bit words of the entry that ends the round. Each device finds its first
+      entry that does not fit in this round. The smallest of the entries that the devices find ends
+      the round.
     """
     if not takes_rounds:
         size = (len(queues), queues[0].cursor.shape[0])

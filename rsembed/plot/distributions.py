@@ -109,7 +109,8 @@ def plot_coverage(
 def _drawn_ranks(num_ranks: int) -> Int[np.ndarray, " ranks"]:
     """Ranks to draw, from 1 (most frequent), and at most `MOST_DRAWN_RANKS` of them.
 
-    If there are more ranks, the drawn ranks are equally spaced on a logarithmic axis.
+    If `num_ranks` is larger than `MOST_DRAWN_RANKS`, the drawn ranks are equally spaced on a
+    logarithmic axis.
     """
     if num_ranks <= MOST_DRAWN_RANKS:
         return np.arange(1, num_ranks + 1)

@@ -233,8 +233,8 @@ class All2AllDenseEmbedding(_Layer):
     `DistributedEmbedding` describes how to train the layer. With `dynamic_input`, `keys` is a flat
     list of any length, such as the result of `unique`, and the result has the rows in the order of
     this list. With several processes, every process must pass the same number of keys (pad with
-    -1). The result then has one row per key, followed by rows of zeros if the number of keys is not
-    a multiple of the number of devices.
+    -1). In this case, the result has one row per key, followed by rows of zeros if the number of
+    keys is not a multiple of the number of devices.
 
     Args:
       max_vocabulary_size_per_gpu: number of rows on each device.

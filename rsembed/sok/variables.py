@@ -165,8 +165,9 @@ class VariableTable:
     def kind(self) -> VariableTable:
         """Table that represents all tables that share compiled programs with this table.
 
-        Tables that differ only in their names share compiled programs. They have the same
-        `kind`: the one of these tables for which `kind` was computed first in this process.
+        Tables that differ only in their names share compiled programs. All tables that share
+        programs have the same `kind`, which is the first of them for which this process computed
+        `kind`.
         """
         spec = self.spec
         key = (

@@ -34,8 +34,8 @@ def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
     """Makes `import jax_tpu_embedding.sparsecore...` import `rsembed.sparsecore` in this process.
 
     Call this function before you import a library that uses the JAX SparseCore API, such as
-    `keras_rs.layers.DistributedEmbedding`. This library then uses rsembed. To run a script
-    unchanged, use `python -m rsembed.sparsecore SCRIPT`.
+    `keras_rs`. After the call, `keras_rs.layers.DistributedEmbedding` runs on rsembed. To run a
+    script unchanged, use `python -m rsembed.sparsecore SCRIPT`.
 
     Returns: a context manager that removes the `jax_tpu_embedding` modules of rsembed from
       `sys.modules` at the end of its `with` block. Without a `with` statement, the modules stay in

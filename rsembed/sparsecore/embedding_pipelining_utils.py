@@ -34,7 +34,7 @@ from jaxtyping import Array, PyTree
 
 from rsembed.collection.devices import Devices
 from rsembed.sparsecore.layout import Nested, Scalar
-from rsembed.sparsecore.mesh_lookup import MeshTables
+from rsembed.sparsecore.mesh_lookup import ShardedTables
 from rsembed.sparsecore.preprocessing import PreprocessedInput
 from rsembed.sparsecore.variables import Activations, EmbeddingVariables, Variables
 from rsembed.specs import FeatureSpec, tables_of
@@ -314,7 +314,7 @@ def get_default_sc_fwd_function(
       enable_minibatching: whether batches are preprocessed with minibatching.
     """
     devices = Devices.of(global_mesh, sharding_axis)
-    tables = MeshTables(
+    tables = ShardedTables(
         feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching
     )
 
@@ -340,7 +340,7 @@ def get_default_sc_bwd_function(
     `embedding_pipelining_utils.step` passes this argument.
     """
     devices = Devices.of(global_mesh, sharding_axis)
-    tables = MeshTables(
+    tables = ShardedTables(
         feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching
     )
     moves_all_rows = any(

@@ -58,7 +58,7 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class MeshTables:
+class ShardedTables:
     """The tables that the features read, and the devices that share the tables.
 
     Attributes:
@@ -232,8 +232,8 @@ class MeshLayer:
         place = functools.partial(jax.make_array_from_process_local_data, sharding)
         return jax.tree.map(place, processed), statistics
 
-    def _tables(self) -> MeshTables:
-        return MeshTables(
+    def _tables(self) -> ShardedTables:
+        return ShardedTables(
             feature_specs=self.feature_specs,
             devices=table_mesh(self.mesh, self.sharding_axis),
             num_sc_per_device=self.num_sc_per_device,

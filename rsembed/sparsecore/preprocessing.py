@@ -349,7 +349,8 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
       enable_minibatching: whether batches are preprocessed with minibatching, False by default.
 
     Returns:
-      A tree of `jax.ShapeDtypeStruct` with the structure of the real input, including limits.
+      A tree of `jax.ShapeDtypeStruct` with the shapes and dtypes of the arrays in a preprocessed
+      input. It also has the shapes of the arrays that hold the limits.
     """
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
 

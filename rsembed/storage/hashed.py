@@ -213,8 +213,8 @@ class Hashed(DynamicRows):
       key_dtype: dtype of the keys: int32, int64 (the default), uint32 or uint64. Ids outside the
         range of the dtype are rejected. Signed keys may be negative, except -1, which means no id.
 
-    Raises: ValueError: an argument is unknown or out of range. `TableSpec` raises this error,
-      because the constructor of the storage does not check the arguments.
+    Raises: ValueError: an argument is unknown or out of range. The constructor of `Hashed` does not
+      check its arguments. `TableSpec` does, and raises the error.
 
     Example:
       >>> import jax, numpy as np, rsembed as rs
@@ -419,8 +419,6 @@ class Hashed(DynamicRows):
           arrival: priority of each key of the lookup. New keys get rows in ascending order of
             `arrival`. If None, new keys get rows in the order of the lookup.
         """
-        table = new.keys.table
-        num_wanted = row_map.counts_of(new.is_admitted, table, params.num_tables)
 
         def first_ones() -> Bool[Array, " nnz"]:
             earliest = None
@@ -428,10 +426,14 @@ class Hashed(DynamicRows):
                 latest = jnp.full_like(arrival, NO_ROW)
                 earliest = latest.at[new.entry_of].min(arrival, mode="drop")
             room = row_map.room(params.keys, rows, number, evicts=self.makes_room)
-            return row_map.first_marked(new.is_admitted, earliest, table, room)
+            return row_map.first_marked(new.is_admitted, earliest, new.keys.table, room)
 
-        is_short = jnp.any(num_wanted > params.keys.num_free)
-        return jax.lax.cond(is_short, first_ones, lambda: new.is_admitted)
+        # If every table has enough free rows for all admitted keys of all tables, every admitted key
+        # gets a row. Most steps end with this comparison, which is cheaper than counting the
+        # admitted keys of each table.
+        num_admitted = jnp.sum(new.is_admitted, dtype=jnp.int32)
+        can_be_short = num_admitted > jnp.min(params.keys.num_free)
+        return jax.lax.cond(can_be_short, first_ones, lambda: new.is_admitted)
 
     def find(
         self,

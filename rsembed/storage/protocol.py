@@ -631,13 +631,13 @@ def of_near_sizes(
 
     At first, each group contains the tables of one size. As long as the padding stays below
     `MOST_EMPTY`, the function merges the two groups with neighbouring sizes that need the least
-    padding. This greedy method gives few groups, but not always the smallest possible number of
+    padding. Because it is greedy, the function does not always find the smallest possible number of
     groups.
 
     Args:
       tables: tables that may share one storage.
-      most_rows: maximum number of rows of a group, padding included. A table with more rows is the
-        only table of its group.
+      most_rows: maximum number of rows of a group, padding included. A table with more than
+        `most_rows` rows gets a group of its own.
       num_waiting: maximum number of keys that wait for admission in each table, 0 by default. In a
         group of several tables, `num_waiting` times the number of tables is also at most
         `most_rows`.

@@ -222,7 +222,7 @@ class OfferedOptimizer(NamedTuple):
       fixed: fields of `rule` that no argument of the module sets, with their values.
       fused: another `OptimizerSpec` class, which has a native kernel but lacks some fields of
         `rule`. If all these fields have their default values, `fused` computes the same update as
-        `rule`, and is used instead. None if the optimizer has no such class.
+        `rule`, and is used instead. None if the optimizer has no class with a native kernel.
     """
 
     rule: type[OptimizerSpec] | None

@@ -164,9 +164,9 @@ class TableBatchedEmbeddingBags(TrainedTables):
         not allowed in other modes.
       uvm_host_mapped: no effect.
       emainplace_mode: settings of EMAINPLACE_ROWWISE_ADAGRAD.
-      feature_names: names of the features in error messages and, on a mesh, in the gradients of
-        `per_sample_weights`. By default, a feature has the name of its table, with an index if
-        several features read the table.
+      feature_names: names of the features, used in error messages. On a mesh, they are also the
+        keys of the gradients of `per_sample_weights`. By default, a feature has the name of its
+        table, with an index if several features read the table.
       mesh: devices that share the tables and the samples of a batch. None, the default: one device.
         See `prepare`.
       sharding_axis: axes of the mesh over which tables and samples are split. None, the default:

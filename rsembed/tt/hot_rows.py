@@ -121,8 +121,8 @@ class CacheReport(NamedTuple):
         evicted, the bound is the norm of the change of the whole table.
       lookups: number of reads of ids, including the reads in `uncounted`.
       hits: number of reads of ids that were cached at the time of the read.
-      uncounted: number of reads of ids that are not counted for `populate`, because the map of
-        counted ids was full.
+      uncounted: number of lookups of ids that `populate` does not take into account, because the
+        map of counted ids was full.
       evictions: number of rows that were evicted from the cache.
     """
 

@@ -31,7 +31,7 @@ def make_ids():
 
 def run_step(devices, limits=None, *, enable_minibatching=False, **options):
     """Minibatches, activations and the updated table, on the first devices of all processes."""
-    tables = mesh_lookup.MeshTables(
+    tables = mesh_lookup.ShardedTables(
         feature_specs=specs_for(devices, **(limits or {})),
         devices=mesh_lookup.table_mesh(mesh_of(devices), "x"),
         enable_minibatching=enable_minibatching,

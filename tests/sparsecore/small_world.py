@@ -78,7 +78,7 @@ def placed_specs(devices, cores, *, is_stacked=True, rotation=1, stack_limit=Non
 
 
 def prepare(tables, ids):
-    """A batch on the devices of some `MeshTables`, split over them."""
+    """A batch on the devices of some `ShardedTables`, split over them."""
     return jax.device_put(tables.preprocess(ids)[0], tables.devices.sharding(tables.devices.split))
 
 

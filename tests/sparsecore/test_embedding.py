@@ -151,7 +151,7 @@ def rounded_specs(devices, cores, *names, rotation=None):
 def stepped(specs, devices, *, number=0):
     """Logical tables of ones after one step of every row with the same small gradient."""
     mesh_devices = mesh_lookup.table_mesh(mesh_of(devices), "x")
-    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=mesh_devices)
+    tables = mesh_lookup.ShardedTables(feature_specs=specs, devices=mesh_devices)
     inputs = small_world.prepare(tables, {name: np.arange(BATCH)[:, None] % ROWS for name in specs})
     gradients = {name: jnp.full((BATCH, DIM), 2.0**-10) for name in specs}
     updated = jax.jit(tables.update)(gradients, small_world.init(specs, devices), number, inputs)

@@ -24,7 +24,9 @@ def test_lookup_and_update_equal_dense_loops(name):
     shape, axes, cores = MESHES[name]
     devices = mesh_lookup.table_mesh(mesh_of(*shape), axes)
     specs = small_world.placed_specs(devices.num_devices, cores, is_stacked=name != "three devices")
-    tables = mesh_lookup.MeshTables(feature_specs=specs, devices=devices, num_sc_per_device=cores)
+    tables = mesh_lookup.ShardedTables(
+        feature_specs=specs, devices=devices, num_sc_per_device=cores
+    )
 
     @jax.jit
     def train(variables, inputs, gradients):
@@ -46,7 +48,7 @@ def test_lookup_and_update_equal_dense_loops(name):
 
 def test_updated_tables_keep_their_names_in_any_container():
     specs = small_world.placed_specs(1, 2, is_stacked=False)
-    tables = mesh_lookup.MeshTables(
+    tables = mesh_lookup.ShardedTables(
         feature_specs=specs, devices=mesh_lookup.table_mesh(mesh_of(1), "x")
     )
     ids, gradients = small_world.draw_batch()

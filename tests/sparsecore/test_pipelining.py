@@ -67,7 +67,7 @@ def sequential_run(tables, delay):
 def test_pipelining_equals_sequential_training_with_one_late_update():
     mesh = mesh_of(2, 2)
     specs = small_world.placed_specs(4, 1, optimizer=embedding_spec.AdamOptimizerSpec(0.1))
-    tables = mesh_lookup.MeshTables(
+    tables = mesh_lookup.ShardedTables(
         feature_specs=specs, devices=mesh_lookup.table_mesh(mesh, ("x", "y"))
     )
     data, replicated = NamedSharding(mesh, P(("x", "y"))), NamedSharding(mesh, P())

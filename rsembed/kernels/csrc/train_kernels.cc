@@ -157,8 +157,8 @@ float dot(const float* a, const float* b, int64_t count) {
 
 // Matrix products of the slices that a block of lookups reads. If consecutive lookups use equal slices of all cores
 // before the grouped core, they share the products of slices of the cores up to and including the grouped core. The
-// first of several lookups that share products is called their head. Products that include a core after the grouped
-// core are not shared.
+// first of several lookups that share products is called their head. Lookups do not share products that include later
+// cores.
 struct Block {
   const Train& train;
   const uint32_t* lookups;

@@ -141,9 +141,9 @@ def embedding_lookup_bwd(res: PyTree, g: PyTree) -> PyTree:
 
     Args:
       res: layer, inputs and step of the lookup.
-      g: the pair that `nnx.custom_vjp` passes to a backward function. The first item is a tuple
-        with the state of the layer and the gradients of inputs and step. The second item is the
-        gradients of the activations.
+      g: the pair that `nnx.custom_vjp` passes to a backward function. The first item of `g` is a
+        tuple of three: state of the layer, gradients of the inputs, gradient of the step. The
+        second item of `g` has the gradients of the activations.
 
     Returns:
       The "gradients" of layer, inputs and step. The "gradient" of the layer is its state, with
