@@ -27,13 +27,13 @@ def find_notebook(name: str) -> Path:
       name: a path ending in `.ipynb`, the name of a tutorial, or the beginning of its name (`01`),
         if only one tutorial has this beginning.
 
-    Raises: ValueError: no tutorial, or more than one, begins with `name`. The message of the error
-      lists the tutorials.
+    Raises: ValueError: no tutorial, or more than one, begins with `name`. The error message lists
+      the tutorials that exist.
     """
     if name.endswith(".ipynb") and Path(name).is_file():
         return Path(name)
-    # If rsembed is installed as a package, the notebooks are in the first folder. In a checkout of
-    # the repository, they are in the second folder.
+    # An installed package has the notebooks in `_bundled/notebooks`. In a checkout of the
+    # repository, the notebooks are beside the package.
     folders = (
         _PACKAGE / "_bundled" / "notebooks",
         _PACKAGE.parent / "notebooks",
@@ -58,7 +58,8 @@ def with_settings(source: str, settings: dict[str, str]) -> str:
 
     Raises:
       ValueError: `source` is not valid Python, `settings` has a name that the cell does not assign,
-        or a value is not a Python literal. For an unknown name, the message lists the parameters.
+        or a value is not a Python literal. If `settings` has an unknown name, the error message
+        lists the parameters.
 
     Example:
       >>> print(with_settings("STEPS = 20  # 5_000 in the docs", {"STEPS": "10"}))
@@ -133,8 +134,9 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
     with tempfile.TemporaryDirectory() as folder:
         manager = AsyncKernelManager(
             kernel_name="python3",
-            # With an empty `kernel_dirs`, Jupyter starts the Python that runs this function. A
-            # Jupyter kernel that the user has installed may start a different Python.
+            # With an empty `kernel_dirs`, Jupyter starts the Python that runs this function.
+            # Without `kernel_dirs=[]`, Jupyter might start the Python of a kernel that the user has
+            # installed.
             kernel_spec_manager=KernelSpecManager(kernel_dirs=[]),
             connection_file=f"{folder}/connection.json",
             # Use sockets in the temporary folder, because other users could connect to ports.
@@ -331,8 +333,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return run(options.notebook, parse_settings(options.settings), options.output)
         return doctor()
     except ValueError as error:
-        # A ValueError reports a mistake of the user, so only the message is printed. Python prints
-        # a traceback for any other exception.
+        # A ValueError reports a mistake of the user, so the message is printed without a traceback.
         print(f"rsembed: {error}", file=sys.stderr)
         return 2
 

@@ -1,6 +1,6 @@
 """Reads members of zip archives up to a size limit.
 
-The limit matters because an archive of a few kilobytes can unpack to terabytes.
+Archives need a size limit, because an archive of a few kilobytes can unpack to terabytes.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from collections.abc import Sequence
 MOST_UNPACKED_BYTES = 1 << 28
 """Maximum total size in bytes of the members that are read from one archive.
 
-The maximum is about ten times the size of the MovieLens 1M data, a log of a million ratings. If the
-archive file is larger than this maximum, the size of the file is the limit.
+`MOST_UNPACKED_BYTES` is about ten times the size of the MovieLens 1M data, a log of a million
+ratings. For an archive file larger than `MOST_UNPACKED_BYTES`, the limit is the size of the file.
 """
 # Compression methods for which `read(n)` of a member does not decompress much more than `n` bytes.
 _COMPRESSIONS = (
@@ -54,8 +54,8 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
                 bytes_left -= len(contents[name])
     except KeyError as error:
         raise ValueError(f"the archive lacks a member: {error}") from error
-    # `zipfile` raises these exceptions for an archive that is damaged, encrypted or in an unknown
-    # format.
+    # For an archive that is damaged, encrypted or in an unknown format, `zipfile` raises one of
+    # several exceptions.
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -71,8 +71,8 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
 def _read(archive: zipfile.ZipFile, name: str, bytes_left: int, most: int) -> bytes:
     """Reads one member of an archive, and checks the size of the member.
 
-    The size that the archive declares for the member is checked before the member is decompressed.
-    The size of the decompressed content is checked afterwards.
+    The declared size of the member is checked before decompression, and the actual size after
+    decompression.
 
     Args:
       archive: the open archive.

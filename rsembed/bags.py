@@ -50,7 +50,7 @@ class Bags:
         padding, -1.
       offsets: start of each bag in `ids`, and the end of the last bag. The first offset is 0, and
         offsets never decrease.
-      weights: one weight per id. If None, the default, all weights are 1.
+      weights: one weight per id. Without `weights`, every id has weight 1.
       dense_shape: shape of the array that the ids came from, or None for ragged bags. Without a
         combiner, the shape of the activations is `dense_shape` plus a last axis for the embedding.
 
@@ -76,8 +76,8 @@ class Bags:
 
         Args:
           rows: lists, tuples or one-dimensional arrays of any length, which may be empty.
-          weights: a row of weights for each row of ids, with one weight per id. If None, all
-            weights are 1.
+          weights: a row of weights for each row of ids, with one weight per id. Without `weights`,
+            every id has weight 1.
 
         Raises:
           TypeError: a row is not a flat sequence of integers.
@@ -118,7 +118,7 @@ class Bags:
         Args:
           values: ids `[ids]`, bag after bag.
           lengths: number of ids in each bag, `[bags]`.
-          weights: one weight per id. If None, all weights are 1.
+          weights: one weight per id. Without `weights`, every id has weight 1.
 
         Raises:
           ValueError: a length is negative, the lengths do not add up to the number of ids, or the
@@ -156,7 +156,8 @@ class Bags:
 
         Args:
           ids: array of integers or `Keys`. -1 means no id.
-          weights: one weight per id, with the same shape as `ids`. If None, all weights are 1.
+          weights: one weight per id, with the same shape as `ids`. Without `weights`, every id has
+            weight 1.
 
         Raises:
           TypeError: ids are not an array.
@@ -194,7 +195,7 @@ class Bags:
         Args:
           sample_ids: sample of each id, `[nnz]`.
           embedding_ids: ids, `[nnz]`.
-          gains: weight of each id, `[nnz]`. If None, all weights are 1.
+          gains: weight of each id, `[nnz]`. Without `gains`, every id has weight 1.
           num_samples: number of samples, which is the number of bags.
 
         Raises: ValueError: a sample id is outside `[0, num_samples)`, or the lists differ in
@@ -231,11 +232,11 @@ class Bags:
         """Bags from the parts of a sparse tensor.
 
         Args:
-          indices: sample of each id, and position of the id in the sample, `[nnz, 2]`. The
-            positions are ignored.
+          indices: sample of each id, and position of the id in the sample, `[nnz, 2]`. The second
+            column, the positions, is ignored.
           values: ids, `[nnz]`. The ids of one sample have the same order as in `values`.
           dense_shape: shape `(samples, width)` of the tensor. The number of bags is `samples`.
-          weights: one weight per id. If None, all weights are 1.
+          weights: one weight per id. Without `weights`, every id has weight 1.
 
         Raises: ValueError: an argument has the wrong shape, or a sample is outside `dense_shape`.
         """
@@ -297,15 +298,15 @@ class Jagged(Mapping[str, Bags]):
     """Mapping from feature names to `Bags`, with the ids of all features in one array.
 
     The arguments are the parts of TorchRec's KeyedJaggedTensor:
-    `rs.Jagged(kjt.values(), kjt.lengths(), features=kjt.keys())`. `collection.prepare` accepts a
-    `Jagged`, like every mapping from features to ids. The constructor copies no ids.
+    `rs.Jagged(kjt.values(), kjt.lengths(), features=kjt.keys())`. A `Jagged` is a mapping from
+    features to ids, so `collection.prepare` accepts a `Jagged`. The constructor copies no ids.
 
     Args:
       values: ids `[n]`, feature after feature, and sample after sample in each feature, as an array
         or a tensor in host memory.
       lengths: number of ids of each sample, `[features * samples]`, feature after feature.
       features: names of the features.
-      weights: one weight per id, floats `[n]`. If None, all weights are 1.
+      weights: one weight per id, floats `[n]`. Without `weights`, every id has weight 1.
 
     The attribute `features` is the tuple of names. The attribute `bags` is one `Bags` with the bags
     of all features.
@@ -387,7 +388,7 @@ def as_bags(value: object, *, feature: str) -> Bags:
 
 
 def _bags_of(value: Any) -> Bags:
-    """Does the work of `as_bags`, which adds the feature's name to error messages."""
+    """Converts ids to `Bags`, without the name of the feature in error messages."""
     if isinstance(value, Bags):
         _check_arrays(value)
         return value
@@ -524,8 +525,8 @@ def check_values(
       table: name of the feature's table, for error messages.
       vocabulary_size: number of rows of the table.
       allow_out_of_range: whether ids outside the table are allowed, False by default.
-      way_to_drop: advice for the error message on how to drop ids outside the table. None, the
-        default: the message has no advice on how to drop them.
+      way_to_drop: advice for the error message on how to drop ids outside the table. By default,
+        the error message does not mention dropping ids.
 
     Raises: ValueError: an id is outside the table, offsets decrease, or a weight is not finite.
     """

@@ -61,9 +61,9 @@ def validated(function: Function) -> Function:
     `plan_stacking: num_shards must be an integer, got '2' (str).`
 
     The decorator is meant for functions that run rarely, such as constructors and functions that
-    load or save. In a function that runs in every step outside `jit`, the checks would cost time.
-    The decorator does not check `*args`, so a function that takes `*args` must check them itself.
-    For a dataclass, put `@validated` below `@dataclass`.
+    load or save. `validated` would slow down a function that runs in every step outside `jit`. The
+    decorator does not check `*args`, so a function that takes `*args` must check them itself. For a
+    dataclass, put `@validated` below `@dataclass`.
     """
     if isinstance(function, type):
         function.__post_init__ = check_fields  # type: ignore[attr-defined]
@@ -141,7 +141,7 @@ def check_within(interval: str, value: Any, name: str) -> None:
 _BYTES_PER_BLOCK = 1 << 22
 """Size in bytes of the blocks in which `check_finite` checks an array in host memory.
 
-The boolean masks of one block need little memory.
+`check_finite` works in blocks to keep its boolean masks small.
 """
 ALLOW_NONFINITE = "clean the numbers, or pass allow_nonfinite=True"
 
@@ -158,8 +158,9 @@ def check_finite(
     Args:
       values: array or nested list of numbers.
       name: description of the array, at the start of the error message.
-      may_be_negative: whether negative numbers are accepted, True by default. Callers pass False
-        for numbers that an optimizer never makes negative, such as counts and sums of squares.
+      may_be_negative: whether negative numbers are accepted, True by default. `may_be_negative` is
+        False for numbers that an optimizer never makes negative, such as counts and sums of
+        squares.
       way_out: end of the error message, which says what the user can do.
 
     Raises: ValueError: a number is not finite, or is negative although `may_be_negative` is False.
@@ -180,8 +181,8 @@ def check_finite(
         devices: Any = array.sharding.device_set
         is_in_host_memory = all(device.platform == "cpu" for device in devices)
         if is_in_host_memory and array.is_fully_addressable and array.ndim:
-            # NumPy can read the memory of the array, and checks it block by block. A JAX program
-            # for this check would need memory for a boolean mask of the whole array.
+            # NumPy can check an array in host memory block by block. A JAX program that checks the
+            # numbers would need memory for a boolean mask of the whole array.
             parts = [(shard.index[0].start or 0, shard.data) for shard in array.addressable_shards]
         elif bool(jax.device_get(_all_are_good(array, may_be_negative))):
             # `device_get` is an explicit transfer, which `jax.transfer_guard` permits.
@@ -278,7 +279,8 @@ def dtype_among(allowed: Sequence[str], dtype: Any, name: str) -> str:
 
     Raises: ValueError: `dtype` is not among `allowed`, or not a dtype.
     """
-    # `jnp.dtype` raises TypeError for a string that is no dtype, and the next check rejects it.
+    # Ignore the TypeError of `jnp.dtype` for a string that names no dtype, because `allowed` does
+    # not contain the string.
     if dtype is not None:
         with contextlib.suppress(TypeError):
             dtype = jnp.dtype(dtype).name
@@ -356,7 +358,7 @@ def _misfit(value: Any, hint: Any, name: str) -> _Misfit | None:
 
 
 def _has_type(value: Any, hint: Any, kind: Any) -> bool:
-    """Whether a value has the type `kind`. `_misfit_of_entries` checks the entries of a list.
+    """Whether a value has the type `kind`, without a check of its entries.
 
     Args:
       value: value to check.
@@ -413,9 +415,8 @@ def _misfit_of_union(value: object, hint: object, name: str) -> _Misfit | None:
         if misfit is None:
             return None
         misfits.append(misfit)
-    # If the value is a list or mapping, as one of the types requires, but has a wrong entry, report
-    # the entry. If the value has an expected type, but is not an allowed value of this type, report
-    # a ValueError.
+    # If the value is a list or mapping of a right type with a wrong entry, report the entry. If the
+    # value has a right type but is not an allowed value, report a ValueError.
     for misfit in misfits:
         if misfit.name != name:
             return misfit
@@ -461,7 +462,7 @@ def _words_for(hint: Any) -> str:
     if kind in (Union, types.UnionType):
         if any(_dtypes_of(arg) == _KEYS for arg in args):
             # In a union with a typed PRNG key (`jax.random.key`), an integer array means a raw key
-            # (`jax.random.PRNGKey`). The error message mentions only the typed key.
+            # (`jax.random.PRNGKey`), which the error message does not mention.
             args = tuple(arg for arg in args if _dtypes_of(arg) != _INTEGERS)
         return " or ".join(dict.fromkeys(map(_words_for, args)))
     if kind in _WORDS:
