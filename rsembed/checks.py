@@ -415,8 +415,8 @@ def _misfit_of_union(value: object, hint: object, name: str) -> _Misfit | None:
         if misfit is None:
             return None
         misfits.append(misfit)
-    # If the value is a list or mapping of a right type with a wrong entry, report the entry. If the
-    # value has a right type but is not an allowed value, report a ValueError.
+    # If a list or mapping has a wrong entry, report the entry. If a value has an expected type but
+    # is not an allowed value, report a ValueError.
     for misfit in misfits:
         if misfit.name != name:
             return misfit

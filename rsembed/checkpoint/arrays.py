@@ -8,9 +8,9 @@
 
 A scalar is stored as an array of one row.
 
-Zarr reads a missing chunk as zeros and does not notice that two chunks were swapped. Therefore the
-manifest of a checkpoint also has the checksums of all files, and `open_array` compares all files of
-an array with the manifest before any row of the array is read.
+Because zarr reads a missing chunk as zeros and does not notice swapped chunks, the manifest of a
+checkpoint has the checksums of all files. `open_array` compares all files of an array with the
+manifest before any row of the array is read.
 """
 
 from __future__ import annotations
@@ -100,9 +100,9 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
     """Writes each array into a folder in `path`, and returns the arrays' entries for the manifest.
 
     `write_arrays` writes many chunks at once, because most of the time goes into waiting for the
-    disk. All processes must call `write_arrays`, because together they gather the rows. If a write
-    to the disk fails, the process that writes still helps to gather all rows, because otherwise the
-    other processes would wait for it forever.
+    disk. All processes must call `write_arrays`, because together they gather the rows. After a
+    failed write, the process that writes still gathers the remaining rows, so that no other process
+    waits forever.
 
     Args:
       path: folder to create. None in a process that only helps to gather the rows.
@@ -195,8 +195,8 @@ def _new_entry(number: int, array: ArrayToSave) -> Entry:
         "folder": f"{number:04d}",
         "shape": list(array.shape),
         "dtype": array.dtype.name,
-        # All chunk files of an array have the same size, so the last chunk is padded. The rows are
-        # divided evenly among the chunks to keep this padding small.
+        # All chunk files of an array have the same size, so the last chunk is padded. An even
+        # division of the rows among the chunks keeps the padding of the last chunk small.
         "rows_per_chunk": max(1, -(-num_rows // num_chunks)),
     }
 
@@ -253,8 +253,8 @@ def _rows(array: ArrayToSave, chunk: Chunk) -> np.ndarray:
         values[part] = _host_rows(shard.data, shard_rows)
     if source.is_fully_addressable:
         return values
-    # For each element of the array, one process has the value and all other processes have zero.
-    # Therefore adding the bytes of all processes restores the value exactly.
+    # Each element has its value in one process and is zero in all other processes, so adding the
+    # bytes of all processes restores the array exactly.
     local_bytes = values.reshape(-1).view(np.uint8)
     bytes_by_process = multihost_utils.process_allgather(local_bytes)
     all_bytes = bytes_by_process.sum(axis=0, dtype=np.uint8)
@@ -266,8 +266,8 @@ def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
     if device.platform == "cpu":
         host_view = np.asarray(data)
         return host_view[_index(rows)]
-    # `np.asarray(data)` would copy the whole array to the host, and JAX would keep the copy.
-    # Therefore only `rows` are copied.
+    # Copy only `rows`, because `np.asarray(data)` would copy the whole array to the host, and JAX
+    # would keep the copy.
     device_rows = data[rows.astype(np.int32)]
     return np.asarray(device_rows)
 
@@ -324,7 +324,8 @@ def _store(path: Path, entry: Entry, *, create: bool = False) -> StoreFuture:
         "kvstore": {"driver": "file", "path": str(path / entry["folder"])},
         "metadata": metadata,
         # By default, TensorStore writes no file for a chunk of zeros, and reads a missing file as
-        # zeros. With these two options, every chunk has a file, and a missing file is an error.
+        # zeros. The options `store_data_equal_to_fill_value` and `fill_missing_data_reads` give
+        # every chunk a file and make a missing file an error.
         "store_data_equal_to_fill_value": True,
         "fill_missing_data_reads": False,
     }
@@ -357,8 +358,8 @@ def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
     checksums = zip(_chunks(entry), entry["crc32c"], strict=True)
     for number, (chunk, checksum) in enumerate(checksums):
         file = folder / chunk.file
-        # The size of a file must be the size that the manifest declares. Otherwise a wrong shape in
-        # the manifest would let a load allocate far more memory than the files have bytes.
+        # The size of each file is compared with the manifest, because a wrong shape in the manifest
+        # could let a load allocate far more memory than the files have bytes.
         is_intact = file.is_file() and file.stat().st_size == num_bytes
         if is_intact:
             is_intact = _chunk_checksum(file) == checksum

@@ -1,7 +1,7 @@
 """Checks the fields of a manifest, before a load uses them to allocate memory or to open files.
 
-The checksum of a manifest shows damage, but another program may have written the manifest with a
-correct checksum and wrong fields. Therefore a load checks the fields in addition to the checksum.
+A load checks the fields in addition to the checksum, because another program may have written a
+manifest with a correct checksum and wrong fields.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ def _is_dtype_of_numbers(name: object) -> bool:
         return False
     try:
         dtype = jnp.dtype(name)
-    except (TypeError, ValueError, SyntaxError):  # `np.dtype("f4,(")` is a SyntaxError.
+    except (TypeError, ValueError, SyntaxError):  # `np.dtype("f4,(")` raises SyntaxError.
         return False
     is_number = dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
     return dtype.name == name and is_number and dtype.char not in "mMgG"

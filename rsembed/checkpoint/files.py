@@ -6,13 +6,13 @@ checkpoint/
   0000/ ...       one zarr array each: the rows in order, in chunks of about 4 MiB
 ```
 
-A save writes to a hidden folder, syncs the folder to the disk and renames it. Therefore a
-checkpoint is complete or does not exist, and a save never replaces a checkpoint. A load verifies
-every byte, and the error for a damaged file names the file or the array.
+A checkpoint is complete or does not exist, because a save writes to a hidden folder, syncs the
+folder to the disk and renames it. A save never replaces a checkpoint. A load verifies every byte,
+and the error for a damaged file names the file or the array.
 
 A state of embedding tables, anywhere in the tree, is written by table name with rows in id order
-(see `states`). Therefore the files of a checkpoint do not depend on stacking, mesh or number of
-processes. TensorStore reads and writes the arrays, and other zarr readers can open them.
+(see `states`), so the files of a checkpoint do not depend on stacking, mesh or number of processes.
+TensorStore reads and writes the arrays, and other zarr readers can open them.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ def encoded(body: Body) -> bytes:
 def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf]:
     """Opens the arrays of the given manifest entries. Returns a dictionary from paths to arrays.
 
-    Arrays of PRNG keys and arrays of `rsembed.opaque` are loaded into memory. All other arrays are
-    `SavedArray`s, which read rows from the disk on demand.
+    Arrays of PRNG keys and arrays of `rsembed.opaque` are loaded into memory. Arrays of plain
+    numbers become `SavedArray`s, which read rows from the disk on demand.
     """
     arrays: dict[tuple[str, ...], Leaf] = {}
     for entry in entries:
@@ -191,8 +191,8 @@ class Contents(NamedTuple):
             "metadata": dict(metadata or {}),
         }
         # Encode the metadata as JSON before the arrays are written: an error should not come after
-        # an hour of writing. Then decode the JSON, so that `body` equals the body that a load will
-        # read. For example, JSON turns all dictionary keys into strings.
+        # an hour of writing. Decoding the JSON makes `body` equal to the body that a load will
+        # read, for example with strings as dictionary keys.
         try:
             body = json.loads(json.dumps(body))
         except (TypeError, ValueError) as error:
@@ -205,9 +205,9 @@ class Contents(NamedTuple):
     def in_memory(self) -> Contents:
         """The contents with copies of all arrays in the memory of process 0.
 
-        A later training step that donates the arrays does not change the copies. All processes must
-        call `in_memory`, because together they gather the arrays. Only process 0 gets the copies.
-        In the other processes, each array is replaced by None.
+        A training step that donates the original arrays does not change the copies. All processes
+        must call `in_memory`, because together they gather the arrays. Process 0 gets the copies,
+        and every other process gets None in place of each array.
         """
         copies = {}
         for path, (array, prng) in self.leaves.items():
@@ -313,7 +313,7 @@ class Checkpoint(NamedTuple):
 
     Attributes:
       tree: loaded arrays, in the structure of `like`, or in nested dictionaries if `like` is None.
-      step: the `step` that the caller passed to `save`, which is the number of updates before it.
+      step: the `step` that the caller passed to `save`: the number of updates before the save.
       metadata: the `metadata` that the caller passed to `save`.
     """
 
@@ -352,8 +352,8 @@ def save(
       TypeError: a leaf is not a plain array of numbers (for example, it is a masked or structured
         array), or `metadata` cannot be encoded as JSON.
       ValueError: two leaves have the same path, or an `EmbeddingState` in the tree does not contain
-        the rows of all its tables, because some tables are keyed or on the host. `save_collection`
-        saves these tables, too.
+        the rows of all its tables, because some tables are keyed or on the host. Save keyed tables
+        and tables on the host with `save_collection`.
     """
     write(Path(path), Contents.of(tree, belongings(tree), step=step, metadata=metadata))
 
@@ -376,7 +376,7 @@ def load(path: str | os.PathLike[str], like: Template = None) -> Checkpoint:
         for damaged rows, the chunk, the array and the rows.
       ValueError: the checkpoint does not match `like` (the message names the arrays, or the
         differences of the tables), or another version of rsembed wrote the checkpoint.
-      TypeError: `like` is an `EmbeddingCollection`. Pass a collection to `load_collection` instead.
+      TypeError: `like` is an `EmbeddingCollection`, which only `load_collection` accepts.
     """
     if isinstance(like, EmbeddingCollection):
         way_out = "load_collection takes a collection"
@@ -415,8 +415,8 @@ def save_collection(
       collection: collection that the state belongs to.
       state: state of the collection, with all arrays from the same step.
       others: any pytree, such as dense parameters and their optimizer state.
-      metadata: values that can be encoded as JSON. After the save, they are in
-        `manifest(path)["metadata"]["user"]`.
+      metadata: values that can be encoded as JSON. `manifest(path)["metadata"]["user"]` is the
+        saved metadata.
 
     Raises:
       ValueError: the state does not belong to the collection.
@@ -466,15 +466,15 @@ def load_collection(
         hyperparameters are taken from `collection`, not from the checkpoint.
       others: template for the saved `others`, see `like` of `load`. By default, the saved `others`
         are not read.
-      resize: whether tables may differ from the checkpoint in size or dtype. With False, the
-        default, a different size or dtype is an error, because a wrong size is usually a mistake.
-        With True, a table may have more rows or another dtype than in the checkpoint. With
-        "shrink", a table may also have fewer rows: the rows at the end of the saved table are not
-        loaded. New rows and their slots have the initial values of `collection.init(state.key)` for
-        the returned `state`. If the dtype of a table is narrower than in the checkpoint, the saved
-        values are rounded to nearest. A keyed table with enough rows loads all saved keys, whatever
-        `resize` is. To resize a tensor train, pass the old `tt_p_shapes` with a different first
-        number.
+      resize: whether tables may differ from the checkpoint in size or dtype. With `resize=False`,
+        the default, a different size or dtype is an error, because a wrong size is usually a
+        mistake. With `resize=True`, a table may have more rows or another dtype than in the
+        checkpoint. With `resize="shrink"`, a table may have more or fewer rows or another dtype,
+        and extra rows at the end of the saved table are not loaded. New rows and their slots have
+        the initial values of `collection.init(state.key)` for the returned `state`. If the dtype of
+        a table is narrower than in the checkpoint, the saved values are rounded to nearest. A keyed
+        table with enough rows loads all saved keys, whatever `resize` is. To resize a tensor train,
+        pass the old `tt_p_shapes` with a different first number.
 
     Returns: the `EmbeddingState`, or with `others` a pair of the state and the loaded `others`.
 
@@ -510,8 +510,8 @@ def load_collection(
     if resize:
         arrays = resized(arrays, collection.table_specs, saved_facts, key)
 
-    # Only the checkpoint has the number of keys of a keyed table, so there is no template for the
-    # table's arrays. Therefore keyed tables are loaded separately, and so are tables on the host.
+    # Keyed tables and tables on the host are loaded separately. There is no template for the arrays
+    # of a keyed table, because only the checkpoint tells how many keys the table has.
     apart = _pop_tables(arrays, _names_of_tables_apart(collection))
     tables_apart = nested(apart, path)
     check_apart(path, collection, tables_apart)

@@ -1,4 +1,4 @@
-"""Checkpoints of a long run. A thread writes them while training continues.
+"""Checkpoints of a long run, which a thread writes while training continues.
 
 ```
 save ──copy──▶ memory ──thread──▶ step_000000100/
@@ -56,10 +56,10 @@ _NAME = re.compile(r"step_(\d{9,})")
 class CheckpointManager:
     """Saves and restores the checkpoints of one run, and removes old checkpoints.
 
-    `save` copies the arrays and returns. A thread writes the copies while training continues. In a
-    run of several processes, every process must have a manager and call the same methods in the
-    same order. Process 0 collects the copies, and its thread writes them. `close` and the end of
-    the `with` block wait for the last write. `restore` skips damaged checkpoints.
+    `save` copies the arrays and returns, and a thread writes the copies while training continues.
+    In a run of several processes, every process must have a manager and call the same methods in
+    the same order, but only process 0 writes. `close` and the end of the `with` block wait for the
+    last write. `restore` skips damaged checkpoints.
 
     Args:
       folder: folder with the checkpoints of this run. Only one process may write to the folder.
@@ -69,9 +69,9 @@ class CheckpointManager:
         skipped are removed first, then the oldest checkpoints.
       keep_period: number of steps. A checkpoint is never removed if its step is a multiple of
         `keep_period`. By default, `max_to_keep` applies to the checkpoints of all steps.
-      read_only: whether the manager only reads: it writes no checkpoint and does not lock the
-        folder. False by default. Pass True if the folder is not writable, or if another process
-        writes to the folder.
+      read_only: whether the manager only reads, by default False. A manager that only reads writes
+        no checkpoint and does not lock the folder. Pass True if the folder is not writable, or if
+        another process writes to the folder.
 
     Raises:
       RuntimeError: another process writes to the folder. The error message has the host name and
@@ -146,8 +146,8 @@ class CheckpointManager:
 
         Raises:
           FileExistsError: there is an undamaged checkpoint of this step.
-          OSError: the previous checkpoint could not be written. The write of the new checkpoint was
-            not started. Call `save` again to write the new checkpoint.
+          OSError: the previous checkpoint could not be written. The new checkpoint was not written,
+            so call `save` again.
           RuntimeError: this manager is closed or read-only.
           TypeError, ValueError: see `rsembed.checkpoint.save_collection` and
             `rsembed.checkpoint.save`.
@@ -176,7 +176,8 @@ class CheckpointManager:
     def wait_until_finished(self) -> None:
         """Waits until the last checkpoint has been written.
 
-        Raises: OSError: the last checkpoint could not be written. You may call `save` again.
+        Raises: OSError: the last checkpoint could not be written. A failed write does not block
+          later calls of `save`.
         """
         pending = self._pending
         self._pending = None
@@ -206,8 +207,8 @@ class CheckpointManager:
         traceback: TracebackType | None,
     ) -> None:
         if error is not None:
-            # Ignore an error of the writer thread, because the error of the `with` block must
-            # propagate. `_write` has logged the error of the thread.
+            # Ignore an error of the writer thread, which `_write` has logged, because the error of
+            # the `with` block must propagate.
             self._pending = None
         self.close()
 
@@ -237,7 +238,7 @@ class CheckpointManager:
           step: step of the checkpoint, by default the largest step with an undamaged checkpoint.
             A warning names each damaged checkpoint that `restore` skips.
           resize: whether tables of the collection may differ from the checkpoint in size or dtype,
-            see `load_collection`. False by default.
+            by default False, see `load_collection`.
 
         Returns: the result of `load_collection`, or of `load` without a collection.
 
@@ -312,7 +313,7 @@ class CheckpointManager:
             yield self._path(step)
 
     def _is_taken(self, path: Path) -> bool:
-        """Whether `path` has a checkpoint. A damaged checkpoint is removed and does not count."""
+        """Whether `path` has a checkpoint, after a damaged checkpoint has been removed."""
         if not path.exists():
             return False
         try:
@@ -337,10 +338,11 @@ class CheckpointManager:
             raise
 
     def _remove_old(self, newest: Path) -> None:
-        """Removes old checkpoints until `max_to_keep` remain.
+        """Removes old checkpoints if there are more than `max_to_keep`.
 
-        Damaged checkpoints are removed first, then the oldest checkpoints. Checkpoints that would
-        be removed remain if their steps are multiples of `keep_period`.
+        Damaged checkpoints are removed first, then the oldest checkpoints. A checkpoint is never
+        removed if its step is a multiple of `keep_period`, so more than `max_to_keep` checkpoints
+        may remain.
         """
         if self.max_to_keep is None:
             return

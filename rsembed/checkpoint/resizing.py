@@ -47,17 +47,17 @@ def accepted_facts(
 ) -> Tables:
     """Metadata of the saved tables, with the sizes and dtypes that the collection expects.
 
-    The caller compares the result with `expected`, and reports every difference as an error.
-    Therefore the result has only differences that a load cannot resolve by resizing a table or
-    converting its dtype. The entry `storage`, which describes the storage of a table, is replaced
-    only if the storage can be resized.
+    The caller of `accepted_facts` raises an error for every difference between the result and
+    `expected`. The result differs from `expected` only where a load cannot resize a table or
+    convert its dtype. The entry `storage`, which describes the storage of a table, is replaced only
+    if the storage can be resized.
 
     Args:
       saved: metadata of the tables in the checkpoint, by name.
       tables: specs of the collection, by name.
       expected: metadata of the tables of the collection, by name.
-      shrinks: whether a table may have fewer rows than in the checkpoint. The rows at the end of
-        the saved table are then not loaded.
+      shrinks: whether a table may have fewer rows than in the checkpoint, so that the last rows of
+        the saved table are not loaded.
 
     Raises: ValueError: a table has fewer rows than in the checkpoint, and `shrinks` is False. The
       error message names the table.
@@ -100,7 +100,7 @@ def resized(
 ) -> dict[Path, Leaf]:
     """Arrays of a checkpoint, with values and slots resized to the tables in `tables`.
 
-    Values are also converted to the dtype of the table. Slots keep the saved dtype. The arrays of
+    Values are converted to the dtype of the table, and slots keep the saved dtype. The arrays of
     keyed tables stay unchanged, because a keyed table of any size loads all saved keys that it has
     rows for.
 
@@ -200,8 +200,8 @@ def _arrays_of_train(
     """Shapes, dtypes and new rows for a tensor train's parameters and its first core's slots.
 
     The keys of the result are the paths of the arrays in the checkpoint. If a tensor-train table
-    gets more rows, its first core and the slots of this core get more slices. All other cores and
-    slots keep their sizes.
+    gets more rows, its first core and the slots of this core get more slices. The cores after the
+    first core, and the slots of these cores, keep their sizes.
 
     Args:
       table: spec of the table.

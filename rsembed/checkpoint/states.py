@@ -2,7 +2,7 @@
 
 The `layout` of a state records the table and id of each row of its arrays. With the layout, a save
 reads the rows of each table in id order, and a load writes the rows into a state with another
-layout. Therefore a file does not depend on a mesh or on stacking.
+layout. A file has rows in id order, so the file does not depend on a mesh or on stacking.
 """
 
 from __future__ import annotations
@@ -190,11 +190,11 @@ def restored(arrays: Mapping[Path, Leaf], like: Template, where: object) -> PyTr
 
     Args:
       arrays: result of `files.opened`.
-      like: template from `logical`. Its leaves define shapes, dtypes and shardings.
+      like: template from `logical`, with leaves that define shapes, dtypes and shardings.
       where: folder of the checkpoint, for error messages.
 
     Raises: ValueError: arrays are missing, not in `like`, or of a different shape or dtype. The
-      error message names each of these arrays.
+      error message names every wrong or missing array.
     """
     templates = flattened(like)
     problems = []
@@ -221,7 +221,7 @@ def _mismatch(array: Leaf, template: Leaf) -> str | None:
     is_for_numpy = isinstance(template, (bool, int, float, np.ndarray, np.generic, PickedRows))
     if not hasattr(template, "shape"):
         template = np.asarray(template)
-    # Compare the names of the dtypes, because a template may have another byte order.
+    # Compare dtypes by name, because the name does not depend on the byte order.
     actual = f"{array.dtype.name}{list(array.shape)}"
     expected = f"{template.dtype.name}{list(template.shape)}"
     if actual != expected:
@@ -258,9 +258,8 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
         # compile a function again for an array that is committed to a device.
         return jax.device_put(array)
     if isinstance(array, jax.Array):
-        # `jax.device_put` rejects an array of PRNG keys if the sharding spans several processes.
-        # Therefore the integers of the keys are copied to the devices, and then wrapped as PRNG
-        # keys.
+        # Place the key data and wrap the result as PRNG keys, because `jax.device_put` rejects an
+        # array of PRNG keys if the sharding spans several processes.
         key_data = np.asarray(jax.random.key_data(array))
         implementation = jax.random.key_impl(array)
         placed_data = placed(key_data, template)
@@ -279,7 +278,7 @@ def _numbered_blocks(saved: SavedArray) -> Blocks:
 
 
 def in_memory(array: Leaf) -> Leaf:
-    """Reads a `SavedArray` into host memory. A leaf of any other type is returned unchanged."""
+    """Reads a `SavedArray` into host memory, and returns any other leaf unchanged."""
     if isinstance(array, SavedArray):
         return array.whole()
     return array
