@@ -5,8 +5,8 @@ ids ──▶ keys ──[distinct, ask]──▶ storage.read ──▶ vectors
 state ◀── storage.step ◀── storage.find ◀──[ask]── keys, gradients ◀──spread── d(activations)
 ```
 
-The methods `look_up`, `row_gradients` and `update` are generators. To exchange data with the owners
-of rows, such a method yields a `Question` (see `parallel/exchange.py`), and receives the `Answers`.
+The methods `look_up`, `row_gradients` and `update` are generators: they yield a `Question` to the
+owners of rows and receive the `Answers` (see `parallel/exchange.py`).
 """
 
 from __future__ import annotations
@@ -57,11 +57,12 @@ class Combined(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AskedRows(Rows):
-    """Sharded rows of a storage that finds rows by row number. Base class of other sharded rows.
+    """Sharded rows of a storage that finds rows by row number.
 
     In a lookup, a device requests every distinct row of its samples once from the row's owner, and
     pools the received vectors. In an update, a device sends the sum of the gradients of every
-    distinct row to the owner. A device requests a row by its row number.
+    distinct row to the owner. A device requests a row by its row number. `AskedArrayRows` and
+    `AskedKeys` are subclasses.
 
     Args:
       capacity: maximum number of distinct rows that a device requests from one owner in one
@@ -138,7 +139,7 @@ class AskedRows(Rows):
             request, gradients = arrived
             rows, values, is_row = self._combined(request, gradients)
             # All gradients of a row arrive in the same exchange round, so no row arrives in two
-            # rounds. The rows of this round are appended to the rows of earlier rounds.
+            # rounds. Each round appends its rows to the rows of earlier rounds.
             index = jnp.arange(is_row.shape[0], dtype=jnp.int32)
             position = jnp.where(is_row, count + index, most_rows)
             all_rows, all_values = api.scatter_rows(
@@ -339,7 +340,7 @@ class AskedKeys(AskedRows):
 
     def _no_rows(self, wanted: Wanted) -> Array:
         most_rows = wanted.entry_of.shape[0] * self.num_shards
-        num_columns = len(wanted.lanes) + 1  # One column has the number of occurrences of each key.
+        num_columns = len(wanted.lanes) + 1  # The lanes and the number of occurrences of a key.
         return jnp.zeros((most_rows, num_columns), jnp.uint32)
 
     def _combined(self, request: Request, gradients: Array) -> Combined:
@@ -380,8 +381,8 @@ class AskedKeys(AskedRows):
     def _in_order(self, request: Request) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
         """Received keys sorted by device and first occurrence, their counts, and the sort order.
 
-        If a table has too few free rows, only the first keys in this order get a row. `update` and
-        `apply` give rows to the same keys, because both call `_in_order`.
+        If a table has too few free rows, only the first keys in the returned order get a row.
+        `update` and `apply` give rows to the same keys, because both call `_in_order`.
         """
         keys, occurrences = self._received(request)
         first_of = request[-1]

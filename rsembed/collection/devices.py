@@ -23,8 +23,8 @@ class Devices:
     Args:
       mesh: mesh that contains the devices. An abstract mesh is accepted, because inside a
         `shard_map` JAX only has the abstract mesh.
-      axes: axes of the mesh over which samples and tables are split. Devices along the other axes
-        hold copies of the tables and repeat the computation.
+      axes: axes of the mesh over which samples and tables are split. Devices along axes that are
+        not in `axes` hold copies of the tables and repeat the computation.
     """
 
     mesh: Mesh | AbstractMesh | None = None
@@ -113,8 +113,8 @@ class Devices:
     def place_from_host(self, tree: PyTree, partition: PartitionSpec) -> PyTree:
         """Copies numpy arrays to the devices, sharded by a partition.
 
-        All processes of the mesh must call `place_from_host` with equal arrays. JAX arrays in the
-        tree are not moved.
+        All processes of the mesh must call `place_from_host` with equal arrays. On a mesh, JAX
+        arrays in `tree` are returned unchanged.
         """
         if self.mesh is None:
             return jax.tree.map(jnp.asarray, tree)
@@ -133,15 +133,16 @@ class Devices:
         in_specs: PyTree,
         out_specs: PyTree,
     ) -> Callable[..., PyTree]:
-        """Compiled function of global arrays that runs `function` on every device.
+        """Function of global arrays that runs `function` on every device.
 
         Args:
           function: function that runs on one device, with that device's part of each array.
           in_specs: partition specs of the arguments, as for `jax.shard_map`.
           out_specs: partition specs of the results.
 
-        Returns: a function of global arrays. On one device, it is `function` itself. On a mesh, it
-          raises ValueError if it is called while a mesh with explicit axes is set.
+        Returns: a function of global arrays, on one device `function` itself, on a mesh a compiled
+          function. On a mesh, the returned function raises ValueError if a mesh with explicit axes
+          is set during the call.
         """
         if self.mesh is None:
             return function

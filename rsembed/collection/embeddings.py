@@ -59,7 +59,7 @@ class EmbeddingCollection:
       features: FeatureSpecs, nested in lists or dicts.
       mesh: mesh of devices that share the tables. None: one device.
       sharding_axis: axis or axes of the mesh over which samples and tables are split. None: all
-        axes. Devices along other axes hold copies of the tables.
+        axes. Devices along axes that are not in `sharding_axis` hold copies of the tables.
       placement: one placement for all tables, or a mapping from table names to placements. With the
         placement `row`, the default of most tables, neighbouring rows are on different devices.
         With the placement `table`, all rows of a table are on one device. With the placement
@@ -70,14 +70,13 @@ class EmbeddingCollection:
         and a large capacity saves exchange rounds. None: a capacity that is usually large enough
         for a single exchange round if the distribution of ids is skewed. Lookups and steps give the
         same results with every capacity, unless a table with `storage=Hashed(...)`, or its list of
-        keys that wait for admission, becomes full within one batch. If the table or the list
-        becomes full, the new keys of earlier rounds get the last free rows or list entries. When a
-        waiting key gets a row, its entry in the list is free for a different key only in later
-        rounds.
+        keys that wait for admission, becomes full within one batch. The last free rows of a table,
+        or entries of its list, go to the new keys of earlier exchange rounds. When a key that waits
+        for admission gets a row, its list entry becomes free for later exchange rounds.
       implementation: name of a kernel implementation. None: the fastest implementation that is
-        available. With "reference", lookups and steps are plain JAX. With any other name, only the
-        kernels that pool or update rows use this implementation. The kernels that look up keys
-        and exchange rows use the fastest implementation.
+        available. With "reference", lookups and steps are plain JAX. A name other than "reference"
+        applies only to the kernels that pool or update rows, and the kernels that look up keys or
+        exchange rows use the fastest implementation.
       bounds_check: treatment of ids outside their table. With `raise`, the default, an id outside
         its table is an error outside `jit`. With `ignore`, and always inside `jit`, an id outside
         its table contributes nothing, and `lookup(..., return_statistics=True)` counts the id.
@@ -174,13 +173,14 @@ class EmbeddingCollection:
         """New state with initial tables and optimizer state.
 
         The initial values of a table depend only on `key`, the table's name and the table's
-        initializer. Other tables and the number of devices have no influence on the initial values.
+        initializer. The initial values of a table do not depend on other tables or on the number of
+        devices.
 
         Raises:
           TypeError: `key` is not a PRNG key.
           ValueError: a custom initializer returns a number that is not finite. Inside `jit`,
-            initial values are not checked. A keyed table draws its rows during training, so `init`
-            draws a single row of the table for the check.
+            initial values are not checked. For a keyed table, which draws its rows during training,
+            `init` draws and checks a single row.
         """
         check_type(key, PRNGKeyArray, "init: key")
         tables, slots = self._engine.init(key)
@@ -346,7 +346,7 @@ class EmbeddingCollection:
 
         The slots of a table have the structure that its optimizer defines, usually a named tuple.
         The slots of a keyed table are in the order of the keys in `tables(state)[name]["keys"]`.
-        Some storages return slots in a different form: see `optimizer_state` of the storage's
+        Some storages return slots in a form of their own, see `optimizer_state` of the storage's
         class.
         """
         self.check_state(state)
@@ -389,9 +389,9 @@ class EmbeddingCollection:
             keyed tables. Each replaced row gets its slots from the dictionary of the table, or
             initial slots if the dictionary has no slots.
           allow_nonfinite: whether to accept NaN, infinity and negative sums of squares in `tables`
-            and `slots`. By default, such a number is an error, because a single NaN in a row
-            spreads to every model output that depends on the row. Inside `jit`, the numbers in
-            `tables` and `slots` are not checked.
+            and `slots`. By default, NaN, infinity and negative sums of squares are errors, because
+            a single NaN in a row spreads to every model output that depends on the row. Inside
+            `jit`, the numbers in `tables` and `slots` are not checked.
 
         Raises:
           ValueError: a table is unknown, or its values or slots have the wrong shape or dtype or
@@ -423,7 +423,8 @@ class EmbeddingCollection:
           keep: keeps at most this number of keys, counted over all devices. The table's `eviction`
             policy decides which keys are evicted first. None: no limit.
           unused_for: evicts keys that no training step has used for more than this number of steps.
-            The same limit applies to keys that wait for admission. None: no limit.
+            Keys that wait for admission are removed if their last occurrence is more than
+            `unused_for` steps ago. None: no limit.
           norm_below: evicts keys of rows with an L2 norm below this number. None: no limit.
 
         Returns: the new state, and a dictionary with the evicted keys, their rows and their slots,
@@ -452,10 +453,10 @@ class EmbeddingCollection:
         Call `prepare` outside `jit`. Inside `jit`, ids are int32 and cannot be checked, only
         counted. The result is a pytree, and a mapping from features to ids.
 
-        A feature that is an array stays an array. The bags of all ragged features that read one
-        stack of tables are joined into one list of ids. The list is padded to one of a few sizes,
-        so a stream of batches needs few compiled programs. On one device, the ids of a ragged
-        feature without a combiner are not padded.
+        An array of ids keeps its shape. The bags of all ragged features that read one stack of
+        tables are joined into one list of ids. The list is padded to one of a few sizes, so a
+        stream of batches needs few compiled programs. On one device, the ids of a ragged feature
+        without a combiner are not padded.
 
         On a mesh, each process passes the same number of samples and gets the global batch, split
         by sample. The list of ids of a stack has one part per device, and all parts are padded to
@@ -615,8 +616,9 @@ class EmbeddingCollection:
         rounding = None
         if stack.tables[0].stochastic_rounding:
             key = jax.random.fold_in(state.key, state.step)
-            # The rounding noise of dense rows depends on the table's name. In other storages, rows
-            # of two tables may have the same row number, so every table gets a different PRNG key.
+            # The rounding noise of dense rows depends on the table's name. If tables have a
+            # `storage`, rows of two tables may have the same row number, so every table gets a
+            # different PRNG key.
             if self.table_specs[stack.tables[0].name].storage is not None:
                 keys = table_keys(key, [table.name for table in stack.tables])
                 key = keys if len(stack.tables) > 1 else keys[0]
@@ -637,7 +639,7 @@ def _shape_and_kind(leaf: object) -> tuple[tuple[int, ...], object]:
 
 
 def _first_differing(arrays: PyTree, expected: PyTree) -> tuple[PyTree, PyTree]:
-    """Entries of `arrays` and `expected` for the first stacks that differ, at most three stacks.
+    """Entries of `arrays` and `expected` for at most three stacks that differ.
 
     A collection may have hundreds of stacks, too many for an error message. If `arrays` or
     `expected` is not a dictionary, both are returned unchanged.
@@ -675,7 +677,8 @@ def value_and_grad(
       loss_fn: `loss_fn(params, activations, *args)` returns the loss, or `(loss, aux)` with
         `has_aux=True`.
       collection: collection that computes the argument `activations` of `loss_fn`.
-      has_aux: whether `loss_fn` also returns `aux`, as in `jax.value_and_grad`. False by default.
+      has_aux: whether `loss_fn` returns `aux` with the loss, as in `jax.value_and_grad`, by default
+        False.
 
     Returns: a function `(params, state, batch, *args) -> (value, (dense_grads, row_gradients))`.
       The function raises TypeError if `loss_fn` does not return a scalar loss, or with

@@ -73,8 +73,8 @@ class Engine:
       stacks: stacks by name.
       devices: devices of the mesh.
       implementation: with "reference", the engine runs plain JAX everywhere, including storages and
-        exchanges. The engine ignores all other implementation names, because each stack already
-        passes its implementation to the kernels.
+        exchanges. The engine ignores every implementation except "reference", because each stack
+        already passes its implementation to the kernels.
       side_by_side: if True, a lookup returns one array `[batch, sum of dims]` with the concatenated
         activations of all features, and `d_outputs` is an array of this shape. If False, the
         default, activations and `d_outputs` are dictionaries by feature.
@@ -175,9 +175,8 @@ class Engine:
           numbers: by stack, index of the step that follows the lookup. None: no step follows.
         """
         if self._has_all_rows:
-            # A lookup in an `ArrayStack` does not depend on the next step, so the index of the step
-            # is not passed. Therefore `lookup` and `lookup_vjp` of a collection share one compiled
-            # program.
+            # A lookup in an `ArrayStack` does not depend on the next step. Without the index of the
+            # step, `lookup` and `lookup_vjp` of a collection share one compiled program.
             numbers = None
         activations, statistics = self._look_up(tables, numbers, batch)
         if isinstance(activations, dict):

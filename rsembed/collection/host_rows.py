@@ -83,8 +83,8 @@ class Prefetch:
                 "state, or serve from a checkpoint that a collection without storage= loaded."
             )
         self.storage.generation.check(on_host(params.generation))
-        # The compiled program does not need the array of rows, so the array is not passed to it. On
-        # a mesh, a program copies every argument that it returns unchanged.
+        # Leave out the array of rows, which the compiled program does not need: on a mesh, a
+        # program copies every argument that it returns unchanged.
         without_rows: PyTree = ()
         with_room, moves, num_failed = self._make_room(params._replace(rows=without_rows), wanted)
         if (num_failed := on_host(num_failed)).any():
@@ -110,8 +110,8 @@ class Prefetch:
           slots: current optimizer slots of the stack.
           moves: moves that `with_room` returned.
           donates: whether the arrays of `params` and `slots` are donated. If False, the old state
-            stays valid until `with_new_generation`, because only the evicted rows change on the
-            host, and they get their values from the old state.
+            stays valid until `with_new_generation`: the host changes only its copies of evicted
+            rows, and the old state still has these rows on the device.
         """
         by_shard = (self.stack.num_shards, -1)
         num_moved = (moves.inserted != NO_ROW).reshape(by_shard).sum(axis=1).max()
@@ -119,7 +119,7 @@ class Prefetch:
             return params, slots
         # A program is compiled for every new number of rows, so the rows are padded to one of a few
         # sizes. In `moves`, all shards have parts of equal length, with padding at the end of each
-        # part. Each part is cut to `size` entries, which removes only padding.
+        # part. Cutting each part to `size` entries removes only padding.
         size = padded_size(int(num_moved))
         moves = Moves(*[lane.reshape(by_shard)[:, :size].reshape(-1) for lane in moves])
         place = self.stack.devices.place_from_host
@@ -129,7 +129,8 @@ class Prefetch:
         evicted_values = [on_host(array) for array in self._gather(arrays, evicted_places)]
         storage = self.storage
         with storage.generation.lock:
-            # Another thread may have started a new generation since `with_room` checked it.
+            # Another thread may have started a new generation after `with_room` checked the
+            # generation.
             storage.generation.check(on_host(params.generation))
             loaded = storage.backing.exchange(moves.evicted, evicted_values, moves.inserted)
         scatter = self._scatter
@@ -161,8 +162,8 @@ def fetched(
 ) -> EmbeddingState:
     """Copies rows from the host to the device caches, and returns the new state.
 
-    All stacks reserve cache slots before the first row moves. If a cache is too small, the error is
-    therefore raised before any row has moved.
+    All stacks reserve cache slots before the first row moves, so the error for a cache that is too
+    small is raised before any row has moved.
 
     Args:
       prefetches: the `Prefetch` of each stack on the host, by stack name.

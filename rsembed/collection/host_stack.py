@@ -34,7 +34,7 @@ from rsembed.storage.protocol import (
 MOST_KEYS = 1 << 16
 """Maximum number of evicted rows that are copied to the host at once."""
 FIRST_KEY = "initial_key"
-"""Name in checkpoints of the PRNG key with which a keyed table draws the rows of new keys."""
+"""Name in checkpoints of a keyed table's PRNG key, which draws the rows of new keys."""
 
 
 class HostStack(Stack):
@@ -53,7 +53,7 @@ class HostStack(Stack):
         rows: ByTable,
         new_slots: ByTable = MappingProxyType({}),
     ) -> State:
-        """See `Stack.replaced`. Slots are also read from `rows`, and `new_slots` is not used."""
+        """See `Stack.replaced`. Slots come from `rows`, and `new_slots` is not used."""
         del new_slots
         written = self.storage.with_tables(
             params,
@@ -184,8 +184,7 @@ class KeyedStack(HostStack):
     def check_start(self, params: Params, slots: SlotTree) -> None:
         """See `Stack.check_start`.
 
-        A keyed table has no rows before training, so the check draws a single row with the
-        initializer.
+        A keyed table has no rows before training, so `check_start` draws and checks a single row.
         """
         if is_traced((params, slots)):
             return
@@ -213,8 +212,8 @@ class KeyedStack(HostStack):
     def saved(self, params: Params, slots: SlotTree) -> tuple[ByName, ByName]:
         """Keys, rows and slots of every table in one dictionary, by table name.
 
-        These dictionaries contain the slots, so the second result has an empty dictionary of slots
-        for every table.
+        The second result has an empty dictionary for every table, because the first result contains
+        the slots.
         """
         # `params.key` has one PRNG key per shard and table. The PRNG keys of all shards are equal,
         # so only the PRNG keys of the first shard are saved.
@@ -290,12 +289,12 @@ class KeyedStack(HostStack):
         leaves = np.zeros(is_of_table.shape, bool)
         leaves[rows] = True
         (leaves,) = self.devices.place_from_host([leaves], self.partition)
-        # The compiled program does not need the array of rows, so the array is not passed to it. On
-        # a mesh, a program copies every argument that it returns unchanged.
+        # Leave out the array of rows, which the compiled program does not need: on a mesh, a
+        # program copies every argument that it returns unchanged.
         nothing: PyTree = ()
         unused_for = reasons["unused_for"]
         if unused_for is None:
-            unused_for = 2**31 - 1  # Step numbers are int32, so no key exceeds this limit.
+            unused_for = 2**31 - 1  # Steps are int32, so a limit of 2**31 - 1 evicts no key.
         remaining = self._without(
             params._replace(rows=nothing),
             leaves,
@@ -325,8 +324,8 @@ def _without(params: DynamicTable, leaves: Bool[Array, " rows"], *forget: Array)
     Args:
       params: parameters on this device.
       leaves: mask of the rows to free.
-      forget: step, age limit and table index for `hashed_rows.forget_older`. The function removes
-        keys that wait for admission if their last occurrence is older than the limit.
+      forget: step, age limit and table index for `hashed_rows.forget_older`, which removes keys
+        that wait for admission if their last occurrence is older than the age limit.
     """
     rows = jnp.arange(leaves.shape[0], dtype=jnp.int32)
     freed_rows = jnp.where(leaves, rows, NO_ROW)

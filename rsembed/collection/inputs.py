@@ -2,9 +2,8 @@
 
 The bags of all ragged features that read one stack of tables are joined into one list of ids, see
 `prepared.py`. On a mesh, the list has one part per device. Of `B` samples on `D` devices, sample
-`b` goes to device `b * D // B`. A feature that is an array `[batch, ids]` stays an array. On a
-mesh, a ragged feature without pooling is also converted to such an array, with all bags padded to
-one length.
+`b` goes to device `b * D // B`. An array of ids `[batch, ids]` keeps its shape. On a mesh, a ragged
+feature without a combiner becomes an array `[batch, ids]`, with all bags padded to one length.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ def prepare(
         batch = source if read is None else read(source)
         check_names(features, batch, "batch")
         if not isinstance(batch, Jagged):
-            # The arrays of a `Jagged` are always in host memory, so only other batches are copied
-            # to the host.
+            # A `Jagged` is always in host memory, so no arrays of a `Jagged` are copied to the
+            # host.
             _start_copies_to_host(batch)
             if devices.mesh is None:
                 plain = _of_arrays(features, batch, bounds_check)
@@ -252,10 +251,10 @@ def _in_one_pass(
 ) -> Ragged | None:
     """Fast path of `prepare` for ragged features: the bags of all features, with int32 ids.
 
-    The ids are checked. The result is None if a table has keys, a feature declares its batch size,
-    has no combiner or is not in `lists`, the data are neither numpy arrays nor lists of integers,
-    or the batch has an error. The caller then takes the slow path: it checks one feature after the
-    other, so that an error message can name the feature.
+    `_in_one_pass` checks the ids. The result is None if a table has keys, a feature declares its
+    batch size, has no combiner or is not in `lists`, the data are neither numpy arrays nor lists of
+    integers, or the batch has an error. If the result is None, the caller checks one feature after
+    the other, so that an error message can name the feature.
     """
     for name, feature in features.items():
         is_declared = feature.num_samples is not None or feature.pooling == "none"
@@ -285,7 +284,7 @@ def _has_keys(table: TableSpec) -> bool:
 def _in_lists(ragged: Ragged, lists: Mapping[str, str]) -> PreparedBatch:
     """Joins ragged features into one list of ids per stack, for a single device, in host memory.
 
-    The function `joined` gives the same lists, but it takes longer, because it needs the `Bags` of
+    `_in_lists` makes the same lists as `joined` in less time, because `joined` needs the `Bags` of
     each feature.
     """
     members: dict[str, list[str]] = {}
@@ -349,13 +348,13 @@ def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> Ragged | N
 def _of_arrays(
     features: Mapping[str, FeatureSpec], batch: Batch, bounds_check: str
 ) -> ByName | None:
-    """Fast path of `prepare` for a batch of integer arrays. None: take the slow path instead.
+    """Fast path of `prepare` for a batch of integer arrays, or None if the slow path is needed.
 
     The fast path checks all arrays together, and copies all arrays to the device together. For 26
     features of one sample, the slow path, which makes `Bags` of each feature, takes ten times as
     long. The result is None if a table has keys, a feature declares its batch size, an id is out of
-    range, or the batch has anything but integer arrays. If the slow path raises an error, the error
-    message names the feature.
+    range and `bounds_check` is "raise", or the batch has anything but integer arrays. The slow path
+    of `prepare` names the feature in its error messages.
     """
     values: ByName = {}
     are_on_device = True
@@ -397,7 +396,7 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
         and jnp.issubdtype(value.dtype, np.integer)
         and not is_unknown(value)
     ):
-        value = np.asarray(value)  # On a JAX array, the checks would compile programs.
+        value = np.asarray(value)  # Checks of a JAX array would compile programs.
     bags = as_bags(value, feature=feature.name)
     table = feature.table_spec
     visible = bags
@@ -430,7 +429,7 @@ def _checked(feature: FeatureSpec, value: PyTree, bounds_check: str) -> Bags:
 
 
 def is_unknown(values: PyTree) -> bool:
-    """True if values cannot be read: they are traced, or other processes hold a part of them."""
+    """True if values cannot be read, because the values are traced or partly in other processes."""
     if is_traced(values):
         return True
     return any(map(is_global, jax.tree.leaves(values)))
@@ -494,8 +493,8 @@ def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int
     """Text that describes the bags of a feature, and width of the array that the bags become.
 
     The text must be equal in all processes. On a mesh, ragged bags that are not joined into a list
-    become an array `[bags, width]`. If `bags` becomes such an array, the returned width is the
-    `common_width` of the bags of this process. Otherwise, the returned width is 0.
+    become an array `[bags, width]`. For ragged bags that become an array, the returned width is the
+    `common_width` of the bags of this process. For all other bags, the returned width is 0.
 
     Raises: ValueError: ragged bags are traced, so they cannot be split over the mesh.
     """
