@@ -28,7 +28,7 @@ def unpacked(content: bytes, names: Sequence[str] | None = None) -> dict[str, by
 
     Args:
       content: the archive file as bytes.
-      names: names of the members to read. If None, all members are read.
+      names: names of the members to read, by default all.
 
     Raises: ValueError: the bytes are not a zip archive, the archive is damaged or encrypted, a
       member is missing or has an unsupported compression, two members have the same name, or the

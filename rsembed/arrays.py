@@ -71,8 +71,8 @@ def check_not_taken(tree: PyTree, what: str, way_out: str) -> None:
 
     Args:
       tree: pytree with the arrays to check. Leaves that are not JAX arrays are ignored.
-      what: beginning of the message, such as "the state has lost its rows".
-      way_out: end of the message, which says what the user can do.
+      what: beginning of the error message, such as "the state has lost its rows".
+      way_out: end of the error message, which says what the user can do.
 
     Raises: RuntimeError: an array was donated to a step, so JAX has deleted the array.
     """

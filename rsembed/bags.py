@@ -152,7 +152,7 @@ class Bags:
     def from_dense(ids: Ids, weights: Any = None) -> Bags:
         """Bags from an array `[bags]` or `[bags, ids per bag]`.
 
-        The method also works inside `jit`.
+        `from_dense` works outside and inside `jit`.
 
         Args:
           ids: array of integers or `Keys`. -1 means no id.

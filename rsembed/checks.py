@@ -504,7 +504,7 @@ def _is_record(hint: object) -> bool:
 def _dtypes_of(hint: object) -> tuple[Any, ...]:
     """Kinds of dtypes that an array annotation accepts, or () for other annotations.
 
-    An annotation of a float array also accepts integers.
+    An annotation of a float array accepts floats and integers.
     """
     if not isinstance(hint, type) or not issubclass(hint, AbstractArray):
         return ()

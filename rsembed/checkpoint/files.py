@@ -174,7 +174,7 @@ class Contents(NamedTuple):
         Args:
           tree: tree to save, see `save`.
           owners: metadata of the tables that the arrays in `tree` belong to, from `belongings`. A
-            load compares these metadata with the metadata of the template.
+            load compares the saved metadata of the tables with the metadata of the template.
           step: number of updates done so far.
           metadata: values that can be encoded as JSON, see `save`.
 
@@ -406,9 +406,9 @@ def save_collection(
     """Saves the tables and slots of a state by table name, with its step, PRNG key and `others`.
 
     The arrays of the checkpoint are `tables/<table>`, `slots/<table>/<slot>`, `key` and
-    `others/...`. The rows of a table are saved in id order, on any mesh and also for tables on the
-    host. A keyed table is saved as `tables/<table>/keys`, `tables/<table>/values` and further
-    arrays with one value per key, such as `last_step`. A tensor-train table is saved as its cores.
+    `others/...`. The rows of a table are saved in id order, on any mesh and for tables on the host.
+    A keyed table is saved as `tables/<table>/keys`, `tables/<table>/values` and further arrays with
+    one value per key, such as `last_step`. A tensor-train table is saved as its cores.
 
     Args:
       path: see `save`.

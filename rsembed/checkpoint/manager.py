@@ -75,7 +75,7 @@ class CheckpointManager:
 
     Raises:
       RuntimeError: another process writes to the folder. The error message has the host name and
-        the id of this process.
+        the id of the writing process.
       ValueError: `max_to_keep` or `keep_period` is smaller than 1.
 
     Example:
@@ -133,8 +133,8 @@ class CheckpointManager:
     ) -> None:
         """Waits for the previous write, copies the arrays, and writes `step_<step>` in a thread.
 
-        If the folder already has a checkpoint of the same step and it is damaged, `save` replaces
-        it and logs a warning.
+        If the folder already has a damaged checkpoint of the same step, `save` replaces the damaged
+        checkpoint and logs a warning.
 
         Args:
           tree: a state of the collection, or any tree for a manager without a collection.

@@ -108,7 +108,7 @@ def resized(
       arrays: result of `files.opened`.
       tables: specs of the collection, by name.
       saved: metadata of the tables in the checkpoint, by name, which `accepted_facts` has checked.
-      key: PRNG key of the saved state, with which new rows are drawn.
+      key: PRNG key of the saved state, which draws new rows.
     """
     result = dict(arrays)
     for name, table in tables.items():
@@ -207,7 +207,7 @@ def _arrays_of_train(
       table: spec of the table.
       storage: tensor-train storage of the table.
       description: description of the table's storage in the checkpoint, see `Storage.in_files`.
-      key: PRNG key of the saved state, with which new rows are drawn.
+      key: PRNG key of the saved state, which draws new rows.
     """
     params, slots = storage.init(key, table, jnp.zeros((), jnp.int32), 1)
     prefixes = storage.resizable(table, description) or ()

@@ -147,7 +147,8 @@ def with_states(like: Template, tree: PyTree) -> PyTree:
     """Packs the tables of `tree` into states with the layouts of `like`. The inverse of `logical`.
 
     Args:
-      like: tree with `EmbeddingState`s. The states in the result have the same layouts.
+      like: tree with `EmbeddingState`s. The states in the result have the layouts of the states in
+        `like`.
       tree: tables and slots by name, as `restored` returns them for the template `logical(like)`.
     """
 
@@ -254,8 +255,8 @@ def placed(array: Leaf, template: Leaf) -> Leaf:
         return array
     is_committed = getattr(template, "committed", True)
     if sharding is None or not is_committed:
-        # If the template is uncommitted, the array must also be uncommitted, because `jit` would
-        # compile a function again for an array that is committed to a device.
+        # If the template is uncommitted, the array must be uncommitted, because `jit` would compile
+        # a function again for an array that is committed to a device.
         return jax.device_put(array)
     if isinstance(array, jax.Array):
         # Place the key data and wrap the result as PRNG keys, because `jax.device_put` rejects an

@@ -308,8 +308,9 @@ class EmbeddingCollection:
         """Copies of all tables by name. On a mesh, every device gets a copy of each table.
 
         A keyed table is a dictionary of numpy arrays: `keys` in ascending order, `values` (the row
-        of each key), one `slot_<name>` per slot, `last_step` and `count`. With `admission_count`,
-        the dictionary also contains `waiting_keys`, `waiting_last_step` and `waiting_count`.
+        of each key), one `slot_<name>` per slot, `last_step` and `count`. The dictionary of a table
+        with `admission_count` has the arrays `waiting_keys`, `waiting_last_step` and
+        `waiting_count` in addition.
         """
         self.check_state(state, parts=["tables"])
         tables: ByName = {}
@@ -385,9 +386,9 @@ class EmbeddingCollection:
           slots: new optimizer state by table name, in the form of the method `slots` or of
             `load(path).tree["slots"]`. Slots of a keyed table are in the order of the `keys` in
             `tables`. If `tables` does not contain the table, the slots are in the order of the keys
-            that `tables(state)` returns. None: slots do not change, except for the replaced rows of
-            keyed tables. Each replaced row gets its slots from the dictionary of the table, or
-            initial slots if the dictionary has no slots.
+            that `tables(state)` returns. Without `slots`, only the replaced rows of keyed tables
+            change their slots. Each replaced row gets its slots from the dictionary of the table,
+            or initial slots if the dictionary has no slots.
           allow_nonfinite: whether to accept NaN, infinity and negative sums of squares in `tables`
             and `slots`. By default, NaN, infinity and negative sums of squares are errors, because
             a single NaN in a row spreads to every model output that depends on the row. Inside
@@ -492,7 +493,7 @@ class EmbeddingCollection:
         Args:
           state: state of the collection, from `init` or a step.
           batch: see `prepare`.
-          return_statistics: whether to also return `LookupStatistics`.
+          return_statistics: whether to return a pair of the activations and `LookupStatistics`.
 
         Returns: `{feature: [batch, dim]}`. With combiner `none`, a feature has one vector per id,
           so its activations have the shape of its ids plus a last axis `dim`.
@@ -571,8 +572,8 @@ class EmbeddingCollection:
     ) -> EmbeddingState:
         """Runs one step with the gradients of a batch, and returns the new state.
 
-        The result equals `apply(state, pullback(d_activations))`. A single kernel call sums the row
-        gradients and updates the rows, if such a kernel is available.
+        The result equals `apply(state, pullback(d_activations))`. If possible, a single kernel call
+        sums the row gradients and updates the rows.
         """
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)

@@ -64,9 +64,9 @@ class Engine:
     Each function runs on every device of a mesh. The stacks share exchanges of rows: one exchange
     carries the requests of all stacks.
 
-    A batch is a mapping from features to ids. On one device, a batch may also be a kernel `Call`
-    with one output. Table `k` of the `Call` is the array of the `k`-th stack, the output of the
-    `Call` takes the place of the activations, and `d_outputs` is the gradient of the output.
+    A batch is a mapping from features to ids or, on one device, a kernel `Call` with one output.
+    Table `k` of the `Call` is the array of the `k`-th stack, the output of the `Call` takes the
+    place of the activations, and `d_outputs` is the gradient of the output.
 
     Args:
       features: features by name.
