@@ -97,8 +97,8 @@ class Summands(NamedTuple):
     """Inputs from which `RowGradients.values` are computed.
 
     Args:
-      engine: the engine of the collection. It can update tables directly from these inputs,
-        without computing `values`.
+      engine: the engine of the collection, which can update tables directly from `Summands`,
+        without computing `RowGradients.values`.
       batch: prepared batch that was looked up.
       d_outputs: gradients of the pooled outputs.
     """
@@ -111,34 +111,34 @@ class Summands(NamedTuple):
 class _Unsummed(NamedTuple):
     """`Summands`, and the arrays of row gradients that `summed_from` stored together with them.
 
-    If one of these arrays is replaced, `RowGradients.summands` is None, because the summands no
-    longer give the values of the row gradients.
+    After an array of the row gradients is replaced, `RowGradients.summands` is None, because the
+    summands no longer match the arrays.
     """
 
     summands: Summands
     sums: list[Array]
 
 
-@no_type_check  # Types are not checked, because JAX puts placeholders into the fields of pytrees.
+@no_type_check  # JAX puts placeholders into fields of pytrees, so field types are not checked.
 @jax.tree_util.register_pytree_with_keys_class
 @dataclasses.dataclass(frozen=True)
 class RowGradients:
     """Gradients of distinct rows, for each stack.
 
     `first + second` calls `combine`, and `2 * gradients` calls `scale`. Row numbers are stored in
-    arrays that reject arithmetic. Therefore `jax.tree.map(jnp.add, first, second)` raises a
-    TypeError, instead of returning gradients of wrong rows.
+    arrays that reject arithmetic, so `jax.tree.map(jnp.add, first, second)` raises a TypeError
+    instead of returning gradients of wrong rows.
 
-    Inside `jit`, row gradients that a collection computes also have `summands`, the inputs from
-    which `values` are computed. The summands are not in the pytree, so copies of the gradients and
+    Inside `jit`, row gradients that a collection computes have `summands`, the inputs from which
+    `values` are computed. The summands are not in the pytree, so copies of the gradients and
     results of compiled programs have no summands.
 
     Args:
       rows: distinct row numbers in ascending order, with `NO_ROW` as padding at the end. On a mesh,
         the rows on each device are in ascending order. For a table with keys, `rows` is a uint32
-        array `[capacity, 3]`. The columns are the upper 32 bits of each key, the lower 32 bits, and
-        the number of occurrences of the key, which is 0 for padding. If a stack has several tables
-        with keys, a fourth column contains the index of the table.
+        array `[capacity, 3]`. The columns of `rows` are the upper 32 bits of each key, the lower 32
+        bits of the key, and the number of occurrences of the key, which is 0 for padding. If a
+        stack has several tables with keys, a fourth column contains the index of the table.
       values: float32 gradient of each row, zeros for padding.
       num_rows: number of rows of each stack, as pairs `(stack name, number of rows)` sorted by
         name.
@@ -154,7 +154,7 @@ class RowGradients:
     shardings: Shardings = None
     layout: Fingerprint | None = None
     # The field `opaque_rows` stores the row numbers in arrays that reject arithmetic. The property
-    # `rows`, which is defined after the class, reads and writes this field.
+    # `rows`, which is defined after the class, reads and writes `opaque_rows`.
     opaque_rows: Any = dataclasses.field(init=False, repr=False, compare=False)
     # The method `summed_from` sets the field `unsummed`, and the property `summands` reads it.
     unsummed: _Unsummed | None = dataclasses.field(
@@ -177,7 +177,7 @@ class RowGradients:
     def tree_unflatten(cls, static: tuple[Any, ...], children: Iterable[object]) -> RowGradients:
         """Row gradients from the parts that `tree_flatten_with_keys` returned.
 
-        `children` can also be placeholders of any type, which JAX puts in place of arrays.
+        Instead of arrays, JAX may pass placeholders of any type as `children`.
         """
         gradients = object.__new__(cls)
         names = ("opaque_rows", "values", "num_rows", "shardings", "layout")
@@ -216,12 +216,12 @@ class RowGradients:
 
     @property
     def summands(self) -> Summands | None:
-        """Inputs from which `values` are computed. None outside the trace that computed `values`.
+        """Inputs from which `values` are computed, or None outside the trace that computed `values`.
 
         `values` contains, for each distinct row, the sum of the gradients of all ids that read the
         row. An optimizer step uses the summands instead of `values`, so XLA does not compute
-        `values`, an array with space for one row per looked-up id. The summands are also None after
-        an array of the gradients was replaced.
+        `values`, an array with space for one row per looked-up id. After an array of the row
+        gradients is replaced, `summands` is None.
         """
         if self.unsummed is None:
             return None
@@ -360,7 +360,7 @@ def check_belong(
 def _shapes_fit(rows: tuple[int, ...], values: tuple[int, ...]) -> bool:
     """Whether an array of row numbers and an array of row gradients have matching shapes.
 
-    Both arrays may have leading axes that `lax.scan` added.
+    Row numbers and row gradients may have leading axes that `lax.scan` added.
 
     Args:
       rows: shape of the array of row numbers.
@@ -446,8 +446,8 @@ def clip_by_global_norm(
 def combine(first: RowGradients, *others: RowGradients) -> RowGradients:
     """The sum of several row gradients. Gradients of the same row are added.
 
-    Use `combine` to accumulate gradients over micro-batches. `lax.scan` over micro-batches stacks
-    gradients along a leading axis, and `combine` also sums such stacked gradients.
+    Use `combine` to accumulate gradients over micro-batches. The gradients of the micro-batches can
+    be separate arguments, or can be stacked along a leading axis by `lax.scan`.
 
     Raises: ValueError: the gradients belong to different collections.
     """
@@ -501,7 +501,7 @@ def _combine_parts(
     """Distinct rows of all `parts` on one device, and for each row the sum of its values.
 
     At most `capacity` row numbers can be distinct, so all entries after the first `capacity` are
-    padding, and are removed. For a table with keys, the result is not shortened.
+    padding, and are removed. For a table with keys, no padding is removed.
     """
     first_rows, first_values = parts[0]
     dim = first_values.shape[-1]

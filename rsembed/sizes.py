@@ -1,7 +1,7 @@
 """Sizes to which lists and arrays are padded.
 
-The size of a list or array is rounded up to one of a few allowed sizes. Batches of many sizes
-therefore need only a few compiled programs.
+The size of a list or array is rounded up to one of a few allowed sizes, so `jit` compiles only a
+few programs for batches of many sizes.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def size_of_list(count: int) -> int:
 
 
 def common_width(bags: Bags) -> int:
-    """Width of a padded array `[bags, width]` for these bags.
+    """Width of a padded array `[bags, width]` that holds `bags`.
 
-    The width is chosen so that the bags of later batches probably fit, too.
+    The bags of later batches probably fit into the width, so `jit` rarely compiles another program.
 
-    If there are at least `FEWEST_OF_ONE_LENGTH` bags, and all have the same length, the feature
-    probably has a fixed length, so the width is this length. Otherwise, the width is the length of
-    the longest bag, rounded up to a power of two.
+    At least `FEWEST_OF_ONE_LENGTH` bags that all have the same length suggest a feature with a
+    fixed length, so the width is the length of a bag. For fewer bags or bags of different lengths,
+    the width is the length of the longest bag, rounded up to a power of two.
     """
     lengths = np.diff(np.asarray(bags.offsets))
     longest = int(lengths.max(initial=1))

@@ -38,12 +38,13 @@ def plot_id_frequency(
 ) -> Axes:
     """Plots how often each id occurs, most frequent first, on logarithmic axes.
 
-    Ids that never occur are left out. Another call with the same `ax` adds a curve.
+    Ids that never occur are left out. To add a curve, call `plot_id_frequency` again with the same
+    `ax`.
 
     Args:
       counts: occurrences of each id, for example from `np.bincount`.
       ax: the axes to draw on. If None, the function creates a new figure.
-      **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
+      **line_kwargs: options of the curve. The option `label` adds a legend.
     """
     ax = axes_or_new(ax)
     shares = check_shares("plot_id_frequency: counts", counts)
@@ -66,8 +67,8 @@ def plot_coverage(
 ) -> Axes:
     """Plots the share of lookups that read the hottest rows, against the number of these rows.
 
-    The logarithmic x axis shows the number of rows as a percentage of all rows of the table.
-    Another call with the same `ax` adds a curve.
+    The logarithmic x axis shows the number of rows as a percentage of all rows of the table. To add
+    a curve, call `plot_coverage` again with the same `ax`.
 
     Args:
       counts: number of lookups of each row, or the probability that a lookup reads the row, with 0
@@ -75,7 +76,7 @@ def plot_coverage(
       num_rows: number of rows of the table. Set `num_rows` if `counts` leaves out rows that are
         never looked up. If None, the table has one row for each count.
       ax: the axes to draw on. If None, the function creates a new figure.
-      **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
+      **line_kwargs: options of the curve. The option `label` adds a legend.
 
     Raises: ValueError: a count is negative, all counts are 0, or there are more counts than rows.
     """
@@ -221,7 +222,7 @@ def plot_shard_load(
 
     Args:
       loads: for each layout name, an array with the number of ids that each shard looks up, from
-        `StackingPlan.shard_load`. Compute all arrays from the same batch of ids.
+        `StackingPlan.shard_load`. Compute the loads of all layouts from the same batch of ids.
       ax: the axes to draw on. If None, the function creates a new figure.
       **bar_kwargs: options of `Axes.bar`, for all bars.
 

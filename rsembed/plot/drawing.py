@@ -169,7 +169,7 @@ def label_ends(
 ) -> None:
     """Writes a label to the right of each point, and connects label and point by a thin line.
 
-    The line has the colour of the label.
+    The thin line has the colour of the label.
 
     Labels are further away from their points than in `label_points`, to make space for large
     markers.

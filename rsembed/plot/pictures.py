@@ -149,7 +149,7 @@ def plot_loss(
 ) -> Axes:
     """Plots a loss over training steps, with dashed lines at reference losses.
 
-    Another call with the same `ax` adds a curve.
+    To add a curve, call `plot_loss` again with the same `ax`.
 
     Args:
       losses: a loss for each point.
@@ -159,7 +159,7 @@ def plot_loss(
       references: losses to compare with, by name, such as `{"unigram entropy": 5.3}`.
       ylabel: label of the y axis, with the unit of the loss.
       ax: the axes to draw on. If None, the function creates a new figure.
-      **line_kwargs: options of the curve, such as `label=`. With a label, a legend appears.
+      **line_kwargs: options of the curve. The option `label` adds a legend.
 
     Raises: ValueError: `steps` and `losses` differ in length.
     """
@@ -267,8 +267,8 @@ def plot_limits(
 ) -> Axes:
     """Plots a count that was observed in each batch, and the limit for this count.
 
-    Crosses mark batches that exceed the limit. If a batch exceeds the limit, preprocessing drops
-    ids of the batch or raises an error.
+    Crosses mark batches that exceed the limit. Without minibatching, preprocessing drops ids of a
+    batch that exceeds a limit, or raises an error.
 
     Args:
       observed: the count in each batch, such as the number of ids in the fullest partition.
@@ -365,10 +365,10 @@ def plot_against_bytes(
     of its curve.
 
     Args:
-      results: for each method name, pairs `(bytes of the table, result)`. A result is a number,
-        such as a reconstruction error or a loss. If a method has several results for the same
-        number of bytes, for example from three seeds, the plot shows their mean, and a vertical
-        line from the lowest to the highest result.
+      results: for each method name, pairs `(bytes of the table, result)`. The result in each pair
+        is a number, such as a reconstruction error or a loss. If a method has several results for
+        the same number of bytes, for example from three seeds, the plot shows their mean, and a
+        vertical line from the lowest to the highest result.
       references: values to compare with, by name, drawn as dashed lines.
       ylabel: label of the y axis, with the unit of the results.
       ax: the axes to draw on. If None, the function creates a new figure.
