@@ -216,7 +216,7 @@ class RowGradients:
 
     @property
     def summands(self) -> Summands | None:
-        """Inputs from which `values` are computed, or None outside the trace that computed `values`.
+        """Inputs of `values`, or None outside the trace that computed `values`.
 
         `values` contains, for each distinct row, the sum of the gradients of all ids that read the
         row. An optimizer step uses the summands instead of `values`, so XLA does not compute

@@ -31,9 +31,9 @@ def export_rows(variable: EmbeddingVariable) -> dict[str, np.ndarray]:
 
     The arrays do not depend on the number of devices.
 
-    Returns: arrays `keys`, `values` and one `slot_<name>` per optimizer slot. For a hash table,
-      there are also `last_step` and `count`. If the table admits keys by their count, there are
-      also `waiting_keys`, `waiting_last_step` and `waiting_count`.
+    Returns: arrays `keys`, `values` and one `slot_<name>` per optimizer slot. A hash table adds the
+      arrays `last_step` and `count`. A hash table that admits keys by their count adds the arrays
+      `waiting_keys`, `waiting_last_step` and `waiting_count`.
     """
     tables = variable.table.collection.tables(state_of(variable))
     rows: dict[str, np.ndarray] = tables[variable.table.spec.name]
@@ -138,7 +138,7 @@ def load(path: str | os.PathLike[str], variables: object, optimizer: object = No
         arrays = _arrays_of_table(folder, manifest, name)
         _check_fits(path, facts[name], arrays, variable.table)
         loaded[name] = _loaded_copy(variable, arrays, facts[name]["step"])
-    # Variables are changed only here, after the rows of all tables have been read without an error.
+    # The variables change only after the rows of all tables have been read without an error.
     for name, variable in variable_of.items():
         variable.set_metadata(table=loaded[name].table)
         variable.set_value(loaded[name].get_value())
@@ -230,7 +230,7 @@ def _check_fits(
 
 
 def _description(table: VariableTable) -> dict[str, object]:
-    """Metadata of a table. `load` accepts a dump only if the dump has the same metadata."""
+    """Metadata that must be equal in a dump and in the table that loads the dump."""
     spec = table.spec
     return {
         "use_hashtable": isinstance(spec.storage, Hashed),

@@ -46,8 +46,8 @@ def group_embedding_lookup_sparse(
     """Pooled rows of many tables, which are looked up together.
 
     In a run of several processes, plain tables must be equal in all processes. If `params` contains
-    an `EmbeddingVariable`, every output has one row for each sample of all processes. Otherwise,
-    every output has one row for each sample of this process.
+    an `EmbeddingVariable`, every output has one row for each sample of all processes. If all tables
+    are plain, every output has one row for each sample of this process.
 
     Args:
       params: one table per output, of any dim: `EmbeddingVariable`s, or plain tables `[rows, dim]`
@@ -229,8 +229,7 @@ def _pool(
 ) -> Float[Array, "batch dim"]:
     """Pooled rows of a table that is a plain array.
 
-    The table is copied to every device. Each device then computes the outputs of a part of the
-    samples.
+    Every device gets a copy of the plain table, and computes the outputs of a part of the samples.
     """
 
     def on_device(values: Array, batch: lookups.KeysOfFeature) -> Array:
@@ -262,7 +261,7 @@ class EmbeddingColumn:
 def group_embedding_column_scope(name: str | None = None) -> contextlib.AbstractContextManager[str]:
     """Context manager that yields the name of a group of feature columns, as in DeepRec.
 
-    The context manager has no effect, because `input_layer` always looks up all feature columns in
+    The group does not change lookups, because `input_layer` always looks up all feature columns in
     one call.
 
     Args:

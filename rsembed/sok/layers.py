@@ -53,12 +53,12 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        # The engine is made and cached here, so that the first step is as fast as later steps.
+        # Build the engine now, so that the first step finds the engine in the cache of `engine_of`.
         lookups.engine_of(((self.variable.table.kind, (combiner,), False),))
 
     @property
     def embedding_variable(self) -> EmbeddingVariable:
-        """The layer's table. The attribute has this name in the Sparse Operation Kit, too."""
+        """The layer's table, under the attribute name of the Sparse Operation Kit."""
         return self.variable
 
     def _look_up(
@@ -126,19 +126,19 @@ class _Layer(nnx.Module):
 class DistributedEmbedding(_Layer):
     """Layer that looks up and pools rows for `slot_num` features, which share a sharded table.
 
-    `layer(keys)` looks up rows and trains nothing. This lookup returns zeros for a key without a
-    row. `out, backward = layer.vjp(keys)` is the lookup of a training step. `vjp` returns the
-    initial row for a new key. `backward(d_out)` stores the rows of new keys, and updates every row
-    that the lookup read. `backward` can be called once per lookup. Lookups and `backward` work
-    eagerly and under `nnx.jit`. `nnx.jit` copies the table unless the layer is donated
-    (`donate_argnums`). Outputs do not depend on the number of devices.
+    `layer(keys)` looks up rows, trains nothing, and returns zeros for a key without a row. To
+    train, look up rows with `out, backward = layer.vjp(keys)`. `layer.vjp` returns the initial row
+    for a new key. `backward(d_out)` stores the rows of new keys, and updates every row that the
+    lookup read. `backward` can be called once per lookup. Lookups and `backward` work eagerly and
+    under `nnx.jit`. `nnx.jit` copies the table unless the layer is donated (`donate_argnums`).
+    Outputs do not depend on the number of devices.
 
     Args:
       combiner: "sum", "mean" or "sqrtn" over the keys of a feature, in upper or lower case.
       max_vocabulary_size_per_gpu: number of rows on each device.
       embedding_vec_size: number of columns of the table.
-      slot_num: number of features per sample. All features read the same row for the same key. If
-        features need different rows, make the index of the feature a part of the key.
+      slot_num: number of features per sample. All features read the same row for the same key. To
+        give each feature its own rows, make the index of the feature a part of the key.
       max_nnz: maximum number of keys of one feature in one sample.
       max_feature_num: ignored, but accepted because the Sparse Operation Kit has this argument: the
         maximum number of keys per sample.
@@ -201,8 +201,9 @@ class DistributedEmbedding(_Layer):
 
         Args:
           keys: integers or `Keys` of shape `[batch, slot_num, keys]` or `[batch * slot_num, keys]`,
-            with padding -1 for signed dtypes. `Bags`, or lists with one bag per sample and feature,
-            are also accepted. With several processes, each process passes its part of the batch.
+            with padding -1 for signed dtypes. Instead of an array, you can pass `Bags`, or lists
+            with one bag per sample and feature. With several processes, each process passes its
+            part of the batch.
           weights: one weight per key, 1 by default.
           training: if True, the lookup returns the initial rows for new keys. If False, the lookup
             returns zeros for new keys.
@@ -233,8 +234,9 @@ class All2AllDenseEmbedding(_Layer):
     `DistributedEmbedding` describes how to train the layer. With `dynamic_input`, `keys` is a flat
     list of any length, such as the result of `unique`, and the result has the rows in the order of
     this list. With several processes, every process must pass the same number of keys (pad with
-    -1). In this case, the result has one row per key, followed by rows of zeros if the number of
-    keys is not a multiple of the number of devices.
+    -1). If the number of keys is not a multiple of the number of devices, the result of several
+    processes contains rows of zeros: after the rows of each process, or for traced or global
+    `keys`, after the rows of all processes.
 
     Args:
       max_vocabulary_size_per_gpu: number of rows on each device.
@@ -337,8 +339,9 @@ class All2AllDenseEmbedding(_Layer):
             keys = split_keys(keys, feature=what)
         num_shares = devices.num_devices
         if not inputs.is_unknown(bags):
-            # A traced or global array contains the keys of all processes. Any other array contains
-            # only the keys of this process, which are split over the devices of this process.
+            # A traced or global array contains the keys of all processes. A NumPy array or a local
+            # JAX array contains only the keys of this process, which are split over the devices of
+            # this process.
             num_shares = num_shares // devices.num_processes
         xp: Any = np if isinstance(keys.low, np.ndarray) else jnp
         num_padded = -keys.low.shape[0] % num_shares

@@ -1,7 +1,8 @@
 """Lookups in several embedding variables together, and the optimizer steps of these variables.
 
-The variables of a lookup are divided into groups of at most `STACKS_TOGETHER`. For each group, a
-`rsembed.collection.engine.Engine` has the compiled programs that look up and update its tables.
+The variables of a lookup are divided into groups of at most `STACKS_TOGETHER`. Each group has a
+`rsembed.collection.engine.Engine` with the compiled programs that look up and update the tables of
+the group.
 """
 
 from __future__ import annotations
@@ -147,8 +148,7 @@ def _programs(
 
     An engine has at most `STACKS_TOGETHER` variables, because the compile time of a program grows
     with the square of the number of tables in the program. Variables are grouped by the `kind` of
-    their tables, so that different lookups get equal engines more often and share the compiled
-    programs of these engines.
+    their tables, so that more lookups share an engine and the compiled programs of the engine.
 
     Args:
       variables: distinct embedding variables of all features.
@@ -228,8 +228,8 @@ class StepOnce:
       batch: keys of each output.
       wanted: number of new keys per device, by the index of their variable in `variables`.
       shapes: shapes of the outputs, which the gradients must have.
-      num_padded: number of padding rows that were removed from the end of the output. The gradient
-        of these rows is zero.
+      num_padded: number of padding rows that were removed from the end of the output. Padding rows
+        get a gradient of zero.
       is_used: whether this `StepOnce` has been called.
     """
 
@@ -271,12 +271,12 @@ class StepOnce:
             for number in range(len(self.variables)):
                 if self._may_fail_after_growth(number):
                     num_failed_before[number] = self._num_failed(number)
-        # No table grows after this line. Outside `jit`, the loop above has already enlarged the
-        # tables that had too few free rows. Inside `jit`, a table cannot grow.
+        # No table grows during the step. Outside `jit`, `_may_fail_after_growth` has already
+        # enlarged the tables that had too few free rows. Inside `jit`, a table cannot grow.
         never_grow = [False] * len(self.variables)
         for program in _programs(self.variables, self.features, grow=never_grow):
             # `_run` donates the old arrays of the program's tables, and stores the new arrays in
-            # the variables. The variables are therefore valid even if a later program fails.
+            # the variables at once, so all variables are valid even if a later program fails.
             self._run(program, gradients)
         for number, before in num_failed_before.items():
             num_failed = self._num_failed(number) - before
@@ -342,8 +342,8 @@ class StepOnce:
             num_missing = 0
         if num_missing > 0 or params.waiting is None:
             return num_missing > 0
-        # The number of keys that will start to wait for admission is not known here, but the number
-        # of all keys in the batch is an upper bound.
+        # Only the step computes how many keys start to wait for admission. Use an upper bound for
+        # that number: all keys that the batch looks up in the table.
         num_keys = 0
         for (feature_variable, _), keys in zip(self.features, self.batch, strict=True):
             if feature_variable is variable:
@@ -363,16 +363,16 @@ def look_up_variables(
     Args:
       variables: table of each feature. Features may share a table.
       batch: keys `[bags, width]` of each feature, or pairs `(keys, weights)`, sharded by bag.
-      combiners: combiner of each feature. With "none", the output has the shape
-        `[bags * width, dim]`.
+      combiners: combiner of each feature. With the combiner "none", the output of a feature has the
+        shape `[bags * width, dim]`.
       training: if True, the lookup returns the initial row for a new key, or zeros if no row is
         free for the key. If False, the lookup returns zeros for all new keys.
 
     Returns: the output of each feature, and a function that trains the tables.
 
     Raises: RuntimeError: a table with `when_full="error"` has too few free rows for the new keys.
-      Inside `jit`, no error is raised. Use `EmbeddingVariable.counts` to read how many keys
-      `failed`.
+      Inside `jit`, a full table raises no error. Use `EmbeddingVariable.counts` to read how many
+      keys `failed`.
     """
     by_identity = {id(variable): variable for variable in variables}
     distinct = list(by_identity.values())
@@ -415,7 +415,7 @@ def _check_room(variables: Sequence[EmbeddingVariable], wanted: Mapping[int, Arr
 def _num_missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
     """For each device, the number of new keys minus the number of free rows.
 
-    A positive number means that some new keys on the device get no row.
+    If a device has more new keys than free rows, some new keys on the device get no row.
     """
     num_free = on_host(keys.num_free).astype(np.int64)
     missing: np.ndarray = on_host(wanted) - num_free
@@ -425,7 +425,8 @@ def _num_missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices
 def _full(variable: EmbeddingVariable, num_failed: int) -> RuntimeError:
     """Error about new keys that got no row.
 
-    The error message suggests other settings, and leaves out settings that the table already has.
+    The error message suggests settings that make room for new keys, and leaves out settings that
+    the table already has.
     """
     table = variable.table
     storage = cast(Hashed, table.spec.storage)

@@ -1,6 +1,6 @@
 """TensorFlow's two variants of Adam, by TensorFlow's names.
 
-Embedding variables also accept all optimizers of `rsembed.optimizers`.
+Embedding variables accept every optimizer of `sok.optimizers` and of `rsembed.optimizers`.
 """
 
 from rsembed import optimizers

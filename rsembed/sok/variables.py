@@ -98,8 +98,9 @@ def Init(
     made after it.
 
     Args:
-      global_batch_size: number of samples per step on all devices. A batch of a different size is
-        an error. By default, batches may have any size.
+      global_batch_size: number of samples per step on all devices. A lookup raises ValueError for a
+        batch of a different size, unless the batch is traced or global. By default, batches may
+        have any size.
       mesh: mesh of the devices that share tables, by default a mesh of all devices.
       **distributed: options of `parallel.init`.
 
@@ -165,9 +166,8 @@ class VariableTable:
     def kind(self) -> VariableTable:
         """Table that represents all tables that share compiled programs with this table.
 
-        Tables that differ only in their names share compiled programs. All tables that share
-        programs have the same `kind`, which is the first of them for which this process computed
-        `kind`.
+        Tables that differ only in their names share compiled programs. Among the tables that share
+        compiled programs, `kind` is the table on which this process first read the property `kind`.
         """
         spec = self.spec
         key = (
@@ -184,8 +184,8 @@ class VariableTable:
     def init(self, key: PRNGKeyArray) -> EmbeddingState:
         """Initial state of the table.
 
-        A hash table starts without keys. Any other table starts with the initial values of all
-        rows, which depend on `key`.
+        A hash table starts without keys. A table without a hash table starts with the initial
+        values of all rows, which depend on `key`.
         """
         state = self.collection.init(key)
         return state._replace(key=self.context.devices.place(key, PartitionSpec()))
@@ -199,7 +199,7 @@ class EmbeddingVariable(nnx.Variable):
 
     Call `embedding_variable` or a layer to make an `EmbeddingVariable`. The attribute `table` is a
     `VariableTable`. The value of the variable is an `EmbeddingState`. `table.collection` is an
-    `EmbeddingCollection` that accepts this state.
+    `EmbeddingCollection` that accepts the value of the variable as its state.
     """
 
     @property
@@ -328,8 +328,8 @@ class CounterFilter:
 class GlobalStepEvict:
     """Eviction rule: keys that were not used for more than `steps_to_live` steps are evicted.
 
-    Keys that wait for admission are also removed after `steps_to_live` steps without use. If
-    `steps_to_live` is None, no key is evicted.
+    The rule applies to keys with a row and to keys that wait for admission. If `steps_to_live` is
+    None, no key is evicted.
 
     Source: DeepRec, `tf.GlobalStepEvict`.
     """
@@ -346,10 +346,10 @@ class GlobalStepEvict:
 @dataclasses.dataclass(frozen=True)
 @validated
 class L2WeightEvict:
-    """Eviction rule: a key is evicted if the L2 norm of the key's row is small.
+    """Eviction rule: keys of rows with a small L2 norm are evicted.
 
-    A norm is small if `norm**2 / 2` is below `l2_weight_threshold`. With a negative threshold, no
-    key is evicted.
+    A key is evicted if half the squared L2 norm of the key's row is below `l2_weight_threshold`.
+    With a negative `l2_weight_threshold`, no key is evicted.
 
     Source: DeepRec, `tf.L2WeightEvict`. DeepRec's documentation says that the threshold is compared
       with `norm`, but DeepRec's code compares the threshold with `norm**2 / 2`.
@@ -421,9 +421,9 @@ def embedding_variable(
       **policies: `when_full`, `eviction`, `admission_count`, `admission_capacity` and
         `admission_probability` of a hash table, see `rsembed.Hashed`. The value "error" of
         `when_full` has a different effect than in `rsembed.Hashed`: if the table has too few free
-        rows, the lookup of a training step raises an error and leaves all tables unchanged. With
-        the value "grow", which `rsembed.Hashed` does not accept, the table is enlarged before the
-        step.
+        rows, the lookup of a training step raises an error and leaves all tables unchanged. The
+        value "grow" of `when_full`, which `rsembed.Hashed` does not accept, enlarges a table with
+        too few free rows before the step.
 
     Raises:
       ValueError: an argument is out of range.
@@ -448,8 +448,8 @@ def embedding_variable(
         hash_options.append("evict_option")
     when_full = policies.get("when_full", "error") if use_hashtable else None
     if when_full == "grow":
-        # A `Hashed` storage does not support "grow". Instead, `make_larger` enlarges a full table
-        # before a step.
+        # A `Hashed` storage does not support "grow". Before a step, `make_larger` enlarges a table
+        # with too few free rows.
         policies["when_full"] = "error"
     key_dtype = dtype_among(KEY_DTYPES, key_dtype, f"{where}: key_dtype")
     storage: Hashed | RowNumbers = Hashed(key_dtype=key_dtype, **policies)
@@ -487,7 +487,8 @@ NAMED_INITIALIZERS: dict[str, Callable[..., Array]] = {
 }
 """Initializers with Keras' names and scales.
 
-CamelCase and the prefix `random_` are also accepted, as in `RandomUniform` and `random_uniform`.
+`embedding_variable` accepts each name in CamelCase or with the prefix `random_`, as in
+`RandomUniform` and `random_uniform`.
 """
 
 
