@@ -233,8 +233,8 @@ class All2AllDenseEmbedding(_Layer):
 
     `DistributedEmbedding` describes how to train the layer. With `dynamic_input`, `keys` is a flat
     list of any length, such as the result of `unique`, and the result has the rows in the order of
-    this list. With several processes, every process must pass the same number of keys (pad with
-    -1). If the number of keys is not a multiple of the number of devices, the result of several
+    `keys`. With several processes, every process must pass the same number of keys (pad with -1).
+    If the number of keys is not a multiple of the number of devices, the result of several
     processes contains rows of zeros: after the rows of each process, or for traced or global
     `keys`, after the rows of all processes.
 

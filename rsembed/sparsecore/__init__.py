@@ -33,13 +33,13 @@ _MODULES = {
 def install_as_jax_tpu_embedding() -> contextlib.ExitStack:
     """Makes `import jax_tpu_embedding.sparsecore...` import `rsembed.sparsecore` in this process.
 
-    Call this function before you import a library that uses the JAX SparseCore API, such as
-    `keras_rs`. After the call, `keras_rs.layers.DistributedEmbedding` runs on rsembed. To run a
-    script unchanged, use `python -m rsembed.sparsecore SCRIPT`.
+    Call `install_as_jax_tpu_embedding` before you import a library that uses the JAX SparseCore
+    API, such as `keras_rs`. After the call, `keras_rs.layers.DistributedEmbedding` runs on rsembed.
+    To run a script unchanged, use `python -m rsembed.sparsecore SCRIPT`.
 
     Returns: a context manager that removes the `jax_tpu_embedding` modules of rsembed from
-      `sys.modules` at the end of its `with` block. Without a `with` statement, the modules stay in
-      `sys.modules`.
+      `sys.modules` at the end of its `with` block. Without a `with` statement, the
+      `jax_tpu_embedding` modules of rsembed stay in `sys.modules`.
 
     Raises: RuntimeError: jax-tpu-embedding itself has already been imported.
 

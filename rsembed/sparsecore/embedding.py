@@ -174,11 +174,11 @@ def init_embedding_variables(
       table_specs: tables, for example from `get_table_specs`. A table that is not assigned to a
         stack yet becomes the only table of a stack.
       global_sharding: `NamedSharding(mesh, PartitionSpec(axis, None))`. With
-        `PartitionSpec(axis, None, None)`, arrays get a leading axis of devices, as `jax.pmap`
-        needs.
+        `PartitionSpec(axis, None, None)`, tables and slots get a leading axis of devices, as
+        `jax.pmap` needs.
       num_sparsecore_per_device: SparseCores per device, by default the number for which the tables
-        were stacked. The variables do not record this number of SparseCores. A lookup with specs
-        that were stacked for a different number reads wrong rows without an error.
+        were stacked. The variables do not record the number of SparseCores. A lookup with specs
+        that were stacked for another number of SparseCores reads wrong rows without an error.
       bypass_mesh_check: ignored. The mesh may have its devices in any order.
 
     Raises:
@@ -193,7 +193,7 @@ def init_embedding_variables(
             "either needs to be in the format ('x', None) or, for jax.pmap, ('x', None, None); "
             f"got {global_sharding.spec}."
         )
-    mesh: Any = global_sharding.mesh  # The type is `Any` because the mesh may be abstract.
+    mesh: Any = global_sharding.mesh  # `Any`, because the mesh can be an `AbstractMesh`.
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
     variables = initialize(
         rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device
@@ -215,11 +215,11 @@ def update_preprocessing_parameters(
 ) -> None:
     """Sets the limits and buffer sizes of all stacks in place, from observed statistics.
 
-    By default, as in jax-tpu-embedding, limits are set to the largest observed values. The
-    buffers are then small, but almost every call changes their size, so the training step must be
-    compiled again. For a long run, prefer `policy=LimitsPolicy()`: this policy adds headroom, never
-    lowers a limit, and uses only a few sizes. The new limits are part of the next preprocessed
-    batch, so `jit` traces the training step again if the limits changed.
+    By default, as in jax-tpu-embedding, limits are set to the largest observed values. Limits
+    without headroom keep the buffers small, but almost every call changes the buffer sizes, so
+    `jit` compiles the training step again. For a long run, prefer `policy=LimitsPolicy()`, which
+    adds headroom, never lowers a limit, and uses only a few sizes. The new limits are part of the
+    next preprocessed batch, so `jit` traces the training step again if the limits changed.
 
     Args:
       feature_specs: specs of all features, with their tables already assigned to stacks.
@@ -267,9 +267,9 @@ def sparse_dense_matmul(
         by default.
       perform_unstacking: if False, the result is `{stack: activations}` in the layout of the stack.
       use_activation_unstack_primitive: ignored, as only jax-tpu-embedding uses this option.
-      axis_name: mesh axes that shard the tables, outermost first. By default, all axes of the
-        surrounding `shard_map` if together they have `global_device_count` devices, else the only
-        axis with `global_device_count` devices.
+      axis_name: mesh axes that shard the tables, outermost first. By default, tables are sharded by
+        all axes of the surrounding `shard_map` if the axes together have `global_device_count`
+        devices, else by the only axis with `global_device_count` devices.
 
     Returns:
       Activations `[samples of this device, output dim]` in a tree like `feature_specs`. The
@@ -327,11 +327,11 @@ def sparse_dense_matmul_grad(
       activation_gradients: gradients of the activations, in a tree like `feature_specs`. With
         `perform_stacking=False`, `{stack: gradients}` in the layout of the stack.
       preprocessed_inputs: this device's part of the batch, as passed to `sparse_dense_matmul`.
-      embedding_variables: this device's part of the variables, by stack. A plain tuple of a table
-        and its optimizer slots is also accepted.
+      embedding_variables: this device's part of the variables, by stack: `EmbeddingVariables`, or a
+        plain tuple of a table and its optimizer slots.
       feature_specs: specs of all features, with their tables already assigned to stacks.
-      global_device_count: number of devices that share the tables. By default, it is the number of
-        samples in the global batch, divided by the number of samples in `activation_gradients`.
+      global_device_count: number of devices that share the tables, by default the number of samples
+        in the global batch divided by the number of samples in `activation_gradients`.
       sharding_strategy: "MOD", the only sharding strategy.
       label: ignored. jax-tpu-embedding uses the label as the name of a program.
       step: index of the training step, from 0. Pass `step` if an optimizer, a learning rate or
@@ -343,8 +343,8 @@ def sparse_dense_matmul_grad(
       perform_stacking: if False, gradients are expected in the layout of the stack.
       use_gradient_stacking_primitive: ignored, as only jax-tpu-embedding uses this option.
       embedding_var_limits: a pair `(minimum, maximum)` for each stack, by stack name. The values of
-        updated rows are clipped to this range. None instead of a number means no limit. By default,
-        values are not clipped.
+        updated rows are clipped to the range from minimum to maximum. A minimum or maximum of None
+        means no limit. By default, values are not clipped.
       axis_name: see `sparse_dense_matmul`.
 
     Returns: `{stack: variables}`. The new variables of a stack have the same tree structure as the
@@ -472,7 +472,7 @@ def stack_embedding_gradients(
                     "devices."
                 )
             # If a feature has more output columns than its table, the last output columns are
-            # padding. Their gradients are ignored.
+            # padding, and the gradients of padding columns are ignored.
             gradient = gradient[:, : feature.table_spec.embedding_dim]
             padded = jnp.pad(gradient, ((0, 0), (0, width - gradient.shape[1])))
             pieces.append(padded.reshape(layout.num_cores, -1, width))
@@ -483,8 +483,8 @@ def stack_embedding_gradients(
 def _num_devices(gradients: ArrayLike, num_samples: int | None) -> int:
     """Number of devices, computed from the global batch size and the gradients of one device.
 
-    The number of devices is `num_samples`, divided by the number of samples in `gradients`. If this
-    is not a positive integer, or `num_samples` is None, the function returns 1.
+    The number of devices is `num_samples`, divided by the number of samples in `gradients`, or 1 if
+    the quotient is not a positive integer or `num_samples` is None.
     """
     num_local = gradients.size // max(1, gradients.shape[-1])
     if not num_samples or not num_local or num_samples % num_local:
@@ -506,8 +506,8 @@ def _stacks(
 
     The exchange capacity of a stack is the number of distinct rows that a device can request from
     one other device in one round of the exchange. Minibatches exist because the memory of a
-    SparseCore can be too small for a whole batch. This limit does not apply here, so all
-    minibatches of a batch are looked up together.
+    SparseCore can be too small for a whole batch. rsembed does not use the memory of a SparseCore,
+    so all minibatches of a batch are looked up together.
     """
     if isinstance(inputs, SparseDenseMatmulInput):
         inputs = PreprocessedInput(inputs)
@@ -559,8 +559,8 @@ def _stacks(
     for layout, partition, (rows, offsets, gains) in zip(
         layouts.values(), partitions, entries, strict=True
     ):
-        # The engine treats a stack as one table with one feature. The ids of this feature are row
-        # indices in the stack, and its samples have the same order as in the buffers.
+        # Treat a stack as one table with one feature, which has row indices in the stack as ids,
+        # and has its samples in the order of the buffers.
         occurrences = Occurrences(Call.of([IdList(rows, offsets, gains)], ["sum"]))
         num_ids = partition.embedding_ids.size
         if layout.declared_ids is not None:  # The buffer can have more entries than there are ids.
@@ -599,12 +599,13 @@ def _table_devices(num_devices: int, axis_name: AxisName | None = None) -> Devic
 
     Args:
       num_devices: number of devices that share the tables.
-      axis_name: names of the axes, outermost first. By default, all axes of the `shard_map` if they
-        have `num_devices` devices in total, otherwise the single axis that has `num_devices`
-        devices.
+      axis_name: names of the axes, outermost first. The default is all axes of the `shard_map` if
+        the axes together have `num_devices` devices, else the only axis with `num_devices` devices.
 
     Raises:
-      ValueError: there is no surrounding `shard_map`, no axis fits, or several axes fit.
+      ValueError: there is no surrounding `shard_map`, the axes in `axis_name` do not have
+        `num_devices` devices, or without `axis_name`, no axis or more than one axis has
+        `num_devices` devices.
     """
     if num_devices == 1:
         return Devices()

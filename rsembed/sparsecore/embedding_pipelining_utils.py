@@ -10,13 +10,13 @@ lookup    activations of batch i, from the updated tables
 dense     forward and backward pass of batch i - 1, with the activations of the previous cycle
 ```
 
-When batch `i` is looked up, exactly one update is missing, the update for batch `i - 1`. A row that
-batches `i - 1` and `i` both read is therefore one update late in batch `i`. A row that batch
-`i - 1` does not read is up to date. A sequential training loop that delays every update by one
-batch computes the same values.
+When batch `i` is looked up, exactly one update is missing, the update for batch `i - 1`. If batches
+`i - 1` and `i` read the same row, batch `i` reads the row without the update for batch `i - 1`. A
+row that batch `i - 1` does not read is up to date, unless the optimizer changes all rows in every
+step. A sequential training loop that delays every update by one batch computes the same values.
 
-In cycles 0 and 1, there are no gradients yet. The update stage of cycles 0 and 1 runs on a batch
-without ids, so no row and no optimizer state changes.
+Cycles 0 and 1 have no gradients for the update stage. The update stage of cycles 0 and 1 runs on a
+batch without ids, so no row and no optimizer state changes.
 """
 
 from __future__ import annotations
@@ -115,9 +115,9 @@ ScBwdStageFun = Callable[..., tuple[Variables, Aux]]
 """Update stage: updates the tables with the gradients of one batch.
 
 The arguments are `(sparse_inputs, embedding_gradients, embedding_variables, tc_aux)`, and the
-results are `(new variables, aux)`. If the function has a parameter named `step`, it also gets the
-index, from 0, of the batch that the gradients belong to. In the first two cycles, which have no
-gradients, `step` is negative.
+results are `(new variables, aux)`. An update stage with a parameter named `step` gets the index,
+from 0, of the batch that the gradients belong to. In the first two cycles, which have no gradients,
+`step` is negative.
 """
 
 
@@ -127,7 +127,7 @@ def get_pipeline_train_steps(num_steps: int) -> int:
 
 
 def is_output_valid(pipeline_step: int, num_steps: int) -> bool:
-    """True if a cycle has an output of the dense stage, for batch `pipeline_step - 1`."""
+    """Whether cycle `pipeline_step` runs the dense stage, on batch `pipeline_step - 1`."""
     return 1 <= pipeline_step <= num_steps
 
 
@@ -145,15 +145,15 @@ def get_initial_state(
     Id buffers of zeros represent batches without ids.
 
     Args:
-      pipeline_input: any batch. Only the shapes and dtypes of the batch are used.
+      pipeline_input: any batch, used only for its shapes and dtypes.
       tc_train_state: state of the dense stage.
       embedding_variables: tables and optimizer slots of all stacks, by stack name.
       sc_fwd_function: lookup stage, a `ScFwdStageFun`.
       tc_function: dense stage, a `TcStageFun`.
-      dense_input_sharding: sharding of dense inputs. By default, the zeros are placed on devices as
-        by `jnp.zeros`.
-      sparse_input_sharding: sharding of sparse inputs, activations and gradients of activations,
-        with the same default.
+      dense_input_sharding: sharding of dense inputs, by default the sharding of a `jnp.zeros`
+        array.
+      sparse_input_sharding: sharding of sparse inputs, activations and gradients of activations, by
+        default the sharding of a `jnp.zeros` array.
     """
     shapes = jax.eval_shape(lambda tree: tree, pipeline_input)
     activations, sc_fwd_aux = jax.eval_shape(
@@ -250,9 +250,10 @@ def step(
       sc_fwd_function: lookup stage, a `ScFwdStageFun`.
       tc_function: dense stage, a `TcStageFun`.
       sc_bwd_function: update stage, a `ScBwdStageFun`.
-      fake_tc_step: whether the dense stage is skipped: `not is_output_valid(i, n)`. For a Python
-        bool, `jit` compiles a program with the dense stage and another program without it. For a
-        traced bool, `jit` compiles one program with a branch.
+      fake_tc_step: whether the dense stage is skipped: `not is_output_valid(i, n)`. If
+        `fake_tc_step` is a Python bool, `jit` compiles a program with the dense stage and another
+        program without the dense stage. If `fake_tc_step` is traced, `jit` compiles one program
+        that may skip the dense stage.
 
     Returns:
       The output of the dense stage (for batch `i - 1`, or zeros if the dense stage is skipped), the
@@ -305,7 +306,7 @@ def get_default_sc_fwd_function(
     sharding_axis: str | tuple[str, ...] | None = None,
     enable_minibatching: bool = False,
 ) -> ScFwdStageFun:
-    """Lookup stage for all features on a mesh. Its auxiliary output is None.
+    """Lookup stage for all features on a mesh, with None as auxiliary output.
 
     Args:
       feature_specs: specs of all features, with their tables already assigned to stacks.
@@ -333,11 +334,11 @@ def get_default_sc_bwd_function(
     sharding_axis: str | tuple[str, ...] | None = None,
     enable_minibatching: bool = False,
 ) -> ScBwdStageFun:
-    """Update stage for all tables on a mesh. Its auxiliary output is None.
+    """Update stage for all tables on a mesh, with None as auxiliary output.
 
     For the arguments see `get_default_sc_fwd_function`. The returned update stage has a keyword
-    argument `step`, the index of the batch that the gradients belong to. The function
-    `embedding_pipelining_utils.step` passes this argument.
+    argument `step`, the index of the batch that the gradients belong to.
+    `embedding_pipelining_utils.step` passes the argument `step` to the update stage.
     """
     devices = Devices.of(global_mesh, sharding_axis)
     tables = ShardedTables(
@@ -361,7 +362,8 @@ def get_default_sc_bwd_function(
         def stepped(variables: Variables) -> Variables:
             return tables.update(embedding_gradients, variables, number, sparse_inputs)
 
-        if not moves_all_rows:  # With these optimizers, a batch without ids changes no row.
+        # Without `moves_all_rows`, a batch without ids changes no row.
+        if not moves_all_rows:
             return stepped(embedding_variables), None
         new_variables = jax.lax.cond(
             step >= 0, stepped, lambda variables: variables, embedding_variables

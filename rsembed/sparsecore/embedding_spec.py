@@ -69,8 +69,8 @@ _CODES: dict[type[OptimizerSpec], int] = {
     FTRLOptimizerSpec: 4,
     F2AOptimizerSpec: 5,
     AdagradMomentumOptimizerSpec: 6,
-    # jax-tpu-embedding defines the codes 1 to 7, where code 7 means a custom optimizer. Codes above
-    # 7 exist only in rsembed.
+    # jax-tpu-embedding defines the optimizer codes 1 to 7, where code 7 means a custom optimizer.
+    # Optimizer codes above 7 exist only in rsembed.
     LaPropOptimizerSpec: 8,
     RowWiseAdagradOptimizerSpec: 9,
 }
@@ -250,8 +250,7 @@ def create_proto_from_feature_specs(
 def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, Any]:
     """Values of all fields of `source` that the dataclass `record` also has, by field name.
 
-    The result also contains the keyword arguments `recorded`, which replace fields of the same
-    name.
+    The keyword arguments `recorded` are added to the result, and replace fields of the same name.
     """
     names_of_record = {field.name for field in dataclasses.fields(record)}
     shared = {}
@@ -292,7 +291,7 @@ def get_optimizer_type(optimizer_class: type[OptimizerSpec]) -> int:
 def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
     """The optimizer class with the numeric code `optimizer_type`.
 
-    The inverse function is `get_optimizer_type`.
+    `get_optimizer_class` is the inverse of `get_optimizer_type`.
 
     Raises: ValueError: no optimizer class has the code, or the code means a custom optimizer.
     """
@@ -308,9 +307,9 @@ def get_optimizer_class(optimizer_type: int) -> type[OptimizerSpec]:
 def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
     """Description of an optimizer.
 
-    A description cannot contain functions. For a custom update rule, the description contains only
-    the type, the short name and the learning rate. For a learning rate that is a function, it
-    contains only the function's name.
+    An `OptimizerRecord` cannot contain functions. For an optimizer class without a code, the record
+    contains only the type, the short name and the learning rate. If the learning rate is a
+    function, the record contains only the name of the function.
     """
     learning_rate = opt.learning_rate
     tag = None
@@ -341,8 +340,8 @@ def optimizer_spec_to_proto(opt: OptimizerSpec) -> OptimizerRecord:
 def proto_to_optimizer_spec(proto: OptimizerRecord) -> OptimizerSpec:
     """The optimizer that a result of `optimizer_spec_to_proto` describes.
 
-    Raises: ValueError: the update rule or the learning rate of the described optimizer is a
-      function. `proto` contains no functions.
+    Raises: ValueError: the optimizer that `proto` describes has a class without a code, or has a
+      function as its learning rate.
     """
     if proto.type == CUSTOM_CODE or proto.learning_rate is None:
         what = (
@@ -406,8 +405,8 @@ def get_row_ids_in_stacked_tables(
       row_ids: ids to convert, by table name.
 
     Returns:
-      For each stack, a list of row indices: first for the ids of the stack's first table, then for
-      its second table, in the order of `table_specs`.
+      For each stack, a list with the row indices of the ids. The tables of the stack follow each
+      other in the order of `table_specs`.
 
     Raises: ValueError: `embedding_spec_proto` does not describe a table in `row_ids`, or an id is
       outside its table.

@@ -156,7 +156,7 @@ class StackLayout:
 
     @property
     def samples_per_core(self) -> int:
-        """Number of samples of all features together that one core handles."""
+        """Number of samples that one core handles, summed over all features."""
         return self.spec.total_sample_count // self.num_shards
 
     @property
@@ -241,10 +241,10 @@ class StackLayout:
     def buffer_size_per_device(self, enable_minibatching: bool = False) -> int:
         """Size of the input buffer of one device, in entries.
 
-        If the stack has a `suggested_coo_buffer_size_per_device`, the buffer has this size, rounded
-        up. Otherwise, the buffer has the maximum size, with room for `max_ids_per_partition` ids in
-        every partition. For a stack of several tables, a suggested size above the maximum size is
-        reduced to the maximum size.
+        If the stack has a `suggested_coo_buffer_size_per_device`, the buffer has the suggested
+        size, rounded up. Without a suggested size, the buffer has the maximum size, with room for
+        `max_ids_per_partition` ids in every partition. For a stack of several tables, a suggested
+        size above the maximum size is reduced to the maximum size.
 
         Raises: ValueError: the stack has one table, and its suggested size exceeds the maximum
           size.
@@ -256,9 +256,9 @@ class StackLayout:
             return largest
         size = round_up(suggested, SUBLANES * self.num_cores)
         if size > largest and len(self.tables) > 1:
-            # The suggested size of a stack is the sum of the suggested sizes of its tables. All
-            # tables together share the limit `max_ids_per_partition`, so the sum can exceed the
-            # size that this limit allows.
+            # The suggested size of a stack is the sum of the suggested sizes of its tables. The sum
+            # can exceed the maximum size, because all tables together share the limit
+            # `max_ids_per_partition`.
             return largest
         if size > largest:
             raise ValueError(
@@ -279,7 +279,7 @@ def compute_row_pointers_size_per_device(
     """Number of row pointers of one device for one stack.
 
     Each core has one row pointer per shard, and at least 8 row pointers. With minibatching, each
-    core has 64 times as many row pointers, one set for every minibatch.
+    core has 64 sets of row pointers, one set for every minibatch.
     """
     num_cores = resolve_cores(num_sc_per_device, global_device_count)
     pointers_per_block = max(global_device_count * num_cores, SUBLANES)
@@ -308,7 +308,7 @@ def coo_buffer_size(
 ) -> int:
     """Same as `compute_theoretical_max_coo_buffer_size`, without its checks of the arguments.
 
-    The checks would take time in every batch.
+    Checks of the arguments would take time in every batch.
     """
     blocks_per_core = MAX_MINIBATCHES if enable_minibatching else 1
     num_partitions = num_cores * num_devices * num_cores * blocks_per_core
@@ -321,8 +321,8 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
     Args:
       tables: specs of tables that are assigned to stacks.
       num_devices: number of devices that share the tables.
-      num_sc_per_device: expected number of SparseCores per device. If None, it is the number of
-        shards of the first table, divided by `num_devices`.
+      num_sc_per_device: expected number of SparseCores per device. With None, the expected number
+        is the number of shards of the first table, divided by `num_devices`.
 
     Raises: ValueError: a table is not assigned to a stack, or was stacked for a different number of
       shards.
@@ -355,8 +355,8 @@ def stack_layouts(
     Args:
       feature_specs: specs of all features, with their tables already assigned to stacks.
       num_devices: number of devices that share the tables.
-      num_cores: expected number of SparseCores per device. If None, it is the number of shards of
-        the first table, divided by `num_devices`.
+      num_cores: expected number of SparseCores per device. With None, the expected number is the
+        number of shards of the first table, divided by `num_devices`.
 
     Raises:
       ValueError: a table is not assigned to a stack, or was stacked for a different number of
@@ -440,9 +440,9 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
     try:
         return structure.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):
-        # Either the trees have different entries, or they differ only in the types of their
-        # containers. To distinguish the two cases, compare the entries of the outermost containers,
-        # then each entry recursively.
+        # `flatten_up_to` fails if the trees have different entries, and also if only the types of
+        # their containers differ. To allow different types, compare the entries of the outermost
+        # containers, then each entry recursively.
         children = jax.tree_util.tree_leaves_with_path(
             specs, is_leaf=lambda node: node is not specs
         )
@@ -482,8 +482,8 @@ def check_is_array(table: TableSpec) -> None:
 def with_place(table: TableSpec, num_shards: int) -> TableSpec:
     """The table if its stack and number of shards are set, else a copy in which both are set.
 
-    If the table has no stack, the copy is the only table of a stack with the table's name. The
-    stack of the copy has `num_shards` shards.
+    The stack of a copied table has `num_shards` shards. If the table has no stack, the copied table
+    is the only table of a new stack with the table's name.
     """
     check_is_array(table)
     stack = table.stacked_table_spec

@@ -51,9 +51,9 @@ def table_mesh(mesh: Mesh | None, sharding_axis: str | tuple[str, ...]) -> Devic
         if len(axes) != 1:
             raise ValueError(f"sharding_axis {axes} needs a mesh; pass mesh=.")
         mesh = Mesh(np.asarray(jax.devices()), axes)
-    # `Devices.of` gives all axes of its mesh the type `AxisType.Auto`. Use the user's mesh instead,
-    # because with axes of type `Explicit`, JAX requires that the "gradient" of a table has the same
-    # sharding as the table.
+    # Replace the mesh of `Devices.of`, which has only axes of type `AxisType.Auto`, by the user's
+    # mesh. If the user's mesh has axes of type `Explicit`, JAX requires that the "gradient" of a
+    # table has the same sharding as the table.
     return dataclasses.replace(Devices.of(mesh, sharding_axis), mesh=mesh)
 
 

@@ -43,14 +43,14 @@ class SparseCoreEmbed(MeshLayer, nn.Module):
       feature_specs: specs of all features, with their tables already assigned to stacks. See
         `embedding.prepare_feature_specs_for_training`.
       sharding_axis: mesh axis (or axes) that shards tables and batch. Tables and batch are
-        replicated along the other axes of the mesh.
-      mesh: mesh with the devices of the layer. With None, the default, the layer makes a mesh with
-        all devices on one axis, and stores the mesh in this attribute.
+        replicated along mesh axes that `sharding_axis` does not name.
+      mesh: mesh with the devices of the layer. If you pass None, the default, the attribute `mesh`
+        is set to a mesh with all devices on one axis.
       table_sharding_strategy: "MOD", the only sharding strategy.
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches instead of
         raising an error, False by default.
       num_sc_per_device: SparseCores per device. If you pass None, the default, or -1, the attribute
-        is set to the number for which the tables were stacked.
+        `num_sc_per_device` is set to the number for which the tables were stacked.
     """
 
     feature_specs: embedding.Nested[FeatureSpec]

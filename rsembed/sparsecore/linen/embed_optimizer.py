@@ -23,8 +23,8 @@ def create_optimizer_for_sc_model(
 
     Args:
       params: the parameters of the model.
-      tc_optimizer: optimizer of the dense parameters. It ignores the tables: its state contains
-        nothing for the tables, and its gradient norms do not include their gradients.
+      tc_optimizer: optimizer of the dense parameters. `tc_optimizer` does not see the tables: its
+        state has no entries for tables, and its gradient norms do not include gradients of tables.
     """
 
     def label(path: KeyPath, _: object) -> str:
@@ -37,8 +37,8 @@ def create_optimizer_for_sc_model(
 def apply_updates_for_sc_model(params: Params, updates: Params) -> Params:
     """Parameters of the model after an update.
 
-    Tables, optimizer slots and step counters are replaced by their updates. All other updates are
-    added to the parameters.
+    Tables, optimizer slots and step counters are replaced by their updates. The updates of all
+    dense parameters are added to the parameters.
 
     Args:
       params: the parameters of the model.
