@@ -29,7 +29,7 @@ class Occurrences(NamedTuple):
 
     Attributes:
       call: kernel call that looks up the ids. For keyed tables, the ids in `call` are indices into
-        `keys`. For other tables, they are row numbers. Padding is `NO_ROW`.
+        `keys`. For tables without keys, the ids in `call` are row numbers. Padding is `NO_ROW`.
       keys: 64-bit keys that the batch looks up, for keyed tables. None: ids are row numbers.
       table: index of the stack's array among the arrays that `call` reads, 0 by default.
       dims: row length of each array that `call` reads. Empty if `call` reads a single array.
@@ -104,11 +104,12 @@ class Occurrences(NamedTuple):
 def bags_of(
     batch: PreparedBatch, features: Sequence[FeaturePlacement]
 ) -> tuple[list[Bags], list[Segment]]:
-    """Lists of ids for a kernel call that looks up some features, and one segment per feature.
+    """Arguments of a kernel call that looks up some features: lists of ids, one segment per
+    feature.
 
     Each list is a `Bags` object, which can hold the bags of several features. The segment of a
-    feature contains two things: the index of the list that holds the bags of the feature, and the
-    range of these bags in the list.
+    feature has the index of the list with the feature's bags, the range of the feature's bags in
+    the list, and the combiner of the feature.
     """
     all_bags: list[Bags] = []
     segments: list[Segment] = []
@@ -149,7 +150,7 @@ def rows_of_array(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
 
 
 def row_numbers(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-    """Ids of a batch as row numbers, which a storage then translates, for example to cache slots.
+    """Ids of a batch as row numbers, for storages that translate row numbers, such as caches.
 
     Rows are numbered consecutively over the tables of the stack. An id outside its table, or an id
     that belongs to no bag, becomes `NO_ROW`, so that the storage does not look it up.

@@ -334,8 +334,8 @@ class LogicalTables:
     def _host_last(self, names: Iterable[str]) -> list[str]:
         """Sorts names of stacks for writing: stacks on the host are written last.
 
-        A write to a stack on the host makes the old state invalid. If a write to any other stack
-        fails, no stack on the host has been written, so the old state is still valid.
+        A write to a stack on the host makes the current state invalid. Stacks on the device are
+        written first, so the current state stays valid if a write to the device fails.
         """
         return sorted(names, key=self.on_host.__contains__)
 
@@ -349,8 +349,8 @@ class LogicalTables:
         ]
         for part, array in parts:
             if isinstance(array, SavedArray):
-                # `array` has not been read from its file yet. A check would read the file now, and
-                # loading would read the file again, which is slow.
+                # `array` has not been read from its file yet. A check of `array` would read the
+                # file one more time, which is slow.
                 continue
             where = f"table {table_name!r}: its {part}"
             check_finite(array, where, may_be_negative=part not in non_negative)

@@ -49,16 +49,16 @@ class PreparedBatch(Mapping[str, PyTree]):
 
     On a mesh, the list consists of one part for each device, with the bags of the device's samples.
     All parts are padded to the same length, `room`. The parts are concatenated to global arrays
-    with `parts * room` ids, `parts * room` weights and `parts * (bags + 1)` offsets. These arrays
-    are split over the devices. In each part, the offsets start at 0.
+    with `parts * room` ids, `parts * room` weights and `parts * (bags + 1)` offsets, which are
+    split over the devices. The offsets of each part start at 0.
 
     Args:
       lists: mapping from the name of each stack with ragged features to a list with the bags of
         these features. Within each part of the list, the bags of a feature are consecutive.
       arrays: ids of the features that are not in `lists`, by feature name: an array, a pair of ids
         and weights, or `Bags`.
-      listed: for each ragged feature, a pair of its name and a `Listed`, which shows where the bags
-        of the feature are in `lists`. The pairs are sorted by name.
+      listed: pairs of the name of a ragged feature and a `Listed`, which shows where the feature's
+        bags are in `lists`.
       features: names of all features, in the order of the collection.
       made_for: identity (`identity_of`) of the collection that checked the batch. None: the batch
         was not checked.
@@ -83,7 +83,8 @@ class PreparedBatch(Mapping[str, PyTree]):
     def of(batch: Mapping[str, PyTree]) -> PreparedBatch:
         """Converts a mapping from features to ids to a `PreparedBatch`.
 
-        The ids of ragged features are not concatenated. A `PreparedBatch` is returned unchanged.
+        `PreparedBatch.of` does not concatenate the ids of ragged features, and returns a
+        `PreparedBatch` unchanged.
         """
         if isinstance(batch, PreparedBatch):
             return batch
@@ -106,8 +107,9 @@ class PreparedBatch(Mapping[str, PyTree]):
         """Ids of a feature, without a copy: an array, or `Bags`.
 
         If the feature is part of a list, the list must have only one part, as inside `shard_map`.
-        The `Bags` then have the offsets of this feature, but the ids of all features in the list.
-        Ids before the first offset and after the last offset belong to other features.
+        For such a feature, `in_list` returns `Bags` with the offsets of the feature and the ids of
+        all features in the list. Ids before the first offset and after the last offset belong to
+        other features.
         """
         place = self.place(feature)
         if place is None:
@@ -179,8 +181,8 @@ def _part_of_process(array: PyTree) -> np.ndarray:
     if not is_global(array):
         return np.asarray(array)
     parts = {}
-    # Several devices of this process may hold copies of the same part of the array. `parts` has
-    # only one entry for all these copies.
+    # Several devices of this process may hold copies of one part of the array. `parts` has one
+    # entry per part, not per copy.
     for shard in array.addressable_shards:
         start = shard.index[0].start or 0
         parts[start] = np.asarray(shard.data)
@@ -245,9 +247,10 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
 def room_for(bags: Sequence[Bags], num_parts: int) -> int:
     """Number of ids, padding included, in each part of a list with the bags of several features.
 
-    The number is one of the sizes that `size_of_list` returns, unless the ids of every feature are
-    already padded. Then a list with one part has exactly as many ids as the padded features
-    together. In a list with several parts, all parts together have at least as many.
+    If the ids of any feature have no padding, the result is one of the sizes that `size_of_list`
+    returns. If the ids of every feature are padded, a list with one part has exactly as many ids as
+    the padded features together, and a list with several parts has at least as many ids in all
+    parts together.
     """
     if not bags:
         return 0
@@ -275,7 +278,7 @@ def room_for(bags: Sequence[Bags], num_parts: int) -> int:
 def _ends_of_parts(bags: Bags, num_parts: int) -> np.ndarray:
     """Boundaries between `num_parts` groups of consecutive bags, as indices into the feature's ids.
 
-    The first index is 0, and the last index is the number of ids.
+    The first boundary is 0, and the last boundary is the number of ids without padding.
     """
     bags_per_part = bags.num_bags // num_parts
     first_bags = np.arange(num_parts + 1) * bags_per_part

@@ -49,9 +49,9 @@ LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]
 class Rows(abc.ABC):
     """Base class: looks up and updates the rows of a stack on the devices of a mesh.
 
-    In most classes, `look_up`, `row_gradients` and `update` return their result directly. In
-    classes for sharded rows, they return a generator instead. The generator yields requests to the
-    owners of rows, so that the requests of all stacks share one exchange (`exchange.together`).
+    Most classes return the results of `look_up`, `row_gradients` and `update` directly. Classes for
+    sharded rows return generators that yield requests to the owners of rows, so that the requests
+    of all stacks share one exchange (`exchange.together`).
 
     Args:
       devices: devices of the mesh.
@@ -107,8 +107,8 @@ class Rows(abc.ABC):
         Args:
           params: parameters of the storage on this device.
           batch: ids of this device's samples.
-          number: index of the step that follows the lookup. If a key has no row yet, but gets one
-            in that step, the lookup already reads the initial values of this row. None: no step
+          number: index of the step that follows the lookup. If a key has no row yet, but gets a row
+            in step `number`, the lookup already reads the initial values of the row. None: no step
             follows, and a key without a row reads zeros.
         """
 
@@ -134,7 +134,7 @@ class Rows(abc.ABC):
     ) -> Asked[State]:
         """Updates all rows that a batch looks up, and returns new parameters and slots.
 
-        Before the update, new keys get rows.
+        New keys get rows before the gradients are applied.
         """
 
     def apply(
@@ -221,7 +221,8 @@ class Rows(abc.ABC):
         num_entries = entry_of.shape[0]
         of_entries = Occurrences(batch.call.with_ids(entry_of))
         gradients = of_entries.gradients(d_outputs)
-        # Every distinct key occurs at least once, so row `e` of the result belongs to key `e`.
+        # `_summed` returns one row for each key with an id in the batch. Every distinct key has an
+        # id in the batch, so row `e` of `values` belongs to key `e`.
         _, values = self._summed(gradients, num_entries)
         return values
 
@@ -239,7 +240,7 @@ class ArrayRows(Rows):
     """Tables with all rows in one array. Every device has a full copy of the array.
 
     A lookup is one kernel call that reads and pools rows. An update is one kernel call that sums
-    the gradients of equal rows and updates each row once. Every device applies the gradients of the
+    all gradients of a row before it updates the row. Every device applies the gradients of the
     global batch to its copy of the array, so all copies stay equal.
     """
 
@@ -308,8 +309,8 @@ class ColumnRows(ArrayRows):
     def gradient_partitions(self) -> tuple[PartitionSpec, PartitionSpec]:
         """Partition specs of the rows and the values of `RowGradients`.
 
-        The row numbers are copied to every device. The gradients are split by column, like the
-        table.
+        Every device has all row numbers of `RowGradients`. The gradients are split by column, like
+        the table.
         """
         return PartitionSpec(), self.partition
 
@@ -425,8 +426,8 @@ class KeyedRows(NumberedRows):
         """A copy of `call` that looks up `rows`, with the same weights as in the lookup of keys.
 
         In the mean of a bag, all keys count, even keys without a row. A kernel call does not count
-        ids that are `NO_ROW`. Therefore, the weight of each key in the mean is computed from
-        `call`, and the returned call sums the rows with these weights.
+        ids that are `NO_ROW`. To count all keys, the weight of each key in the mean is computed
+        from `call`, and the returned call sums the weighted rows.
         """
         call_of_rows = call.with_ids(rows)
         lists = list(call_of_rows.lists)
@@ -448,8 +449,8 @@ class TrainRows(NumberedRows):
     """Rows that are computed from a few parameters, such as tensor-train cores.
 
     Every device has all parameters, and every step updates all of them. Each device computes the
-    gradients of its samples. The sum of these gradients has the same bits on every device, so all
-    copies of the parameters stay equal.
+    gradients of its samples. The sum of the gradients over all devices has the same bits on every
+    device, so all copies of the parameters stay equal.
     """
 
     def update(
@@ -474,8 +475,8 @@ class TrainRows(NumberedRows):
     ) -> State:
         """See `Rows`."""
         # On every device, `values` has the gradients of all rows, and `_step_all` adds up the
-        # gradients of all devices. Each device therefore passes a different part of the rows to
-        # `_step_all`, so that no gradient is counted twice.
+        # gradients of all devices. Each device passes a different part of the rows to `_step_all`,
+        # so that no gradient is counted twice.
         device_of_row = jnp.arange(rows.shape[0]) % self.devices.num_devices
         rows_here = jnp.where(device_of_row == self.devices.index(), rows, NO_ROW)
         gradients = CallGradients.of_rows(rows_here, values)
@@ -490,7 +491,8 @@ class TrainRows(NumberedRows):
     ) -> State:
         """Updates all parameters, and returns new parameters and slots.
 
-        `gradients` has the gradients of this device. The update uses their sum over all devices.
+        `gradients` has the gradients of this device. The update uses the sum of the gradients over
+        all devices.
         """
         gradients_here = self.storage.gradients(params, gradients, self.table)
         total = self.devices.total(gradients_here)

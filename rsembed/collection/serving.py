@@ -30,8 +30,8 @@ DTYPES = ("float32", "bfloat16", "float16", "int8")
 ServedTable = dict[str, Array]
 """The arrays of a served table, by name.
 
-`rows` is an array `[rows, dim]`. An int8 table also has `scales`, one factor per row. A keyed table
-also has `high` and `low`, the two 32-bit words of each row's key. Keyed rows are sorted by key.
+`rows` is an array `[rows, dim]`. In an int8 table, `scales` has one factor per row. In a keyed
+table, `high` and `low` have the two 32-bit words of each row's key. Keyed rows are sorted by key.
 """
 
 
@@ -45,7 +45,7 @@ def for_serving(
 ) -> tuple[Callable[..., Activations], dict[str, ServedTable]]:
     """A lookup function in plain JAX, and the tables that it reads.
 
-    The function can be saved by `jax.export`, and can run in a process without the collection.
+    `jax.export` can save the lookup function, which can run in a process without the collection.
 
     Args:
       collection: collection with the features to look up.
@@ -53,15 +53,15 @@ def for_serving(
       dtype: "float32", "bfloat16", "float16", or "int8" with a scale for each row. None: the dtype
         of the tables.
       allow_nonfinite: whether to accept rows with NaN or infinity, and numbers that become infinite
-        in `dtype`. By default, such a row is an error. With "int8", lookups of a row that contains
-        NaN return only NaN.
+        in `dtype`. By default, NaN or infinity is an error. With "int8", lookups of a row that
+        contains NaN return only NaN.
 
     Returns: a function `lookup(tables, batch)` that returns the activations of `collection.lookup`,
       and a copy of each table. A tensor train or a table on the host is copied as an array that
       contains all rows. Ids outside their table contribute nothing.
 
-    Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. Ids of
-    a dense table must therefore fit into int32, and 64-bit keys must be passed as
+    Under `jax.jit`, JAX cuts numpy's 64-bit integers to 32 bits before the lookup sees them. Inside
+    `jit`, ids of a dense table must fit into int32, and 64-bit keys must be passed as
     `rsembed.keys.split_keys(keys)`. An array of int32 is rejected if a table has 64-bit keys.
 
     Raises: TypeError or ValueError: `dtype` is unknown, the state belongs to a different

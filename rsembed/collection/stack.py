@@ -40,7 +40,7 @@ WAY_OUT = "give one that makes finite numbers of the table's dtype"
 class EmbeddingState(NamedTuple):
     """State of a collection: everything that training changes.
 
-    Donate this state to the training step.
+    Donate the `EmbeddingState` to the training step, so that the step can update tables in place.
 
     Args:
       tables: mapping from the name of a stack to one array `[rows, dim]`, or to the parameters of
@@ -66,12 +66,12 @@ class EmbeddingState(NamedTuple):
 class Stack:
     """Tables that share one storage, with the features that read them.
 
-    The methods read and write single tables in the parameters and slots of the stack. A state for
-    serving has no slots, so methods that only read accept None.
+    A `Stack` reads and writes single tables in the parameters and slots of the stack. A state for
+    serving has no slots, so methods that only read rows accept None as slots.
 
     Args:
       layout: tables and features of the stack. If the rows of all tables are in one array, the
-        layout also has the position of each table.
+        layout has the position of each table.
       rows: object that looks up and updates the rows on the devices.
     """
 
@@ -185,8 +185,8 @@ class Stack:
     def check_start(self, params: Params, slots: SlotTree) -> None:
         """Checks the initial values of the stack.
 
-        The default implementation checks nothing. A table on the host checks its initial rows
-        later, when training draws them.
+        The default implementation checks nothing. A table on the host checks its initial rows when
+        training draws them.
 
         Raises: ValueError: a custom initializer gave a number that is not finite.
         """
@@ -228,9 +228,9 @@ class ArrayStack(Stack):
             for array in (params, *slots):
                 check_finite(array, f"stack {self.layout.stack.name!r}", way_out=WAY_OUT)
         except ValueError:
-            # The error message above names only the stack. Check the tables one by one, so that the
-            # new error message names the table. `values` copies the tables, so this check runs
-            # only after an error.
+            # The error message of a stack does not name the table, so the tables are checked one by
+            # one. The tables are not checked one by one from the start, because `values` copies
+            # them.
             for table_name, values in self.values(params, slots).items():
                 where = f"table {table_name!r}: what its initializer gives"
                 check_finite(values, where, way_out=WAY_OUT)
