@@ -57,8 +57,8 @@ class PreparedBatch(Mapping[str, PyTree]):
         these features. Within each part of the list, the bags of a feature are consecutive.
       arrays: ids of the features that are not in `lists`, by feature name: an array, a pair of ids
         and weights, or `Bags`.
-      listed: pairs of the name of a ragged feature and a `Listed`, which shows where the feature's
-        bags are in `lists`.
+      listed: pairs of the name of a ragged feature and a `Listed`, sorted by name. A `Listed` shows
+        where the bags of a feature are in `lists`.
       features: names of all features, in the order of the collection.
       made_for: identity (`identity_of`) of the collection that checked the batch. None: the batch
         was not checked.
@@ -247,10 +247,10 @@ def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, f
 def room_for(bags: Sequence[Bags], num_parts: int) -> int:
     """Number of ids, padding included, in each part of a list with the bags of several features.
 
-    If the ids of any feature have no padding, the result is one of the sizes that `size_of_list`
-    returns. If the ids of every feature are padded, a list with one part has exactly as many ids as
-    the padded features together, and a list with several parts has at least as many ids in all
-    parts together.
+    If a feature's ids have no padding, the result is one of the sizes that `size_of_list` returns.
+    If the ids of every feature are padded, a list with one part has exactly as many ids as the
+    padded features together, and a list with several parts has at least as many ids in all parts
+    together.
     """
     if not bags:
         return 0

@@ -228,9 +228,9 @@ class ArrayStack(Stack):
             for array in (params, *slots):
                 check_finite(array, f"stack {self.layout.stack.name!r}", way_out=WAY_OUT)
         except ValueError:
-            # The error message of a stack does not name the table, so the tables are checked one by
-            # one. The tables are not checked one by one from the start, because `values` copies
-            # them.
+            # The error message of a stack does not name the table, so after an error, the tables
+            # are checked one by one. `values` copies the tables, so a valid stack is checked as a
+            # whole.
             for table_name, values in self.values(params, slots).items():
                 where = f"table {table_name!r}: what its initializer gives"
                 check_finite(values, where, way_out=WAY_OUT)

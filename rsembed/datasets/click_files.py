@@ -32,7 +32,7 @@ NUM_CATEGORIES = 26
 TRAINING_FILE = "train.txt"
 """Name of the file with labelled rows in the archive of Kaggle's competition on Criteo's data."""
 LABEL_NAMES = ("label", "click")
-"""Possible names of the label column. If the first line contains one of them, it is a header."""
+"""Possible names of the label column. A first line with a label column is a header."""
 MOST_DIGITS = 16
 """Number of hexadecimal digits of a 64-bit key."""
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -94,16 +94,17 @@ def criteo(
         and `cat_0` are also accepted). In an archive, the log is `train.txt` or the only file.
       rows: number of rows to read from the beginning of the log. If None, all rows are read. A
         million rows take 0.3 GB of memory.
-      missing: key that stands for a missing category. The default, -1, means no id, so missing
-        categories contribute nothing. With any other key, all missing categories read the row of
-        this key.
+      missing: key that stands for a missing category. The default key, -1, means no id, so missing
+        categories contribute nothing. If `missing` is not -1, all missing categories read the row
+        of the key `missing`.
 
     Returns:
-      The rows of the log. The key of a category is the number that its hexadecimal digits form. Use
-      the keys with `rs.Hashed` tables.
+      The rows of the log. The key of a category is the number that its hexadecimal digits form. To
+      look up the 64-bit keys, use tables with storage `rs.Hashed`.
 
     Raises:
-      ValueError: a line is malformed, or the file is damaged or has no rows.
+      ValueError: a line is malformed, the file is damaged or has no rows, or `missing` does not fit
+        64 bits.
       FileNotFoundError: `path` is not a file.
 
     Source: Criteo's data for Kaggle's Display Advertising Challenge (2014), and Criteo's Terabyte
@@ -221,7 +222,8 @@ def _chunks(
 ) -> Generator[CriteoLog, None, None]:
     """Iterator over chunks of rows, one chunk for each block of the file.
 
-    The call checks only that the file exists. The file is opened when the first chunk is requested.
+    `_chunks` checks that the file exists and that `missing` fits 64 bits. The file is opened when
+    the first chunk is requested.
     """
     file_path = Path(path).expanduser()
     if not file_path.is_file():
@@ -281,7 +283,7 @@ def _log_in_archive(files: list[SourceFile]) -> SourceFile:
 
 
 def _columns_of(line: bytes) -> tuple[Columns, bool]:
-    """Infers the columns of a log from its first line. Also returns whether the line is a header.
+    """Columns of a log, inferred from its first line, and whether the line is a header.
 
     Raises: ValueError: a header names a column twice, or has a name that is not accepted.
     """
@@ -388,8 +390,8 @@ def _numbers(texts: list[bytes], block: TextBlock, name: str, column_name: str) 
         numbers = np.array(filled).astype(np.float64)
         with np.errstate(over="ignore"):
             narrow = numbers.astype(np.float32)
-        # Python would read 1_0 as 10. No valid field contains an underscore, so one search of the
-        # whole block suffices.
+        # `astype` reads 1_0 as 10, so underscores are rejected. No valid field contains an
+        # underscore, so a single search for underscores in the whole block suffices.
         is_good = np.isfinite(narrow).all() and b"_" not in block.text
     except ValueError:
         is_good = False
@@ -429,8 +431,8 @@ def _keys(
         longer = keys * np.uint64(16) + digits[:, position]
         keys = np.where(is_pad[:, position], keys, longer)
     signed = keys.view(np.int64)
-    # A key of -1 means no id. The category "ffffffffffffffff" has the bits of -1, so it gets the
-    # key -2 instead. `rs.hash_keys` also replaces -1 by -2.
+    # A key of -1 means no id. The category "ffffffffffffffff" has the bits of -1, so the category
+    # gets the key -2, as in `rs.hash_keys`.
     signed[signed == -1] = -2
     signed[is_pad[:, 0]] = missing
     return signed

@@ -21,7 +21,7 @@ from rsembed.progress import progress
 BLOCK_BYTES = 1 << 20
 """Number of bytes that are read from a file at a time."""
 MOST_LINE_BYTES = 1 << 20
-"""A line with this number of bytes or more can be rejected. A shorter line is never too long.
+"""Number of bytes from which a line can be rejected as too long.
 
 Without a limit, a file without line ends would be read as one line.
 """
@@ -101,9 +101,9 @@ def files_in(path: Path) -> Iterator[list[SourceFile]]:
     Args:
       path: a folder, or an archive (zip, tar, tar.gz).
 
-    Raises: ValueError: `path` is neither a folder nor an archive, or a member is more than
-      `MOST_RATIO` times as large as the archive and has more than `archives.MOST_UNPACKED_BYTES`
-      bytes.
+    Raises: ValueError: `path` is neither a folder nor an archive, an archive is damaged, a member
+      of a zip archive is neither stored nor deflated, or a member is more than `MOST_RATIO` times
+      as large as the archive and has more than `archives.MOST_UNPACKED_BYTES` bytes.
     """
     with contextlib.ExitStack() as stack:
         if path.is_dir():
@@ -150,7 +150,7 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> list[SourceFile]:
             continue
         _check_size(path, member.filename, member.file_size)
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            # With other compression methods, zipfile decompresses without a limit on memory.
+            # zipfile limits the memory for decompression only for stored and deflated members.
             raise ValueError(
                 f"member {member.filename!r} is neither stored nor deflated. Pack it so."
             )
@@ -162,7 +162,8 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> list[SourceFile]:
 def _tar_files(path: Path, archive: tarfile.TarFile) -> list[SourceFile]:
     files = []
     for member in archive:
-        # Check the size first: to find the next member, tarfile decompresses all of this member.
+        # Check the size of a member first, because tarfile decompresses the whole member to find
+        # the next member.
         _check_size(path, member.name, member.size)
         if not member.isfile() or _is_a_side_file(member.name):
             continue
@@ -231,8 +232,8 @@ def line_blocks(
 
     Args:
       file: open file, positioned at the beginning of a line.
-      source: the `SourceFile` that was opened as `file`. Its name is used in error messages, and
-        its size in the progress bar.
+      source: the `SourceFile` that was opened as `file`. Error messages show `source.name`, and the
+        progress bar uses `source.num_bytes`.
       first_line: index of the first line to read, counted from 1, for error messages.
       description: text beside the progress bar.
 
@@ -266,7 +267,7 @@ def _read_blocks(file: io.BufferedIOBase, name: str, first_line: int) -> Iterato
 def is_number(text: str) -> bool:
     """Whether `float` accepts the string, and the string has no underscore.
 
-    `float` reads 1_0 as 10.
+    Underscores are rejected, because `float` reads 1_0 as 10.
     """
     try:
         float(text)

@@ -16,7 +16,9 @@ from rsembed.checks import NonNegativeInt, PositiveInt, validated
 CLICK_INTERCEPT = -1.0
 """Constant term of the log-odds of a click.
 
-With the standard deviations below, a model can learn to predict clicks, but not with certainty.
+The other terms have the standard deviations `CLICK_DENSE_STD`, `CLICK_BIAS_STD` and
+`CLICK_INTERACTION_STD`. With these values, a model can learn to predict clicks, but not with
+certainty.
 """
 CLICK_DENSE_STD = 0.6
 CLICK_BIAS_STD = 0.8
@@ -61,8 +63,8 @@ def zipf_ids(
 
     Args:
       num_ids: number of ids to draw. 0 is allowed.
-      vocabulary_size: exclusive upper bound of the ids. With ten million ids, the call needs about
-        0.2 GB of memory.
+      vocabulary_size: exclusive upper bound of the ids. A `vocabulary_size` of ten million needs
+        about 0.2 GB of memory.
       exponent: Zipf exponent, see `zipf_probabilities`.
       seed: seed of the draws and of the shuffle. The shuffle depends on `seed` and
         `vocabulary_size`, but not on `num_ids`.
@@ -113,10 +115,10 @@ def _zipf_ranks(
 class ClickLog:
     """Samples of a click log, with the true probability of each click.
 
-    `best_log_loss` is the expected log-loss, in nats, of a model that predicts `click_probability`
-    on these samples: no model can do better. `base_rate_log_loss` is the log-loss of a model that
-    always predicts the mean probability. The loss on the drawn `labels` differs from the expected
-    loss by about `1 / sqrt(samples)`.
+    `best_log_loss` is the expected log-loss, in nats, of a model that predicts `click_probability`,
+    which is the lowest expected log-loss that a model can have. `base_rate_log_loss` is the
+    log-loss of a model that always predicts the mean probability. The loss on the drawn `labels`
+    differs from the expected loss by about `1 / sqrt(samples)`.
     """
 
     sparse: dict[str, Int32[np.ndarray, " samples"]]
@@ -159,8 +161,8 @@ def synthetic_clicks(
         `num_samples`.
       sample_seed: seed of the rows. To draw a test set, change only `sample_seed`.
       exponent: Zipf exponent of the ids, see `zipf_probabilities`.
-      embedding_dim: length of the vectors `v` in the true model. A trained model needs at least
-        this embedding dimension to fit the true model.
+      embedding_dim: length of the vectors `v` in the true model. To fit the true model, a trained
+        model needs an embedding dimension of at least `embedding_dim`.
 
     Raises: ValueError: `num_dense` is negative, another number is below 1, or `exponent` is
       negative or not finite.

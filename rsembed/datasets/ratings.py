@@ -23,7 +23,7 @@ TASTE_DIM = 4
 TASTE_STRENGTH = 6.0
 """Weight of the inner product of taste vector and item vector in the log-odds of a rating.
 
-If this weight were 0, the films that a user rates would not depend on the user's taste.
+If `TASTE_STRENGTH` were 0, the films that a user rates would not depend on the user's taste.
 """
 TASTE_NOISE = 0.6
 """Length of the random part of an item vector or a taste vector.
@@ -44,7 +44,7 @@ NEW_DAYS = 60.0
 class TasteLaw:
     """Distribution that a generated log is drawn from: popularity, tastes and release days.
 
-    The taste of a user is `cos(angle) * first_taste + sin(angle) * last_taste`. The angle grows
+    The taste of a user is `cos(angle) * first_taste + sin(angle) * last_taste`, where `angle` grows
     from 0 on the first visit to `DRIFT_RADIANS` on the last visit.
 
     Attributes:
@@ -71,8 +71,8 @@ class TasteLaw:
     ) -> Float64[np.ndarray, "samples items"]:
         """Logarithm of the probability that a user rates each item next, up to a constant.
 
-        The result is `-inf` for items that are not released yet. The best possible ranking of the
-        items that a user has not rated yet sorts the items by these numbers, largest first.
+        The result is `-inf` for items that are not released yet. For the best possible ranking of
+        the items that a user has not rated yet, sort the items by `log_odds`, largest first.
 
         Args:
           users: index of the user in each sample.
@@ -106,8 +106,8 @@ class RatingsLog:
       ratings: stars of each rating, from 0.5 to 5. Some logs, such as generated logs, have only
         whole stars.
       timestamps: time of each rating in seconds since 1970.
-      user_ids, item_ids: id of each user and item in the files of the log, in ascending order. Some
-        ids between the first and the last may be missing.
+      user_ids, item_ids: id of each user and item in the files of the log, in ascending order. The
+        ids need not be consecutive.
       titles: title of every item.
       genres: mask of the `genre_names` of each item. If no genre of an item is known, all entries
         of the item are False.
@@ -161,7 +161,7 @@ class RatingsLog:
     def histories(self, length: PositiveInt) -> Int32[np.ndarray, "ratings length"]:
         """For each rating, the items that the user had rated before, padded with `-1`.
 
-        The most recently rated item comes first.
+        Each history starts with the most recently rated item.
 
         Raises: ValueError: `length` is below 1.
 
@@ -207,7 +207,8 @@ def generated_ratings(
     genres. Users like films with a vector similar to their taste, and tastes change with time. A
     user visits a few times, rates many films in each visit, and rates no film twice. Some films are
     released after the log begins, and are popular for some weeks. A model that uses the user, the
-    user's latest ratings, the genres and the time can therefore do better than popularity alone.
+    user's latest ratings, the genres and the time can predict ratings better than a model that uses
+    only popularity.
 
     Args:
       num_users: number of users. A hundred users are enough for a quick test.
@@ -220,7 +221,8 @@ def generated_ratings(
     Raises: ValueError: an argument is out of range.
 
     Source: Plackett, "The Analysis of Permutations", 1975. The films of a visit are sampled without
-      replacement: Gumbel noise is added to the log-odds, and the largest sums win.
+      replacement: Gumbel noise is added to the log-odds, and the films with the largest sums are
+      rated.
 
     Example:
       >>> log = generated_ratings(100, 80, seed=0)

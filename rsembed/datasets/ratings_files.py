@@ -37,7 +37,7 @@ ARCHIVE = Published(
     name="ml-1m.zip",
     title="MovieLens, ml-1m",
     url="https://files.grouplens.org/datasets/movielens/ml-1m.zip",
-    # GroupLens publishes this checksum beside the file.
+    # GroupLens publishes the checksum beside `ml-1m.zip`.
     known_hash="md5:c4d9eecfca2ab87c1945afe126590906",
 )
 NO_GENRES = ("", "(no genres listed)", "unknown")
@@ -69,8 +69,9 @@ class Form:
     """A file format of a log of ratings.
 
     Attributes:
-      ratings_name, films_name: names of the file of ratings and the file of films. Names that begin
-        with a dot are only the extensions, and without them, both files have the same name.
+      ratings_name, films_name: names of the file of ratings and the file of films. If both names
+        begin with a dot, they are extensions, and the two files of a log differ only in the
+        extension.
       separator: string between two fields in a line of ratings.
       columns: names that the header gives to the columns of user, film, stars and time, in this
         order. An empty tuple if the file of ratings has no header.
@@ -84,7 +85,7 @@ class Form:
     films: Callable[[str], Iterator[Film]]
 
     def is_ratings_file(self, name: str) -> bool:
-        """Whether a path has the name of a file of ratings in this format."""
+        """Whether the path `name` ends with the file name or the extension in `ratings_name`."""
         base = name.replace("\\", "/").rpartition("/")[2]
         if self.ratings_name.startswith("."):
             return base.endswith(self.ratings_name)
@@ -206,23 +207,23 @@ def movielens(
 ) -> RatingsLog:
     """Ratings of a MovieLens data set, from a folder or an archive, in chronological order.
 
-    The function reads MovieLens data sets of all sizes. The names of the files show the format:
+    `movielens` reads MovieLens data sets of all sizes. The names of the files show the format:
 
     * ml-latest-small, ml-latest, ml-20m, ml-25m and ml-32m: `ratings.csv`, `movies.csv`
     * ml-1m and ml-10m: `ratings.dat`, `movies.dat`
     * ml-100k: `u.data`, `u.item`
     * RecBole's versions of these data sets: `.inter`, `.item`
 
-    The files may be in UTF-8 or in Latin-1. `generated_ratings` draws a log at random, and needs no
-    file.
+    The files of a log may be in UTF-8 or in Latin-1. `generated_ratings` draws a log at random, and
+    needs no file.
 
     If `path` is None, `movielens` looks for a log in the folder or archive that the environment
     variable `RSEMBED_DATA` names, then for ml-1m in pooch's cache. A log is downloaded only with
     `download=True`.
 
     The licence of MovieLens allows research, with acknowledgement and without a claim that
-    GroupLens endorses the research. Commercial use needs the permission of GroupLens. Some of the
-    data sets must not be redistributed, so MovieLens is not part of this library.
+    GroupLens endorses the research. Commercial use of MovieLens needs the permission of GroupLens.
+    Some of the data sets must not be redistributed, so MovieLens is not part of this library.
 
     Args:
       path: a folder with the two files, a zip or tar archive of the two files, or the file of

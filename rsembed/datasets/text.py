@@ -41,7 +41,7 @@ class Published:
     known_hash: str
 
     def read(self, path: str | os.PathLike[str] | None, *, download: bool) -> tuple[bytes, str]:
-        """Content of the published file or of a different file, and a text on where it comes from.
+        """Content of the published file or of a different file, and a text on the file's origin.
 
         Args:
           path: a file, or a folder with the file. If None, the file is read from the path in the
@@ -96,8 +96,8 @@ class Published:
     def _at(self, place: Path) -> Path | None:
         """The file `place`, or the file called `name` in the folder `place` or a subfolder.
 
-        The result is None if there is no such file, or if only one of `place` and the published
-        file is a zip archive.
+        The result is None if no file is found, or if only one of `place` and the published file is
+        a zip archive.
         """
         if place.is_dir():
             for file in (place / self.name, *sorted(place.glob(f"*/{self.name}"))):
@@ -170,9 +170,9 @@ class Text:
     `content` is the whole text of the file, for character-level models. `vocabulary[i]` is the word
     of id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. `vocabulary` is shorter than the requested
     `vocabulary_size` if the text has fewer distinct words. For the generated text, `best_loss` is
-    the expected loss, in nats per word, of a model that knows the distribution from which the text
-    was drawn. No model can do better. `best_loss` is None for other texts, or if some words have
-    id 0.
+    the lowest expected loss that a model can have, in nats per word. A model with this loss knows
+    the distribution from which the text was drawn. `best_loss` is None for all texts but the
+    generated text, and if some words have id 0.
     """
 
     word_ids: Int32[np.ndarray, " words"]
@@ -211,11 +211,11 @@ def shakespeare(
       vocabulary_size: number of ids, id 0 included. A table for the words needs `vocabulary_size`
         rows.
       source: "auto", the default, reads the real corpus if there is a file, else the generated
-        text, and logs the choice to the logger "rsembed". With "corpus", a missing file of the real
-        corpus is an error. "generated" and "pastiche" are texts that are bundled with rsembed.
-        "generated" has 72,000 words: short sentences, drawn from a grammar, with speakers' names
-        and full stops. Even a small model learns to write such sentences. "pastiche" is a short
-        play, written by hand, with many rare words.
+        text, and logs the choice to the logger "rsembed". With `source="corpus"`, a missing file of
+        the real corpus is an error. "generated" and "pastiche" are texts that are bundled with
+        rsembed. "generated" has 72,000 words: short sentences, drawn from a grammar, with speakers'
+        names and full stops, which even a small model learns to write. "pastiche" is a short play,
+        written by hand, with many rare words.
       path: a text file, or a folder with `tinyshakespeare.txt`. The checksum of a file is checked
         only if the file is called `tinyshakespeare.txt`.
       download: whether the corpus (1.1 MB) may be downloaded into the cache folder, False by
@@ -231,9 +231,10 @@ def shakespeare(
         checksum, or a text is empty or not UTF-8.
       FileNotFoundError: `path` has no text file, or `source="corpus"` and there is no file.
 
-    Source: words are ranked as in the Shakespeare example of jax-tpu-embedding. In that example, id
-      0 represents the most frequent word and for all unknown words. In rsembed, the id of each
-      known word is larger by one than in that example, and id 0 represents only unknown words.
+    Source: words are ranked as in the Shakespeare example of jax-tpu-embedding. The example of
+      jax-tpu-embedding uses id 0 for the most frequent word and for all unknown words.
+      `shakespeare` adds one to the example's id of each known word, so id 0 represents only unknown
+      words.
 
     Example:
       >>> text = shakespeare(64, source="pastiche", max_words=2000)
@@ -292,10 +293,10 @@ def _bundled_file(name: str) -> Path:
 def load_shakespeare(vocab_size: PositiveInt) -> Int32[np.ndarray, " words"]:
     """Word ids of the text that `shakespeare` reads, numbered as in jax-tpu-embedding's tutorial.
 
-    Use `load_shakespeare` to compare a model with the model of the tutorial. Id 0 represents the
-    most frequent word and for all unknown words. In the result of `shakespeare`, the most frequent
-    word has id 1, and id 0 represents only unknown words. Each of the `vocab_size` most frequent
-    words has a different id.
+    Use `load_shakespeare` to compare a model with the model of jax-tpu-embedding's tutorial. Id 0
+    represents the most frequent word and all unknown words. In the result of `shakespeare`, the
+    most frequent word has id 1, and id 0 represents only unknown words. Each of the `vocab_size`
+    most frequent words has a different id.
 
     Example:
       >>> load_shakespeare(2048).dtype
@@ -323,7 +324,7 @@ def word_id_batches(
       word_ids: the text as word ids.
       num_steps: number of steps, which is the length of each returned list.
       batch_size: number of windows per step.
-      seq_len: number of words in a window. The label is the next word.
+      seq_len: number of words in a window. The label of a window is the word after the window.
       num_tables: number of features. All features get the same word ids.
 
     Raises: ValueError: a count is below 1, or the text is too short for one window and its label.

@@ -82,8 +82,8 @@ def word_vectors(
         raises an error.
       bad_lines: "raise", the default, stops at the first bad line. "skip" skips bad lines and
         counts them in `num_bad_lines`. A line is bad if it has too few or too many numbers, a word
-        that is not UTF-8, or a number that float32 cannot hold. The last line of a file is also bad
-        if it has no line end, because the line may have been cut inside a number.
+        that is not UTF-8, or a number that float32 cannot hold. If the last line of a file has no
+        line end, the line is bad, because the line may have been cut inside a number.
 
     Returns:
       The vectors, and a mask of the words with a vector. To keep initial values for words without a
@@ -91,9 +91,9 @@ def word_vectors(
 
     Raises:
       TypeError: a line is neither a string nor bytes, or a word is not a string.
-      ValueError: a line is bad, the header states a different `dim`, or a compressed file is
-        damaged. With `bad_lines="raise"`, a file with fewer or more vectors than its header states
-        is also an error.
+      ValueError: the header states a different `dim`, a line is too long, the file is a zip archive
+        or a damaged gzip file, or with `bad_lines="raise"`, a line is bad or the header states a
+        different number of vectors.
 
     Example:
       >>> found = word_vectors(["2 3", "the 0.5 1 2", "New York 1 1 1"], ["New York", "cat"], dim=3)
@@ -168,9 +168,10 @@ def _rows_of_word(words: Iterable[str]) -> dict[bytes, list[int]]:
 
 
 def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
-    """Pairs of a line from memory and True, which means that the line is complete.
+    """Pairs `(line, True)` of lines from memory, where True means that the line is complete.
 
-    Each line is converted to bytes without a line end. `_lines_of_file` yields such pairs, too.
+    Each line is converted to bytes without a line end. For the lines of a file, see
+    `_lines_of_file`.
     """
     for number, line in enumerate(lines, start=1):
         if isinstance(line, str):
@@ -183,7 +184,8 @@ def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
-    """Pairs of a line, without its line end, and whether the line has a line end in the file.
+    """Pairs `(line, has_end)` of a line without its line end, and whether the file has the line
+    end.
 
     Args:
       path: a text file, plain or compressed by gzip.
@@ -241,11 +243,11 @@ def _announced(line: bytes, dim: int, name: str) -> int | None:
 def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     """The word at the start of a line, and the rest of the line, which holds the numbers.
 
-    Raises: ValueError: the line is bad. The message says why.
+    Raises: ValueError: the line is bad, for the reason in the error message.
     """
     stripped = line.rstrip(b" ")
     num_spaces = stripped.count(b" ")
-    # Most words are not requested, so the numbers of a line are not split here.
+    # `_split` does not split the numbers of a line, because most words are not requested.
     word = stripped.partition(b" ")[0] if num_spaces == dim else stripped.rsplit(b" ", dim)[0]
     numbers = stripped[len(word) + 1 :]
     first = numbers.partition(b" ")[0]
@@ -289,7 +291,7 @@ def _is_number(piece: bytes) -> bool:
         float(piece)
     except ValueError:
         return False
-    return b"_" not in piece  # Python's `float` would read 1_0 as 10.
+    return b"_" not in piece # `float` reads 1_0 as 10.
 
 
 def _shown(line: bytes) -> str:
