@@ -4,8 +4,8 @@ The shape of an array does not tell which row belongs to which id: the arrays of
 and on four devices can have equal shapes, but different orders of rows. A `Fingerprint` holds the
 metadata that define the meaning of arrays (tables, sizes, optimizers, shards, owners) as JSON
 values. A fingerprint is a static part of a pytree, so `jit` and `tree.map` keep it, and trees with
-different fingerprints cannot be combined. Files contain fingerprints. `check_same` compares two
-fingerprints and names their differences.
+different fingerprints cannot be combined. A checkpoint contains the fingerprints of the saved
+states. `check_same` compares two fingerprints and names their differences.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_DIFFERENCES_SHOWN = 6
 ELSEWHERE = "elsewhere"
 """Name of the metadata entry that marks a state as incomplete, such as a state without host rows.
 
-The value of this entry tells users what to save in place of the incomplete state.
+The value of the entry "elsewhere" tells users what to save in place of the incomplete state.
 """
 
 
@@ -144,7 +144,8 @@ def _identity(value: object, above: frozenset[int]) -> str:
             closed[name] = inside(cell.cell_contents)
     name = value.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
     # Some versions of optax put the wrapper `with_extra_args_support` around an update function.
-    # The identity leaves out the wrapper, so that it is equal for all versions of optax.
+    # The identity leaves out the wrapper, so that an update function has the same identity in all
+    # versions of optax.
     if name == "with_extra_args_support.update":
         return next(iter(closed.values()), name)
     if name.endswith("<lambda>"):

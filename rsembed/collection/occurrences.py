@@ -104,12 +104,11 @@ class Occurrences(NamedTuple):
 def bags_of(
     batch: PreparedBatch, features: Sequence[FeaturePlacement]
 ) -> tuple[list[Bags], list[Segment]]:
-    """Arguments of a kernel call that looks up some features: lists of ids, one segment per
-    feature.
+    """Arguments of a kernel call that looks up some features: lists of ids, and segments.
 
-    Each list is a `Bags` object, which can hold the bags of several features. The segment of a
-    feature has the index of the list with the feature's bags, the range of the feature's bags in
-    the list, and the combiner of the feature.
+    There is one segment per feature. Each list is a `Bags` object, which can hold the bags of
+    several features. The segment of a feature has the index of the list with the feature's bags,
+    the range of the feature's bags in the list, and the combiner of the feature.
     """
     all_bags: list[Bags] = []
     segments: list[Segment] = []

@@ -16,9 +16,9 @@ from rsembed.checks import NonNegativeInt, PositiveInt, validated
 CLICK_INTERCEPT = -1.0
 """Constant term of the log-odds of a click.
 
-The other terms have the standard deviations `CLICK_DENSE_STD`, `CLICK_BIAS_STD` and
-`CLICK_INTERACTION_STD`. With these values, a model can learn to predict clicks, but not with
-certainty.
+The intercept and the standard deviations `CLICK_DENSE_STD`, `CLICK_BIAS_STD` and
+`CLICK_INTERACTION_STD` of the other terms are chosen so that a model can learn to predict clicks,
+but not with certainty.
 """
 CLICK_DENSE_STD = 0.6
 CLICK_BIAS_STD = 0.8

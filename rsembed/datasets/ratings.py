@@ -207,8 +207,8 @@ def generated_ratings(
     genres. Users like films with a vector similar to their taste, and tastes change with time. A
     user visits a few times, rates many films in each visit, and rates no film twice. Some films are
     released after the log begins, and are popular for some weeks. A model that uses the user, the
-    user's latest ratings, the genres and the time can predict ratings better than a model that uses
-    only popularity.
+    user's latest ratings, the genres and the time can predict the next film better than a model
+    that uses only popularity.
 
     Args:
       num_users: number of users. A hundred users are enough for a quick test.

@@ -70,7 +70,7 @@ class Form:
 
     Attributes:
       ratings_name, films_name: names of the file of ratings and the file of films. If both names
-        begin with a dot, they are extensions, and the two files of a log differ only in the
+        begin with a dot, the names are extensions, and the two files of a log differ only in the
         extension.
       separator: string between two fields in a line of ratings.
       columns: names that the header gives to the columns of user, film, stars and time, in this

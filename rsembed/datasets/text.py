@@ -170,9 +170,9 @@ class Text:
     `content` is the whole text of the file, for character-level models. `vocabulary[i]` is the word
     of id `i`, and `vocabulary[0]` is `UNKNOWN_WORD`. `vocabulary` is shorter than the requested
     `vocabulary_size` if the text has fewer distinct words. For the generated text, `best_loss` is
-    the lowest expected loss that a model can have, in nats per word. A model with this loss knows
-    the distribution from which the text was drawn. `best_loss` is None for all texts but the
-    generated text, and if some words have id 0.
+    the expected loss, in nats per word, of a model that knows the distribution from which the text
+    was drawn, which is the lowest expected loss that a model can have. `best_loss` is None for
+    every text except the generated text, and if some words have id 0.
     """
 
     word_ids: Int32[np.ndarray, " words"]

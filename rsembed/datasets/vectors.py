@@ -184,8 +184,7 @@ def _lines_of(lines: Iterable[str | bytes]) -> Iterator[tuple[bytes, bool]]:
 
 
 def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
-    """Pairs `(line, has_end)` of a line without its line end, and whether the file has the line
-    end.
+    """Pairs `(line, has_end)`: a line without line end, and whether the file has the line end.
 
     Args:
       path: a text file, plain or compressed by gzip.
@@ -291,7 +290,7 @@ def _is_number(piece: bytes) -> bool:
         float(piece)
     except ValueError:
         return False
-    return b"_" not in piece # `float` reads 1_0 as 10.
+    return b"_" not in piece  # `float` reads 1_0 as 10.
 
 
 def _shown(line: bytes) -> str:

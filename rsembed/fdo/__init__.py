@@ -14,6 +14,7 @@ from rsembed.fdo.statistics import (
     limits_from_statistics as limits_from_statistics,
 )
 
-# Programs for jax-tpu-embedding import the clients from modules with these names.
+# Programs for jax-tpu-embedding import the clients from modules `file_fdo_client` and
+# `csv_file_fdo_client`.
 file_fdo_client = client
 csv_file_fdo_client = client

@@ -133,9 +133,9 @@ class FileFDOClient(FDOClient):
     """Client that exchanges histories through files in a folder. Subclasses define the file format.
 
     A file is called `fdo_stats_<process>_<time in ns>_<client>_<CRC>.<extension>`. The CRC in the
-    name is the CRC-32 of the content, so `load` detects a file that was cut off or changed. The
-    file names of jax-tpu-embedding contain neither client nor CRC, and `load` reads such files
-    without the check. `NPZFileFDOClient` documents the arguments.
+    name is the CRC-32 of the content, so `load` detects a file that was cut off or changed. File
+    names of jax-tpu-embedding contain neither client nor CRC, so `load` reads files of
+    jax-tpu-embedding without a check of the CRC. `NPZFileFDOClient` documents the arguments.
     """
 
     _extension: ClassVar[str]
@@ -161,9 +161,9 @@ class FileFDOClient(FDOClient):
         self._history: History = {}
         self._unpublished: History = {}
         self._client = secrets.token_hex(4)
-        # Files of this process that `publish` has written or `load` has read. Their statistics are
-        # also in `_history`, and therefore in the next file that `publish` writes, so `publish`
-        # then removes the old files.
+        # Files of this process that `publish` has written or `load` has read. `_history` contains
+        # the statistics of the files in `_known`, so after `publish` has written `_history` to a
+        # new file, `publish` removes the files in `_known`.
         self._known: set[Path] = set()
 
     def record(self, data: SparseDenseMatmulInputStats) -> None:
@@ -180,9 +180,9 @@ class FileFDOClient(FDOClient):
     def publish(self) -> None:
         """Writes the statistics that this client has recorded or loaded to one new file.
 
-        The client then removes the files that the new file replaces: the files that this client has
-        written, and the files of the same process that this client has loaded. All other files stay
-        in the folder, such as files that other clients have published since the last `load`.
+        After the new file is written, the client removes the older files that the client has
+        written, and the files of this process that the client has loaded. Files of other processes
+        stay in the folder, and so do files that other clients have published since the last `load`.
         """
         content = self._encode(self._history)
         crc = f"{zlib.crc32(content):08x}"
@@ -229,7 +229,7 @@ class FileFDOClient(FDOClient):
         return statistics
 
     def _read(self) -> tuple[dict[Path, tuple[int, str]], list[History]]:
-        """Reads the files that `_newest` finds. Returns its result and the history in each file."""
+        """Result of `_newest`, and the history in each file that `_newest` finds."""
         while True:
             files = self._newest()
             histories = []
@@ -301,10 +301,10 @@ class FileFDOClient(FDOClient):
 class NPZFileFDOClient(FileFDOClient):
     """Client that keeps statistics in npz files in a shared folder, with a row for each batch.
 
-    With several processes, `publish` and `load` wait until every process has called the method.
-    Every process must therefore call `publish` and `load` in the same order. Use a separate folder
-    for each training run. Any number of processes may load the folder, and each process gets the
-    maximum over all files.
+    With several processes, `publish` and `load` wait until every process has called the method, so
+    all processes must call `publish` and `load` in the same order. Use a separate folder for each
+    training run. Any number of processes may load the folder, and each process gets the maximum
+    over all files.
 
     Args:
       base_dir: folder of the files, which all processes must be able to read and write.
@@ -351,8 +351,8 @@ def _array_of(name: str, data: bytes) -> np.ndarray:
         (1, 0): np.lib.format.read_array_header_1_0,
         (2, 0): np.lib.format.read_array_header_2_0,
     }
-    # The header is a Python literal, so Python's parser may raise `SyntaxError`, `RecursionError`
-    # or `MemoryError`.
+    # The header of an array in an npz file is a Python literal, so Python's parser may raise
+    # `SyntaxError`, `RecursionError` or `MemoryError`.
     header_errors = (KeyError, ValueError, SyntaxError, RecursionError, MemoryError)
     try:
         version = np.lib.format.read_magic(file)

@@ -14,8 +14,8 @@ NUM_RANK_BLOCKS = 16_384
 FEWEST_PENDING_IDS = 2**20
 """Minimum number of new ids that `IdCounter` collects before it merges them into `IdCounter.ids`.
 
-A larger value makes merges rarer and counting faster, but the ids that wait for a merge take more
-memory.
+If `FEWEST_PENDING_IDS` is raised, merges are rarer and counting is faster, but the ids that wait
+for a merge take more memory.
 """
 
 
@@ -42,7 +42,7 @@ def zipf_exponent(
     with only a few lookups per row, the exponent is somewhat too large.
 
     Args:
-      counts: number of lookups of each row. The rows may be in any order.
+      counts: number of lookups of each row, with the rows in any order.
       num_rows: number of rows of the table. Set `num_rows` if `counts` has no entries for rows
         without a lookup. If None, the table has one row for each count.
 
@@ -62,10 +62,10 @@ def zipf_exponent(
         raise ValueError("zipf_exponent: needs counts of two rows at least.")
     logs_of_counts = np.log(np.arange(1, popular_first.size + 1))
     mean_log = float(popular_first @ logs_of_counts / popular_first.sum())
-    # Ranks are grouped into blocks, because a sum over all ranks would be slow. The first few
-    # hundred blocks have only one rank each. In each later block, the last rank is at most 1 %
-    # larger than the first rank, even for 2^64 ranks. The resulting exponent differs by less than
-    # 1e-6 from the exponent with a sum over all ranks.
+    # Ranks are grouped into blocks, because a sum over all ranks would be slow. Each of the first
+    # few hundred ranks is a block of its own. In every block, the last rank is at most 1 % larger
+    # than the first rank, even for 2^64 ranks. With blocks, the exponent differs by less than 1e-6
+    # from the exponent with a sum over all ranks.
     starts = np.unique(np.floor(np.geomspace(1.0, num_ranks + 1.0, NUM_RANK_BLOCKS)))
     ranks_per_block = np.diff(starts)
     logs = np.log(starts[:-1] + (ranks_per_block - 1) / 2)
@@ -135,8 +135,9 @@ class IdCounter:
         self._pending: list[tuple[np.ndarray, np.ndarray]] = []
         self._num_pending = 0
         self._num_batches = 0
-        # Entry `i` is the number of rows that were last looked up in batch `_first_batch + i`. No
-        # simulated cache still has rows that were last looked up before batch `_first_batch`.
+        # Entry `i` is the number of rows that were last looked up in batch `_first_batch + i`. All
+        # simulated caches have evicted the rows that were last looked up before batch
+        # `_first_batch`.
         self._rows_by_last_batch: np.ndarray = np.zeros(0, np.int64)
         self._first_batch = 0
 
@@ -199,8 +200,8 @@ class IdCounter:
         divisors = np.maximum(rows_by_batch, 1)
         for number, cache_rows in enumerate(self._cache_rows):
             # Rows that were last looked up in the same batch count as equally recent. If a cache
-            # has space for only half of these rows, half of the lookups of these rows count as
-            # hits.
+            # has space for only half of a group of equally recent rows, half of the lookups of the
+            # group count as hits.
             free_rows = cache_rows - used_later
             cached_share = np.clip(free_rows / divisors, 0.0, 1.0)
             self._hits[number] += reused @ cached_share

@@ -52,8 +52,8 @@ class IdFigures:
         cannot hold.
       num_distinct_ids: number of different ids among all lookups.
       hottest_share: share (0 to 1) of the lookups that read the hottest 1 % of the table's rows
-        (rounded up to whole rows). A cache that always holds exactly these rows would serve this
-        share of the lookups.
+        (rounded up to whole rows). A cache that always holds exactly the hottest 1 % of the rows
+        would serve the share `hottest_share` of the lookups.
       zipf_exponent: exponent of the Zipf law that best fits the number of lookups of each row, see
         `zipf_exponent`. For a table with keys, only keys that occur in the batches count as rows.
         The exponent is NaN if there are no lookups, or only one row.
@@ -63,8 +63,8 @@ class IdFigures:
       shard_loads: number of lookups of each shard. Id `i` belongs to shard `i % num_shards`.
       max_ids_per_partition: the smallest limit of ids per partition that would have dropped no id.
         The samples of each batch are divided into `num_shards` nearly equal parts, one for each
-        core. A partition consists of the ids that one core sends to one shard. Equal ids in one
-        sample are sent once.
+        core. A partition consists of the ids that one core sends to one shard. A core sends an id
+        once for each sample, even if the sample contains the id several times.
       max_unique_ids_per_partition: the smallest limit of distinct ids per partition that would have
         dropped no id.
       hit_rates: hit rate (0 to 1) of an LRU cache, by cache size in percent of the table's rows.
@@ -72,8 +72,8 @@ class IdFigures:
         distinct id is a hit if its row is cached, and the rows of all other ids are fetched. The
         hit rate is the number of hits divided by the number of distinct ids, where both numbers are
         sums over all batches. Rows that were last looked up in the same batch count as equally
-        recent. If a cache has space for only half of these rows, half of the lookups of these rows
-        count as hits.
+        recent. If a cache has space for only half of a group of equally recent rows, half of the
+        lookups of the group count as hits.
       counts: number of lookups of each distinct id, the most frequent id first.
     """
 
@@ -115,8 +115,8 @@ DATA_COLUMNS = {
 }
 """Columns of the first printed table, which describes the ids.
 
-The dictionary maps the heading of each column to the format string for the cells of the column. The
-argument of the format string is an `IdFigures`.
+The dictionary maps the heading of each column to the format string for the cells of the column. In
+a cell, `{0}` is the `IdFigures` of the row.
 """
 NEEDS_COLUMNS = {
     "hottest 1 %": "{0.hottest_share:.1%}",
@@ -132,7 +132,8 @@ NEEDS_COLUMNS = {
 """Columns of the second printed table: how skewed the ids are, and figures on shards and caches.
 
 The dictionary maps the format string for the heading of each column to the format string for the
-cells of the column. The argument of both format strings is an `IdFigures`.
+cells of the column. In a cell, `{0}` is the `IdFigures` of the row. In a heading, `{0}` is the
+`IdFigures` of the first row.
 """
 
 
@@ -226,8 +227,8 @@ def _text_table(rows: Mapping[str, IdFigures], columns: Mapping[str, str]) -> st
     width = max(map(len, names))
     lines = [name.ljust(width) for name in names]
     for heading, cell in columns.items():
-        # A heading can refer only to the first `IdFigures`, as `{0}`. `str.format` ignores
-        # arguments that the heading does not refer to.
+        # In a heading, `{0}` is the `IdFigures` of the first row. `str.format` ignores arguments
+        # that the heading does not refer to.
         texts = [heading.format(*rows.values())]
         for figures in rows.values():
             texts.append(cell.format(figures))
@@ -262,8 +263,9 @@ def describe(
       num_shards: number of shards for which loads and partitions are counted. If None, `num_shards`
         is the number of devices on the collection's mesh, or 8 without a mesh.
       max_distinct_ids: maximum number of distinct ids of a table, 50 million by default. If a table
-        exceeds the maximum, counting stops with a warning, and the report covers only the batches
-        that were counted until then. Without a maximum, 64-bit keys could fill the memory.
+        has more than `max_distinct_ids` distinct ids, counting stops with a warning, and the report
+        covers only the batches that were counted before the warning. Without `max_distinct_ids`,
+        counting of 64-bit keys could fill the memory.
 
     Raises:
       TypeError: `batches` is a single batch, or a batch has a form that `prepare` does not accept.
@@ -375,7 +377,7 @@ def _lookups(feature: FeatureSpec, value: Any, num_shards: int) -> _Lookups:
 def _numbers(bags: Bags, feature: FeatureSpec) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Ids as 64-bit numbers, a mask of entries without an id, and a mask of ids out of range.
 
-    An entry without an id can be in both masks.
+    The mask of ids out of range can include entries without an id.
     """
     key_dtype = _key_dtype(feature.table_spec)
     if key_dtype is not None:

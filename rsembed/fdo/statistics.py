@@ -53,9 +53,9 @@ class SparseDenseMatmulInputStats:
       required_buffer_size_per_sc: buffer slots that each core needs, padding included. Each
         partition is padded to a multiple of 8 slots.
       id_drop_counters: number of dropped ids, duplicates included.
-      id_drops_by_table: number of dropped ids for each table and each limit. These numbers exist
-        only in the statistics of one batch, because FDO clients store the number of dropped ids of
-        each stack (`id_drop_counters`), but not of each table.
+      id_drops_by_table: number of dropped ids for each table and each limit. `id_drops_by_table` is
+        empty in statistics from an FDO client, because FDO clients store the number of dropped ids
+        of each stack (`id_drop_counters`), but not of each table.
     """
 
     max_ids_per_partition: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -127,7 +127,8 @@ def _flatten(statistics: SparseDenseMatmulInputStats) -> tuple[tuple[Any, ...], 
 
 
 def _unflatten(_: None, values: Iterable[Any]) -> SparseDenseMatmulInputStats:
-    # The checks of __init__ are skipped, because JAX puts placeholders into the fields.
+    # The checks of `__init__` are skipped, because JAX puts placeholders into the fields of
+    # pytrees.
     statistics = object.__new__(SparseDenseMatmulInputStats)
     for field, value in zip(dataclasses.fields(statistics), values, strict=True):
         object.__setattr__(statistics, field.name, value)
@@ -142,7 +143,7 @@ KINDS: dict[str, str] = {
     "required_buffer_size": "required_buffer_size_per_sc",
     "id_drop_counters": "id_drop_counters",
 }
-"""Mapping from the suffix of a stored name, `<stack>_<suffix>`, to the name of an attribute."""
+"""Fields of `SparseDenseMatmulInputStats` by the suffix of stored names, `<stack>_<suffix>`."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -156,9 +157,9 @@ class LimitsPolicy:
       monotone: whether a limit never decreases, and is never below the limit in the specs. True by
         default.
       bucket: approximate factor between two consecutive values on the grid of limits, 1.25 by
-        default. Limits are rounded up to the next value on the grid. All values are multiples of 8.
-        Between 100 and 1000, the grid has 10 values for a factor of 1.25 (120, 152, 192, ...), and
-        3 values for a factor of 2 (128, 256, 512). If None, limits are not rounded.
+        default. Limits are rounded up to the next value on the grid. All values on the grid are
+        multiples of 8. Between 100 and 1000, the grid has 10 values for a factor of 1.25 (120, 152,
+        192, ...), and 3 values for a factor of 2 (128, 256, 512). If None, limits are not rounded.
 
     Raises: ValueError: the headroom is negative, or the factor is not above 1.
     """
@@ -208,7 +209,7 @@ def limits_from_statistics(
 ) -> dict[str, PartitionLimits]:
     """New limits and buffer sizes by stack name.
 
-    The function returns the limits, but does not set them in `stacks`.
+    `limits_from_statistics` returns the new limits, but does not change `stacks`.
 
     Args:
       stacks: the stacks with their present limits.
@@ -275,9 +276,9 @@ def _warn_of_other_cores(
     num_values = np.shape(np.atleast_1d(statistics.max_ids_per_partition.get(name, 0)))[-1]
     num_sizes = np.shape(np.atleast_1d(statistics.required_buffer_size_per_sc.get(name, 0)))[-1]
     num_devices, rest = divmod(num_values, num_shards)
-    # Preprocessing returns one count for each device and shard. If the number of counts is not a
-    # multiple of `num_shards`, the statistics do not come from preprocessing, and the number of
-    # buffer sizes cannot be checked.
+    # In `max_ids_per_partition`, preprocessing returns one count for each pair of a local device
+    # and a shard. If the number of counts is not a multiple of `num_shards`, the statistics do not
+    # come from preprocessing, and the number of buffer sizes cannot be checked.
     is_whole = name in statistics.required_buffer_size_per_sc and num_devices and not rest
     # The statistics have a buffer size either for each core of every local device, or only for the
     # cores of one device.
