@@ -162,7 +162,7 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> list[SourceFile]:
 def _tar_files(path: Path, archive: tarfile.TarFile) -> list[SourceFile]:
     files = []
     for member in archive:
-        # Check the size of a member first, because tarfile decompresses the whole member to find
+        # Check the size of each member first, because tarfile decompresses a whole member to find
         # the next member.
         _check_size(path, member.name, member.size)
         if not member.isfile() or _is_a_side_file(member.name):

@@ -213,8 +213,9 @@ def generated_ratings(
     Args:
       num_users: number of users. A hundred users are enough for a quick test.
       num_items: number of films, at least 40.
-      ratings_per_user: average number of ratings of a user. Every user rates at least 20 films, as
-        in MovieLens, and at most half of all films.
+      ratings_per_user: average number of ratings of a user, before larger numbers are cut to half
+        of all films. Every user rates at least 20 films, as in MovieLens, and at most half of all
+        films.
       exponent: Zipf exponent of the popularity of films.
       seed: seed of all random numbers.
 
