@@ -324,7 +324,7 @@ def _parsed(block: TextBlock, columns: Columns, name: str, missing: int, origin:
     _check_num_fields(block, columns, name)
     flat_text = block.text.replace(b"\n", columns.separator)
     fields = flat_text.split(columns.separator)
-    del fields[-1]  # After the last separator, `split` returns an empty string.
+    del fields[-1]  # `flat_text` ends with a separator, so the last field is empty.
     labels = fields[columns.label :: columns.num_columns]
     for row, label in enumerate(labels):
         if label not in (b"0", b"1"):
