@@ -38,9 +38,9 @@ Blocks = Iterator[tuple[int, np.ndarray]]
 Export = Mapping[str, PyTree]
 """Exported keyed table, as a mapping from names to arrays.
 
-The arrays are `keys`, `values`, `last_step`, `count`, and `slot_<name>` for each slot of the
-optimizer. If keys can wait for admission, there are also `waiting_keys`, `waiting_last_step` and
-`waiting_count`."""
+An export contains the arrays `keys`, `values`, and `slot_<name>` for each slot of the optimizer. An
+export of a table with a hash table contains `last_step` and `count`. If keys can wait for
+admission, an export contains `waiting_keys`, `waiting_last_step` and `waiting_count`."""
 Facts = dict[str, np.ndarray]
 """Arrays `keys`, `last_step` and `count` of some rows, in ascending order of the keys."""
 Positions = Int[np.ndarray, " n"]
@@ -62,10 +62,9 @@ class SavedArray:
     Attributes:
       shape: shape of the array.
       dtype: dtype of the array.
-      read: function that reads the array, and yields blocks `(index of the first row, rows)`. If
-        the argument of the function is an array, the function writes the values to this array. If
-        the argument is None, the function allocates a new array for each block. A scalar is read as
-        an array with one row.
+      read: function that reads the array, and yields blocks `(index of the first row, rows)`.
+        `read(array)` writes the values to `array`. `read(None)` allocates a new array for each
+        block. A scalar is read as an array with one row.
     """
 
     shape: tuple[int, ...]
@@ -193,10 +192,10 @@ def places_by_key(
       num_shards: number of shards.
 
     Returns: the row indices in ascending order of the keys, and a dictionary of arrays. The
-      dictionary contains `keys` in the table's `key_dtype`. For a table with a hash table, it also
-      contains `last_step` and `count`. For a table with a map of waiting keys, it also contains
-      `waiting_keys`, `waiting_last_step` and `waiting_count`, in ascending order of the waiting
-      keys.
+      dictionary of arrays always contains `keys`, in the table's `key_dtype`. For a table with a
+      hash table, the dictionary contains `last_step` and `count`. For a table with a map of waiting
+      keys, the dictionary contains `waiting_keys`, `waiting_last_step` and `waiting_count`, in
+      ascending order of the waiting keys.
 
     Raises: ValueError: a key is outside the range of `key_dtype`.
     """
@@ -225,19 +224,18 @@ def rows_to_leave(
 ) -> tuple[Positions, Facts]:
     """Row indices of the keys that an eviction removes, and their `keys`, `last_step` and `count`.
 
-    A key is removed if at least one of the arguments `keep`, `unused_for` and `norm_below` requires
-    it. Each of these arguments is ignored if it is None. The result is in ascending order of the
-    keys.
+    Each of the arguments `keep`, `unused_for` and `norm_below` can remove keys. An argument with
+    value None removes no keys. The returned rows are in ascending order of their keys.
 
     Args:
       params: arrays of all shards.
       table: spec of the table.
-      policy: eviction policy, "lru" or "lfu". The policy is used only with `keep`.
+      policy: eviction policy, "lru" or "lfu", which is used only if `keep` is not None.
       is_in_table: mask of the rows of the table, if several tables share the storage. True, the
         default, means that all rows belong to this table.
-      keep: number of rows to keep, on all shards together. The least recently used rows ("lru") or
-        the least frequently used rows ("lfu") are removed. Among equally old or equally frequent
-        rows, the rows with the smallest keys are removed first.
+      keep: number of rows to keep, on all shards together. Policy "lru" removes the least recently
+        used rows, and "lfu" removes the least frequently used rows. Among equally old or equally
+        frequent rows, the rows with the smallest keys are removed first.
       unused_for: number of steps. A key is removed if its last use was more than `unused_for` steps
         before `step`.
       norm_below: L2 norm. A key is removed if the norm of its row is below `norm_below`.
@@ -309,7 +307,7 @@ def _by_key(
 ) -> tuple[Positions, Facts]:
     """Indices of the marked rows that have a key, and `keys`, `last_step` and `count` of the rows.
 
-    The result is in ascending order of the keys.
+    The returned rows are in ascending order of their keys.
     """
     last_step = on_host(maps.last_step)
     positions = np.flatnonzero((last_step != row_map.FREE) & marks)
@@ -343,9 +341,9 @@ def import_rows(
       params: arrays of all shards.
       slots: slots of all shards.
       exported: result of `DynamicRows.rows`, or some of its arrays. Values and slots may be
-        `SavedArray`s. Only `keys` and `values` are required. Missing slots get initial values. A
-        missing `last_step` or `count` is 0. If new keys of the table do not wait for admission,
-        waiting keys in `exported` are dropped with a warning.
+        `SavedArray`s. `keys` and `values` are required, and all other arrays are optional. Missing
+        slots get initial values. A missing `last_step` or `count` is 0. If new keys of the table do
+        not wait for admission, waiting keys in `exported` are dropped with a warning.
       table: spec of the table.
       num_shards: number of shards.
 
@@ -380,8 +378,8 @@ def import_rows(
 def _check_names(table: TableSpec, exported: Export, names: Sequence[str]) -> None:
     """Checks that `exported` contains no array with an unknown name.
 
-    The known names are `names`, and `keys`, `last_step` and `count` with or without the prefix
-    `waiting_`.
+    Known names are the entries of `names`, and `keys`, `last_step` and `count` with or without the
+    prefix `waiting_`.
 
     Raises: ValueError: `exported` contains an array with an unknown name.
     """
@@ -457,8 +455,8 @@ def _written(
     """Copies an array of all shards, and writes `values` to some rows of the copy.
 
     A copy of a JAX array has the same sharding as `array`. `values` are written in blocks of rows.
-    The call of `_put` for the first block makes the copy. Each call for a later block donates the
-    copy, and updates it in place.
+    The first call of `_put` copies the JAX array. Later calls of `_put` donate the copy from the
+    first call, and update it in place.
 
     Args:
       array: array of all shards.
@@ -479,8 +477,9 @@ def _written(
             array[block_positions] = rows
             continue
         shard, row = np.divmod(block_positions, array.shape[0] // num_shards)
-        # The block is padded to one of a few sizes, because `_put` is compiled for each size.
-        # Entries of padding have a shard index that is out of range, so `_put` does not write them.
+        # Each block of rows is padded to a power of two, because `_put` is compiled for each block
+        # size. Entries of padding have a shard index that is out of range, so `_put` does not write
+        # them.
         num_rows = block_positions.size
         padding = (0, padded_size(max(num_rows, 1)) - num_rows)
         shard = np.pad(shard, padding, constant_values=num_shards).astype(np.int32)
@@ -577,7 +576,7 @@ def _checked(table: TableSpec, exported: Export, name: str, shape: tuple[int, ..
 def _fixed_positions(table: TableSpec, keys: Keys, num_rows: int, num_shards: int) -> Positions:
     """Row index of each key in a table without a hash table.
 
-    In such a table, the shard and the row of a key are computed from the key itself.
+    Without a hash table, the shard and the row of a key are computed from the key itself.
 
     Raises: ValueError: a key is not below `num_rows`.
     """

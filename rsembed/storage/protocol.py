@@ -40,7 +40,7 @@ Vectors: TypeAlias = tuple[Float[Array, "nnz dim"], Int[Array, ""]]
 TableRows: TypeAlias = PyTree
 """All rows of one table, as users get and pass them: an array, or a dictionary of arrays.
 
-If a storage cannot export rows, users get and pass its parameters instead."""
+If a storage cannot export rows, the parameters of the storage take the place of the rows."""
 ByTable: TypeAlias = Mapping[str, PyTree]
 """Mapping from the name of a table to an array or pytree of the table."""
 Pool: TypeAlias = Callable[[Array, Int[Array, " nnz"]], PyTree]
@@ -55,14 +55,14 @@ class Storage(abc.ABC):
     A storage decides the structure of `params` and `slots`, which are pytrees of arrays. The
     methods that compute with `params` are pure and may be traced. If a table is split over a mesh,
     every leaf of `params` and `slots` is the concatenation of its shards. A storage knows nothing
-    about the mesh, about bags or about other tables. The methods receive ids as `Keys`, in which
-    the same id may occur several times. A storage is frozen and hashable, because it is a part of a
-    `TableSpec`.
+    about the mesh, about bags or about other tables. The methods of a storage receive ids as
+    `Keys`, in which the same id may occur several times. A storage is frozen and hashable, because
+    it is a part of a `TableSpec`.
 
     In all methods, argument `table` is the spec of the table, or of one of the tables that share
-    the storage. Argument `step` is the current optimizer step, with its number, rule and
-    hyperparameters. The exception is `checked_rows`, in which `step` is the number of optimizer
-    steps so far.
+    the storage. Argument `step` of `checked_rows` is the number of optimizer steps so far. In all
+    other methods, argument `step` is the current optimizer step, with its number, rule and
+    hyperparameters.
     """
 
     placements: ClassVar[tuple[str, ...]] = ("replicated",)
@@ -103,8 +103,9 @@ class Storage(abc.ABC):
         """Description of the storage in checkpoints.
 
         A table can load a checkpoint without being resized only if the description in the
-        checkpoint equals the description of the table's storage. The description is None if a
-        checkpoint has one row for every id, as for a table without `storage`.
+        checkpoint equals the description of the table's storage. A storage has no description
+        (None) if its checkpoints contain one row for every id, like the checkpoints of a table
+        without `storage`.
         """
         return repr(self)
 
@@ -136,8 +137,8 @@ class Storage(abc.ABC):
     def sharing_key(self, table: TableSpec) -> Hashable:
         """Hashable key that is equal for tables that may share one storage.
 
-        None if `table` cannot share a storage with other tables. The result need not contain the
-        dtype and the optimizer, because the caller groups only tables with equal dtype and
+        None if `table` cannot share a storage with other tables. The sharing key need not contain
+        the dtype and the optimizer, because the caller groups only tables with equal dtype and
         optimizer.
         """
         del table
@@ -153,7 +154,7 @@ class Storage(abc.ABC):
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
         """All tables that share the storage, in the order in which the arrays contain them.
 
-        The result also contains `table` itself.
+        One of the returned tables is `table` itself.
         """
         return (table,)
 
@@ -172,7 +173,7 @@ class Storage(abc.ABC):
     def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
         """Number of rows of `table` in each element of the tuple `params`.
 
-        The function `parts` uses these sizes to cut the arrays that several tables share. None if
+        The function `parts` uses the part sizes to cut arrays that several tables share. None if
         `parts` is not used for tables with this storage.
         """
         del table
@@ -211,11 +212,11 @@ class Storage(abc.ABC):
         """
 
     def num_rows(self, table: TableSpec) -> int:
-        """Maximum number of rows on all devices together."""
+        """Maximum number of rows of a table, on all devices together."""
         return table.vocabulary_size
 
     def num_values(self, table: TableSpec) -> tuple[int, int]:
-        """Two totals over all devices: the number of values in rows, and the number in slots."""
+        """Number of values in all rows of a table, and number of values in all its slots."""
         num_rows = self.num_rows(table)
         row = jax.ShapeDtypeStruct((1, table.embedding_dim), jnp.float32)
         slots = jax.eval_shape(table.optimizer.init_slots, row)
@@ -244,11 +245,12 @@ class Storage(abc.ABC):
     def keys_after(self, keys: Keys, gradients: Sequence[Array]) -> Keys:
         """Returns `keys` with a data dependency on the gradients.
 
-        With this dependency, a compiled step creates new rows only after the lookup. Without the
-        dependency, XLA could create new rows before the lookup has read the table, and would have
-        to copy the table. An optimization barrier would not prevent the copy, because XLA removes
-        barriers before it decides which arrays to copy. The dependency is a condition that is never
-        true, because a sum of gradient values cannot equal both infinity and minus infinity.
+        The data dependency makes a compiled step create new rows only after the lookup. Without the
+        data dependency, XLA could create new rows before the lookup has read the table, and would
+        have to copy the table. An optimization barrier would not prevent XLA from copying the
+        table, because XLA removes barriers before it decides which arrays to copy. The data
+        dependency is a condition that is never true, because a sum of gradient values cannot equal
+        both infinity and minus infinity.
         """
         number = jnp.zeros((), jnp.float32)
         for gradient in gradients:
@@ -311,9 +313,9 @@ class Storage(abc.ABC):
             is zeros.
           table: spec of the table.
           ahead: data about the optimizer step that follows the lookup, see `ReadAhead`. If a new
-            key will get a row in this step, the returned vector is the initial value of the row.
-            With `ahead`, the returned number counts only keys for which the step tries to assign a
-            row. None, the default, means that no step follows the lookup.
+            key will get a row in the optimizer step, the returned vector is the initial value of
+            the row. With `ahead`, a key without a row is counted only if the step tries to assign a
+            row to the key. None, the default, means that no step follows the lookup.
         """
 
     def pooled(
@@ -327,7 +329,7 @@ class Storage(abc.ABC):
     ) -> tuple[PyTree, Int[Array, ""]]:
         """Pooled vectors of the keys, and the number of distinct keys without a row.
 
-        The default implementation calls `read`, and passes the vectors to `pool`. A storage can
+        `Storage.pooled` calls `read`, and passes the vectors to `pool`. A subclass of `Storage` can
         override `pooled`, so that `pool` reads the rows directly from the table.
 
         Args:
@@ -404,8 +406,8 @@ class Storage(abc.ABC):
         Args:
           params: parameters of one shard, as `find` returned them.
           slots: slots of the same shard, as `find` returned them.
-          gradients: a kernel call, and the gradients of the call's outputs. In this call, the ids
-            are the rows that `find` returned.
+          gradients: a kernel call, and the gradients of the call's outputs. The ids in the kernel
+            call are the rows that `find` returned.
           table: spec of the table.
           step: number, rule and hyperparameters of the optimizer step.
         """
@@ -471,8 +473,8 @@ class Storage(abc.ABC):
             f"table {table.name!r} is kept as {self}, and a step of this storage updates single rows."
         )
 
-    # The following methods read and write whole tables. Their arguments `params` and `slots`
-    # contain the rows of all shards.
+    # The methods from `rows` to `with_tables` read and write whole tables, so their arguments
+    # `params` and `slots` contain the rows of all shards.
 
     def rows(
         self,
@@ -483,10 +485,11 @@ class Storage(abc.ABC):
     ) -> dict[str, PyTree]:
         """All rows of a table, in a dictionary of arrays.
 
-        The array `values` has the vectors of the rows, and for each slot of the optimizer there is
-        an array `slot_<name>`. The rows are in the order of the ids. The rows of a keyed table are
-        in ascending order of the keys. For a keyed table, the dictionary also has the array `keys`,
-        and arrays such as `last_step`: the index of the step that last used each key.
+        The dictionary contains the array `values` with the vectors of the rows, and an array
+        `slot_<name>` for each slot of the optimizer. The rows of a table without keys are in the
+        order of the ids. The rows of a keyed table are in ascending order of the keys. For a keyed
+        table, the dictionary contains the array `keys`, and can contain arrays such as `last_step`,
+        the index of the step that last used each key.
 
         Raises: NotImplementedError: the storage cannot export rows.
         """
@@ -606,7 +609,7 @@ class Storage(abc.ABC):
 
 
 def on_host(array: PyTree) -> np.ndarray:
-    """A global array as a NumPy array. With several processes, every process gets all values.
+    """A global array as a NumPy array with all values, in every process.
 
     Raises: RuntimeError: inside `jit`.
     """
@@ -629,18 +632,17 @@ def of_near_sizes(
 ) -> list[list[TableSpec]]:
     """Splits tables into groups of similar size, because a group is padded to its largest table.
 
-    At first, each group contains the tables of one size. As long as the padding stays below
-    `MOST_EMPTY`, the function merges the two groups with neighbouring sizes that need the least
-    padding. Because it is greedy, the function does not always find the smallest possible number of
-    groups.
+    `of_near_sizes` starts with one group for each table size, and repeatedly merges two groups with
+    neighbouring sizes. Each merge takes the two groups that need the least padding. The merging
+    stops before the total padding exceeds `MOST_EMPTY`. Greedy merging does not always find the
+    smallest possible number of groups.
 
     Args:
       tables: tables that may share one storage.
       most_rows: maximum number of rows of a group, padding included. A table with more than
         `most_rows` rows gets a group of its own.
       num_waiting: maximum number of keys that wait for admission in each table, 0 by default. In a
-        group of several tables, `num_waiting` times the number of tables is also at most
-        `most_rows`.
+        group of several tables, `num_waiting` times the number of tables is at most `most_rows`.
     """
     size = operator.attrgetter("vocabulary_size")
     groups = []
@@ -673,10 +675,10 @@ def parts(trees: tuple[PyTree, ...], sizes: Sequence[Sequence[int]]) -> list[tup
     """Cuts arrays that contain several tables into separate arrays for each table.
 
     Args:
-      trees: pytrees of arrays, or of `jax.ShapeDtypeStruct`s. Each array is the concatenation of
-        the rows of all tables.
-      sizes: for each table, a sequence with one number per pytree. `sizes[i][j]` is the number of
-        rows of table `i` in each array of the pytree `trees[j]`.
+      trees: pytrees of arrays, or of `jax.ShapeDtypeStruct`s. Each array in `trees` is the
+        concatenation of the rows of all tables.
+      sizes: number of rows of each table in each pytree. `sizes[i][j]` is the number of rows of
+        table `i` in each array of the pytree `trees[j]`.
     """
     parts_of_tables = []
     firsts = [0] * len(trees)

@@ -91,14 +91,14 @@ class RowLayout:
         """Layout with each table on one device.
 
         Tables are placed from the largest to the smallest. Each table is placed on the device that
-        has the fewest rows of this stack. Between devices with equal numbers of rows, the device
-        with the smallest `load` gets the table.
+        has the fewest rows of `stack`. Between devices with equal numbers of rows, the device with
+        the smallest `load` gets the table.
 
         Args:
           stack: plan of the stack.
           num_shards: number of devices.
-          load: bytes of the other stacks on each device. `table_wise` changes this list in place,
-            and adds the bytes of `stack` to the entry of each device.
+          load: bytes of the other stacks on each device. `table_wise` updates `load` in place: it
+            adds the bytes that `stack` has on each device.
         """
         used = [0] * num_shards
 
@@ -157,13 +157,14 @@ class RowLayout:
                 "vocabulary_size": table.vocabulary_size,
                 "embedding_dim": table.embedding_dim,
                 "dtype": table.dtype,
-                "optimizer": table.optimizer.identity,  # It contains no learning rate.
+                "optimizer": table.optimizer.identity,  # `identity` contains no learning rate.
                 "storage": description,
                 "in_files": in_files,
             }
             if storage is not None and len(self.stack.tables) > 1:
-                # Tables that share a storage are concatenated in each array of the storage. The sum
-                # of the part sizes of earlier tables is the first row of a table in each array.
+                # Tables that share a storage are concatenated in each array of the storage. In each
+                # array, the first row of a table is the sum of the part sizes of all earlier
+                # tables.
                 sizes = storage.part_sizes(table)
                 if sizes is not None:
                     facts["part_sizes"] = list(sizes)
@@ -195,7 +196,7 @@ class RowLayout:
         return {table.name: table.rows for table in self.stack.tables}
 
     def segment(self, table_name: str, bags: Segment) -> Segment:
-        """Copy of `bags` with the first row and the number of rows of a table.
+        """Copy of the segment `bags` that reads the rows of a table.
 
         The layout must have `spread` 1, so that the rows of the table are contiguous.
         """

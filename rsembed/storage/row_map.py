@@ -5,10 +5,10 @@ probing. At most half of the slots hold keys, and at most another quarter are de
 search reaches an empty slot. `kernels/keyed.py` defines the content of a slot, and the order of
 the slots in the search for a key.
 
-One map can contain the keys of several tables. Every array of the map is then the concatenation of
-one array per table. In arguments and results of functions, rows are numbered consecutively over the
-tables. In the arrays `free` and `hashed.rows` of a map, the rows of each table are numbered from 0.
-All tables are padded to the size of the largest table, and padding rows are never assigned.
+In a map for the keys of several tables, every array is the concatenation of one array per table. In
+arguments and results of functions, rows are numbered consecutively over the tables. In the arrays
+`free` and `hashed.rows` of a map, the rows of each table are numbered from 0. All tables are padded
+to the size of the largest table, and padding rows are never assigned.
 """
 
 from __future__ import annotations
@@ -123,13 +123,13 @@ class HashTable(NamedTuple):
 
         Args:
           other: hash tables that contain the keys to add.
-          marks: mask of the slots of `other`. Only the keys in these slots are added.
+          marks: mask of the slots of `other` from which keys are added.
         """
         num_slots = other.rows.shape[0]
         num_tables = other.num_keys.shape[0]
         slots_per_table = num_slots // num_tables
-        # The loop skips each block in which all marks are False. A rebuild usually moves the keys
-        # of only a few tables, so most blocks are skipped.
+        # Blocks of slots without a True mark are skipped. A rebuild usually moves the keys of only
+        # a few tables, so most blocks are skipped.
         block_size = math.gcd(num_slots, REBUILD_BLOCK)
         has_mark = jnp.any(marks.reshape(-1, block_size), axis=1)
         blocks, num_blocks = api.compact(has_mark, num_slots // block_size)
@@ -183,9 +183,10 @@ class RowMap(NamedTuple):
       low: lower 32 bits of the key in every row.
       last_step: index of the last step that used the row. `FREE` if the row has no key.
       counts: number of occurrences of the row's key in training, at most `MAX_COUNT`.
-      free: free rows of all tables. The array is divided into sections of equal size, one for each
-        table. In each section, the first `num_free` entries are the free rows of the table, and the
-        last of these entries is assigned next. The other entries have undefined values.
+      free: free rows of all tables. The array `free` is divided into sections of equal size, one
+        for each table. The first `num_free` entries of a section are the free rows of the table,
+        and entry `num_free - 1` is assigned next. The entries of a section from `num_free` on have
+        undefined values.
       num_free: number of free rows of each table.
       signature: hash of all pairs of key and row, for each table. Maps with the same keys in the
         same rows have equal signatures.
@@ -297,7 +298,7 @@ def assign(
 ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
     """Assigns rows to new keys, and evicts other keys if too few rows are free.
 
-    If there are too few rows for all keys, the first keys get rows.
+    If a table has too few rows for all its new keys, the keys that come first in `keys` get rows.
 
     Args:
       row_map: the map to change.
@@ -349,8 +350,7 @@ def _make_room(
 ) -> RowMap:
     """Evicts keys until each new key has a free row, or until no more keys may be evicted.
 
-    The arguments have the same meaning as in `assign`, where the argument for the policy has the
-    name `evict`.
+    All arguments have the same meaning as in `assign`, where `policy` has the name `evict`.
     """
     num_new = counts_of(keys.is_key, keys.table, row_map.num_tables)
     num_wanted = num_new - row_map.num_free
@@ -432,8 +432,8 @@ def touch(
     Args:
       row_map: the map to change.
       rows: distinct rows. `NO_ROW` is skipped.
-      step: index of the step that last used the rows. The index may be one number for all rows, or
-        an array with a number for each row.
+      step: index of the step that last used the rows: one number for all rows, or an array with one
+        number per row.
       occurrences: new count of each row.
     """
     steps = jnp.broadcast_to(step, rows.shape)
@@ -527,7 +527,7 @@ def table_of(row_map: RowMap, rows: Int[Array, " nnz"]) -> Int[Array, " nnz"] | 
 def grow(row_map: RowMap, capacity: int) -> RowMap:
     """Enlarges the map of a single table to `capacity` rows, and returns the new map.
 
-    New keys get the rows that are free now before they get the added rows.
+    Rows that were free before the call are assigned before the added rows.
     """
     old_capacity = row_map.last_step.shape[0]
     num_added = capacity - old_capacity
@@ -563,9 +563,9 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
 def worth(row_map: RowMap, policy: Eviction) -> Int[Array, " rows"]:
     """Number by which a policy ranks each row for eviction.
 
-    The number is the last step that used the row ("lru"), or the number of occurrences of its key
-    ("lfu"). The least recently or least frequently used row is evicted first. Among equally old or
-    equally frequent rows, the row with the smallest key is evicted first.
+    For "lru", the number of a row is the last step that used the row. For "lfu", the number of a
+    row is the number of occurrences of its key. The row with the smallest number is evicted first.
+    Among equally old or equally frequent rows, the row with the smallest key is evicted first.
     """
     if policy == "lru":
         return row_map.last_step
@@ -612,7 +612,8 @@ def first_marked(
     Args:
       marks: mask of the entries that may be chosen.
       arrival: one number per entry, which defines the order of the entries: the entry with the
-        smallest number is the first. If `arrival` is None, the entries are in the order of `marks`.
+        smallest number is the first. If `arrival` is None, the entries have the same order as in
+        `marks`.
       table: table index of each entry. None if there is only one table.
       most: maximum number of entries to choose in each table.
     """
@@ -647,8 +648,8 @@ def least(
 
     Args:
       row_map: map from keys to rows, which contains the key of each row.
-      worth: integer of each row, such as the result of the function `worth`. The integers are
-        compared as unsigned numbers.
+      worth: integer of each row, such as the result of the function `worth`. The values of `worth`
+        are compared as unsigned numbers.
       is_candidate: mask of the rows that may be chosen.
       num_wanted: number of rows to choose in each table.
       is_signed: whether keys are signed numbers, False by default.
@@ -677,9 +678,9 @@ def _first(
     """Mask of the first `num_wanted` candidates in lexicographic order.
 
     Candidates are compared by the first array in `lanes`, then by the second array, and so on. For
-    each array, `_bound` computes a bound. Candidates with values below the bound are chosen. If the
-    value of a candidate equals the bound, the next array decides. This search takes a fraction of
-    the time of a sort.
+    each array, `_bound` computes a bound. Candidates with values below the bound are chosen.
+    Candidates with values equal to the bound are compared by the next array in `lanes`. The search
+    for the bounds takes a fraction of the time of a sort.
     """
     chosen = jnp.zeros_like(is_candidate)
     for lane in lanes:
@@ -696,8 +697,8 @@ class BoundSearch(NamedTuple):
     """Loop state of `_bound`, which determines the bits of a bound from the highest to the lowest.
 
     Attributes:
-      bit: position of the next bit of `bound` to determine. Position 0 is the lowest bit.
-      bound: the bound so far. The bits that are not determined yet are 0.
+      bit: position of the next bit of `bound` to determine, 0 for the lowest bit.
+      bound: the bound, with 0 in all bits that are not determined yet.
       is_exact: True if exactly `num_wanted` candidates are below `bound`.
     """
 
@@ -718,9 +719,9 @@ def _bound(
     smaller values. If there are at most `num_wanted` candidates, no candidate has a value above the
     bound.
 
-    The search determines the bound bit by bit, with one pass over `lane` for each bit. The search
-    skips the leading bits that are equal in all candidates, and stops when exactly `num_wanted`
-    candidates are below the bound.
+    `_bound` determines one bit of the bound after the other, with one pass over `lane` for each
+    bit. `_bound` skips the leading bits that are equal in all candidates, and stops when exactly
+    `num_wanted` candidates are below the bound.
     """
     # The largest and the smallest value have equal bits above their highest differing bit, so the
     # values of all candidates have these bits.
@@ -729,7 +730,7 @@ def _bound(
     differing_bits = smallest ^ largest
     num_equal_bits = jax.lax.clz(differing_bits).astype(jnp.int32)
     num_bits = 32 - num_equal_bits
-    # The loop sets all bits of `differing_bits` below its highest set bit.
+    # Set all bits of `differing_bits` below its highest set bit.
     for distance in (1, 2, 4, 8, 16):
         differing_bits |= differing_bits >> distance
     common_bits = largest & ~differing_bits
@@ -769,11 +770,11 @@ def entries(
       keys: keys, which may be in any order and include padding.
       occurrences: for each entry of `keys`, how many ids of the batch the entry represents.
 
-    Returns: four results. The first result has one number per entry of `keys`: its index in the
-      array of distinct keys, or `NO_ROW` for padding. The second result is the distinct `Keys`,
-      followed by padding. The third result is the position of the first occurrence of each distinct
-      key, or `NO_ROW` for padding. The fourth result is the sum of the occurrences of each distinct
-      key.
+    Returns: `(entry_of, distinct, first_of, counts)`. `entry_of` has the index in `distinct` of
+      each entry of `keys`, or `NO_ROW` for padding. `distinct` has the distinct keys, followed by
+      padding. `first_of` has the position in `keys` of the first occurrence of each distinct key,
+      or `NO_ROW` for padding. `counts` has the sum of the occurrences of each distinct key, at most
+      `MAX_COUNT`.
     """
     entry_of, first_of, counts = api.unique_keys(keys, occurrences)
     lanes = api.gather_rows(keys.lanes, first_of)
@@ -784,9 +785,9 @@ def entries(
 def named(keys: Keys, counts: Int[Array, " nnz"]) -> UInt32[Array, "nnz lanes"]:
     """Distinct keys in the array format of `RowGradients.rows` for tables with keys.
 
-    The result has one row per key. Columns 0 and 1 are the high and the low half of the key. Column
-    2 is the number of occurrences of the key, or 0 for padding. If there are several tables, column
-    3 is the table index.
+    The returned array has one row per key. Columns 0 and 1 of the array are the high and the low
+    half of the key. Column 2 of the array is the number of occurrences of the key, or 0 for
+    padding. If `keys` belong to several tables, column 3 of the array is the table index.
     """
     occurrences = counts.astype(jnp.uint32)
     lanes = [keys.high, keys.low, occurrences]
@@ -814,8 +815,8 @@ def combine(
 ) -> tuple[UInt32[Array, "nnz lanes"], Float[Array, "nnz dim"]]:
     """Distinct keys in the format of `named`, and for each distinct key the sum of its values.
 
-    The distinct keys are in the order of their first occurrence. After the last distinct key, both
-    arrays are filled with zeros.
+    The distinct keys are in the order of their first occurrence. Both returned arrays contain zeros
+    after the last distinct key.
 
     Args:
       keys: keys, which may be in any order and include padding.

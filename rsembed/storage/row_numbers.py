@@ -27,7 +27,9 @@ MAX_KEYS = 2**32
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RowNumbers(DynamicRows):
-    """Storage for keys that are row numbers. A key has the same initial row as with `Hashed`.
+    """Storage for keys that are row numbers.
+
+    A key has the same initial row as in a table with storage `Hashed`.
 
     Args:
       num_shards: number of devices that share the keys.

@@ -1,8 +1,8 @@
 """Set-associative device cache for a table in host memory.
 
 `SetAssociativeCache` is the policy: exact LRU or LFU for a whole batch of ids, in NumPy, without a
-loop over ids. A hash assigns each id to one set. The cache can hold the id in any of the `num_ways`
-slots of this set. Slot `set * num_ways + way` is a row of the device array.
+loop over ids. A hash assigns each id to one set, and the cache can hold the id in any of the
+`num_ways` slots of the set. Slot `set * num_ways + way` is a row of the device array.
 
 `CachedRows` moves rows between host memory and the device array. The device array has the slots,
 followed by a *scratch* area. If a batch reads a table row that gets no slot, this row is copied to
@@ -10,9 +10,9 @@ the scratch area. Evicted rows are written back to the host, and scratch rows ar
 every update. The optimizer state of the rows is in separate device arrays, and is copied together
 with the rows. The last device array contains the id in each slot and in each scratch row.
 
-Outside `jit`, the methods of the policy and of the host store are called directly. Inside `jit`,
-the compiled program calls these methods through ordered callbacks. The arrays that a callback
-returns are long enough for any batch with the same number of ids.
+The methods of the policy and of the host store are called directly outside `jit`, and through
+ordered callbacks inside `jit`. The arrays that a callback returns are long enough for any batch
+with the same number of ids.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from rsembed.storage.donation import kept
 class CacheCounts(NamedTuple):
     """Counters of one batch, or sums of counters over batches.
 
-    The first six counters are also counters of FBGEMM, in the same order.
+    All counters except `unique_hits` are counters of FBGEMM, in the order of FBGEMM.
 
     Attributes:
       calls: number of batches.
@@ -48,8 +48,8 @@ class CacheCounts(NamedTuple):
       unique_misses: number of distinct cacheable ids of each batch that were not in the cache
         before the batch.
       unique_conflict_misses: number of unique misses that got no slot.
-      conflict_misses: number of cacheable ids in the batch that got no slot, with duplicates. The
-        rows of these ids are read from the backing store.
+      conflict_misses: number of cacheable ids in the batch that got no slot, with duplicates. Rows
+        without a slot are read from the backing store.
       unique_hits: number of distinct cacheable ids of each batch that were in the cache before the
         batch.
     """
@@ -66,16 +66,16 @@ class CacheCounts(NamedTuple):
 NEVER = np.iinfo(np.int64).max
 """Number that replaces the time of last use, or the count, of a slot that must keep its id.
 
-The number is larger than any time of last use and any count."""
+`NEVER` is larger than any time of last use and any count."""
 
 IDS_PER_SEARCH = 4096
 
 MAX_LFU_SETS = 2**24 - 1
 """Exclusive upper bound of the number of sets for LFU.
 
-FBGEMM packs the number of a set and a 40-bit count into 64 bits, so FBGEMM has this bound.
-`SetAssociativeCache` uses the same bound, so that every size that it accepts also works in
-FBGEMM."""
+FBGEMM packs the number of a set and a 40-bit count into 64 bits, so the number of a set has at most
+24 bits. `SetAssociativeCache` uses FBGEMM's bound, so that FBGEMM supports every accepted cache
+size."""
 
 
 def set_of(ids: Int[np.ndarray, " ids"], num_sets: int) -> Int64[np.ndarray, " ids"]:
@@ -134,23 +134,23 @@ NUM_WAYS = 32
 class SetAssociativeCache:
     """Cache policy: decides which ids are in the cache, and chooses their slots.
 
-    The policy moves no rows. The caller moves the rows that `admit` returns. Call `admit` once for
-    each batch. `admit` records the uses of the ids in the cache, and admits missing ids to the
-    cache. The missing ids and the slots of each set are sorted, in an order that depends on
-    `algorithm`. Then the missing id at position `n` replaces the id in the slot at position `n`.
-    Slots with an id of the batch, and locked slots, keep their ids. A missing id that gets no slot
-    is a conflict miss, and its row is read from the backing store.
+    `SetAssociativeCache` moves no rows. The caller moves the rows that `admit` returns. Call
+    `admit` once for each batch. `admit` records the uses of the ids in the cache, and admits
+    missing ids to the cache. `admit` sorts the missing ids and the slots of each set, in an order
+    that depends on `algorithm`, and replaces the id in the slot at position `n` by the missing id
+    at position `n`. Slots with an id of the batch, and locked slots, keep their ids. A missing id
+    that gets no slot is a conflict miss, and its row is read from the backing store.
 
-    * lru: the missing ids of a set are sorted by id, and its slots by (time of last use, slot
-      number), both in ascending order.
+    * lru: the missing ids of a set are sorted by id, and the slots of the set by (time of last use,
+      slot number), both in ascending order.
     * lfu: the missing ids of a set are sorted by descending count, then by ascending id. The slots
       of a set are sorted by (count of the id in the slot, slot number), in ascending order. An
       empty slot has count -1. A missing id does not replace an id with a larger count.
 
-    The counts for LFU are exact. The count of an id includes all its uses in the current batch and
-    in earlier batches, even if the id was not in the cache. The counts need 8 bytes of host memory
-    for each of `num_ids` ids. The cache needs 24 bytes for each slot, and during `admit` about 48
-    bytes more for each slot of the sets that have a miss.
+    LFU counts are exact: the count of an id includes all its uses in the current batch and in
+    earlier batches, even if the id was not in the cache. LFU counts need 8 bytes of host memory for
+    each of `num_ids` ids. The cache needs 24 bytes for each slot, and during `admit` about 48 bytes
+    more for each slot of the sets that have a miss.
 
     Attributes:
       tags: id in each slot, -1 in empty slots. Do not modify `tags`.
@@ -180,8 +180,9 @@ class SetAssociativeCache:
 
         Args:
           num_sets: number of sets.
-          num_ways: number of slots in each set, 32 by default. With fewer slots per set, more
-            missing ids get no slot. With more slots per set, every search for an id takes longer.
+          num_ways: number of slots in each set, 32 by default. The smaller `num_ways` is, the more
+            missing ids get no slot. The larger `num_ways` is, the longer every search for an id
+            takes.
           algorithm: "lru", the default, evicts the least recently used ids. "lfu" evicts the least
             frequently used ids.
           num_ids: number of cacheable ids. The cacheable ids are 0 to `num_ids - 1`.
@@ -286,8 +287,8 @@ class SetAssociativeCache:
 
         Raises:
           TypeError: `slots` is not a flat array of integers.
-          ValueError: a slot does not exist or is not locked. If this error is raised, no lock is
-            removed.
+          ValueError: a slot does not exist or is not locked. If `unlock` raises an error, it
+            removes no lock.
         """
         slots = np.unique(slots[slots != -1])
         if slots.size and not 0 <= slots[0] <= slots[-1] < self.tags.size:
@@ -317,7 +318,7 @@ class SetAssociativeCache:
             self.counts[:] = 0
 
     def restore(self, tags: Int[np.ndarray, " slots"]) -> None:
-        """Replaces the ids in all slots, and removes all locks. The counts for LFU do not change.
+        """Replaces the ids in all slots and removes all locks, but does not change the LFU counts.
 
         Args:
           tags: new id in each slot, -1 for empty slots.
@@ -372,8 +373,8 @@ class SetAssociativeCache:
         """Slot of each cacheable id, -1 if the id is not in the cache."""
         tags = self.tags.reshape(self.num_sets, self.num_ways)
         slots = np.empty(ids.size, np.int64)
-        # The ids are searched in blocks, to save memory. The tags that are compared for a block fit
-        # into the CPU cache.
+        # The ids are searched in blocks, to save memory, and so that the compared tags of a block
+        # fit into the CPU cache.
         for start in range(0, ids.size, IDS_PER_SEARCH):
             block = slice(start, start + IDS_PER_SEARCH)
             sets = set_of(ids[block], self.num_sets)
@@ -395,8 +396,8 @@ _ROWS_PER_FLUSH = 1 << 16
 Leaving = Callable[[Int[Array, " places"]], Sequence[Array]]
 """Function that gathers rows of the device arrays, to write them to the host.
 
-The argument of the function is an array of row indices. The result has one array for each device
-array except the last one, which contains ids."""
+A `Leaving` function takes an array of row indices, and returns the rows of all device arrays except
+the last one, which contains ids."""
 
 
 class BatchPlaces(NamedTuple):
@@ -499,11 +500,12 @@ class CachedRows:
     ) -> tuple[Array, ...]:
         """Exchanges the rows in `moves` with the host, and returns the new device arrays.
 
-        The scratch area is enlarged if it is too small for the batch. Inside `jit`, the scratch
-        area becomes large enough for every batch with the same number of moves.
+        The scratch area is enlarged if it is too small for the batch. Inside `jit`, the number of
+        rows in use is not known during tracing, so the scratch area gets room for all entries of
+        `moves.inserted`, or for all rows of the table if the table is smaller.
 
         Args:
-          arrays: device arrays before the exchange. `bring` donates these arrays.
+          arrays: device arrays before the exchange, which `bring` donates.
           moves: rows to exchange, as `find` returned them.
           leaving: function that gathers the evicted rows from the device arrays, see `Leaving`.
           keep: function that stores the new arrays, see `donation.kept`. Ctrl-C is delayed until
@@ -587,7 +589,7 @@ class CachedRows:
         self.scratch_rows = _NOTHING
 
     def flush(self, leaving: Leaving) -> None:
-        """Writes all rows in the cache to the host. The cache still contains the rows afterwards.
+        """Writes all rows in the cache to the host, and keeps the rows in the cache.
 
         Args:
           leaving: function that gathers rows of the device arrays, see `Leaving`.
