@@ -10,8 +10,8 @@ respect to the tap equals the gradient with respect to the activations. Tables a
 of the differentiated function, so no gradient has the size of a table.
 
 If lookups are not recorded, differentiation of the model, for example by `jax.grad`, would leave
-the tables untrained. Every layer therefore has a parameter `guard` with a custom derivative rule,
-which raises an error if a lookup is differentiated without being recorded.
+the tables untrained. To prevent untrained tables, every layer has a parameter `guard` with a custom
+derivative rule, which raises an error if a lookup is differentiated without being recorded.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ _WRAPPERS = {
 }
 """Optax transformations that a model with tables cannot use.
 
-Such a transformation can skip, delay or change a step of the parameters, and would not do the same
-for the tables. The dictionary maps the class name of the transformation's state to a pair: the name
+A transformation in `_WRAPPERS` can skip, delay or change a step of the dense parameters, but not a
+step of the tables. `_WRAPPERS` maps the class name of a transformation's state to a pair: the name
 of the optax function, and advice for the user.
 """
 
@@ -91,7 +91,7 @@ def check_transformation(tx: object, where: str) -> None:
 
 
 def check_steps_always(opt_state: PyTree, where: str) -> None:
-    """Checks that an optax transformation never skips a step, because the tables never skip one.
+    """Checks that an optax transformation never skips a step, because tables never skip a step.
 
     Raises: ValueError: the optax state contains the state of a transformation in `_WRAPPERS`.
     """
@@ -111,7 +111,7 @@ def _refused(where: str, name: str, way_out: str) -> str:
     )
 
 
-@no_type_check  # Types are not checked, because JAX puts placeholders into the fields of pytrees.
+@no_type_check  # JAX puts placeholders of other types into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Call:
@@ -165,7 +165,7 @@ class Recording:
         self.trace = get_opaque_trace_state(convention="flax")
 
     def run(self, function: Callable[..., Any], *args: PyTree, **kwargs: object) -> Any:
-        """The result of `function`. Lookups during the call are recorded in the list `calls`."""
+        """Calls `function`, records its lookups in the list `calls`, and returns its result."""
         token = _recording.set(self)
         try:
             return function(*args, **kwargs)
@@ -196,8 +196,8 @@ def look_up(
         respect to `guard` raises an error, unless the lookups of the loss are recorded.
 
     Raises: RuntimeError: the activations are differentiated without a recording, which would leave
-      the tables untrained. The error is also raised if the lookups are recorded, but the loss calls
-      the layer inside another JAX transformation, such as a loop, where they cannot be recorded.
+      the tables untrained, or the loss calls the layer inside another JAX transformation, such as a
+      loop, where lookups cannot be recorded.
     """
     recording = _recording.get()
     if recording is not None and get_opaque_trace_state(convention="flax") != recording.trace:
@@ -232,15 +232,15 @@ def _refuse(refusal: str, primals: object, tangents: object) -> PyTree:
     raise RuntimeError(refusal)
 
 
-@no_type_check  # Types are not checked, because JAX puts placeholders into the fields of pytrees.
+@no_type_check  # JAX puts placeholders of other types into the fields of pytrees.
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Gradients:
     """Gradients of a loss: dense gradients of parameters, and sparse gradients of tables.
 
-    `first + second` adds the gradients of two losses, and `gradients / 2` halves gradients. Both
-    operations apply to the gradients of parameters and of rows.
-    `jax.tree.map(jnp.add, first, second)` raises a TypeError, because row numbers cannot be added.
+    `first + second` adds the gradients of two losses, and `gradients / 2` halves gradients, both
+    for parameters and for rows. `jax.tree.map(jnp.add, first, second)` raises a TypeError, because
+    row numbers cannot be added.
 
     Args:
       dense: gradients in the structure of the parameters.
@@ -323,8 +323,7 @@ class Gradients:
     def rows(self) -> dict[str, RowGradients]:
         """Dictionary from the path of each layer to the gradients of its distinct rows.
 
-        If the loss reads a row several times, the gradients of the row are summed. `step` does not
-        compute these sums separately if the loss called the layer only once.
+        If the loss reads a row several times, the gradients of the row are summed.
         """
         return {name: self._rows(name) for name in self.calls}
 
@@ -346,7 +345,8 @@ class Gradients:
     def step(self, name: str, state: EmbeddingState) -> EmbeddingState:
         """State of a layer's tables after one optimizer step.
 
-        If the loss called the layer only once, a single kernel sums gradients and updates rows.
+        If the loss called the layer only once, and `changed` does not contain the layer, a single
+        kernel sums gradients and updates rows.
         """
         first, *more = self.calls[name]
         if more or name in self.changed:

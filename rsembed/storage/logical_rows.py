@@ -232,7 +232,7 @@ def rows_to_leave(
       table: spec of the table.
       policy: eviction policy, "lru" or "lfu", which is used only if `keep` is not None.
       is_in_table: mask of the rows of the table, if several tables share the storage. True, the
-        default, means that all rows belong to this table.
+        default, means that all rows belong to `table`.
       keep: number of rows to keep, on all shards together. Policy "lru" removes the least recently
         used rows, and "lfu" removes the least frequently used rows. Among equally old or equally
         frequent rows, the rows with the smallest keys are removed first.

@@ -173,8 +173,8 @@ class Storage(abc.ABC):
     def part_sizes(self, table: TableSpec) -> tuple[int, ...] | None:
         """Number of rows of `table` in each element of the tuple `params`.
 
-        The function `parts` uses the part sizes to cut arrays that several tables share. None if
-        `parts` is not used for tables with this storage.
+        The function `parts` uses the part sizes to cut arrays that several tables share. None for a
+        storage that does not use `parts`.
         """
         del table
         return None

@@ -303,8 +303,8 @@ def assign(
     Args:
       row_map: the map to change.
       keys: distinct keys that are not in the map. Padding gets no row.
-      step: index of the current step, at least 0. Keys that this step has already used are not
-        evicted.
+      step: index of the current step, at least 0. Keys that the current step has already used are
+        not evicted.
       occurrences: number of occurrences of each key so far.
       evict: policy that selects the keys to evict. None, the default, means that no key is evicted.
       is_signed: whether keys are signed numbers, False by default. Among equally old ("lru") or

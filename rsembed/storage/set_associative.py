@@ -11,8 +11,8 @@ every update. The optimizer state of the rows is in separate device arrays, and 
 with the rows. The last device array contains the id in each slot and in each scratch row.
 
 The methods of the policy and of the host store are called directly outside `jit`, and through
-ordered callbacks inside `jit`. The arrays that a callback returns are long enough for any batch
-with the same number of ids.
+ordered callbacks inside `jit`. The lengths of the arrays that a callback returns depend only on the
+number of ids in the batch.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class Admission(NamedTuple):
       evicted_ids: previous id in each of `inserted_slots`, or -1 if the slot was empty.
       missed_ids: distinct cacheable ids that were not in the cache before the batch, in ascending
         order.
-      counts: counters of this batch.
+      counts: counters of the batch.
     """
 
     locations: Int64[np.ndarray, " ids"]
@@ -157,7 +157,7 @@ class SetAssociativeCache:
       counts: number of uses of each id. None if the algorithm is LRU. Do not modify `counts`.
 
     Source: the functions `lru_cache_populate` and `lfu_cache_populate` in FBGEMM. Unlike FBGEMM,
-      this LFU cache never evicts an id of the current batch.
+      `SetAssociativeCache` with LFU never evicts an id of the current batch.
 
     Example:
       >>> cache = SetAssociativeCache(1, num_ways=2, num_ids=100)
@@ -409,7 +409,7 @@ class BatchPlaces(NamedTuple):
       places: for each of `rows`, its index in the device array: a slot or a scratch row. -1 if the
         row is not on the device.
       moves: rows to exchange with the host.
-      admission: changes of the cache for this batch.
+      admission: changes of the cache for the batch.
     """
 
     rows: Int[np.ndarray, " ids"]

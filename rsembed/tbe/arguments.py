@@ -221,8 +221,9 @@ class OfferedOptimizer(NamedTuple):
       arguments: names of the constructor's arguments that the optimizer reads.
       fixed: fields of `rule` that no argument of the module sets, with their values.
       fused: another `OptimizerSpec` class, which has a native kernel but lacks some fields of
-        `rule`. If all these fields have their default values, `fused` computes the same update as
-        `rule`, and is used instead. None if the optimizer has no class with a native kernel.
+        `rule`. If the fields that `fused` lacks have their default values, `fused` computes the
+        same update as `rule`, and is used instead of `rule`. None if the optimizer has no class
+        with a native kernel.
     """
 
     rule: type[OptimizerSpec] | None
@@ -281,8 +282,8 @@ _MODES = {
 }
 """Descriptions of EXACT_ROWWISE_ADAGRAD in the weight decay modes that need several states.
 
-Each of these modes has its settings in one argument of the module. `_RECORDS` has the names of the
-arguments.
+Each weight decay mode in `_MODES` has its settings in one argument of the module, and `_RECORDS`
+maps the mode to the name of the argument.
 """
 _OF_OPTIMIZERS = frozenset[str]().union(*(entry.arguments for entry in _OPTIMIZERS.values()))
 _WHOLE_TABLES = {
@@ -291,7 +292,7 @@ _WHOLE_TABLES = {
 }
 """Default value of each argument that contains the settings of a whole-table pass.
 
-A whole-table pass changes all rows of a table before the lookup of a training step.
+A whole-table pass changes all rows of a table before the lookups of some training steps.
 """
 _FIELDS = {
     "eps": "epsilon",
@@ -302,7 +303,7 @@ _FIELDS = {
 }
 """Fields of optimizer classes that are set by an argument with a different name.
 
-The dictionary maps the name of each argument to the name of the field that it sets.
+`_FIELDS` maps the name of each argument to the name of the field that the argument sets.
 """
 
 
@@ -431,8 +432,8 @@ def trained_by(
 
     Arguments that the optimizer does not read have no influence on the result.
     ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD change whole tables before some lookups.
-    The arguments `ensemble_mode` and `emainplace_mode` contain the settings of these changes. None
-    means the default settings.
+    The settings for changes of whole tables are in the arguments `ensemble_mode` and
+    `emainplace_mode`, where None means the default settings.
 
     Raises: ValueError: arguments contradict each other.
     """

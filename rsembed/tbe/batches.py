@@ -57,9 +57,9 @@ def read(
     Returns:
       The batch, the number of ids and offsets that are out of range, and a message or None. The ids
       and offsets of the batch are NumPy arrays, unless they are traced or the batch is prepared.
-      The number is 0 in modes IGNORE and NONE, and None for a prepared batch. The message describes
-      the first id or offset that is out of range. Only mode WARNING outside `jit` returns a
-      message.
+      The number of ids and offsets out of range is 0 in modes IGNORE and NONE, and None for a
+      prepared batch. The message describes the first id or offset that is out of range, and is None
+      except in mode WARNING outside `jit`.
 
     Raises: TypeError, ValueError: arrays of the batch have a wrong dtype or shape for the plan, or,
       in mode FATAL, an id or offset is out of range or a weight is not finite.
@@ -134,7 +134,7 @@ def weights_as_passed(
 
     If the user passed flat ids, the result is a flat array, with 0 for ids that are not in any bag.
     If the user passed a prepared batch, the result is a dictionary with one array `[ids]` per
-    feature. Inside `jit`, each array in the dictionary has zeros for padding at its end.
+    feature. Inside `jit`, the array of a feature has zeros for padding at its end.
 
     Args:
       prepared: result of `split`, with the gradients (or any other values) in place of the weights.
@@ -160,7 +160,7 @@ def _call_of(
 ) -> Call:
     """Converts the arguments of a lookup to a `Call`, the form that kernels read.
 
-    Types and shapes are checked. The values of ids and offsets are not checked.
+    The types and shapes of the arguments are checked, but not the values of ids and offsets.
     """
     if offsets is None:
         raise TypeError("offsets is missing; pass indices and offsets.")
@@ -264,10 +264,10 @@ def _repaired(
 ) -> tuple[Call, Count]:
     """Corrects ids and offsets that are out of range.
 
-    The last offset is set to the number of ids. Other offsets are clipped to `[0, number of ids]`.
-    An offset that is smaller than an earlier offset is raised to the largest earlier offset. An id
-    outside the rows of its table is set to 0. The id -1 is not changed, because it means no id. The
-    arrays of the batch are NumPy arrays or traced arrays.
+    The last offset is set to the number of ids. All offsets before the last offset are clipped to
+    `[0, number of ids]`. An offset that is smaller than an earlier offset is raised to the largest
+    earlier offset. An id outside the rows of its table is set to 0. The id -1 is not changed,
+    because it means no id. The arrays of the batch are NumPy arrays or traced arrays.
 
     Returns: the corrected batch, and the number of corrected ids and offsets.
 
@@ -355,7 +355,7 @@ def _first_mistake(
 def with_room(batch: Call) -> Call:
     """Pads the ids of a batch to a power of two.
 
-    The added ids come after the last offset, so they are in no bag.
+    The padding comes after the last offset, so it is in no bag.
     """
     (ids,) = batch.lists
     bags = Bags(ids.ids, ids.all_offsets(), ids.weights)
@@ -370,8 +370,8 @@ def mask_of_ids(
 ) -> AnyArray | dict[str, Array]:
     """For each id, the number in `feature_requires_grad` for the feature that reads the id.
 
-    Returns: an array with one number per id. For a batch prepared on a mesh, a dictionary with one
-      number per feature.
+    Returns: an array with one number per id, or, for a batch that was prepared on a mesh, a
+      dictionary with one number per feature.
 
     Raises: ValueError: `feature_requires_grad` does not have one entry per feature.
     """

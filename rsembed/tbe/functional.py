@@ -1,8 +1,9 @@
 """Table-batched lookup and training as pure functions of a plan and a state.
 
 `TableBatchedEmbeddingBags` calls the functions of this file. Every function can be traced by
-`jit`, and `jit` may donate the state. For a cached table, the ids in the argument `batch` are cache
-slots, because the caller has replaced the row ids. Only `row_gradients` expects row ids.
+`jit`, and `jit` may donate the state. In all functions except `row_gradients`, the argument `batch`
+contains cache slots as the ids of a cached table, because the caller has replaced the row ids. In
+`row_gradients`, `batch` contains row ids.
 """
 
 from __future__ import annotations
@@ -47,11 +48,13 @@ class TBEState(NamedTuple):
     `weights`, `slots` and `resident_rows` are tuples with one entry per group of the plan.
 
     Args:
-      weights: rows of the tables of each group. For a cached group, only the rows in its cache.
+      weights: rows of the tables of each group, or, for a cached group, only the rows on the
+        device.
       slots: optimizer state of the rows in `weights`. For ENSEMBLE_ROWWISE_ADAGRAD, the last slot
         is the slow copy of the tables.
       resident_rows: for each cache slot of a group, the row number of the row in the slot, or
-        `NO_ROW` for an empty slot. None for a group without a cache.
+        `NO_ROW` for an empty slot. The entries after the cache slots belong to the scratch area.
+        None for a group without a cache.
       step: number of updates so far.
       passed_step: number of the last training step for which `begin_step` was called, 1 for the
         first step.
@@ -89,7 +92,7 @@ class TBEState(NamedTuple):
     ) -> TBEState:
         """A copy of the state with new arrays for group `number`.
 
-        The order of the new arrays is the order in which the method `arrays` returns them.
+        The argument `arrays` has the same order as the result of the method `arrays`.
         """
         weights, *slots = arrays
         resident = None
@@ -287,8 +290,9 @@ def lookup(
 ) -> LookupOutput:
     """Pooled rows, differentiable with respect to the weights of the ids.
 
-    The shape is `[bags, sum of dims]`, or `[nnz, longest dim]` without pooling. If the batch was
-    made with `batch_size_per_feature_per_rank`, the output is a one-dimensional array.
+    The output has shape `[B, sum of dims]` for `B` bags per feature, or `[nnz, longest dim]`
+    without pooling. If the batch was made with `batch_size_per_feature_per_rank`, the output is a
+    one-dimensional array.
     """
     rates = learning_rates(plan, state)
     return _pooled(plan, state, batch, rates).astype(output_dtype)
@@ -435,8 +439,8 @@ def _stepped(
       plan: plan of the module's tables.
       state: state before the step.
       rates: learning rate of every group.
-      function: the method `update` or `apply` of the plan's `Engine`. It is called with the
-        weights, the slots, `*gradients`, and the `Step` of each group.
+      function: the method `update` or `apply` of the plan's `Engine`. `_stepped` calls `function`
+        with the weights, the slots, `*gradients`, and the `Step` of each group.
       *gradients: the batch and the output gradients for `update`, or the rows and values of the row
         gradients by group name for `apply`.
     """
@@ -508,8 +512,8 @@ def _decayed(
                 weight_decay,
                 group.table.global_decay,
             )
-            # Ids of other groups have no row in this group, so their `prev_iter` is filled with 0,
-            # and their decay factor is 1.
+            # An id of another group has no row in group `number`, so its `prev_iter` is filled with
+            # 0, and its decay factor is 1.
             factors = of_group if factors is None else factors * of_group
     if factors is None:
         return batch
@@ -522,8 +526,7 @@ def _decayed(
 _STORE = 2**32 - 2
 """Number that is folded into the PRNG key when rows are rounded and written back to the host.
 
-Because of this number, the random bits for write-backs differ from the random bits of all training
-steps.
+`_STORE` makes the random bits for write-backs differ from the random bits of all training steps.
 """
 
 
@@ -542,8 +545,8 @@ def _noise(
       number: index of the group.
       state: the state. The PRNG key of the rounding is made from `state.key` and `state.step`.
       dtype: dtype of the rounded rows.
-      use: number that is also folded into the PRNG key, so that the random bits differ from the
-        random bits of training steps. Training steps use None, the default.
+      use: number to fold into the PRNG key, so that the random bits differ from the random bits of
+        training steps. Training steps use None, the default.
     """
     if not plan.groups[number].table.rounds_stochastically or dtype == jnp.float32:
         return None
@@ -587,8 +590,8 @@ def backward(
 
     If the batch is a `Call`, the gradients of the weights are one array. If the batch is a
     `PreparedBatch`, the gradients are returned as a copy of the batch, with gradients in place of
-    the weights. The second result is None if `wants_weight_gradients` is False or the batch has no
-    weights.
+    the weights. The returned gradient is None if `wants_weight_gradients` is False or the batch has
+    no weights.
     """
     gradient = _gradient(d_output, max_gradient)
     weights = list_of(batch).weights
@@ -601,8 +604,8 @@ def backward(
     output, pull_back = jax.vjp(weighted, weights)
     (d_weights,) = pull_back(gradient.reshape(output.shape))
     # `zero` is 0, but it is computed from `d_weights`, so XLA must compute `d_weights` before the
-    # update. If XLA ran the update first, it would have to keep a copy of the old tables, because
-    # `d_weights` is computed from the old tables.
+    # update. If XLA ran the update before it has computed `d_weights`, XLA would have to keep a
+    # copy of the old tables, because `d_weights` is computed from the old tables.
     total = jnp.nan_to_num(jnp.sum(jnp.abs(d_weights)))
     zero = jnp.minimum(total, 0.0)
     stepped = update(plan, state, batch, gradient + zero, rates)

@@ -111,8 +111,8 @@ class HostRows:
         Raises: RuntimeError: `state` and the host store have different generations.
         """
         self.generation.check(state.generation)
-        # The tables are repaired by `resume` only if `begun` is set. Ctrl-C may arrive between any
-        # two of these lines, so `begun` is set before the generation of the host store changes.
+        # The tables are repaired by `resume` only if `begun` is set. Ctrl-C may arrive at any time,
+        # so `begun` is set before the generation of the host store changes.
         self.begun = self.generation.number
         self._steps = steps
         self.generation.advance(self.generation.number)
@@ -136,10 +136,11 @@ class HostRows:
     def resume(self, variable: StateVariable) -> None:
         """Makes the rows on the device and on the host consistent after an interrupted change.
 
-        The array `resident_rows` of the state contains the numbers of the rows on the device. The
-        weights and the optimizer states of these rows are complete, because one program moves all
-        arrays of a row. The host has the latest values of evicted rows, because an evicted row is
-        written to the host before another row gets its slot. All prefetched batches are forgotten.
+        The array `resident_rows` of the state contains the numbers of the rows on the device. For
+        every row on the device, the weights and the optimizer states are complete, because one
+        program moves all arrays of a row. The host has the latest values of evicted rows, because
+        an evicted row is written to the host before another row gets its slot. `resume` forgets all
+        prefetched batches.
 
         Raises: RuntimeError: the state is older than the interrupted change, or belongs to a
           different module.
@@ -181,8 +182,9 @@ class HostRows:
         Args:
           variable: variable of the module's state.
           batch: batch with row ids.
-          admit: whether rows that are not in the cache enter the cache, True by default. If False,
-            these rows are copied to the scratch area, which follows the cache in the device arrays.
+          admit: whether rows that are not in the cache enter the cache, True by default. If `admit`
+            is False, rows that are not in the cache are copied to the scratch area, which follows
+            the cache in the device arrays.
 
         Returns: the batch with cache slots in place of the ids of cached tables.
         """
@@ -242,7 +244,7 @@ class HostRows:
         return dataclasses.replace(row_gradients, rows=rows)
 
     def prefetch(self, variable: StateVariable, batch: Call) -> None:
-        """Copies the rows for a later lookup into the cache.
+        """Copies the rows of a batch to the cache, before the batch is looked up.
 
         Rows that get no cache slot are copied to the device later, when the batch is looked up.
 
@@ -285,8 +287,8 @@ class HostRows:
     def _take_prefetched(self, ids: np.ndarray) -> bool:
         """Whether a prefetched batch has exactly the ids `ids`.
 
-        The first batch with these ids is removed from the list `prefetched`, and its cache slots
-        are unlocked.
+        The first prefetched batch with ids `ids` is removed from the list `prefetched`, and its
+        cache slots are unlocked.
         """
         for number, (prefetched, locked) in enumerate(self.prefetched):
             if np.array_equal(prefetched, ids):
@@ -395,8 +397,8 @@ class HostRows:
             self.generation.advance(generation)
         ids = np.asarray(ids)
         offsets = np.asarray(offsets)
-        # The list of prefetched batches contains ids without padding, so the ids of this batch are
-        # compared without padding, too.
+        # The list `prefetched` contains ids without padding, so the padding of `ids` is cut off
+        # before the comparison.
         admits = admit and not self._take_prefetched(ids[: offsets[-1]])
         by_group = self._find(first_bags, ids, offsets, admit=admits, num_moves=capacity)
         slots = ids.astype(np.int32)
@@ -474,8 +476,9 @@ class HostRows:
             is_cacheable = (result.rows >= 0) & (result.rows < self.groups[number].cache.num_ids)
             num_cacheable += int(is_cacheable.sum())
             if records_features:
-                # The first part also contains the ids before the first bag. In `result.rows`, these
-                # ids have row -1. No element of `missed_ids` is -1, so they are not counted.
+                # `np.split` adds the ids before the first bag to the first feature. Ids before the
+                # first bag have row -1, and `missed_ids` never contains -1, so ids before the first
+                # bag are not counted.
                 for feature, rows in enumerate(np.split(result.rows, starts[1:-1])):
                     missed = np.intersect1d(rows, result.admission.missed_ids)
                     self.misses_by_feature[feature] += missed.size
@@ -495,7 +498,7 @@ def _cache_sizes(
     groups: Mapping[int, GroupPlan],
     caching: Arguments,
 ) -> dict[int, int]:
-    """Number of sets in the set-associative cache of each group. A set contains 32 rows.
+    """Number of sets, of 32 rows each, in the set-associative cache of each group.
 
     If `cache_sets` is 0, the number of sets is computed from `cache_load_factor` and the number of
     rows of the group. If `cache_sets` is 0 and the device reports its memory, all caches are made
