@@ -678,9 +678,9 @@ def _first(
     """Mask of the first `num_wanted` candidates in lexicographic order.
 
     Candidates are compared by the first array in `lanes`, then by the second array, and so on. For
-    each array, `_bound` computes a bound. Candidates with values below the bound are chosen.
-    Candidates with values equal to the bound are compared by the next array in `lanes`. The search
-    for the bounds takes a fraction of the time of a sort.
+    each array in `lanes`, `_bound` computes a bound. Candidates with values below the bound are
+    chosen. Candidates with values equal to the bound are compared by the next array in `lanes`. The
+    search for the bounds takes a fraction of the time of a sort.
     """
     chosen = jnp.zeros_like(is_candidate)
     for lane in lanes:
