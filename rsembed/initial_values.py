@@ -1,11 +1,11 @@
 """Initial table values that depend only on the random key, the table and the row.
 
-`initial_rows` evaluates the initializer of a whole table, `initializer(key, (vocabulary, dim))`,
-for any rows without building the table. The initializer is traced for the logical shape of the
-table, so that scales computed from the shape are right. The traced computation is then evaluated
-for the requested rows only, with random bits that depend on the row. Stacking, sharding and the
-number of devices therefore never change initial values, and memory for a second copy of a table is
-not needed.
+`initial_rows` computes some rows of the initial table `initializer(key, (vocabulary, dim))`. The
+initializer is traced for the logical shape of the table, so that scales computed from the shape are
+right. The traced computation is evaluated for the requested rows only, and the random bits of a row
+depend only on the random key and the row number. So initial values do not depend on stacking,
+sharding or the number of devices. `initial_rows` builds the whole table only if a row may depend on
+other rows, as in an orthogonal matrix.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ def initial_rows(
       key: random key of the table, `table_key(model_key, table.name)`.
       table: the table. The initializer of the table is called with the logical shape
         `(vocabulary_size, embedding_dim)`.
-      rows: row numbers. They may be in any order.
-      width: number of columns to compute, as for `form`. The leading columns are the row. None, the
-        default: `embedding_dim`.
+      rows: row numbers in any order.
+      width: number of columns to compute, as for `form`. The first `embedding_dim` columns hold the
+        row. None, the default: `embedding_dim`.
       factors: values that replace the factors of the initializer, in the order of `Form.factors`,
         so that one compiled program serves several tables. None, the default: the initializer's
         factors.
@@ -87,7 +87,7 @@ def fresh_rows(key: PRNGKeyArray, ids: Int[Array, " rows"], table: TableSpec) ->
 
     Args:
       key: random key of the table, `table_key(model_key, table.name)`.
-      ids: row numbers. They may be in any order.
+      ids: row numbers in any order.
       table: the table with initializer and optimizer.
     """
     values = initial_rows(key, table, ids)
@@ -102,7 +102,8 @@ class Form(NamedTuple):
       program: cache key of the computation, without the values of `factors`.
       width: number of columns that the computation returns.
       factors: float32 numbers by which the computation multiplies all values of a row, in the order
-        of the computation. For a division, the factor is the reciprocal of the divisor.
+        of the computation. If the computation divides by a constant, the factor is the reciprocal
+        of the constant.
     """
 
     program: Hashable
@@ -113,13 +114,14 @@ class Form(NamedTuple):
 def form(table: TableSpec, width: int | None = None) -> Form:
     """Describes how `initial_rows` computes the rows of a table.
 
-    Tables with equal `program` and `width` can share a compiled program. Their `factors` may differ.
+    Tables with equal `program` and `width` can share a compiled program, even if their `factors`
+    differ.
 
-    Usually `Form.program` is the printed jaxpr of the computation for a single row. Separate but
-    equal functions, as in `[normal(0.01) for _ in tables]`, then share a compiled program. The
-    program is the initializer function and the shape of the table if the initializer does not
-    compute every row independently, if a value may depend on the number of rows, or if the jaxpr
-    contains constant arrays.
+    Usually `Form.program` is the printed jaxpr of the computation for a single row. So separate
+    initializer functions with equal jaxprs share a compiled program, for example all functions in
+    `[normal(0.01) for _ in tables]`. The program is the initializer function and the shape of the
+    table if the initializer does not compute every row independently, if a value may depend on the
+    number of rows, or if the jaxpr contains constant arrays.
 
     Args:
       table: the table.
@@ -180,8 +182,8 @@ def keyed_rows(
     try:
         return evaluator.evaluate(trace, key).astype(jnp.float32)
     except _MixesRowsError:
-        # `_RowEvaluator` rejects an initializer that splits its random key or sums over a row. Such
-        # an initializer is called once for each row, with the shape `(1, dim)`.
+        # `_RowEvaluator` rejects an initializer that splits its random key or sums over a row. A
+        # rejected initializer is called once for each row, with the shape `(1, dim)`.
         def one_row(key: PRNGKeyArray, *row_lanes: Array) -> Array:
             row_key = functools.reduce(jax.random.fold_in, row_lanes, key)
             rows = initializer(row_key, (1, dim))
@@ -266,7 +268,7 @@ _Value = tuple[Any, bool]
 
 
 class _MixesRowsError(Exception):
-    """A row may depend on other rows, so `_RowEvaluator` cannot compute only the requested rows."""
+    """`_RowEvaluator` cannot compute only some rows, because a row may depend on other rows."""
 
 
 class _RowEvaluator:
@@ -278,8 +280,9 @@ class _RowEvaluator:
       rows: row numbers to evaluate.
       num_rows: number of rows of the table. If the first axis of a two-dimensional array has this
         length, this axis is the row axis.
-      lanes: 32-bit numbers that identify each requested row. They are folded into the random key
-        in order. None, the default: the row number is folded into the random key.
+      lanes: 32-bit numbers that identify each requested row. The numbers of a row are folded into
+        the random key one after the other. None, the default: the row number is folded into the
+        random key.
       only_key: random key of the initializer. With `only_key`, random bits must be drawn directly
         from this key, and a computation that splits the key is rejected.
       table: index of the table of each requested row, if `only_key` has one random key for each of
@@ -293,8 +296,8 @@ class _RowEvaluator:
 
     Attributes:
       replace_factor: function that maps a float32 constant, by which row values are multiplied, to
-        the factor to use. For a division, the constant is the reciprocal of the divisor. None, the
-        default: the constant itself.
+        the factor to use. If row values are divided by a constant, the function gets the reciprocal
+        of the constant. None, the default: row values are multiplied by the constant itself.
     """
 
     replace_factor: Callable[[float], ArrayLike] | None = None
@@ -354,8 +357,9 @@ class _RowEvaluator:
         """An array times a constant.
 
         If an array is multiplied by several constants in turn, the product of the constants becomes
-        a single factor. XLA does the same, but only with factors that are constants at compile
-        time. Otherwise, the results would depend on whether a factor is such a constant.
+        a single factor. XLA merges factors in the same way, but only factors that are constants at
+        compile time. If `_scaled` did not merge factors, row values would depend on whether the
+        factors are constants at compile time.
         """
         if id(array) in self.unscaled:
             _, array, previous = self.unscaled[id(array)]
@@ -399,8 +403,8 @@ class _RowEvaluator:
             raise _MixesRowsError
         if has_row_axis and name == "random_bits":
             bit_width = params["bit_width"]
-            # With `only_key`, 16-bit random numbers are not drawn for the requested rows only,
-            # because the values would depend on how XLA fuses operations.
+            # With `only_key`, an initializer that draws 16-bit random numbers is rejected, because
+            # its values would depend on how XLA fuses operations.
             key = arrays[0]
             is_direct = key is self.only_key and bit_width == 32
             if self.only_key is None or is_direct:
@@ -431,8 +435,8 @@ class _RowEvaluator:
 def _constant_factor(equation: Any) -> np.float32 | None:
     """Constant float32 number by which an equation multiplies an array, or None.
 
-    For a division, this is the reciprocal of the divisor, because XLA compiles a division by a
-    constant to a multiplication.
+    If the equation divides by a constant, the result is the reciprocal of the constant, because XLA
+    compiles a division by a constant to a multiplication.
     """
     name = equation.primitive.name
     if name not in ("mul", "div"):

@@ -54,7 +54,8 @@ IMPLEMENTATIONS: tuple[ModuleType, ...] = (native, sparsecore, gpu, reference)
 MEANINGS = vars(ids) | vars(keyed) | vars(reference)
 """Plain JAX function of every kernel, by name.
 
-Each function defines the results of its kernel, and runs if an implementation lacks this kernel.
+The plain JAX function of a kernel defines the results of the kernel, and runs if an implementation
+does not define the kernel.
 """
 
 OPT_IN = (sparsecore.NAME,)
@@ -101,7 +102,7 @@ def implementation_states() -> list[tuple[str, str]]:
     return states
 
 
-@functools.cache  # Cached, because every eager call needs this list.
+@functools.cache  # Cached, because every eager call needs the list of implementations.
 def _choices(
     implementations: tuple[Any, ...],
     implementation: str | None,
@@ -135,7 +136,7 @@ def _choices(
 
 
 def check_implementation(implementation: str | None) -> None:
-    """Checks that the named implementation can run here. None is always accepted.
+    """Checks that `implementation` is None or the name of an implementation that can run here.
 
     Raises:
       ValueError: the name is unknown.
@@ -166,8 +167,8 @@ def dispatch(
 
     Raises:
       ValueError: the implementation's name is unknown.
-      NotImplementedError: no implementation can handle the call. The message lists the
-        reason of each implementation.
+      NotImplementedError: no implementation can handle the call. The error message says why each
+        implementation cannot handle the call.
     """
     reasons = []
     meaning = MEANINGS[function]
@@ -181,9 +182,9 @@ def dispatch(
             try:
                 if not is_gpu_kernel or target_device().platform != "gpu":
                     return kernel(*args, **kwargs)
-                # JAX can compile this call for the CPU, even on a machine with a GPU. The platform
-                # is known only at compile time, so `platform_dependent` chooses the kernel at
-                # compile time.
+                # Even on a machine with a GPU, JAX can compile a kernel call for the CPU. The
+                # platform is known only at compile time, so `platform_dependent` chooses the kernel
+                # at compile time.
                 serve = partial(kernel, *args, **kwargs)
                 default = partial(meaning, *args, **kwargs)
                 return jax.lax.platform_dependent(cuda=serve, default=default)
@@ -271,16 +272,16 @@ def lookup(
     Args:
       tables: tables that the call's segments read.
       call: lists of ids and the segments that read them.
-      quantization: function that is applied to every row before pooling. If it is set, `tables`
-        must hold only one table. None means no quantization.
+      quantization: function that is applied to every row before pooling. With `quantization`,
+        `tables` must hold only one table. None means no quantization.
       implementation: name of the only implementation to try. None: all implementations, in
         order of preference.
     """
     if quantization is None:
         return _lookup(implementation, tuple(tables), call)
     (table,) = tables
-    # `quantize` takes single rows, not pooled rows. So this function looks up every row by itself,
-    # quantizes the rows, and then pools the quantized rows.
+    # `lookup` looks up every row by itself, because `quantize` takes single rows, not pooled rows.
+    # A second lookup pools the quantized rows.
     row_lists = []
     num_rows = table.shape[0]
     for number in range(len(call.lists)):
@@ -371,8 +372,8 @@ def update(
 ) -> tuple[Table, Slots]:
     """Applies one optimizer step to each row with a gradient. Returns the new table and slots.
 
-    Gradients of equal rows are summed first. Table and slots are updated in place if they are
-    donated.
+    Gradients of equal rows are summed before the step. Table and slots are updated in place if they
+    are donated.
     """
     if step.rule.moves_all_rows:
         operands = (table.shape[0], gradients)
@@ -391,9 +392,10 @@ def pairwise_interaction(
 ) -> Float[Array, "batch pairs"]:
     """Dot products of all pairs of a sample's vectors, float32: the feature interaction of DLRM.
 
-    The pairs are in the order of `numpy.triu_indices(n, 1)`. The result can be differentiated once.
-    On CPUs, one native call handles all samples. XLA would run a small matrix product for each
-    sample, which takes several times as long as the table lookups of a model with 26 features.
+    The pairs are in the order of `numpy.triu_indices(n, 1)`. The result has a gradient, but second
+    derivatives are not supported. On CPUs, one native call handles all samples. XLA would run a
+    small matrix product for each sample, which takes several times as long as the table lookups of
+    a model with 26 features.
 
     Args:
       vectors: vectors of every sample, one per feature. For example
@@ -437,7 +439,7 @@ def stochastic_rounding(key: KeyOrKeys) -> reference.Rounding:
 
 SPARSECORE = "lowers for v5p, v6e and TPU7x SparseCore; simulated numerics agree with the reference"
 GPU = "ran on an H100 (docs/accelerators.md); interpret-mode numerics agree with the reference"
-"""How the SparseCore and GPU kernels were tested. `backend_evidence` defines the terms."""
+"""How the SparseCore and GPU kernels were tested, in terms that `backend_evidence` defines."""
 
 
 def backend_evidence() -> list[tuple[str, str]]:
@@ -449,9 +451,9 @@ def backend_evidence() -> list[tuple[str, str]]:
     JAX translated the kernels for the chip. *Unproven*: this property of the kernels has not been
     tested.
 
-    The test suite checks the claims about simulation, interpretation and lowering. `make test-tpu`
-    and `make test-gpu` check the claims about compilers. Only a run on the chip, of `make test-gpu`
-    or of your model, proves the speed and the numerical results of the kernels on this chip.
+    The test suite checks the claims *simulated*, *interpreted* and *lowers*. `make test-tpu` and
+    `make test-gpu` check the claim *compiles*. The speed and the numerical results of kernels on a
+    chip are proven only by running `make test-gpu` or your model on that chip.
     """
     platform = target_device().platform
     on_xla = f"runs here ({platform})"

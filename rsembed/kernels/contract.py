@@ -167,7 +167,7 @@ class Segment(NamedTuple):
 
     Args:
       list: index of the list in the call.
-      first_bag: index of the first bag in that list.
+      first_bag: index in the list of the segment's first bag.
       num_bags: number of consecutive bags that the segment reads. No two segments share a bag.
       combiner: how rows are pooled, `sum` by default.
       table: index of the table in the call, 0 by default.
@@ -363,8 +363,8 @@ class Step:
       rule: optimizer that updates the rows.
       rounding: function that rounds updated rows to the table's dtype. None, the default: updated
         rows are rounded to nearest.
-      number: index of the step, counted from 0. Storages that record the step in which each row was
-        last used need this index. None, the default: the index is unknown.
+      number: index of the step, counted from 0. A storage needs `number` if it records the step in
+        which each row was last used. None, the default: the index is unknown.
       resident_rows: if the table is a cache, the row that each cache slot holds, `NO_ROW` for empty
         slots. With `resident_rows`, the row numbers of the rows to update are indices of cache
         slots. By default, the table is not a cache.

@@ -85,7 +85,7 @@ def tracing_for(name: str) -> Iterator[None]:
 FEWEST_PER_DEVICE = 2
 """Minimum number of threads per CPU device.
 
-With fewer threads, collectives can block each other.
+With fewer than `FEWEST_PER_DEVICE` threads per CPU device, collectives can block each other.
 """
 _PER_DEVICE = 4
 _LIKELY_DEVICES = 4  # Scripts may request CPU devices after `import rsembed`.
@@ -97,8 +97,8 @@ _num_threads: int | None = None  # Size of XLA's pool, None before `provide_thre
 def provide_threads() -> None:
     """Sets `NPROC` so that XLA's pool has enough threads for the CPU devices.
 
-    `NPROC` does not change if it is high enough, or if JAX has already created its devices. If the
-    pool is still too small for a mesh, `check_threads` warns.
+    `NPROC` does not change if it is high enough, or if JAX has already created its devices.
+    `check_threads` warns if XLA's pool is too small for a mesh.
     """
     global _num_threads
     fake = _FAKE_DEVICES.findall(os.environ.get("XLA_FLAGS", ""))
@@ -172,8 +172,8 @@ INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 KEPT_BYTES = 256 << 20
 """Bytes of freed memory that the process keeps for later results."""
-# Environment variables with which a user sets up the allocator. If one of them is set, rsembed does
-# not change the allocator's settings.
+# Environment variables with which a user sets up the allocator. rsembed changes the allocator's
+# settings only if none of `_ALLOCATOR_VARIABLES` is set.
 _ALLOCATOR_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES")
 
 _HANDLERS = """
@@ -207,7 +207,7 @@ def shared_library() -> ctypes.CDLL | str:
     The library is loaded even if the default backend of JAX is not the CPU.
 
     Raises: ValueError: `RSEMBED_ISA` is not the name of an instruction set. The native library
-      would ignore the wrong name and use a different instruction set.
+      itself ignores a wrong name and uses the best instruction set.
     """
     limit = os.environ.get(ISA_VARIABLE, "")
     if limit not in ("", *INSTRUCTION_SETS):
@@ -329,8 +329,8 @@ def call_handler(
     )
     varying = vary_alike(operands)
     returned = call(*varying, **numbers)
-    # JAX does not infer the mesh axes over which the results of a foreign call vary. So
-    # `vary_alike` makes the results vary over the same mesh axes as an operand.
+    # `vary_alike` makes the results of a foreign call vary over the same mesh axes as an operand,
+    # because JAX does not infer the mesh axes of the results.
     cast = vary_alike([*returned, *varying[:1]])
     num_results = len(returned)
     return tuple(cast[:num_results])
@@ -339,8 +339,8 @@ def call_handler(
 def vary_alike(arrays: Sequence[PyTree]) -> list[PyTree]:
     """The arrays, cast so that all of them vary over the same mesh axes.
 
-    These are all mesh axes over which at least one of the arrays varies. In `shard_map`, the
-    operands of an operation must vary over the same mesh axes.
+    Each result varies over all mesh axes over which at least one of `arrays` varies. In
+    `shard_map`, the operands of an operation must vary over the same mesh axes.
     """
     varying = [jax.typeof(array).mat.varying for array in arrays]
     all_axes = frozenset[str]().union(*varying)

@@ -7,9 +7,10 @@ row. The entries of a frequent row are first summed in pieces of `piece_entries`
 program runs much longer than the others.
 
 In a computation for a device that is not a GPU, a direct call of a GPU kernel runs in Pallas'
-interpreter. The interpreter is slow and meant for tests.
+interpreter, which is slow and meant for tests.
 
-Source: FBGEMM's TBE kernels, which also sort the batch and update its distinct rows.
+Source: FBGEMM's TBE kernels, which sort the entries of a batch by row and update each distinct row
+  once.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Tiling(NamedTuple):
 
     Args:
       num_bags: minimum number of bags that one program of a lookup pools. If rows have few columns,
-        a program pools more bags, so that it reads `num_numbers` values at once.
+        a program pools more than `num_bags` bags, to read `num_numbers` values at once.
       num_numbers: minimum number of table values that a program of a lookup reads at once. A
         program of an optimizer step holds rows with `num_numbers` values in total, or a single row
         if the row is longer.
@@ -103,8 +104,8 @@ def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
 def _with_safe_weights(entries: Entries, num_rows: int) -> Entries:
     """The entries with each bag's weights scaled by a power of two, for `mean` and `sqrtn`.
 
-    Sums or squares of unscaled weights could overflow or underflow float32. The scale does not
-    change the pooled rows.
+    Sums or squares of unscaled weights could overflow or underflow float32. Scaling all weights of
+    a bag by one factor does not change its `mean` or `sqrtn`.
     """
     is_divided = entries.combiner in ("mean", "sqrtn")
     if not is_divided or entries.weights is None or entries.num_outputs == 0:
@@ -221,9 +222,9 @@ def _sum_bags(
       columns: indices of the columns to pool.
       combiner: combiner of the bags.
       num_bags: number of bags. An index in `bags` that is `num_bags` or more is padding.
-      stride: number of positions per bag in the array of bounds. With 1, the default, the bounds
-        are offsets, so a bag ends where the next bag starts. With 2, the array has a start and an
-        end for each bag.
+      stride: number of positions per bag in the array of bounds. With stride 1, the default, the
+        bounds are offsets, so a bag ends where the next bag starts. With stride 2, the array of
+        bounds has a start and an end for each bag.
       has_pieces: whether the last item of `refs` is a reference to the array from `_pieces`, False
         by default. If True, and a piece is completely inside a bag, the kernel reads the
         precomputed sum of the piece instead of the rows of its entries.
@@ -330,8 +331,9 @@ def _pieces(
     """Sums of the pieces of the sorted entries, or `()` if the batch is shorter than a piece.
 
     The sorted entries are split into pieces of `piece_entries` consecutive entries. If all entries
-    of a piece read the same row, the result holds the sum of the piece. Otherwise the result holds
-    zeros, and the kernel that uses the result reads the entries of the piece one by one.
+    of a piece read the same row, the result holds the sum of the piece. If the entries of a piece
+    read different rows, the result holds zeros for the piece, and the kernel that uses the result
+    reads the entries of the piece one by one.
     """
     length = tiling.piece_entries
     num_pieces = group_of.shape[0] // length
@@ -518,8 +520,8 @@ def _step(
         is_group = groups < num_groups
         rows = triton.load(rows_ref.at[groups], mask=is_group, other=-1)
         is_row = is_between(rows, 0, num_rows)
-        # Padding gets the index `num_rows`. The masks keep the kernel from reading or writing at
-        # this index.
+        # Padding gets the index `num_rows`. Masks keep the kernel from reading or writing at index
+        # `num_rows`.
         safe_rows = jnp.where(is_row, rows, num_rows)
         index = (safe_rows[:, None], columns[None, :])
         masks = []

@@ -1,7 +1,8 @@
 """Kernels for the ids of a batch, in plain JAX.
 
 The kernels turn ids into row numbers, sort preprocessed batches by sample, and fill the blocks that
-devices exchange. Other implementations of these kernels must return the same results.
+devices exchange. Every other implementation of a kernel must return the same results as the plain
+JAX function.
 """
 
 from __future__ import annotations
@@ -128,8 +129,8 @@ class Partitions(NamedTuple):
 
     Without minibatches, each core has one block of row pointers, relative to the first entry of the
     core's buffer. With minibatches, each minibatch of each core has one block of row pointers,
-    relative to the first entry of the device's buffer. These blocks are sorted by core, then by
-    minibatch.
+    relative to the first entry of the device's buffer. The blocks of row pointers are sorted by
+    core, then by minibatch.
 
     Attributes:
       row_pointers: position after the last entry of every partition. A block of row pointers has
@@ -138,8 +139,8 @@ class Partitions(NamedTuple):
       sample_ids: sample number of every entry within its SparseCore.
       gains: factor by which the row of every entry is multiplied before the rows of a sample are
         summed.
-      num_minibatches: number of minibatches that each SparseCore uses. Later blocks of row pointers
-        are unused. None without minibatches.
+      num_minibatches: number of minibatches that each SparseCore uses. Blocks of row pointers after
+        the last minibatch of the last core are unused. None without minibatches.
       num_cores: number of SparseCores of the device.
       num_shards: number of shards of the stack.
       rows_per_shard: number of rows of the stack in each shard.
@@ -220,7 +221,8 @@ def _partition_of_position(
         starts = jnp.where(is_used, starts, part_size)
     # The partition of a position is the number of partitions that start at or before the position,
     # minus 1. If several partitions start at the same position, only the last of them can have
-    # entries. The count includes all of them, so the result is the last of them.
+    # entries. The count includes every partition that starts at a position, so the result is the
+    # last partition that starts there.
     part = int32_range(num_parts)
     num_starts = jnp.zeros((num_parts, part_size), jnp.int32)
     num_starts = num_starts.at[part[:, None], starts].add(1, mode="drop")
@@ -301,7 +303,8 @@ class Queue(NamedTuple):
     ) -> list[UInt32[Array, "*places"]]:
         """Lanes of `entries` as uint32.
 
-        In int32 lanes, the sign bit is flipped to keep the order.
+        In int32 lanes, the sign bit is flipped, so that negative numbers stay smaller than positive
+        numbers.
         """
         words = []
         for lane in gather_rows(self.lanes, entries):
@@ -323,8 +326,8 @@ def block_ends(queues: Sequence[Queue]) -> tuple[Fit, Cuts]:
 
     Returns: arrays `fit` and `cuts`. `fit[q, d]` is 1 if all remaining entries of queue `q` for
       device `d` fit in this round, else 0. `cuts[:, q, d]` has the lanes of the first entry that
-      does not fit, from `Queue.ordered_lanes`, or zeros if all entries fit. If a queue has fewer
-      lanes than another queue, its last lane is repeated.
+      does not fit, from `Queue.ordered_lanes`, or zeros if all entries fit. The last lane of a
+      queue is repeated if another queue has more lanes.
     """
     fit = []
     first_left = []
@@ -365,11 +368,11 @@ def round_places(
 
     Args:
       queues: queues of this device.
-      fit: minimum of the `fit` of `block_ends` over all devices. It is 1 for a queue and owner if
-        the remaining entries of all devices fit in this round, else 0.
-      cuts: for each queue and owner with `fit` 0, the minimum of the `cuts` of `block_ends` over
-        the devices with `fit` 0. Only entries with smaller lanes than this minimum are sent to the
-        owner.
+      fit: minimum over all devices of the `fit` that `block_ends` returns. The minimum is 1 for a
+        queue and owner if the remaining entries of all devices fit in this round, else 0.
+      cuts: for each queue and owner with `fit` 0, the minimum of the `cuts` that `block_ends`
+        returns, over the devices with remaining entries that do not fit. Only entries with smaller
+        lanes than `cuts` are sent to an owner with `fit` 0.
 
     Returns: `(entries, cursors, any_left)`. For each queue, `entries` has the entries to send, with
       `NO_ROW` in unused slots, and `cursors` has the cursor after this round. `any_left` is True if

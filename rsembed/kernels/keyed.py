@@ -1,6 +1,6 @@
 """Kernels for keys in plain JAX: distinct entries, and hash tables from keys to rows.
 
-Other implementations of these kernels must return the same results.
+Every other implementation of a kernel must return the same results as the plain JAX function.
 
 The hash table uses open addressing with linear probing. A slot is empty, deleted, claimed, or holds
 a key and its row. All keys of a call probe in parallel. If several keys reach the same free slot,
@@ -11,7 +11,8 @@ the total number of probes of all keys.
 Several tables of equal size can be concatenated in the same arrays. `Keys.table` is the table of
 each key, and a key only probes the slots of its table.
 
-A lane is an array with one 32-bit word per entry. A key has two lanes: its high and its low half.
+A lane is an array with one 32-bit word per entry. A key has two lanes, its high and its low half,
+and in a call for several tables also a lane with its table.
 
 Source: lock-free hash tables on GPUs, for example SlabHash and WarpCore. In lock-free hash tables,
   keys race for a slot. In this file, a scatter-min selects the key that gets the slot. The hash of
@@ -155,10 +156,10 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
     """Distinct keys in the order of their first occurrence.
 
     The positions of the keys are stored in a hash table that exists only during this call. A stable
-    sort of the keys would take three times as long as this hash table.
+    sort of the keys would take three times as long as the hash table.
 
     Args:
-      keys: keys and padding. They may be in any order.
+      keys: keys and padding, in any order.
       occurrences: number of occurrences that each key stands for.
 
     Returns: `(entry_of, first_of, counts)`. For each key, `entry_of` has its index among the
@@ -269,8 +270,8 @@ def ranks(
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"]]:
     """Rank of each marked entry, and the number of marked entries of each table.
 
-    The rank is the number of earlier marked entries of the same table. Entries without a mark have
-    meaningless ranks.
+    The rank of a marked entry is the number of marked entries before it that have the same table.
+    Entries without a mark have meaningless ranks.
 
     Args:
       marks: whether each entry is marked.
@@ -283,7 +284,7 @@ def ranks(
         num_marked = jnp.sum(marks, dtype=jnp.int32)
         return rank, num_marked[None]
     owners = jnp.where(marks, table, num_tables)
-    # The only lane of an entry is its position. So all entries are distinct, and the entries of
+    # The only lane of an entry is its position, so all entries are distinct, and the entries of
     # each table stay in order.
     positions = int32_range(marks.shape[0])
     _, entry_of, _, offsets, _ = tell_apart(owners, [positions], num_owners=num_tables)
@@ -341,8 +342,8 @@ def insert_keys(
 ) -> HashTables:
     """Inserts distinct new keys into their tables, and returns the new tables and counts.
 
-    None of the keys may be in its table already. Padding is skipped. A key is not inserted if less
-    than a quarter of its table's slots would then be empty.
+    None of the keys may be in its table already. Padding is skipped. A key is not inserted if the
+    insertion would leave less than a quarter of its table's slots empty.
 
     Args:
       lanes: high and low half of the key in every slot.
@@ -404,7 +405,8 @@ def count_uses(
     """Records that step `step` uses `rows`, and returns the new `last_step` and `counts`.
 
     `last_step` has the step in which each row was last used. `counts` has the number of uses of
-    each row, which grows by `occurrences`, up to `MAX_COUNT`. `rows` may repeat.
+    each row. Every use of a row adds its `occurrences` to the count of the row, up to `MAX_COUNT`.
+    `rows` may repeat.
     """
     counts = counts.at[rows].add(occurrences, mode="drop")
     sums = counts.at[rows].get(mode="fill", fill_value=0)
@@ -418,7 +420,7 @@ def varying_zero(*arrays: Array) -> Int[Array, ""]:
     """Zero that varies over the same mesh axes as the arrays.
 
     In `shard_map`, the first carry of a loop must vary over the mesh axes of later carries. Adding
-    this zero to the first carry makes it vary over the mesh axes of `arrays`.
+    `varying_zero(*arrays)` to the first carry makes the carry vary over the mesh axes of `arrays`.
     """
     total = jnp.int32(0)
     for array in arrays:
@@ -440,9 +442,10 @@ Lanes = Sequence[Array]
 Probe = Callable[[Array, Lanes, Array, Array, Array], tuple[Array, Array, Array]]
 """Function `(state, lanes, positions, slots, active) -> (state, is_done, results)`.
 
-The function checks one slot for each of several keys. These can be all keys that `_probe_all`
-searches, or only some of them. `lanes` are the lanes of these keys, `positions` their indices among
-all keys, and `slots` the slots to check. `active` is False for keys that are already done.
+A `Probe` function checks one slot for each key that it gets. It gets all keys that `_probe_all`
+searches, or only some of these keys. For each key that the function gets, `lanes` has the lanes,
+`positions` the index among all keys, and `slots` the slot to check. `active` is False for keys that
+are already done.
 """
 
 

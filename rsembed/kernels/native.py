@@ -62,7 +62,8 @@ from rsembed.places import Place as TablePlace
 
 NAME = "native"
 _TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
-# The codes below must equal those in csrc/row_kernels.h and csrc/ffi.cc.
+# The codes of combiners, flags and rules must equal those in csrc/row_kernels.h and
+# csrc/arguments.h.
 _COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "mean_by_count": 3, "none": -1}
 _HAS_OFFSETS = 1
 _HAS_WEIGHTS = 2
@@ -73,7 +74,7 @@ STEP_BLOCK = 512
 
 The intermediate values of `STEP_BLOCK` rows fit in the caches of a CPU.
 """
-_MAX_HYPERPARAMETERS = 4  # Fewer hyperparameters are padded with zeros.
+_MAX_HYPERPARAMETERS = 4  # Rules with fewer hyperparameters get zeros as padding.
 
 Attributes = dict[str, Any]
 """Static arguments of a native call by name: integers and lists of integers."""
@@ -127,8 +128,9 @@ def update(
 ) -> tuple[Table, Slots]:
     """Applies one optimizer step to each row with a gradient. Returns the new table and slots.
 
-    For a rule with a C++ kernel, one native call sums the gradients and updates the rows. For other
-    rules, a native call sums the gradients, and then `apply_rows` updates the rows.
+    For a rule with a C++ kernel, one native call sums the gradients and updates the rows. For a
+    rule without a C++ kernel, a native call sums the gradients, and then `apply_rows` updates the
+    rows.
     """
     _check_tables(table)
     code = _fused_code(table, slots, step)
@@ -151,9 +153,9 @@ def apply_rows(
     Row numbers outside the table are padding.
 
     XLA compiles a rule that has no C++ kernel. The compiled rule updates one block of `STEP_BLOCK`
-    rows after the other, and skips blocks at the end that have only padding. XLA can round a sum or
-    a root differently if a block has a different size. All blocks have the same size, so the bits
-    of a row do not depend on the number of rows in the batch.
+    rows after the other, and skips blocks at the end that have only padding. All blocks have the
+    same size, because XLA can round a sum or a root differently in blocks of different sizes. So
+    the bits of a row do not depend on the number of rows in the batch.
     """
     _check_tables(table)
     rows = as_rows(rows)
@@ -239,7 +241,7 @@ def pull_pairs(
     vectors: Float[Array, "batch n dim"],
     d_products: Float[Array, "batch pairs"],
 ) -> Float[Array, "batch n dim"]:
-    """Gradient of the vectors, from the gradient of `pair_products`."""
+    """Gradient of the vectors, from the gradient `d_products` of their `pair_products`."""
     results = [Result(vectors.shape, jnp.float32)]
     (d_vectors,) = call_handler("rsembed_pull_pairs", results, vectors, d_products)
     return d_vectors
@@ -256,7 +258,7 @@ def gather_rows(
       arrays: arrays `[rows, ...]` of any dtype.
       rows: row numbers to read.
       missing: value that int32 arrays return for a row number outside the array, 0 by default. For
-        a row number outside the array, arrays of other dtypes return zeros.
+        a row number outside the array, an array of any dtype except int32 returns zeros.
     """
     results = []
     for array in arrays:
@@ -649,8 +651,8 @@ def _gradient_operands(
 ) -> tuple[list[Array], Attributes]:
     """Operands and attributes of a native call for the row gradients of one table.
 
-    Segments of other tables are left out, and so are lists and outputs that only these segments
-    use.
+    Segments of tables other than `gradients.table` are left out, and so are lists and outputs that
+    no remaining segment uses.
     """
     call = gradients.call
     shapes, output_places = call.outputs(gradients.dims)
@@ -711,9 +713,9 @@ def _list_operands(
 ) -> tuple[list[Array], list[int]]:
     """Operands of a native call for lists of ids, and three numbers that describe each list.
 
-    The first number holds flags, the second is the number of bags, and the third is the number of
-    entries per bag. `Lists` of csrc/arguments.h reads these numbers, and ignores the number of
-    entries per bag if the list has offsets.
+    The three numbers of a list are its flags, its number of bags, and its number of entries per
+    bag. `Lists` of csrc/arguments.h reads the three numbers, and ignores the number of entries per
+    bag if the list has offsets.
     """
     operands: list[Array] = []
     forms: list[int] = []

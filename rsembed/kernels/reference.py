@@ -215,13 +215,13 @@ def by_bag(
         if are_equal.all():
             return jnp.asarray(numbers[0], dtype)
     bag = bag_of_entries(ids)
-    # An entry outside all bags has bag -1 or `num_bags`. Both -1 and `num_bags` are indices of the
-    # last number, which is `other`.
+    # An entry outside all bags has bag -1 or `num_bags`. In `numbers`, both -1 and `num_bags` are
+    # indices of the last number, which is `other`.
     return jnp.asarray(numbers, dtype)[bag]
 
 
 def bag_of_entries(ids: IdList) -> Int[Array, " nnz"]:
-    """Bag of every entry: -1 if it is before the first bag, `num_bags` if it is after the last."""
+    """Bag of every entry: -1 for entries before the first bag, `num_bags` after the last bag."""
     if ids.offsets is not None:
         return _bag_of_entries(ids.offsets, ids.num_entries)
     positions = int32_range(ids.num_entries)
@@ -275,7 +275,8 @@ def entry_gains(
     if entries.weights is not None:
         scales = _inverse_magnitudes(gains, bag, entries.num_outputs)
         gains = gains * scales[bag]
-        # Without the barrier, XLA may square weights and scales separately and overflow float32.
+        # Without the optimization barrier, XLA may square weights and scales separately and
+        # overflow float32.
         gains = jax.lax.optimization_barrier(gains)
     terms = gains
     if entries.combiner != "mean":
@@ -308,7 +309,8 @@ def _inverse_magnitudes(
     magnitudes = jnp.abs(jax.lax.stop_gradient(weights))
     largest = jax.ops.segment_max(magnitudes, bag, num_bags)
     bits = jax.lax.bitcast_convert_type(largest, jnp.int32)
-    # The exponent of a float32 begins at bit 23. The reciprocal of 2**127 would be subnormal.
+    # The exponent of a float32 begins at bit 23. The exponent is at most that of 2**126, because
+    # the reciprocal of 2**127 is subnormal.
     exponent = jnp.clip(bits >> 23, 1, 253)
     inverse_bits = (254 - exponent) * (1 << 23)
     return jax.lax.bitcast_convert_type(inverse_bits, jnp.float32)
@@ -330,8 +332,8 @@ def pooled(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
 def _pooled_with_slopes(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
     """Pooled rows that JAX can differentiate with respect to the weights.
 
-    The derivative with respect to a weight is the row, even if the weight is 0. Therefore this
-    function, unlike `pooled`, reads rows with weight 0.
+    Unlike `pooled`, `_pooled_with_slopes` reads rows with weight 0, because the derivative with
+    respect to a weight is the row, even if the weight is 0.
     """
     bag, gains, is_listed = entry_gains(entries, table.shape[0])
     (rows,) = gather_rows((table,), entries.rows)
@@ -355,7 +357,7 @@ def lookup(
     Args:
       tables: tables that the call's segments read.
       call: lists of ids and the segments that read them.
-      pool: kernel that pools the entries of one list. None, the default: the kernel is `pooled`.
+      pool: kernel that pools the entries of one list. None, the default: `pooled`.
     """
     pool_list = pooled if pool is None else pool
     vectors: list[Array] = [jnp.zeros(0)] * len(call.segments)
@@ -494,7 +496,7 @@ def group_rows(
     """Distinct rows that a batch reads, and the entries that read each row.
 
     A lookup sums over all entries of a bag. A row gradient sums over all entries that read the row.
-    So the same kernels can compute lookups and row gradients:
+    The same kernels can compute lookups and row gradients, because both are weighted sums of rows:
 
     forward    output[b]     = sum of gain * table[row]     over the entries of bag b
     backward   gradient[row] = sum of gain * d_output[b]    over the entries of that row
@@ -577,8 +579,8 @@ def row_gradients(
 ) -> RowsAndGradients:
     """Distinct rows in ascending order and the summed gradient of each, float32.
 
-    Both arrays have length `min(gradients.num_entries, num_rows)`. Padding has row `NO_ROW` and
-    gradient 0. A row that was looked up is returned even if its gradient is zero.
+    The rows and the gradients both have length `min(gradients.num_entries, num_rows)`. Padding has
+    row `NO_ROW` and gradient 0. A row that was looked up is returned even if its gradient is zero.
 
     Args:
       num_rows: number of rows of the table.
@@ -620,7 +622,7 @@ def pull_pairs(
     vectors: Float[Array, "batch n dim"],
     d_products: Float[Array, "batch pairs"],
 ) -> Float[Array, "batch n dim"]:
-    """Gradient of the vectors, from the gradient of `pair_products`."""
+    """Gradient of the vectors, from the gradient `d_products` of their `pair_products`."""
     batch, num_vectors, _ = vectors.shape
     first, second = np.triu_indices(num_vectors, 1)
     half = jnp.zeros((batch, num_vectors, num_vectors))
@@ -836,9 +838,9 @@ def round_with_noise(
 ) -> Float[Array, "*shape"]:
     """Each value rounded to one of its two neighbours in `dtype`, at random and unbiased.
 
-    Noise is added to the bits that `dtype` drops. If the sum carries into the bits that `dtype`
-    keeps, the magnitude of the value is rounded up, else down. Infinities, NaN and values above the
-    largest number of `dtype` are rounded to nearest.
+    Noise is added to the bits that `dtype` drops. The magnitude of a value is rounded up if adding
+    the noise carries into the bits that `dtype` keeps, else down. Infinities, NaN and values above
+    the largest number of `dtype` are rounded to nearest.
 
     Args:
       values: float32 values to round.
