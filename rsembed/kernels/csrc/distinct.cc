@@ -1,8 +1,8 @@
 // XLA FFI handlers that find the distinct entries of a batch, by owner and lanes, or by key.
 //
 // All work is on integers, so a result depends neither on the number of threads nor on the instruction set.
-// The only caller is rsembed/kernels/native.py, which checks arguments. The handlers check only what memory safety
-// needs.
+// Only rsembed/kernels/native.py calls the handlers of this file, and native.py checks the arguments. The handlers
+// check only what memory safety needs.
 
 #include <algorithm>
 #include <cstdint>
@@ -145,8 +145,8 @@ ffi::Error Distinct(ffi::ThreadPool pool, Int32s owners, ffi::RemainingArgs lane
     });
     for (int64_t task = 0; task < num_tasks; ++task) first_entry[task + 1] += first_entry[task];
     const int64_t num_entries = first_entry[num_tasks];
-    // The items are sorted by entry, so the first items of a task may belong to the last entry of an earlier task. For
-    // each task, the number of these items.
+    // The items are sorted by entry, so the first items of a task may belong to the last entry of an earlier task.
+    // `num_carried` has, for each task, the number of items that belong to an earlier task's last entry.
     std::vector<int32_t> num_carried(num_tasks, 0);
     workers.ForEachRange(num_items, kEntriesPerTask, [&](int64_t first, int64_t last) {
       int64_t entry = first_entry[first / kEntriesPerTask] - 1;

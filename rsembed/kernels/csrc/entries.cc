@@ -54,7 +54,7 @@ struct Stack {
   }
 };
 
-// Sorts the entries of a sample by row. Without minibatches, the buffers already have the entries in this order.
+// Sorts the entries of a sample by row. Without minibatches, the entries of a sample are already sorted.
 void SortByRow(int32_t* rows, float* gains, int64_t count, std::vector<int32_t>& order, std::vector<float>& spare) {
   if (std::is_sorted(rows, rows + count)) return;
   order.resize(count);

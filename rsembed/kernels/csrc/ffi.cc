@@ -2,8 +2,8 @@
 //
 // A handler takes a variable number of buffers, so one call handles any number of features. The buffers hold the ids,
 // offsets and weights of lists, the gradients of outputs, and tables. The attributes `lists` and `segments` describe
-// the buffers, see Reader in arguments.h. The only caller is rsembed/kernels/native.py, which checks arguments. The
-// handlers check only what memory safety needs.
+// the buffers, see Reader in arguments.h. Only rsembed/kernels/native.py calls the handlers of this file, and native.py
+// checks the arguments. The handlers check only what memory safety needs.
 
 #include <sys/mman.h>
 #if defined(__linux__)
@@ -29,7 +29,7 @@
 namespace rsembed {
 
 // Returns the kernels for the best instruction set of this processor. The environment variable RSEMBED_ISA, set to
-// baseline or avx2, limits the choice, to compare speed or to reproduce the bits of an older machine.
+// baseline or avx2, limits the instruction set, to compare speed or to reproduce the bits of an older machine.
 const RowKernels& BestRowKernels() {
   static const RowKernels& kernels = []() -> const RowKernels& {
 #if defined(RSEMBED_HAS_X86_ISAS)
@@ -56,8 +56,8 @@ constexpr int64_t kStreamedBytes = 8 << 20;  // an output of this size does not 
 
 constexpr uintptr_t kHugePageBytes = 2 << 20;
 
-// Requests huge pages for the memory [data, data + bytes). If `now` is true, pages that are already in use are replaced
-// by huge pages, too.
+// Requests huge pages for the memory [data, data + bytes). If `now` is true, the system immediately replaces even pages
+// in use by huge pages.
 bool AdviseHugePages(void* data, size_t bytes, bool now) {
 #if defined(MADV_HUGEPAGE)
   const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kHugePageBytes - 1) & ~(kHugePageBytes - 1);
@@ -121,11 +121,11 @@ ffi::Error Lookup(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
     num_written[output] += Times(segments[k].num_outputs, tables[segments[k].table].dim);
   }
   for (size_t k = 0; k < outputs.size(); ++k) {
-    // An output of kStreamedBytes bytes or more is in newly allocated memory, for which the system has not provided
+    // An output of kStreamedBytes bytes or more can be in newly allocated memory, for which the system has not provided
     // pages yet. Page faults take less time with huge pages.
     if (outputs[k].size * 4 >= kStreamedBytes) AdviseHugePages(outputs[k].data, outputs[k].size * 4, false);
-    // Zeros are needed where no segment writes to an output. With combiner `none`, these are the vectors of entries
-    // that the output's segments do not read, and the last columns of rows that are shorter than the longest row.
+    // Zeros are needed where no segment writes to an output. With combiner `none`, no segment writes vectors of entries
+    // that the output's segments do not read, or the last columns of rows that are shorter than the longest row.
     if (num_written[k] < outputs[k].size) std::fill(outputs[k].data, outputs[k].data + outputs[k].size, 0.0f);
   }
   PoolSegments(pool, tables, segments);
@@ -355,9 +355,9 @@ ffi::Error GatherRows(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> rows, ffi::R
 
 // Computes `scatter_into` of rsembed/kernels/reference.py: copies item i of each list to row `rows[i]` of an array of
 // table `table`. `args` has the arrays of every table, one table after the other, and then the lists, as many as a
-// table has arrays. `rets` are the same buffers as these arrays, which are updated in place. If an item is longer than
-// a row, only the first bytes of the item are copied. The rows must be distinct, and row numbers outside the array are
-// skipped.
+// table has arrays. `rets` has the same buffers as the arrays in `args`, which are updated in place. If an item is
+// longer than a row, only the first bytes of the item are copied. The rows must be distinct, and row numbers outside
+// the array are skipped.
 ffi::Error ScatterInto(ffi::ThreadPool pool, ffi::BufferR0<ffi::S32> table, ffi::BufferR1<ffi::S32> rows,
                        ffi::RemainingArgs args, ffi::RemainingRets rets) {
   Workers workers(pool);
@@ -497,14 +497,14 @@ extern "C" int64_t rsembed_num_cores() { return NumCores(); }
 
 extern "C" bool rsembed_advise_huge_pages(void* data, size_t bytes) { return AdviseHugePages(data, bytes, true); }
 
-// Makes the allocator keep freed memory for later results. It keeps up to `bytes` bytes of free memory at the end of a
-// heap. By default, the allocator returns freed memory to the system after every call. The next call then gets new
-// pages, and the system has to zero each new page in a page fault. Threads other than the main thread have heaps of 64
-// MB. The allocator returns an empty heap to the system if the previous heap has M_TOP_PAD bytes free. Therefore
-// M_TOP_PAD is set to the size of the largest result.
+// Makes the allocator keep freed memory for later results, up to `bytes` bytes at the end of a heap. By default, the
+// allocator returns freed memory to the system after every call, and the system has to zero every new page of the next
+// call in a page fault. Threads other than the main thread have heaps of 64 MB. The allocator returns an empty heap to
+// the system if the previous heap has M_TOP_PAD bytes free. With M_TOP_PAD equal to the size of a heap, the allocator
+// keeps empty heaps.
 extern "C" bool rsembed_keep_freed_memory([[maybe_unused]] size_t bytes) {
 #if defined(M_TRIM_THRESHOLD) && defined(M_MMAP_THRESHOLD) && defined(M_TOP_PAD)
-  // The size of the heap of a thread. Older versions of glibc accept at most half of this size as M_MMAP_THRESHOLD.
+  // Size of a thread's heap. Older versions of glibc accept at most half the size of a heap as M_MMAP_THRESHOLD.
   constexpr int kMostOfOneResult = 64 << 20;
   return (mallopt(M_MMAP_THRESHOLD, kMostOfOneResult) != 0 || mallopt(M_MMAP_THRESHOLD, kMostOfOneResult / 2) != 0) &&
          mallopt(M_TOP_PAD, kMostOfOneResult) != 0 && mallopt(M_TRIM_THRESHOLD, static_cast<int>(bytes)) != 0;

@@ -1,5 +1,5 @@
-// XLA FFI handlers for the dot products of all pairs of a sample's vectors. The only caller is
-// rsembed/kernels/native.py.
+// XLA FFI handlers for the dot products of all pairs of a sample's vectors. Only rsembed/kernels/native.py calls the
+// handlers of this file.
 
 #include <algorithm>
 #include <cstdint>

@@ -1,8 +1,8 @@
 // XLA FFI handlers for hash tables from keys to rows.
 //
 // All work is on integers, so a result depends neither on the number of threads nor on the instruction set.
-// The only caller is rsembed/kernels/native.py, which checks arguments. The handlers check only what memory safety
-// needs. The file rsembed/kernels/keyed.py defines the hash table.
+// Only rsembed/kernels/native.py calls the handlers of this file, and native.py checks the arguments. The handlers
+// check only what memory safety needs. The file rsembed/kernels/keyed.py defines the hash table.
 
 #include <algorithm>
 #include <atomic>

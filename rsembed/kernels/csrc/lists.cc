@@ -1,9 +1,9 @@
 // XLA FFI handlers that turn ids into row numbers, count ids, list marked entries, take free rows, and fill the blocks
 // that devices exchange.
 //
-// One call of a handler handles all features and lists. Without these handlers, XLA would compile an operation for
-// every feature, and several operations for every list. The functions of the same names in rsembed/kernels/ids.py and
-// keyed.py define the results.
+// One call of a handler handles all features and lists. From plain JAX, XLA compiles an operation for every feature,
+// and several operations for every list. Each handler returns the same results as the function with its name in
+// rsembed/kernels/ids.py or keyed.py.
 
 #include <algorithm>
 #include <cstdint>
@@ -25,7 +25,7 @@ constexpr int64_t kBytesPerTask = 1 << 16;
 constexpr int32_t kPadId = -1;  // PAD_ID of rsembed/bags.py
 
 // Whether all `numbers` are between 0 and kNoRow. If one size of an array is 0, its other sizes can have any value, and
-// without this check, their product could overflow.
+// their product could overflow if `AreSizes` did not limit them.
 bool AreSizes(std::initializer_list<int64_t> numbers) {
   return std::all_of(numbers.begin(), numbers.end(), [](int64_t size) { return size >= 0 && size <= kNoRow; });
 }
@@ -200,9 +200,9 @@ ffi::Error Compact(ffi::ThreadPool pool, ffi::BufferR1<ffi::PRED> marks, ffi::Re
   });
 }
 
-// Every entry that needs a row gets the last row from the list of free rows of its table. If this list is empty, the
-// entry gets kNoRow. Also returns, for each table, the number of rows that remain free and the number of entries that
-// needed a row but got none. If `tables` is empty, there is one table for all entries.
+// Every entry that needs a row gets the last row from the list of free rows of its table. An entry gets kNoRow if its
+// table has no free row left. For each table, returns the number of rows that remain free and the number of entries
+// that needed a row but got none. If `tables` is empty, there is one table for all entries.
 ffi::Error TakeRows(ffi::BufferR1<ffi::S32> free, ffi::BufferR1<ffi::S32> num_free, ffi::BufferR1<ffi::PRED> wants,
                     ffi::BufferR1<ffi::S32> tables, ffi::Result<ffi::BufferR1<ffi::S32>> rows,
                     ffi::Result<ffi::BufferR1<ffi::S32>> num_left, ffi::Result<ffi::BufferR1<ffi::S32>> num_without) {
@@ -404,9 +404,9 @@ ffi::Error BlockEnds(ffi::RemainingArgs args, ffi::Result<ffi::BufferR2<ffi::S32
 }
 
 // Computes the entries to send in this exchange round: the next entries for every owner, up to the capacity. If `fit`
-// is 0 for an owner, at least one device has too many remaining entries for this owner. In that case, `cuts` has the
-// smallest entry, over these devices, that does not fit in this round. Only entries smaller than this entry are sent,
-// and entries are compared by their lanes.
+// is 0 for an owner, at least one device has too many remaining entries for this owner. For an owner with `fit` 0,
+// `cuts` has the lanes of the smallest entry of all devices that does not fit in this round. Only entries with smaller
+// lanes than `cuts` are sent to an owner with `fit` 0.
 ffi::Error RoundPlaces(ffi::BufferR2<ffi::S32> fit, ffi::BufferR3<ffi::U32> cuts, ffi::RemainingArgs args,
                        ffi::Result<ffi::BufferR0<ffi::PRED>> are_left, ffi::RemainingRets rets,
                        ffi::Span<const int64_t> num_lanes, ffi::Span<const int64_t> capacities) {

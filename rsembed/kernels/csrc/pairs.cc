@@ -22,8 +22,8 @@ namespace {
 
 #include "vectors.h"
 
-// Number of rows that `multiply` computes at once. The sums of these rows are kept in registers. Every input vector is
-// loaded once for all of these rows, multiplied by a factor for each row, and added to the sum of that row.
+// Number of rows that `multiply` computes at once. The sums of kTogether rows stay in registers. Every input vector is
+// loaded once for kTogether rows, multiplied by a factor for each row, and added to the sum of each row.
 constexpr int kTogether = 4;
 
 inline int64_t rounded_up(int64_t x, int64_t multiple) { return (x + multiple - 1) / multiple * multiple; }

@@ -102,8 +102,8 @@ class Workers {
 #endif
   }
 
-  // Progress of one call of ForEachBlock, shared by the calling thread and its helper threads. A helper thread can
-  // start after ForEachBlock has returned. By then all blocks are done, so the helper thread reads only this struct.
+  // Progress of one call of ForEachBlock, shared by the calling thread and its helper threads. A helper thread that
+  // starts after ForEachBlock has returned reads only this struct, because all blocks are done.
   struct Job {
     std::atomic<int64_t> next{0};
     std::atomic<int64_t> num_done{0};

@@ -81,8 +81,9 @@ class Job {
 }  // namespace rsembed
 
 // Fills the buffers and counts of all stacks. The result does not depend on the number of threads. If a partition
-// exceeds a limit and ids may be dropped, only its entries within the limits are written. If ids may not be dropped,
-// none of its entries are written. `drops_something` and the counts tell the caller that a limit was exceeded.
+// exceeds a limit and ids may be dropped, only its entries within the limits are written. If a partition exceeds a
+// limit and ids may not be dropped, none of its entries are written. `drops_something` of a stack becomes 1 if a
+// partition of the stack exceeds a limit or does not fit in the buffer.
 extern "C" __attribute__((visibility("default"))) int32_t rsembed_partition(rsembed::PartitionStack* stacks,
                                                                             int64_t num_stacks, int32_t drops_ids,
                                                                             int64_t num_threads) {

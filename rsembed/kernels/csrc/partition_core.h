@@ -179,7 +179,7 @@ class CorePartitioner {
   // Sorts the entries of a group into `sorted`, starting with the least significant digit of (shard, row).
   bool Sort(const Group& group, int64_t size, ItemType* sorted) {
     const int sort_bits = group.row_bits + group.shard_bits;
-    // A small number of entries is sorted faster in more passes, because each pass then has fewer counters.
+    // A small number of entries is sorted faster with short digits, which need more passes but fewer counters per pass.
     const int max_digit_bits = size < 256 ? 6 : size < 1024 ? 8 : 11;
     const int num_passes = (sort_bits + max_digit_bits - 1) / max_digit_bits;
     const int digit_bits = num_passes == 0 ? 0 : (sort_bits + num_passes - 1) / num_passes;
@@ -199,8 +199,8 @@ class CorePartitioner {
   }
 
   // One pass of the stable radix sort, by one digit of the keys. Frequent ids increment the same counter repeatedly,
-  // and a processor stalls when it reads a counter that it is still writing. To avoid these stalls, the items are split
-  // into several streams, which take turns and have separate counters.
+  // and a processor stalls when it reads a counter that it is still writing. To avoid waiting for counters, the items
+  // are split into several streams, which take turns and have separate counters.
   static void SortByDigit(const ItemType* from, ItemType* to, int64_t size, int shift, int digit_bits,
                           uint32_t* counts) {
     const int64_t num_digits = int64_t{1} << digit_bits, length = size / kStreams;

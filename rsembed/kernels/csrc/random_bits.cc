@@ -1,6 +1,8 @@
-// Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see row_kernels.h.
+// This file is compiled once per instruction set (-DRSEMBED_ISA=baseline, avx2 or avx512), see row_kernels.h.
+//
 // Random bits of rows, the same bits that jax.random draws. The lanes (32-bit words) of a row are folded into a PRNG
-// key one after the other. Random bits are the column indices, encrypted with the resulting key.
+// key one after the other. The random bits of a row are the column indices, encrypted with the key of the row.
+//
 // Source: Threefry-2x32 with 20 rounds, Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (2011).
 #include "row_kernels.h"
 
@@ -25,7 +27,7 @@ template <int kDistance>
 inline Words rotated(Words x) { return x << kDistance | x >> (32 - kDistance); }
 
 // One Threefry round of kBlocks independent blocks. Each round of a block needs the result of the block's previous
-// round. Several blocks are independent, so the processor can compute their rounds in parallel.
+// round. Different blocks are independent, so the processor can compute rounds of several blocks in parallel.
 template <int kBlocks, int kDistance>
 inline void threefry_round(Words* x, Words* y) {
   for (int k = 0; k < kBlocks; ++k) {

@@ -1,4 +1,4 @@
-// Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see row_kernels.h.
+// This file is compiled once per instruction set (-DRSEMBED_ISA=baseline, avx2 or avx512), see row_kernels.h.
 //
 // No standard C++ header is included, because such headers contain inline functions and templates, see row_kernels.h.
 #include "row_kernels.h"
@@ -33,8 +33,8 @@ constexpr int64_t kLineBytes = 64;
 // Inlining is necessary, because GCC removes calls of functions that only prefetch and so have no effect on results.
 #define RSEMBED_PREFETCHING __attribute__((always_inline)) inline
 
-// Prefetches `bytes` bytes, at least kLeast. kLeast is a constant, so the compiler unrolls the loop over the first
-// kLeast bytes.
+// Prefetches `bytes` bytes, or kLeast bytes if kLeast is larger. kLeast is a constant, so the compiler unrolls the loop
+// over the first kLeast bytes.
 template <int kForWriting, int64_t kLeast = 0>
 RSEMBED_PREFETCHING void prefetch(const void* from, int64_t bytes) {
   const char* line = static_cast<const char*>(from);
@@ -158,8 +158,8 @@ struct BagScale {
   float after;
 };
 
-// Scale of a bag with very large or very small weights. Sums or squares of these weights could overflow or underflow.
-// Therefore `before` is a power of two that scales the largest weight to about 1, as in `_inverse_magnitudes` of
+// Scale of a bag with very large or very small weights. `before` is a power of two that scales the largest weight to
+// about 1, so that sums and squares of weights neither overflow nor underflow, as in `_inverse_magnitudes` of
 // kernels/reference.py.
 __attribute__((noinline)) BagScale bag_scale_of_extremes(const Segment& segment, EntryRange bag) {
   const auto weight_of = [&](int64_t i) {
@@ -203,8 +203,8 @@ inline BagScale bag_scale(const Segment& segment, EntryRange bag) {
   return {1.0f, divisor == 0.0f ? 0.0f : 1.0f / divisor};
 }
 
-// Computes the factor of each bag, see row_kernels.h. If the weights of a bag are so large that the factor is not a
-// normal float, the factor becomes NaN, because a factor of zero would hide the error.
+// Computes the factor of each bag, see row_kernels.h. The factor of a bag becomes NaN if the weights are so large that
+// the factor is not a normal float, because a factor of zero would hide the error.
 void bag_scales(const Segment& segment, int64_t first_output, int64_t last_output, float* scales) {
   for (int64_t output = first_output; output < last_output; ++output) {
     const BagScale scale = bag_scale(segment, bag_entries(segment, output));
@@ -448,8 +448,8 @@ inline void step_rows_together(T* const rows[], float* const slots[], const floa
 }
 
 // Applies one optimizer step to distinct rows. For row-wise Adagrad, `step` collects rows until kRowsTogether rows can
-// be updated at once, and `finish` updates the remaining rows. For other rules, every call of `step` updates its row
-// immediately.
+// be updated at once, and `finish` updates the remaining rows. For every rule except row-wise Adagrad, each call of
+// `step` updates its row immediately.
 template <typename T, Rule kRule>
 class Stepper {
  public:

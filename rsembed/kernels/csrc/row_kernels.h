@@ -1,8 +1,8 @@
 // Floating-point loops over embedding rows, compiled once per instruction set and selected at run time.
 //
 // Only plain structs are allowed in this header. An inline function or a template in this header would be compiled once
-// per instruction set. The linker would keep only one of the compiled copies, perhaps the copy with AVX-512
-// instructions, which cannot run on a machine without AVX-512.
+// per instruction set. If a function is compiled once per instruction set under one name, the linker keeps only one
+// copy, perhaps the copy with AVX-512 instructions, which cannot run on a machine without AVX-512.
 #pragma once
 
 #include <cstdint>
@@ -79,14 +79,13 @@ struct TableKeys {
   const int32_t* table;
 };
 
-// The kernels for one instruction set. Every function works on a range, and calls with disjoint ranges can run in
-// parallel. A function over sorted entries handles the groups of equal rows that *begin* in its range. If the last of
-// these groups ends after the range, the function also reads the entries after the range.
+// The kernels for one instruction set. Every kernel works on a range, and calls with disjoint ranges can run in
+// parallel. A function over sorted entries handles the groups of equal rows that *begin* in its range. If a group
+// begins in the range and ends after the range, the function reads entries after the range.
 struct RowKernels {
   const char* name;
   void (*pool[kNumElementTypes])(const Table&, const Segment&, int64_t first_output, int64_t last_output);
-  // Computes the factor of every output: 1 for sums, and the reciprocal of the divisor for other combiners. The factor
-  // is 0 if the divisor is 0.
+  // Computes the factor of every output: 1 for sums, 0 if the divisor is 0, and else the reciprocal of the divisor.
   void (*bag_scales)(const Segment&, int64_t first_output, int64_t last_output, float* scales);
   void (*weight_gradients[kNumElementTypes])(const Table&, const Segment&, int64_t first_output, int64_t last_output);
   void (*sum_groups)(const SortedEntries&, int64_t first, int64_t last, int32_t* rows, float* gradients);

@@ -11,7 +11,7 @@
 
 namespace rsembed {
 
-// Array with uninitialised elements. A std::vector would first fill the array with zeros.
+// Array with uninitialised elements, unlike a new std::vector, which is filled with zeros.
 template <typename T>
 class Scratch {
  public:
@@ -25,8 +25,8 @@ class Scratch {
 
 // Stable radix sort of items by row, least significant digit first. Every pass counts and moves chunks of items in
 // parallel, so the work is balanced even if most rows are equal. The result of a stable sort does not depend on the
-// number of chunks. There are only enough chunks to keep the threads busy, because each chunk has counters, and reading
-// the counters of many chunks took longer than moving the items.
+// number of chunks. The number of chunks is only large enough to keep the threads busy, because each chunk has
+// counters, and reading the counters of many chunks takes longer than moving the items.
 class RowSort {
  public:
   // `emit(first, last, items)` writes the items of entries [first, last), and returns the number of items. The field
@@ -40,7 +40,7 @@ class RowSort {
     chunk_size_ = std::max<int64_t>((num_entries + num_chunks - 1) / num_chunks, 1);
     int row_bits = 1;
     while ((int64_t{1} << row_bits) < num_rows) ++row_bits;
-    // A small number of entries is sorted faster in more passes, because each pass then has fewer counters.
+    // A small number of entries is sorted faster with short digits, which need more passes but fewer counters per pass.
     const int max_digit_bits = num_entries < 2048 ? 7 : num_entries < 16384 ? 10 : 12;
     const int num_passes = (row_bits + max_digit_bits - 1) / max_digit_bits;
     digit_bits_ = (row_bits + num_passes - 1) / num_passes;

@@ -1,10 +1,10 @@
 // XLA FFI handlers for lookups in tensor trains, and for the gradients of lookups.
 //
 // Lookups are sorted by their slice of the grouped core (the core with the largest slices), then by all other slices,
-// so that equal rows are adjacent and computed once. Rows are computed tile by tile to bound the memory. For each tile,
-// threads first compute the rows of the tile (in the backward pass, the gradients of slices). Then each output is
-// summed by one thread in the order of the lookups, so the order of additions is fixed. The only caller is
-// rsembed/tt/cores.py.
+// so that equal rows are adjacent and computed once. Rows are computed tile by tile to limit the memory for rows. For
+// each tile, threads compute the rows of the tile (in the backward pass, the gradients of slices) and then sum the
+// outputs. One thread sums each output, in the order of the lookups, so the order of additions is fixed. Only
+// rsembed/tt/cores.py calls the handlers of this file.
 
 #include <algorithm>
 #include <cstdint>
@@ -282,8 +282,9 @@ ffi::Error Pull(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRet
     for (int64_t begin = 0; begin < units.size(); begin += tile) {
       const int64_t end = std::min(begin + tile, units.size());
       // A group has all units that use the same slice of the grouped core. A task handles each group that begins in the
-      // task's range of units, and adds the gradient of the group's slice to the output. For the other cores, it writes
-      // gradients of single slices to `d_slices`, which `AddToRows` sums after all tasks.
+      // task's range of units, and adds the gradient of the group's slice to the output. For every core except the
+      // grouped core, a task writes the gradients of single slices to `d_slices`. `AddToRows` sums the gradients in
+      // `d_slices` after all tasks.
       workers.ForEachRange(end - begin, kUnitsPerTask, [&](int64_t from, int64_t to) {
         const auto begins = [&](int64_t unit) {
           return unit == begin || group_of[units.examples[unit]] != group_of[units.examples[unit - 1]];

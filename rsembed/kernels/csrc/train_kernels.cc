@@ -1,4 +1,4 @@
-// Compiled once per instruction set with -DRSEMBED_ISA=baseline, avx2 or avx512; see train_kernels.h.
+// This file is compiled once per instruction set (-DRSEMBED_ISA=baseline, avx2 or avx512), see train_kernels.h.
 //
 // No standard C++ header is included, because such headers contain inline functions and templates, see row_kernels.h.
 #include "train_kernels.h"
@@ -59,8 +59,8 @@ inline void tile(int64_t depth, Matrix a, const float* b, int64_t b_row, float* 
 template <typename Vector, int kVectors>
 inline void strip(int64_t rows, int64_t depth, Matrix a, const float* b, int64_t width, float* c, bool adds) {
   while (rows > 0) {
-    // The sums of a tile of six rows fill the registers. Eight rows are faster as two tiles of four rows than as one
-    // tile of six rows and two tiles of one row.
+    // The sums of a tile of six rows fill the registers. Eight rows are computed as two tiles of four rows, which is
+    // faster than one tile of six rows and two tiles of one row.
     const int64_t count = rows >= 6 && rows != 8 ? 6 : rows >= 4 ? 4 : 1;
     if (count == 6) tile<Vector, 6, kVectors>(depth, a, b, width, c, width, adds);
     if (count == 4) tile<Vector, 4, kVectors>(depth, a, b, width, c, width, adds);
@@ -157,8 +157,8 @@ float dot(const float* a, const float* b, int64_t count) {
 
 // Matrix products of the slices that a block of lookups reads. If consecutive lookups use equal slices of all cores
 // before the grouped core, they share the products of slices of the cores up to and including the grouped core. The
-// first of several lookups that share products is called their head. Lookups do not share products that include later
-// cores.
+// first of several lookups that share products is called their head. Lookups do not share products that include a core
+// after the grouped core.
 struct Block {
   const Train& train;
   const uint32_t* lookups;
@@ -189,15 +189,15 @@ struct Block {
   const float* slice(int64_t t, int64_t k) const {
     return train.cores[t] + train.digits[t][lookups[lookup_of(t, k)]] * train.size[t];
   }
-  // Products of slices of the cores 0 to t: `num_products(t)` products of `train.product[t]` numbers each. The scratch
-  // memory begins with these products for all t.
+  // Products of slices of the cores 0 to t: `num_products(t)` products of `train.product[t]` numbers each. The products
+  // for all t are at the beginning of the scratch memory.
   float* products(int64_t t) const {
     float* at = scratch;
     for (int64_t earlier = 0; earlier < t; ++earlier) at += kLookupsPerBlock * train.product[earlier];
     return at;
   }
-  // Product k of slices of the cores 0 to t. If `t` is 0, the product is a slice of core 0, and not a copy in the
-  // scratch memory.
+  // The k-th product of slices of the cores 0 to t. If `t` is 0, returns the address of a slice of core 0, and not of a
+  // copy in the scratch memory.
   const float* product(int64_t t, int64_t k) const {
     return t == 0 ? slice(0, k) : products(t) + k * train.product[t];
   }

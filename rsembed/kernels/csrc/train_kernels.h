@@ -42,11 +42,12 @@ struct TrainKernels {
   const char* name;
   // Computes rows `[count, dim]` of `count` lookups. The lookups must read distinct rows.
   void (*rows)(const Train&, const uint32_t* lookups, int64_t count, float* scratch, float* made);
-  // Backward pass of `rows`. `rows` must have been called before with the same `scratch`. All lookups use the same
-  // slice of core `grouped`, and the gradient of this slice is added to `d_grouped`. The gradients of the slices of
-  // other cores are written to `d_slices`, `[count, size]` for every core. If consecutive lookups have equal slices of
-  // all cores before core `grouped`, their gradients of these slices are summed. `d_slices` holds the sum at the first
-  // of these lookups, and `is_head` becomes true for this lookup only.
+  // Backward pass of `rows`. Before `pull`, `rows` must be called with the same lookups and the same `scratch`. All
+  // lookups use the same slice of core `grouped`, and the gradient of this slice is added to `d_grouped`. The gradients
+  // of the slices of all cores except `grouped` are written to `d_slices`, `[count, size]` for every core. If
+  // consecutive lookups share their slices of all cores before core `grouped`, the gradients of the shared slices are
+  // summed. `d_slices` holds the sum at the first lookup that shares the slices, and `is_head` becomes true only for
+  // the first lookup.
   void (*pull)(const Train&, const uint32_t* lookups, int64_t count, const float* d_rows, const float* transposed,
                float* d_grouped, float* const* d_slices, bool* is_head, float* scratch);
   // Writes the transpose of a slice `[left, columns * right]` to `out`.

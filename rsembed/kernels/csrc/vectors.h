@@ -2,8 +2,8 @@
 // source works for all three instruction sets.
 //
 // A file that is compiled once per instruction set includes this file inside the namespace of its instruction set, so
-// every definition exists once per instruction set. For that reason, this file has no include guard and includes
-// nothing.
+// every definition exists once per instruction set. This file has no include guard and includes nothing, because it is
+// included inside a namespace.
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -53,8 +53,8 @@ inline Floats decode(const float*, Floats x) { return x; }
 
 inline Floats decode(const BFloat16*, Halves x) { return as_floats(__builtin_convertvector(x, Words) << 16); }
 
-// XLA lets the processor read subnormal numbers as zero. Therefore a subnormal float16 number is converted by a
-// subtraction of two normal float32 numbers.
+// A subnormal float16 number is converted by a subtraction of two normal float32 numbers, because XLA lets the
+// processor read subnormal numbers as zero.
 inline Floats decode(const Float16*, Halves x) {
   const Words bits = __builtin_convertvector(x, Words);
   const Words magnitude = (bits & 0x7fff) << 13, exponent = magnitude & 0x0f800000;
@@ -77,8 +77,8 @@ inline Halves encode(const BFloat16*, Floats x) {
 inline Halves encode(const Float16*, Floats x) {
   const Words bits = as_words(x), sign = (bits >> 16) & 0x8000, magnitude = bits & 0x7fffffff;
   const Words normal = (magnitude - (112u << 23) + 0xfff + ((magnitude >> 13) & 1)) >> 13;
-  // Adding 0.5 rounds a subnormal result to nearest. The lowest bits of the sum are then the mantissa bits of the
-  // result.
+  // Float32 numbers from 0.5 to 1 have the spacing of subnormal float16 numbers. So adding 0.5 rounds to the nearest
+  // subnormal number, and the lowest bits of the sum are the mantissa of this number.
   const Words tiny = as_words(as_floats(magnitude) + 0.5f) - 0x3f000000;
   const Words huge = select((Words)(magnitude > 0x7f800000), Words{} + 0x7e00, Words{} + 0x7c00);
   const Words finite = select((Words)(magnitude < 0x38800000), tiny, normal);
@@ -99,8 +99,8 @@ inline void store(T* to, Floats x) {
 }
 
 // Loads and stores the last columns of a row, which are fewer than kLanes. A load fills the remaining lanes of the
-// vector with zeros, and a store skips these lanes. A row shorter than a vector consists only of these columns, so a
-// loop over single columns would be slow.
+// vector with zeros, and a store skips these lanes. A loop over single columns would be slow for rows that are shorter
+// than a vector.
 #if defined(__AVX512F__)
 inline __mmask16 first_lanes(int64_t count) { return static_cast<__mmask16>((1u << count) - 1); }
 
@@ -159,8 +159,8 @@ inline Floats load_tail(const float* from, int64_t count) {
 
 template <typename T>
 inline Floats load_tail(const T* from, int64_t count) {
-  // The type Pair joins the two parts of 8 bytes in a register. If the parts were stored to memory one by one, a load
-  // of the whole vector would have to wait for both stores.
+  // The type Pair joins two parts of 8 bytes in a register. Storing the two parts to memory one by one is slower,
+  // because a load of the whole vector has to wait for both stores.
   typedef uint64_t Pair __attribute__((vector_size(16)));
   constexpr int64_t kColumns = 8 / sizeof(T), kBytes = sizeof(T);
   const Pair parts = {load_bytes(from, count * kBytes),
