@@ -415,8 +415,7 @@ def _call(
 ) -> Any:
     """Runs a kernel once for each point of the grid, and returns arrays with the shapes in `out`.
 
-    The kernel updates its first `num_stepped` operands in place, and these operands become the
-    results.
+    The first `num_stepped` operands of the kernel are updated in place and become the results.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton

@@ -75,7 +75,7 @@ bool AdviseHugePages(void* data, size_t bytes, bool now) {
 // Pools the rows that every segment reads from its table, and writes the pooled rows to the segment's output.
 void PoolSegments(ffi::ThreadPool pool, const std::vector<Table>& tables, std::vector<Segment>& segments) {
   int64_t num_outputs = 0;
-  // A table without rows can have any number of columns, so these sizes could overflow int64.
+  // Numbers of bytes are doubles, because a table without rows can have so many columns that int64 would overflow.
   double num_bytes = 0.0, output_bytes = 0.0;
   for (const Segment& segment : segments) {
     const double row_bytes = 4.0 * static_cast<double>(tables[segment.table].dim);
@@ -261,8 +261,8 @@ ffi::Error SquaredNorm(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Resul
 constexpr int kNumSlots[kNumRules] = {0, 1, 1, 2};
 constexpr int kNumHyperparameters[kNumRules] = {1, 2, 2, 4};
 
-// Returns the table with these `values`, and reads its hyperparameters and slots from the next buffers. XLA aliases
-// table and slots with the results, so handlers update them in place.
+// Returns the table that holds `values`, and reads the hyperparameters and slots of the table from the next buffers.
+// XLA aliases table and slots with the results, so handlers update them in place.
 Table ReadTable(Reader& reader, ffi::AnyBuffer values, ffi::RemainingRets rets, int64_t rule) {
   Table table = reader.TableOf(values);
   if (rule < 0 || rule >= kNumRules) reader.Fail("unknown rule");

@@ -44,7 +44,7 @@ struct PartitionStack {
   int64_t* num_ids;     // [num_cores, num_shards], counted before ids are dropped
   int64_t* num_unique;  // [num_cores, num_shards]
   // Number of dropped ids, [num_cores, num_features, kNumDropKinds], 0 on entry. If several features share a table, the
-  // dropped ids of all these features are counted for the first of them.
+  // dropped ids of the table are counted for the first of the features.
   int64_t* drops;
   int32_t gain_rule;
   int32_t drops_something;  // set if a limit is exceeded or a buffer is too small; 0 on entry
