@@ -34,9 +34,9 @@ class Keys(NamedTuple):
     Attributes:
       high: upper 32 bits of each key, uint32.
       low: lower 32 bits of each key, uint32.
-      is_key: mask, False for padding. If `is_key` is False, `high` and `low` are not a key. If
-        `checked_keys` replaces a key by padding, it sets `high` and `low` to special values (see
-        `is_invalid`).
+      is_key: mask, False for padding. The words in `high` and `low` are a key only where `is_key`
+        is True. If `checked_keys` replaces a key by padding, it sets `high` and `low` to special
+        values (see `is_invalid`).
       table: index of each key's table, int32. None if all keys belong to one table.
     """
 
@@ -62,7 +62,7 @@ class Keys(NamedTuple):
     def shape(self) -> tuple[Any, ...]:
         """Shape of `high`, `low` and `is_key`.
 
-        In a program that is exported for any batch size, the sizes are symbolic dimensions.
+        In a program that is exported for any batch size, `shape` contains symbolic dimensions.
         """
         return self.is_key.shape
 
@@ -72,7 +72,7 @@ class Keys(NamedTuple):
         return len(self.shape)
 
     def reshape(self, *shape: int) -> Keys:
-        """The same keys in the shape `shape`, like `numpy.reshape`."""
+        """The keys reshaped to `shape`, as by the method `reshape` of a NumPy array."""
         reshaped: Keys = jax.tree.map(lambda lane: lane.reshape(*shape), self)
         return reshaped
 
@@ -104,7 +104,8 @@ def hash_keys(
       never -1.
 
     Raises:
-      TypeError: a value is neither a string nor bytes. Integers are already keys.
+      TypeError: a value is neither a string nor bytes. Integers need no hashing, because they are
+        keys.
       ValueError: a value is missing and `missing` is None, a string is not Unicode, or `missing` is
         outside the range of int64.
 
@@ -139,7 +140,7 @@ def hash_keys(
 def _values_of_column(column: object) -> tuple[list[Any], tuple[int, ...]]:
     """All values of a column as a flat list, and the shape of the column.
 
-    Raises: TypeError: `column` is not a list or array, or contains integers.
+    Raises: TypeError: `column` is not a list or array, or is an array of integers.
     """
     if isinstance(column, (str, bytes)) or not isinstance(column, Iterable):
         raise TypeError(
@@ -208,7 +209,7 @@ def _keys_of(
 def _key_of(value: object, missing: int | None) -> int:
     """64-bit key of one value of a column: a string, bytes or a missing value.
 
-    Each error message of this function is only the end of a sentence, because the caller adds the
+    Each error message of `_key_of` is only the end of a sentence, because `_keys_of` adds the
     beginning, such as "row 3 has".
 
     Raises:
@@ -256,8 +257,8 @@ def words_for_no_ids(ids: Ids, offsets: Lane = None) -> str:
 
     Args:
       ids: array with one row of ids per sample, or flat array of the ids of all bags.
-      offsets: index of the first id of each bag, if `ids` is a flat array. The row number in the
-        message is then the index of a bag.
+      offsets: index of the first id of each bag, if `ids` is a flat array. With `offsets`, the row
+        number in the message is the index of a bag.
     """
     if not isinstance(ids, np.ndarray):
         return f"ids must be integers, got {ids.dtype}; convert them."
@@ -354,9 +355,9 @@ def _is_hidden(lane: Lane) -> bool:
 def check_not_cut(keys: Ids, dtype: str, feature: str) -> None:
     """Checks that JAX has not truncated 64-bit keys to 32 bits.
 
-    Without its 64-bit mode, JAX truncates a 64-bit NumPy array that is an argument of a jitted
-    function. The check therefore rejects only traced 32-bit arrays. `Keys` are never truncated,
-    because their words have 32 bits.
+    JAX without its 64-bit mode truncates a 64-bit NumPy array that is an argument of a jitted
+    function, so `check_not_cut` rejects traced 32-bit arrays. `Keys` are never truncated, because
+    their words have 32 bits.
 
     Args:
       keys: the keys that a user passed.
@@ -432,7 +433,7 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
 def is_invalid(keys: Keys) -> Bool[Array, " nnz"]:
     """Mask of keys that `checked_keys` replaced by padding, because they do not fit in the dtype.
 
-    The function also works inside `jit`.
+    `is_invalid` works outside and inside `jit`.
     """
     ones = jnp.uint32(ALL_BITS)
     return ~keys.is_key & (keys.high == ones) & (keys.low != ones)
@@ -441,7 +442,7 @@ def is_invalid(keys: Keys) -> Bool[Array, " nnz"]:
 def num_invalid(keys: Keys) -> Int[Array, ""]:
     """Number of keys that `checked_keys` replaced by padding, because they do not fit in the dtype.
 
-    The function also works inside `jit`.
+    `num_invalid` works outside and inside `jit`.
     """
     return jnp.sum(is_invalid(keys), dtype=jnp.int32)
 
@@ -499,7 +500,7 @@ def _remainder(keys: Keys, num_shards: int) -> Lane:
 def local_rows(keys: Keys, num_shards: int, rows_per_shard: int) -> Lane:
     """Row number `key // num_shards` of each key within its shard, in int32.
 
-    Use this function for tables with row numbers as keys. The result is `NO_ROW` for padding, and
+    Use `local_rows` for tables with row numbers as keys. The result is `NO_ROW` for padding, and
     for keys of `num_shards * rows_per_shard` or more.
 
     Raises: ValueError: `num_shards` is outside `[1, MAX_SHARDS]`.

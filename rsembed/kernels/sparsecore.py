@@ -1,19 +1,18 @@
-"""Kernels for the SparseCores of TPUs in Pallas.
+"""Pallas kernels for the SparseCores of TPUs.
 
-`lookup`, `apply_rows`, `update` and `row_gradients` compute the same results as the functions with
-the same names in `reference.py`. They run the Pallas kernels `gather`, `pool_on_tiles` and
-`step_rows`. SparseCore kernels run only if the user selects this implementation, in a computation
-for a TPU that has SparseCores. Tables and slots are float32. The row length should be a multiple of
-8 (16 on TPU7x). For other row lengths, every call copies the whole table to pad its rows. Tables
-should have the memory layout of `row_layout`, because XLA copies a table that has a different
-layout.
+`lookup`, `apply_rows`, `update` and `row_gradients` call the Pallas kernels `gather`,
+`pool_on_tiles` and `step_rows`, and compute the same results as the functions with the same names
+in `reference.py`. SparseCore kernels run only on TPUs that have SparseCores, and only if the user
+selects the implementation `sparsecore`. Tables and slots are float32. If the row length is not a
+multiple of 8 (16 on TPU7x), every call copies the whole table to pad its rows. Tables should have
+the memory layout of `row_layout`, because XLA copies a table that has a different layout.
 
 A SparseCore has 16 tiles. A tile moves rows between its memory and the device's memory by indirect
 copies, one row per id, and computes on vectors of 8 or 16 lanes. The rows, bags or ids of a call
 are divided into chunks, which are distributed in turn over the tiles of all cores.
 
-None of these kernels has been run on a TPU. The tests simulate the body of each kernel, and compile
-the kernels for v5p, v6e and TPU7x.
+The SparseCore kernels have never run on a TPU. The tests simulate the body of each kernel, and
+compile the kernels for v5p, v6e and TPU7x.
 
 Source: the Pallas SparseCore guide and examples of JAX.
 """
@@ -56,9 +55,9 @@ SUBLANES = 8
 MAX_CHUNK_ROWS = 64
 """Maximum number of rows in a chunk, a multiple of `SUBLANES`."""
 TILE_BYTES = 160 * 1024
-"""Maximum size of a tile's buffers for rows. On every chip, a tile has more memory than this."""
+"""Maximum size in bytes of a tile's buffers for rows, less than a tile's memory on every chip."""
 NO_ID = -1
-"""Id that marks padding in `step_rows`. Indirect copies skip this id."""
+"""Id that marks padding in `step_rows`. Indirect copies skip the id `NO_ID`."""
 
 
 def unavailable_because() -> str | None:
@@ -77,8 +76,8 @@ def unavailable_because() -> str | None:
 def row_layout(sharding: Sharding) -> Any:
     """Memory layout of tables and slots `[rows, dim]` that kernels read without copying the table.
 
-    Pass this layout to `jax.jit` in `in_shardings` and `out_shardings`. On devices other than TPUs,
-    the result is the row-major layout.
+    Pass the result of `row_layout` to `jax.jit` in `in_shardings` and `out_shardings`. On devices
+    other than TPUs, the result is the row-major layout.
 
     Example:
       >>> import jax, jax.numpy as jnp
@@ -89,7 +88,7 @@ def row_layout(sharding: Sharding) -> Any:
     """
     from jax.experimental.layout import Format, Layout
 
-    # The type is `Any`, because the type stubs of some JAX versions lack `device_set`.
+    # The type of `devices` is `Any`, because the type stubs of some JAX versions lack `device_set`.
     devices: Any = sharding.device_set
     tiling = None
     if any(device.platform == "tpu" for device in devices):
@@ -116,9 +115,9 @@ def apply_rows(
 ) -> tuple[Table, Slots]:
     """Applies one optimizer step to distinct `rows`, and returns the new table and slots.
 
-    Row numbers outside the table are padding. A slot with only one number per row is gathered and
-    scattered by XLA instead of the kernel. A tile writes at least 32 bytes at once, so two tiles
-    that write neighbouring numbers of this slot could overwrite each other's results.
+    Row numbers outside the table are padding. XLA, not the kernel, gathers and scatters slots with
+    only one number per row. A tile writes at least 32 bytes at once, so two tiles that write
+    neighbouring numbers of a slot could overwrite each other's results.
     """
     _check_table(table)
     traced = trace_rule(step.rule, table, slots, len(step.hyper))
@@ -260,7 +259,7 @@ def _pooled(
 def _pallas() -> Any:
     """The modules of Pallas for kernels, TPUs and SparseCores.
 
-    The import takes seconds, so it is in this function instead of at the beginning of the file.
+    Importing Pallas takes seconds, so the import is inside a function.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import tpu as pltpu, tpu_sc as plsc
@@ -280,7 +279,7 @@ def num_lanes() -> int:
 def chunk_rows(dim: int, num_buffers: int) -> int:
     """Number of rows per chunk, so that `num_buffers` chunks fit into `TILE_BYTES`.
 
-    The result is the largest of the numbers 64, 32, 16 and 8 for which the chunks fit.
+    The result is the largest of the numbers 64, 32, 16 and 8 for which `num_buffers` chunks fit.
 
     Args:
       dim: length of a row, with padding.
@@ -445,7 +444,7 @@ def pool_on_tiles(
             index = [jnp.full(lanes, entry, jnp.int32)]
             gain = plsc.load_gather(gains_v, index)
             bag = plsc.load_gather(bags_v, index) - first_bag
-            # A chunk of entries can also contain entries of bags outside this chunk of bags.
+            # A chunk of entries can contain entries of bags outside the current chunk of bags.
             is_added = is_between(bag, 0, chunk) & (gain != 0.0)
             safe_bag = jnp.where(is_added, bag, 0)
             starts = range(0, dim, lanes)

@@ -1,9 +1,9 @@
 """Optimizer rules inside kernels: evaluates the jaxpr of a rule on one row in registers.
 
 Rules are written for arrays `[rows, dim]`, but a kernel splits a row by columns into several
-consecutive arrays ("pieces") of equal shape. The last piece is padded. A number that belongs to the
-whole row, such as a hyperparameter or a mean, is an array of the same shape as a piece, with this
-number in every entry.
+consecutive arrays ("pieces") of equal shape. The last piece of a row may end with padding. A number
+that belongs to the whole row, such as a hyperparameter or a mean, is an array of the same shape as
+a piece, with this number in every entry.
 """
 
 from __future__ import annotations
@@ -98,8 +98,8 @@ def _primitives(
 ) -> Iterator[tuple[str, Mapping[str, Any]]]:
     """Name and parameters of all primitives that a kernel must compute, also in inner jaxprs.
 
-    Primitives that only broadcast, reshape or copy one number or one row are left out. A constant
-    with several numbers is reported as a primitive named "constant array".
+    `_primitives` leaves out primitives that only broadcast, reshape or copy one number or one row.
+    A constant with several numbers is reported as a primitive named "constant array".
     """
     for const in closed.consts:
         if np.size(const) != 1:
@@ -248,7 +248,7 @@ def _elementwise(
 ) -> Callable[..., Array]:
     """Function that applies the primitive of a jaxpr equation to one piece of each input.
 
-    If `swaps` has a function for the primitive, the result is this function.
+    A function in `swaps` replaces the primitive of the same name.
     """
     name = eqn.primitive.name
     if name in swaps:
