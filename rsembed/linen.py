@@ -1,7 +1,7 @@
 """Embedding tables in Flax Linen models.
 
-Each table is trained by the optimizer of its `TableSpec`. In the same step, optax trains the
-parameters of the model.
+Each training step updates tables and parameters: a table with the optimizer of its `TableSpec`, and
+the parameters of the model with optax.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Embeddings(nn.Module):
         return taps.look_up("/".join(self.path), self.collection, state, batch, guard)
 
 
-@no_type_check  # Types are not checked, because JAX puts placeholders into the fields of pytrees.
+@no_type_check  # Field types are unchecked, because JAX puts placeholders into fields of pytrees.
 class TrainState(struct.PyTreeNode):
     """State of a training run: the fields of Flax's `TrainState`, and the tables of all layers.
 
@@ -106,7 +106,8 @@ class TrainState(struct.PyTreeNode):
 
         Raises:
           ValueError: `variables` has no entry `params`, or `tx` can skip an update of the
-            parameters, as `optax.apply_if_finite` does. The tables would still be updated.
+            parameters, as `optax.apply_if_finite` does. A step that `tx` skips would still update
+            the tables.
           TypeError: `tx` is not an optax transformation. An `optax.MultiSteps` object is not an
             optax transformation.
         """
@@ -160,7 +161,7 @@ class TrainState(struct.PyTreeNode):
         """
         taps.check_steps_always(self.opt_state, _TRAIN_STATE)
         stepped = taps.stepped(gradients, self.embeddings)
-        # optax mixes integer step counts with floats, an error under strict dtype promotion.
+        # optax mixes integer step counts with floats, which strict dtype promotion forbids.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = self.tx.update(gradients.dense, self.opt_state, self.params)
             params = optax.apply_updates(self.params, updates)

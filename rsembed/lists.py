@@ -69,16 +69,16 @@ _MARSHALLED = np.dtype([("kind", "u1"), ("value", "<i4")])
 
 
 def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"], Offsets] | None:
-    """Int32 ids and offsets of a list of lists of 32-bit integers. None if `rows` is anything else.
+    """Int32 ids and offsets of a list of lists of 32-bit integers, or None for any other `rows`.
 
     `marshal` reads every object once, in C, while NumPy needs three passes to find types, values
-    and lengths. Version 2 of the marshal format writes five bytes for the start of a list, the
-    letter "[" and the length of the list, and five bytes for a 32-bit integer, the letter "i" and
-    the value. Objects of other types start with other letters (bools with "T" or "F"). The bytes
-    therefore describe a list of lists of integers if each group of five bytes starts with "[" or
-    "i", and if each row has as many "i" groups after its "[" as the length of the row. If a later
-    version of Python changes the format, the function returns None, and the caller converts the
-    lists by slower code.
+    and lengths. In version 2 of the marshal format, five bytes start a list (the letter "[" and the
+    length of the list), and five bytes encode a 32-bit integer (the letter "i" and the value).
+    Marshal encodes objects of other types with other letters, such as "T" or "F" for bools.
+    Marshalled bytes encode a list of lists of integers if each group of five bytes starts with "["
+    or "i", and if each row has as many "i" groups after its "[" as the length of the row. If a
+    later version of Python changes the marshal format, `small_ids_of_lists` returns None, and the
+    caller converts the lists by slower code.
     """
     first_row = next(iter(rows), None)
     if type(rows) is not list or type(first_row) is not list:
@@ -101,9 +101,9 @@ def small_ids_of_lists(rows: Sequence[object]) -> tuple[Int32[np.ndarray, " nnz"
         return None
     offsets = np.zeros(len(rows) + 1, np.int32)
     np.cumsum(items["value"][heads[1:]], out=offsets[1:])
-    # `heads` contains the indices of the items that start a list. Item 0 starts the list `rows`. In
-    # front of the item that starts row `k`, there are the ids of the `k` earlier rows, and `k + 1`
-    # items that start `rows` and the earlier rows.
+    # `heads` contains the indices of the items that start a list. Item 0 is the start of `rows`.
+    # The start of row `k` comes after the ids of the `k` earlier rows, and after `k + 1` starts,
+    # one of `rows` and `k` of the earlier rows.
     num_earlier_heads = np.arange(1, len(rows) + 1)
     expected_heads = offsets[:-1] + num_earlier_heads
     if not np.array_equal(heads[1:], expected_heads):
@@ -134,8 +134,8 @@ def ids_of_row(row: Any, position: int) -> FlatIds:
         try:
             array = np.asarray(row)
         except ValueError:
-            # NumPy cannot convert a row of lists with different lengths. This empty array has two
-            # axes, and is therefore rejected below.
+            # NumPy cannot convert a row of lists with different lengths. `ids_of_row` rejects
+            # arrays with two axes, so a row of lists becomes an empty array with two axes.
             array = np.zeros((0, 0))
     # NumPy converts integers to floats if some fit in int64 and others only in uint64.
     if array.dtype.kind == "f" and all(isinstance(value, int) for value in row):

@@ -1,7 +1,7 @@
 """Embedding tables in Flax NNX models.
 
-Each table is trained by the optimizer of its `TableSpec`. In the same step, optax trains the
-parameters of the model.
+Each training step updates tables and parameters: a table with the optimizer of its `TableSpec`, and
+the parameters of the model with optax.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Guard(nnx.Param):
     """Parameter of an `Embeddings` layer that does not change the activations.
 
     `nnx.grad` returns no gradients of tables, so if `nnx.grad` differentiates the model, the
-    derivative with respect to this parameter raises an error.
+    derivative with respect to a `Guard` raises an error.
     """
 
 
@@ -143,8 +143,9 @@ def value_and_grad(
 
     def with_gradients(model: Any, *args: PyTree, **kwargs: Any) -> tuple[Any, Gradients]:
         def recorded_calls(model_copy: object) -> Any:
-            # `nnx.eval_shape` calls this function only to find the shapes of the results. The
-            # arguments are cloned, because the loss may change modules among the arguments.
+            # `nnx.eval_shape` calls `recorded_calls` only to find the shapes of the recorded
+            # lookups. The arguments are cloned, because the loss may change modules among the
+            # arguments.
             args_copy = nnx.clone(args)
             kwargs_copy = nnx.clone(kwargs)
             _, (_, calls) = recorded(model_copy, [], *args_copy, **kwargs_copy)
@@ -174,14 +175,14 @@ class Optimizer(nnx.Module):
       model: a model with `Embeddings` layers.
       tx: optax transformation for the dense parameters. The clipping, schedules and weight decay of
         `tx` have no effect on tables.
-      wrt: NNX filter that selects the dense parameters, `nnx.Param` by default. Pass the same
-        filter to `value_and_grad`.
+      wrt: NNX filter that selects the dense parameters, `nnx.Param` by default. `Optimizer` and
+        `value_and_grad` need the same filter.
 
     Raises:
       TypeError: `tx` is not an optax transformation. An `optax.MultiSteps` object is not an optax
         transformation.
-      ValueError: `tx` can skip an update of the parameters, as `optax.apply_if_finite` does. The
-        tables would still be updated.
+      ValueError: `tx` can skip an update of the parameters, as `optax.apply_if_finite` does. A step
+        that `tx` skips would still update the tables.
     """
 
     @validated
@@ -208,7 +209,7 @@ class Optimizer(nnx.Module):
         new_states = taps.stepped(gradients, states)
         for name, state in new_states.items():
             layers[name].set_state(state)
-        # optax mixes integer step counts with floats, an error under strict dtype promotion.
+        # optax mixes integer step counts with floats, which strict dtype promotion forbids.
         with jax.numpy_dtype_promotion("standard"):
             self.dense.update(model, gradients.dense, **kwargs)
 

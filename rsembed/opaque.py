@@ -1,11 +1,11 @@
 """Arrays of row numbers, ids and keys that reject arithmetic.
 
 Users often add gradients with `jax.tree.map(jnp.add, first, second)`. If row numbers were plain
-integers, this call would add the row numbers, too, and return gradients of wrong rows without an
-error. JAX rejects arithmetic on arrays of random keys
-(`jax.random.key`), so `wrap` stores the bits of integers in an array of random keys. Wrapped
-numbers can be moved, indexed, concatenated, compared, carried through loops and sharded over a
-mesh. `jnp.add` of wrapped numbers raises a `TypeError`, also inside `jit`.
+integers, `jax.tree.map` would add row numbers as well as gradients, and return gradients of wrong
+rows without an error. JAX rejects arithmetic on arrays of random keys (`jax.random.key`), so `wrap`
+stores the bits of integers in an array of random keys. Wrapped numbers can be moved, indexed,
+concatenated, compared, carried through loops and sharded over a mesh. `jnp.add` of wrapped numbers
+raises a `TypeError`, also inside `jit`.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ _KINDS = {implementation: kind for kind, implementation in _IMPLEMENTATIONS.item
 def wrap(numbers: Array, kind: str) -> Array:
     """The numbers as an array of the same shape that rejects arithmetic.
 
-    The array contains the bits of the numbers, so `unwrap` returns exactly these numbers.
+    The result contains the bits of `numbers`, so `unwrap` returns `numbers` exactly.
 
     Args:
       numbers: array with the dtype `DTYPES[kind]`.
-      kind: kind of the numbers (row numbers, ids, ...), a key of `DTYPES`. If JAX rejects
-        arithmetic on the numbers, the error message names this kind.
+      kind: kind of the numbers (row numbers, ids, ...), a key of `DTYPES`. JAX names the kind in
+        the error message for arithmetic on wrapped numbers.
 
     Raises: TypeError: `numbers` does not have the dtype `DTYPES[kind]`.
     """

@@ -28,14 +28,14 @@ StepNumber = int | float | np.number | np.ndarray | Array | None
 """Number of updates of the tables so far, or None if the caller does not count updates."""
 
 
-@no_type_check  # `OptimizerSpec.__post_init__` checks the fields. Its errors name the field.
+@no_type_check  # `OptimizerSpec.__post_init__` checks each field, and errors name the field.
 @dataclasses.dataclass(frozen=True, repr=False)
 class OptimizerSpec(abc.ABC):
     """Optimizer that updates the rows of a table that a batch has looked up.
 
     Args:
-      learning_rate: a number, or a function that returns one. The function has no arguments, or
-        takes the step number (0 in the first step).
+      learning_rate: a number, or a function that returns a number. A learning-rate function has no
+        arguments, or takes the step number (0 in the first step).
 
     Raises:
       ValueError: a field is NaN, or is outside the interval of allowed numbers.
@@ -56,7 +56,7 @@ class OptimizerSpec(abc.ABC):
     non_negative_slots: ClassVar[tuple[str, ...]] = ()
     """Names of slots that are never negative, such as sums of squares.
 
-    Loading these slots from a file with negative values raises an error.
+    Loading negative values into a slot of `non_negative_slots` raises an error.
     """
     fused_as: ClassVar[str | None] = None
     """Name of the native kernel that computes this rule, or None.
@@ -78,7 +78,7 @@ class OptimizerSpec(abc.ABC):
     def is_row_wise(self) -> bool:
         """True if the update of a column depends on other columns of its row.
 
-        The rows of such a rule must not have padding columns, which would change the results.
+        A row-wise rule needs rows without padding columns, which could change the results.
         """
         return False
 
@@ -100,7 +100,7 @@ class OptimizerSpec(abc.ABC):
         learning_rate_arity(self.learning_rate)
 
     def __repr__(self) -> str:
-        """Class name with empty parentheses. `str(optimizer)` also lists the hyperparameters."""
+        """Class name with empty parentheses, while `str(optimizer)` lists the hyperparameters."""
         return f"{type(self).__name__}()"
 
     def __str__(self) -> str:
@@ -113,8 +113,8 @@ class OptimizerSpec(abc.ABC):
     def identity(self) -> str:
         """String that is equal for two rules if they can read each other's slots.
 
-        The string contains neither numeric hyperparameters, because they may change between runs,
-        nor the learning rate, because a schedule may replace it.
+        The learning rate and the values of numeric hyperparameters are not part of the string,
+        because both may change between runs.
         """
         fields = {}
         for field in dataclasses.fields(self):
@@ -226,8 +226,8 @@ class CompactOptimizerSpec(OptimizerSpec):
     turn a row into NaN. `step` is 0 in the first step, and `t` in a formula is `step + 1`.
 
     Args:
-      learning_rate: a number, or a function that returns one. The function has no arguments, or
-        takes the step number (0 in the first step).
+      learning_rate: a number, or a function that returns a number. A learning-rate function has no
+        arguments, or takes the step number (0 in the first step).
       slot_dtypes: dtype of each slot, or None for the default dtype of a slot. With an empty tuple,
         the default, all slots have their default dtype.
 
@@ -323,7 +323,7 @@ def as_float32(value: object) -> Array:
 def learning_rate_arity(learning_rate: object) -> int:
     """Number of arguments of a learning-rate function: 1 (the step) or 0.
 
-    The result is also 0 for a learning rate that is a number instead of a function.
+    For a learning rate that is a number instead of a function, the result is 0.
 
     Raises: ValueError: the function needs two arguments or more, or a keyword argument.
     """
@@ -355,8 +355,8 @@ class Custom(OptimizerSpec):
 
     Args:
       custom_computation_fn: `fn(gradient, row, *slots, learning_rate)` returns the new row, or
-        `(row, *slots)`. The shape of each row, gradient and slot is `[1, dim]`. `jax.vmap` maps the
-        function over the looked-up rows, so norms and means inside the function are per row.
+        `(row, *slots)`. The shape of each row, gradient and slot is `[1, dim]`. `jax.vmap` maps
+        `fn` over the looked-up rows, so norms and means inside `fn` are per row.
       slot_variable_initializers_tuple: initial value of each slot: a number, or an initializer
         called with `(key, shape)`.
       short_name_str: name of the rule in files, error messages and descriptions of table stacks.
@@ -374,7 +374,7 @@ class Custom(OptimizerSpec):
     custom_computation_fn: Callable[..., PyTree] | None = None
     slot_variable_initializers_tuple: tuple[PyTree, ...] = ()
     short_name_str: str = "custom"
-    # `custom_computation_fn` may compute row norms, which padding columns would change.
+    # `custom_computation_fn` may compute the mean of a row, which padding columns would change.
     is_row_wise = True
 
     def __post_init__(self) -> None:
@@ -435,9 +435,10 @@ class OptaxOptimizerSpec(OptimizerSpec):
     table. To clip the gradients of the whole batch, use `rsembed.clip_by_global_norm`.
 
     The constructor rejects transformations that need the loss or the loss function (`lbfgs`,
-    `polyak_sgd`, line searches, `optax.contrib.momo`, `sophia`, `reduce_on_plateau`). Also rejected
-    are transformations with a random key, because all rows would get the same noise (`noisy_sgd`,
-    `add_noise`, `optax.contrib.dpsgd`), and `lookahead`, which keeps two copies of the parameters.
+    `polyak_sgd`, line searches, `optax.contrib.momo`, `sophia`, `reduce_on_plateau`). The
+    constructor rejects `lookahead`, which keeps two copies of the parameters, and transformations
+    with a random key, because all rows would get the same noise (`noisy_sgd`, `add_noise`,
+    `optax.contrib.dpsgd`).
 
     Args:
       transformation: result of an optax function such as `optax.adam`.
@@ -469,7 +470,8 @@ class OptaxOptimizerSpec(OptimizerSpec):
         check_type(self.transformation, optax.GradientTransformation, name)
         maker = getattr(self.transformation.init, "__qualname__", "").partition(".")[0]
         if maker == "lookahead":
-            # `lookahead` expects both copies of the parameters in one tree, so `update` would fail.
+            # `lookahead` expects a fast and a slow copy of the parameters in one tree, so `update`
+            # would fail for a row.
             raise TypeError(
                 "from_optax: optax.lookahead keeps two copies of its parameters "
                 "(optax.LookaheadParams), and a row is one; give the transformation inside it, or "
@@ -514,8 +516,8 @@ class OptaxOptimizerSpec(OptimizerSpec):
         (lr,) = hyper
         structure = self._state_structure(rows.shape[-1])
         state = jax.tree.unflatten(structure, slots)
-        # optax computes powers of floats with integer step counts, an error under JAX's strict
-        # dtype promotion.
+        # optax raises floats to the power of integer step counts, which strict dtype promotion
+        # forbids.
         with jax.numpy_dtype_promotion("standard"):
             updates, state = jax.vmap(self.transformation.update)(gradients, state, rows)
         return rows + lr * updates, tuple(jax.tree.leaves(state))

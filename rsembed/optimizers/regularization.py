@@ -1,9 +1,9 @@
 """Settings of weight decay, row counters, gradient clipping and weight averages, as in FBGEMM.
 
 The names and default values of the settings agree with FBGEMM. Each settings class rejects values
-that are never valid, and the optimizer rejects invalid combinations of settings. The functions on
-whole tables are pure and traceable. The argument `t` of these functions is the number of the
-current training step, 1 for the first step.
+that are never valid, and the optimizer rejects invalid combinations of settings. Functions and
+methods with array arguments are pure and can be traced. Wherever `t` is an argument, `t` is the
+number of the current training step, 1 for the first step.
 """
 
 from __future__ import annotations
@@ -84,20 +84,21 @@ class CounterBasedRegularizationDefinition:
     Args:
       counter_weight_decay_mode: kind of weight decay. L2 and DECOUPLE need a positive
         `counter_halflife`.
-      counter_halflife: half-life in steps. An update counts half as much after this number of
-        steps. With a negative half-life, such as the default -1, counters do not decay. ADAGRADW
-        has different formulas for the half-lives -1 and -2. With a half-life of 0, every counter is
-        1.
+      counter_halflife: half-life of row counters, in steps. In a row counter, the share of an
+        update halves every `counter_halflife` steps. With a negative half-life, such as the default
+        -1, counters do not decay. ADAGRADW has different formulas for the half-lives -1 and -2.
+        With a half-life of 0, every counter is 1.
       adjustment_iter: number of the last step in which row counters do not yet change learning
-        rates and decay. With 0 or less, row counters are used from the first step.
+        rates and decay. If `adjustment_iter` is 0 or less, row counters are used from the first
+        step.
       adjustment_ub: exponent in the TAIL_ID modes of `learning_rate_mode`, factor of the counter in
         COUNTER_SGD, and largest product of learning rate and counter in ADAGRADW with half-life -2.
       learning_rate_mode: how the counter changes the learning rate of rows that do not belong to
         the tail. With EQUAL, the default, the counter does not change the learning rate.
       grad_sum_decay: setting without effect in FBGEMM. NO_DECAY is the only supported value.
       tail_id_threshold: rows with a counter up to this threshold belong to the tail.
-      max_counter_update_freq: number of steps between two updates of `max_counter`. With 0 or less,
-        `max_counter` is never updated.
+      max_counter_update_freq: number of steps between two updates of `max_counter`. If
+        `max_counter_update_freq` is 0 or less, `max_counter` is never updated.
     """
 
     counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
@@ -142,9 +143,10 @@ class CowClipDefinition:
     """Settings of `WeightDecayMode.COWCLIP`, which clips the gradient of each row.
 
     The norm of a row's gradient is clipped to
-    `row_counter * max(weight_norm_coefficient * norm(row), lower_bound)`. The defaults are zero,
-    as in FBGEMM, and would clip every gradient to zero, so the optimizer rejects them. Rows that
-    start at zero move only with a positive `lower_bound`.
+    `row_counter * max(weight_norm_coefficient * norm(row), lower_bound)`. By default,
+    `weight_norm_coefficient` and `lower_bound` are zero, as in FBGEMM. The optimizer rejects these
+    defaults, because every gradient would be clipped to zero. Rows that start at zero move only
+    with a positive `lower_bound`.
     """
 
     counter_weight_decay_mode: CounterWeightDecayMode = CounterWeightDecayMode.NONE
@@ -177,10 +179,10 @@ class EnsembleModeDefinition:
     Args:
       step_ema: number of steps between two updates of the slow copy.
       step_swap: number of steps between two swaps. A swap overwrites the table with the slow copy.
-        The first swap is before step `step_swap`.
-      step_start: last step at which an update copies the whole table into the slow copy. Later
-        updates compute `slow = step_ema_coef * slow + (1 - step_ema_coef) * table`.
-      step_ema_coef: decay of the moving average, the factor of `slow` in the formula above.
+        The first swap overwrites the table before step `step_swap`.
+      step_start: last step at which an update copies the whole table into the slow copy. Updates
+        after step `step_start` compute `slow = step_ema_coef * slow + (1 - step_ema_coef) * table`.
+      step_ema_coef: decay of the moving average, the factor of the old slow copy in an update.
       step_mode: NONE sets the slow copy to zero after each update, and other modes keep the slow
         copy.
     """
@@ -250,8 +252,8 @@ class EmainplaceModeDefinition:
 
         Args:
           table: table with an even number of columns.
-          copies: returned unchanged. The method has this argument only because
-            `EnsembleModeDefinition.before_step` has it.
+          copies: returned unchanged. `before_step` has the argument `copies` only because
+            `EnsembleModeDefinition.before_step` needs it.
           t: number of the current step, 1 for the first step.
 
         Returns: the table, and `copies`.
@@ -278,9 +280,9 @@ class EmainplaceModeDefinition:
 class GlobalWeightDecayDefinition:
     """Settings of `WeightDecayMode.DECOUPLE_GLOBAL`: every row decays in every step.
 
-    In each step, only the rows that the batch looks up are written. When a row is updated (or in a
-    table-batched module looked up), the decay of the steps since the row's last update (the "missed
-    steps") is applied at once.
+    A step writes only the rows that the batch looks up. Each update of a row first applies the
+    decay of all steps since the row's last update (the "missed steps"). A lookup in a table-batched
+    module applies the decay of the missed steps to the activations, without writing the row.
 
     Args:
       start_iter: first step with decay.
@@ -307,8 +309,7 @@ def global_decay_factor(
       t: number of the current step, 1 for the first step. Before `config.start_iter`, all decay
         factors are 1.
       learning_rate: current learning rate, used for all missed steps.
-      weight_decay: coefficient of weight decay. If this coefficient is 0, all decay factors are
-        1.
+      weight_decay: coefficient of weight decay. If `weight_decay` is 0, all decay factors are 1.
       config: first step with decay, and lower bound of the decay factor.
 
     Source: FBGEMM, DECOUPLE_GLOBAL.
@@ -317,8 +318,8 @@ def global_decay_factor(
     weight_decay = jnp.asarray(weight_decay, jnp.float32)
     missed = jnp.maximum(t - prev_iter - 1, 0).astype(jnp.float32)
     rate = jnp.asarray(learning_rate, jnp.float32) * weight_decay
-    # In float32, `1 - rate` is 1 if `rate` is below 3e-8, and `(1 - rate)**missed` would be 1, too.
-    # `log1p(-rate)` is accurate for small rates, but is not defined for rates of 1 or more.
+    # In float32, `1 - rate` is rounded to 1 if `rate` is below 3e-8, so `(1 - rate)**missed` would
+    # be 1. `log1p(-rate)` is accurate for small rates, but is not defined for rates of 1 or more.
     log_factor = jnp.log1p(-jnp.minimum(rate, 0.5))
     by_logarithm = jnp.exp(missed * log_factor)
     is_small = rate < 0.5

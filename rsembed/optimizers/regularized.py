@@ -1,6 +1,6 @@
 """Optimizers with weight decay, trust ratios, row counters, clipping or norm bounds.
 
-The slots of these optimizers may be stored in 16 bits (`slot_dtypes`).
+Each optimizer in `regularized` can store its float slots in 16 bits (`slot_dtypes`).
 
 Source: FBGEMM, optimizers of the TBE training module.
 """
@@ -41,8 +41,8 @@ from rsembed.optimizers.regularization import (
 from rsembed.optimizers.rules import AdagradSlotVariables, AdamSlotVariables, one_minus_power
 
 # `prev_iter` is the step of a row's last update, and 0 before the first update of the row.
-# `row_counter` is the number of updates of a row. With a positive `counter_halflife`, an update
-# long ago counts less than a recent update.
+# `row_counter` is the number of updates of a row. With a positive `counter_halflife`, old updates
+# add less to `row_counter` than recent updates.
 TimedSlotVariables = namedtuple("TimedSlotVariables", "accumulator prev_iter")
 CountedSlotVariables = namedtuple("CountedSlotVariables", "accumulator prev_iter row_counter")
 CountedAdamSlotVariables = namedtuple("CountedAdamSlotVariables", "momentum velocity row_counter")
@@ -130,10 +130,11 @@ class AdamW(_DecayingAdam):
       weight_decay: coefficient of weight decay. Each update of a row subtracts
         `lr * weight_decay * w`.
       has_row_wise_second_moment: whether each row has one second moment, of `mean(g²)`, instead of
-        one per column, False by default. One moment per row saves nearly half of the optimizer
-        state.
+        one per column, False by default. A row-wise second moment saves nearly half of the
+        optimizer state.
       has_row_wise_bias_correction: whether `t` counts the updates of the row instead of all steps,
-        False by default. The count of updates is a third slot with one value per row.
+        False by default. With `has_row_wise_bias_correction`, a third slot counts the updates of
+        each row.
 
     Source: Kingma, Ba (2015) for Adam, Loshchilov, Hutter (2019) for decoupled weight decay, and
       FBGEMM's optimizers `ADAM` and `PARTIAL_ROWWISE_ADAM`.
@@ -146,8 +147,8 @@ class AdamW(_DecayingAdam):
 class LAMB(_DecayingAdam):
     """AdamW with step lengths proportional to the row norm: `w -= lr * norm(w) / norm(u) * u`.
 
-    `LAMB` has the same arguments as `AdamW`, and computes `u` by the same formula. The ratio of
-    norms is 1 if either norm is 0, because rows that start at zero could not move otherwise.
+    `LAMB` has the same arguments as `AdamW`, and computes `u` by the same formula. If `norm(w)` or
+    `norm(u)` is 0, the ratio is 1, because with a ratio of 0, a zero row would never change.
 
     Source: You et al. (2020), and FBGEMM's optimizers `LAMB` and `PARTIAL_ROWWISE_LAMB`.
     """
@@ -178,7 +179,7 @@ class LARS(CompactOptimizerSpec):
     rule_name = "lars"
     slot_type = LARSSlotVariables
     slot_kinds = (FULL,)
-    # Padding columns would change the row norms.
+    # A row norm depends on all columns of the row.
     is_row_wise = True
 
     def _step(
@@ -203,15 +204,16 @@ class DecayedAdagrad(CompactOptimizerSpec):
     DECOUPLE_GLOBAL, `keep = 1 - lr * weight_decay`, and in other modes `keep = 1`.
 
     In the mode DECOUPLE_GLOBAL, a row decays in every step, but is written only when it is updated:
-    each update first applies the decay of the steps since the row's last update. In table-batched
-    modules, a lookup applies this decay, too (see `global_decay_factor`).
+    each update first applies the decay of the steps since the row's last update. A lookup in a
+    table-batched module applies the decay since the row's last update to the activations (see
+    `global_decay_factor`).
 
     Args:
       epsilon: number added to `sqrt(A)`.
       weight_decay: coefficient of weight decay.
       weight_decay_mode: NONE, L2, DECOUPLE or DECOUPLE_GLOBAL.
-      max_norm: maximum norm of a row. Rows with a larger norm are scaled down to `max_norm`. With
-        0, the default, row norms are not bounded.
+      max_norm: maximum norm of a row. Rows with a larger norm are scaled down to `max_norm`. If
+        `max_norm` is 0, the default, row norms are not bounded.
       global_weight_decay: settings of DECOUPLE_GLOBAL, None for the other modes.
       is_per_row: whether there is one accumulator per row, True by default. If False, there is one
         accumulator per element of a row (plain Adagrad).
@@ -333,8 +335,8 @@ class _CountingAdagrad(CompactOptimizerSpec):
 class CounterAdagrad(_CountingAdagrad):
     """Row-wise Adagrad with learning rates and decay that depend on row counters.
 
-    This is `WeightDecayMode.COUNTER` of FBGEMM. With the default settings, rows are updated as in
-    row-wise Adagrad, and the row counters have no effect.
+    `CounterAdagrad` is `WeightDecayMode.COUNTER` of FBGEMM. With the default settings, rows are
+    updated as in row-wise Adagrad, and the row counters have no effect.
 
     Args:
       epsilon: number added to the square root of the accumulator.
@@ -446,8 +448,8 @@ class CounterAdagrad(_CountingAdagrad):
 class CowClipAdagrad(_CountingAdagrad):
     """Row-wise Adagrad that clips the gradient of each row, depending on row norm and row counter.
 
-    This is `WeightDecayMode.COWCLIP` of FBGEMM. `CowClipDefinition` documents the formula of
-    clipping.
+    `CowClipAdagrad` is `WeightDecayMode.COWCLIP` of FBGEMM. `CowClipDefinition` documents the
+    formula of clipping.
 
     Args:
       epsilon: number added to the square root of the accumulator.

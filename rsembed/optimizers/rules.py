@@ -1,8 +1,8 @@
 """Optimizers of the JAX SparseCore API, row-wise Adagrad, and the two Adam variants of TensorFlow.
 
-Formulas and defaults agree with jax-tpu-embedding 0.2. A rule updates only the rows that a batch
-looked up (except `TensorFlowAdam`). All other rows and their slots stay the same, bit for bit.
-All rules compute in float32, whatever the dtype of the table. `step` is 0 in the first step.
+Formulas and defaults agree with jax-tpu-embedding 0.2. Each rule except `TensorFlowAdam` updates
+only the rows that a batch looked up, and leaves the other rows and their slots unchanged, bit for
+bit. All rules compute in float32, whatever the dtype of the table. `step` is 0 in the first step.
 """
 
 from __future__ import annotations
@@ -49,9 +49,10 @@ F2ASlotVariables.__doc__ = "Slots of F2A: sum of squared gradients and number of
 class SGD(OptimizerSpec):
     """Stochastic gradient descent: `w -= lr * g`.
 
-    The gradient of a row is summed over the samples that read the row. If the loss is a mean over
-    the batch, each term is divided by the batch size, but each row is read by only a few samples.
-    Training with a mean loss therefore needs learning rates far above 1.
+    The gradient of a row is summed over the samples that read the row. A loss that is a mean over
+    the batch divides the loss of each sample by the batch size, but only a few samples read a row.
+    Training with a mean loss needs learning rates far above 1, because the gradients of rows are
+    small.
     """
 
     rule_name = "sgd"
@@ -235,7 +236,7 @@ class TensorFlowAdam(_BiasCorrectedAdam):
 
 @dataclasses.dataclass(frozen=True, repr=False)
 class LazyAdam(_BiasCorrectedAdam):
-    """Variant of `TensorFlowAdam` that updates only the rows of a batch. Other rows do not change.
+    """Variant of `TensorFlowAdam` that updates only the rows of a batch.
 
     Unlike `Adam`, `LazyAdam` adds epsilon to the square root of the uncorrected second moment.
 
@@ -243,7 +244,8 @@ class LazyAdam(_BiasCorrectedAdam):
     """
 
     rule_name = "tf_lazy_adam"
-    # Only `get_hyperparameters` differs from Adam, so Adam's native kernel computes this rule.
+    # `LazyAdam` and `Adam` differ only in their hyperparameters, so one native kernel computes
+    # both.
     fused_as = "adam"
 
 
@@ -253,7 +255,7 @@ class AdagradMomentum(OptimizerSpec):
 
     `A += g²`, or `A = beta2*A + (1-beta2)*g²` if `beta2 < 1`,
     `q = g * (A + epsilon)^(-1/exponent)`, `m = momentum*m + q`, `w -= lr*m`.
-    With Nesterov momentum, the last formula is `w -= lr*(momentum*m + q)`.
+    With Nesterov momentum, the row is updated by `w -= lr*(momentum*m + q)`.
     """
 
     momentum: float = within("[0, 1]", default=0.9)
