@@ -9,15 +9,15 @@ agreement.width("feature 'f'")                            the largest width of a
 ```
 
 The processes compare batches by messages through the coordination service of `jax.distributed`, not
-by a collective on the devices. If shapes differed between processes, a collective would abort the
-processes without an error message. A collective would also have to wait until the devices have
-finished the current step.
+by a collective on the devices. If the shapes of arrays differed between processes, a collective
+would abort the processes without an error message. Unlike a message, a collective waits until the
+devices have finished the current step.
 
 For each batch, every process describes its batch in a message (a "record"). The first process of
 the mesh compares the records, and sends the result of the comparison (the "verdict") to the other
-processes. When a process ends, it sends a last record, which says that the process has ended. The
-next comparison in the other processes therefore fails without waiting for the ended process, and
-the error message says which process has ended.
+processes. When a process ends, it sends a last record, which says that the process has ended. After
+this last record, the next comparison in the other processes fails without waiting for the ended
+process, and the error message says which process has ended.
 """
 
 from __future__ import annotations
@@ -101,18 +101,19 @@ class Agreement:
         At the end of the `with` block, the records of all processes are compared.
 
         Args:
-          name: name of the entry. All processes use the same names in the same order.
-          shape: text that describes the entry, such as "4 samples". An error is raised if the text
-            differs between processes.
-          width: size of the entry in this process, such as the length of the longest bag. Sizes may
-            differ between processes.
+          name: name of the entry. All processes must pass the same names to `bring`, in the same
+            order.
+          shape: text that describes the entry, such as "4 samples". If `shape` differs between
+            processes, every process raises an error.
+          width: size of the entry in this process, such as the length of the longest bag. `width`
+            may differ between processes.
         """
         self._brought[name] = shape, width
 
     def width(self, name: str) -> int:
         """Largest `width` that any process passed to `bring` for the entry `name`.
 
-        Call this method after the `with` block.
+        Call `width` after the `with` block.
         """
         if self._widths is not None:
             return self._widths[name]
@@ -161,8 +162,8 @@ class Agreement:
         if this == first:
             verdict = self._compare(client, prefix, record)
             if number:
-                # A process sends this record only after it has read the previous verdict. All
-                # records have arrived, so the previous verdict can be deleted.
+                # A process sends the record of a batch only after it has read the verdict on the
+                # previous batch. All records have arrived, so the previous verdict can be deleted.
                 client.key_value_delete(f"{group}/{number - 1}")
             return verdict
         client.key_value_set(f"{prefix}/{this}", json.dumps(record))
@@ -173,7 +174,7 @@ class Agreement:
         return verdict
 
     def _compare(self, client: Any, prefix: str, record: Record) -> Record:
-        """Compares the records of all processes, and sends the verdict to the others."""
+        """Compares the records of all processes, and sends the verdict to the other processes."""
         first, *others = self.processes
         records = {first: json.loads(json.dumps(record))}
         for process in others:
@@ -186,8 +187,9 @@ class Agreement:
         verdict = {"problem": problem, "widths": widths}
         client.key_value_set(f"{prefix}/verdict", json.dumps(verdict))
         if problem is not None:
-            # This process may host the coordination service, and may end because of the error. It
-            # therefore waits until the other processes have read the verdict.
+            # If the verdict reports an error, the first process waits until the other processes
+            # have read the verdict, because the first process may host the coordination service and
+            # may end.
             with contextlib.suppress(jax.errors.JaxRuntimeError):
                 for process in others:
                     if "ended" not in records[process]:
@@ -231,7 +233,7 @@ def say_goodbye() -> None:
         else:
             key = f"{prefix}/{this}"
             record = {"ended": reason}
-        # If the coordination service has already ended, the message cannot be sent.
+        # A record or verdict cannot be sent if the coordination service has already ended.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             service_of_processes().key_value_set(key, json.dumps(record))
 
@@ -253,7 +255,7 @@ def _is_local(batch: PyTree) -> bool:
     """Whether the processes may have different batches.
 
     The result is True if no leaf is traced, and at least one leaf is not global (see `is_global`).
-    The result is also True for a batch without leaves.
+    For a batch without leaves, the result is True.
     """
     # A list may have a million ids, so a list counts as one leaf.
     leaves = jax.tree.leaves(batch, is_leaf=lambda node: isinstance(node, list))

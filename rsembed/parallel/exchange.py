@@ -7,12 +7,12 @@ occurrences ◀────────┴──────────── e
 ```
 
 In each round, a device sends one block of entries to every owner. All blocks have space for the
-same number of entries, the capacity. Entries that do not fit into the block are sent in a later
+same number of entries, the capacity. Entries that do not fit into a block are sent in a later
 round, so no entry is dropped, and all devices run the same number of rounds. Rounds are
-*row-complete*: all requests for a row, from all devices, arrive in the same round. An owner
-therefore sees the whole gradient of a row at once, and nonlinear optimizers are exact. In every
-round, at least one device sends a full block or all its remaining entries, so the number of rounds
-is finite.
+*row-complete*: all requests for a row, from all devices, arrive in the same round. In a
+row-complete round, an owner sees the whole gradient of a row at once, so nonlinear optimizers are
+exact. In every round, at least one device sends a full block or all its remaining entries, so the
+number of rounds is finite.
 
 All functions run inside `shard_map` over the mesh axis (or axes) `axis_name`.
 """
@@ -49,9 +49,9 @@ def trade(
       axis_name: name or names of the mesh axes to exchange over. The product of the axis sizes is
         the number of devices.
       entries: for each pytree in `parcels`, an array `[devices, capacity]` with the indices of the
-        entries to send. The arrays in `parcels` then have shape `[nnz, ...]`, and indices outside
-        `[0, nnz)` are padding. None, the default: the arrays in `parcels` already have shape
-        `[devices, capacity, ...]`.
+        entries to send. With `entries`, the arrays in `parcels` have shape `[nnz, ...]`, and
+        indices outside `[0, nnz)` are padding. None, the default: the arrays in `parcels` already
+        have shape `[devices, capacity, ...]`.
 
     Returns: the received arrays, with shape `[devices, capacity, ...]`, in pytrees with the same
       structure as `parcels`. Padding is `NO_ROW` in int32 arrays, so that owners ignore padding,
@@ -165,31 +165,30 @@ def default_capacity(num_occurrences: int, num_devices: int) -> int:
     """Default number of entries per block: `5/8 * num_occurrences / num_devices + 8`.
 
     If the distribution of ids is skewed, usually less than half of the ids in a batch are distinct,
-    and this capacity is enough for one exchange round. If all ids are distinct and spread evenly
-    over the devices, two rounds with this capacity are needed. The two rounds send as many bytes as
-    one round with twice the capacity. The constant 8 matters only for small batches. The result is
-    at most `num_occurrences`.
+    and the default capacity is enough for one exchange round. If all ids are distinct and spread
+    evenly over the devices, the default capacity leads to two rounds, which send as many bytes as
+    one round with twice the capacity. In large batches, the constant 8 has almost no effect. The
+    default capacity is at most `num_occurrences`.
     """
     share = -(-5 * num_occurrences // (8 * num_devices))
     return min(num_occurrences, share + 8)
 
 
 class Question(NamedTuple):
-    """Request to the devices that own rows ("owners"): to read these rows, or to change them.
+    """Request to read or change rows, sent to the devices that own the rows ("owners").
 
     Attributes:
       wanted: the requested entries, which the function `distinct` returned.
       payload: pytree of arrays `[nnz, ...]` to send, one value per distinct entry.
       answer: function `(state, arrived) -> (state, replies)` that an owner calls once per round.
-        `arrived` has the structure of `payload`. Its arrays `[devices * capacity, ...]` contain the
-        received entries, grouped by sender. Padding is `NO_ROW` in int32 arrays and zero in other
-        arrays. `replies` is a pytree of arrays with
-        one reply per arrived entry, or None. If all arrived entries are padding, `answer` must
-        return `state` unchanged.
+        `arrived` has the structure of `payload`. The arrays `[devices * capacity, ...]` in
+        `arrived` contain the received entries, grouped by sender. Padding is `NO_ROW` in int32
+        arrays and zero in other arrays. `replies` is a pytree of arrays with one reply per arrived
+        entry, or None. If all arrived entries are padding, `answer` must return `state` unchanged.
       state: state that `answer` may change, for example the owner's part of a table.
       capacity: maximum number of entries that a device sends to one owner in a round, at least 1. A
-        small capacity saves memory, and a large capacity saves rounds. With the number of ids in
-        the batch as capacity, one round is enough. The capacity does not change the results if
+        small capacity saves memory, and a large capacity saves rounds. If the capacity is the
+        number of ids in the batch, one round is enough. The capacity does not change the results if
         `answer` gives the same result for any order of the entries.
       reply: pytree of `jax.ShapeDtypeStruct` for the reply to one entry. None, the default:
         `answer` returns None as `replies`.
@@ -213,8 +212,8 @@ class Question(NamedTuple):
     def no_replies(self) -> PyTree:
         """Replies that are all zero, one for each entry."""
 
-        # `jax.eval_shape(answer)` would make the field `reply` unnecessary, but then a third of the
-        # total tracing time would be spent in this call.
+        # The field `reply` saves a call of `jax.eval_shape(answer)`, which would take a third of
+        # the total tracing time.
         def zeros(reply: jax.ShapeDtypeStruct) -> Array:
             return jnp.zeros((self.num_occurrences, *reply.shape), reply.dtype)
 
@@ -244,8 +243,8 @@ Asked: TypeAlias = Asking[Result] | Result
 def together(askings: Sequence[Asked[Result]], axis_name: AxisName) -> list[Result]:
     """Runs several generators that yield `Question`s, and returns the result of each generator.
 
-    All generators yield their first `Question`, and one call of `ask` answers all of them. Then one
-    call answers the second `Question` of each generator, and so on.
+    One call of `ask` answers the first `Question` of every generator, the next call answers the
+    second `Question` of every generator, and so on.
 
     Args:
       askings: list of generators. An item that is not a generator is already a result, and is
@@ -293,7 +292,7 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
 
 
 class _Progress(NamedTuple):
-    """Carry of the loop over exchange rounds. Each list has one item for every `Question`.
+    """Carry of the loop over exchange rounds, in which every list has one item per `Question`.
 
     Attributes:
       num_rounds: number of rounds that have been run.
@@ -351,8 +350,8 @@ def _ask(questions: Sequence[Question], takes_rounds: bool, axis_name: AxisName)
     start = _Progress(jnp.zeros((), jnp.int32), cursors, states, replies, jnp.asarray(True))
     run = run_round
     if takes_rounds:
-        # All rounds run in the loop. With the first round outside the loop, XLA would compile
-        # `answer` twice.
+        # The first exchange round runs inside the loop, because XLA would compile `answer` twice if
+        # the first round ran outside the loop.
         run = functools.partial(jax.lax.while_loop, lambda progress: progress.are_left, run_round)
     end = run(start)
     answers = []
@@ -397,7 +396,7 @@ def _to_blocks(array: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _with_rows(replies: PyTree, entries: Int[Array, "devices capacity"], news: PyTree) -> PyTree:
-    """Returns `replies`, with rows `entries` replaced by `news`, the replies of this round."""
+    """Returns `replies` after writing `news`, the replies of one round, to the rows `entries`."""
     arrays, tree = jax.tree.flatten(replies)
     if not arrays:
         return replies
@@ -412,22 +411,22 @@ def _cuts(
 ) -> tuple[Int[Array, "queues devices"], UInt32[Array, "levels queues devices"]]:
     """For each owner, the entry at which all devices end the current round.
 
-    If the remaining entries of any device do not fit, every device sends only the entries that are
-    smaller than this entry. All requests for a row therefore arrive in the same round.
+    If the remaining entries of any device do not fit in a round, every device sends only the
+    entries that are smaller than the entry at which the round ends. With one end for all devices,
+    all requests for a row arrive in the same round.
 
     Returns: two integer arrays `fit` and `cuts`, with values for every request and owner. `fit` is
       1 if every device can send all its remaining entries in this round, else 0. If `fit` is 0,
       `cuts` contains the 32-bit words of the entry that ends the round. Each device finds its first
-      entry that does not fit in this round. The smallest of the entries that the devices find ends
-      the round.
+      entry that does not fit in the round, and the smallest of these entries ends the round.
     """
     if not takes_rounds:
         size = (len(queues), queues[0].cursor.shape[0])
         return jnp.ones(size, jnp.int32), jnp.zeros((1, *size), jnp.uint32)
     fit, first_left = api.block_ends(queues)
     lowest = jax.lax.pmin(fit, axis_name)
-    # `cuts` is a minimum over devices. If the entries of any device do not fit (`lowest` is 0),
-    # only such devices enter the minimum.
+    # `cuts` is a minimum over devices. If `lowest` is 0, the minimum is taken only over devices
+    # with entries that do not fit.
     takes_part = fit == lowest
     cuts: list[Array] = []
     for words in first_left:
