@@ -9,9 +9,11 @@ table, id  ──rows──▶  shard * rows_per_shard + row in the shard  ─�
 * Interleaved layout (`spread` is the number of shards): consecutive ids of a table are in different
   shards, so frequent ids are spread over all shards.
 * Rotated layout: an interleaved layout in which the tables of a stack have their id 0 in different
-  shards. The first ids of the tables, which are often frequent, are then in different shards, too.
+  shards. The rotation puts the first ids of the tables, which are often frequent, into different
+  shards.
 
-The functions accept and return numbers, NumPy arrays or JAX arrays, which may be traced.
+All functions in `places` accept and return numbers, NumPy arrays or JAX arrays, which may be
+traced.
 """
 
 from __future__ import annotations
@@ -57,8 +59,8 @@ class Place(NamedTuple):
 
         The result is meaningless for ids outside the table.
         """
-        # If `spread` is 1, the row number is the id plus a constant. This special case has fewer
-        # operations, so programs with a thousand features compile faster.
+        # If `spread` is 1, the row number is the id plus a constant. One addition instead of the
+        # general formula makes programs with a thousand features compile faster.
         if spread == 1:
             first_row = self.owner * rows_per_shard + self.first
             return ids + first_row

@@ -58,34 +58,35 @@ def init(
 ) -> None:
     """Connects this process with the other processes of its run.
 
-    Call `init` before any array is made.
+    Call `init` before the first JAX array is created.
 
     Missing arguments are read from the environment variables `RSEMBED_COORDINATOR_ADDRESS`,
-    `RSEMBED_NUM_PROCESSES` and `RSEMBED_PROCESS_ID` (or the same names with `JAX_`). If the
-    variables are missing, `jax.distributed` detects the processes (Slurm, Open MPI, Kubernetes, TPU
-    pods). If the run has only one process, or if `init` was called before, `init` makes no
-    connection.
+    `RSEMBED_NUM_PROCESSES` and `RSEMBED_PROCESS_ID` (or the same names with `JAX_`). If arguments
+    and environment variables are missing, `jax.distributed` detects the processes (Slurm, Open MPI,
+    Kubernetes, TPU pods). If the run has only one process, or if `init` was called before, `init`
+    makes no connection.
 
     If a process dies, JAX aborts the other processes after `heartbeat_timeout_seconds` and names
-    the dead process. Without the abort, the other processes would wait forever in a collective. A
-    process with an uncaught exception exits at once. A process that reaches the end of the script
-    waits for the other processes.
+    the dead process, because the other processes would wait forever in a collective. A process with
+    an uncaught exception exits at once. A process that reaches the end of the script waits for the
+    other processes.
 
     Args:
       coordinator_address: `host:port` of process 0.
-      num_processes: number of processes of the run. With 1, the process connects to no other
-        process, even if environment variables describe a larger run.
+      num_processes: number of processes of the run. If `num_processes` is 1, the process connects
+        to no other process, even if environment variables describe a larger run.
       process_id: index of this process, from 0.
       local_device_ids: indices of the accelerators that this process may use. None: all visible
         accelerators, or the accelerators that the cluster assigns to this process.
       preemption: whether a SIGTERM means that the run will lose its machine and should save, see
         `preempted`. False by default: SIGTERM ends the process.
       heartbeat_timeout_seconds: a process counts as dead if it sends no heartbeat for this number
-        of seconds. Choose a larger number if long compilations or slow file systems can delay
+        of seconds. Increase the default of 30 if long compilations or slow file systems can delay
         heartbeats.
-      initialization_timeout_seconds: number of seconds to wait for the other processes. If they do
-        not connect within this time, JAX aborts this process. When 80 % of these seconds have
-        passed, a warning names the address and the number of processes, if `init` knows them.
+      initialization_timeout_seconds: number of seconds to wait for the other processes. If the
+        other processes do not connect in time, JAX aborts this process. After 80 % of
+        `initialization_timeout_seconds`, `init` logs a warning with the address and the number of
+        processes, as far as they are known.
       shutdown_timeout_seconds: number of seconds that a finished process waits for the other
         processes.
 
@@ -159,8 +160,8 @@ def _connect(
     who = "init: this process"
     if is_requested:
         who = f"init: process {process_id} of {num_processes} at {address}"
-    # JAX does not raise an exception after the timeout, but aborts the process. A timer therefore
-    # logs a warning before the timeout.
+    # A timer logs a warning before the initialization timeout, because JAX aborts the process at
+    # the timeout without raising an exception.
     timeout = timeouts["initialization_timeout"]
     warning = (
         f"{who} still waits for the others, and will be ended after {timeout} s. Are all of them "
@@ -171,8 +172,8 @@ def _connect(
     timer.start()
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", os.environ.get("ROCR_VISIBLE_DEVICES", ""))
     if local_device_ids is None and visible and "," not in visible:
-        # With Slurm's --gpus-per-task=1, each task sees one GPU, which has index 0. By default JAX
-        # would use the index of the task as the index of the GPU.
+        # By default, JAX uses the index of a Slurm task as the index of the GPU. With Slurm's
+        # --gpus-per-task=1, each task sees only one GPU, which has index 0.
         local_device_ids = [0]
     try:
         jax.distributed.initialize(address, num_processes, process_id, local_device_ids, **timeouts)
@@ -189,7 +190,7 @@ def _connect(
         if "must be called before" in reason:
             has_launcher = any(name in os.environ for name in _LAUNCHERS)
             if not is_requested and not has_launcher:
-                return False  # A single process, for example a notebook.
+                return False  # This process runs alone, for example in a notebook.
             reason = "JAX has already made its devices; call init() before any array"
         way_out = "A single process needs no init, or init(num_processes=1)"
         raise RuntimeError(f"{who}: {reason}. {way_out}.") from error
@@ -221,8 +222,9 @@ def _leave() -> None:
 def preempted(step: int) -> bool:
     """True if the run should save and exit now, because a process received SIGTERM.
 
-    With several processes, the result is True at exactly one step after the signal, the same step
-    in all processes. With a single process, the result is True at every step after the signal.
+    In a run with several processes, `preempted` returns True at exactly one step after the SIGTERM,
+    the same step in all processes. In a run with one process, `preempted` returns True at every
+    step after the SIGTERM.
 
     Args:
       step: index of the current training step. Every process must call `preempted` once per step,
@@ -272,7 +274,7 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     return mesh
 
 
-# The functions below run a script in several processes on this machine.
+# `launch` and its helper functions run a script in several processes on this machine.
 
 GRACE_SECONDS = 3.0
 """Time in seconds for processes to end by themselves after one of them fails, or after Ctrl-C."""
@@ -309,10 +311,11 @@ def launch(
       num_processes: number of processes to start.
       devices_per_process: number of CPU devices of each process.
 
-    Returns: exit status of the run. 0 if all processes succeed, else the exit status of the first
-      process that failed. The status is 128 plus the signal number if a signal killed that process,
-      after Ctrl-C, and if a process fails after SIGTERM. The status 75 of a preempted script is
-      returned even after a signal.
+    Returns: exit status of the run. 0 if all processes succeed, else the exit status of the process
+      that caused the failure. The exit status of a process that a signal killed is 128 plus the
+      signal number. After Ctrl-C, or if a process fails after SIGTERM, the run exits with 128 plus
+      the number of the signal that `launch` received. If a preempted script exits with status 75,
+      the run exits with 75, even after a signal.
 
     Raises: ValueError: a count is below 1, or the script does not exist.
     """
@@ -404,7 +407,7 @@ def _wait(
 ) -> int:
     """Waits until all processes have ended or one has failed, and returns the run's exit status.
 
-    After a failure, the function waits up to `GRACE_SECONDS` for the other processes.
+    After a failure or Ctrl-C, `_wait` gives the running processes up to `GRACE_SECONDS` to end.
 
     Args:
       children: all processes that `launch` started.
@@ -458,12 +461,14 @@ def _first_failure(
     children: Sequence[subprocess.Popen[bytes]],
     all_failed: Sequence[int],
 ) -> int | None:
-    """Index of the process that caused the failures of the others. None if no process has failed.
+    """Index of the process that made the other processes fail, or None if no process has failed.
 
-    If a signal killed a process, the first killed process is the cause, even if another process
-    failed earlier. The system closes the connections of a killed process before the process ends,
-    so other processes may fail earlier. SIGABRT does not count, because JAX aborts a process if a
-    different process stops responding.
+    If a signal other than SIGABRT killed a process, the result is the first process that such a
+    signal killed, even if another process failed earlier. The system closes the connections of a
+    killed process before the process ends, so other processes may fail before the killed process
+    has ended. SIGABRT is an exception, because JAX aborts a process by SIGABRT if a different
+    process stops responding. If no signal other than SIGABRT killed a process, the result is the
+    first process that failed.
     """
     for process in all_failed:
         status = children[process].returncode

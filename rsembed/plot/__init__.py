@@ -1,9 +1,9 @@
 """Plots of id distributions, tables, input buffers and training runs.
 
-The first argument of every `plot_…` function is the data. The function draws only on `ax`, or on a
-new figure if `ax` is None, and returns the `Axes`. Most of these functions pass further keyword
-arguments to the matplotlib function that draws the data. Some modules of the package also have
-functions that compute the numbers to plot.
+The first argument of every `plot_…` function is the data. Every `plot_…` function draws only on
+`ax`, or on a new figure if `ax` is None, and returns the `Axes`. Most `plot_…` functions pass
+further keyword arguments to the matplotlib function that draws the data. Functions that compute the
+numbers to plot, such as `limit_costs`, are in the modules of the package.
 """
 
 from rsembed.plot.buffers import (

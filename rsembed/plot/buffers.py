@@ -206,7 +206,7 @@ def limit_costs(
     """Fraction of entries dropped by a limit, and size in bytes of the input buffers of all cores.
 
     Every partition is assumed to have space for `max_ids_per_partition` entries. If a stack has a
-    suggested buffer size, its buffers can be smaller.
+    suggested buffer size, the real buffers can be smaller than the result.
 
     Args:
       entries: number of entries in each partition, the result of `partition_entries`.
