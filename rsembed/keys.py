@@ -420,8 +420,8 @@ def check_fits(keys: Keys, dtype: str, feature: str) -> None:
         key = int(key)
         shown = str(key)
         # A key of `2**63` or more may come from a negative number in the user's data, so the error
-        # message also shows the negative number. The key `2**64 - 1` cannot come from a negative
-        # number, because -1 means padding.
+        # message shows both numbers. The key `2**64 - 1` cannot come from a negative number,
+        # because -1 means padding.
         if 2**63 <= key < 2**64 - 1:
             shown = f"{key} (of signed numbers: {key - 2**64})"
         raise ValueError(

@@ -30,7 +30,7 @@ class Embeddings(nn.Module):
     """Flax layer that looks up ids in the tables of a collection.
 
     `rs.linen.value_and_grad` and `rs.linen.TrainState` train the tables. The `EmbeddingState` is
-    the variable `tables` of the variable collection `embeddings`. The layer also has a parameter
+    the variable `tables` of the variable collection `embeddings`. The layer has a parameter
     `guard`, which does not change the activations. `jax.grad` returns no gradients of tables, so if
     `jax.grad` differentiates the model, the derivative with respect to `guard` raises an error.
 

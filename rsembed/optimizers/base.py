@@ -232,8 +232,8 @@ class CompactOptimizerSpec(OptimizerSpec):
         the default, all slots have their default dtype.
 
     Raises: ValueError: `slot_dtypes` has the wrong length, or a slot does not support the dtype. A
-      slot with the default dtype float32 also supports bfloat16 and float16. A slot with the
-      default dtype int32 supports no other dtype.
+      slot with the default dtype float32 supports float32, bfloat16 and float16. A slot with the
+      default dtype int32 supports only int32.
     """
 
     slot_dtypes: tuple[str | None, ...] = dataclasses.field(default=(), kw_only=True)

@@ -46,7 +46,7 @@ class CounterWeightDecayMode(enum.IntEnum):
 class LearningRateMode(enum.IntEnum):
     """How a row counter above `tail_id_threshold` changes the learning rate of the row.
 
-    Only `WeightDecayMode.COUNTER` uses this setting.
+    Only `WeightDecayMode.COUNTER` uses `LearningRateMode`.
     """
 
     EQUAL = -1

@@ -205,8 +205,8 @@ class _BiasCorrectedAdam(OptimizerSpec):
 class Adam(_BiasCorrectedAdam):
     """Adam that updates only the rows of a batch ("lazy"): other rows and moments do not change.
 
-    The bias correction counts global steps, not the steps of a row. If `step` is None, the bias
-    correction is computed for step 0. Layers without a step counter pass `step=None` in every step.
+    The bias correction counts global steps, not the steps of a row. If `step` is None, as in a call
+    of `sparse_dense_matmul_grad` without `step`, the bias correction is computed for step 0.
 
     Source: Kingma, Ba (2015), with bias corrections folded into the learning rate and epsilon.
     """
