@@ -2,7 +2,8 @@
 
 The C++ kernels compute every distinct row of a call once and sum in a fixed order. The plain JAX
 version gathers one slice of every core for each lookup, and computes a tile of lookups at a time.
-In both versions the backward pass computes the rows again, so that the forward pass saves no rows.
+The backward pass of the C++ kernels and of the plain JAX version computes the rows again, so that
+the forward pass saves no rows.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ MAX_CORES = 16
 TILE_BYTES = 2**21
 """Maximum memory of one tile of lookups in the plain JAX version, in bytes.
 
-Only the slices of the cores and their products are counted. A tile has at least one lookup, even if
-a single lookup needs more bytes.
+`TILE_BYTES` limits the memory for the slices of the cores and their products. A tile has at least
+one lookup, even if a single lookup needs more bytes.
 """
 
 Cores = tuple[Array, ...]
@@ -155,8 +156,8 @@ def full_weight(
 ) -> Float[Array, "vocab dim"]:
     """The whole table in float32.
 
-    The table is computed block by block. A block is all rows with the same first digit (see
-    `TTSpec`). The function needs memory for the table and for one block.
+    The function computes the table in blocks of rows. All rows of a block have the same first digit
+    (see `TTSpec`). The function needs memory for the table and for one block of rows.
     """
     arrays = check_cores(spec, cores)
     table: Array = _full_weight(spec, arrays)
@@ -290,9 +291,9 @@ def entries_of(
 ) -> tuple[Int[Array, " nnz"], Int[Array, " nnz"], Float[Array, " nnz"]]:
     """Row number, output index and gain of every id in a kernel call.
 
-    The gain of an id is the factor that multiplies the row. The ids of all lists are concatenated,
-    and so are their outputs. A list has one output per bag or, with the combiner "none", one output
-    per id. An id that contributes nothing has the output index `NO_ROW`.
+    The gain of an id is the factor that multiplies the row of the id. The ids of all lists are
+    concatenated, and so are their outputs. A list has one output per bag or, with the combiner
+    "none", one output per id. An id that contributes nothing has the output index `NO_ROW`.
     """
     rows = []
     outputs = []
@@ -373,13 +374,14 @@ def pooled_rows(
       gains: for each lookup, the factor that multiplies its row.
       slice_shapes: shape `(R_{t-1}, q_t, R_t)` of the slices of every core.
       num_bags: number of bags in the result.
-      implementation: "native" runs C++ kernels on CPUs. "plain" runs JAX operations, which also
-        have forward-mode and second derivatives. None, the default, chooses "native" if it can run,
-        else "plain".
+      implementation: "native" runs C++ kernels on CPUs. "plain" runs JAX operations, which support
+        forward-mode and second derivatives. None, the default, chooses "native" if it can run, else
+        "plain".
 
     Raises:
       ValueError: the implementation is unknown.
-      NotImplementedError: `implementation="native"` cannot run here.
+      NotImplementedError: with `implementation="native"`, the C++ kernels are not available, or do
+        not support so many cores.
     """
     check_type(implementation, Implementation | None, "implementation")
     reason = native.unavailable_because()
@@ -390,7 +392,7 @@ def pooled_rows(
     zero = varying_zero(*cores, *digits, bags, gains)
     cores = tuple(core + zero.astype(core.dtype) for core in cores)
     gains = gains + zero.astype(gains.dtype)
-    bags = jnp.where(bags < 0, NO_ROW, bags)  # JAX would count negative indices from the end.
+    bags = jnp.where(bags < 0, NO_ROW, bags)  # In JAX, the index -1 means the last element.
     if bags.shape[0] == 0:
         shape = (num_bags, _dim(slice_shapes))
         return jnp.full(shape, zero.astype(jnp.float32))

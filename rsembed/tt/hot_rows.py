@@ -34,11 +34,11 @@ from rsembed.tt.cores import Cores, rows_of
 from rsembed.tt.spec import TTSpec
 
 COUNTS_PER_ROW = 16
-"""Default size of the counter: ids that are counted at the same time, per row of the cache."""
+"""Default maximum number of ids with a read count, per row of the cache."""
 MIN_COUNTS_PER_ROW = 6
 """Smallest accepted number of counted ids per cached row.
 
-Fewer counted ids would lower the hit rate.
+The hit rate of the cache drops if fewer than six ids per cached row have a read count.
 """
 MAX_READS = 2**30
 """`populate` clips read counts to this maximum before it compares them."""
@@ -54,8 +54,8 @@ class Directory(NamedTuple):
 
     Attributes:
       counted: map from the counted ids to their numbers of reads. `populate` halves all counts, to
-        reduce the weight of old reads. All counts are also halved when there is no space for a new
-        id. Halving removes ids that are not cached if their count becomes zero.
+        reduce the weight of old reads. `count` halves all counts if the map has no space for a new
+        id. An id that is not cached is removed from the map if its count is halved to zero.
       places: cache slot of each counted id, `NO_ROW` if the id is not cached.
       ids: id in each cache slot, `NO_ROW` for a free slot.
       residual: see `CacheReport`.
@@ -78,7 +78,7 @@ class Directory(NamedTuple):
     def forget(self, first: int, last: int) -> Directory:
         """Removes the rows of all ids in `[first, last)` from the cache, without a write-back.
 
-        The read counts of these ids are kept.
+        `forget` keeps the read counts of the removed rows.
         """
         is_forgotten_slot = (self.ids >= first) & (self.ids < last)
         is_forgotten_id = is_forgotten_slot.at[self.places].get(mode="fill", fill_value=False)
@@ -116,9 +116,10 @@ class CacheReport(NamedTuple):
     Attributes:
       cached_ids: number of rows in the cache now.
       residual: upper bound on the error that any single write-back has caused in an entry of the
-        table. A write-back changes evicted rows and other rows. For an evicted row, the error is
-        the measured difference between the new row and the cached row. For rows that were not
-        evicted, the bound is the norm of the change of the whole table.
+        table. A write-back changes the first core, which can change all rows of the table. For an
+        evicted row, the error is the measured difference between the new row and the cached row.
+        For a row that was not evicted, the error is at most the norm of the change of the whole
+        table.
       lookups: number of reads of ids, including the reads in `uncounted`.
       hits: number of reads of ids that were cached at the time of the read.
       uncounted: number of lookups of ids that `populate` does not take into account, because the
@@ -143,9 +144,9 @@ def num_counts_of(cache_rows: int, counted_ids: int) -> int:
 
     Args:
       cache_rows: size of the cache, in rows.
-      counted_ids: requested maximum. 0 stands for the default, which is `COUNTS_PER_ROW` (16) ids
-        per cached row, rounded up to a power of two. A requested maximum below `MIN_COUNTS_PER_ROW`
-        (6) ids per cached row is replaced by the default, with a warning.
+      counted_ids: requested maximum. 0 requests the default: `COUNTS_PER_ROW` (16) ids per cached
+        row, rounded up to a power of two. If a positive `counted_ids` is below `MIN_COUNTS_PER_ROW`
+        (6) ids per cached row, the function warns and returns the default.
 
     Raises: ValueError: `counted_ids` is positive and smaller than `cache_rows`.
     """
@@ -169,8 +170,8 @@ def empty(capacity: int, num_counts: int) -> Directory:
 
     Args:
       capacity: number of cache slots.
-      num_counts: maximum number of ids for which reads are counted. The number must exceed
-        `capacity`, because the reads of every cached id are counted.
+      num_counts: maximum number of ids for which reads are counted. `num_counts` must exceed
+        `capacity`, because every cached id has a read count.
     """
     return Directory(
         counted=row_map.empty(num_counts),
@@ -185,7 +186,7 @@ def _slot_of(
     directory: Directory,
     counted_rows: Int[Array, " nnz"],
 ) -> Int[Array, " nnz"]:
-    """Cache slots of ids, given the row of each id in the map `directory.counted`.
+    """Cache slots of ids, from the position of each id in the map `directory.counted`.
 
     An id that is not cached gets `NO_ROW`.
     """
@@ -221,7 +222,7 @@ def count(
         directory, _ = state
         return _with_new_ids(directory, new, reads)
 
-    # A loop of at most one iteration updates arrays in place, but `lax.cond` may copy the arrays.
+    # `fori_loop` with zero or one iteration updates arrays in place, but `lax.cond` may copy arrays.
     num_iterations = jnp.any(new.is_key).astype(jnp.int32)
     directory, num_uncounted = jax.lax.fori_loop(
         0,
@@ -331,8 +332,8 @@ def populate(
     cores, rows, directory = params
     capacity = directory.ids.shape[0]
 
-    # A row that stays in the cache keeps its cache slot. All other cache slots are free for the
-    # rows that enter the cache.
+    # A row that stays in the cache keeps its cache slot. Rows that enter the cache can take every
+    # cache slot that no row keeps.
     was_cached = directory.places != NO_ROW
     is_cached = _most_read(directory, capacity)
     slot_of_id = jnp.where(is_cached, directory.places, NO_ROW)
@@ -360,7 +361,7 @@ def populate(
         cores, residual = state
         return written_back(specs, evicted_ids, targets, cores, residual)
 
-    # A loop of at most one iteration updates arrays in place, but `lax.cond` may copy the arrays.
+    # `fori_loop` with zero or one iteration updates arrays in place, but `lax.cond` may copy arrays.
     num_iterations = jnp.any(is_evicted).astype(jnp.int32)
     cores, residual = jax.lax.fori_loop(
         0,
@@ -442,10 +443,8 @@ def written_back(
     table = _table_of_slices(specs, 0)
     change = jnp.einsum("pqi,pij->pqj", downhill, inverse[table], precision="highest")
     change = change.reshape(first.shape)
-    # A NaN or an infinity in a cached row must not spread to other rows of the table through a slice
-    # that both rows are computed from.
-    # Entries of `change` that are not finite are therefore set to zero, so the cached row does not
-    # change these entries of the first core.
+    # Entries of `change` that are not finite are set to zero, so that a NaN or an infinity in a
+    # cached row does not spread to other rows of the table through a slice that the rows share.
     finite_change = jnp.where(jnp.isfinite(change), change, 0.0)
     new_first = (first + finite_change).astype(cores[0].dtype)
     new_cores = (new_first, *cores[1:])

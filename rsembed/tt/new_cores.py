@@ -1,7 +1,8 @@
 """Makes cores at random, from a dense table, from cores of higher rank, or from a tensorly matrix.
 
-Tables are decomposed on the host in NumPy. Only `to_tensorly` imports tensorly. It selects the
-NumPy backend of tensorly, because the JAX backend would switch the whole process to 64 bits.
+Tables are decomposed on the host in NumPy. Only `to_tensorly` imports tensorly. `to_tensorly`
+selects the NumPy backend of tensorly, because tensorly's JAX backend would switch the whole process
+to 64 bits.
 """
 
 from __future__ import annotations
@@ -50,14 +51,15 @@ def init_cores(
 
         * "normal" (default): independent, normally distributed entries of the cores.
         * "uniform": independent, uniformly distributed entries of the cores, with mean zero.
-        * "approx-normal": normally distributed entries of the table. With two or three cores, each
-          entry has exactly a normal distribution. With four or more cores, the distribution is only
-          approximately normal.
-        * "approx-uniform": uncorrelated, nearly uniform entries of the table. Ranks must be at
-          least 2, and larger ranks give a more uniform distribution.
+        * "approx-normal": normally distributed entries of the table. With "approx-normal", the
+          distribution of an entry is exactly normal for two or three cores, and approximately
+          normal for four or more cores.
+        * "approx-uniform": uncorrelated, nearly uniform entries of the table. "approx-uniform"
+          needs ranks of at least 2, and large ranks give a more uniform distribution than small
+          ranks.
         * "naive-uniform": uniformly distributed entries of the cores in
-          `[0, 1/sqrt(num_embeddings)]`, as in FBTT. The function warns, because all entries of the
-          table are nearly zero.
+          `[0, 1/sqrt(num_embeddings)]`, as in FBTT. `init_cores` warns about "naive-uniform",
+          because all entries of the table are nearly zero.
 
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
@@ -77,8 +79,8 @@ def init_cores(
         numbers = std * jax.random.normal(key, shape)
         cores = _split(spec, numbers)
         if weight_dist == "approx-normal":
-            # If the entries of a matrix are independent and normally distributed, its product with
-            # vectors of fixed length on both sides is normally distributed, too.
+            # Let the entries of a matrix be independent and normally distributed. The product of
+            # the matrix with a vector of fixed length on each side is normally distributed.
             cores[0] = _with_rms(cores[0], std, axis=3)
             if spec.num_cores > 2:
                 cores[-1] = _with_rms(cores[-1], std, axis=1)
@@ -148,9 +150,9 @@ def _triangle_wave_cores(
     of the table differ in at least one angle, so the entries are uncorrelated. The Fourier series
     of the triangle wave is a tensor train, because core `t` can rotate the pair `(cos, sin)` of
     harmonic `h` by `h` times the angle from core `t`. A harmonic needs two ranks, so the series is
-    cut off after `min(tt_ranks) // 2` harmonics. Training could not use the remaining ranks of a
-    core if they were zero, so noise is added to every core. The root mean square of the noise is
-    1 % of the root mean square of the core.
+    cut off after `min(tt_ranks) // 2` harmonics. Entries for ranks that no harmonic uses would stay
+    zero in training, so noise is added to every core. The root mean square of the noise is 1 % of
+    the root mean square of the core.
     """
     if min(spec.tt_ranks) < 2:
         raise ValueError(
@@ -228,10 +230,10 @@ def from_dense(
     continue training.
 
     Args:
-      spec: factors and ranks, for example from `TTSpec.suggest` or `TTSpec.for_budget`. If the spec
-        has higher ranks than the table needs, the cores are padded with zeros. With the ranks
-        `spec.max_ranks` the cores are exact, and `round_cores` can then lower the ranks to a chosen
-        error.
+      spec: factors and ranks, for example from `TTSpec.suggest` or `TTSpec.for_budget`. If a rank
+        of the spec exceeds the number of singular values, the cores are padded with zeros. With the
+        ranks `TTSpec.max_ranks`, the cores are exact, and `round_cores` can lower the ranks to a
+        chosen error.
       table: float table `[num_embeddings, embedding_dim]`.
       dtype: dtype of the cores, float32 (default) or bfloat16.
 
@@ -306,8 +308,8 @@ def round_cores(
     parts = []
     for core in _in_tensorly_layout(spec, arrays):
         parts.append(core.astype(np.float64))
-    # Make the rows of every core after the first core orthonormal. With orthonormal rows in these
-    # cores, a change of the first core has the same norm as the resulting change of the table.
+    # Make the rows of every core after the first core orthonormal, so that a change of the first
+    # core has the same norm as the resulting change of the table.
     for t in range(spec.num_cores - 1, 0, -1):
         rank, p, q, next_rank = parts[t].shape
         matrix = parts[t].reshape(rank, -1)
@@ -379,8 +381,8 @@ def _truncated(
       matrix: the matrix to factor.
       rank: upper bound on the number of columns of the first factor.
       max_error: upper bound on the error of the product, in the Frobenius norm. The first factor
-        has the fewest columns for which the error is within this bound, but at most `rank`
-        columns, even if the error then exceeds the bound.
+        has the fewest columns that keep the error within `max_error`, but at most `rank` columns,
+        even if `rank` columns make the error larger than `max_error`.
     """
     wide_matrix = matrix.astype(np.float64)
     basis, values, rest = np.linalg.svd(wide_matrix, full_matrices=False)

@@ -36,7 +36,7 @@ class TTSpec:
     Args:
       num_embeddings: number of rows of the table.
       tt_p_shapes: row factors, with a product of at least `num_embeddings`.
-      tt_q_shapes: column factors. Their product is the embedding dimension.
+      tt_q_shapes: column factors. The product of the column factors is the embedding dimension.
       tt_ranks: the inner ranks `R_1, ..., R_{d-1}`, one per boundary between cores.
 
     Raises:
@@ -62,8 +62,8 @@ class TTSpec:
             numbers = np.asarray(getattr(self, name)).tolist()
             object.__setattr__(self, name, tuple(numbers))
         object.__setattr__(self, "num_embeddings", int(self.num_embeddings))
-        # The first call of `check_fields` did not check the numbers inside NumPy arrays. The arrays
-        # have been converted to tuples, so the second call checks the numbers.
+        # `check_fields` does not check numbers inside NumPy arrays, so the fields are checked again
+        # after the conversion of arrays to tuples.
         check_fields(self)
         d = len(self.tt_p_shapes)
         if d < 2 or len(self.tt_q_shapes) != d or len(self.tt_ranks) != d - 1:
@@ -131,8 +131,8 @@ class TTSpec:
             number of cores may fit.
           dtype: dtype of the cores, float32 (default) or bfloat16.
 
-        Raises: ValueError: the cores exceed the budget even at rank 1. The error message says how
-          many bytes cores of rank 1 need.
+        Raises: ValueError: the cores exceed the budget even at rank 1. For a budget that is too
+          small, the error message says how many bytes cores of rank 1 need.
 
         Example:
           >>> print(TTSpec.for_budget(11_000_000, 64, bytes=4_000_000))
@@ -214,8 +214,7 @@ class TTSpec:
     def flops_per_lookup(self) -> int:
         """Number of additions and multiplications that compute one row.
 
-        A training step needs about three times as many operations per row, because it also computes
-        the gradients.
+        The gradients in a training step need about twice as many operations as the row.
         """
         flops = 0
         for t in range(1, self.num_cores):
@@ -283,8 +282,8 @@ def specs_of_tables(
     for name, value in arguments.items():
         is_per_table = isinstance(value, Sequence) and not isinstance(value, str)
         if is_per_table and name.startswith("tt_"):
-            # A flat sequence of numbers contains ranks or factors that hold for all tables. If an
-            # entry is a sequence or None, there is one entry per table.
+            # A flat sequence of numbers contains ranks or factors that hold for all tables. A
+            # sequence that contains a sequence or None has one entry per table.
             is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
         if is_per_table and len(value) != num_tables:
             raise ValueError(
@@ -308,9 +307,9 @@ def suggested_tt_shapes(
     """`d` integers, as equal as possible, with the product `n` or a slightly larger round number.
 
     The possible products are `n` rounded up to multiples of 1, 10, 100, and so on. The function
-    chooses the product with the most equal factors. The most equal factors have the largest entropy
-    of their shares `factor / sum(factors)`. Of products with equal entropies, the smallest is
-    chosen. Small and large factors alternate in the result.
+    chooses the product with the most equal factors. Factors are most equal if the entropy of their
+    shares `factor / sum(factors)` is largest. If several products have equal entropies, the
+    function chooses the smallest product. Small and large factors alternate in the result.
 
     Args:
       n: the number to factor.
@@ -326,7 +325,7 @@ def suggested_tt_shapes(
       >>> suggested_tt_shapes(11_000_000), suggested_tt_shapes(13, allow_round_up=False)
       ([200, 220, 250], [1, 1, 13])
     """
-    n = int(n)  # Python integers cannot overflow, unlike NumPy integers.
+    n = int(n)  # A Python integer cannot overflow, but a NumPy integer can.
     d = int(d)
     powers = [1]
     if allow_round_up:
@@ -334,7 +333,8 @@ def suggested_tt_shapes(
     candidates = []
     for power in powers:
         candidates.append(_most_even_factors(-(-n // power) * power, d))
-    # Of candidates with equal entropies, `max` returns the first, which has the smallest product.
+    # If several candidates have equal entropies, `max` returns the first candidate, which has the
+    # smallest product.
     _, factors = max(candidates, key=lambda candidate: candidate[0])
     small = list(factors[: d // 2])
     large = list(factors[d // 2 :])
@@ -357,9 +357,9 @@ def _most_even_factors(
 ) -> tuple[float, tuple[int, ...]]:
     """Finds the `d` integers with product `n` that have the largest `_entropy`.
 
-    Of lists of factors with equal entropies, the lexicographically largest is chosen. A factor can
-    be 1 only if `n` has fewer than `d` prime factors. The result then consists of the prime factors
-    of `n` and as many ones as needed.
+    If several lists of factors have equal entropies, the function chooses the lexicographically
+    largest list. No factor is 1 if `n` has at least `d` prime factors. If `n` has fewer than `d`
+    prime factors, the result consists of the prime factors and as many ones as needed.
 
     Returns: the entropy, and the factors in ascending order.
     """
@@ -375,10 +375,11 @@ def _most_even_factors(
     ) -> None:
         """Tries all lists of `d` ascending factors that start with `chosen`, and updates `best`.
 
-        The product of the factors after `chosen` is `remainder`. The next factor is tried from its
-        largest possible value to the smallest. For each value, the entropy with equal later factors
-        is an upper bound on the entropy of all lists with this value. The bound decreases from one
-        value to the next, so the search ends when the bound is below the best entropy so far.
+        The product of the factors after `chosen` is `remainder`. The search tries the values of the
+        next factor from the largest to the smallest. For each value of the next factor, equal real
+        numbers as later factors give an upper bound on the entropy. The upper bound falls with the
+        value of the next factor, so the search ends when the upper bound is below the best entropy
+        so far.
         """
         nonlocal best
         count = d - len(chosen)
@@ -426,11 +427,11 @@ def _cheapest_p_shapes(
 ) -> list[int]:
     """Row factors with which the cores have the fewest parameters, `sum(p * slice_size)`.
 
-    For real numbers with a fixed product, the sum is smallest when all its terms are equal. This
-    gives the ideal row factor `p_t = (num_embeddings * prod(a))^(1/d) / a_t` of core `t` with slice
-    size `a_t`. The core with the largest slices gets the fewest slices. The search tries a few
-    integers around the ideal `p_t` of every core, and starts with the core that has the largest
-    slices.
+    For real row factors with a fixed product, the sum is smallest if all cores have equally many
+    parameters. With the slice size `a_t` of core `t`, the ideal row factor of core `t` is
+    `p_t = (num_embeddings * prod(a))^(1/d) / a_t`. The core with the largest slices gets the fewest
+    slices. The search tries a few integers around the ideal `p_t` of every core, and starts with
+    the core that has the largest slices.
     """
     order = sorted(range(len(slice_sizes)), key=lambda t: -slice_sizes[t])
     _, factor_of_core = _cheapest_factors(num_embeddings, order, slice_sizes)
