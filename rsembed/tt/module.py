@@ -37,7 +37,8 @@ Rate = Annotated[float, "[0, inf)"]
 def _one_or_all(values: list[Any]) -> Any:
     """The common value if all values are equal, else the list of values.
 
-    A list of two or more JAX arrays is returned unchanged, because JAX arrays are not compared.
+    The function does not compare JAX arrays, so a list of two or more JAX arrays is returned
+    unchanged.
     """
     if len(values) == 1:
         return values[0]
@@ -88,7 +89,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     Args:
       num_tables: number of tables.
       num_embeddings: number of rows.
-      embedding_dim: length of a row. Every positive integer is allowed.
+      embedding_dim: length of a row, which can be any positive integer.
       tt_ranks: inner ranks, one rank per boundary between two cores. `d - 1` ranks give `d` cores.
       tt_p_shapes: row factors with a product of at least `num_embeddings`. Default:
         `suggested_tt_shapes`.
@@ -100,15 +101,15 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
       optimizer: optimizer of the update in `backward`: SGD (default), EXACT_ADAGRAD,
         EXACT_ROWWISE_ADAGRAD (one state per core slice) or ADAM.
       learning_rate: learning rate of the update in `backward`, 0.1 by default.
-      eps: number that both Adagrad optimizers add to the denominator, 1e-10 by default. Other
-        optimizers ignore `eps`.
+      eps: number that both Adagrad optimizers add to the denominator, 1e-10 by default. SGD and
+        Adam ignore `eps`.
       weight_dist: distribution of the initial weights, "normal" by default. See `init_cores`.
       dtype: dtype of the cores, float32 (default) or bfloat16. Rows and sums are float32.
       mode: "sum" (default) or "mean", which divides the sum of a bag by its number of ids.
       include_last_offset: whether the last entry of `offsets` is the end of the last bag. None, the
-        default: every call infers this from its offsets, as `__call__` describes. Under `jit`, a
-        module with one table cannot infer this, because the values of the offsets are unknown.
-        Pass True or False in this case.
+        default: every call infers the answer from its offsets, as `__call__` describes. Under
+        `jit`, a module with one table needs `include_last_offset=True` or False, because the values
+        of the offsets are unknown.
       enforce_embedding_dim: ignored, because rows always have exactly `embedding_dim` columns.
       use_cache: whether to store the most-read rows uncompressed and to train them directly. The
         cache stays empty until the first call of `cache_populate`. None, the default: True for a
@@ -116,11 +117,11 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         `sparse=True`, because an external optimizer would store one state per cache slot, and the
         row in a cache slot can change.
       cache_size: number of cached rows of each group. 0, the default: a thousandth of the group's
-        rows, but at least 32 (or all rows, if there are fewer).
+        rows, but at least 32 rows, or all rows of a group with fewer than 32 rows.
       hashtbl_size: maximum number of ids for which reads are counted. 0, the default: 16 ids per
-        cached row, rounded up to a power of two. A number below six times the number of cached rows
-        is replaced by the default, with a warning. A number below the number of cached rows is an
-        error.
+        cached row, rounded up to a power of two. A `hashtbl_size` below six times the number of
+        cached rows is replaced by the default, with a warning. A `hashtbl_size` below the number of
+        cached rows raises an error.
       rngs: random streams. The cores are drawn from the stream `params`. Default: `nnx.Rngs(0)`,
         because calls written for FBTT pass no random streams.
 
@@ -134,14 +135,14 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         per core.
       caches: for each group, the cached `rows`, their optimizer `state`, and the `directory` of
         cached ids.
-      learning_rate: learning rate of the update in `backward`. The rate is a variable, so a new
-        value needs no new compilation.
+      learning_rate: learning rate of the update in `backward`. The learning rate is a variable, so
+        a new learning rate does not cause a recompilation.
 
     Raises:
       ValueError: shapes do not match, the length of a sequence differs from the number of tables,
         or an option is unknown.
-      NotImplementedError: the optimizer is not offered, or `use_cache=True` is combined with
-        `sparse=False`.
+      NotImplementedError: the module has no fused update for `optimizer`, or `use_cache=True` is
+        combined with `sparse=False`.
 
     Source: FBTT-Embedding, `TableBatchedTTEmbeddingBag`.
 
@@ -198,8 +199,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self.eps = eps
         rule = rule_of(optimizer, eps)
         if not sparse:
-            # An external optimizer updates the cores, and stores its state itself. The module
-            # declares SGD as its optimizer, because SGD has no state.
+            # With `sparse=False`, an external optimizer updates the cores and stores its own state.
+            # The module declares SGD as its optimizer, because SGD has no state.
             rule = rule_of(OptimType.SGD, eps)
         self.rule: OptimizerSpec = nnx.static(rule)
         self.sparse = sparse
@@ -478,7 +479,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     ) -> None:
         """Counts one read of each id for `cache_populate`, but looks up no rows.
 
-        A lookup also counts one read of each id, except after `eval()`.
+        Every lookup counts one read of each id, except after `eval()`.
 
         Args:
           indices: ids, in any form that `__call__` accepts. With one table, flat ids need no
@@ -531,9 +532,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     def reset_cache(self) -> None:
         """Removes all rows from the cache and all read counts.
 
-        The removed rows are not written back to the cores, so all updates of the rows since they
-        entered the cache are lost. To save the trained rows, call `full_weight` before
-        `reset_cache`.
+        `reset_cache` does not write cached rows back to the cores, so all updates of a cached row
+        since the row entered the cache are lost. To save the trained rows, call `full_weight`
+        before `reset_cache`.
         """
         if not self.caches:
             return
@@ -577,8 +578,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         Raises:
           TypeError: ids or offsets are not integers.
           ValueError: the structures or lengths of the arguments do not match, offsets decrease, an
-            id is outside its table, or a weight is not finite. The error message names the id, bag
-            or offset.
+            id is outside its table, or a weight is not finite. For an id outside its table, the
+            error message names the id and the bag.
         """
         del warmup
         bags = self._read(indices, offsets, per_sample_weights)
@@ -593,10 +594,11 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
     ) -> tuple[PyTree, Callable[[PyTree], TTGradients | None]]:
         """Pooled rows as from `__call__`, and a function `backward(d_output)`.
 
-        With `sparse=True`, `backward` can be called only once. It applies one optimizer step to the
-        cores and the cached rows that were read, and returns a `TTGradients` with the gradient of
-        `per_sample_weights`, or None if the lookup had no weights. With `sparse=False`, `backward`
-        changes nothing, and returns the gradients of the cores and of `per_sample_weights`.
+        With `sparse=True`, `backward` can be called only once. With `sparse=True`, `backward`
+        applies one optimizer step to the cores and the cached rows that were read, and returns a
+        `TTGradients` with the gradient of `per_sample_weights`, or None if the lookup had no
+        weights. With `sparse=False`, `backward` changes nothing, and returns the gradients of the
+        cores and of `per_sample_weights`.
         """
         bags = self._read(indices, offsets, per_sample_weights)
         is_used = False
@@ -690,11 +692,11 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         return d_weights
 
     def _joined(self, tables: list[Array]) -> PyTree:
-        """Combines one array per table into the result that a method of the module returns.
+        """Combines a list with one array per table into one result for the caller.
 
-        For a `TTEmbeddingBag`, the result is the array of the only table. For other modules, the
-        result is one stacked array if the arrays of all tables have equal shapes, else the list of
-        arrays.
+        For a `TTEmbeddingBag`, the result is the array of the only table. For a
+        `TableBatchedTTEmbeddingBag`, the result is one stacked array if the arrays of all tables
+        have equal shapes, else the list of arrays.
         """
         if self.is_single:
             return tables[0]
@@ -747,7 +749,7 @@ class TTEmbeddingBag(TableBatchedTTEmbeddingBag):
 
     Args:
       num_embeddings: number of rows.
-      embedding_dim: length of a row. Every positive integer is allowed.
+      embedding_dim: length of a row, which can be any positive integer.
       published: positional arguments in the order of FBTT-Embedding: `tt_ranks, tt_p_shapes,
         tt_q_shapes, optimizer, learning_rate, eps, sparse, use_cache, cache_size, hashtbl_size,
         weight_dist, enforce_embedding_dim`. If `tt_ranks` is passed as a keyword, as in the

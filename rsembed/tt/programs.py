@@ -1,6 +1,6 @@
 """Parts of a tensor-train module: its variables, optimizers, batch reader and compiled functions.
 
-Each compiled function handles one group of tables. Only `rows_by_group` handles all groups.
+Each compiled function except `rows_by_group` handles one group of tables.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ class FusedParam(nnx.Variable):
         value: object,
         **options: object,
     ) -> None:
-        """Always raises an error, because cores must change together with optimizer state and cache.
+        """Refuses a new value, because cores must change together with optimizer state and cache.
 
-        Raises: ValueError: always. The error message recommends the method `set_cores`.
+        Raises: ValueError: always, with the advice to call the method `set_cores`.
         """
         raise ValueError(
             "cores of a module with sparse=True cannot be set alone, because their optimizer state "
@@ -72,7 +72,7 @@ class TTGradients(NamedTuple):
 
     Attributes:
       cores: gradients of the cores: for each group of tables, one array per core, as in
-        `core_groups`. Empty with `sparse=True`.
+        `core_groups`. With `sparse=True`, the tuple `cores` is empty.
       per_sample_weights: gradient of the weights. None if the lookup had no weights.
     """
 
@@ -105,7 +105,7 @@ def rule_of(optimizer: OptimType, eps: float) -> OptimizerSpec:
       eps: number that both Adagrad optimizers add to the denominator. Adam ignores `eps` and adds
         1e-8 to the denominator.
 
-    Raises: NotImplementedError: the module does not offer the optimizer.
+    Raises: NotImplementedError: the module has no fused update for the optimizer.
     """
     rules: dict[str, OptimizerSpec] = {
         "SGD": SGD(),
@@ -221,8 +221,9 @@ def stepped(
     rule = table.optimizer
     d_cores, d_weights = pulled(storage, mode, lookup_params, batch, d_output)
     if isinstance(lookup_params, CachedTrain) and isinstance(params, CachedTrain):
-        # The cache may have changed since the lookup. If a row is in the cache now, its gradient
-        # goes to the cached row. If a row was evicted, its gradient goes to the cores.
+        # Rows may have entered or left the cache between lookup and update. If a row is in the
+        # cache at the time of the update, the gradient of the row goes to the cached row. The
+        # gradient of an evicted row goes to the cores.
         current_params = lookup_params._replace(directory=params.directory)
         d_cores, _ = pulled(storage, mode, current_params, batch, d_output)
     hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
@@ -301,16 +302,18 @@ def read_bags(
       weights: one weight per id, in the same structure as `indices`. None: all weights are 1.
       name: name of the module in error messages.
       last: whether the last entry of `offsets` is the end of the last bag. If `last` is None, as by
-        default in the modules, the function decides. For several tables, it takes the last entry as
+        default in the modules, `read_bags` infers the answer. For several tables, the last entry is
         an end if the number of offsets is one more than a multiple of the number of tables. For one
-        table, it takes the last entry as an end if the entry equals the number of ids. Under `jit`,
-        the values of the offsets are unknown, so None is an error for one table.
+        table, the last entry is an end if the entry equals the number of ids. For one table and
+        traced offsets, `last=None` raises an error, because the values of traced offsets are
+        unknown.
 
     Raises:
       TypeError: ids or offsets are not integers.
       ValueError: the structures or lengths of the arguments do not match, the number of bags is not
         a multiple of the number of tables, offsets decrease, an id is outside its table, or a
-        weight is not finite. The error message names the id, the bag and the table.
+        weight is not finite. For an id outside its table, the error message names the id, the bag
+        and the table.
     """
     check_not_forked(name)
     check_unmasked((indices, offsets), "indices or offsets")
@@ -385,7 +388,8 @@ def _with_last(
 ) -> Array | np.ndarray:
     """Adds the end of the last bag to the offsets, unless the offsets already include this end.
 
-    The argument `last` says whether the offsets already include this end. None: see `read_bags`.
+    If `last` is True, the offsets already include the end of the last bag. For `last=None`, see
+    `read_bags`.
     """
     check_type(offsets, Int[np.ndarray, " bags"], "offsets")
     if not isinstance(offsets, jax.Array):

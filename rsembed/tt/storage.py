@@ -72,9 +72,10 @@ class TensorTrain(Storage):
         `initializer` of the `TableSpec` has no effect.
       cache_rows: number of rows to cache as float32 vectors. The rows with the most reads are
         cached. A lookup of a cached row reads a stored vector and multiplies no slices, and a step
-        updates the stored vector. The default 0 means no cache. See `hot_rows`.
-      counted_ids: maximum number of ids for which reads are counted. Only rows of these ids can
-        enter the cache. The default 0 means 16 ids per cached row, rounded up to a power of two.
+        updates the stored vector. With `cache_rows=0`, the default, the storage has no cache. See
+        `hot_rows`.
+      counted_ids: maximum number of ids for which reads are counted. Only rows with a read count
+        can enter the cache. 0, the default: 16 ids per cached row, rounded up to a power of two.
       populate_every: interval of `hot_rows.populate` in steps, 100 by default. `hot_rows.populate`
         fills the cache with the most-read rows, and halves all read counts.
       tables: tables that share this storage. Users leave this field empty: collections and modules
@@ -131,7 +132,7 @@ class TensorTrain(Storage):
 
     @property
     def sums_gradients(self) -> bool:
-        """Whether a step updates all parameters. True if the storage has no cache.
+        """True if the storage has no cache, so that every step updates all parameters.
 
         With a cache, a step does not change cached rows that were not read.
         """
@@ -169,7 +170,7 @@ class TensorTrain(Storage):
         table: TableSpec,
         saved: str,
     ) -> tuple[tuple[str, ...], ...] | None:
-        """Paths of arrays that may be longer or shorter in a file: the first core and its slots.
+        """Paths of the first core and its slots, which may differ in length between file and table.
 
         `saved` is the description of the storage that wrote the file. The result is None if `saved`
         and this storage differ in more than the first row factor.
@@ -191,7 +192,7 @@ class TensorTrain(Storage):
     def sharing_key(self, table: TableSpec) -> Hashable:
         """Shapes of the slices of each core. Tables with equal slice shapes can share a storage.
 
-        None if the storage has a cache, because a storage with a cache is not shared.
+        A storage with a cache is not shared, so the key is None.
         """
         return None if self.cache_rows else self.spec_of(table).slice_shapes
 
@@ -212,8 +213,8 @@ class TensorTrain(Storage):
     ) -> list[tuple[Params, AllSlots]]:
         """Cores and slots of each table that shares the storage, without the cache.
 
-        If the field `tables` is empty, the storage belongs to one table. The result is then a list
-        with one pair, the unchanged `params` and `slots`, including the cache.
+        If the field `tables` is empty, the storage belongs to one table, and the result is a list
+        with one pair: the unchanged `params` and `slots`, including the cache.
         """
         del num_shards
         if not self.tables:
@@ -349,9 +350,8 @@ class TensorTrain(Storage):
         if isinstance(params, CachedTrain):
             cache_slots, cache_call = _cache_call(params.directory, call, rows, bags, gains)
             bags = jnp.where(cache_slots == NO_ROW, bags, NO_ROW)
-        # The default implementation of kernels can change between calls. `jit` compiles
-        # `pooled_rows` again only for a new value of `implementation`, so the default determines
-        # this value in every call.
+        # `pooled_rows` gets the default implementation as an argument, because the default can
+        # change between calls, and `jit` compiles `pooled_rows` again only if an argument changes.
         implementation = "plain" if api.default_implementation() == "reference" else None
         pooled = pooled_rows(
             cores_of(params),
@@ -400,7 +400,7 @@ class TensorTrain(Storage):
     ) -> Vectors:
         """Rows of `keys` in float32, from the cache or the cores.
 
-        The number of keys without a row, which `Storage.read` also returns, is always 0.
+        The second result, the number of keys without a row, is always 0.
         """
         del ahead
         num_missing = jnp.zeros((), jnp.int32)
@@ -492,7 +492,7 @@ class TensorTrain(Storage):
             params, slots = state
             return self.populate(params, slots, table)
 
-        # A loop of at most one iteration updates arrays in place, but `lax.cond` may copy the
+        # `fori_loop` with zero or one iteration updates arrays in place, but `lax.cond` may copy
         # arrays.
         num_iterations = is_due.astype(jnp.int32)
         params, slots = jax.lax.fori_loop(0, num_iterations, populate, (params, slots))
@@ -522,9 +522,10 @@ class TensorTrain(Storage):
         step: Step,
         d_cores: Cores | None = None,
     ) -> State:
-        """Updates all cores and the cached rows that were read. Returns new parameters and slots.
+        """Updates all cores and the cached rows that were read.
 
-        Cached rows that were not read keep their bits, as do their slots.
+        The method returns new parameters and slots. Cached rows that were not read do not change,
+        and neither do their slots.
 
         Args:
           params: cores, and with a cache also the cached rows.
@@ -533,7 +534,7 @@ class TensorTrain(Storage):
           table: spec of the table.
           step: number and hyperparameters of the optimizer step.
           d_cores: gradients of the cores, if the caller has already computed these gradients. None,
-            the default: the method computes the gradients of the cores.
+            the default: `step` computes the gradients of the cores.
         """
         if d_cores is None:
             d_cores = self.gradients(params, gradients, table)
@@ -608,7 +609,7 @@ class TensorTrain(Storage):
         table: TableSpec,
         num_shards: int,
     ) -> State:
-        """Replaces the cores and empties the cache. Returns new parameters and unchanged slots.
+        """Replaces the cores, empties the cache, and returns new parameters and unchanged slots.
 
         Args:
           params: parameters before the replacement.
@@ -669,7 +670,8 @@ class TensorTrain(Storage):
     ) -> dict[str, np.ndarray]:
         """Dictionary from the fields of the `CacheReport` to arrays with one number per shard.
 
-        All shards report the same numbers. The dictionary is empty if the storage has no cache.
+        Each array contains the same number for every shard. The dictionary is empty if the storage
+        has no cache.
         """
         if not isinstance(params, CachedTrain):
             return {}
@@ -736,8 +738,8 @@ def _cache_call(
       call: kernel call of the lookup.
       rows: row number of every id, from `entries_of`.
       bags: output index of every id. An id with output index `NO_ROW` counts as not cached.
-      gains: for every id, the factor that multiplies its row. The returned call has the gains as
-        weights, because the gain of an id in a mean depends on all ids of the bag, including ids
+      gains: for every id, the factor that multiplies its row. The gains become the weights of the
+        returned call, because the divisor of a mean depends on all ids of the bag, including ids
         that are not cached.
     """
     read_rows = jnp.where(bags == NO_ROW, NO_ROW, rows)
@@ -757,6 +759,6 @@ def _cache_call(
 
 
 def _rows(keys: Keys) -> Int[Array, " nnz"]:
-    """Row numbers of `keys`. Padding gets `NO_ROW`."""
+    """Row numbers of `keys`, with `NO_ROW` for padding."""
     rows = keys.low.astype(jnp.int32)
     return jnp.where(keys.is_key, rows, NO_ROW)
