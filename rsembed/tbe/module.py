@@ -68,7 +68,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
     `out, backward = tbe.vjp(indices, offsets)`. `backward(d_out)` sums the gradients of equal rows
     over the whole batch, then applies one optimizer step to every looked-up row. Rows that no id
     reads keep their bits, and so do their optimizer states. The module can be called eagerly or
-    under `nnx.jit`. Eager calls run compiled programs, too.
+    under `nnx.jit`. An eager call runs compiled programs.
 
     Weights start at zero, as in FBGEMM. `init_embedding_weights_uniform` draws random weights. The
     module warns about arguments that have no effect because of the other arguments. Unlike in
@@ -88,35 +88,37 @@ class TableBatchedEmbeddingBags(TrainedTables):
       embedding_specs: `(rows, dim, location, compute device)` of every table. The compute device
         is ignored, because all tables are on `device`. MANAGED_CACHING keeps rows and states on
         the host, with one device cache for each group of tables with equal dim and optimizer.
-        Training with a cache gives exactly the same result as training without one. On
-        accelerators, MANAGED and HOST keep rows on the host, and each batch copies its rows to the
-        device and back. On CPUs, MANAGED and HOST are the same as DEVICE.
+        With the default `cache_precision`, training with a cache gives exactly the same result as
+        training without a cache. On accelerators, MANAGED and HOST keep rows on the host, and each
+        batch copies its rows to the device and back. On CPUs, MANAGED and HOST are the same as
+        DEVICE.
       feature_table_map: for every feature, the index of the table that the feature reads. The
         indices may be in any order, and may repeat. By default, each table has one feature.
       cache_algorithm: eviction policy of caches, LRU by default.
       cache_load_factor: fraction of a group's rows that its cache can hold, 0.2 by default.
       cache_sets: number of sets of 32 rows in each cache. 0, the default: the number of sets
         follows from `cache_load_factor`.
-      cache_reserved_memory: GiB of device memory that caches leave free, 0 by default. The argument
-        has no effect, and the module warns, if `cache_sets` is set, or if the device (such as a
-        CPU) does not report its memory.
-      cache_precision: dtype of cached rows. None, the default: `weights_precision`. If the dtype of
-        cached rows differs from `weights_precision`, training with a cache gives other results than
-        training without a cache. If the dtype of cached rows is narrower, rows are rounded to
-        nearest when they enter the cache, and an updated row is rounded like a row of a table with
-        this dtype. If the dtype of cached rows is wider, a row is rounded when it leaves the cache,
-        in the way in which an updated row of an uncached table is rounded.
+      cache_reserved_memory: GiB of device memory that caches leave free, 0 by default.
+        `cache_reserved_memory` is ignored, with a warning, if `cache_sets` is set, or if the device
+        (such as a CPU) does not report its memory.
+      cache_precision: dtype of cached rows. None, the default: `weights_precision`. If
+        `cache_precision` differs from `weights_precision`, training with a cache gives other
+        results than training without a cache. If `cache_precision` is narrower than
+        `weights_precision`, rows are rounded to nearest when they enter the cache, and an updated
+        row is rounded like a row of a table with dtype `cache_precision`. If `cache_precision` is
+        wider than `weights_precision`, a row is rounded when it leaves the cache, like an updated
+        row of an uncached table.
       weights_precision: dtype of the stored rows: FP32 (default), FP16 or BF16.
       output_dtype: dtype of the output: FP32 (default), FP16 or BF16. Sums are computed in float32.
       enforce_hbm: whether tables with location MANAGED_CACHING are stored whole on the device, as
         with DEVICE, False by default.
       optimizer: optimizer of all tables, or a list with one optimizer per table. See
-        `EmbOptimType`. An optimizer of rsembed, such as `rsembed.optimizers.FTRL(...)`, is also
-        accepted. The learning rate and all other hyperparameters are then the fields of this
-        optimizer, and the arguments of the module do not set them.
+        `EmbOptimType`. `optimizer` can be an optimizer of rsembed, such as
+        `rsembed.optimizers.FTRL(...)`. An optimizer of rsembed takes the learning rate and all
+        other hyperparameters from its own fields, and not from the arguments of the module.
       record_cache_metrics: a `RecordCacheMetrics`, with a flag that enables
         `get_cache_miss_counter`, and a flag that enables `get_table_wise_cache_miss`. None, the
-        default: both methods raise an error.
+        default: `get_cache_miss_counter` and `get_table_wise_cache_miss` raise an error.
       gather_uvm_cache_stats: whether `get_uvm_cache_stats` and `reset_uvm_cache_stats` can be
         called, False by default.
       stochastic_rounding: whether updated FP16 and BF16 rows are rounded stochastically, True by
@@ -139,10 +141,10 @@ class TableBatchedEmbeddingBags(TrainedTables):
       beta1: decay of the first moment, for the ADAM and LAMB families.
       beta2: decay of the second moment, for the ADAM and LAMB families.
       ensemble_mode: settings of ENSEMBLE_ROWWISE_ADAGRAD.
-      counter_based_regularization: settings of weight decay mode COUNTER. Required in this mode,
+      counter_based_regularization: settings of weight decay mode COUNTER. Required in mode COUNTER,
         and not allowed in other modes.
-      cowclip_regularization: settings of weight decay mode COWCLIP. Required in this mode, and not
-        allowed in other modes.
+      cowclip_regularization: settings of weight decay mode COWCLIP. Required in mode COWCLIP, and
+        not allowed in other modes.
       pooling_mode: SUM, MEAN (the weighted sum divided by the number of ids) or NONE (one row per
         id).
       device: device of the tables. None, the default: the default device of JAX.
@@ -151,7 +153,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
       uvm_non_rowwise_momentum: no effect, because states are always stored beside their rows.
       use_experimental_tbe: no effect.
       prefetch_pipeline: whether rows of a prefetched batch stay in the cache until the batch is
-        looked up, False by default. True needs `cache_algorithm` LRU.
+        looked up, False by default. `prefetch_pipeline=True` needs `cache_algorithm` LRU.
       stats_reporter_config: settings of periodic reports about training outside `jit`. None, the
         default: no reports.
       table_names: names of the tables in error messages and state dicts, `table_0`, `table_1` and
@@ -160,13 +162,14 @@ class TableBatchedEmbeddingBags(TrainedTables):
         `momentum2`, to their dtypes (FP32, FP16 or BF16). FP32 by default.
       multipass_prefetch_config: settings that split the prefetch of a long batch into several
         passes. By default, a prefetch copies all rows in one pass.
-      global_weight_decay: settings of weight decay mode DECOUPLE_GLOBAL. Required in this mode, and
-        not allowed in other modes.
+      global_weight_decay: settings of weight decay mode DECOUPLE_GLOBAL. Required in mode
+        DECOUPLE_GLOBAL, and not allowed in other modes.
       uvm_host_mapped: no effect.
       emainplace_mode: settings of EMAINPLACE_ROWWISE_ADAGRAD.
-      feature_names: names of the features, used in error messages. On a mesh, they are also the
-        keys of the gradients of `per_sample_weights`. By default, a feature has the name of its
-        table, with an index if several features read the table.
+      feature_names: names of the features in error messages. For a batch prepared on a mesh, the
+        gradients of `per_sample_weights` are a dictionary with the feature names as keys. By
+        default, a feature has the name of its table, with an index if several features read the
+        table.
       mesh: devices that share the tables and the samples of a batch. None, the default: one device.
         See `prepare`.
       sharding_axis: axes of the mesh over which tables and samples are split. None, the default:
@@ -319,17 +322,17 @@ class TableBatchedEmbeddingBags(TrainedTables):
           offsets: see `__call__`.
           per_sample_weights: see `__call__`.
           feature_requires_grad: for each feature, 1 to compute the gradients of its
-            `per_sample_weights`, or 0 to get zeros instead. The looked-up rows are trained in both
-            cases.
+            `per_sample_weights`, or 0 to get zeros instead. `feature_requires_grad` has no effect
+            on the training of looked-up rows.
           batch_size_per_feature_per_rank: see `__call__`.
-          total_unique_indices: maximum number of rows per group of tables in the `RowGradients`
-            that `backward.row_gradients` returns, or `backward` with OptimType.NONE. Default: the
-            number of indices.
+          total_unique_indices: maximum number of rows per group of tables in a `RowGradients`. A
+            `RowGradients` is the result of `backward.row_gradients`, and of `backward` with
+            OptimType.NONE. Default: the number of indices.
 
         Returns: the output as from `__call__`, and the function `backward(d_output)`, which trains
           the tables with the gradient of the output.
 
-        Raises: RuntimeError: the module is in evaluation mode. Call `train()` first.
+        Raises: RuntimeError: the module is in evaluation mode, which a call of `train()` ends.
         """
         if self.deterministic:
             raise RuntimeError(_EVALUATES)
@@ -338,8 +341,8 @@ class TableBatchedEmbeddingBags(TrainedTables):
         if feature_requires_grad is not None:
             mask = batches.mask_of_ids(self.plan, batch, feature_requires_grad)
         with self._alone():
-            # `_begin_step` may change tables. A call with an invalid batch must not change them, so
-            # `_read` checks the batch before `_begin_step`.
+            # `_read` checks the batch before `_begin_step`, because `_begin_step` may change
+            # tables, and a call with an invalid batch must not change tables.
             self._begin_step()
             near = self._brought(batch)
             output = self._pooled(near)
@@ -467,12 +470,13 @@ class TableBatchedEmbeddingBags(TrainedTables):
         """Reads and checks the arguments of a call. Warns once about ids and offsets out of range.
 
         `bounds_check_warning` is set to the number of ids and offsets that are out of range, or to
-        0 in mode IGNORE. In mode NONE, and for a prepared batch, it is not changed.
+        0 in mode IGNORE. `_read` does not change `bounds_check_warning` in mode NONE or for a
+        prepared batch.
         """
         batch, num_corrected, mistake = batches.read(self.plan, self.bounds_check_mode, *arguments)
         # Inside a transformation such as `nnx.jit`, the variables of a module can be set only if
-        # the module is an argument of the transformed function. If the module is not an argument,
-        # the number of ids and offsets out of range is not stored.
+        # the module is an argument of the transformed function. If the module is not an argument of
+        # the transformed function, the number of ids and offsets out of range is not stored.
         with contextlib.suppress(TraceContextError):
             if mistake and not self._has_warned:
                 message = (
@@ -556,7 +560,7 @@ class TablesBackward:
         Args:
           d_output: gradient of the output of `vjp`, in the shape of the output.
           per_sample_weights_grad: whether the gradient of `per_sample_weights` is computed, True by
-            default. `backward` is faster without this gradient.
+            default. `backward` is faster with `per_sample_weights_grad=False`.
 
         Returns: the gradient of `per_sample_weights`, in the structure of the weights, or None
           without weights. For a batch prepared on a mesh, the gradient is a dictionary with one
@@ -580,8 +584,8 @@ class TablesBackward:
         functional.check_state(module.plan, module.state.get_value())
         self._is_used = True
         module._begin_step()
-        # If another batch has been looked up after the call of `vjp`, the rows of this batch may no
-        # longer be on the device. In that case, the rows are copied to the device again.
+        # If the state has changed since the call of `vjp`, rows of the batch may have left the
+        # device, so `_brought` copies the rows of the batch to the device again.
         if module.state.get_value().generation is not self._generation:
             self._near = module._brought(self._batch, admit=False)
         program = functools.partial(

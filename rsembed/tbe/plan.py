@@ -58,8 +58,8 @@ class EmbeddingLocation(enum.IntEnum):
 class ComputeDevice(enum.IntEnum):
     """Kind of device that looks up rows. GPU is an alias of CUDA.
 
-    FBGEMM does not have the members GPU and TPU. `TableBatchedEmbeddingBags` rejects the member
-    MTIA, because JAX has no MTIA backend.
+    FBGEMM's `ComputeDevice` does not have the members GPU and TPU. `TableBatchedEmbeddingBags`
+    rejects the member MTIA, because JAX has no MTIA backend.
     """
 
     CPU = 0
@@ -85,7 +85,7 @@ class TablePlan(NamedTuple):
 
     Args:
       name: name of the table in error messages and state dicts.
-      optimizer: optimizer from which `rule` was made.
+      optimizer: optimizer of the table, as passed to the module.
       num_rows: number of rows.
       dim: number of columns.
       learning_rate: a number, or a function that takes no argument or the step number (from 0).
@@ -96,15 +96,16 @@ class TablePlan(NamedTuple):
         returns their gradients.
       placement: `device`, `cached` (on the host, with a cache on the device) or `host` (each batch
         copies its rows to the device and back).
-      shared_by: placement on a mesh: `row`, `table`, `column` or `replicated`. Without a mesh, the
-        value is `replicated`.
+      shared_by: placement on a mesh: `row`, `table`, `column` or `replicated`. Without a mesh,
+        `shared_by` is `replicated`.
       rounds_stochastically: whether updated rows of a dtype other than float32 are rounded
         stochastically.
       whole_table_mode: settings of ENSEMBLE_ROWWISE_ADAGRAD or EMAINPLACE_ROWWISE_ADAGRAD, which
-        may change all rows of a table before the lookup of a training step. None for other
-        optimizers.
+        may change all rows of a table before the lookup of a training step. None for all optimizers
+        except ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD.
       copy_dtypes: dtype of the slow copy of the table that ENSEMBLE_ROWWISE_ADAGRAD needs. Empty
-        for other optimizers. In `TBEState.slots`, the copy follows the slots of `rule`.
+        for all optimizers except ENSEMBLE_ROWWISE_ADAGRAD. In `TBEState.slots`, the slow copy
+        follows the slots of `rule`.
       torch_state_names: names of the optimizer states in torch's optimizers.
     """
 
@@ -137,8 +138,8 @@ class TablePlan(NamedTuple):
     def global_decay(self) -> GlobalWeightDecayDefinition | None:
         """Settings of weight decay mode DECOUPLE_GLOBAL, or None in other modes.
 
-        In this mode, rows are not decayed in steps that do not update them. A lookup multiplies the
-        row by the weight decay of all steps that the row has missed since its last update.
+        In mode DECOUPLE_GLOBAL, a step decays only the updated rows. A lookup multiplies a row by
+        the weight decay of all steps that the row has missed since its last update.
         """
         return self.rule.global_weight_decay if isinstance(self.rule, DecayedAdagrad) else None
 
@@ -176,8 +177,8 @@ class TablePlan(NamedTuple):
 
     def spec(self) -> TableSpec:
         """The `TableSpec` of the table, for rsembed's `Engine`."""
-        # This `TableSpec` does not determine the initial rows, which `functional.init_state` makes,
-        # or the PRNG key of stochastic rounding, which a `Step` contains. `engine_of` sets the
+        # Three settings are not part of the `TableSpec`: `functional.init_state` makes the initial
+        # rows, a `Step` contains the PRNG key of stochastic rounding, and `engine_of` sets the
         # combiner of the features.
         spec = TableSpec(
             name=self.name,
@@ -198,9 +199,9 @@ class GroupPlan(NamedTuple):
     """Tables of equal dim, optimizer and placement, which share one array.
 
     Args:
-      table: plan of the first table in the group. The other tables of the group differ from this
-        table only in name and number of rows. The name of this table is also the name of the group,
-        and the name of the group's stack in the engine.
+      table: plan of the first table in the group. The tables of a group differ only in name and
+        number of rows. The name of the first table is the name of the group, and the name of the
+        group's stack in the engine.
       tables: indices of all tables of the group.
       num_rows: number of rows of all tables of the group.
     """
@@ -243,7 +244,7 @@ class TBEPlan:
     def groups(self) -> tuple[GroupPlan, ...]:
         """Groups of tables that differ only in name and size.
 
-        A group has less than 2**31 - 1 rows, so row numbers fit int32.
+        A group has fewer than 2**31 - 1 rows, so row numbers fit int32.
         """
         alike: dict[TablePlan, list[int]] = {}
         num_rows: dict[int, int] = {}
@@ -622,7 +623,7 @@ def _optimizers_and_rates(
     )
     if len(set(optimizers)) == 1:
         # `trained_by` checks only the arguments that the optimizer of a table reads. If all tables
-        # have the same optimizer, all arguments are checked here.
+        # have the same optimizer, `check_arguments` checks all arguments.
         arguments.check_arguments(optimizers[0], settings)
     return optimizers, rates
 
@@ -688,7 +689,7 @@ def _check_specs(
 
 
 def _check_trained(table: TablePlan) -> None:
-    """Checks that the optimizer can train a table of this dim and placement.
+    """Checks that the optimizer of a table supports the dim and the placement of the table.
 
     Raises:
       ValueError: the optimizer needs an even dim.

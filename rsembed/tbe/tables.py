@@ -69,8 +69,8 @@ def _uniform_rows(
     low: Float[Array, ""],
     high: Float[Array, ""],
 ) -> Float[Array, "rows dim"]:
-    # The PRNG key of a row depends on the row number. A table can therefore be drawn in blocks of
-    # rows, which needs no memory for a second table.
+    # The PRNG key of a row depends on the row number, so a table can be drawn in blocks of rows,
+    # without memory for a copy of the whole table.
     def draw(row: Int[Array, ""]) -> Float[Array, " dim"]:
         row_key = jax.random.fold_in(key, row)
         return low + (high - low) * jax.random.uniform(row_key, (dim,))
@@ -102,7 +102,7 @@ class TBEVariable(nnx.Variable):
 class TrainedTables(nnx.Module):
     """Base class that gives `TableBatchedEmbeddingBags` access to whole tables and learning rates.
 
-    The subclass implements lookups, and sets the attributes in its constructor.
+    `TableBatchedEmbeddingBags` implements lookups, and sets the attributes in its constructor.
 
     Attributes:
       plan: plan of the module's tables.
@@ -129,17 +129,17 @@ class TrainedTables(nnx.Module):
     def host_rows(self) -> HostRows | None:
         """The rows of cached tables on the host, or None if no table is cached.
 
-        Outside `jit`, use this property and not `_host_rows`. The property waits until running
-        programs have finished. If an error or Ctrl-C has stopped a change of rows halfway, the
-        property first makes the rows on the device and on the host consistent.
+        Outside `jit`, use `host_rows` and not `_host_rows`, because `host_rows` waits until running
+        programs have finished. If an error or Ctrl-C has stopped a change of rows halfway,
+        `host_rows` makes the rows on the device and on the host consistent.
 
         Raises: RuntimeError: the module's state is older than the host store, or belongs to a
           different module.
         """
         if self._host_rows is not None:
             check_not_forked("the module")
-            # A compiled program may still run, and its callbacks may change the rows on the host.
-            # `effects_barrier` waits for these callbacks.
+            # Wait for the callbacks of running programs, because a callback may change the rows on
+            # the host.
             jax.effects_barrier()
             if not is_traced(self.state.get_value().generation):
                 with self._host_rows.lock:
@@ -203,8 +203,9 @@ class TrainedTables(nnx.Module):
     def set_optimizer_step(self, step: NonNegativeInt) -> None:
         """Sets the step counter, as if the module had made `step` training steps.
 
-        A learning rate schedule gets `step` in the next training step. The optimizer counts from 1,
-        so its number for that training step is `step + 1`.
+        In the next training step, a learning rate schedule that takes the step number gets `step`.
+        The formulas of an optimizer count steps from 1, so the next training step has the number
+        `step + 1`.
         """
         done = jnp.asarray(step, jnp.int32)
         self._set_numbers(step=done, passed_step=done + 0)
@@ -251,8 +252,8 @@ class TrainedTables(nnx.Module):
     def split_embedding_weights(self) -> list[Array | np.ndarray]:
         """The weights of every table, as arrays `[rows, dim]`.
 
-        For a table on the host, the array is a read-only view of the stored weights. For other
-        tables, the array is a copy.
+        For a table on the host, the array is a read-only view of the stored weights. For a table on
+        the device, the array is a copy.
         """
         with self._alone():
             self.flush()
@@ -265,7 +266,7 @@ class TrainedTables(nnx.Module):
         *,
         allow_nonfinite: bool = False,
     ) -> None:
-        """Overwrites the weights of one table. The optimizer states of the table do not change.
+        """Overwrites the weights of one table, but not the optimizer states of the table.
 
         Args:
           table: index or name of the table.
@@ -354,8 +355,8 @@ class TrainedTables(nnx.Module):
     ) -> None:
         """Loads a result of `state_dict`, which may come from a different module.
 
-        The saved module may have different hyperparameters, dtypes and placements. If an error is
-        raised, the module does not change.
+        The saved module and the loading module may differ in hyperparameters, dtypes and
+        placements. If an error is raised, the module does not change.
 
         Args:
           state_dict: dictionary from names to arrays, as the method `state_dict` returns it.
@@ -696,7 +697,8 @@ def _non_negative_entries(table: TablePlan) -> set[str]:
     if table.rule is None:
         return set()
     # `torch_state_names` has the names of the rule's slots first, then the name of a slow copy of
-    # the table, if there is one. `zip` stops at the end of `slots`, before the name of the copy.
+    # the table, if there is one. `zip` stops after the names of the slots, before the name of the
+    # slow copy.
     slots = getattr(table.rule.slot_type, "_fields", ())
     entries = set()
     for slot, state in zip(slots, table.torch_state_names, strict=False):
@@ -710,8 +712,9 @@ def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
 
     A state with one number per row has the shape `[rows]`.
     """
-    # For a table with dim 2, `first_row` returns `[1, 1]` for a state with one number per row, and
-    # `[1, 2]` for a state with `dim` numbers per row. With dim 1, both shapes would be equal.
+    # With dim 2, `first_row` returns `[1, 1]` for a state with one number per row, and `[1, 2]` for
+    # a state with `dim` numbers per row. With dim 1, `first_row` would return `[1, 1]` for both
+    # kinds of states.
     arrays = table._replace(dim=2).first_row()
     entries = {}
     for name, array in zip(("weight", *table.torch_state_names), arrays, strict=True):
