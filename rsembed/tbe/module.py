@@ -567,7 +567,7 @@ class TablesBackward:
           array per feature. For OptimType.NONE, no row is updated, and the result is a
           `RowGradients`.
 
-        Raises: RuntimeError: this backward function has already been used, or the module is now in
+        Raises: RuntimeError: the backward function has already been used, or the module is in
           evaluation mode.
         """
         with self._module._alone():
@@ -635,7 +635,7 @@ class TablesBackward:
         Raises:
           TypeError: `d_output` is not an array of floats.
           ValueError: `d_output` does not have the shape of the output.
-          RuntimeError: this backward function has already been used, or the module is in evaluation
+          RuntimeError: the backward function has already been used, or the module is in evaluation
             mode.
         """
         check_not_forked("the module")

@@ -276,7 +276,8 @@ class TBEPlan:
     def readers(self) -> tuple[Segment, ...]:
         """For every feature, a `Segment` that reads the feature's table, but has no bags yet.
 
-        For each batch, `_segments` sets `first_bag` and `num_bags` of copies of these segments.
+        For each batch, `_segments` copies the segments of `readers`, and sets `first_bag` and
+        `num_bags` of the copies.
         """
         readers = []
         for table in self.features:

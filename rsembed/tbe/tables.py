@@ -308,8 +308,8 @@ class TrainedTables(nnx.Module):
     def get_optimizer_state(self) -> list[dict[str, Array | np.ndarray]]:
         """For every table, a dictionary of its optimizer states under torch's names, such as `sum`.
 
-        As in FBGEMM, the dictionary of a table also contains the number of steps, under the name
-        `iter`, if the weight decay mode is DECOUPLE_GLOBAL, or COUNTER with ADAGRADW.
+        As in FBGEMM, the dictionary of a table contains the number of steps, under the name `iter`,
+        if the weight decay mode is DECOUPLE_GLOBAL, or COUNTER with ADAGRADW.
         """
         of_tables: list[dict[str, Array | np.ndarray]] = []
         for table, states in zip(self.plan.tables, self.split_optimizer_states(), strict=True):
@@ -489,8 +489,8 @@ class TrainedTables(nnx.Module):
 
         Args:
           discard: whether the cached rows are discarded instead of written to the host, False by
-            default. If True, updates of cached rows since they were last written to the host are
-            lost, as in FBGEMM.
+            default. With `discard=True`, updates of cached rows since the last write to the host
+            are lost, as in FBGEMM.
         """
         with self._alone():
             if self._host_rows is not None:
@@ -517,8 +517,8 @@ class TrainedTables(nnx.Module):
 
         A row that a batch reads several times counts as one miss.
 
-        Raises: RuntimeError: `record_cache_metrics` does not enable this counter, or no table is
-          cached.
+        Raises: RuntimeError: `record_cache_metrics` does not enable `get_cache_miss_counter`, or
+          no table is cached.
         """
         rows = self._counting("record_cache_miss_counter")
         return rows.calls_with_a_miss, rows.counts.unique_misses
@@ -528,8 +528,8 @@ class TrainedTables(nnx.Module):
 
         A row that a feature reads several times in a batch counts as one miss.
 
-        Raises: RuntimeError: `record_cache_metrics` does not enable this counter, or no table is
-          cached.
+        Raises: RuntimeError: `record_cache_metrics` does not enable `get_table_wise_cache_miss`, or
+          no table is cached.
         """
         return self._counting("record_tablewise_cache_miss").misses_by_feature.copy()
 

@@ -32,7 +32,7 @@ Mode = Literal["sum", "mean"]
 Implementation = Literal["native", "plain"]
 
 MIN_PADDED_IDS = 32
-"""Batches on the host are padded to at least this number of ids."""
+"""Minimum number of ids to which a batch on the host is padded."""
 MAX_CORES = 16
 """Largest number of cores that the C++ kernels can multiply."""
 TILE_BYTES = 2**21

@@ -222,7 +222,7 @@ def count(
         directory, _ = state
         return _with_new_ids(directory, new, reads)
 
-    # `fori_loop` with zero or one iteration updates arrays in place, but `lax.cond` may copy arrays.
+    # `fori_loop` with at most one iteration updates arrays in place. `lax.cond` may copy arrays.
     num_iterations = jnp.any(new.is_key).astype(jnp.int32)
     directory, num_uncounted = jax.lax.fori_loop(
         0,
@@ -361,7 +361,7 @@ def populate(
         cores, residual = state
         return written_back(specs, evicted_ids, targets, cores, residual)
 
-    # `fori_loop` with zero or one iteration updates arrays in place, but `lax.cond` may copy arrays.
+    # `fori_loop` with at most one iteration updates arrays in place. `lax.cond` may copy arrays.
     num_iterations = jnp.any(is_evicted).astype(jnp.int32)
     cores, residual = jax.lax.fori_loop(
         0,
@@ -421,8 +421,8 @@ def written_back(
     solves a least-squares problem over the whole table: the rows of `ids` should equal `targets`,
     and all other rows should stay unchanged.
 
-    Returns: new cores, and the new residual: the larger of `residual` and the error of this change.
-      For the definition of the error, see `CacheReport.residual`.
+    Returns: new cores, and the new residual: the larger of `residual` and the error of the
+      write-back. For the definition of the error, see `CacheReport.residual`.
     """
     first, *others = [core.astype(jnp.float32) for core in cores]
     gram = _gram_matrices(specs, others)

@@ -460,8 +460,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
         Args:
           table: index of the table. None, the default: all tables, as one array
-            `[tables, vocab, dim]` if they have equal shapes, else a list of arrays.
-            For a `TTEmbeddingBag`, which has one table, the result is `[vocab, dim]`.
+            `[tables, vocab, dim]` if all tables have equal shapes, else a list of arrays. For a
+            `TTEmbeddingBag`, which has one table, the result is `[vocab, dim]`.
         """
         if table is None:
             tables = [self.full_weight(k) for k in range(len(self.specs))]

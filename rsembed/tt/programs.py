@@ -214,8 +214,8 @@ def stepped(
         computed at `lookup_params`.
       batch: the bags that were looked up.
       d_output: gradient of the pooled rows.
-      rate: learning rate of this step.
-      number: index of this step, from 0.
+      rate: learning rate of the optimizer step.
+      number: index of the optimizer step, from 0.
     """
     table = storage.tables[0]
     rule = table.optimizer

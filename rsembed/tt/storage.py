@@ -492,7 +492,7 @@ class TensorTrain(Storage):
             params, slots = state
             return self.populate(params, slots, table)
 
-        # `fori_loop` with zero or one iteration updates arrays in place, but `lax.cond` may copy
+        # `fori_loop` with at most one iteration updates arrays in place, but `lax.cond` may copy
         # arrays.
         num_iterations = is_due.astype(jnp.int32)
         params, slots = jax.lax.fori_loop(0, num_iterations, populate, (params, slots))
