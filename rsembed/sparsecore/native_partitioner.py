@@ -1,8 +1,8 @@
 """Multithreaded C++ partitioner, which returns bit for bit the same results as `partitioner.py`.
 
-One call of the C++ library partitions all stacks of a batch. The library reads ids of any integer
-dtype without copies, and releases the GIL, so a Python thread can partition the next batch during a
-training step.
+One call of the C++ library partitions all stacks of a batch. The C++ library reads ids of any
+integer dtype without copies, and releases the GIL, so a Python thread can partition the next batch
+during a training step.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from rsembed.stacking import SUBLANES, round_up
 THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"
 """Environment variable with the maximum number of threads that partition a batch.
 
-If the variable is not set, the maximum is the number of available processors.
+By default, at most one thread per available CPU core partitions a batch.
 
 """
 
-# With fewer ids per thread, a thread would take longer to start than to partition its ids.
+# Starting a thread takes longer than partitioning fewer than `_MIN_IDS_PER_THREAD` ids.
 _MIN_IDS_PER_THREAD = 16384
 # Codes of combiners and id types, as in csrc/partition.h.
 _GAIN_RULES = {"sum": 0, "mean": 1, "sqrtn": 2}
@@ -162,7 +162,8 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
             task.record(batch)
             buffers[name] = task.buffers
         else:
-            # Some ids do not fit. The NumPy partitioner raises an error that names the limit.
+            # If ids exceed a limit or the buffer, the NumPy partitioner raises an error that names
+            # the limit.
             buffers[name] = partitioner.partition_stack(batch, name)
     return buffers
 
@@ -172,8 +173,8 @@ class _Block:
 
     With pages of normal size, the page faults of new memory take as long as sorting the ids. NumPy
     requests huge pages for large arrays, but only the parts of an array that fill a whole huge page
-    get one. Therefore a large block starts at the boundary of a huge page, and its size is rounded
-    up to whole huge pages. The bytes that are added by rounding up are never written.
+    get one. To get huge pages, a large block starts at the boundary of a huge page, and its size is
+    rounded up to whole huge pages. The padding at the end of a block is never written.
     """
 
     def __init__(self, num_bytes: int) -> None:
@@ -192,8 +193,8 @@ class _Block:
 class _StackTask:
     """Description of one stack for the C++ library.
 
-    The library gets only the addresses of arrays. A `_StackTask` also keeps references to the
-    arrays, so that they are not freed.
+    The C++ library gets only the addresses of arrays. A `_StackTask` keeps references to the
+    arrays, so that Python does not free the arrays.
     """
 
     def __init__(self, batch: HostBatch, name: str) -> None:
@@ -227,13 +228,13 @@ class _StackTask:
         )
 
     def _describe(self, feature: HostFeature) -> _Feature:
-        """The struct from which the library reads the ids and weights of one feature."""
+        """The struct from which the C++ library reads the ids and weights of one feature."""
         bags = feature.bags
         placement = feature.spec.id_transformation
         num_shards = self.layout.num_shards
         ids = _plain(bags.ids)
         shape = bags.dense_shape
-        # If all samples have the same number of ids, the library needs no offsets.
+        # The C++ library needs no offsets of samples that all have the same number of ids.
         offsets = np.asarray(bags.offsets, np.int64) if shape is None else None
         weights = None if bags.weights is None else _plain(bags.weights)
         arrays = (ids, offsets, weights)

@@ -8,16 +8,16 @@ ordered by row and sample. Equal ids of one sample are merged into one entry.
 With minibatching, a batch that exceeds a limit is split into several minibatches. A hash assigns
 every row to one of 64 buckets. Neighbouring buckets form a minibatch as long as every partition of
 every core stays within its limits. All stacks, devices and processes have the same buckets in
-each minibatch. A row is in only one bucket, so it is in only one minibatch. Therefore the optimizer
-updates each row once per batch, as without minibatches.
+each minibatch. A row is in only one bucket and so in only one minibatch. With or without
+minibatches, the optimizer updates a row at most once per batch.
 
 ```
 buckets      2 5 | 1 6 | 3 4 | 2 0      limit 7: no two neighbouring pairs fit together
 minibatches   1     2     3     4
 ```
 
-Source: the documented behaviour of the JAX SparseCore API (jax-tpu-embedding), except for the hash,
-  which is HighwayHash in jax-tpu-embedding.
+Source: the documented behaviour of the JAX SparseCore API (jax-tpu-embedding). jax-tpu-embedding
+  hashes the rows with HighwayHash instead of SplitMix64.
 """
 
 from __future__ import annotations
@@ -96,7 +96,8 @@ class HostFeature:
         wide = values.astype(np.float64)
         summands = wide if combiner == "mean" else wide * wide
         total = np.bincount(self.samples, summands, minlength=self.bags.num_bags)
-        total = total.astype(np.float64, copy=False)  # `np.bincount([], [])` is int64.
+        # For a feature without ids, `np.bincount` returns int64 instead of float64.
+        total = total.astype(np.float64, copy=False)
         divisor = total if combiner == "mean" else np.sqrt(total)
         inverse = np.divide(1.0, divisor, out=np.zeros_like(divisor), where=divisor != 0)
         return (wide * inverse[self.samples]).astype(np.float32)
@@ -242,8 +243,8 @@ class HostBatch(NamedTuple):
         is_first = _differs_from_previous(partition, key)
         starts = np.flatnonzero(is_first)
         merged = gain[starts]
-        # `np.add.at` adds gains in the order of the batch. `np.add.reduceat` may add them in
-        # another order, which may change the rounding.
+        # `np.add.at` adds gains in the order of the batch. `np.add.reduceat` may add gains in a
+        # different order than the batch, which may change the rounding.
         np.add.at(merged, np.cumsum(is_first)[~is_first] - 1, gain[~is_first])
         multiplicity = np.diff(np.append(starts, key.size))
         row, sample = np.divmod(key[starts], layout.samples_per_core)
@@ -251,7 +252,7 @@ class HostBatch(NamedTuple):
 
 
 def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
-    """Input buffers of one stack. `partition_stack` also fills in the statistics of the batch.
+    """Computes the input buffers of one stack, and fills in the statistics of the batch.
 
     Raises:
       ValueError: a limit is exceeded, the buffer is too small, or there are too many samples.
@@ -281,11 +282,12 @@ def lay_out(
     Args:
       batch: ids, layouts and statistics of the batch.
       layout: layout of the stack.
-      batch_entries: entries before the batch is split into minibatches. The statistics count these
-        entries in each partition.
+      batch_entries: entries before the batch is split into minibatches. The ids per partition in
+        the statistics are counted before the split.
       entries: entries to write to the buffers, sorted by minibatch if the batch is split.
-      num_minibatches: number of minibatches. All cores of a device then share its buffer. None, the
-        default: no minibatching, and each core has an equal part of the buffer.
+      num_minibatches: number of minibatches. With minibatching, all cores of a device share the
+        buffer of the device. Without minibatching (None, the default), each core has an equal part
+        of its device's buffer.
 
     Raises: ValueError: a limit is exceeded or the buffer is too small, and ids may not be dropped.
     """
@@ -384,8 +386,9 @@ def _fill(
 ) -> tuple[StackBuffers, np.ndarray]:
     """Input buffers of one stack, and a mask of the entries that fit into the buffers.
 
-    Each device has a buffer. Without minibatches, each core of the device has an equal part of the
-    buffer, a region. With minibatches, the whole buffer of the device is one region.
+    The buffer of a device consists of regions. Without minibatches, each core of the device has one
+    region, and all regions have equal size. With minibatches, the whole buffer of the device is one
+    region.
     """
     num_shards = layout.num_shards
     size = layout.buffer_size_per_device(num_minibatches is not None) * num_devices
@@ -440,9 +443,9 @@ def record_drops(
     Args:
       statistics: statistics of the batch.
       layout: layout of the stack.
-      dropped: for each kind of drop (`ids`, `unique_ids`, `buffer`), two arrays of equal length.
-        The first array has row indices in a shard, from which the function finds the tables. The
-        second array has the number to add to the count of dropped ids of each row's table.
+      dropped: for each kind of drop (`ids`, `unique_ids`, `buffer`), a pair `(rows, num_dropped)`
+        of arrays. `rows` are row indices in a shard. `num_dropped[i]` is added to the count of
+        dropped ids of the table that contains row `rows[i]`.
     """
     first_rows = np.asarray([table.setting_in_stack.row_offset_in_shard for table in layout.tables])
     counts = {}
@@ -477,17 +480,18 @@ def partition_stacks_in_minibatches(
 ) -> tuple[dict[str, StackBuffers], int]:
     """Input buffers of all stacks, and the number of minibatches in them.
 
-    The statistics count the ids of each partition before the batch is split. If the limits are set
-    from these counts, the batch needs no minibatches. The required buffer size in the statistics,
-    unlike these counts, is computed after the batch is split. If a single bucket exceeds a limit,
-    or the buffer is too small, ids are dropped or an error is raised, as without minibatches.
+    The statistics count the ids of each partition before the batch is split. A batch needs no
+    minibatches if the limits are at least as large as the largest partitions in its statistics. The
+    required buffer size in the statistics is computed after the batch is split. If a single bucket
+    exceeds a limit, or the buffer is too small, ids are dropped or an error is raised, as without
+    minibatches.
 
     Args:
       batch: ids, layouts and statistics of the batch.
       any_process: function `(index, flags) -> flags` that returns the elementwise "or" of the
-        flags of all processes. `index` is 0 in the first call and 1 in the second. The first call
-        passes one flag, which is True if the batch of this process exceeds a limit. If the batch of
-        any process exceeds a limit, the second call passes the mask of the tree nodes that this
+        flags of all processes. In the first call of `any_process`, `index` is 0, and the only flag
+        is True if the batch of this process exceeds a limit. If the batch of any process exceeds a
+        limit, `any_process` is called with `index` 1 and the mask of the tree nodes that this
         process must split, see `split_nodes`.
     """
     layouts = batch.layouts
@@ -516,8 +520,8 @@ def partition_stacks_in_minibatches(
 def bucket_of(columns: Int[np.ndarray, " nnz"]) -> Int[np.ndarray, " nnz"]:
     """Bucket of each row, computed from the row number in the stack.
 
-    The row numbers in one shard differ by multiples of the number of shards, so a weaker hash would
-    put the rows of a shard into only a few buckets.
+    The row numbers in one shard differ by multiples of the number of shards, so the low bits of the
+    row numbers alone may give only a few different buckets in a shard.
 
     Source: the low 6 bits of the SplitMix64 finalizer (Steele, Lea and Flood 2014).
     """
@@ -532,10 +536,11 @@ def split_nodes(
 ) -> Bool[np.ndarray, "*parts nodes"]:
     """Mask of the nodes that must be split in a binary tree of buckets, for every partition.
 
-    The buckets are the leaves of the tree, and `counts` has the number of ids in each bucket. The
-    mask has one entry for each inner node, from the lowest level to the root. The count of an
-    inner node is the sum of the counts of its two children. If the sum is above `limit`, the node
-    must be split, and its count is the larger count of its children.
+    The leaves of the binary tree are the buckets. `counts` has the number of ids, or of distinct
+    ids, in each bucket. The returned mask has one entry for each inner node of the tree, from the
+    lowest level to the root. An inner node must be split if the counts of its two children add up
+    to more than `limit`. The count of a split node is the larger count of its children. The count
+    of an inner node that is not split is the sum of the counts of its children.
 
     Example:
       >>> split_nodes(np.asarray([2, 5, 1, 6, 3, 4, 2, 0]), 7).astype(int).tolist()
@@ -554,8 +559,8 @@ def split_nodes(
 def minibatch_of_bucket(nodes: Bool[np.ndarray, " nodes"]) -> Int[np.ndarray, " buckets"]:
     """Index of the minibatch that each bucket belongs to.
 
-    If a node of the tree in `split_nodes` is split, a new minibatch begins with the first bucket of
-    its right half.
+    If a node of the binary tree of buckets (see `split_nodes`) is split, a new minibatch begins
+    with the first bucket under the right child of the node.
 
     Example:
       >>> minibatch_of_bucket(np.asarray([0, 0, 0, 0, 1, 1, 1], bool)).tolist()

@@ -46,9 +46,10 @@ from rsembed.specs import FeatureSpec, features_of
 class SparseDenseMatmulInput(NamedTuple):
     """Partitioned ids of a batch: each core has one partition per shard (and minibatch).
 
-    Each field has one flat array per stack, by stack name. The flat array is a concatenation of one
-    part per device. Without minibatching, the part of a device is a concatenation of one part per
-    core, all of equal size. With minibatching, all cores of a device write to one shared part.
+    Each field has one flat array per stack, by stack name. The flat array of a stack is a
+    concatenation of one part per device. Without minibatching, the part of a device is a
+    concatenation of one part per core, all of equal size. With minibatching, all cores of a device
+    write to one shared part.
 
     Attributes:
       lhs_row_pointers: offset of the end of each partition, relative to the start of the core's
@@ -72,8 +73,8 @@ class PreprocessedInput:
 
     Attributes:
       sparse_dense_matmul_input: partitioned ids of all stacks.
-      num_minibatches: number of minibatches, repeated for every local device. It is 1 without
-        minibatching.
+      num_minibatches: number of minibatches, repeated for every local device. Without minibatching,
+        the number of minibatches is 1.
       limits: for every stack, its name and the maximum number of ids and of distinct ids in a
         partition. The limits are static, so a jitted step is traced again when they change. If
         `limits` is empty, the limits are unknown, and lookups assume that all buffers are full.
@@ -145,7 +146,7 @@ def preprocess_sparse_dense_matmul_input(
     enable_minibatching: bool = False,
     all_reduce_interface: AllReduce | None = None,
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
-    """Partitions this process' part of a batch for the cores of its devices.
+    """Partitions the local part of a batch into the input buffers of all cores of this process.
 
     The partitioners run on the host CPU, so call this function outside `jit`.
 
@@ -154,7 +155,8 @@ def preprocess_sparse_dense_matmul_input(
         `[local samples, ids per sample]`, a 1-D object array of 1-D arrays, a list of lists, or
         `rsembed.Bags`, which include their weights.
       features_weights: weights of the ids, in a tree like `features` and with leaves of the same
-        shapes. If the tree or a leaf is None, its weights are 1.
+        shapes. If `features_weights` or a leaf of `features_weights` is None, ids have weight 1,
+        except ids in `rsembed.Bags` with weights.
       feature_specs: specs of stacked tables. The shapes in the specs describe the global batch.
       local_device_count: number of devices of this process.
       global_device_count: number of devices of all processes.
@@ -350,7 +352,7 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
 
     Returns:
       A tree of `jax.ShapeDtypeStruct` with the shapes and dtypes of the arrays in a preprocessed
-      input. It also has the shapes of the arrays that hold the limits.
+      input. The static fields `limits` and `layout` have the values of a preprocessed batch.
     """
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
 
@@ -447,7 +449,7 @@ def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
 
 
 def _as_lists(rows: PyTree) -> PyTree:
-    """List of the rows of a NumPy array. A value of another type is returned unchanged."""
+    """Converts a NumPy array to a list of its rows, and returns any other value unchanged."""
     if not isinstance(rows, np.ndarray):
         return rows
     return rows.tolist() if rows.ndim > 1 else list(rows)
@@ -456,9 +458,9 @@ def _as_lists(rows: PyTree) -> PyTree:
 AllReduce = Callable[[int, np.ndarray], np.ndarray]
 """Function `(key, flags) -> flags` that returns the elementwise "or" of the flags of all processes.
 
-All processes call the function with the same keys, in the same order, and with equally many flags
-for each key. For the batch with `batch_number` `b`, preprocessing calls the function with the keys
-`2 * b` and `2 * b + 1`.
+All processes call an `AllReduce` function with the same keys, in the same order, and with equally
+many flags for each key. Preprocessing of the batch with `batch_number` `b` uses the keys `2 * b`
+and `2 * b + 1`.
 """
 
 
@@ -467,8 +469,8 @@ def agree_through_devices(
 ) -> Bool[np.ndarray, " flags"]:
     """Elementwise "or" of the flags of all processes, computed with a collective over all devices.
 
-    Do not call this function concurrently with a training step. With only one process, it returns
-    `flags` unchanged.
+    Do not call `agree_through_devices` concurrently with a training step. With only one process,
+    the result is `flags`.
     """
     del key
     if jax.process_count() == 1:

@@ -80,8 +80,9 @@ def auto_stack_tables(
 ) -> None:
     """Stacks tables with equal padded dim, dtype, optimizer, combiner, rounding and quantization.
 
-    The function writes the placement into the specs of the tables and features. Tables that
-    `stack_tables` has already assigned to stacks keep these stacks.
+    `auto_stack_tables` writes the placement of every table in its stack into the specs of the
+    tables and features. Tables that `stack_tables` has already assigned to stacks keep these
+    stacks.
 
     Args:
       features: specs of all features, which are changed in place. A list or tuple may contain the
@@ -100,8 +101,8 @@ def auto_stack_tables(
       use_short_stack_names: whether a stack name of more than 50 characters is shortened to its
         first 50 characters and a hash. True by default.
       activation_mem_bytes_limit: maximum size of the activations of a stack in bytes per shard, 2
-        MiB by default. If the tables of one stack would need more memory, they are put into several
-        stacks.
+        MiB by default. If the activations of all tables in one stack would be larger than
+        `activation_mem_bytes_limit`, the tables are put into several stacks.
     """
     if isinstance(features, (list, tuple)):
         features = list({id(feature): feature for feature in features}.values())
@@ -150,8 +151,9 @@ def stack_tables(
 ) -> None:
     """Stacks tables in the order of `table_names`.
 
-    The function writes the placement into the specs of the tables and features. All tables are
-    padded to the number of columns of the widest table, rounded up to a multiple of 8.
+    `stack_tables` writes the placement of every table in the stack into the specs of the tables and
+    features. All tables of the stack are padded to the number of columns of the widest table,
+    rounded up to a multiple of 8.
 
     Args:
       features: specs of all features. The features that read the named tables are changed in place.
@@ -169,8 +171,8 @@ def stack_tables(
       fail_on_excess_padding: whether it is an error to pad a table beyond the next multiple of 8
         columns, False by default.
       activation_mem_bytes_limit: maximum size of the activations of the stack in bytes per shard, 2
-        MiB by default. `stack_tables` stores this limit in the spec of the stack, but does not
-        check it.
+        MiB by default. `stack_tables` stores `activation_mem_bytes_limit` in the spec of the stack,
+        but does not check the size of the activations.
 
     Raises:
       ValueError: a table is repeated, unknown or already stacked, the tables cannot share a stack,
@@ -249,14 +251,14 @@ def prepare_feature_specs_for_training(
 ) -> None:
     """Assigns every table that has no stack yet to a separate stack.
 
-    The function writes the placement into the specs of the tables and features.
+    `prepare_feature_specs_for_training` writes the placement of every table in its stack into the
+    specs of the tables and features.
 
     Args:
       feature_specs: specs of all features, with declared shapes.
       global_device_count: number of devices of all processes.
-      num_sc_per_device: cores per device. By default, the number of cores per device for which
-        the other tables were stacked, or `utils.num_sparsecores_per_device()` if no table is in a
-        stack yet.
+      num_sc_per_device: cores per device, by default the number that earlier calls used to stack
+        tables, or `utils.num_sparsecores_per_device()` if no table is in a stack yet.
 
     Raises:
       ValueError: a name is used twice, a feature does not declare its batch size, a table has the
@@ -361,8 +363,8 @@ def stack_and_shard_tables(
       table_specs: all tables of one or more stacks. A table that has no stack yet becomes the
         only table of a stack.
       tables: arrays `[vocabulary, dim]` (or `[vocabulary]`, for one column) by table name or in a
-        tree like `table_specs`. Each array may be a tree of arrays instead, such as a table and its
-        slots.
+        tree like `table_specs`. In place of an array, a tree of arrays is allowed, such as a table
+        and its slots.
       num_shards: number of shards: devices times cores per device.
       pad_value: value of padding rows and columns, NaN by default.
       allow_nonfinite: whether NaN, infinity and negative sums of squares are accepted instead of
@@ -530,8 +532,9 @@ def stack_and_shard_feature_tables(
         default.
 
     Returns:
-      One array per stack, by stack name. If the first table of the stack is on several devices, the
-      array has the sharding of this table. Otherwise the array is on one device.
+      One array per stack, by stack name. If the first table of a stack is on several devices, the
+      array of the stack has the sharding of this table. If the first table of a stack is on one
+      device, the array of the stack is on one device.
 
     Raises: ValueError: a table is missing, its shape differs from `embedding_specs`, or a number is
       not finite.
@@ -592,7 +595,7 @@ def unstack_and_unshard_stacked_tables(
     return result
 
 
-# Programs for jax-tpu-embedding use these private names for `round_up` and `split_by_memory`.
+# Programs for jax-tpu-embedding use `round_up` and `split_by_memory` under private names.
 _next_largest_multiple = round_up
 _split_groups_by_memory_limit = split_by_memory
 

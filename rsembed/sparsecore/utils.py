@@ -32,7 +32,7 @@ def estimate_preprocessing_parameters(
 
     The estimate assumes that a fraction `hot_shard_fraction` of the ids of a core is on one shard,
     and that the other ids are spread evenly over all shards. The estimated number of ids in the
-    largest partition is the expected number of ids plus two standard deviations. The estimate also
+    largest partition is the expected number of ids plus two standard deviations. The estimate
     assumes that half of the ids in a partition are distinct.
 
     Args:
@@ -41,7 +41,7 @@ def estimate_preprocessing_parameters(
       num_sc_per_device: cores per device.
       valency: average number of ids per sample.
       hot_shard_fraction: fraction of the ids that is on the busiest shard, 0.2 by default. Try a
-        larger fraction if a few ids make up most of the data.
+        larger `hot_shard_fraction` if a few ids make up most of the data.
       headroom_factor: factor that multiplies the estimated ids per partition, 1.25 by default.
 
     Returns:

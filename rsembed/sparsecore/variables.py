@@ -2,9 +2,9 @@
 
 The variables of several stacks are a pytree with one entry per stack, by stack name. Variables are
 plain arrays, so the functions of this module can compare only the shapes and slots of variables
-with the specs. With another number of cores, rotation or order of tables, rows have other indices
-in arrays of equal shape. To use variables with other specs, convert the variables with the
-functions of `table_stacking`.
+with the specs. Specs that differ only in the number of cores, the rotation or the order of tables
+can have variables of equal shape, but with rows at different indices. If the specs change, convert
+the existing variables with the functions of `table_stacking`.
 """
 
 from __future__ import annotations
@@ -152,8 +152,8 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
     dims = {table.name: table.embedding_dim for table in layout.tables}
     has_one_dim = len(set(dims.values())) == 1
     clips = limits != (None, None)
-    # Clipping to a range that does not contain zero would change the padding columns. If all
-    # tables have the same dim, only the first `num_columns` columns of each row are updated and
+    # Clipping to a range that does not contain zero would change the padding columns. If all tables
+    # of a stack have the same dim, only the first `num_columns` columns of each row are updated and
     # clipped.
     if optimizer.is_row_wise or (clips and has_one_dim):
         if not has_one_dim:
@@ -198,7 +198,8 @@ def stack_rows(
 class EmbeddingVariables(NamedTuple):
     """One physical table and its optimizer state.
 
-    The class is also used for trees with the same structure, such as shardings of tables and slots.
+    The fields of an `EmbeddingVariables` may hold other leaves than arrays, such as the shardings
+    of table and slots.
 
     Attributes:
       table: rows of all shards, `[rows, columns]`, shard after shard.
@@ -224,7 +225,8 @@ def initialize(
 ) -> dict[str, EmbeddingVariables]:
     """Initial variables of all stacks.
 
-    Every device builds only its shard. You can call `initialize` inside and outside `jit`.
+    Every device builds only its own part of the variables. You can call `initialize` inside and
+    outside `jit`.
 
     Args:
       key: random key of the model, typed or raw.
@@ -304,7 +306,7 @@ def variables_of(
     shapes = [leaf.shape for leaf in jax.tree.leaves(variables.slot)]
     expected_shapes = [leaf.shape for leaf in jax.tree.leaves(expected)]
     structure: jax.tree_util.PyTreeDef = jax.tree.structure(expected)
-    is_named = type(variables.slot) is not tuple  # For a plain tuple, only the shapes are compared.
+    is_named = type(variables.slot) is not tuple  # Slots in a plain tuple have no names to compare.
     if shapes != expected_shapes or (is_named and structure != jax.tree.structure(variables.slot)):
         raise ValueError(
             f"stack {layout.name!r}: its optimizer {optimizer.short_name()!r} keeps slots "

@@ -49,13 +49,13 @@ class SparseCoreEmbed(MeshLayer, nnx.Module):
     call the layer only once, because autodiff would add up the updated tables of two calls.
 
     The variable `step` is a counter of the training steps. `step_number` converts the counter to a
-    number. The counter stays exact if all parameters are cast to a 16-bit dtype.
+    number. The step counter stays exact even if all parameters are cast to a 16-bit dtype.
 
     Args:
       feature_specs: specs with their tables already assigned to stacks, see
         `embedding.prepare_feature_specs_for_training`.
       sharding_axis: mesh axis (or axes) that shards tables and batch. Tables and batch are
-        replicated along the other axes of the mesh.
+        replicated along mesh axes that are not in `sharding_axis`.
       mesh: mesh with the devices of the layer, by default a mesh with all devices on one axis.
       rngs: random streams. The stream `params` has the key of the initial tables.
       enable_minibatching: whether a batch that exceeds a limit is split into minibatches instead of
@@ -166,8 +166,9 @@ class PartitionedOptimizer(nnx.Module):
 
     Args:
       model: a module with `SparseCoreEmbed` layers and dense layers.
-      dense_optimizer: optimizer of all other parameters. It does not see the tables: its state has
-        no slots for them, and its gradient norms do not include them.
+      dense_optimizer: optimizer of the parameters outside `SparseCoreEmbed` layers. The state of
+        `dense_optimizer` has no slots for the tables, and its gradient norms do not include the
+        tables.
     """
 
     def __init__(self, model: nnx.Module, dense_optimizer: optax.GradientTransformation):
@@ -186,8 +187,9 @@ class PartitionedOptimizer(nnx.Module):
 def get_named_sharding(node: nnx.Module, mesh: Mesh) -> nnx.StateSharding:
     """Shardings of the state of a model or an optimizer, for `in_shardings` of `nnx.jit`.
 
-    Tables and slots are sharded along the axes of their layer. Every other variable has the
-    sharding in its metadata entry `sharding_names`, or is replicated if it has no such entry.
+    Tables and slots are sharded along the axes of their layer. A variable that is neither a table
+    nor a slot has the sharding in its metadata entry `sharding_names`, or is replicated if
+    `sharding_names` is missing.
 
     Args:
       node: an `nnx.Module` or `nnx.Optimizer`.
