@@ -115,15 +115,15 @@ class StackedTableSpec:
 class Storage(Protocol):
     """Minimal interface of `TableSpec(storage=...)`: how the rows of a table are stored.
 
-    An object with this interface must be immutable and hashable. The engine of
-    `EmbeddingCollection` uses a larger interface, `rsembed.storage.Storage`.
+    A storage must be immutable and hashable. The engine of `EmbeddingCollection` uses a larger
+    interface, `rsembed.storage.Storage`.
     """
 
     @property
     def key_dtype(self) -> str | None:
         """Dtype of the keys, or None if ids are row numbers below `vocabulary_size`.
 
-        With keys, `vocabulary_size` is the capacity of the table.
+        In a table with keys, `vocabulary_size` is the capacity of the table.
         """
 
     def sharing_key(self, table: TableSpec) -> Hashable:
@@ -160,8 +160,9 @@ class TableSpec:
       optimizer: optimizer of the looked-up rows, by default SGD with learning rate 0.001.
       combiner: `sum` (default), `mean`, `sqrtn`, or `none` (one vector per id: sequence output).
       max_ids_per_partition: maximum number of entries that one core sends to one shard, 256 by
-        default. Only SparseCore layouts have this limit. Raise the limit if preprocessing drops
-        ids, or let feedback-directed optimisation (`rsembed.fdo`) set the limit.
+        default. Only SparseCore layouts use `max_ids_per_partition`. Raise `max_ids_per_partition`
+        if preprocessing drops ids, or let feedback-directed optimisation (`rsembed.fdo`) choose the
+        limit.
       max_unique_ids_per_partition: maximum number of distinct ids that one core sends to one shard,
         256 by default.
       suggested_coo_buffer_size_per_device: size of a device's input buffer, in entries. If None,
@@ -188,9 +189,8 @@ class TableSpec:
     suggested_coo_buffer_size_per_device: int | None = None
     quantization_config: QuantizationConfig | None = None
     # The class `TableSpec` of jax-tpu-embedding does not have the fields `dtype`,
-    # `stochastic_rounding` and `storage`. These fields have `repr=False`, so that `repr` of a table
-    # gives the same text in rsembed and in jax-tpu-embedding. The text of a stacking plan shows
-    # the dtype.
+    # `stochastic_rounding` and `storage`, so `repr` leaves out these fields. A printed stacking
+    # plan shows the dtype of each stack.
     dtype: str = dataclasses.field(default="float32", repr=False, kw_only=True)
     stochastic_rounding: bool = dataclasses.field(default=False, repr=False, kw_only=True)
     storage: Storage | None = dataclasses.field(default=None, repr=False, kw_only=True)
@@ -245,9 +245,10 @@ class TableSpec:
             self.quantization_config, QuantizationConfig | None, f"{where}: quantization_config"
         )
         check_type(self.stochastic_rounding, bool, f"{where}: stochastic_rounding")
-        # `dataclasses.replace` passes the stack of the original table to the new table. The new
-        # table is not in this stack, so `__post_init__` drops the stack. A stack with 0 shards was
-        # constructed and passed by a user, so `__post_init__` keeps the stack.
+        # `dataclasses.replace` passes the stack of the original table to the new table.
+        # `__post_init__` drops the passed stack, because the new table is not in a stack.
+        # `__post_init__` keeps a stack with 0 shards, because a user constructed and passed the
+        # stack.
         if stack is not None and not stack.num_shards:
             self._stacked_table_spec = stack
         if self._stacked_table_spec is None or self._setting_in_stack is None:
@@ -306,9 +307,9 @@ class FeatureSpec:
         shape.
       output_shape: shape `(..., dim)` of the global activations, with `prod(output_shape[:-1])`
         samples. With a `dim` below the table's `embedding_dim`, activations have only the first
-        `dim` columns. In padded layouts, `dim` may also be `embedding_dim` rounded up to a multiple
-        of 8. The additional columns are then zero. If None, the default, the shape is inferred from
-        the input.
+        `dim` columns. In padded layouts, `dim` may be `embedding_dim` rounded up to a multiple of
+        8, and the columns after `embedding_dim` are zero. If None, the default, the shape is
+        inferred from the input.
       combiner: `sum`, `mean`, `sqrtn` or `none`, for this feature only. If None, the default, the
         feature has the combiner of the table. For example, one feature can pool a table that
         another feature reads as a sequence. In a SparseCore layout, a feature must have the
@@ -348,7 +349,8 @@ class FeatureSpec:
         stack = self.table_spec.stacked_table_spec
         if stack is None or stack.num_shards:
             # `dataclasses.replace` passes the offsets of the original feature to the new feature.
-            # The new feature is not in a stack yet, so these offsets are dropped.
+            # `__post_init__` drops the passed offsets, because the new feature is not in a stack
+            # yet.
             self._id_transformation = FeatureIdTransformation()
         if self.output_shape is not None:
             dim = self.table_spec.embedding_dim

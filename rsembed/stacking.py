@@ -70,7 +70,7 @@ class TablePlacement:
 
     @classmethod
     def of(cls, table: TableSpec, setting: TableSettingInStack) -> TablePlacement:
-        """Placement of `table`. `setting` has the stack, the padded size and the offsets."""
+        """Placement of `table`, with the stack, the padded size and the offsets in `setting`."""
         return cls(
             name=table.name,
             rows=table.vocabulary_size,
@@ -102,7 +102,7 @@ class FeaturePlacement:
 
     @classmethod
     def of(cls, feature: FeatureSpec, transformation: FeatureIdTransformation) -> FeaturePlacement:
-        """Placement of `feature`. `transformation` has the offsets and the rotation."""
+        """Placement of `feature`, with the offsets and the rotation in `transformation`."""
         return cls(
             name=feature.name,
             table_name=feature.table_spec.name,
@@ -163,7 +163,7 @@ class StackingPlan:
     stacks: tuple[StackPlan, ...]
 
     def stack(self, name: str) -> StackPlan:
-        """The stack with this name.
+        """The stack named `name`.
 
         Raises: KeyError: the plan has no such stack.
         """
@@ -202,12 +202,12 @@ class StackingPlan:
 
         The skew is the largest load divided by the mean load. A large skew costs time, because all
         shards wait for the busiest shard. The skew is large if frequent ids of several tables are
-        in one shard. A plan with a different `rotation` can put the frequent ids of these tables
-        into different shards.
+        in one shard. To reduce the skew, choose a `rotation` that puts frequent ids of different
+        tables into different shards.
 
         Args:
-          ids_by_feature: ids of one or more batches, as arrays or lists, by feature name. Features
-            without ids may be left out.
+          ids_by_feature: ids of one or more batches, as arrays or lists, by feature name. A feature
+            without ids may be missing in `ids_by_feature`.
 
         Raises: ValueError: a feature is unknown, or an id is outside its table.
         """
@@ -327,14 +327,14 @@ def plan_stacking(
     activation_mem_bytes_limit: PositiveInt | None = None,
     use_short_stack_names: bool = True,
 ) -> StackingPlan:
-    """A plan for all tables that `features` read. The function does not change `features`.
+    """Plan for all tables that `features` read, without changes to `features`.
 
     Args:
       features: FeatureSpecs, nested in lists or dicts.
       num_shards: number of shards (devices times cores per device), 1 by default.
       groups: table names of every stack. If None, the default, tables of equal dim, dtype,
-        optimizer, rounding and quantization form a stack. With `pad`, the padded dims and the
-        combiners must be equal.
+        optimizer, rounding and quantization form a stack. With `pad=True`, tables of the default
+        stacks have equal padded dims and equal combiners.
       pad: whether dims are padded to multiples of 8 and rows to multiples of `8 * num_shards`, as
         SparseCores require. True by default. If False, `num_shards` must be 1.
       rotation: number of shards by which the ids of each table are shifted relative to the
@@ -411,9 +411,9 @@ def stack_name_of(
 
     Args:
       table_names: names of the tables of the stack.
-      is_taken: whether another stack already has the joined name. For example, a stack of the only
-        table `user_item` already has the joined name of the tables `user` and `item`. If True, a
-        name of any length ends with a hash. False by default.
+      is_taken: whether another stack already has the joined name. For example, a stack of the
+        tables `user` and `item` and a stack of the single table `user_item` have the same joined
+        name. If True, a name of any length ends with a hash. False by default.
       use_short_stack_names: whether names of more than 50 characters are shortened. True by
         default.
     """
@@ -450,8 +450,8 @@ def group_tables(
             table.quantization_config,
             table.dtype,
             table.stochastic_rounding,
-            # Padding columns would change the updates of a row-wise optimizer. Tables with such an
-            # optimizer are in one group only if their dims are equal without padding.
+            # Padding columns would change the updates of a row-wise optimizer. Tables with a
+            # row-wise optimizer are in one group only if their dims are equal without padding.
             table.embedding_dim if table.optimizer.is_row_wise else None,
             storage_key,
         )
@@ -459,9 +459,9 @@ def group_tables(
     row_tile = SUBLANES * num_shards if pad else 1
     num_rows = {}
     for name, table in tables.items():
-        # A hash table has up to four slots per row, and `MAX_ROWS` limits the number of slots, too.
-        # Each row of a table with a storage counts as eight rows here, which is twice the maximum
-        # number of slots per row.
+        # A hash table has up to four hash slots per row, and at most `MAX_ROWS` hash slots are
+        # possible. To stay below `MAX_ROWS`, each row of a table with a storage counts as eight
+        # rows of its group.
         slots_per_row = 1 if table.storage is None else 8
         num_rows[name] = slots_per_row * round_up(table.vocabulary_size, row_tile)
     split_groups = split_by_memory(groups.values(), num_rows, MAX_ROWS)
@@ -597,7 +597,7 @@ def plan_stack(
 def _checked_readers(
     features: object, table_names: Sequence[str], *, pad: bool
 ) -> list[FeatureSpec]:
-    """The features that read these tables.
+    """The features that read the tables `table_names`.
 
     Raises: ValueError: the stack does not support the combiner or the output shape of a feature.
     """
@@ -644,7 +644,7 @@ def _num_stored_values(tables: Sequence[TableSpec]) -> tuple[int, int] | None:
         most_slot_values = max(most_slot_values, slot_values)
     if not num_tables:
         return None
-    # The tables share arrays, in which every table is padded to the size of the largest table.
+    # In arrays that several tables share, every table is padded to the size of the largest table.
     return num_tables * most_table_values, num_tables * most_slot_values
 
 

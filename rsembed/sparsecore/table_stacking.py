@@ -642,7 +642,7 @@ def compute_table_to_setting_in_stack(
 
 
 def _entry(entries: Mapping[str, Entry], name: str, what: str) -> Entry:
-    """`entries[name]`. The error message calls `entries` by the name `what`.
+    """`entries[name]`, with `what` as the name of `entries` in the error message.
 
     Raises: ValueError: `entries` has no entry `name`.
     """

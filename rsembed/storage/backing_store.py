@@ -1,10 +1,11 @@
 """Rows in host memory, and their exchange with a device cache.
 
 A cache decides which rows are on the device. For each batch, the cache lists the evicted and the
-inserted rows in a `Moves` tuple. Rows are exchanged between the host and the cache in three steps.
-First, a program on the device gathers the evicted rows from the cache. Next,
-`BackingStore.exchange` writes the evicted rows to the host, and reads the inserted rows. Last, a
-program on the device writes the inserted rows to the cache.
+inserted rows in a `Moves` tuple. Rows are exchanged between the host and the cache in three steps:
+
+1. A program on the device gathers the evicted rows from the cache.
+2. `BackingStore.exchange` writes the evicted rows to the host, and reads the inserted rows.
+3. A program on the device writes the inserted rows to the cache.
 
 There are two caches, in `host_cached.py` and in `set_associative.py`.
 """
@@ -31,7 +32,7 @@ FIRST_VALUES_BLOCK = 4096
 class Lock:
     """Reentrant lock for an object that may be copied or pickled.
 
-    A copy of the object gets a new, unlocked lock.
+    If an object with a `Lock` is copied, the copy gets a new, unlocked lock.
 
     Example:
       >>> lock = Lock()
@@ -56,10 +57,10 @@ class Lock:
 class Generation:
     """Version counter shared by a host store and the state on the device.
 
-    The counter starts at a random number. Every state contains the value that the counter had when
-    the state was made. `check` rejects a state with a different value: the state is older than the
-    host store, or belongs to a different store, so the state's cache does not hold the rows that
-    the host expects.
+    The counter starts at a random number. Every new state gets the current value of the counter.
+    `check` rejects a state if its value is not the current value of the counter. A rejected state
+    is older than the host store, or belongs to a different store, so its cache does not hold the
+    rows that the host expects.
 
     Example:
       >>> generation = Generation("the state is of another time; start again.")
@@ -75,7 +76,7 @@ class Generation:
         """Creates a version counter that starts at a random number.
 
         Args:
-          refusal: text with which the error message of `check` begins. The text should tell the
+          refusal: text with which the error message of `check` begins. `refusal` should tell the
             user how to fix the error.
         """
         self.number = secrets.randbits(31)
@@ -105,7 +106,7 @@ class Generation:
 
 
 class Moves(NamedTuple):
-    """Rows that a cache exchanges with the host. All arrays are padded with `NO_ROW`.
+    """Rows that a cache exchanges with the host, as arrays padded with `NO_ROW`.
 
     Attributes:
       evicted: ids of the rows that are removed from the cache and copied to the host.
@@ -156,12 +157,11 @@ class BackingStore:
         Args:
           arrays: array of the table, and one array for each slot, with equal numbers of rows. The
             operating system allocates memory of an `np.zeros` array only for rows that are written.
-          first_values: function `(row numbers) -> values` that computes initial values. The
-            function returns one array of values for each array in `arrays`. `read` calls the
-            function for rows that `write` has never written. `read` pads the row numbers to a power
-            of two, so a jitted function is compiled only a few times. The function may be called
-            for the same row several times. None, the default: `arrays` already contain the initial
-            values.
+          first_values: function `(row numbers) -> values` that computes initial values, as one
+            array of values for each array in `arrays`. `read` calls `first_values` for rows that
+            `write` has never written, so possibly several times for the same row. `read` pads the
+            row numbers to a power of two, so a jitted `first_values` is compiled only a few times.
+            None, the default: `arrays` already contain the initial values.
           device_dtype: dtype of the table on the device, by default the dtype of the first array.
             If `device_dtype` has fewer bits than the dtype of the first array, `write` keeps each
             stored number that equals the device's number after a cast to `device_dtype`.
@@ -222,15 +222,17 @@ class BackingStore:
     ) -> list[np.ndarray]:
         """Writes the evicted rows to the store, then reads the inserted rows.
 
-        Evicted rows are written first, because an inserted row may be one of the evicted rows.
+        Evicted rows are written before inserted rows are read, because an inserted row may be one
+        of the evicted rows.
 
-        Returns: the inserted rows of the table and of each slot, in the dtypes on the device.
+        Returns: the inserted rows of the table and of each slot, in the dtypes of the arrays on the
+          device.
 
         Args:
           evicted: ids of the evicted rows, padded with `NO_ROW`.
           values: evicted rows of the table and of each slot.
-          inserted: ids of the inserted rows, padded with `NO_ROW`. Padding becomes zeros in the
-            result.
+          inserted: ids of the inserted rows, padded with `NO_ROW`. The result has a row of zeros
+            for each `NO_ROW`.
         """
         evicted = np.asarray(evicted)
         evicted_entries = np.flatnonzero(evicted != NO_ROW)

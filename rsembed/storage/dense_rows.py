@@ -110,10 +110,7 @@ class DenseRows(Storage):
         """Raises no error, because dense storage supports every table."""
 
     def num_ids(self, table: TableSpec) -> int:
-        """Exclusive upper bound of the ids: the number of rows of the whole array.
-
-        An id is a row index in the array.
-        """
+        """Exclusive upper bound of the ids: the number of rows in the array of the stack."""
         return self.layout.num_rows
 
     def tables_of(self, table: TableSpec) -> tuple[TableSpec, ...]:
@@ -133,7 +130,7 @@ class DenseRows(Storage):
         return state
 
     def new_stack(self, table: TableSpec, shard: Int[Array, ""]) -> NewStack:
-        """The stack as `initial_states` expects it.
+        """`NewStack` that describes the stack for `initial_states`.
 
         Args:
           table: spec of the stack's first table.
@@ -229,8 +226,8 @@ class DenseRows(Storage):
         """Row of each id on the device that owns it.
 
         `find` returns `params` and `slots` unchanged, because every id has a row. If
-        `step.resident_rows` is set, the array is a device cache. Each id is then already a slot of
-        the cache, and `find` returns the ids unchanged as rows.
+        `step.resident_rows` is set, `params` is a device cache and each id is a slot of the cache,
+        so `find` returns the ids unchanged as rows.
         """
         del table, occurrences
         if step.resident_rows is not None:
@@ -285,7 +282,8 @@ class DenseRows(Storage):
     ) -> list[State]:
         """List that repeats `(params, slots)` of the whole stack for each table.
 
-        Methods such as `rows` then select one table's rows from the whole arrays.
+        `unstack` does not cut the arrays, because methods such as `rows` select the rows of one
+        table from the arrays of the stack.
         """
         return [(params, slots)] * len(self.tables)
 
@@ -318,8 +316,8 @@ class DenseRows(Storage):
         copies = []
         for array in arrays:
             rows = array[index]
-            # An index that selects all rows returns the array itself. Without the copy, a later
-            # step that donates the array would also delete the result of `_copies`.
+            # An index that selects all rows returns the array itself. Without `jnp.copy`, a later
+            # step that donates the array would delete the result of `_copies`.
             if rows is array:
                 rows = jnp.copy(rows)
             copies.append(rows)

@@ -13,8 +13,8 @@ from jaxtyping import PyTree
 class _CtrlCLater:
     """Delays Ctrl-C until the end of a `with` block.
 
-    In threads other than the main thread, the `with` block delays nothing, because Python handles
-    Ctrl-C in the main thread.
+    `_CtrlCLater` has no effect outside the main thread, because Python handles Ctrl-C in the main
+    thread.
     """
 
     def __enter__(self) -> None:
@@ -43,9 +43,9 @@ def kept(
 ) -> PyTree:
     """Calls a program that donates its operands, and returns the result after `keep` stored it.
 
-    Ctrl-C is delayed until `keep` has stored the result. Without the delay, a KeyboardInterrupt
-    between the end of the program and the call of `keep` would lose the donated arrays. If the
-    call compiles the program, Ctrl-C is also delayed during the compilation.
+    Ctrl-C is delayed until `keep` has stored the result. A KeyboardInterrupt between the end of
+    the program and the call of `keep` would lose the donated arrays. If `program` must be compiled
+    first, Ctrl-C is delayed during the compilation of `program`.
 
     Args:
       keep: function that stores the result.

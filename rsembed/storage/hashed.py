@@ -41,7 +41,10 @@ WhenFull = Literal["error", "grow", "evict", "zero"]
 
 
 class DynamicRows(Storage):
-    """Storage with a `DynamicTable` as `params`. Each subclass defines how a key finds its row."""
+    """Base class of storages with a `DynamicTable` as `params`.
+
+    Subclasses of `DynamicRows` define how a key finds its row.
+    """
 
     rows_on_host: ClassVar[bool] = True
 
@@ -137,8 +140,8 @@ class DynamicRows(Storage):
             values = {"keys": row_numbers, "values": values}
         if "last_step" in values:
             return values
-        # An imported row counts as last used in the current step. If its last use were step 0, it
-        # would be evicted before all other rows.
+        # An imported row counts as last used in the current step. With step 0 as last use, imported
+        # rows would be evicted before all other rows.
         keys = values.get("keys", ())
         current_step = int(on_host(step))
         last_step = np.full(np.shape(keys), current_step)
@@ -186,25 +189,26 @@ class Hashed(DynamicRows):
     rows on all devices together. On a mesh, key `k` belongs to device `k % num_devices`, and all
     devices have the same number of rows.
 
-    The initial value of a row is `initializer(prng_key, (1, embedding_dim))`. The PRNG key depends
-    on the model's key, the table's name and the id of the row. A new row therefore gets the same
-    initial value, whatever the batch and the number of devices.
+    The initial value of a row is `initializer(prng_key, (1, embedding_dim))`. The PRNG key of a row
+    depends only on the model's key, the table's name and the id of the row, so its initial value
+    does not depend on the batch or on the number of devices.
 
-    `lookup` uses zeros as the vector of a key without a row, and a mean still counts the key.
-    `lookup_vjp` uses the initial value of a new key, and the next step assigns a row to the key.
-    If no row is free for a new key, `lookup_vjp` uses zeros as the vector of the key.
+    `lookup` uses zeros as the vector of a key without a row, and a mean counts the zeros as a
+    vector. `lookup_vjp` uses the initial value of a new key, and the next step assigns a row to the
+    key. If no row is free for a new key, `lookup_vjp` uses zeros as the vector of the key.
 
     Args:
       when_full: what happens to a new key if all rows of its device are in use. With "error", the
-        default, the key gets no row, and a step outside `jit` raises RuntimeError. Inside `jit`,
-        `collection.counts` counts the key as `failed`. "zero" is like "error", but no step raises
-        an error. With "evict", the key gets the row of another key.
+        default, the new key gets no row, and a step outside `jit` raises RuntimeError. A step
+        inside `jit` raises no error, but adds the new key to the counter `failed`, see
+        `collection.counts`. With "zero", the new key gets no row, and no step raises an error. With
+        "evict", the new key gets the row of another key.
       eviction: key that is evicted with `when_full="evict"`: the least recently used ("lru", the
         default) or the least often used ("lfu"). Among equally recent (or equally frequent) keys,
         the smallest key is evicted. Keys of the current batch are never evicted.
-      admission_count: number of occurrences in training that a key must exceed to get a row. While
-        the key has no row, lookups use zeros as its vector, and the key is not trained. 0, the
-        default: a key gets a row in its first training batch.
+      admission_count: number of occurrences in training that a key must exceed to get a row. A key
+        that waits for admission reads as zeros and is not trained. 0, the default: a key gets a row
+        in its first training batch.
       admission_capacity: maximum number of keys on a device that wait for admission. None, the
         default: the number of rows on the device.
       admission_probability: probability that one occurrence of a new key in training admits the
@@ -213,8 +217,8 @@ class Hashed(DynamicRows):
       key_dtype: dtype of the keys: int32, int64 (the default), uint32 or uint64. Ids outside the
         range of the dtype are rejected. Signed keys may be negative, except -1, which means no id.
 
-    Raises: ValueError: an argument is unknown or out of range. The constructor of `Hashed` does not
-      check its arguments. `TableSpec` does, and raises the error.
+    Raises: ValueError: an argument is unknown or out of range. The arguments of `Hashed` are
+      checked by `TableSpec`, not by the constructor.
 
     Example:
       >>> import jax, numpy as np, rsembed as rs
@@ -238,10 +242,10 @@ class Hashed(DynamicRows):
 
     @property
     def in_files(self) -> str:
-        """Text that describes the storage in checkpoints. All `Hashed` storages have the same text.
+        """Text that describes the storage in checkpoints, the same for all `Hashed` storages.
 
-        The text does not contain the number of rows of the table, so a checkpoint can be loaded
-        into a table of a different size.
+        A checkpoint can be loaded into a table of a different size, because `in_files` does not
+        contain the number of rows.
         """
         return ROWS_BY_KEY
 
@@ -303,9 +307,9 @@ class Hashed(DynamicRows):
 
         If every key has a row, `pool` reads the vectors directly from the table.
 
-        If any key has no row, `pool` reads from a new array with one vector for each key. No second
-        array of this size is allocated, because allocating an array of more than 64 MB is slow: in
-        every call, the operating system provides its memory page by page.
+        If any key has no row, `pool` reads from a new array with one vector for each key. `pooled`
+        allocates only one array of vectors, because allocating an array of more than 64 MB is slow:
+        in every call, the operating system provides the memory of the array page by page.
         """
         rows, num_absent = row_map.search(params.keys, keys)
         is_bound = hashed_rows.is_bound(params)
@@ -334,8 +338,8 @@ class Hashed(DynamicRows):
                 gets_row = new.is_admitted
                 if not self.always_has_room:
                     gets_row = self._gets_row(params, rows, new, number, arrival)
-                # The initial value of a new key is written to the position of the key's first
-                # occurrence. All occurrences of the key read the vector at this position.
+                # In `vectors`, the initial value of a new key is written at the first occurrence of
+                # the key. All occurrences of a new key read the vector at the first occurrence.
                 targets = jnp.where(gets_row, new.first_of, NO_ROW)
                 (vectors,) = hashed_rows.with_initial_values(
                     (vectors,),
@@ -368,8 +372,8 @@ class Hashed(DynamicRows):
 
         Args:
           params: parameters of one shard before the step.
-          strangers: keys that have no row yet, with repetitions. The entries of all other keys are
-            replaced by padding.
+          strangers: keys that have no row yet, with repetitions, and padding in place of keys that
+            have a row.
           occurrences: for each entry of `strangers`, the number of ids of the batch that were
             merged into the entry.
           number: index of the step.
@@ -409,7 +413,7 @@ class Hashed(DynamicRows):
     ) -> Bool[Array, " nnz"]:
         """Mask of the new keys that will get a row in step `number`.
 
-        If there are fewer free rows than admitted keys, the first keys get the rows.
+        If there are fewer free rows than admitted keys, the first admitted keys get the rows.
 
         Args:
           params: parameters of one shard before the step.
@@ -429,8 +433,8 @@ class Hashed(DynamicRows):
             return row_map.first_marked(new.is_admitted, earliest, new.keys.table, room)
 
         # If every table has enough free rows for all admitted keys of all tables, every admitted key
-        # gets a row. Most steps end with this comparison, which is cheaper than counting the
-        # admitted keys of each table.
+        # gets a row. Comparing `num_admitted` with the smallest number of free rows is cheaper than
+        # counting the admitted keys of each table.
         num_admitted = jnp.sum(new.is_admitted, dtype=jnp.int32)
         can_be_short = num_admitted > jnp.min(params.keys.num_free)
         return jax.lax.cond(can_be_short, first_ones, lambda: new.is_admitted)
@@ -455,9 +459,9 @@ class Hashed(DynamicRows):
 
         def admit(_: Array, state: Found) -> Found:
             params, slots, rows = state
-            # `strangers` (keys without a row) must depend on the loop state. XLA hoists code that
-            # does not depend on the loop state out of the loop, and would then run this code even
-            # in steps without new keys.
+            # Compute `strangers` (keys without a row) from the loop state `rows`, so that XLA
+            # cannot hoist the work on new keys out of the loop. Hoisted code would run even in
+            # steps without new keys.
             strangers = keys.only(rows == NO_ROW)
             params, slots, new_rows = self._admit(
                 params,
@@ -490,8 +494,8 @@ class Hashed(DynamicRows):
         Args:
           params: parameters of one shard before the step.
           slots: slots of the table.
-          strangers: keys that have no row yet, with repetitions. The entries of all other keys are
-            replaced by padding.
+          strangers: keys that have no row yet, with repetitions, and padding in place of keys that
+            have a row.
           table: spec of the table.
           number: index of the step.
           occurrences: for each entry of `strangers`, the number of ids of the batch that were
@@ -548,8 +552,8 @@ class Hashed(DynamicRows):
     ) -> tuple[RowMap, Bool[Array, " nnz"], Int[Array, " tables"]]:
         """Updates the map of the keys that wait for admission, in step `number`.
 
-        New keys that got a row are removed from the map. New keys without a row are added to the
-        map, if it has room.
+        New keys that got a row are removed from `waiting`. New keys without a row are added to
+        `waiting` if the map has room.
 
         Args:
           waiting: map of the keys that wait for admission, before the step.
@@ -558,8 +562,8 @@ class Hashed(DynamicRows):
           number: index of the step.
 
         Returns: a tuple of the new map, a mask of the keys that failed, and the number of keys of
-          each table that were removed from the map to make room. A key fails if it is admitted and
-          got no row, or if it must wait and the map has no room.
+          each table that were removed from the map to make room. A key fails if it is admitted but
+          gets no row, or if it must wait but the map has no room.
         """
         waiting_rows = cast(Array, new.waiting_rows)
         is_without_row = new.keys.is_key & (rows == NO_ROW)
@@ -620,8 +624,8 @@ class Hashed(DynamicRows):
         if params.bond is None:
             return
         for leaf in (params.bond, params.keys.signature):
-            # A traced array has no values to check. Inside `jit`, `pooled` checks instead whether
-            # rows and keys come from the same state, and returns NaN if they do not.
+            # A traced array has no values to check. Inside `jit`, `pooled` returns NaN if rows and
+            # keys come from different states.
             if not isinstance(leaf, (jax.Array, np.ndarray)) or is_traced(leaf):
                 return
             if not getattr(leaf, "is_fully_addressable", True):
@@ -655,7 +659,8 @@ class Hashed(DynamicRows):
                 )
 
     def sharing_key(self, table: TableSpec) -> Hashable:
-        # A subclass may behave differently, so its tables never share a storage.
+        # A subclass of `Hashed` may behave differently than `HashedTables`, so tables of a subclass
+        # never share a storage.
         if type(self) is not Hashed:
             return None
         form = keyed_form(table.initializer, table.embedding_dim)
@@ -688,8 +693,8 @@ class GrowingKeys(Hashed):
 class HashedTables(Hashed):
     """Storage shared by several keyed tables that differ only in name and size.
 
-    With a shared storage, one compiled program reads or updates all these tables. Each table is
-    padded to the size of the largest table.
+    One compiled program reads or updates all tables of a `HashedTables`. Each table is padded to
+    the size of the largest table.
 
     Args:
       tables: specs of the tables, in the order in which the arrays contain the tables.
@@ -712,8 +717,8 @@ class HashedTables(Hashed):
 
     def stack(self, parts: Sequence[State], like: PyTree, num_shards: int) -> State:
         written, slots = hashed_rows.stack(parts, num_shards)
-        # `parts` contains no PRNG keys, because `unstack` leaves them out. The parameters `like`
-        # contain the PRNG keys.
+        # `parts` contains no PRNG keys, because `unstack` leaves out the PRNG keys. Take the PRNG
+        # keys from the parameters `like`.
         return written._replace(key=like.key), slots
 
     def counts(self, params: DynamicTable, num_shards: int) -> dict[str, np.ndarray]:
@@ -730,7 +735,8 @@ class HashedTables(Hashed):
 DRAWS = 0x61646D74
 """Number that is folded into a table's PRNG key before the random draws for admission.
 
-The draws for admission are then independent of the random initial values of the rows."""
+Folding in `DRAWS` makes the draws for admission independent of the random initial values of the
+rows."""
 
 
 def is_drawn(
@@ -745,9 +751,9 @@ def is_drawn(
     Each occurrence of a key admits the key with `probability`. The probability that no occurrence
     admits the key is `(1 - probability) ** occurrences`. For each key and step, one 32-bit number
     is drawn from the table's PRNG key, folded with `DRAWS`, the step and the two 32-bit lanes of
-    the key. The key is admitted if the drawn number, divided by `2**32`, is at least the
-    probability that no occurrence admits the key. The function computes this probability as a
-    product of float32 numbers, so the rounding is the same with every compiler.
+    the key. A key is admitted if its drawn number, divided by `2**32`, is at least the probability
+    that no occurrence admits the key. The probability that no occurrence admits a key is computed
+    as a product of float32 numbers, so that the rounding is the same with every compiler.
 
     Args:
       key: PRNG key of the table, or one PRNG key for each table that shares the storage.

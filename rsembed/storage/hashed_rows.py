@@ -79,7 +79,7 @@ class DynamicTable(NamedTuple):
 
     If several tables share a storage, every leaf is a concatenation of the tables. `unstack` cuts a
     `DynamicTable` into single tables, and `stack` joins single tables. Outside `shard_map`, every
-    leaf is a concatenation of all shards.
+    leaf of a `DynamicTable` is a concatenation of all shards.
 
     Attributes:
       keys: `RowMap` from keys to rows. None if the table has no hash table.
@@ -89,9 +89,9 @@ class DynamicTable(NamedTuple):
       key: PRNG key of each table.
       generation: version of the state, see `Generation`. None if the table has no rows on the host.
       bond: copy of the integer `keys.signature` as four floats, one for each byte. `is_bound`
-        compares this copy with the signature, to detect an average of two states with different
+        compares `bond` with `keys.signature`, to detect an average of two states with different
         keys. If a program averages the float arrays of two states, but takes the integer arrays of
-        one state, the copy differs from the signature. None in tables without a hash table, and in
+        one state, `bond` differs from `keys.signature`. None in tables without a hash table, and in
         `HostCached`.
     """
 
@@ -199,7 +199,8 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
     """Cuts arrays of several tables into the arrays of each table, in host memory.
 
     Args:
-      tree: arrays of all shards, concatenated. Each shard is a concatenation of the tables.
+      tree: arrays of all shards, shard after shard. Within each shard, the arrays of the tables are
+        concatenated.
       num_tables: number of tables in each shard.
       num_shards: number of shards.
     """
@@ -217,7 +218,7 @@ def unstack(tree: PyTree, num_tables: int, num_shards: int) -> list[PyTree]:
 
 
 def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
-    """Joins the arrays of single tables to the arrays of all tables. The inverse of `unstack`.
+    """Joins the arrays of single tables into arrays of all tables, as the inverse of `unstack`.
 
     Args:
       trees: for each table, its arrays of all shards, in host memory.
@@ -270,7 +271,7 @@ def with_initial_values(
     """Writes the initial vectors and slots of new keys to their rows, and returns the new arrays.
 
     Args:
-      arrays: array of vectors. If `slots` is True, the arrays of the slots follow.
+      arrays: array of vectors, followed by the arrays of the slots if `slots` is True.
       rows: row to write for each key. A key with row `NO_ROW` is skipped.
       keys: new keys. Entries with row `NO_ROW` may be padding instead of keys.
       table: spec of the table.
@@ -307,7 +308,8 @@ def with_initial_values(
 
 
 def rounding_by_key(params: DynamicTable, step: Step) -> Step:
-    """Copy of `step` in which the rounding noise of a row depends on its key, not on its number."""
+    """Copy of `step` with rounding noise that depends on the key of a row, not on its row
+    number."""
     if step.rounding is None:
         return step
     rounding = step.rounding
@@ -360,17 +362,17 @@ def grow(
     capacity: int,
     num_waiting: int = 0,
 ) -> tuple[DynamicTable, Slots]:
-    """Enlarges a shard and its slots to `capacity` rows. The row index of every key stays the same.
+    """Enlarges a shard and its slots to `capacity` rows, without changing the row of any key.
 
-    All programs that use the shard are compiled again, because the shapes of its arrays change.
+    After `grow`, programs that use the shard are compiled again for the new shapes of its arrays.
 
     Args:
       params: arrays of the shard.
       slots: slots of the shard.
       table: spec of the table.
       capacity: number of rows of the enlarged shard.
-      num_waiting: minimum number of rows in the map of keys that wait for admission. If the map has
-        fewer rows, it is enlarged. 0, the default: the map is not enlarged.
+      num_waiting: minimum number of rows in the map of keys that wait for admission. A map with
+        fewer rows is enlarged. 0, the default: the map is not enlarged.
 
     Raises: ValueError: `capacity` is less than the present number of rows, or above `MAX_CAPACITY`.
     """

@@ -62,8 +62,8 @@ class HostCached(DynamicRows):
         the default) or the least often fetched rows ("lfu"). Rows of the current batch are never
         evicted.
 
-    Raises: ValueError: an argument is out of range. `TableSpec` raises this error, because the
-      constructor of the storage does not check the arguments.
+    Raises: ValueError: an argument is out of range. The arguments of `HostCached` are checked by
+      `TableSpec`, not by the constructor.
 
     Example:
       >>> import jax, rsembed as rs
@@ -136,7 +136,7 @@ class HostCached(DynamicRows):
         table: TableSpec,
         step: Step,
     ) -> Found:
-        del occurrences, step  # `make_room` has already counted these occurrences.
+        del occurrences, step  # `make_room` has already counted `occurrences`.
         rows = _cached_rows(params, keys, table.name)
         return params, slots, rows
 
@@ -183,8 +183,8 @@ class HostCached(DynamicRows):
         moved, num_moved = api.compact(new_rows != NO_ROW, new_rows.shape[0])
         ids = distinct.low.astype(jnp.int32)
         cache_rows, inserted = api.gather_rows((new_rows, ids), moved, missing=NO_ROW)
-        # `row_map.assign` has evicted ids from some of these cache rows. `touched`, the map before
-        # the call of `row_map.assign`, still has the evicted ids.
+        # `row_map.assign` may have evicted ids from the rows in `cache_rows`. `touched`, the map
+        # before the call of `row_map.assign`, still has the evicted ids.
         old_ids, last_step = api.gather_rows(
             (touched.low, touched.last_step),
             cache_rows,
@@ -264,7 +264,7 @@ class HostTable(HostCached):
     def advanced(self, params: DynamicTable, num_shards: int) -> DynamicTable:
         """Advances the generation, and returns the parameters with the new generation number.
 
-        After the call, all older states of the table are rejected.
+        After a call of `advanced`, all older states of the table are rejected.
         """
         self.generation.advance(self.generation.number)
         generation: PyTree = np.full(num_shards, self.generation.number, np.uint32)
@@ -286,7 +286,7 @@ class HostTable(HostCached):
         host_arrays = self.backing.read(np.arange(table.vocabulary_size))
         device_arrays = (params.rows, *slots)
         rows = {}
-        # A state for serving has no slots. The result for such a state has no slots, either.
+        # For a state without slots (for serving), the result has no slots.
         for name, array, device_array in zip(names, host_arrays, device_arrays, strict=False):
             array[ids] = on_host(device_array)[cached]
             rows[name] = array
@@ -345,7 +345,7 @@ class HostTable(HostCached):
 
 
 def _cached_rows(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array, " nnz"]:
-    """Cache row of each key. If a key is not in the cache, the program stops with an error."""
+    """Cache row of each key, with a check at run time that every key is in the cache."""
     rows = row_map.find(params.keys, keys)
     is_missing = keys.is_key & (rows == NO_ROW)
     num_missing = jnp.sum(is_missing, dtype=jnp.int32)
@@ -357,8 +357,8 @@ def _cached_rows(params: DynamicTable, keys: Keys, table_name: str) -> Int[Array
         )
 
     # Under `vmap`, a `lax.cond` with one condition per sample becomes a select, which cannot
-    # contain a host callback. The batching rule of `checked` therefore uses one condition for all
-    # samples.
+    # contain a host callback. The batching rule of `checked` uses one condition for all samples, so
+    # that no select is needed.
     @jax.custom_batching.custom_vmap
     def checked(rows: Array, num_missing: Array) -> Array:
         jax.lax.cond(

@@ -32,7 +32,8 @@ class NewStack(NamedTuple):
       tables: specs of the tables, in the order of the layout.
       num_parts: number of devices that share the columns of each row. 1: every device has all
         columns.
-      table: spec of the stack's first table. Its dim is the dim of the array.
+      table: spec of the stack's first table. The `embedding_dim` of `table` is the number of
+        columns of the whole stack.
       shard: index of this device in the mesh.
     """
 
@@ -60,15 +61,15 @@ class _NewTable(NamedTuple):
 def initial_states(stacks: Sequence[NewStack], key: PRNGKeyArray) -> list[State]:
     """Initial rows and slots of dense stacks on one device.
 
-    If the columns of a stack are split over devices, the device has a part of the columns of all
+    If the columns of a stack are split over devices, each device has a part of the columns of all
     rows. The initial values of a table depend only on `key`, on the table's name and on the table's
     initializer. Padding rows are zero.
 
     One compiled loop fills many tables, because XLA takes about 0.1 s to compile such a loop. All
-    tables of a loop have the same dtype and the same computation of initial values.
-    `_groups_of_tables` has the other conditions. The dims of the tables may differ. The loop
-    computes as many columns as the largest dim, and writes as many leading columns as each table
-    has.
+    tables of a loop have the same dtype and the same computation of initial values, but may have
+    different dims. See `_groups_of_tables` for all conditions under which tables share a loop. The
+    loop computes as many columns as the largest dim, and writes as many leading columns as each
+    table has.
 
     Args:
       stacks: stacks of the collection.
@@ -155,8 +156,8 @@ def _widths_of_init(stacks: Sequence[NewStack], key: PRNGKeyArray) -> list[int]:
     is_threefry = jax.random.key_impl(key) == "threefry2x32"
     dims = [stack.table.embedding_dim for stack in stacks]
     if not is_threefry or not config.jax_threefry_partitionable:
-        # With this PRNG, the random bits of a row depend on the number of columns, so dims are not
-        # rounded up.
+        # Without partitionable threefry, the random bits of a row depend on the number of columns,
+        # so dims are not rounded up.
         return dims
     dims_by_width: dict[int, set[int]] = {}
     for dim in dims:
@@ -257,7 +258,7 @@ def _filled(
     position_of_table = jnp.asarray(positions, jnp.int32)
     first_shard_of_table = jnp.stack(first_shards)
     rows_per_shard = jnp.asarray(sizes_of_shards, jnp.int32)
-    # If all tables have the same factors, the factors are constants in the compiled loop.
+    # If all tables have the same `form.factors`, the factors are constants in the compiled loop.
     factors_of_table = None
     if len({table.form.factors for table in tables}) > 1:
         factors_of_table = jnp.asarray([table.form.factors for table in tables], jnp.float32)
