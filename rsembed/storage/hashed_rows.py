@@ -308,8 +308,7 @@ def with_initial_values(
 
 
 def rounding_by_key(params: DynamicTable, step: Step) -> Step:
-    """Copy of `step` with rounding noise that depends on the key of a row, not on its row
-    number."""
+    """Copy of `step` with rounding noise that depends on the keys of rows, not on row numbers."""
     if step.rounding is None:
         return step
     rounding = step.rounding
