@@ -48,7 +48,7 @@ _ID_TYPES = {
         ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
     )
 }
-_LINE_BYTES = 64  # JAX does not copy arrays that begin at a multiple of this number of bytes.
+_LINE_BYTES = 64  # JAX does not copy arrays that begin at a multiple of 64 bytes.
 _HUGE_PAGE_BYTES = 2 << 20
 _PARTITIONED, _BAD_ENTRY = 0, 1
 _TABLE_AND_SAMPLE = "spec.id_transformation.col_offset", "spec.id_transformation.row_offset"

@@ -112,7 +112,7 @@ class PreprocessedInput:
         return self.sparse_dense_matmul_input.lhs_gains
 
     def check_layout(self, layouts: Mapping[str, StackLayout], enable_minibatching: bool) -> None:
-        """Checks that the batch was preprocessed for these layouts.
+        """Checks that the batch was preprocessed for `layouts` and `enable_minibatching`.
 
         Raises: ValueError: the batch was preprocessed for other stacks, other layouts or another
           value of `enable_minibatching`.
@@ -148,7 +148,8 @@ def preprocess_sparse_dense_matmul_input(
 ) -> tuple[PreprocessedInput, SparseDenseMatmulInputStats]:
     """Partitions the local part of a batch into the input buffers of all cores of this process.
 
-    The partitioners run on the host CPU, so call this function outside `jit`.
+    The partitioners run on the host CPU, so call `preprocess_sparse_dense_matmul_input` outside
+    `jit`.
 
     Args:
       features: ids, in a tree like `feature_specs`. A leaf is a 2-D integer array
@@ -178,7 +179,7 @@ def preprocess_sparse_dense_matmul_input(
         concurrently with a training step.
 
     Returns:
-      The input buffers, and the statistics of this batch for `rsembed.fdo`.
+      The input buffers, and the statistics of the batch for `rsembed.fdo`.
 
     Raises:
       ValueError: `features` or `features_weights` does not match the tree `feature_specs`, the

@@ -336,7 +336,7 @@ class DenseRows(Storage):
         num_shards: int,
         new_slots: ByTable,
     ) -> State:
-        """See `Storage.with_tables`. For dense storage, `with_tables` also works inside `jit`."""
+        """See `Storage.with_tables`. For dense storage, `with_tables` works inside `jit`."""
         for member in self.tables:
             name = member.name
             index = self.layout.all_rows(name, member.vocabulary_size)

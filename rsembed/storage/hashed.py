@@ -591,7 +591,7 @@ class Hashed(DynamicRows):
         number: Array,
         occurrences: Int[Array, " nnz"],
     ) -> tuple[RowMap, Int[Array, " nnz"], Int[Array, " tables"], Int[Array, " tables"]]:
-        """Calls `row_map.assign` with the eviction policy and the key dtype of this storage."""
+        """Calls `row_map.assign` with the eviction policy and the key dtype of the storage."""
         evict = None
         if self.makes_room:
             evict = self.eviction

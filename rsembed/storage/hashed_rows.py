@@ -158,7 +158,7 @@ def empty(
 
 
 MOST_ROUNDING = 0.25
-"""`is_bound` accepts differences below this number between `bond` and the bytes of the signature.
+"""Upper limit of the differences between `bond` and the signature that `is_bound` accepts.
 
 If a program averages states with equal keys, rounding may change the average of their `bond`."""
 
