@@ -279,7 +279,8 @@ class Gradients:
             else:
                 rows[name] = other_rows
         # `rows` already contains the sums of the row gradients, so an optimizer step reads only the
-        # field `collection` of the calls. The fields `batch` and `activations` can be empty.
+        # field `collection` of each call in `calls`. The fields `batch` and `activations` can be
+        # empty.
         calls = {}
         all_calls = {**self.calls, **other.calls}
         for name, layer_calls in all_calls.items():

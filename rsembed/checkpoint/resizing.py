@@ -101,8 +101,8 @@ def resized(
     """Arrays of a checkpoint, with values and slots resized to the tables in `tables`.
 
     Values are converted to the dtype of the table, and slots keep the saved dtype. The arrays of
-    keyed tables stay unchanged, because a keyed table of any size loads all saved keys that it has
-    rows for.
+    keyed tables are not resized, because a keyed table of any size can load saved keys, as many as
+    it has rows.
 
     Args:
       arrays: result of `files.opened`.

@@ -168,8 +168,8 @@ def fetched(
     Args:
       prefetches: the `Prefetch` of each stack on the host, by stack name.
       state: state of the collection.
-      wanted: rows to copy, by stack name: a batch that reads the rows, or the rows of
-        `RowGradients`.
+      wanted: by stack name, either a batch or the rows of `RowGradients`. The rows that the batch
+        reads, or that have gradients, are copied.
       donates: whether the arrays of `state` are donated. If False, `state` stays valid until
         `with_new_generation`.
     """

@@ -199,8 +199,7 @@ def _places(
     Args:
       members: by stack, names of the features with bags in the stack's list of ids, in the order of
         the bags.
-      num_bags: by feature name, number of the feature's bags in the part of the list for each
-        device.
+      num_bags: by feature name, number of bags that each device gets.
     """
     places = {}
     for stack, names in members.items():
@@ -352,9 +351,9 @@ def _of_arrays(
 
     The fast path checks all arrays together, and copies all arrays to the device together. For 26
     features of one sample, the slow path, which makes `Bags` of each feature, takes ten times as
-    long. The result is None if a table has keys, a feature declares its batch size, an id is out of
-    range and `bounds_check` is "raise", or the batch has anything but integer arrays. The slow path
-    of `prepare` names the feature in its error messages.
+    long. The result is None in four cases: a table has keys, a feature declares its batch size, the
+    batch has anything but integer arrays, or `bounds_check` is "raise" and an id is out of range.
+    The slow path of `prepare` names the feature in its error messages.
     """
     values: ByName = {}
     are_on_device = True
@@ -490,7 +489,7 @@ def _check_num_samples(feature: FeatureSpec, bags: Bags, devices: Devices) -> No
 
 
 def _form_and_width(name: str, bags: Bags, *, is_listed: bool) -> tuple[str, int]:
-    """Text that describes the bags of a feature, and width of the array that the bags become.
+    """A text that describes the bags of a feature, and the width of their array after the split.
 
     The text must be equal in all processes. On a mesh, ragged bags that are not joined into a list
     become an array `[bags, width]`. For ragged bags that become an array, the returned width is the

@@ -344,7 +344,7 @@ class CallGradients:
         return num_entries
 
     def lists_read(self) -> list[int]:
-        """Indices of the lists that the table's segments read, ascending."""
+        """Ascending indices of the lists of ids in `call` from which rows of this table are read."""
         numbers = set()
         for segment in self.call.segments:
             if segment.table == self.table:

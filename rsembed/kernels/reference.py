@@ -718,8 +718,8 @@ def apply_rows(
 ) -> tuple[Table, Slots]:
     """Applies one optimizer step to distinct `rows`, and returns the new table and slots.
 
-    Row numbers outside the table are padding. If `step.rule.moves_all_rows`, all other rows of the
-    table are updated with gradient 0.
+    Row numbers outside the table are padding. If `step.rule.moves_all_rows`, the rows of the table
+    that are not in `rows` are updated with gradient 0.
 
     Args:
       table: table to update.

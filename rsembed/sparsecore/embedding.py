@@ -603,9 +603,9 @@ def _table_devices(num_devices: int, axis_name: AxisName | None = None) -> Devic
         the axes together have `num_devices` devices, else the only axis with `num_devices` devices.
 
     Raises:
-      ValueError: there is no surrounding `shard_map`, the axes in `axis_name` do not have
-        `num_devices` devices, or without `axis_name`, no axis or more than one axis has
-        `num_devices` devices.
+      ValueError: there is no surrounding `shard_map`, or the axes in `axis_name` do not have
+        `num_devices` devices. If `axis_name` is not given, the error means that no axis, or more
+        than one axis, has `num_devices` devices.
     """
     if num_devices == 1:
         return Devices()

@@ -441,8 +441,8 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
         return structure.flatten_up_to(tree)
     except (ValueError, TypeError, KeyError):
         # `flatten_up_to` fails if the trees have different entries, and also if only the types of
-        # their containers differ. To allow different types, compare the entries of the outermost
-        # containers, then each entry recursively.
+        # their containers differ. To allow different types of containers, the code below compares
+        # the entries of the outermost containers, then the contents of each entry recursively.
         children = jax.tree_util.tree_leaves_with_path(
             specs, is_leaf=lambda node: node is not specs
         )

@@ -92,12 +92,12 @@ def auto_stack_tables(
       num_sc_per_device: cores per device, by default `utils.num_sparsecores_per_device()`.
       rotation: number of shards by which the ids of each table are shifted relative to the
         preceding table of the stack. The default rotation is the number of shards on one device.
-      stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` of ids per
-        partition, for stacks of several tables. The limit of the stack replaces
+      stack_to_max_ids_per_partition: function that returns the limit of ids per partition for a
+        stack of several tables, called as `f(stack_name, samples)`. The limit of the stack replaces
         `max_ids_per_partition` of its tables. By default, the limit of a stack is 256, and the
         logger "rsembed" warns of tables that declare another limit.
-      stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` of distinct
-        ids per partition.
+      stack_to_max_unique_ids_per_partition: function that returns the limit of distinct ids per
+        partition.
       use_short_stack_names: whether a stack name of more than 50 characters is shortened to its
         first 50 characters and a hash. True by default.
       activation_mem_bytes_limit: maximum size of the activations of a stack in bytes per shard, 2
@@ -162,11 +162,11 @@ def stack_tables(
       num_sc_per_device: cores per device, by default `utils.num_sparsecores_per_device()`.
       rotation: number of shards by which the ids of each table are shifted relative to the
         preceding table of the stack. The default rotation is the number of shards on one device.
-      stack_to_max_ids_per_partition: function `(stack name, samples) -> limit` of ids per
-        partition, for stacks of several tables. By default, the limit of a stack is 256. See
-        `auto_stack_tables`.
-      stack_to_max_unique_ids_per_partition: function `(stack name, samples) -> limit` of distinct
-        ids per partition.
+      stack_to_max_ids_per_partition: function that returns the limit of ids per partition for a
+        stack of several tables, called as `f(stack_name, samples)`. By default, the limit of a
+        stack is 256. See `auto_stack_tables`.
+      stack_to_max_unique_ids_per_partition: function that returns the limit of distinct ids per
+        partition.
       stack_name: name of the stack, by default the joined table names.
       fail_on_excess_padding: whether it is an error to pad a table beyond the next multiple of 8
         columns, False by default.

@@ -198,11 +198,11 @@ class Hashed(DynamicRows):
     key. If no row is free for a new key, `lookup_vjp` uses zeros as the vector of the key.
 
     Args:
-      when_full: what happens to a new key if all rows of its device are in use. With "error", the
-        default, the new key gets no row, and a step outside `jit` raises RuntimeError. A step
-        inside `jit` raises no error, but adds the new key to the counter `failed`, see
-        `collection.counts`. With "zero", the new key gets no row, and no step raises an error. With
-        "evict", the new key gets the row of another key.
+      when_full: what happens to a new key if all rows of its device are in use. With
+        `when_full="error"`, the default, a new key without a free row gets no row, and a step
+        outside `jit` raises RuntimeError. A step inside `jit` raises no error, but adds the new key
+        to the counter `failed`, see `collection.counts`. With "zero", the new key gets no row, and
+        no step raises an error. With "evict", the new key gets the row of another key.
       eviction: key that is evicted with `when_full="evict"`: the least recently used ("lru", the
         default) or the least often used ("lfu"). Among equally recent (or equally frequent) keys,
         the smallest key is evicted. Keys of the current batch are never evicted.

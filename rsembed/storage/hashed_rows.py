@@ -177,7 +177,7 @@ def bond_of(keys: RowMap) -> PyTree:
 
 
 def with_keys(params: DynamicTable, keys: RowMap) -> DynamicTable:
-    """Copy of a shard with a new `RowMap` from keys to rows, and with the bond of this map."""
+    """Copy of a shard with the row map `keys`, and with `bond_of(keys)` if the shard has a bond."""
     if params.bond is None:
         return params._replace(keys=keys)
     return params._replace(keys=keys, bond=bond_of(keys))

@@ -370,7 +370,7 @@ class Storage(abc.ABC):
 
         Args:
           params: parameters of one shard.
-          slots: slots of the same shard.
+          slots: slots of the shard with the parameters `params`.
           keys: keys, which may repeat and may include padding.
           occurrences: for each entry of `keys`, how many ids of the batch the entry represents.
           table: spec of the table.

@@ -102,7 +102,8 @@ class TBEVariable(nnx.Variable):
 class TrainedTables(nnx.Module):
     """Base class that gives `TableBatchedEmbeddingBags` access to whole tables and learning rates.
 
-    `TableBatchedEmbeddingBags` implements lookups, and sets the attributes in its constructor.
+    The subclass `TableBatchedEmbeddingBags` implements lookups. Its constructor sets the attributes
+    of `TrainedTables`.
 
     Attributes:
       plan: plan of the module's tables.

@@ -497,7 +497,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         self._count(self._by_group(bags))
 
     def cache_populate(self) -> None:
-        """Fills the cache with the most-read rows, and writes evicted rows back to the cores.
+        """Fills the cache with the most-read rows, and writes evicted rows back to the TT cores.
 
         See `hot_rows`. Outside `jit`, the method warns if no read has been counted.
 

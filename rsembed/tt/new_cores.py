@@ -146,13 +146,13 @@ def _triangle_wave_cores(
     """Cores `[p, R_left, q, R_right]` of a table with uniform, uncorrelated entries.
 
     Each entry of the table is the triangle wave of a sum of random angles, one angle from every
-    core. The triangle wave of a uniformly distributed angle is uniformly distributed. Two entries
-    of the table differ in at least one angle, so the entries are uncorrelated. The Fourier series
-    of the triangle wave is a tensor train, because core `t` can rotate the pair `(cos, sin)` of
-    harmonic `h` by `h` times the angle from core `t`. A harmonic needs two ranks, so the series is
-    cut off after `min(tt_ranks) // 2` harmonics. Entries for ranks that no harmonic uses would stay
-    zero in training, so noise is added to every core. The root mean square of the noise is 1 % of
-    the root mean square of the core.
+    core. The triangle wave of a uniformly distributed angle is uniformly distributed. The sums of
+    two entries of the table differ in at least one random angle, so the entries are uncorrelated.
+    The Fourier series of the triangle wave is a tensor train, because core `t` can rotate the pair
+    `(cos, sin)` of harmonic `h` by `h` times the angle from core `t`. A harmonic needs two ranks,
+    so the series is cut off after `min(tt_ranks) // 2` harmonics. Entries for ranks that no
+    harmonic uses would stay zero in training, so noise is added to every core. The root mean square
+    of the noise is 1 % of the root mean square of the core.
     """
     if min(spec.tt_ranks) < 2:
         raise ValueError(

@@ -282,8 +282,8 @@ def specs_of_tables(
     for name, value in arguments.items():
         is_per_table = isinstance(value, Sequence) and not isinstance(value, str)
         if is_per_table and name.startswith("tt_"):
-            # A flat sequence of numbers contains ranks or factors that hold for all tables. A
-            # sequence that contains a sequence or None has one entry per table.
+            # A flat sequence of numbers contains ranks or factors that hold for all tables. If an
+            # entry of the sequence is a sequence or None, the sequence has one entry per table.
             is_per_table = any(entry is None or isinstance(entry, Sequence) for entry in value)
         if is_per_table and len(value) != num_tables:
             raise ValueError(

@@ -74,8 +74,8 @@ class TensorTrain(Storage):
         cached. A lookup of a cached row reads a stored vector and multiplies no slices, and a step
         updates the stored vector. With `cache_rows=0`, the default, the storage has no cache. See
         `hot_rows`.
-      counted_ids: maximum number of ids for which reads are counted. Only rows with a read count
-        can enter the cache. 0, the default: 16 ids per cached row, rounded up to a power of two.
+      counted_ids: maximum number of ids for which reads are counted. A row without a read count
+        cannot enter the cache. 0, the default: 16 ids per cached row, rounded up to a power of two.
       populate_every: interval of `hot_rows.populate` in steps, 100 by default. `hot_rows.populate`
         fills the cache with the most-read rows, and halves all read counts.
       tables: tables that share this storage. Users leave this field empty: collections and modules

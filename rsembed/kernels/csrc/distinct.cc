@@ -72,7 +72,7 @@ class Fields {
     }
   }
 
-  // Owner of an entry. As an unsigned number, a negative owner is out of range, so the entry is padding.
+  // Index of the device that owns entry `i`. Padding has a negative owner, which as an unsigned number is out of range.
   uint32_t OwnerOf(int64_t i) const { return fields[0].values[i]; }
 
   uint32_t Word(size_t number, int64_t i) const {

@@ -147,7 +147,8 @@ class Workers {
     }
   };
 
-  // Helper threads of one call. Helpers can run after the call has returned, so a Crew can outlive the call.
+  // The threads of the pool that help with one parallel loop. They can run after the loop has returned, so a Crew can
+  // outlive its loop.
   struct Crew {
     std::atomic<int64_t> num_members{0};  // helpers that run, or that the pool has yet to start
     std::atomic<int64_t> num_jobs{0};
