@@ -15,6 +15,7 @@ import argparse
 import datetime
 import functools
 import importlib.util
+import itertools
 import json
 import os
 import sys
@@ -36,6 +37,8 @@ NOTEBOOKS = ROOT / "notebooks"
 TEXT_STEPS = 3_000
 EPOCHS = 20
 NEIGHBOURS = (20, 50, 200)
+# Whose neighbours count, and how many of a user's latest films: the models read 20.
+NEIGHBOUR_OPTIONS = (("seen", "offered"), (None, 20))
 FACTORS = ((1.0, 10.0), (1.0, 50.0), (10.0, 50.0))  # weight of a film that was seen, decay
 TABLE_RATES = (0.02, 0.05, 0.1)
 COUNTED_LETTERS = (2, 3, 4, 5, 6)
@@ -106,7 +109,10 @@ def peers(task: Any, validation_task: Any) -> list[Record]:
     films = script("movielens")
     records = [record_of("popularity", films.judge(task, films.popularity(task)), "")]
     makers = {
-        "item-kNN": (films.item_neighbours, [(number,) for number in NEIGHBOURS]),
+        "item-kNN": (
+            films.item_neighbours,
+            list(itertools.product(NEIGHBOURS, *NEIGHBOUR_OPTIONS)),
+        ),
         "ALS": (factorisation, FACTORS),
     }
     for who, (make, settings) in makers.items():
@@ -395,7 +401,8 @@ last 20 films.
 {contestants(records, ("recall", "NDCG"))}
 
 {part["machine"]}. The last film but one of each user chose the epoch of each model and the settings of
-item-kNN (neighbours) and ALS (weight, decay). The chosen settings are {settings_of(records)}.
+item-kNN (number of neighbours, the film with these neighbours, number of latest films of the user)
+and ALS (weight, decay). The chosen settings are {settings_of(records)}.
 We know no published number for this log with this protocol.
 """
     return text, [f"{name}: {sentence}" for sentence in worse]

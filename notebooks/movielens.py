@@ -380,8 +380,18 @@ def popularity(task: Task) -> np.ndarray:
     return np.tile(task.log_frequency, (len(task.test), 1))
 
 
-def item_neighbours(task: Task, num_neighbours: int = 50) -> np.ndarray:
-    """Scores `[users, films]` of item-kNN: a film's cosine similarity to the films that the user saw, summed."""
+def item_neighbours(
+    task: Task,
+    num_neighbours: int = 50,
+    side: str = "seen",
+    num_latest: int | None = None,
+) -> np.ndarray:
+    """Scores `[users, films]` of item-kNN: a film's cosine similarity to the films that the user saw, summed.
+
+    The sum takes pairs of neighbours only: the offered film is among the `num_neighbours` films that are most similar
+    to the seen film, or with `side="offered"`, the seen film is among those most similar to the offered film. With
+    `num_latest`, only the latest films of each user are in the sum.
+    """
     seen = seen_films(task).astype(np.float32)
     num_viewers = seen.sum(axis=0)
     lengths = np.sqrt(np.maximum(num_viewers, 1))
@@ -390,9 +400,18 @@ def item_neighbours(task: Task, num_neighbours: int = 50) -> np.ndarray:
     similarity /= lengths[None]
     np.fill_diagonal(similarity, 0)
     num_neighbours = min(num_neighbours, len(similarity) - 1)
-    least = -np.partition(-similarity, num_neighbours - 1, axis=1)[:, num_neighbours - 1]
-    similarity[similarity < least[:, None]] = 0
-    return seen[task.log.users[task.test]] @ similarity
+    axis = 1 if side == "seen" else 0
+    partitioned = np.partition(similarity, -num_neighbours, axis=axis)
+    least = partitioned.take([-num_neighbours], axis=axis)
+    similarity[similarity < least] = 0
+    users = task.log.users[task.test]
+    if num_latest is None:
+        return seen[users] @ similarity
+    latest = np.zeros((len(users), seen.shape[1]), np.float32)
+    histories = task.log.histories(num_latest)[task.test]
+    samples, positions = np.nonzero(histories >= 0)
+    latest[samples, histories[samples, positions]] = 1
+    return latest @ similarity
 
 
 def matrix_factorisation(

@@ -71,6 +71,16 @@ def test_neighbours_and_factorisation_solve_their_equations(script):
     expected = seen[task.log.users[task.test]] @ similar
     scores = script.item_neighbours(task, num_neighbours=500)  # all of them
     assert_allclose(scores, expected, rtol=1e-4, atol=1e-6)
+    # Three neighbours of the offered film (ties are ties of these float32 numbers), and the latest films of a user.
+    lengths = np.sqrt(film_sums.astype(np.float32))
+    similar = (seen.T @ seen).astype(np.float32) / lengths[:, None] / lengths
+    np.fill_diagonal(similar, 0)
+    scores = script.item_neighbours(task, 3, side="offered", num_latest=4)
+    histories = task.log.histories(4)[task.test]
+    for film, similarities in enumerate(similar.T):
+        near = np.where(similarities >= np.sort(similarities)[-3], similarities, 0)
+        expected = [near[history[history >= 0]].sum() for history in histories]
+        assert_allclose(scores[:, film], expected, rtol=1e-5)
     # Each vector is where the gradient of the weighted loss is zero.
     others = np.random.default_rng(0).normal(size=(seen.shape[1], 4))
     vectors = script.least_squares(seen > 0, others, weight=2.0, decay=0.5)
