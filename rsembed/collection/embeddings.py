@@ -46,10 +46,10 @@ from rsembed.storage.protocol import ByTable
 class EmbeddingCollection:
     """The embedding tables of a model, and the features that read rows of these tables.
 
-    Tables that agree in dim, dtype, optimizer, storage and placement are stacked: they share arrays
-    and kernel calls. Lookups and steps work inside `jax.jit` and `jax.lax.scan`. Steps update
-    tables in place if the state is donated. Call `prepare`, `prefetch`, `evict`, and anything that
-    reads or writes whole keyed tables, outside the jitted step.
+    Tables that agree in dim, dtype, rounding, quantization, optimizer, storage and placement are
+    stacked: they share arrays and kernel calls. Lookups and steps work inside `jax.jit` and
+    `jax.lax.scan`. Steps update tables in place if the state is donated. Call `prepare`, `prefetch`,
+    `evict`, and anything that reads or writes whole keyed tables, outside the jitted step.
 
     On a mesh, every device looks up its part of the samples and stores its part of the tables.
     Lookups and steps give the same results as on one device. Each step uses the gradients of the

@@ -108,7 +108,11 @@ def plan_placed(features: PyTree, placements: Mapping[str, str]) -> StackingPlan
     """Plans stacks: tables share a stack if their specs allow it and their placements are equal."""
     tables = tables_of(features)
     placed: dict[tuple[int, str], list[str]] = {}
-    groups_by_spec = group_tables(features, num_shards=1, pad=False)
+    # The limit is for the memory of SparseCores. Here it would make the stacks, and so the state,
+    # depend on the declared batch size.
+    groups_by_spec = group_tables(
+        features, num_shards=1, pad=False, activation_mem_bytes_limit=None
+    )
     for number, group in enumerate(groups_by_spec):
         for name in group:
             group_and_placement = number, placements[name]

@@ -267,6 +267,7 @@ def ranks(
     table: Int[Array, " n"] | None,
     num_tables: int,
     tell_apart: Callable[..., Distinct] = distinct,
+    arrival: Int[Array, " n"] | None = None,
 ) -> tuple[Int[Array, " n"], Int[Array, " tables"]]:
     """Rank of each marked entry, and the number of marked entries of each table.
 
@@ -278,16 +279,21 @@ def ranks(
       table: index of the table of each entry, or None if there is one table.
       num_tables: number of tables.
       tell_apart: implementation of `distinct`, which sorts the entries by table.
+      arrival: one number per entry, which defines the order of the entries: the entry with the
+        smallest number is the first. The numbers of marked entries must differ. If `arrival` is
+        None, the entries are in the order of `marks`.
     """
-    if table is None:
+    if table is None and arrival is None:
         rank = jnp.cumsum(marks, dtype=jnp.int32) - 1
         num_marked = jnp.sum(marks, dtype=jnp.int32)
         return rank, num_marked[None]
+    if table is None:
+        table = jnp.zeros_like(arrival)
     owners = jnp.where(marks, table, num_tables)
-    # The only lane of an entry is its position, so all entries are distinct, and the entries of
-    # each table stay in order.
-    positions = int32_range(marks.shape[0])
-    _, entry_of, _, offsets, _ = tell_apart(owners, [positions], num_owners=num_tables)
+    # The only lane of an entry is its number in `arrival` or its position. So all marked entries
+    # are distinct, and `tell_apart` sorts the entries of each table by this number.
+    order = int32_range(marks.shape[0]) if arrival is None else arrival
+    _, entry_of, _, offsets, _ = tell_apart(owners, [order], num_owners=num_tables)
     rank = entry_of - offsets.at[table].get(mode="clip")
     return rank, offsets[1:] - offsets[:-1]
 

@@ -1,7 +1,8 @@
 """Storages of table rows: dense arrays, tables with 64-bit keys, and tables in host memory.
 
 A storage works with the rows of one device and does not know about other devices.
-`collection/rows.py` passes ids to a storage and gets vectors back, on one device or a mesh.
+`collection/rows.py` and, for sharded rows, `collection/asked_rows.py` pass ids to a storage and get
+vectors back.
 `TableSpec(storage=...)` chooses the storage of a table. By default, the rows are in one array.
 
     protocol.py         the interface of all storages, and groups of tables that share one storage

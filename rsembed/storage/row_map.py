@@ -617,18 +617,7 @@ def first_marked(
       table: table index of each entry. None if there is only one table.
       most: maximum number of entries to choose in each table.
     """
-    if arrival is not None:
-        positions = jax.lax.broadcasted_iota(jnp.int32, arrival.shape, 0)
-        _, order = jax.lax.sort((arrival, positions), num_keys=1)
-        sorted_table = table
-        if table is not None:
-            sorted_table = table[order]
-        sorted_marks = marks[order]
-        is_first = first_marked(sorted_marks, None, sorted_table, most)
-        unsorted = jnp.zeros_like(is_first)
-        return unsorted.at[order].set(is_first)
-    num_tables = most.shape[0]
-    rank, _ = ranks(marks, table, num_tables, api.distinct)
+    rank, _ = ranks(marks, table, most.shape[0], api.distinct, arrival)
     if table is not None:
         most = most.at[table].get(mode="clip")
     return marks & (rank < most)

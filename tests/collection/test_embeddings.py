@@ -133,6 +133,19 @@ def test_initial_values_depend_on_key_and_table_not_on_company():
     assert not np.array_equal(one, alone.tables(alone.init(jax.random.key(8)))["u"])
 
 
+def test_a_declared_batch_size_leaves_the_state_as_it_is():
+    shapes = []
+    for samples in (None, 2**20):
+        input_shape = None if samples is None else (samples, 1)
+        features = [
+            rs.FeatureSpec(name, table_spec(name), input_shape=input_shape) for name in "abc"
+        ]
+        collection = rs.EmbeddingCollection(features)
+        state = jax.eval_shape(collection.init, jax.random.key(0))
+        shapes.append({name: rows.shape for name, rows in state.tables.items()})
+    assert shapes[0] == shapes[1] == {"a_b_c": (3 * VOCABULARY, DIM)}
+
+
 def test_init_in_blocks_fills_every_row_once(monkeypatch):
     spec = table_spec(
         vocabulary_size=50, optimizer=rs.optimizers.Adagrad(0.1, initial_accumulator_value=0.3)
