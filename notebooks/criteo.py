@@ -1,6 +1,6 @@
 """A DLRM for click logs in Criteo's format, beside logistic regression. Categories are hashed, without a vocabulary.
 
-    python notebooks/criteo.py [--data train.txt] [--rows 400000] [--epochs 3]
+    python notebooks/criteo.py [--data train.txt] [--rows 400000] [--epochs 1]
 
 `--data` is Kaggle's train.txt, a day of the Terabyte log, or a CSV or TSV with a header: see rs.datasets.criteo.
 The last tenth of the rows is held out, the tenth before it is for validation. The learning rate of each model and the

@@ -150,7 +150,7 @@ def fit(log, folder, epochs, seed, model_class=TwoTowers):
             rest = nnx.state((model, optimizer), nnx.Not(rs.nnx.Tables))
             curves = [losses, recalls]
             saved.save(model.embeddings.state, others=rest, metadata=setting | {"curves": curves})
-            np.savetxt(f"{folder}/log.csv", np.transpose(curves), header="loss, validation recall")
+            np.savetxt(f"{folder}/log.csv", np.transpose(curves), "%g", ",", header="loss,recall")
             write("loss", losses[-1], len(recalls) * num_steps)
             write("validation recall", recalls[-1], len(recalls) * num_steps)
             print(f"epoch {len(recalls)}: loss {losses[-1]:.3f}, recall@{K} {recalls[-1]:.3f}")

@@ -152,7 +152,7 @@ def test_a_training_that_runs_again_goes_on_with_the_bits_of_one_that_never_stop
     assert printed["stopped"][-3:] == printed["whole"][-3:]
     assert printed["whole"][-3].startswith("epoch 2: loss ")
     log = (tmp_path / "whole" / "log.csv").read_text()
-    assert log.startswith("# loss, validation recall\n") and len(log.splitlines()) == 1 + 2
+    assert log.startswith("# loss,recall\n") and len(log.splitlines()) == 1 + 2
     assert (tmp_path / "stopped" / "log.csv").read_text() == log
     last_of_stopped, last_of_whole = (
         sorted((tmp_path / folder).glob("step_*"))[-1] for folder in folders
