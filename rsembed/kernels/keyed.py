@@ -288,7 +288,7 @@ def ranks(
         num_marked = jnp.sum(marks, dtype=jnp.int32)
         return rank, num_marked[None]
     if table is None:
-        table = jnp.zeros(marks.shape, jnp.int32)
+        table = jnp.zeros_like(marks, jnp.int32)
     owners = jnp.where(marks, table, num_tables)
     # The only lane of an entry is its number in `arrival` or its position. So all marked entries
     # are distinct, and `tell_apart` sorts the entries of each table by this number.
