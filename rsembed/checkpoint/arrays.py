@@ -125,17 +125,17 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
     return entries
 
 
-Block = tuple[int, int, np.ndarray]
+RowBlock = tuple[int, int, np.ndarray]
 """Some rows of an array: index of the array, index of the first row, and the rows."""
 
 
-def _blocks_of(entries: Sequence[Entry], arrays: Sequence[ArrayToSave]) -> Iterator[Block]:
+def _blocks_of(entries: Sequence[Entry], arrays: Sequence[ArrayToSave]) -> Iterator[RowBlock]:
     for number, (entry, array) in enumerate(zip(entries, arrays, strict=True)):
         for chunk in _chunks(entry):
             yield number, chunk.first, _rows(array, chunk)
 
 
-def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[Block]) -> None:
+def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[RowBlock]) -> None:
     """Writes all blocks of rows, and adds the checksums of the files to the manifest entries."""
     path.mkdir(parents=True)
     stores = [_store(path, entry, create=True) for entry in entries]
