@@ -359,7 +359,8 @@ class FeatureSpec:
             if dim < output_dim != padded_dim:
                 raise ValueError(
                     f"{where}: output_shape {self.output_shape} asks for {output_dim} columns, "
-                    f"but table {self.table_spec.name!r} has embedding_dim={dim}."
+                    f"but table {self.table_spec.name!r} has embedding_dim={dim}. Give at most {dim} "
+                    f"columns, or {padded_dim} with padding."
                 )
 
     @property

@@ -372,12 +372,15 @@ def exceeded_limits(layout: StackLayout, entries: Entries, num_blocks_per_core: 
     if not parts:
         return ""
     still = ""
+    split = ""
     if num_blocks_per_core > 1:
         still = f" in one of {num_blocks_per_core} minibatches, which cannot be split"
+    else:
+        split = "pass enable_minibatching=True to process the batch in parts, "
     return (
         f"stack {layout.name!r} (tables {', '.join(tables)}): {'; '.join(parts)}{still}. Raise "
         "the limit to at least the observed number, spread ids over more shards "
-        "(num_sc_per_device), or pass allow_id_dropping=True to drop and count them."
+        f"(num_sc_per_device), {split}or pass allow_id_dropping=True to drop and count them."
     )
 
 
