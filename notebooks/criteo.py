@@ -1,11 +1,15 @@
-"""A DLRM for click logs in Criteo's format, beside logistic regression. Categories are hashed, without a vocabulary.
+"""Trains a DLRM and a logistic regression on a click log in Criteo's format.
 
     python notebooks/criteo.py [--data train.txt] [--rows 400000] [--epochs 1]
 
-`--data` is Kaggle's train.txt, a day of the Terabyte log, or a CSV or TSV with a header: see rs.datasets.criteo.
-The last tenth of the rows is held out, the tenth before it is for validation. The learning rate of each model and the
-epoch that is reported are those with the least validation log-loss: on most click logs, a DLRM over-fits in the second
-epoch. The held-out rows choose nothing. Without a file, a log is generated, and its best possible loss is known.
+`--data` is Kaggle's train.txt, a day of the Terabyte log, or a CSV or TSV file with a header. See
+rs.datasets.criteo. Without a file, a log is generated, and the best possible loss is known.
+Categories become 64-bit keys of hashed tables, so there is no vocabulary to build.
+
+The last tenth of the rows is held out, and the tenth before it is for validation. The script
+reports each model with the learning rate and the epoch that have the least log-loss on the
+validation rows: on most click logs, a DLRM overfits in the second epoch. Held-out rows are used for
+the report only.
 """
 
 import argparse
@@ -26,12 +30,16 @@ LINEAR_RATES = (0.02, 0.05, 0.2)
 
 
 class Samples(NamedTuple):
+    """Rows of a click log."""
+
     labels: np.ndarray  # [rows], 0 or 1
     numbers: np.ndarray  # [rows, 13]
     keys: np.ndarray  # [rows, 26], 64-bit keys of the categories
 
 
 class Quality(NamedTuple):
+    """Quality of predictions, and the numbers of samples and clicks that they were made for."""
+
     log_loss: float
     auc: float
     num_samples: int
@@ -42,42 +50,48 @@ class Fit(NamedTuple):
     """A trained model at its best epoch."""
 
     validation: Quality
-    epoch: int  # from 1
+    epoch: int  # starts at 1
     rate: float
-    held_log_odds: np.ndarray
+    held_log_odds: np.ndarray  # predictions for the held-out rows
 
 
 # The model
 
 
 class DLRM(nnx.Module):
+    """Log-odds of a click from the numbers and the categories of a sample."""
+
     def __init__(self, collection, num_numbers, *, rngs):
         num_vectors = 1 + len(collection.features)
         num_inputs = DIM + num_vectors * (num_vectors - 1) // 2
         self.embeddings = rs.nnx.Embeddings(collection, rngs=rngs)
-        self.below = nnx.Sequential(
+        self.bottom = nnx.Sequential(
             nnx.Linear(num_numbers, 64, rngs=rngs), jax.nn.relu, nnx.Linear(64, DIM, rngs=rngs)
         )
-        self.above = nnx.Sequential(
+        self.top = nnx.Sequential(
             nnx.Linear(num_inputs, 64, rngs=rngs), jax.nn.relu, nnx.Linear(64, 1, rngs=rngs)
         )
 
     def __call__(self, numbers, ids):
-        below = self.below(numbers)
+        bottom = self.bottom(numbers)
         vectors = self.embeddings(ids)
-        pairs = rs.pairwise_interaction(jnp.stack([below, *vectors.values()], axis=1))
-        return self.above(jnp.concatenate([below, pairs], axis=1))[:, 0]
+        pairs = rs.pairwise_interaction(jnp.stack([bottom, *vectors.values()], axis=1))
+        return self.top(jnp.concatenate([bottom, pairs], axis=1))[:, 0]
 
 
 def make_model(num_numbers, num_categories, num_rows, rate=0.1, seed=0):
-    """A collection with a hashed table for each category, and the model. A key gets its row in training."""
+    """A collection with a hashed table for each category, and the model.
+
+    A key gets a row when it is trained for the first time.
+    """
     features = []
     for column in range(num_categories):
         table = rs.TableSpec(
             name=f"c{column}",
             vocabulary_size=num_rows,
             embedding_dim=DIM,
-            # Larger vectors make 351 products of noise at first.
+            # The model has 351 products of two vectors. With larger initial values, these products
+            # are noise that slows the first steps down.
             initializer=jax.nn.initializers.normal(0.02),
             storage=rs.Hashed(when_full="evict", eviction="lfu"),
             optimizer=rs.optimizers.RowWiseAdagrad(rate),
@@ -88,6 +102,7 @@ def make_model(num_numbers, num_categories, num_rows, rate=0.1, seed=0):
 
 
 def loss_fn(model, numbers, ids, labels):
+    """Mean log-loss of a batch."""
     return optax.sigmoid_binary_cross_entropy(model(numbers, ids), labels).mean()
 
 
@@ -104,6 +119,7 @@ def log_odds(model, numbers, ids):
 
 
 def prepared(collection, keys):
+    """A batch of the collection from the keys of some samples."""
     columns = {}
     for column, name in enumerate(collection.features):
         columns[name] = keys[:, column]
@@ -115,7 +131,7 @@ def predict(collection, model, samples, batch_size):
     num_samples = len(samples.labels)
     parts = []
     for start in range(0, num_samples, batch_size):
-        # The last batch is filled up from the beginning.
+        # All batches have the same size. The first samples fill up the last batch.
         rows = np.arange(start, start + batch_size) % num_samples
         ids = prepared(collection, samples.keys[rows])
         parts.append(np.asarray(log_odds(model, samples.numbers[rows], ids)))
@@ -126,14 +142,18 @@ def predict(collection, model, samples, batch_size):
 
 
 def weight_indices(train, other):
-    """A number for each category of `train`, column by column; categories that it lacks share the number 0."""
+    """Index of the weight of each category of `other`, and the number of weights.
+
+    The categories of `train` have weights, column by column. Index 0 is for all other categories.
+    """
     indices = np.zeros(other.keys.shape, np.int32)
     num_weights = 1
     for column in range(train.keys.shape[1]):
         known = np.unique(train.keys[:, column])
         keys = other.keys[:, column]
-        places = np.minimum(np.searchsorted(known, keys), len(known) - 1)
-        indices[:, column] = np.where(known[places] == keys, num_weights + places, 0)
+        positions = np.minimum(np.searchsorted(known, keys), len(known) - 1)
+        is_known = known[positions] == keys
+        indices[:, column] = np.where(is_known, num_weights + positions, 0)
         num_weights += len(known)
     return indices, num_weights
 
@@ -145,13 +165,12 @@ def linear_log_odds(params, numbers, indices):
 
 
 def linear_loss(params, numbers, indices, labels):
-    return optax.sigmoid_binary_cross_entropy(
-        linear_log_odds(params, numbers, indices), labels
-    ).mean()
+    log_odds = linear_log_odds(params, numbers, indices)
+    return optax.sigmoid_binary_cross_entropy(log_odds, labels).mean()
 
 
 def fit_linear(parts, batch_size, epochs, rate, seed):
-    """Logistic regression: a weight for each category and number."""
+    """Logistic regression at its best epoch. It has a weight for each category and each number."""
     train, validation, held = parts
     train_indices, num_weights = weight_indices(train, train)
     validation_indices, _ = weight_indices(train, validation)
@@ -187,11 +206,14 @@ def fit_linear(parts, batch_size, epochs, rate, seed):
 
 
 def load(path, num_rows):
-    """Samples of a file for training, validation and the report, in this order, since logs are in the order of time."""
-    # "missing" is a category like any other.
+    """Samples of a file for training, for validation and held out, in the order of the file.
+
+    Logs are sorted by time, so the held-out samples are the latest ones.
+    """
+    # A missing category is a category, too, with key 0.
     log = rs.datasets.criteo(path, rows=num_rows, missing=0)
     keys = np.stack(list(log.sparse.values()), axis=1)
-    # Counts have long tails, and a missing count is most often a small one.
+    # The logarithm shortens the long tail of counts. Missing and negative numbers count as 0.
     numbers = np.log1p(np.maximum(np.nan_to_num(log.dense), 0))
     samples = Samples(log.labels.astype(np.float32), numbers, keys)
     num_held = len(log) - int((1 - HELD_OUT) * len(log))
@@ -203,7 +225,7 @@ def load(path, num_rows):
 
 
 def generated(num_samples, num_features=26, sample_seed=0):
-    """Samples from a known law, and the log of the draw."""
+    """Samples with known probabilities of a click, and the generated log."""
     clicks = rs.datasets.synthetic_clicks(
         num_samples,
         vocabulary_sizes=[1_000] * num_features,
@@ -212,34 +234,39 @@ def generated(num_samples, num_features=26, sample_seed=0):
         sample_seed=sample_seed,
     )
     ids = np.stack(list(clicks.sparse.values()), axis=1).astype(np.int64)
-    # As large as keys of hashed texts.
+    # Ids become numbers as large as the hashes of texts.
     keys = (ids + 1) * 0x9E3779B97F4A7C1 % 2**62 + np.arange(num_features)
     return Samples(clicks.labels.astype(np.float32), clicks.dense, keys), clicks
 
 
 def batches_of(num_samples, batch_size, epoch, seed):
-    """Row numbers of each batch of an epoch, in a new order every epoch."""
+    """Row numbers of each batch of an epoch. Every epoch has another order."""
     order = np.random.default_rng((seed, epoch)).permutation(num_samples)
     for start in range(0, num_samples - batch_size + 1, batch_size):
         yield order[start : start + batch_size]
 
 
-# Judgement
+# Quality
 
 
 def auc(labels, scores):
-    """Probability that a click has a higher score than a sample without one; a draw counts half."""
-    _, places, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    """Probability that a click has a higher score than a sample without a click.
+
+    Two equal scores count as one half.
+    """
+    _, indices, counts = np.unique(scores, return_inverse=True, return_counts=True)
+    # Equal scores get the middle of their ranks.
     last_ranks = np.cumsum(counts)
     middle_ranks = last_ranks - (counts - 1) / 2
     is_click = labels > 0
     num_clicks = is_click.sum()
     num_others = len(labels) - num_clicks
-    rank_sum = middle_ranks[places[is_click]].sum()
+    rank_sum = middle_ranks[indices[is_click]].sum()
     return float((rank_sum - num_clicks * (num_clicks + 1) / 2) / (num_clicks * num_others))
 
 
 def judge(labels, scores):
+    """Quality of the scores, which are log-odds."""
     scores = np.asarray(scores, np.float64)
     log_loss = float(np.mean(np.logaddexp(0, scores) - labels * scores))
     return Quality(log_loss, auc(labels, scores), len(labels), int(labels.sum()))
@@ -255,7 +282,7 @@ def show(name, quality, part="held-out"):
 
 
 def fit_dlrm(parts, batch_size, epochs, rate, table_rows, seed):
-    """The DLRM at its best epoch, all losses, and the number of keys with a row in each table."""
+    """The DLRM at its best epoch, the loss of each step, and the number of keys in each table."""
     train, validation, held = parts
     num_numbers = train.numbers.shape[1]
     num_categories = train.keys.shape[1]
@@ -268,9 +295,8 @@ def fit_dlrm(parts, batch_size, epochs, rate, table_rows, seed):
     for epoch in range(epochs):
         for rows in batches_of(len(train.labels), batch_size, epoch, seed):
             ids = prepared(collection, train.keys[rows])
-            losses.append(
-                train_step(model, optimizer, train.numbers[rows], ids, train.labels[rows])
-            )
+            loss = train_step(model, optimizer, train.numbers[rows], ids, train.labels[rows])
+            losses.append(loss)
             if len(losses) % steps_per_line == 0 or len(losses) == num_steps:
                 mean_loss = np.mean(losses[-steps_per_line:])
                 print(f"step {len(losses):,} of {num_steps:,}: loss {mean_loss:.4f}")
@@ -320,7 +346,8 @@ def main(argv=None):
     for name, part in (("validation", validation), ("held-out", held)):
         if part.labels.min() == part.labels.max():
             raise ValueError(
-                f"all {len(part.labels)} {name} labels are {part.labels[0]:.0f}, so no AUC; read more --rows."
+                f"all {len(part.labels)} {name} labels are {part.labels[0]:.0f}, so there is no "
+                "AUC. Read more --rows."
             )
     rate = float(train.labels.mean())
     print(
@@ -328,9 +355,8 @@ def main(argv=None):
         f"{len(held.labels):,} held out; {rate:.1%} are clicks"
     )
     batch_size = max(1, min(MOST_BATCH_SIZE, len(train.labels) // 20))
-    results["rate of clicks"] = judge(
-        held.labels, np.full(len(held.labels), np.log(rate) - np.log1p(-rate))
-    )
+    log_odds_of_rate = np.log(rate) - np.log1p(-rate)
+    results["rate of clicks"] = judge(held.labels, np.full(len(held.labels), log_odds_of_rate))
     linear_fits = []
     for linear_rate in LINEAR_RATES:
         linear_fits.append(fit_linear(parts, batch_size, options.epochs, linear_rate, options.seed))
@@ -346,9 +372,7 @@ def main(argv=None):
         results[name] = judge(held.labels, fit.held_log_odds)
     for name, quality in results.items():
         show(name, quality)
-    print(
-        f"{sum(num_keys):,} keys have a row, {min(num_keys):,} to {max(num_keys):,} of a category"
-    )
+    print(f"{sum(num_keys):,} keys have a row, {min(num_keys):,} to {max(num_keys):,} in a table")
     return losses, results
 
 

@@ -1,9 +1,10 @@
-"""A trained model with `nnx.Embed`, converted: the same losses, and each step touches the rows of its batch alone.
+"""Converts a model with `nnx.Embed`, and trains both models, which have the same losses.
 
     python notebooks/from_nnx_embed.py
 
-`nnx.Embed` is a parameter, whose gradient and optimizer state are as large as the table. The layer of rsembed takes its
-rows with `with_tables`, and optax keeps the rest of the model.
+`nnx.Embed` is a parameter: its gradient and its optimizer state are as large as the table, and each
+step reads and writes all of it. The layer of rsembed takes over the rows with `with_tables`, and a
+step changes only the rows of its batch. optax trains the rest of the model, as before.
 """
 
 import jax
@@ -14,12 +15,16 @@ from flax import nnx
 
 import rsembed as rs
 
-ROWS, DIM, RATE = 50_000, 16, 0.5
+NUM_ROWS = 50_000
+DIM = 16
+RATE = 0.5
 
 
 class Before(nnx.Module):
+    """The mean of the vectors of some items, and a linear layer."""
+
     def __init__(self, *, rngs):
-        self.embed = nnx.Embed(ROWS, DIM, rngs=rngs)
+        self.embed = nnx.Embed(NUM_ROWS, DIM, rngs=rngs)
         self.head = nnx.Linear(DIM, 1, rngs=rngs)
 
     def __call__(self, ids):
@@ -27,16 +32,20 @@ class Before(nnx.Module):
 
 
 class After(nnx.Module):
+    """The same model with a table of rsembed, starting from the values of `before`."""
+
     def __init__(self, before, *, rngs):
-        item = rs.TableSpec(name="item", vocabulary_size=ROWS, embedding_dim=DIM, combiner="mean")
-        item.optimizer = rs.optimizers.SGD(RATE)
-        collection = rs.EmbeddingCollection([rs.FeatureSpec(name="items", table_spec=item)])
-        self.embed = rs.nnx.Embeddings(collection, rngs=rngs)
-        self.embed.set_state(
-            collection.with_tables(
-                self.embed.state, {"item": np.asarray(before.embed.embedding[...])}
-            )
+        table = rs.TableSpec(
+            name="item",
+            vocabulary_size=NUM_ROWS,
+            embedding_dim=DIM,
+            combiner="mean",
+            optimizer=rs.optimizers.SGD(RATE),
         )
+        collection = rs.EmbeddingCollection([rs.FeatureSpec(name="items", table_spec=table)])
+        self.embed = rs.nnx.Embeddings(collection, rngs=rngs)
+        rows = np.asarray(before.embed.embedding[...])
+        self.embed.set_state(collection.with_tables(self.embed.state, {"item": rows}))
         self.head = nnx.Linear(DIM, 1, rngs=rngs)
         nnx.update(self.head, jax.tree.map(jnp.array, nnx.state(before.head)))
 
@@ -49,29 +58,36 @@ def loss_fn(model, ids, labels):
 
 
 def train(model, optimizer, value_and_grad, batches):
+    """Trains the model on each batch, and returns the losses."""
+
     @nnx.jit(donate_argnums=(0, 1))
-    def step(model, optimizer, ids, labels):
+    def train_step(model, optimizer, ids, labels):
         loss, gradients = value_and_grad(loss_fn)(model, ids, labels)
         optimizer.update(model, gradients)
         return loss
 
-    return [float(step(model, optimizer, ids, labels)) for ids, labels in batches]
+    losses = []
+    for ids, labels in batches:
+        losses.append(float(train_step(model, optimizer, ids, labels)))
+    return losses
 
 
 def main():
     rng = np.random.default_rng(0)
-    batches = [
-        (rng.integers(0, ROWS, (64, 5)), rng.integers(0, 2, 64).astype(np.float32))
-        for _ in range(20)
-    ]
+    batches = []
+    for _ in range(20):
+        ids = rng.integers(0, NUM_ROWS, (64, 5))
+        labels = rng.integers(0, 2, 64).astype(np.float32)
+        batches.append((ids, labels))
     before = Before(rngs=nnx.Rngs(0))
     after = After(before, rngs=nnx.Rngs(1))
-    theirs = train(
-        before, nnx.Optimizer(before, optax.sgd(RATE), wrt=nnx.Param), nnx.value_and_grad, batches
-    )
-    ours = train(after, rs.nnx.Optimizer(after, optax.sgd(RATE)), rs.nnx.value_and_grad, batches)
-    print(f"largest difference of two losses: {np.abs(np.subtract(theirs, ours)).max():.1e}")
-    return theirs, ours
+    optimizer_before = nnx.Optimizer(before, optax.sgd(RATE), wrt=nnx.Param)
+    optimizer_after = rs.nnx.Optimizer(after, optax.sgd(RATE))
+    losses_before = train(before, optimizer_before, nnx.value_and_grad, batches)
+    losses_after = train(after, optimizer_after, rs.nnx.value_and_grad, batches)
+    difference = np.abs(np.subtract(losses_before, losses_after)).max()
+    print(f"largest difference of two losses: {difference:.1e}")
+    return losses_before, losses_after
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
-"""A recommender of films, from the log of ratings to recall and AUC. The notebook 12_movielens tells its story.
+"""Trains a film recommender on a log of ratings, and measures its recall, NDCG and AUC.
 
     python notebooks/movielens.py --tables hashed --devices 4
 
-Two towers: a user's number, the films that he rated last and the month become one vector, a film's number and genres
-another, and their product says how well the two go together. What differs between variants is `storage=` of two tables,
-and the mesh.
+The model has two towers. The user tower makes a vector of the user's number, the films that the user
+rated last, and the month. The item tower makes a vector of the film's number and genres. The dot
+product of the two vectors is the score of the film for the user.
+
+`--tables` chooses the `storage=` of the tables of users and films, and `--devices` the size of the
+mesh. The rest of the program is the same for all choices. The notebook 12_movielens explains it.
 """
 
 from __future__ import annotations
@@ -34,38 +37,66 @@ DAYS_PER_MONTH = 30
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings:
-    """What a run can be asked to do otherwise; every field is an option of the command line."""
+    """Settings of a run. Each field is an option of the command line.
 
-    data: str = "generated"  # or "auto": MovieLens at RSEMBED_DATA, if it is there; "ml-1m": fetched; or a path
-    tables: str = "dense"  # how users and films are kept: one of TABLES
+    Args:
+      data: "generated", a path of a MovieLens folder or archive, "ml-1m" to download it, or "auto"
+        to read the folder `RSEMBED_DATA` and to generate a log if it has no ratings.
+      tables: storage of the tables of users and films, one of `TABLES`.
+      devices: number of devices of the mesh.
+      steps: number of training steps.
+      batch_size: number of ratings of a step.
+      embedding_dim: number of columns of each table.
+      history: number of films in a user's history.
+      table_rate: learning rate of the tables.
+      tower_rate: learning rate of the towers.
+      max_norm: gradients with a larger global norm are scaled to this norm.
+      seed: seed of the generated log, the initial values and the order of the ratings.
+      folder: folder of checkpoints. If it has checkpoints, the run continues from the latest one.
+    """
+
+    data: str = "generated"
+    tables: str = "dense"
     devices: int = 1
     steps: int = 300
     batch_size: int = 512
     embedding_dim: int = 32
-    history: int = 20  # films
+    history: int = 20
     table_rate: float = 0.1
     tower_rate: float = 0.003
     max_norm: float = 1.0
     seed: int = 0
-    folder: str = ""  # of checkpoints, from the latest of which the run goes on
+    folder: str = ""
 
 
 # The log
 
 
 class Task(NamedTuple):
-    """The log and what follows from it: a user's last film is asked for, the earlier ones are for training."""
+    """A log of ratings, split by time: the last rating of each user is for the test.
+
+    Attributes:
+      log: all ratings.
+      histories: `[ratings, history]`, for each rating the films that the user rated before, the
+        latest one first. -1 is padding.
+      months: `[ratings]`, month of each rating.
+      genres: `[films, genres]`, numbers of the genres of each film. -1 is padding.
+      train: indices of the ratings for training.
+      test: indices of the ratings for the test, one for each user.
+      log_frequency: `[films]`, logarithm of each film's share of the training ratings.
+    """
 
     log: RatingsLog
-    histories: np.ndarray  # [ratings, history]
-    months: np.ndarray  # [ratings]
-    genres: np.ndarray  # [films, most genres of one], -1 where it has fewer
-    train: np.ndarray  # numbers of ratings
+    histories: np.ndarray
+    months: np.ndarray
+    genres: np.ndarray
+    train: np.ndarray
     test: np.ndarray
-    log_frequency: np.ndarray  # [films]
+    log_frequency: np.ndarray
 
 
 def load_log(settings: Settings) -> RatingsLog:
+    """Ratings from the source that `settings.data` names."""
     if settings.data not in ("generated", "auto", "ml-1m"):
         return datasets.movielens(settings.data)
     if settings.data == "ml-1m":
@@ -74,26 +105,31 @@ def load_log(settings: Settings) -> RatingsLog:
         try:
             return datasets.movielens()
         except FileNotFoundError:
-            print("no ratings of people are at RSEMBED_DATA, so a log is generated")
+            print("no ratings at RSEMBED_DATA: a log is generated")
     return datasets.generated_ratings(2_000, 500, seed=settings.seed)
 
 
 def load_task(settings: Settings) -> Task:
+    """The log, its split, and the inputs of the model that follow from the log."""
     log = load_log(settings)
     is_last = log.is_last()
     train = np.flatnonzero(~is_last)
+    # Genres of each film first, then the other genres, which become padding.
+    most_genres = log.genres.sum(axis=1).max()
+    genres = np.argsort(~log.genres, axis=1, kind="stable")[:, :most_genres]
+    has_genre = np.take_along_axis(log.genres, genres, axis=1)
     counts = np.bincount(log.items[train], minlength=len(log.titles))
-    first_genres = np.argsort(~log.genres, axis=1, kind="stable")[:, : log.genres.sum(axis=1).max()]
+    # Five more ratings for each film. Without them, the correction for the frequency in `loss_fn`
+    # is so large for a rare film that this film decides the loss of its batch.
+    frequency = (counts + 5) / len(train)
     return Task(
         log=log,
         histories=log.histories(settings.history),
         months=(log.days / DAYS_PER_MONTH).astype(np.int32),
-        genres=np.where(np.take_along_axis(log.genres, first_genres, axis=1), first_genres, -1),
+        genres=np.where(has_genre, genres, -1),
         train=train,
         test=np.flatnonzero(is_last),
-        log_frequency=np.log((counts + 5) / len(train)).astype(
-            np.float32
-        ),  # else a rare film outweighs its batch
+        log_frequency=np.log(frequency).astype(np.float32),
     )
 
 
@@ -101,43 +137,54 @@ def load_task(settings: Settings) -> Task:
 
 
 def storages(task: Task, settings: Settings) -> dict[str, Any]:
-    """By table, where its rows live, if not in an array of the device."""
-    sizes = {"user": len(task.log.user_ids), "item": len(task.log.item_ids)}
-    return {
-        "dense": {},
-        "hashed": {name: rs.Hashed() for name in sizes},
-        "tensor_train": {
-            name: TensorTrain(bytes=rows * settings.embedding_dim) for name, rows in sizes.items()
-        },
-        "host_cached": {
-            "user": rs.HostCached(cache_rows=2 * settings.batch_size)
-        },  # a batch names most films
-    }[settings.tables]
+    """Storages of the tables that are not arrays on the device, by table."""
+    num_users = len(task.log.user_ids)
+    num_films = len(task.log.item_ids)
+    if settings.tables == "hashed":
+        return {"user": rs.Hashed(), "item": rs.Hashed()}
+    if settings.tables == "tensor_train":
+        # One byte for each value. An array has four.
+        return {
+            "user": TensorTrain(bytes=num_users * settings.embedding_dim),
+            "item": TensorTrain(bytes=num_films * settings.embedding_dim),
+        }
+    if settings.tables == "host_cached":
+        # Films stay on the device, because a batch reads most of them.
+        return {"user": rs.HostCached(cache_rows=2 * settings.batch_size)}
+    return {}
 
 
 def make_collection(task: Task, settings: Settings) -> rs.EmbeddingCollection:
-    sizes = {"user": len(task.log.user_ids), "item": len(task.log.item_ids)}
-    sizes |= {"genre": len(task.log.genre_names), "month": int(task.months.max()) + 1}
-    how = {
-        "embedding_dim": settings.embedding_dim,
-        "combiner": "mean",
-        "initializer": jax.nn.initializers.normal(0.02),
-        "optimizer": rs.optimizers.RowWiseAdagrad(settings.table_rate),
+    """Four tables and the five features that read them."""
+    num_rows = {
+        "user": len(task.log.user_ids),
+        "item": len(task.log.item_ids),
+        "genre": len(task.log.genre_names),
+        "month": int(task.months.max()) + 1,
     }
-    storage_of = storages(task, settings)
-    tables = {
-        name: rs.TableSpec(name=name, vocabulary_size=rows, storage=storage_of.get(name), **how)
-        for name, rows in sizes.items()
-    }
-    reads = {"user": "user", "history": "item", "month": "month", "item": "item", "genres": "genre"}
+    storage_of_table = storages(task, settings)
+    tables = {}
+    for name, rows in num_rows.items():
+        tables[name] = rs.TableSpec(
+            name=name,
+            vocabulary_size=rows,
+            embedding_dim=settings.embedding_dim,
+            combiner="mean",
+            initializer=jax.nn.initializers.normal(0.02),
+            optimizer=rs.optimizers.RowWiseAdagrad(settings.table_rate),
+            storage=storage_of_table.get(name),
+        )
     features = [
-        rs.FeatureSpec(name=name, table_spec=tables[table]) for name, table in reads.items()
+        rs.FeatureSpec(name="user", table_spec=tables["user"]),
+        rs.FeatureSpec(name="history", table_spec=tables["item"]),
+        rs.FeatureSpec(name="month", table_spec=tables["month"]),
+        rs.FeatureSpec(name="item", table_spec=tables["item"]),
+        rs.FeatureSpec(name="genres", table_spec=tables["genre"]),
     ]
     mesh = None
     if settings.devices > 1:
-        mesh = jax.make_mesh(
-            (settings.devices,), ("device",), devices=jax.devices()[: settings.devices]
-        )
+        devices = jax.devices()[: settings.devices]
+        mesh = jax.make_mesh((settings.devices,), ("device",), devices=devices)
     return rs.EmbeddingCollection(features, mesh=mesh)
 
 
@@ -147,11 +194,14 @@ def make_collection(task: Task, settings: Settings) -> rs.EmbeddingCollection:
 def ids_of(
     task: Task, settings: Settings, ratings: np.ndarray, items: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """Who asks, at the moment of some ratings, and which films are offered."""
-    user, history, item = task.log.users[ratings], task.histories[ratings], items
-    # The numbers that the log itself has, with gaps; nobody keeps a dictionary.
+    """Ids of a batch: users and histories at the time of `ratings`, and the films to score."""
+    user = task.log.users[ratings]
+    history = task.histories[ratings]
+    item = items
     if settings.tables == "hashed":
-        user, item = task.log.user_ids[user], task.log.item_ids[item]
+        # Hashed tables take the numbers in the log as they are, with gaps.
+        user = task.log.user_ids[user]
+        item = task.log.item_ids[item]
         history = np.where(history < 0, -1, task.log.item_ids[history])
     return {
         "user": user,
@@ -165,15 +215,19 @@ def ids_of(
 def make_batches(
     task: Task, settings: Settings, collection: rs.EmbeddingCollection
 ) -> Iterator[Any]:
-    """The batches of all steps, prepared by threads ahead of time; `get_state` says how far they were read."""
+    """Batches of all steps, which threads prepare in advance.
+
+    `get_state` of the iterator is its position, which a checkpoint saves.
+    """
     import grain
 
-    generator, num_epochs = np.random.Generator(np.random.PCG64(settings.seed)), 1
-    num_epochs += settings.steps * settings.batch_size // len(task.train)
+    generator = np.random.Generator(np.random.PCG64(settings.seed))
+    num_epochs = 1 + settings.steps * settings.batch_size // len(task.train)
     order = np.concatenate([generator.permutation(task.train) for _ in range(num_epochs)])
 
     def batch_at(step: int) -> tuple[dict[str, Any], np.ndarray]:
-        ratings = order[step * settings.batch_size : (step + 1) * settings.batch_size]
+        start = step * settings.batch_size
+        ratings = order[start : start + settings.batch_size]
         items = task.log.items[ratings]
         return collection.prepare(ids_of(task, settings, ratings, items)), items
 
@@ -185,7 +239,9 @@ def make_batches(
 
 
 def init_towers(settings: Settings) -> dict[str, list[jax.Array]]:
-    generator, dim = np.random.Generator(np.random.PCG64(settings.seed)), settings.embedding_dim
+    """Weights and biases of the two layers of each tower."""
+    generator = np.random.Generator(np.random.PCG64(settings.seed))
+    dim = settings.embedding_dim
 
     def layer(inputs: int, outputs: int) -> list[jax.Array]:
         weights = generator.normal(0.0, inputs**-0.5, (inputs, outputs))
@@ -198,43 +254,50 @@ def init_towers(settings: Settings) -> dict[str, list[jax.Array]]:
 
 
 def tower(layers: list[jax.Array], *vectors: jax.Array) -> jax.Array:
-    first, first_bias, second, second_bias = layers
-    return (
-        jax.nn.relu(jnp.concatenate(vectors, axis=1) @ first + first_bias[None]) @ second
-        + second_bias[None]
-    )
+    """Output of two dense layers for the concatenated vectors."""
+    weights_1, bias_1, weights_2, bias_2 = layers
+    inputs = jnp.concatenate(vectors, axis=1)
+    hidden = jax.nn.relu(inputs @ weights_1 + bias_1[None])
+    return hidden @ weights_2 + bias_2[None]
 
 
 def user_vectors(towers: Any, vectors: dict[str, jax.Array]) -> jax.Array:
-    """`[batch, dim + 1]`; the last column meets the popularity of a film."""
-    user, history = vectors["user"], vectors["history"]
+    """Vectors of users, `[batch, dim + 1]`. The last column is 1, a factor of the film's bias."""
+    user = vectors["user"]
+    history = vectors["history"]
     taste = user + history + tower(towers["user"], user, history, vectors["month"])
     return jnp.pad(taste, ((0, 0), (0, 1)), constant_values=1.0)
 
 
 def item_vectors(towers: Any, vectors: dict[str, jax.Array]) -> jax.Array:
-    """`[batch, dim + 1]`; the last column is what all users like alike."""
-    item, genres = vectors["item"], vectors["genres"]
+    """Vectors of films, `[batch, dim + 1]`. The last column is a bias, the same for all users."""
+    item = vectors["item"]
+    genres = vectors["genres"]
     return jnp.pad(item + genres, ((0, 0), (0, 1))) + tower(towers["item"], item, genres)
 
 
 def loss_fn(
     towers: Any, vectors: dict[str, jax.Array], items: jax.Array, log_frequency: jax.Array
 ) -> jax.Array:
-    """Which film of the batch is a user's? Films are there as often as they are popular: that is subtracted."""
-    logits = (
-        user_vectors(towers, vectors) @ item_vectors(towers, vectors).T - log_frequency[items][None]
-    )
-    is_same, is_own = items[:, None] == items[None], jnp.eye(len(items), dtype=bool)
-    logits = jnp.where(is_same & ~is_own, -1e9, logits)  # the same film, of another user
-    return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(items))).mean()
+    """Cross-entropy of finding the user's film among the films of the batch.
+
+    A popular film is more often in a batch, so its frequency is divided out.
+    """
+    scores = user_vectors(towers, vectors) @ item_vectors(towers, vectors).T
+    logits = scores - log_frequency[items][None]
+    labels = jnp.arange(len(items))
+    # A film that another user of the batch rated, too, is no wrong answer.
+    is_same_film = items[:, None] == items[None]
+    is_label = jnp.eye(len(items), dtype=bool)
+    logits = jnp.where(is_same_film & ~is_label, -1e9, logits)
+    return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
 
 # Training
 
 
 class Model(NamedTuple):
-    """All that training changes, of one instant."""
+    """Everything that a training step changes: tables, towers, and the optimizer of the towers."""
 
     state: rs.EmbeddingState
     towers: Any
@@ -242,25 +305,25 @@ class Model(NamedTuple):
 
 
 def tower_rule(settings: Settings) -> optax.GradientTransformation:
-    return optax.chain(
-        optax.clip_by_global_norm(settings.max_norm), optax.adam(settings.tower_rate)
-    )
+    """The optimizer of the towers."""
+    clip = optax.clip_by_global_norm(settings.max_norm)
+    return optax.chain(clip, optax.adam(settings.tower_rate))
 
 
 def init_model(settings: Settings, collection: rs.EmbeddingCollection) -> Model:
+    """A model with initial values."""
     towers = init_towers(settings)
-    others = placed(collection, (towers, tower_rule(settings).init(towers)))
-    return Model(collection.init(jax.random.key(settings.seed)), *others)
+    adam = tower_rule(settings).init(towers)
+    towers, adam = placed(collection, (towers, adam))
+    return Model(collection.init(jax.random.key(settings.seed)), towers, adam)
 
 
 def placed(collection: rs.EmbeddingCollection, arrays: Any) -> Any:
-    """A copy on every device of the mesh, or, as fresh arrays are, tied to no device."""
+    """The arrays on the device, or with a mesh, a copy of them on each of its devices."""
     mesh = collection.devices.mesh
-    return (
-        jax.tree.map(jnp.asarray, arrays)
-        if mesh is None
-        else jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
-    )
+    if mesh is None:
+        return jax.tree.map(jnp.asarray, arrays)
+    return jax.device_put(arrays, NamedSharding(mesh, PartitionSpec()))
 
 
 @partial(jax.jit, static_argnums=(0, 1), donate_argnums=2)
@@ -272,13 +335,16 @@ def train_step(
     items: Any,
     log_frequency: Any,
 ) -> tuple[Model, jax.Array]:
+    """One step of the tables and the towers. Returns the new model and the loss."""
     value_and_grad = rs.value_and_grad(loss_fn, collection)
     loss, (d_towers, row_gradients) = value_and_grad(
         model.towers, model.state, batch, items, log_frequency
     )
     updates, adam = tower_rule(settings).update(d_towers, model.adam)
-    state = collection.apply(model.state, rs.clip_by_global_norm(row_gradients, settings.max_norm))
-    return Model(state, optax.apply_updates(model.towers, updates), adam), loss
+    towers = optax.apply_updates(model.towers, updates)
+    row_gradients = rs.clip_by_global_norm(row_gradients, settings.max_norm)
+    state = collection.apply(model.state, row_gradients)
+    return Model(state, towers, adam), loss
 
 
 def train(
@@ -289,12 +355,12 @@ def train(
     batches: Any,
     num_steps: int,
 ) -> tuple[Model, np.ndarray]:
+    """Trains for `num_steps` batches. Returns the new model and the loss of each step."""
     losses = []
-    for _ in progress(
-        range(num_steps), description=f"{settings.tables}, {settings.devices} device(s)"
-    ):
+    description = f"{settings.tables}, {settings.devices} device(s)"
+    for _ in progress(range(num_steps), description=description):
         batch, items = next(batches)
-        # Nothing, unless rows are on the host.
+        # Only tables on the host need this. Other tables stay as they are.
         model = model._replace(state=collection.prefetch(model.state, batch))
         model, loss = train_step(settings, collection, model, batch, items, task.log_frequency)
         losses.append(loss)
@@ -302,25 +368,26 @@ def train(
 
 
 def save(path: Path, collection: rs.EmbeddingCollection, model: Model, batches: Any) -> None:
+    """Saves the model and the position of the batches."""
     others = {"towers": model.towers, "adam": model.adam}
-    checkpoint.save_collection(
-        path, collection, model.state, others=others, metadata={"input": batches.get_state()}
-    )
+    metadata = {"input": batches.get_state()}
+    checkpoint.save_collection(path, collection, model.state, others=others, metadata=metadata)
 
 
 def restore(path: Path, collection: rs.EmbeddingCollection, fresh: Model, batches: Any) -> Model:
-    """The model of a checkpoint; the batches go on where it was made."""
+    """The model of a checkpoint. Sets `batches` to the position that was saved with it."""
     others = {"towers": fresh.towers, "adam": fresh.adam}
     state, others = checkpoint.load_collection(path, collection, others=others)
     batches.set_state(checkpoint.manifest(path)["metadata"]["user"]["input"])
     return Model(state, others["towers"], others["adam"])
 
 
-# Judgement
+# Quality
 
 
 @partial(jax.jit, static_argnums=0)
 def score(collection: rs.EmbeddingCollection, model: Model, batch: Any) -> jax.Array:
+    """Scores `[users, films]` of the users and films of a batch."""
     vectors = collection.lookup(model.state, batch)
     return user_vectors(model.towers, vectors) @ item_vectors(model.towers, vectors).T
 
@@ -328,25 +395,38 @@ def score(collection: rs.EmbeddingCollection, model: Model, batch: Any) -> jax.A
 def score_all(
     task: Task, settings: Settings, collection: rs.EmbeddingCollection, model: Model
 ) -> tuple[Model, np.ndarray]:
-    """Scores `[users, films]` at the moment of each user's last rating; the model comes back as it was."""
-    films = np.arange(len(task.log.titles))
-    # Equal shares for the devices.
-    asked = np.resize(films, -(-len(films) // settings.devices) * settings.devices)
-    found = []
+    """Scores `[users, films]` of all films at the time of each user's last rating.
+
+    Returns:
+      the model, which is the same except that other rows of tables on the host may be cached, and
+      the scores.
+    """
+    num_films = len(task.log.titles)
+    # All batches have the same shapes, and all devices have the same number of films. The films and
+    # ratings that fill them up are scored and removed at the end.
+    films_per_device = -(-num_films // settings.devices)
+    films = np.resize(np.arange(num_films), films_per_device * settings.devices)
+    scores = []
     for start in range(0, len(task.test), settings.batch_size):
         ratings = np.resize(task.test[start : start + settings.batch_size], settings.batch_size)
-        batch = collection.prepare(ids_of(task, settings, ratings, asked))
+        batch = collection.prepare(ids_of(task, settings, ratings, films))
         model = model._replace(state=collection.prefetch(model.state, batch))
-        found.append(score(collection, model, batch))
-    return model, np.concatenate(found)[: len(task.test), : len(films)]
+        scores.append(score(collection, model, batch))
+    return model, np.concatenate(scores)[: len(task.test), :num_films]
 
 
 class Quality(NamedTuple):
-    """How high a user's hidden film was ranked among the films that the user had not seen."""
+    """How high the hidden film of each user is ranked among the films that the user had not rated.
 
-    recall_at_10: float  # share of users with the hidden film among the first ten
-    ndcg_at_10: float  # the same, but rank r counts 1 / log2(r + 1)
-    auc: float  # share of the other films that are ranked below the hidden one
+    Attributes:
+      recall_at_10: share of users with the hidden film among the first ten.
+      ndcg_at_10: the same, but rank r counts 1 / log2(r + 1).
+      auc: share of the other films that are ranked below the hidden film.
+    """
+
+    recall_at_10: float
+    ndcg_at_10: float
+    auc: float
 
 
 def seen_films(task: Task) -> np.ndarray:
@@ -357,26 +437,30 @@ def seen_films(task: Task) -> np.ndarray:
 
 
 def judge(task: Task, scores: np.ndarray) -> Quality:
-    """Quality of scores `[users, films]`, one row for each rating of `task.test`. A draw counts half."""
+    """Quality of scores `[users, films]`, with a row for each rating of `task.test`.
+
+    A film with the same score as the hidden film counts as half a film above it.
+    """
     is_candidate = ~seen_films(task)[task.log.users[task.test]]
     score_of_hidden = np.take_along_axis(scores, task.log.items[task.test][:, None], axis=1)
     num_above = np.sum((scores > score_of_hidden) & is_candidate, axis=1)
     num_equal = np.sum((scores == score_of_hidden) & is_candidate, axis=1) - 1
     above = num_above + 0.5 * num_equal
-    is_named = above < 10
+    is_in_first_ten = above < 10
+    gains = np.where(is_in_first_ten, 1 / np.log2(above + 2), 0)
     num_others = np.sum(is_candidate, axis=1) - 1
     return Quality(
-        recall_at_10=float(np.mean(is_named)),
-        ndcg_at_10=float(np.mean(np.where(is_named, 1 / np.log2(above + 2), 0))),
+        recall_at_10=float(np.mean(is_in_first_ten)),
+        ndcg_at_10=float(np.mean(gains)),
         auc=float(np.mean(1 - above / num_others)),
     )
 
 
-# Other recommenders, to compare with
+# Other recommenders, for comparison
 
 
 def popularity(task: Task) -> np.ndarray:
-    """Scores `[users, films]` of naming the films that most people saw."""
+    """Scores `[users, films]` that rank the films by the number of training ratings."""
     return np.tile(task.log_frequency, (len(task.test), 1))
 
 
@@ -386,11 +470,15 @@ def item_neighbours(
     side: str = "seen",
     num_latest: int | None = None,
 ) -> np.ndarray:
-    """Scores `[users, films]` of item-kNN: a film's cosine similarity to the films that the user saw, summed.
+    """Scores `[users, films]` of item-kNN: the sum of cosine similarities to the user's films.
 
-    The sum takes pairs of neighbours only: the offered film is among the `num_neighbours` films that are most similar
-    to the seen film, or with `side="offered"`, the seen film is among those most similar to the offered film. With
-    `num_latest`, only the latest films of each user are in the sum.
+    Args:
+      task: the log and its split.
+      num_neighbours: the sum has a pair of films only if one is among this number of films that are
+        most similar to the other.
+      side: the film with these neighbours. "seen": the film that the user rated. "offered": the film
+        to score.
+      num_latest: number of latest films of each user in the sum. None: all films.
     """
     seen = seen_films(task).astype(np.float32)
     num_viewers = seen.sum(axis=0)
@@ -417,11 +505,13 @@ def item_neighbours(
 def matrix_factorisation(
     task: Task, dim: int = 32, rounds: int = 5, weight: float = 1.0, decay: float = 10.0
 ) -> np.ndarray:
-    """Scores `[users, films]` of a matrix factorisation of who saw what, by alternating least squares.
+    """Scores `[users, films]` of a matrix factorisation, by alternating least squares.
 
-    A film that was seen is a 1 with weight 1 + `weight`, each other film a 0 with weight 1.
+    The matrix has a 1 for each film that a user rated, with weight 1 + `weight`, and a 0 for each
+    other film, with weight 1.
 
-    Source: Hu, Koren and Volinsky, "Collaborative Filtering for Implicit Feedback Datasets", ICDM 2008, equation 4.
+    Source: Hu, Koren and Volinsky, "Collaborative Filtering for Implicit Feedback Datasets", ICDM
+      2008, equation 4.
     """
     is_seen = seen_films(task)
     generator = np.random.default_rng(0)
@@ -435,58 +525,62 @@ def matrix_factorisation(
 def least_squares(
     is_seen: np.ndarray, others: np.ndarray, weight: float, decay: float
 ) -> np.ndarray:
-    """The best vector of each row of `is_seen`, where `others` are the vectors of its columns."""
+    """The best vector for each row of `is_seen`, if `others` are the vectors of its columns."""
     dim = others.shape[1]
     common = others.T @ others + decay * np.eye(dim)
     vectors = np.zeros((len(is_seen), dim))
     for row in range(len(is_seen)):
         seen = others[is_seen[row]]
-        vectors[row] = np.linalg.solve(
-            common + weight * seen.T @ seen, (1 + weight) * seen.sum(axis=0)
-        )
+        matrix = common + weight * seen.T @ seen
+        vectors[row] = np.linalg.solve(matrix, (1 + weight) * seen.sum(axis=0))
     return vectors
 
 
 def line_of(name: str, quality: Quality) -> str:
     """A line of a table of results."""
-    return f"{name:14}recall@10 {quality.recall_at_10:.3f}   NDCG@10 {quality.ndcg_at_10:.3f}   AUC {quality.auc:.3f}"
+    recall = f"recall@10 {quality.recall_at_10:.3f}"
+    ndcg = f"NDCG@10 {quality.ndcg_at_10:.3f}"
+    return f"{name:14}{recall}   {ndcg}   AUC {quality.auc:.3f}"
 
 
 def device_bytes(state: rs.EmbeddingState) -> int:
-    """Of the tables and their optimizer state, on one device."""
-    return sum(
-        leaf.addressable_shards[0].data.nbytes
-        for leaf in jax.tree.leaves((state.tables, state.slots))
-    )
+    """Bytes of the tables and their optimizer state on one device."""
+    num_bytes = 0
+    for leaf in jax.tree.leaves((state.tables, state.slots)):
+        num_bytes += leaf.addressable_shards[0].data.nbytes
+    return num_bytes
 
 
 def fit(task: Task, settings: Settings) -> tuple[rs.EmbeddingCollection, Model, np.ndarray]:
-    """A trained model and the losses on the way; with a folder, it goes on from the latest checkpoint there."""
+    """A trained model, and the loss of each step.
+
+    With a folder of checkpoints, training continues from the latest one and ends with another.
+    """
     collection = make_collection(task, settings)
-    batches, model = make_batches(task, settings, collection), init_model(settings, collection)
-    if settings.folder and (
-        paths := checkpoint.CheckpointManager(settings.folder, read_only=True).paths()
-    ):
-        model = restore(paths[-1], collection, model, batches)
-    model, losses = train(
-        task, settings, collection, model, batches, settings.steps - int(model.state.step)
-    )
+    batches = make_batches(task, settings, collection)
+    model = init_model(settings, collection)
+    if settings.folder:
+        paths = checkpoint.CheckpointManager(settings.folder, read_only=True).paths()
+        if paths:
+            model = restore(paths[-1], collection, model, batches)
+    num_steps = settings.steps - int(model.state.step)
+    model, losses = train(task, settings, collection, model, batches, num_steps)
     if settings.folder and len(losses):
         save(Path(settings.folder) / f"step_{settings.steps:09}", collection, model, batches)
     return collection, model, losses
 
 
 def main(settings: Settings) -> None:
+    """Trains a model and prints its quality beside the quality of other recommenders."""
     task = load_task(settings)
     print(task.log.source)
     collection, model, losses = fit(task, settings)
     model, scores = score_all(task, settings, collection, model)
     print(collection)
-    print(
-        f"{len(losses)} steps, the last loss {losses[-1]:.4f}"
-        if len(losses)
-        else "no steps were left to do"
-    )
+    if len(losses):
+        print(f"{len(losses)} steps, the last loss {losses[-1]:.4f}")
+    else:
+        print("no steps were left to do")
     scores_of = {
         "most popular": popularity(task),
         "item-kNN": item_neighbours(task),
@@ -495,28 +589,31 @@ def main(settings: Settings) -> None:
     }
     for name, scores in scores_of.items():
         print(line_of(name, judge(task, scores)))
-    print(
-        f"{device_bytes(model.state) / 1e3:,.0f} kB of tables and their optimizer state on a device"
-    )
+    kilobytes = device_bytes(model.state) / 1e3
+    print(f"{kilobytes:,.0f} kB of tables and their optimizer state on a device")
 
 
 def parsed(arguments: Sequence[str] | None = None) -> Settings:
+    """Settings from the options of the command line."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     for field in dataclasses.fields(Settings):
-        how = {
-            "type": type(field.default),
-            "default": field.default,
-            "help": f"default: {field.default!r}",
-        }
-        choices = TABLES if field.name == "tables" else None
-        parser.add_argument(f"--{field.name.replace('_', '-')}", choices=choices, **how)
+        choices = None
+        if field.name == "tables":
+            choices = TABLES
+        parser.add_argument(
+            f"--{field.name.replace('_', '-')}",
+            choices=choices,
+            type=type(field.default),
+            default=field.default,
+            help=f"default: {field.default!r}",
+        )
     return Settings(**vars(parser.parse_args(arguments)))
 
 
 if __name__ == "__main__":
-    chosen = parsed()
-    # A processor pretends to be several devices.
-    jax.config.update("jax_num_cpu_devices", chosen.devices)
-    main(chosen)
+    settings = parsed()
+    # A CPU can act as several devices.
+    jax.config.update("jax_num_cpu_devices", settings.devices)
+    main(settings)
