@@ -2,8 +2,9 @@
 
     python notebooks/training.py [--data FOLDER] [--run runs/films] [--epochs 20] [--seed 0]
 
-It learns which film a user rates next, from any published MovieLens or from generated ratings. A
-second call with the same --run goes on where the first one stopped. docs/training.md explains it.
+It learns which film a user rates next, from any published MovieLens log or from generated ratings.
+A second call with the same --run continues where the first one stopped. docs/training.md explains
+the program.
 """
 
 import argparse
@@ -21,15 +22,15 @@ DIM, HISTORY, BATCH_SIZE, PATIENCE, K = 32, 20, 512, 3, 10
 
 
 def split(log):
-    """Rows to train on, for validation (each user's last but one) and for the test (the last)."""
-    by_user = np.argsort(log.users, kind="stable")  # each user's ratings in the order of time
+    """Ratings to train on, for validation (each user's last but one) and for the test (the last)."""
+    by_user = np.argsort(log.users, kind="stable")  # keeps the ratings of a user sorted by time
     is_last = log.is_last()[by_user]
     is_validation = np.append(is_last[1:], False)
     return by_user[~(is_last | is_validation)], by_user[is_validation], by_user[is_last]
 
 
 def schedule(rate, steps_per_epoch):
-    """Warms up for 100 steps, then loses a tenth an epoch, however many epochs will follow."""
+    """Warms up for 100 steps, then decays by a tenth in each epoch."""
     return optax.warmup_exponential_decay_schedule(0.0, rate, 100, steps_per_epoch, 0.9)
 
 
@@ -61,17 +62,20 @@ class TwoTowers(nnx.Module):
         return user @ (vectors["film"] + self.film_tower(vectors["film"]).astype(jnp.float32)).T
 
 
-def loss_fn(model, ids, films, log_frequency):
-    """Which film of the batch is the user's? Popular ones are in it more often: subtract that."""
-    logits = model(ids) - log_frequency[films][None]
-    is_twin = (films[:, None] == films[None]) & ~jnp.eye(len(films), dtype=bool)
-    logits = jnp.where(is_twin, -1e9, logits)
+def loss_fn(model, ids, films, log_counts):
+    """Cross-entropy of finding the user's film among the films of the batch.
+
+    A popular film is more often in a batch, so its frequency is divided out.
+    """
+    logits = model(ids) - log_counts[films][None]
+    is_same_film = (films[:, None] == films[None]) & ~jnp.eye(len(films), dtype=bool)
+    logits = jnp.where(is_same_film, -1e9, logits)
     return optax.softmax_cross_entropy_with_integer_labels(logits, jnp.arange(len(films))).mean()
 
 
 @nnx.jit(donate_argnums=(0, 1))
-def train_step(model, optimizer, ids, films, log_frequency):
-    loss, gradients = rs.nnx.value_and_grad(loss_fn)(model, ids, films, log_frequency)
+def train_step(model, optimizer, ids, films, log_counts):
+    loss, gradients = rs.nnx.value_and_grad(loss_fn)(model, ids, films, log_counts)
     optimizer.update(model, gradients)
     return loss
 
@@ -80,11 +84,11 @@ predict = jax.jit(lambda model, ids: model(ids))
 
 
 def score_films(model, histories, num_films):
-    """Scores of all films, a row for each history, without dropout."""
+    """Scores of all films without dropout. Each history has a row."""
     model.eval()
     parts = []
     for start in range(0, len(histories), BATCH_SIZE):
-        rows = np.resize(np.arange(start, len(histories)), BATCH_SIZE)  # one shape, one program
+        rows = np.resize(np.arange(start, len(histories)), BATCH_SIZE)  # all batches are full
         parts.append(predict(model, model.prepare(histories[rows], np.arange(num_films))))
     model.train()
     return np.concatenate(parts)[: len(histories)]
@@ -100,7 +104,7 @@ def recall(log, scores, rows, seen):
 
 
 def tensorboard(folder, step):
-    """A function that writes a number for TensorBoard, or nothing without tensorboardX."""
+    """A function that writes a number for TensorBoard. Without tensorboardX, it writes nothing."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError:
@@ -109,6 +113,7 @@ def tensorboard(folder, step):
 
 
 def restore(saved, model, optimizer, step=None):
+    """Restores the latest checkpoint, or the one after `step` steps."""
     rest = nnx.state((model, optimizer), nnx.Not(rs.nnx.Tables))
     state, rest = saved.restore(others=rest, step=step)
     model.embeddings.set_state(state)
@@ -119,15 +124,15 @@ def fit(log, folder, epochs, seed, model_class=TwoTowers):
     """The model of the epoch with the best recall on the validation rows, and these recalls."""
     train, validation, _ = split(log)
     histories, num_films = log.histories(HISTORY), len(log.titles)
-    log_frequency = np.log(np.bincount(log.items[train], minlength=num_films) + 5.0)
+    log_counts = np.log(np.bincount(log.items[train], minlength=num_films) + 5.0)
     num_steps = len(train) // BATCH_SIZE
     model = model_class(num_films, num_steps, nnx.Rngs(seed))
     optimizer = rs.nnx.Optimizer(model, optax.adam(schedule(0.003, num_steps)))
     collection = model.embeddings.collection
-    # A run goes on only with equal values of these. Add what you change between runs.
+    # A run continues only if these have the values of the checkpoint. Add your own settings.
     setting = {"seed": seed, "log of ratings": zlib.crc32(np.stack([log.users, log.items]))}
     losses, recalls = [], []
-    # Training stops PATIENCE epochs after the best one, so that one is still among the saved.
+    # Training stops PATIENCE epochs after the best epoch, so its checkpoint still exists.
     with rs.checkpoint.CheckpointManager(folder, collection, max_to_keep=PATIENCE + 1) as saved:
         if saved.paths():
             restore(saved, model, optimizer)
@@ -136,15 +141,15 @@ def fit(log, folder, epochs, seed, model_class=TwoTowers):
                 if metadata.get(name) != value:
                     raise SystemExit(f"{folder} has a run with another {name}: take another --run")
             losses, recalls = metadata["curves"]
-            print(f"{folder} goes on after epoch {len(recalls)}")
+            print(f"{folder} continues after epoch {len(recalls)}")
         write = tensorboard(folder, len(recalls) * num_steps)
         while len(recalls) < min(epochs, np.argmax([*recalls, 0]) + PATIENCE + 1):
             order = np.random.default_rng((seed, len(recalls))).permutation(train)
-            of_steps = []
+            step_losses = []
             for rows in order[: num_steps * BATCH_SIZE].reshape(num_steps, BATCH_SIZE):
                 ids = model.prepare(histories[rows], log.items[rows])
-                of_steps.append(train_step(model, optimizer, ids, log.items[rows], log_frequency))
-            losses.append(float(np.mean(of_steps)))
+                step_losses.append(train_step(model, optimizer, ids, log.items[rows], log_counts))
+            losses.append(float(np.mean(step_losses)))
             scores = score_films(model, histories[validation], num_films)
             recalls.append(recall(log, scores, validation, seen=train))
             rest = nnx.state((model, optimizer), nnx.Not(rs.nnx.Tables))
@@ -160,9 +165,9 @@ def fit(log, folder, epochs, seed, model_class=TwoTowers):
 
 def main(argv=None):
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--data", help="MovieLens, a folder or archive; without it, generated")
+    parser.add_argument("--data", help="folder or archive of MovieLens; default: generated ratings")
     parser.add_argument("--run", default="runs/films", help="folder of checkpoints and log")
-    parser.add_argument("--epochs", type=int, default=20, help="at most; it may stop early")
+    parser.add_argument("--epochs", type=int, default=20, help="largest number of epochs")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args(argv)
     log = rs.datasets.generated_ratings(1_000, 500, seed=0)

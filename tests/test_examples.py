@@ -140,7 +140,7 @@ def test_a_training_that_runs_again_goes_on_with_the_bits_of_one_that_never_stop
         for epochs in epochs_of_runs:
             small_training.main(["--run", str(tmp_path / folder), "--epochs", epochs])
         printed[folder] = capsys.readouterr().out.splitlines()
-    assert f"{tmp_path / 'stopped'} goes on after epoch 1" in printed["stopped"]
+    assert f"{tmp_path / 'stopped'} continues after epoch 1" in printed["stopped"]
     # As many users, films and ratings, but two films have swapped their ratings.
     ratings = rs.datasets.generated_ratings(seed=0)
     films = np.arange(len(ratings.titles), dtype=np.int32)
