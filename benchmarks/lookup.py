@@ -2,22 +2,25 @@
 
     python benchmarks/lookup.py [--quick] [--workloads 8x100k,26x100k,1x10M] [--json PATH]
 
-The contestants take turns of eight distinct batches, so that a noisy machine is noisy for all of them; the table shows
-medians. Every contestant gets the same ids and the same gradient of its outputs; no loss and no dense layers are timed:
+The contestants take turns with eight distinct batches, so that a noisy machine is noisy for all of
+them. The table shows medians. All contestants get the same ids and the same gradients of their
+outputs. There is no loss and no dense layer.
 
-* rsembed: an `EmbeddingCollection` with one feature a table, prepared batches; `lookup`, then `update`, which is fused.
-  "apply" and "clipped" are `lookup_vjp` and `apply` of its row gradients, as they come or after `clip_by_global_norm`.
-* torch: `nn.EmbeddingBag(mode="sum")` per feature, with `sparse=True` for training; `torch.optim.Adagrad`, which is not
-  row-wise (torch has no such rule) but keeps its sums only up to date for the rows of the batch, and `torch.optim.SGD`.
-* plain JAX: `table[ids].sum(1)` per feature. The gradient goes to the gathered rows, never to the whole table. SGD is
-  one scatter. Row-wise Adagrad needs the whole gradient of a row before it is squared, as the other two have it, so
-  equal rows are combined with `jnp.unique` and `segment_sum` before the scatters. (A rule that squares the gradient of
-  every entry instead costs about as much as SGD, and computes something else.)
+* rsembed: an `EmbeddingCollection` with a feature for each table, and prepared batches. A step is
+  `lookup` and `update`. "apply" and "clipped" are `lookup_vjp` and `apply` with the row gradients,
+  as they are or after `clip_by_global_norm`.
+* torch: an `nn.EmbeddingBag(mode="sum")` for each feature, with `sparse=True`, and
+  `torch.optim.Adagrad` or `torch.optim.SGD`. torch has no row-wise Adagrad: its sums have as many
+  values as the tables. Its step changes only the rows of the batch.
+* plain JAX: `table[ids].sum(1)` for each feature. Gradients are computed for the gathered rows only,
+  not for the whole table. SGD is one scatter. Row-wise Adagrad squares the sum of all gradients of a
+  row, so `jnp.unique` and `segment_sum` combine equal rows before the scatters. (A rule that squares
+  the gradient of each entry costs about as much as SGD, but computes something else.)
 
-The last column is what the memory of this machine needs for the bytes that any contestant has to move: no kernel can
-be faster unless the rows were in a cache already.
+The last column is the time that the memory of this machine takes for the bytes that every
+contestant must read and write. A kernel can be faster only if rows are in a processor's cache.
 
-Tables and optimizer state are donated to the step everywhere. Needs about 12 GB of memory for the largest workload.
+Steps donate tables and optimizer state. The largest workload needs about 12 GB of memory.
 """
 
 from __future__ import annotations
@@ -40,17 +43,18 @@ LEARNING_RATE = 0.01
 
 
 def draw_gradients(workload: Workload) -> list[np.ndarray]:
-    """Gradient of every feature's output."""
+    """Gradients of the outputs, one for each feature."""
     generator = np.random.default_rng(7)
     shape = (workload.batch_size, workload.embedding_dim)
     return [generator.standard_normal(shape, dtype=np.float32) for _ in range(workload.num_tables)]
 
 
 def after(output: jax.Array, value: float | jax.Array) -> jax.Array:
-    """The same value, known only once the output is.
+    """The same value, but XLA can compute it only after `output`.
 
-    In training the loss sees to it that tables are read before they are stepped. Without one, XLA would be free to step
-    them first, and would copy whole tables to do so.
+    In training, the gradients depend on the outputs, so XLA reads tables before it updates them. In
+    this benchmark they do not, so XLA might update tables first, and would copy whole tables to do
+    so.
     """
     value = jnp.asarray(value)
     return value + (0.0 * output[0, 0]).astype(value.dtype)
@@ -59,41 +63,43 @@ def after(output: jax.Array, value: float | jax.Array) -> jax.Array:
 def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     """Lookup and steps of rsembed."""
     names = [f"feature_{k}" for k in range(workload.num_tables)]
-    gradients = dict(zip(names, map(jnp.asarray, draw_gradients(workload)), strict=True))
+    gradients = {}
+    for name, gradient in zip(names, draw_gradients(workload), strict=True):
+        gradients[name] = jnp.asarray(gradient)
 
     def collection_with(make_rule: Callable[..., rs.OptimizerSpec]) -> rs.EmbeddingCollection:
-        # A rate that depends on the step is what `after` can hold back.
+        # The learning rate depends on the step, and `after` makes the step depend on an output.
         rule = make_rule(lambda step: LEARNING_RATE + 0.0 * step.astype(jnp.float32))
-        tables = [
-            rs.TableSpec(
+        features = []
+        for name in names:
+            table = rs.TableSpec(
                 name=name,
                 vocabulary_size=workload.vocabulary_size,
                 embedding_dim=workload.embedding_dim,
                 initializer=jax.nn.initializers.constant(0.01),
                 optimizer=rule,
             )
-            for name in names
-        ]
-        features = [
-            rs.FeatureSpec(name=name, table_spec=table)
-            for name, table in zip(names, tables, strict=True)
-        ]
+            features.append(rs.FeatureSpec(name=name, table_spec=table))
         return rs.EmbeddingCollection(features)
 
-    def stepper(collection: rs.EmbeddingCollection, max_norm: float | None = None) -> Callable:
+    def update_step(collection: rs.EmbeddingCollection) -> Callable:
+        @functools.partial(jax.jit, donate_argnums=0)
+        def step(state, batch):
+            outputs = collection.lookup(state, batch)
+            state = state._replace(step=after(outputs[names[0]], state.step))
+            return outputs, collection.update(state, batch, gradients)
+
+        return step
+
+    def apply_step(collection: rs.EmbeddingCollection, max_norm: float) -> Callable:
         @functools.partial(jax.jit, donate_argnums=0)
         def step(state, batch):
             outputs, pullback = collection.lookup_vjp(state, batch)
             state = state._replace(step=after(outputs[names[0]], state.step))
-            if max_norm is None:
-                return outputs, collection.update(state, batch, gradients)
             row_gradients = pullback(gradients)
-            clipped = (
-                row_gradients
-                if max_norm == np.inf
-                else rs.clip_by_global_norm(row_gradients, max_norm)
-            )
-            return outputs, collection.apply(state, clipped)
+            if max_norm < np.inf:
+                row_gradients = rs.clip_by_global_norm(row_gradients, max_norm)
+            return outputs, collection.apply(state, row_gradients)
 
         return step
 
@@ -102,25 +108,33 @@ def rsembed_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     )
     sgd = collection_with(rs.optimizers.SGD)
     batches = [adagrad.prepare(dict(zip(names, batch, strict=True))) for batch in ids]
-    lookup, adagrad_step, sgd_step = jax.jit(adagrad.lookup), stepper(adagrad), stepper(sgd)
-    held = {"state": jax.block_until_ready(adagrad.init(jax.random.key(0)))}
+    lookup = jax.jit(adagrad.lookup)
+    sgd_step = update_step(sgd)
+    state = jax.block_until_ready(adagrad.init(jax.random.key(0)))
+
+    def run_lookup(k: int) -> object:
+        return jax.block_until_ready(lookup(state, batches[k]))
 
     def run(step: Callable, k: int) -> object:
-        outputs, held["state"] = step(held["state"], batches[k])
-        return jax.block_until_ready((outputs, held["state"]))
-
-    def run_sgd(k: int) -> object:  # on the same tables, without their slots
-        slots, layout = held["state"].slots, held["state"].layout
-        bare = held["state"]._replace(slots=dict.fromkeys(slots, ()), layout=None)
-        outputs, state = sgd_step(bare, batches[k])
-        held["state"] = state._replace(slots=slots, layout=layout)
+        nonlocal state
+        outputs, state = step(state, batches[k])
         return jax.block_until_ready((outputs, state))
 
+    def run_sgd(k: int) -> object:
+        """A step on the same tables, without the slots of Adagrad."""
+        nonlocal state
+        slots = state.slots
+        layout = state.layout
+        without_slots = state._replace(slots=dict.fromkeys(slots, ()), layout=None)
+        outputs, stepped = sgd_step(without_slots, batches[k])
+        state = stepped._replace(slots=slots, layout=layout)
+        return jax.block_until_ready((outputs, stepped))
+
     return {
-        "lookup": lambda k: jax.block_until_ready(lookup(held["state"], batches[k])),
-        "step, Adagrad": functools.partial(run, adagrad_step),
-        "apply, Adagrad": functools.partial(run, stepper(adagrad, np.inf)),
-        "clipped, Adagrad": functools.partial(run, stepper(adagrad, 1.0)),
+        "lookup": run_lookup,
+        "step, Adagrad": functools.partial(run, update_step(adagrad)),
+        "apply, Adagrad": functools.partial(run, apply_step(adagrad, np.inf)),
+        "clipped, Adagrad": functools.partial(run, apply_step(adagrad, 1.0)),
         "step, SGD": run_sgd,
     }
 
@@ -131,7 +145,7 @@ def xla_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     gradients = [jnp.asarray(gradient) for gradient in draw_gradients(workload)]
 
     def pool(vectors):
-        return [v.sum(1) for v in vectors]
+        return [vector.sum(1) for vector in vectors]
 
     def gather(tables, batch):
         return [table[feature] for table, feature in zip(tables, batch, strict=True)]
@@ -141,25 +155,24 @@ def xla_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
         return pool(gather(tables, batch))
 
     def combine(feature, d_vector):
-        rows, places = jnp.unique(
+        rows, segments = jnp.unique(
             feature.reshape(-1), return_inverse=True, size=feature.size, fill_value=NO_ROW
         )
-        return rows, jax.ops.segment_sum(
-            d_vector.reshape(-1, workload.embedding_dim), places, feature.size
-        )
+        d_vectors = d_vector.reshape(-1, workload.embedding_dim)
+        return rows, jax.ops.segment_sum(d_vectors, segments, feature.size)
 
     @functools.partial(jax.jit, donate_argnums=(0, 1))
     def adagrad_step(tables, accumulators, batch):
         outputs, pullback = jax.vjp(pool, gather(tables, batch))
         (d_vectors,) = pullback(gradients)
-        new_tables, new_accumulators = [], []
+        new_tables = []
+        new_accumulators = []
         arrays = zip(tables, accumulators, batch, d_vectors, outputs, strict=True)
         for table, accumulator, feature, d_vector, output in arrays:
             rows, sums = combine(feature, d_vector)
             accumulator = accumulator.at[rows].add(jnp.mean(sums * sums, axis=-1), mode="drop")
-            scale = after(output, LEARNING_RATE) / (
-                jnp.sqrt(accumulator.at[rows].get(mode="fill", fill_value=1)) + 1e-8
-            )
+            sums_of_squares = accumulator.at[rows].get(mode="fill", fill_value=1)
+            scale = after(output, LEARNING_RATE) / (jnp.sqrt(sums_of_squares) + 1e-8)
             new_tables.append(table.at[rows].add(-scale[:, None] * sums, mode="drop"))
             new_accumulators.append(accumulator)
         return outputs, new_tables, new_accumulators
@@ -168,40 +181,41 @@ def xla_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
     def sgd_step(tables, batch):
         outputs, pullback = jax.vjp(pool, gather(tables, batch))
         (d_vectors,) = pullback(gradients)
-        arrays = zip(tables, batch, d_vectors, outputs, strict=True)
-        return outputs, [
-            table.at[feature].add(-after(output, LEARNING_RATE) * d_vector)
-            for table, feature, d_vector, output in arrays
-        ]
+        new_tables = []
+        for table, feature, d_vector, output in zip(tables, batch, d_vectors, outputs, strict=True):
+            rate = after(output, LEARNING_RATE)
+            new_tables.append(table.at[feature].add(-rate * d_vector))
+        return outputs, new_tables
 
-    count = range(workload.num_tables)
-    state = {
-        "tables": [
-            jnp.full((workload.vocabulary_size, workload.embedding_dim), 0.01, jnp.float32)
-            for _ in count
-        ],
-        "accumulators": [jnp.full((workload.vocabulary_size,), 0.1, jnp.float32) for _ in count],
-    }
+    tables = []
+    accumulators = []
+    for _ in range(workload.num_tables):
+        shape = (workload.vocabulary_size, workload.embedding_dim)
+        tables.append(jnp.full(shape, 0.01, jnp.float32))
+        accumulators.append(jnp.full(shape[:1], 0.1, jnp.float32))
+
+    def run_lookup(k: int) -> object:
+        return jax.block_until_ready(lookup(tables, batches[k]))
 
     def run_adagrad(k: int) -> object:
-        outputs, state["tables"], state["accumulators"] = adagrad_step(
-            state["tables"], state["accumulators"], batches[k]
-        )
-        return jax.block_until_ready((outputs, state))
+        nonlocal tables, accumulators
+        outputs, tables, accumulators = adagrad_step(tables, accumulators, batches[k])
+        return jax.block_until_ready((outputs, tables, accumulators))
 
     def run_sgd(k: int) -> object:
-        outputs, state["tables"] = sgd_step(state["tables"], batches[k])
-        return jax.block_until_ready((outputs, state))
+        nonlocal tables
+        outputs, tables = sgd_step(tables, batches[k])
+        return jax.block_until_ready((outputs, tables))
 
     return {
-        "lookup": lambda k: jax.block_until_ready(lookup(state["tables"], batches[k])),
+        "lookup": run_lookup,
         "step, Adagrad": run_adagrad,
         "step, SGD": run_sgd,
     }
 
 
 def torch_contestant(workload: Workload, ids: np.ndarray) -> dict[str, Run]:
-    """Lookup and steps of torch; raises ImportError without it."""
+    """Lookup and steps of torch. Raises ImportError if torch is not installed."""
     import torch
 
     batches = [[torch.from_numpy(feature.astype(np.int64)) for feature in batch] for batch in ids]
@@ -229,22 +243,27 @@ STATE_BYTES = {
 def measure(
     workload: Workload, law: str, num_rounds: int, makers: dict[str, Callable], bandwidth: float
 ) -> list[dict]:
-    """One record per kind of run."""
+    """Records of a workload: one for the lookup, and one for each kind of step."""
     ids = timing.draw_ids(workload, law, seed=3)
-    num_unique = float(np.mean([sum(np.unique(own).size for own in batch) for batch in ids]))
+    num_unique_rows = 0
+    for batch in ids:
+        for feature in batch:
+            num_unique_rows += np.unique(feature).size
     contestants = {name: make(workload, ids) for name, make in makers.items()}
     records = []
-    for what in STATE_BYTES:
-        times = timing.race(
-            {name: runs[what] for name, runs in contestants.items() if what in runs}, num_rounds
+    for what, state_bytes in STATE_BYTES.items():
+        runs = {name: runs[what] for name, runs in contestants.items() if what in runs}
+        milliseconds = {}
+        for name, times in timing.race(runs, num_rounds).items():
+            milliseconds[name] = times.median
+        num_bytes = timing.least_bytes(
+            workload, num_unique_rows / len(ids), state_bytes=state_bytes
         )
-        milliseconds = {name: own.median for name, own in times.items()}
-        needed = timing.least_bytes(workload, num_unique, state_bytes=STATE_BYTES[what])
-        milliseconds["memory"] = 1e3 * needed / bandwidth
-        records.append(
-            {"workload": workload.name, "ids": law, "what": what, "milliseconds": milliseconds}
-        )
+        milliseconds["memory"] = 1e3 * num_bytes / bandwidth
+        record = {"workload": workload.name, "ids": law, "what": what}
+        records.append(record | {"milliseconds": milliseconds})
         print(format_record(records[-1]), flush=True)
+    # The tables of this workload are freed before those of the next one are allocated.
     contestants.clear()
     gc.collect()
     return records
@@ -255,22 +274,27 @@ def format_record(record: dict) -> str:
     times = record["milliseconds"]
 
     def cell(name: str, divisor: float = 1.0) -> str:
-        return f"{times[name] / divisor:11.2f}" if name in times else " " * 10 + "-"
+        if name not in times:
+            return f"{'-':>11}"
+        return f"{times[name] / divisor:11.2f}"
 
     ours = times["ours"]
-    numbers = (
-        cell("ours")
-        + cell("torch")
-        + cell("xla")
-        + cell("torch", ours)
-        + cell("xla", ours)
-        + cell("memory")
-    )
-    return f"{record['workload']:<9}{record['ids']:<9}{record['what']:<17}{numbers}"
+    cells = [
+        cell("ours"),
+        cell("torch"),
+        cell("xla"),
+        cell("torch", ours),
+        cell("xla", ours),
+        cell("memory"),
+    ]
+    return f"{record['workload']:<9}{record['ids']:<9}{record['what']:<17}{''.join(cells)}"
+
+
+HEADS = ("ours ms", "torch ms", "xla ms", "torch/ours", "xla/ours", "memory ms")
 
 
 def main() -> int:
-    """Prints the table, and writes it if asked."""
+    """Prints the table, and writes the records to the file of `--json`."""
     names = [workload.name for workload in timing.WORKLOADS]
     options = timing.read_options(__doc__, names, quick_names=names[:2])
     makers: dict[str, Callable] = {
@@ -281,18 +305,12 @@ def main() -> int:
     try:
         import torch  # noqa: F401
     except ImportError:
-        print(
-            "torch is not installed, its columns stay empty; `pip install 'rsembed[bench]'` fills them."
-        )
+        print("torch is not installed, so its columns are empty: pip install 'rsembed[bench]'")
         del makers["torch"]
-    print(f"{'workload':<9}{'ids':<9}{'what':<17}", end="")
-    print(
-        "".join(
-            f"{head:>11}"
-            for head in ("ours ms", "torch ms", "xla ms", "torch/ours", "xla/ours", "memory ms")
-        )
-    )
-    records, bandwidth = [], timing.bytes_per_second()
+    heads = "".join(f"{head:>11}" for head in HEADS)
+    print(f"{'workload':<9}{'ids':<9}{'what':<17}{heads}")
+    bandwidth = timing.bytes_per_second()
+    records = []
     for workload in timing.WORKLOADS:
         if workload.name in options.workloads:
             for law in ("uniform", "zipf"):

@@ -1,4 +1,4 @@
-"""What the timing scripts share: workloads, ids, torch's runs, taking turns, the command line and the records."""
+"""Common part of the timing scripts: workloads, ids, runs of torch, races, options and records."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ Run = Callable[[int], object]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Tables of one size, one feature each, a fixed number of ids per sample."""
+    """Tables of equal size. Each table has one feature, with a fixed number of ids per sample."""
 
     name: str
     num_tables: int
@@ -72,7 +72,10 @@ WORKLOADS = (
 
 
 def draw_ids(workload: Workload, law: str, seed: int) -> np.ndarray:
-    """Ids `[NUM_BATCHES, num_tables, batch, ids_per_sample]`; law `zipf` has exponent 1.15 and id 0 most frequent."""
+    """Ids `[NUM_BATCHES, num_tables, batch, ids_per_sample]` by the law `uniform` or `zipf`.
+
+    The Zipf law has exponent 1.15. Id 0 is the most frequent one.
+    """
     shape = (NUM_BATCHES, workload.num_tables, workload.batch_size, workload.ids_per_sample)
     return ids_by_law(law, workload.vocabulary_size, shape, seed, exponent=1.15)
 
@@ -80,25 +83,29 @@ def draw_ids(workload: Workload, law: str, seed: int) -> np.ndarray:
 def ids_by_law(
     law: str, num_rows: int, shape: tuple[int, ...], seed: int, *, exponent: float
 ) -> np.ndarray:
-    """Row numbers by the law `uniform` or `zipf`, of which row 0 is the most frequent."""
+    """Row numbers by the law `uniform` or `zipf`. In a Zipf law, row 0 is the most frequent one."""
     generator = np.random.default_rng(seed)
     if law == "uniform":
         return generator.integers(0, num_rows, shape, dtype=np.int32)
-    cumulative = np.cumsum(np.arange(1, num_rows + 1, dtype=np.float64) ** -exponent)
-    return np.searchsorted(cumulative, generator.random(shape) * cumulative[-1]).astype(np.int32)
+    ranks = np.arange(1, num_rows + 1, dtype=np.float64)
+    cumulative = np.cumsum(ranks**-exponent)
+    uniform = generator.random(shape) * cumulative[-1]
+    return np.searchsorted(cumulative, uniform).astype(np.int32)
 
 
 def torch_bags(workload: Workload, weight: float, device: str = "cpu") -> list[Any]:
-    """One `EmbeddingBag` per table, with sparse gradients and equal weights; raises ImportError without torch."""
+    """An `EmbeddingBag` with sparse gradients for each table. All weights are `weight`.
+
+    Raises: ImportError: torch is not installed.
+    """
     import torch
 
     shape = (workload.vocabulary_size, workload.embedding_dim)
-    return [
-        torch.nn.EmbeddingBag(
-            *shape, mode="sum", sparse=True, _weight=torch.full(shape, weight, device=device)
-        )
-        for _ in range(workload.num_tables)
-    ]
+    bags = []
+    for _ in range(workload.num_tables):
+        weights = torch.full(shape, weight, device=device)
+        bags.append(torch.nn.EmbeddingBag(*shape, mode="sum", sparse=True, _weight=weights))
+    return bags
 
 
 def torch_runs(
@@ -107,7 +114,10 @@ def torch_runs(
     gradients: Sequence[Any],
     optimizers: Mapping[str, Any],
 ) -> dict[str, Run]:
-    """A lookup of all bags, and a step with each optimizer by its name; all return the outputs, a list."""
+    """A lookup of all bags, and a step with each optimizer, by the optimizer's name.
+
+    All runs return the list of the bags' outputs.
+    """
     import torch
 
     def forward(k: int) -> list[Any]:
@@ -124,39 +134,44 @@ def torch_runs(
         optimizer.step()
         return outputs
 
-    return {
-        "lookup": lookup,
-        **{what: functools.partial(step, optimizer=own) for what, own in optimizers.items()},
-    }
+    runs: dict[str, Run] = {"lookup": lookup}
+    for name, optimizer in optimizers.items():
+        runs[name] = functools.partial(step, optimizer=optimizer)
+    return runs
 
 
 def bytes_per_second() -> float:
-    """What the memory of this machine gives to all cores together: the best of some copies of very large arrays."""
+    """Memory bandwidth of all cores together, from the fastest of six copies of large arrays."""
     num_threads = granted_cores()
-    arrays = [(np.ones(1 << 25), np.zeros(1 << 25)) for _ in range(num_threads)]
+    sources = [np.ones(1 << 25) for _ in range(num_threads)]
+    targets = [np.zeros(1 << 25) for _ in range(num_threads)]
     best = math.inf
     with concurrent.futures.ThreadPoolExecutor(num_threads) as pool:
         for _ in range(6):
             start = time.perf_counter()
-            list(pool.map(lambda pair: np.copyto(pair[1], pair[0]), arrays))
+            list(pool.map(np.copyto, targets, sources))
             best = min(best, time.perf_counter() - start)
-    return sum(2 * source.nbytes for source, _ in arrays) / best
+    # A copy reads the source and writes the target.
+    return sum(array.nbytes for array in sources + targets) / best
 
 
 def least_bytes(workload: Workload, num_unique_rows: float, *, state_bytes: int | None) -> float:
-    """What a lookup must move if caches do all they can: each distinct row once, and the output.
+    """Bytes that a lookup or a step must read and write with perfect caches.
 
-    A step (with `state_bytes` of optimizer state per row, not None) also reads the output's gradient, and reads and
-    writes each distinct row and its state.
+    A lookup reads each distinct row once, and writes the output. A step also reads the gradient of
+    the output, and reads and writes each distinct row and its optimizer state.
+
+    Args:
+      workload: tables and batch size.
+      num_unique_rows: number of distinct rows of a batch.
+      state_bytes: bytes of optimizer state per row. None: a lookup.
     """
     row_bytes = 4 * workload.embedding_dim
     output_bytes = workload.num_tables * workload.batch_size * row_bytes
-    lookup = num_unique_rows * row_bytes + output_bytes
-    return (
-        lookup
-        if state_bytes is None
-        else lookup + output_bytes + 2 * num_unique_rows * (row_bytes + state_bytes)
-    )
+    lookup_bytes = num_unique_rows * row_bytes + output_bytes
+    if state_bytes is None:
+        return lookup_bytes
+    return lookup_bytes + output_bytes + 2 * num_unique_rows * (row_bytes + state_bytes)
 
 
 class Times(NamedTuple):
@@ -167,9 +182,10 @@ class Times(NamedTuple):
 
 
 def _orders(names: list[str]) -> Iterator[Sequence[str]]:
-    """All orders, again and again, so shuffled that the first few do not begin alike; of many names any orders."""
+    """Endless orders of the names: all orders, shuffled, or with many names, random orders."""
     draw = random.Random(0)
-    if len(names) > 7:  # thirteen names have six billion
+    # Seven names have 5,040 orders, thirteen names six billion.
+    if len(names) > 7:
         while True:
             yield draw.sample(names, len(names))
     permutations = list(itertools.permutations(names))
@@ -180,37 +196,48 @@ def _orders(names: list[str]) -> Iterator[Sequence[str]]:
 def race(
     contestants: Mapping[str, Run], num_rounds: int, *, num_warm: int | None = None
 ) -> dict[str, Times]:
-    """Times of every contestant. They take turns of all batches, in every order, or in as many as there are rounds.
+    """Times of each contestant. In each round, each contestant runs all batches, one after the other.
 
-    Before its turn each runs for a while untimed. Training calls one of them again and again, so nobody's time may
-    depend on what another one left behind: its rows in the caches, or its threads, which spin before they sleep. Those
-    of torch do so for 12 ms, in which short lookups of others take three to six times as long. Contestants of several
-    processes, which wait for each other, need a number of untimed runs instead, `num_warm`.
+    Every round has another order of the contestants, and each contestant runs untimed for a while
+    before it is timed. In training, one contestant runs all the time, so its time must not depend
+    on what another contestant left: its rows in the processor's caches, or its threads, which spin
+    before they sleep. Threads of torch spin for 12 ms, and during this time, short lookups of other
+    contestants take three to six times as long.
+
+    Args:
+      contestants: runs by name. A run takes the number of a batch.
+      num_rounds: number of rounds.
+      num_warm: number of untimed runs. None: `WARM_SECONDS` of untimed runs. Contestants in several
+        processes that wait for each other need a number.
     """
     seconds: dict[str, list[float]] = {name: [] for name in contestants}
     for order in itertools.islice(_orders(list(contestants)), num_rounds):
         for name in order:
-            contestants[name](NUM_BATCHES - 1)  # the first time, this compiles
-            start, num_done = time.perf_counter(), 0
-            while (
-                time.perf_counter() < start + WARM_SECONDS
-                if num_warm is None
-                else num_done < num_warm
-            ):
-                contestants[name](NUM_BATCHES - 1)
-                num_done += 1
+            _warm(contestants[name], num_warm)
             for k in range(NUM_BATCHES):
                 start = time.perf_counter()
                 contestants[name](k)
                 seconds[name].append(time.perf_counter() - start)
-    return {
-        name: Times(1e3 * statistics.median(values), 1e3 * min(values))
-        for name, values in seconds.items()
-    }
+    times = {}
+    for name, values in seconds.items():
+        times[name] = Times(median=1e3 * statistics.median(values), best=1e3 * min(values))
+    return times
+
+
+def _warm(run: Run, num_warm: int | None) -> None:
+    """Runs one batch again and again, untimed. The first run in the process compiles."""
+    run(NUM_BATCHES - 1)
+    if num_warm is not None:
+        for _ in range(num_warm):
+            run(NUM_BATCHES - 1)
+        return
+    start = time.perf_counter()
+    while time.perf_counter() < start + WARM_SECONDS:
+        run(NUM_BATCHES - 1)
 
 
 def make_parser(description: str | None) -> argparse.ArgumentParser:
-    """Arguments that every script has."""
+    """A parser with the options that every script has."""
     parser = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -219,7 +246,7 @@ def make_parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def write_records(options: argparse.Namespace, records: object) -> None:
-    """Writes them where `--json` asks for it."""
+    """Writes the records to the file of `--json`, if there is one."""
     if options.json:
         options.json.write_text(json.dumps(records, indent=2) + "\n")
 
@@ -227,7 +254,10 @@ def write_records(options: argparse.Namespace, records: object) -> None:
 def read_options(
     description: str | None, names: Sequence[str], *, quick_names: Sequence[str]
 ) -> argparse.Namespace:
-    """Arguments of the command line, with `workloads` as a list and `rounds` chosen. Leaves without native kernels."""
+    """Options of the command line: `workloads` as a list, and `rounds`.
+
+    Ends the program if native kernels are missing.
+    """
     parser = make_parser(description)
     parser.add_argument(
         "--quick", action="store_true", help="fewer rounds, and no workload above 2 GB"
@@ -237,23 +267,23 @@ def read_options(
         "--rounds", type=int, default=None, help="times all batches are run (default 8, quick 2)"
     )
     options = parser.parse_args()
-    options.workloads = (
-        options.workloads.split(",")
-        if options.workloads
-        else quick_names
-        if options.quick
-        else names
-    )
+    if options.workloads:
+        options.workloads = options.workloads.split(",")
+    elif options.quick:
+        options.workloads = quick_names
+    else:
+        options.workloads = names
     unknown = set(options.workloads) - set(names)
     if unknown:
         parser.error(f"unknown workloads {sorted(unknown)}; choose from {', '.join(names)}")
-    options.rounds = options.rounds or (2 if options.quick else 8)
+    if not options.rounds:
+        options.rounds = 2 if options.quick else 8
     check_native()
     return options
 
 
 def check_native() -> None:
-    """Leaves the program where native kernels are missing: nobody wants the times of the reference."""
+    """Ends the program if native kernels are missing, because the reference kernels are slow."""
     reason = native.unavailable_because()
     if reason is not None:
         sys.exit(f"rsembed's native kernels are not available: {reason}")
