@@ -1,12 +1,14 @@
-"""Times what the first step of a model costs before it runs, by wing and number of tables, on pretended devices.
+"""Times how long the first step of a model takes to compile, by wing and number of tables.
 
     python benchmarks/compiling.py [--tables 26,100] [--wings "core, dense;core, hashed"] [--json PATH]
 
-Tables that are alike but for their names, 4,096 rows of 16 each, batch 64, 4 ids a feature, Adagrad, on 8 pretended
-devices. A step is a lookup, the gradient of half the squared distance to one, and an update. What is told is by how
-much the first call of a step, which traces and compiles all programs that it needs, takes longer than the third. For
-calls outside of `jit`, as the model-parallel wing's are here, that is a few programs; for the others it is one. Tables
-of `core, hashed, unlike` have as many sizes as there are tables, from 1,000 to 300,000 rows.
+The mesh has 8 emulated devices. Tables have 4,096 rows and 16 columns and differ only in their names,
+a batch has 64 samples with 4 ids for each feature, and Adagrad trains the tables. Tables of
+`core, hashed, unlike` all have different sizes, from 1,000 to 300,000 rows.
+
+A step is a lookup, the gradient of half the squared distance to one, and an update. The number is the
+difference between the first call of a step, which traces and compiles all programs, and the third
+call. A step of the model-parallel wing calls several programs, a step of the others is one program.
 """
 
 from __future__ import annotations
@@ -35,49 +37,54 @@ from rsembed import sok, tbe, tt  # noqa: E402
 from rsembed.sparsecore import embedding, embedding_spec  # noqa: E402
 from rsembed.sparsecore.linen import embed, embed_optimizer  # noqa: E402
 
-ROWS, DIM, BATCH, IDS = 4096, 16, 64, 4
+NUM_ROWS = 4096
+DIM = 16
+BATCH_SIZE = 64
+IDS_PER_SAMPLE = 4
 RULE = rs.optimizers.Adagrad(0.1)
 Step = Callable[[], object]
 
 
 def mesh() -> jax.sharding.Mesh:
-    """All pretended devices."""
+    """A mesh of all emulated devices."""
     return jax.make_mesh((NUM_DEVICES,), ("device",))
 
 
 def ids_of(num_tables: int) -> np.ndarray:
     """Ids `[tables, batch, ids]`."""
-    return np.random.default_rng(0).integers(0, ROWS, (num_tables, BATCH, IDS))
+    return np.random.default_rng(0).integers(0, NUM_ROWS, (num_tables, BATCH_SIZE, IDS_PER_SAMPLE))
+
+
+def distance_gradients(outputs: Any) -> Any:
+    """Gradients of half the squared distance to one."""
+    return jax.tree.map(lambda output: output - 1.0, outputs)
 
 
 def core(num_tables: int, *, storage: Any = None, is_unlike: bool = False) -> Step:
-    """An `EmbeddingCollection` in a compiled step."""
-    sizes = (
-        np.geomspace(1_000, 300_000, num_tables).astype(int).tolist()
-        if is_unlike
-        else [ROWS] * num_tables
-    )
-    features = [
-        rs.FeatureSpec(
-            name=f"f{k}",
-            table_spec=rs.TableSpec(
-                name=f"t{k}",
-                vocabulary_size=sizes[k],
-                embedding_dim=DIM,
-                optimizer=RULE,
-                storage=storage,
-            ),
+    """A compiled step of an `EmbeddingCollection`."""
+    sizes = [NUM_ROWS] * num_tables
+    if is_unlike:
+        sizes = np.geomspace(1_000, 300_000, num_tables).astype(int).tolist()
+    features = []
+    ids = {}
+    for k, ids_of_table in enumerate(ids_of(num_tables)):
+        table = rs.TableSpec(
+            name=f"t{k}",
+            vocabulary_size=sizes[k],
+            embedding_dim=DIM,
+            optimizer=RULE,
+            storage=storage,
         )
-        for k in range(num_tables)
-    ]
+        features.append(rs.FeatureSpec(name=f"f{k}", table_spec=table))
+        ids[f"f{k}"] = ids_of_table
     collection = rs.EmbeddingCollection(features, mesh=mesh())
     state = jax.block_until_ready(collection.init(jax.random.key(0)))
-    batch = collection.prepare({f"f{k}": own for k, own in enumerate(ids_of(num_tables))})
+    batch = collection.prepare(ids)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train(state, batch):
         activations, pullback = collection.lookup_vjp(state, batch)
-        return collection.apply(state, pullback(jax.tree.map(lambda x: x - 1.0, activations)))
+        return collection.apply(state, pullback(distance_gradients(activations)))
 
     def step() -> object:
         nonlocal state
@@ -88,82 +95,79 @@ def core(num_tables: int, *, storage: Any = None, is_unlike: bool = False) -> St
 
 
 def model_parallel(num_tables: int, *, use_hashtable: bool) -> Step:
-    """Variables in one group, which compiles its own programs."""
+    """A step of variables in one group, which compiles its programs itself."""
     context = sok.Init()
-    variables = [
-        sok.embedding_variable(
+    variables = []
+    for k in range(num_tables):
+        variable = sok.embedding_variable(
             f"t{k}",
             DIM,
-            rows_per_device=ROWS // NUM_DEVICES,
+            rows_per_device=NUM_ROWS // NUM_DEVICES,
             use_hashtable=use_hashtable,
             optimizer=RULE,
             context=context,
             rngs=nnx.Rngs(0),
         )
-        for k in range(num_tables)
-    ]
+        variables.append(variable)
     ids = list(ids_of(num_tables))
 
     def step() -> object:
         outputs, backward = sok.group_embedding_lookup_vjp(variables, ids, ["sum"] * num_tables)
-        backward([output - 1.0 for output in outputs])
+        backward(distance_gradients(outputs))
         return [variable.get_value() for variable in variables]
 
     return step
 
 
 def sparse_core(num_tables: int) -> Step:
-    """The layer for Linen, whose tables are stacked; parameters are donated to a compiled step."""
+    """A compiled step of the Linen layer of the SparseCore wing, with donated parameters."""
     devices = mesh()
-    table_specs = [
-        embedding_spec.TableSpec(
+    feature_specs = {}
+    feature_ids = {}
+    for k, ids_of_table in enumerate(ids_of(num_tables)):
+        table = embedding_spec.TableSpec(
             name=f"t{k}",
-            vocabulary_size=ROWS,
+            vocabulary_size=NUM_ROWS,
             embedding_dim=DIM,
             initializer=jax.nn.initializers.normal(),
             optimizer=embedding_spec.AdagradOptimizerSpec(0.1),
             combiner="sum",
-            max_ids_per_partition=BATCH * IDS,
-            max_unique_ids_per_partition=BATCH * IDS,
+            max_ids_per_partition=BATCH_SIZE * IDS_PER_SAMPLE,
+            max_unique_ids_per_partition=BATCH_SIZE * IDS_PER_SAMPLE,
         )
-        for k in range(num_tables)
-    ]
-    specs = linen.FrozenDict(
-        {
-            f"f{k}": embedding_spec.FeatureSpec(
-                name=f"f{k}", table_spec=table, input_shape=(BATCH, IDS), output_shape=(BATCH, DIM)
-            )
-            for k, table in enumerate(table_specs)
-        }
-    )
+        feature_specs[f"f{k}"] = embedding_spec.FeatureSpec(
+            name=f"f{k}",
+            table_spec=table,
+            input_shape=(BATCH_SIZE, IDS_PER_SAMPLE),
+            output_shape=(BATCH_SIZE, DIM),
+        )
+        feature_ids[f"f{k}"] = ids_of_table.astype(np.int32)
+    specs = linen.FrozenDict(feature_specs)
+    ids = linen.FrozenDict(feature_ids)
     embedding.prepare_feature_specs_for_training(specs, NUM_DEVICES, num_sc_per_device=1)
-    ids = linen.FrozenDict(
-        {f"f{k}": own.astype(np.int32) for k, own in enumerate(ids_of(num_tables))}
-    )
-    ones = jax.tree.map(lambda own: np.ones(own.shape, np.float32), ids)
+    weights = jax.tree.map(lambda array: np.ones(array.shape, np.float32), ids)
     inputs, _ = embedding.preprocess_sparse_dense_matmul_input(
-        ids, ones, specs, NUM_DEVICES, NUM_DEVICES, num_sc_per_device=1
+        ids, weights, specs, NUM_DEVICES, NUM_DEVICES, num_sc_per_device=1
     )
-    data, whole = (
-        NamedSharding(devices, own) for own in (PartitionSpec("device"), PartitionSpec())
-    )
-    inputs = jax.device_put(inputs, data)
+    sharded = NamedSharding(devices, PartitionSpec("device"))
+    replicated = NamedSharding(devices, PartitionSpec())
+    inputs = jax.device_put(inputs, sharded)
     layer = embed.SparseCoreEmbed(feature_specs=specs, mesh=devices, sharding_axis="device")
-    shardings = linen.get_sharding(jax.eval_shape(layer.init, jax.random.key(0), inputs), devices)
-    start = jax.jit(layer.init, in_shardings=(whole, data), out_shardings=shardings)
-    params = jax.block_until_ready(start(jax.random.key(0), inputs))
+    shapes = jax.eval_shape(layer.init, jax.random.key(0), inputs)
+    shardings = linen.get_sharding(shapes, devices)
+    init = jax.jit(layer.init, in_shardings=(replicated, sharded), out_shardings=shardings)
+    params = jax.block_until_ready(init(jax.random.key(0), inputs))
 
     @functools.partial(jax.jit, donate_argnums=0, out_shardings=shardings)
     def train(params, inputs):
         def loss_of(params):
-            return sum(
-                jnp.square(out - 1.0).sum() / 2
-                for out in jax.tree.leaves(layer.apply(params, inputs))
-            )
+            loss = 0.0
+            for activations in jax.tree.leaves(layer.apply(params, inputs)):
+                loss += jnp.square(activations - 1.0).sum() / 2
+            return loss
 
-        return embed_optimizer.apply_updates_for_sc_model(
-            params, jax.grad(loss_of, allow_int=True)(params)
-        )
+        gradients = jax.grad(loss_of, allow_int=True)(params)
+        return embed_optimizer.apply_updates_for_sc_model(params, gradients)
 
     def step() -> object:
         nonlocal params
@@ -174,16 +178,16 @@ def sparse_core(num_tables: int) -> Step:
 
 
 def table_batched(num_tables: int) -> Step:
-    """The module in one compiled step."""
-    specs = [(ROWS, DIM, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU)] * num_tables
+    """A compiled step of the table-batched module."""
+    specs = [(NUM_ROWS, DIM, tbe.EmbeddingLocation.DEVICE, tbe.ComputeDevice.CPU)] * num_tables
     module = tbe.TableBatchedEmbeddingBags(specs, optimizer="exact_adagrad", mesh=mesh())
     ids = ids_of(num_tables)
-    batch = module.prepare(ids.reshape(-1), np.arange(0, ids.size + 1, IDS))
+    batch = module.prepare(ids.reshape(-1), np.arange(0, ids.size + 1, IDS_PER_SAMPLE))
 
     @functools.partial(nnx.jit, donate_argnums=0)
     def train(module, batch):
         outputs, backward = module.vjp(batch)
-        backward(jax.tree.map(lambda x: x - 1.0, outputs))
+        backward(distance_gradients(outputs))
 
     def step() -> object:
         train(module, batch)
@@ -205,14 +209,14 @@ WINGS: dict[str, Callable[[int], Step]] = {
 
 
 def seconds_of(step: Step) -> float:
-    """How long a call takes until its results are there."""
+    """Seconds that a call takes until its results are ready."""
     start = time.perf_counter()
     jax.block_until_ready(step())
     return time.perf_counter() - start
 
 
 def main() -> int:
-    """Prints the table, and writes it if asked."""
+    """Prints the table, and writes the records to the file of `--json`."""
     parser = timing.make_parser(__doc__)
     parser.add_argument("--tables", default="26,100", help="numbers of tables, comma-separated")
     parser.add_argument(
@@ -220,24 +224,26 @@ def main() -> int:
     )
     options = parser.parse_args()
     names = options.wings.split(";")
-    if unknown := set(names) - WINGS.keys():
+    unknown = set(names) - WINGS.keys()
+    if unknown:
         parser.error(f"unknown wings {sorted(unknown)}; choose from {'; '.join(WINGS)}")
     numbers = [int(number) for number in options.tables.split(",")]
-    jax.block_until_ready(jnp.ones(8) + 1)  # what the backend itself needs
+    # The first program starts the backend.
+    jax.block_until_ready(jnp.ones(8) + 1)
+    heads = "".join(f"{number:>8} tables" for number in numbers)
+    print(f"{'seconds before the first step':<32}{heads}")
     records = []
-    print(
-        f"{'seconds before the first step':<32}"
-        + "".join(f"{number:>8} tables" for number in numbers)
-    )
     for name in names:
-        found = []
+        line = f"{name:<32}"
         for number in numbers:
             step = WINGS[name](number)
-            first, _, later = (seconds_of(step) for _ in range(3))
-            found.append(first - later)
-            records.append({"wing": name, "tables": number, "seconds": first - later})
+            first = seconds_of(step)
+            seconds_of(step)
+            third = seconds_of(step)
+            records.append({"wing": name, "tables": number, "seconds": first - third})
+            line += f"{first - third:15.1f}"
             jax.clear_caches()
-        print(f"{name:<32}" + "".join(f"{seconds:15.1f}" for seconds in found), flush=True)
+        print(line, flush=True)
     timing.write_records(options, records)
     return 0
 
