@@ -5,7 +5,7 @@
 The import is counted beyond jax, flax and optax. Tables have 1,000 rows, and dims from 8 upwards.
 A step is a lookup, the gradient of half the squared activations, and an update. This gradient is
 equal to the activations. Any operation on the activations of 200 tables would add 200 loops, and
-XLA takes 0.02 s to compile one of them. Every number is the smallest of all rounds, in seconds of
+XLA takes 5 to 30 ms to compile one of them. Every number is the smallest of all rounds, in seconds of
 processor time, which other programs disturb less than the time on the clock. Each round is a new
 process. Let Python write bytecode (`PYTHONDONTWRITEBYTECODE` is not set), as an installation does.
 """
