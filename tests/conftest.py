@@ -1,4 +1,4 @@
-"""What every test runs under: eight CPU devices, strict dtypes and ranks, no figure left open."""
+"""Settings of all tests: eight CPU devices, strict dtypes and ranks, quick compiling, closed figures."""
 
 import gc
 import importlib.util
@@ -16,39 +16,42 @@ import matplotlib
 import numpy as np
 import pytest
 
-# Settings go through jax and matplotlib, not the environment: notebooks run in child processes of the
-# same test run, and must see what a user sees.
+# These settings are not environment variables, because notebooks run in child processes and need the
+# settings of a user.
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
-os.environ.setdefault("NPROC", "32")  # as `import rsembed` would, but the devices are made before
-# Of child processes: its threads wait in a loop, on cores of others.
+# `import rsembed` sets this, too, but the devices are made before that import.
+os.environ.setdefault("NPROC", "32")
+# More threads of OpenBLAS in child processes would spin on cores that other tests need.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
-# Of every operation, into programs that nobody reads.
+# Without tracebacks, programs are smaller and are lowered faster.
 jax.config.update("jax_traceback_in_locations_limit", 0)
 matplotlib.use("Agg")
 
-# Tests make the same small programs again and again. This process keeps what it compiled, in a folder of its own: of a
-# shared one, an entry could be read half written.
+# Tests compile the same small programs again and again, so each process has a cache of compiled
+# programs. Processes do not share a folder, because one could read an entry that another one is writing.
 compiled = tempfile.TemporaryDirectory(prefix="rsembed-compiled-")
 jax.config.update("jax_compilation_cache_dir", compiled.name)
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 
-# Started by tests, with arguments.
+# Tests start these programs with arguments.
 collect_ignore = [
     "checkpoint/process_program.py",
     "parallel/runtime_program.py",
 ]
 
-# A test compiles a program to run it once or twice, so XLA does least for it, in child processes and notebooks too, but
-# not where compilers of accelerators are tried, which refuse flags of others.
+# A test runs a compiled program once or twice, so XLA optimizes as little as possible, also in child
+# processes and notebooks. Tests with compilers of accelerators cannot do so: these compilers reject
+# flags of the CPU compiler.
 IS_LEAST = not {"RSEMBED_TEST_TPU", "RSEMBED_TEST_GPU"} & set(os.environ)
 if IS_LEAST:
     jax.config.update("jax_disable_most_optimizations", True)
     os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
-# The last flag: by default code of a page is split into 32 parts, which threads compile while the other core is busy.
+# The last flag: by default, a large program is split into 32 parts, and threads compile them. Here the
+# other core is busy with other tests.
 QUICK_COMPILES = (
     "--xla_backend_optimization_level=1 --xla_llvm_disable_expensive_passes=true --xla_cpu_use_fusion_emitters=false "
     "--xla_cpu_parallel_codegen_split_count=1"
@@ -56,7 +59,7 @@ QUICK_COMPILES = (
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Says at the end of a run, without `-rs`, that no real data were read."""
+    """Prints at the end of a run that tests on real data were skipped, also without `-rs`."""
     reasons = {str(report.longrepr[2]) for report in terminalreporter.stats.get("skipped", ())}
     for reason in sorted(reasons):
         if "RSEMBED_DATA" in reason:
@@ -64,42 +67,50 @@ def pytest_terminal_summary(terminalreporter):
 
 
 def reused(make, times=50):
-    """In each thread, what `make` made is handed out so often before it makes another."""
-    kept = threading.local()
+    """A function that returns each result of `make` several times, in each thread separately."""
+    local = threading.local()
 
-    def one():
-        made, left = getattr(kept, "made_and_left", (None, 0))
-        kept.made_and_left = (made, left - 1) if left else (make(), times - 1)
-        return kept.made_and_left[0]
+    def reuse():
+        if getattr(local, "num_uses", times) == times:
+            local.result = make()
+            local.num_uses = 0
+        local.num_uses += 1
+        return local.result
 
-    return one
+    return reuse
 
 
-# A context of MLIR takes 5 ms to make, as long as the rest of lowering a small program; newer versions of JAX reuse it.
+# A new MLIR context takes 5 ms, as long as the rest of lowering a small program. Newer versions of JAX
+# reuse contexts.
 if jax.version.__version_info__ < (0, 12):
     from jax._src.interpreters import mlir
 
     mlir.make_ir_context = reused(mlir.make_ir_context)
 
-# Compiled programs are many small objects that live on; looking for garbage among them took a sixth of a collection.
+# Compiled programs are many small objects that live long. With the default thresholds, the garbage
+# collector took a sixth of the time of collecting the tests.
 gc.set_threshold(50_000, 20, 20)
 
 
 def flags_known(flags):
-    """Those of the flags that the installed XLA knows: it ends a process for any other, so a child asks it."""
-    ask = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
-    answer = subprocess.run(
-        ask, env=os.environ | {"XLA_FLAGS": flags}, capture_output=True, text=True
-    )
-    if answer.returncode == 0:
+    """The flags that the installed XLA knows.
+
+    XLA ends the process at an unknown flag, so a child process tries the flags.
+    """
+    command = [sys.executable, "-c", "from jaxlib import xla_client; xla_client.CompileOptions()"]
+    environment = os.environ | {"XLA_FLAGS": flags}
+    child = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if child.returncode == 0:
         return flags
-    known = " ".join(flag for flag in flags.split() if flag not in answer.stderr.split())
+    unknown = child.stderr.split()
+    known = " ".join(flag for flag in flags.split() if flag not in unknown)
     if known == flags:
-        raise pytest.UsageError(f"XLA refuses XLA_FLAGS={flags!r}:\n{answer.stderr}")
+        raise pytest.UsageError(f"XLA refuses XLA_FLAGS={flags!r}:\n{child.stderr}")
     return flags_known(known)
 
 
-if "RSEMBED_TEST_XLA_FLAGS" not in os.environ:  # asked once, for all processes of a run
+# The first process tries the flags for all processes of the run.
+if "RSEMBED_TEST_XLA_FLAGS" not in os.environ:
     os.environ["RSEMBED_TEST_XLA_FLAGS"] = flags_known(QUICK_COMPILES)
 flags_before = os.environ.get("XLA_FLAGS", "")
 if os.environ["RSEMBED_TEST_XLA_FLAGS"] not in flags_before:
@@ -110,15 +121,16 @@ if not IS_LEAST:
 
 
 def pytest_sessionstart():
-    """Tests of the native kernels may skip where there are none, but not where they were required."""
-    from rsembed.kernels import devices, native  # by now the hook that checks shapes is in place
+    """Fails if native kernels are required and missing. Otherwise their tests are skipped."""
+    # This import must come after jaxtyping's import hook is installed, which checks shapes.
+    from rsembed.kernels import devices, native
 
     reason = native.unavailable_because()
     if reason is None:
         return
     if os.environ.get("RSEMBED_REQUIRE_NATIVE") == "1":
         raise pytest.UsageError(f"RSEMBED_REQUIRE_NATIVE=1, but {reason}")
-    # It is said once in a process, and would be an error in the first test that computes.
+    # The warning appears once per process. In a test, it would be an error.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         devices.warn_of_slow_cpu()
@@ -126,26 +138,27 @@ def pytest_sessionstart():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks as slow what `slow_rows` names, before pytest selects by marks.
+    """Marks the rows that `slow_rows` names as slow, before pytest selects tests by marks.
 
-    The notebook on Keras is skipped by name where Keras is missing, which nothing else needs.
+    Skips the notebook on Keras if Keras is not installed.
     """
     for item in items:
-        named = [name for mark in item.iter_markers("slow_rows") for name in mark.args]
+        slow_rows = []
+        for mark in item.iter_markers("slow_rows"):
+            slow_rows += mark.args
         callspec = getattr(item, "callspec", None)
-        if callspec is not None and callspec.id in named:
+        if callspec is not None and callspec.id in slow_rows:
             item.add_marker(pytest.mark.slow)
         if item.path.name == "14_keras.ipynb" and importlib.util.find_spec("keras_rs") is None:
-            item.add_marker(
-                pytest.mark.skip(reason="needs keras and keras-rs: `make test-clients` runs it")
-            )
+            reason = "needs keras and keras-rs: `make test-clients` runs it"
+            item.add_marker(pytest.mark.skip(reason=reason))
 
 
 def sine_waves(key, shape, dtype=jnp.float32):
-    """Initial values that are cheap to compile: others for other entries, and for tables of other names and keys."""
+    """Initial values that compile fast. They differ between entries, and between keys."""
     phase = jax.random.key_data(key)[-1] % 6283
     size = int(np.prod(shape))
-    # A constant compiles soonest, but a large one is hashed, compressed and written with the program that holds it.
+    # A constant compiles fastest, but a large constant makes the cached program large.
     wave = np if size <= 2**16 else jnp
     entries = wave.sin(wave.arange(size, dtype=np.float32))
     return jnp.asarray(entries.reshape(shape), dtype) * jnp.cos(phase.astype(dtype) / 1000)
@@ -153,17 +166,19 @@ def sine_waves(key, shape, dtype=jnp.float32):
 
 @pytest.fixture(autouse=True)
 def quick_initial_values(monkeypatch):
-    """Of tables that name no initializer: random numbers were more than half of what a small collection compiles.
+    """Initial values of tables without an initializer that compile fast.
 
-    Where the library's own values are the claim, a fixture of this name that does nothing stands in the way.
+    Random numbers are more than half of the code of a small collection. A test of the library's real
+    initial values overrides this fixture with one that does nothing.
     """
     monkeypatch.setattr("rsembed.specs.default_initializer", sine_waves)
 
 
 @pytest.fixture(scope="module")
 def more_optimizations():
-    """Programs as the flags alone have them, for bits that only they keep on any shapes."""
-    jax.clear_caches()  # of programs that were compiled without
+    """Compiles with more optimizations, for tests of equal bits at different shapes."""
+    # Cached programs have fewer optimizations.
+    jax.clear_caches()
     jax.config.update("jax_disable_most_optimizations", False)
     yield
     jax.config.update("jax_disable_most_optimizations", IS_LEAST)
@@ -171,10 +186,10 @@ def more_optimizations():
 
 @pytest.fixture(scope="module", autouse=True)
 def few_memory_maps():
-    """Programs of earlier modules go before they fill the process's table of memory maps.
+    """Deletes compiled programs before they fill the process's table of memory maps.
 
-    Each takes about thirty, Linux grants 65,530 (`vm.max_map_count`), and LLVM ends a process that gets none with a
-    segmentation fault. What is needed again comes from the folder above.
+    A program takes about 30 maps, Linux allows 65,530 (`vm.max_map_count`), and LLVM ends a process
+    that gets no map with a segmentation fault. The cache in the folder still has the programs.
     """
     yield
     maps = pathlib.Path("/proc/self/maps")

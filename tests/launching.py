@@ -1,4 +1,4 @@
-"""Programs that tests start in processes of their own."""
+"""Programs that tests start in several processes."""
 
 import os
 import subprocess
@@ -9,17 +9,15 @@ ROOT = Path(__file__).resolve().parents[1]
 
 
 def environment():
-    """Of a child that finds `tests`, and makes no devices but its own."""
+    """Environment of a child process that can import `tests` and chooses its number of devices."""
     paths = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    # See conftest.py.
-    return os.environ | {
-        "XLA_FLAGS": os.environ["RSEMBED_TEST_XLA_FLAGS"],
-        "PYTHONPATH": paths,
-    }
+    # conftest.py chooses these flags.
+    flags = os.environ["RSEMBED_TEST_XLA_FLAGS"]
+    return os.environ | {"XLA_FLAGS": flags, "PYTHONPATH": paths}
 
 
 def start(program, *arguments):
-    """The program in two processes with two devices each, which print and complain into one pipe."""
+    """Starts a program in two processes with two devices each. All output goes into one pipe."""
     command = [
         sys.executable,
         "-m",
@@ -39,7 +37,7 @@ def start(program, *arguments):
 
 
 def printed(run, timeout=240):
-    """What a run prints until it ends; one that does not end in so many seconds is killed."""
+    """Everything that a run prints. The run is killed after `timeout` seconds."""
     try:
         return run.communicate(timeout=timeout)[0]
     finally:

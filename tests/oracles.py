@@ -1,4 +1,4 @@
-"""What the numbers should be, in loops over numpy float64 that nobody has to believe twice."""
+"""Expected numbers, computed by plain loops over arrays of numpy in float64."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from rsembed.kernels.contract import Call
 
 
 class Entry(NamedTuple):
-    """An entry of a call that contributes: it adds `gain * tables[table][row]` to a vector of a segment."""
+    """An entry of a list of ids that adds `gain * tables[table][row]` to a vector of a segment."""
 
     segment: int
     list: int
-    number: int  # in its list
+    number: int  # position in the list
     table: int
     row: int
     vector: int
@@ -29,7 +29,7 @@ class Entry(NamedTuple):
 
 
 def bags_of(ids):
-    """Numbers of the entries of each bag of a list."""
+    """Positions of the entries of each bag of a list."""
     num_entries = len(np.asarray(ids.ids))
     if ids.shape is not None:
         num_bags, width = ids.shape
@@ -39,7 +39,7 @@ def bags_of(ids):
 
 
 def divisor_of(combiner, weights):
-    """What the sum of a bag is divided by."""
+    """The divisor of the sum of a bag."""
     if combiner == "mean":
         return sum(weights)
     if combiner == "sqrtn":
@@ -50,23 +50,32 @@ def divisor_of(combiner, weights):
 
 
 def entries_of_call(call, table_rows):
-    """Every entry that contributes, segment by segment and in its order there."""
-    found = []
-    for number, segment in enumerate(call.segments):
-        own = call.lists[segment.list]
-        ids = np.asarray(own.ids).tolist()
-        weights = np.ones(len(ids)) if own.weights is None else np.asarray(own.weights, np.float64)
+    """All entries with a row, segment by segment, in the order of their lists."""
+    entries = []
+    for segment_number, segment in enumerate(call.segments):
+        id_list = call.lists[segment.list]
+        ids = np.asarray(id_list.ids).tolist()
+        weights = np.ones(len(ids))
+        if id_list.weights is not None:
+            weights = np.asarray(id_list.weights, np.float64)
         num_rows = min(segment.num_rows, table_rows[segment.table] - segment.first_row)
-        last_bag = segment.first_bag + segment.num_bags
-        for place, bag in enumerate(bags_of(own)[segment.first_bag : last_bag]):
-            entries = [entry for entry in bag if 0 <= ids[entry] < num_rows]
-            divisor = divisor_of(segment.combiner, weights[entries].tolist())
-            for entry in entries:
-                vector = entry if segment.combiner == "none" else place
-                row = segment.first_row + ids[entry]
-                about = (number, segment.list, entry, segment.table, row, vector)
-                found.append(Entry(*about, weights[entry], divisor))
-    return found
+        end = segment.first_bag + segment.num_bags
+        for bag_number, bag in enumerate(bags_of(id_list)[segment.first_bag : end]):
+            positions = [position for position in bag if 0 <= ids[position] < num_rows]
+            divisor = divisor_of(segment.combiner, weights[positions].tolist())
+            for position in positions:
+                entry = Entry(
+                    segment=segment_number,
+                    list=segment.list,
+                    number=position,
+                    table=segment.table,
+                    row=segment.first_row + ids[position],
+                    vector=position if segment.combiner == "none" else bag_number,
+                    weight=weights[position],
+                    divisor=divisor,
+                )
+                entries.append(entry)
+    return entries
 
 
 def sizes_of_vectors(call, dims):
@@ -80,22 +89,22 @@ def sizes_of_vectors(call, dims):
     return sizes
 
 
-def laid_out(call, vectors):
-    """The outputs of a call that consist of these vectors of its segments."""
+def outputs_of_vectors(call, vectors):
+    """The outputs of a call, from the vectors of each segment."""
     if call.layout == "each":
         return vectors
     if call.segments[0].combiner == "none":
-        longest = max(own.shape[1] for own in vectors)
+        longest = max(part.shape[1] for part in vectors)
         output = np.zeros((len(vectors[0]), longest))
-        for own in vectors:
-            output[:, : own.shape[1]] += own
+        for part in vectors:
+            output[:, : part.shape[1]] += part
         return [output]
     if call.layout == "columns":
         return [np.concatenate(vectors, axis=1)]
-    return [np.concatenate([own.reshape(-1) for own in vectors])]
+    return [np.concatenate([part.reshape(-1) for part in vectors])]
 
 
-def taken_apart(call, dims, outputs):
+def vectors_of_outputs(call, dims, outputs):
     """The vectors of each segment, from the outputs of a call."""
     outputs = [np.asarray(output, np.float64) for output in outputs]
     sizes = sizes_of_vectors(call, dims)
@@ -111,8 +120,8 @@ def taken_apart(call, dims, outputs):
         output = output.reshape(num_vectors, sum(widths))
         return np.split(output, np.cumsum(widths)[:-1], axis=1)
     ends = np.cumsum([count * dim for count, dim in sizes])
-    flat = np.split(output.reshape(-1), ends[:-1])
-    return [own.reshape(size) for own, size in zip(flat, sizes, strict=True)]
+    parts = np.split(output.reshape(-1), ends[:-1])
+    return [part.reshape(size) for part, size in zip(parts, sizes, strict=True)]
 
 
 def lookup(tables, call):
@@ -123,7 +132,7 @@ def lookup(tables, call):
     for entry in entries_of_call(call, [len(table) for table in tables]):
         if entry.gain:
             vectors[entry.segment][entry.vector] += entry.gain * tables[entry.table][entry.row]
-    return laid_out(call, vectors)
+    return outputs_of_vectors(call, vectors)
 
 
 def pooled_lookup(table, ids, combiner):
@@ -133,28 +142,31 @@ def pooled_lookup(table, ids, combiner):
 
 
 def row_gradients(call, table_rows, dims, d_outputs):
-    """Of every table, the gradient of every row that was looked up, by row."""
+    """Gradients of the looked-up rows: a dictionary by row for each table."""
     gradients = [{} for _ in table_rows]
-    d_vectors = taken_apart(call, dims, d_outputs)
+    d_vectors = vectors_of_outputs(call, dims, d_outputs)
     for entry in entries_of_call(call, table_rows):
-        of_table = gradients[entry.table]
+        by_row = gradients[entry.table]
         d_vector = d_vectors[entry.segment][entry.vector]
-        of_table[entry.row] = of_table.get(entry.row, 0.0) + entry.gain * d_vector
+        by_row[entry.row] = by_row.get(entry.row, 0.0) + entry.gain * d_vector
     return gradients
 
 
 def weight_gradients(tables, call, d_outputs):
-    """The gradients of the weights of each list, None for lists without."""
+    """Gradients of the weights of each list. None for a list without weights."""
     tables = [np.asarray(table, np.float64) for table in tables]
     dims = [table.shape[1] for table in tables]
     entries = entries_of_call(call, [len(table) for table in tables])
-    vectors = taken_apart(call, dims, lookup(tables, call))
-    d_vectors = taken_apart(call, dims, d_outputs)
-    found = [
-        None if ids.weights is None else np.zeros(len(np.asarray(ids.ids))) for ids in call.lists
-    ]
+    vectors = vectors_of_outputs(call, dims, lookup(tables, call))
+    d_vectors = vectors_of_outputs(call, dims, d_outputs)
+    gradients = []
+    for id_list in call.lists:
+        gradient = None
+        if id_list.weights is not None:
+            gradient = np.zeros(len(np.asarray(id_list.ids)))
+        gradients.append(gradient)
     for entry in entries:
-        if found[entry.list] is None or not entry.divisor:
+        if gradients[entry.list] is None or not entry.divisor:
             continue
         d_vector = d_vectors[entry.segment][entry.vector]
         slope = d_vector @ tables[entry.table][entry.row]
@@ -164,29 +176,30 @@ def weight_gradients(tables, call, d_outputs):
             slope -= pooled
         if combiner == "sqrtn":
             slope -= pooled * entry.weight / entry.divisor
-        found[entry.list][entry.number] = slope / entry.divisor
-    return found
+        gradients[entry.list][entry.number] = slope / entry.divisor
+    return gradients
 
 
 def dense_gradients(row_gradients):
-    """Row gradients as large as the tables, in the order of the state's arrays; inside `jit`, too."""
-    found = {}
+    """Row gradients as arrays of the size of the state's arrays. Works inside `jit`."""
+    gradients = {}
     for name, num_rows in row_gradients.num_rows:
         values = row_gradients.values[name]
-        dense = jnp.zeros((num_rows, values.shape[-1]))
-        found[name] = dense.at[row_gradients.rows[name]].add(values, mode="drop")
-    return found
+        zeros = jnp.zeros((num_rows, values.shape[-1]))
+        gradients[name] = zeros.at[row_gradients.rows[name]].add(values, mode="drop")
+    return gradients
 
 
 def hash_of_key(key):
-    """Murmur's finaliser of 64 bits as 32, in Python integers that never overflow."""
-    h = (key & 0xFFFFFFFF) ^ ((key >> 32) * 0x9E3779B1 & 0xFFFFFFFF)
-    h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
-    h = (h ^ (h >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
-    return h ^ (h >> 16)
+    """Hash of 32 bits of a 64-bit key: both halves mixed, then the finaliser of MurmurHash3."""
+    value = (key & 0xFFFFFFFF) ^ ((key >> 32) * 0x9E3779B1 & 0xFFFFFFFF)
+    value = (value ^ (value >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+    value = (value ^ (value >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+    return value ^ (value >> 16)
 
 
-# One step of one row, in place. Arguments: the row, its slots, its gradient, then what the rule is made of.
+# Steps of one row, in place. The arguments are the row, its slots and its gradient, and the
+# hyperparameters of the rule.
 
 
 def sgd_step(row, slots, gradient, *, learning_rate):
@@ -212,10 +225,10 @@ def adam_step(row, slots, gradient, *, learning_rate, step, beta_1=0.9, beta_2=0
     row -= learning_rate * momentum / (velocity**0.5 + epsilon)
 
 
-def stepped_table(table, slots, gradients, step_row, /, **made_of):
-    """Table and slots after one `step_row` of every row in `gradients`."""
+def stepped_table(table, slots, gradients, step_row, /, **hyperparameters):
+    """Table and slots after one `step_row` for each row in `gradients`."""
     table = np.array(table, np.float64)
     slots = [np.array(slot, np.float64) for slot in slots]
     for row, gradient in gradients.items():
-        step_row(table[row], [slot[row, ...] for slot in slots], gradient, **made_of)
+        step_row(table[row], [slot[row, ...] for slot in slots], gradient, **hyperparameters)
     return table, slots

@@ -1,4 +1,4 @@
-"""Meshes of the first devices, modules of scripts, columns as of pandas, and the comparison of trees of arrays."""
+"""Helpers of many tests: meshes, modules of scripts, columns like those of pandas, equal trees."""
 
 import importlib.util
 import sys
@@ -9,34 +9,34 @@ from jax.sharding import Mesh
 
 
 def module_of(path):
-    """The module that a file outside of packages makes."""
+    """A file outside of packages, imported as a module."""
     spec = importlib.util.spec_from_file_location(f"{path.stem}_script", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for their annotations
+    sys.modules[spec.name] = module  # dataclasses look up their annotations there
     spec.loader.exec_module(module)
     return module
 
 
 def mesh_of(*shape, axes="xyz"):
-    """Mesh of the first CPU devices; its axes are called x, y and z."""
+    """Mesh of the first devices, with axes x, y and z."""
     devices = jax.devices()[: int(np.prod(shape))]
     return Mesh(np.asarray(devices).reshape(shape), tuple(axes[: len(shape)]))
 
 
 def made_mesh(num_devices):
-    """Mesh as `jax.make_mesh` makes it, whose axis is explicit; None for None."""
+    """Mesh of `jax.make_mesh`, with an explicit axis. None if `num_devices` is None."""
     if num_devices is None:
         return None
     return jax.make_mesh((num_devices,), ("x",), devices=jax.devices()[:num_devices])
 
 
 def assert_same(tree, other):
-    """Both trees have one structure, and equal arrays."""
+    """Checks that the trees have the same structure and equal arrays."""
     jax.tree.map(np.testing.assert_array_equal, tree, other)
 
 
 class NA:
-    """As pandas.NA: no comparison has a truth value."""
+    """Like pandas.NA: no comparison has a truth value."""
 
     def __bool__(self):
         raise TypeError("boolean value of NA is ambiguous")
@@ -48,7 +48,7 @@ class NA:
 
 
 class Column:
-    """As columns of pandas, polars and Arrow: an iterable that numpy reads as an array of objects."""
+    """Like columns of pandas, polars and Arrow: an iterable that numpy reads as an array of objects."""
 
     def __init__(self, values):
         self.values = values
