@@ -30,12 +30,12 @@ def outcomes():
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_call_is_refused_in_words_that_help(outcomes, name):
     error, _, words = BAD[name].partition(": ")
-    found = outcomes[name]
-    assert found is not None, "accepted in silence"
-    assert error in found["errors"], found
+    outcome = outcomes[name]
+    assert outcome is not None, "accepted in silence"
+    assert error in outcome["errors"], outcome
     pattern = ".*".join(re.escape(part) for part in words.split(" ... "))
-    assert re.search(pattern, found["message"], re.DOTALL), found["message"]
-    assert not found["raised_in"], found  # not by JAX or numpy, deep inside
+    assert re.search(pattern, outcome["message"], re.DOTALL), outcome["message"]
+    assert not outcome["raised_in"], outcome  # not by JAX or numpy, deep inside
 
 
 def test_what_an_annotation_does_not_admit_is_refused_by_the_name_of_the_argument(outcomes):

@@ -96,8 +96,8 @@ def test_ragged_batches_on_devices_are_counted_and_timed(ragged):
     record = ragged.measure_devices(1)
     assert 1 <= record["programs"] <= 16 and 0 < record["ids a place"] <= 1
     assert 0 < record["step"]["best"] < np.inf and 0 < record["long"]["best"] < np.inf
-    places = {"a": rs.Bags(np.zeros(8, np.int32), np.arange(3)), "b": np.ones((2, 4), np.int32)}
-    assert ragged.ids_a_place(places, 12) == 12 / 16
+    batch = {"a": rs.Bags(np.zeros(8, np.int32), np.arange(3)), "b": np.ones((2, 4), np.int32)}
+    assert ragged.ids_a_place(batch, 12) == 12 / 16
 
 
 def test_contestants_of_serving_look_up_the_same_vectors(scripts, monkeypatch):
@@ -138,11 +138,11 @@ def test_tables_made_small_are_as_small_as_they_say_and_learn(scripts, monkeypat
     assert [record["method"] for record in records] == ["dense", *smaller.METHODS]
     dense, *others, int8 = records
     assert dense["bytes"] == 4 * 16 * 120_000 and all(
-        own["bytes"] <= dense["bytes"] / 10 for own in others
+        record["bytes"] <= dense["bytes"] / 10 for record in others
     )
     assert int8["bytes"] == (16 + 4) * 120_000
     np.testing.assert_allclose(int8["loss"], dense["loss"], atol=1e-3)
-    assert all(own["AUC"] > 0.55 and own["loss"] < 0.7 for own in records)
+    assert all(record["AUC"] > 0.55 and record["loss"] < 0.7 for record in records)
 
 
 def test_the_area_under_the_curve_is_the_share_of_pairs_in_order(scripts):
@@ -165,10 +165,10 @@ def test_the_trial_of_faults_tells_older_checkpoints_from_wrong_ones(scripts, mo
     monkeypatch.setattr(faults, "SHAPE", (2000, 4))
     monkeypatch.setitem(faults.SUBJECTS, "blind", Blind)
     in_files = (faults.flipped_bit, faults.cut_file, faults.missing_file, faults.swapped_files)
-    found = faults.measured(1, ["rsembed", "blind"], in_files)
+    outcomes = faults.measured(1, ["rsembed", "blind"], in_files)
     for fault in in_files:
-        assert found[fault.__name__, "rsembed"] == {"older": 1}
-        assert found[fault.__name__, "blind"] == {"WRONG": 1}
+        assert outcomes[fault.__name__, "rsembed"] == {"older": 1}
+        assert outcomes[fault.__name__, "blind"] == {"WRONG": 1}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of FBGEMM, as it is imported

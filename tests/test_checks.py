@@ -25,11 +25,13 @@ from tests.world import made_mesh
 NAN, INF = math.nan, math.inf
 ROOT = Path(rs.__file__).parent
 
-CLASSES = [own for module in (ro.base, ro.rules, ro.regularized) for own in vars(module).values()]
+CLASSES = [
+    value for module in (ro.base, ro.rules, ro.regularized) for value in vars(module).values()
+]
 RULES = {
-    own
-    for own in CLASSES
-    if hasattr(own, "step_rows") and not inspect.isabstract(own) and own.__name__[0] != "_"
+    value
+    for value in CLASSES
+    if hasattr(value, "step_rows") and not inspect.isabstract(value) and value.__name__[0] != "_"
 }
 FREE = (rs.optimizers.Custom, ro.base.OptaxOptimizerSpec)  # need a function or a transformation
 OUTSIDE = {  # a number just outside of an interval that does not begin at 0
@@ -111,9 +113,9 @@ def test_numbers_that_are_not_finite_are_taken_where_the_caller_allows_it():
     keyed = collection_of(rs.Hashed())
     rows = {"keys": np.arange(6), "values": values, "slot_accumulator": -values}
     written = keyed.with_tables(keyed.init(jax.random.key(0)), {"t": rows}, allow_nonfinite=True)
-    found = keyed.tables(written)["t"]
-    assert_array_equal(found["values"], values)
-    assert_array_equal(found["slot_accumulator"], -values)
+    rows_read = keyed.tables(written)["t"]
+    assert_array_equal(rows_read["values"], values)
+    assert_array_equal(rows_read["slot_accumulator"], -values)
     tables = [(6, 4, rs.tbe.EmbeddingLocation.HOST, rs.tbe.ComputeDevice.CPU)]
     module = rs.tbe.TableBatchedEmbeddingBags(tables, optimizer=rs.tbe.OptimType.EXACT_ADAGRAD)
     module.set_embedding_weights(0, values, allow_nonfinite=True)
@@ -133,8 +135,8 @@ def test_a_file_of_ours_gives_back_what_was_saved_finite_or_not(tmp_path, storag
     state = collection.init(jax.random.key(0))
     state = collection.with_tables(state, {"t": values}, allow_nonfinite=True)
     checkpoint.save_collection(tmp_path / "saved", collection, state)
-    found = collection.tables(checkpoint.load_collection(tmp_path / "saved", collection))["t"]
-    assert_array_equal(found["values"] if isinstance(found, dict) else found, values)
+    loaded = collection.tables(checkpoint.load_collection(tmp_path / "saved", collection))["t"]
+    assert_array_equal(loaded["values"] if isinstance(loaded, dict) else loaded, values)
 
 
 def test_a_dump_gives_back_what_was_assigned_finite_or_not(tmp_path):
@@ -152,7 +154,7 @@ def test_a_dump_gives_back_what_was_assigned_finite_or_not(tmp_path):
 def test_every_rule_names_slots_that_it_has_and_never_makes_these_negative():
     generator = np.random.default_rng(0)
     named = 0
-    for rule in (own(learning_rate=0.1) for own in RULES - {*FREE}):
+    for rule in (rule_class(learning_rate=0.1) for rule_class in RULES - {*FREE}):
         fields = getattr(rule.slot_type, "_fields", ())
         assert set(rule.non_negative_slots) - {"row_counter", "prev_iter"} <= set(fields)
         rows = jnp.asarray(generator.normal(size=(5, 4)), jnp.float32)
@@ -173,9 +175,9 @@ def test_every_rule_names_slots_that_it_has_and_never_makes_these_negative():
 def test_every_annotation_of_a_validated_function_can_be_read(path):
     """And those of all others in its module: what cannot be read is not checked, without a word."""
     module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
-    own = [value for value in vars(module).values() if inspect.getmodule(value) is module]
-    for kind in filter(inspect.isclass, tuple(own)):
-        own += [getattr(member, "__func__", member) for member in vars(kind).values()]
-    for value in own:
+    values = [value for value in vars(module).values() if inspect.getmodule(value) is module]
+    for kind in filter(inspect.isclass, tuple(values)):
+        values += [getattr(member, "__func__", member) for member in vars(kind).values()]
+    for value in values:
         if inspect.isfunction(value) or inspect.isclass(value):
             get_type_hints(inspect.unwrap(value), include_extras=True)

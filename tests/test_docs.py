@@ -51,14 +51,14 @@ def test_the_reference_has_exactly_the_names_that_a_package_offers(package):
 
 @pytest.mark.parametrize("name", reference.MODULES)
 def test_the_reference_has_every_function_and_class_that_a_published_module_defines(name):
-    own = {
+    defined = {
         key
         for key, value in vars(importlib.import_module(name)).items()
         if not key.startswith("_")
         and getattr(value, "__module__", None) == name
         and not isinstance(value, TypeVar)
     }
-    assert own - set(reference.public_names(name)) == set()
+    assert defined - set(reference.public_names(name)) == set()
 
 
 def test_every_public_object_has_one_entry_on_one_page():
@@ -72,8 +72,8 @@ def test_every_public_object_has_one_entry_on_one_page():
 @functools.cache
 def objects(kind):
     """Classes or functions of the reference, by name."""
-    found = {name: reference.found(name) for name in sorted({*reference.entries().values()})}
-    return {name: value for name, value in found.items() if reference.kind(value) == kind}
+    values = {name: reference.found(name) for name in sorted({*reference.entries().values()})}
+    return {name: value for name, value in values.items() if reference.kind(value) == kind}
 
 
 def test_every_public_function_and_class_says_what_it_is():
@@ -176,7 +176,7 @@ def test_code_in_a_text_leads_to_the_one_entry_that_it_names(code, entry):
 
 
 @pytest.mark.parametrize(
-    ("member", "places"),
+    ("member", "entries"),
     [
         (
             "rsembed.optimizers.LARS.short_name",
@@ -193,9 +193,9 @@ def test_code_in_a_text_leads_to_the_one_entry_that_it_names(code, entry):
         ("rsembed.plot.nothing", None),
     ],
 )
-def test_a_member_without_an_entry_leads_to_a_base_class_or_to_its_class(member, places):
-    found = [name.split(".", 2)[2] for name in reference.where_described(member)]
-    assert found == ([] if places is None else [*places, places[0].split(".")[0]])
+def test_a_member_without_an_entry_leads_to_a_base_class_or_to_its_class(member, entries):
+    described = [name.split(".", 2)[2] for name in reference.where_described(member)]
+    assert described == ([] if entries is None else [*entries, entries[0].split(".")[0]])
 
 
 def test_an_entry_has_what_bases_without_an_entry_give_it():
@@ -242,12 +242,12 @@ def test_the_gallery_draws_every_picture_in_a_few_lines(tmp_path):
             continue
         pictures[shown.name] = shown
         shown.figure.savefig(tmp_path / "picture.png")
-        statements = ast.parse(shown.program).body
-        assert (
-            2
-            <= len([own for own in statements if not isinstance(own, ast.ImportFrom | ast.Import)])
-            <= 6
-        )
+        statements = [
+            statement
+            for statement in ast.parse(shown.program).body
+            if not isinstance(statement, ast.ImportFrom | ast.Import)
+        ]
+        assert 2 <= len(statements) <= 6
         for ax in shown.figure.axes:
             assert ax.has_data() and ax.get_xlabel() and ax.get_ylabel(), shown.name
         if shown.name in drawn:
@@ -489,16 +489,16 @@ def test_binder_installs_what_notebooks_need():
 
 
 def test_badges_say_what_the_package_says():
-    (jax_requirement,) = (own for own in PROJECT["dependencies"] if own.startswith("jax>"))
-    wanted = {
+    (jax_requirement,) = (name for name in PROJECT["dependencies"] if name.startswith("jax>"))
+    expected = {
         "python": PROJECT["requires-python"].removeprefix(">=") + "+",
         "jax": jax_requirement.removeprefix("jax>=") + "+",
         "licence": PROJECT["license"],
     }
     readme = (ROOT / "README.md").read_text()
     badges = list((ROOT / "docs" / "images").glob("badge-*.svg"))
-    assert len(badges) == len(wanted)
+    assert len(badges) == len(expected)
     for badge in badges:
         name = badge.stem.removeprefix("badge-")
-        assert f"<title>{name}: {wanted[name]}</title>" in badge.read_text()
+        assert f"<title>{name}: {expected[name]}</title>" in badge.read_text()
         assert f"docs/images/{badge.name}" in readme

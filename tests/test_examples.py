@@ -70,13 +70,13 @@ def test_a_short_log_with_a_header_shows_its_loss_and_every_epoch(tmp_path, caps
 def test_the_rows_that_are_reported_choose_nothing(monkeypatch):
     criteo = script("criteo")
     train, _ = criteo.generated(2_000, num_features=2)
-    held, _ = criteo.generated(200, num_features=2, sample_seed=1)
+    held_out, _ = criteo.generated(200, num_features=2, sample_seed=1)
     validation, _ = criteo.generated(200, num_features=2, sample_seed=2)
     # On the held-out rows the last epoch is the best, on the validation rows the first.
     first, last = criteo.Quality(0.5, 0.6, 9, 3), criteo.Quality(0.7, 0.6, 9, 3)
     for fit in (
-        lambda: criteo.fit_linear((train, validation, held), 100, 2, 0.05, 0),
-        lambda: criteo.fit_dlrm((train, validation, held), 100, 2, 0.1, 500, 0)[0],
+        lambda: criteo.fit_linear((train, validation, held_out), 100, 2, 0.05, 0),
+        lambda: criteo.fit_dlrm((train, validation, held_out), 100, 2, 0.1, 500, 0)[0],
     ):
         judge = mock.Mock(side_effect=[first, last])
         monkeypatch.setattr(criteo, "judge", judge)
@@ -187,8 +187,8 @@ def test_recall_of_the_training_program_is_that_of_a_loop(small_training):
     train, validation, _ = small_training.split(log)
     scores = np.random.default_rng(0).random((len(validation), len(log.titles)))
     hits = []
-    for row, own in zip(validation, scores, strict=True):
+    for row, scores_of_row in zip(validation, scores, strict=True):
         seen = log.items[train][log.users[train] == log.users[row]]
-        order = [film for film in np.argsort(-own) if film not in seen]
+        order = [film for film in np.argsort(-scores_of_row) if film not in seen]
         hits.append(log.items[row] in order[:10])
     assert small_training.recall(log, scores, validation, train) == np.mean(hits)

@@ -61,8 +61,8 @@ def test_equal_draws_of_one_key_stay_equal():
 )
 def test_keys_of_many_tables_are_those_of_each(key):
     names = ["item", "user", ""]
-    for own, name in zip(table_keys(key, names), names, strict=True):
-        assert jnp.array_equal(own, table_key(key, name))
+    for table_key_of_many, name in zip(table_keys(key, names), names, strict=True):
+        assert jnp.array_equal(table_key_of_many, table_key(key, name))
 
 
 @pytest.mark.parametrize(
@@ -143,10 +143,10 @@ def test_stacked_tables_of_many_sizes_and_initializers_have_their_own_values():
         for k, initializer in enumerate(chosen)
         for rows in (1, 16, 17)
     ]
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in tables])
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(spec.name, spec) for spec in tables])
     key = jax.random.key(5)
     stacked = collection.tables(collection.init(key))
     assert len(collection.plan.stacks) == 1
-    for own in tables:
-        expected = initial_rows(table_key(key, own.name), own, jnp.arange(own.vocabulary_size))
-        assert_allclose(stacked[own.name], expected, rtol=1e-6, atol=1e-7)
+    for spec in tables:
+        expected = initial_rows(table_key(key, spec.name), spec, jnp.arange(spec.vocabulary_size))
+        assert_allclose(stacked[spec.name], expected, rtol=1e-6, atol=1e-7)

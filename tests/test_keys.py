@@ -65,10 +65,10 @@ def test_keys_inside_jit_are_split_as_on_the_host(dtype):
     ],
 )  # fmt: skip
 def test_keys_that_a_dtype_cannot_hold_are_told_and_counted(dtype, beyond):
-    held = [0, 7, np.iinfo(dtype).max, np.iinfo(dtype).min]
-    numbers = [number % 2**64 for number in (*held, *beyond)]
+    within = [0, 7, np.iinfo(dtype).max, np.iinfo(dtype).min]
+    numbers = [number % 2**64 for number in (*within, *beyond)]
     keys = split_keys(np.asarray(numbers, np.uint64))
-    is_held = [True] * len(held) + [False] * len(beyond)
+    is_held = [True] * len(within) + [False] * len(beyond)
     np.testing.assert_array_equal(is_beyond(keys, dtype), np.logical_not(is_held))
     kept = jax.jit(lambda keys: checked_keys(keys, dtype, feature="f"))(keys)
     assert kept.is_key.tolist() == is_held

@@ -62,18 +62,18 @@ def violation(room, target):
 
 
 def violations(package):
-    found = []
+    lines = []
     for file in sorted(package.rglob("*.py")):
         room, where = room_of(file, package), file.relative_to(package)
         if room == "__init__":
             continue
         if room not in ROOMS:
-            found.append(f"{where}: the room {room} is not in the list of rooms")
+            lines.append(f"{where}: the room {room} is not in the list of rooms")
             continue
         for line, name in imported_names(file, package):
             if why := violation(room, name.split(".")[0]):
-                found.append(f"{where}:{line} {why}")
-    return found
+                lines.append(f"{where}:{line} {why}")
+    return lines
 
 
 def test_rooms_import_only_from_rooms_above():
@@ -110,7 +110,7 @@ def test_a_planted_violation_is_found_and_no_other(tmp_path, file, code, reason)
     planted = tmp_path / file
     planted.parent.mkdir(exist_ok=True)
     planted.write_text(code + "\n")
-    assert [reason in found for found in violations(tmp_path)] == [True] * bool(reason)
+    assert [reason in line for line in violations(tmp_path)] == [True] * bool(reason)
 
 
 def test_the_short_check_names_tests_that_exist_and_asks_every_room_with_a_folder():

@@ -83,9 +83,9 @@ def test_no_collective_adds_them():
     "moved",
     [
         lambda x: jax.lax.scan(lambda carry, _: (carry, carry), x, None, length=2)[1][1],
-        lambda x: jax.lax.cond(jnp.asarray(True), lambda own: own, lambda own: own[::-1], x),
-        lambda x: jax.vmap(lambda own: own[None])(x)[:, 0],
-        lambda x: jax.jit(lambda own: own, donate_argnums=0)(jax.tree.map(jnp.copy, x)),
+        lambda x: jax.lax.cond(jnp.asarray(True), lambda x: x, lambda x: x[::-1], x),
+        lambda x: jax.vmap(lambda x: x[None])(x)[:, 0],
+        lambda x: jax.jit(lambda x: x, donate_argnums=0)(jax.tree.map(jnp.copy, x)),
         lambda x: jnp.where(jnp.asarray(True), x, x[::-1]),
         lambda x: x[jnp.arange(4)],
         lambda x: jax.device_get(x),
@@ -95,9 +95,9 @@ def test_no_collective_adds_them():
     ],
 )
 def test_they_travel_unchanged(moved):
-    found = moved(rows())
-    assert opaque.kind_of(found) == "row"
-    assert opaque.unwrap(found).tolist() == ROWS.tolist()
+    result = moved(rows())
+    assert opaque.kind_of(result) == "row"
+    assert opaque.unwrap(result).tolist() == ROWS.tolist()
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -107,8 +107,8 @@ def test_parts_stay_on_their_devices(kind):
     wrapped = opaque.wrap(jax.device_put(jnp.asarray(ROWS), split), "row")
     assert wrapped.sharding == opaque.unwrap(wrapped).sharding == split
 
-    def added(own):
-        return opaque.wrap(opaque.unwrap(own) - 1, "row")
+    def added(part):
+        return opaque.wrap(opaque.unwrap(part) - 1, "row")
 
     on_each = jax.shard_map(
         added, mesh=mesh, in_specs=PartitionSpec("d"), out_specs=PartitionSpec("d")
@@ -122,13 +122,13 @@ def test_another_process_knows_the_numbers_again(tmp_path):
         "import pickle, sys; from rsembed import opaque; "
         "print(opaque.unwrap(pickle.load(open(sys.argv[1], 'rb'))))"
     )
-    found = subprocess.run(
+    child = subprocess.run(
         [sys.executable, "-c", program, tmp_path / "rows"],
         capture_output=True,
         text=True,
         check=True,
     )
-    assert found.stdout.strip() == str(jnp.asarray(ROWS))
+    assert child.stdout.strip() == str(jnp.asarray(ROWS))
 
 
 def test_only_integers_of_a_tree_are_wrapped():

@@ -12,14 +12,14 @@ from rsembed.places import Place, tables_and_ids
 
 def dealt(place, count, spread):
     """Shard and row of every id: rows are dealt one by one, and the first `first` of them are other tables'."""
-    found, shard, row = [], 0, 0
+    places_of_ids, shard, row = [], 0, 0
     for number in range(place.first + count):
         if number >= place.first:
-            found.append((place.owner + (shard + place.rotation) % spread, row))
+            places_of_ids.append((place.owner + (shard + place.rotation) % spread, row))
         shard += 1
         if shard == spread:
             shard, row = 0, row + 1
-    return found
+    return places_of_ids
 
 
 @hypothesis.settings(max_examples=60, deadline=None)
@@ -40,13 +40,13 @@ def test_rows_are_dealt_in_turn_and_come_back(owner, first, rotation, spread, co
     assert_array_equal(place.rows(ids, **where), rows)
     assert [place.rows(i, **where) for i in range(count)] == rows
     assert_array_equal(np.arange(10 * rows_per_shard)[place.all_rows(count, **where)], rows)
-    shards, own_rows = np.divmod(np.arange(10 * rows_per_shard), rows_per_shard)
-    found = place.ids(shards, own_rows, spread=spread)
-    is_own = (found >= 0) & (found < count)
-    assert_array_equal(np.flatnonzero(is_own), np.sort(rows))
-    assert_array_equal(found[rows], ids)
+    shards, rows_of_shards = np.divmod(np.arange(10 * rows_per_shard), rows_per_shard)
+    ids_of_rows = place.ids(shards, rows_of_shards, spread=spread)
+    is_id = (ids_of_rows >= 0) & (ids_of_rows < count)
+    assert_array_equal(np.flatnonzero(is_id), np.sort(rows))
+    assert_array_equal(ids_of_rows[rows], ids)
     for shard in range(owner, owner + spread):
-        # Had the table no end, every row from the first one on would be its own.
+        # A table without an end would have all rows from its first row on.
         assert place.ids(shard, place.first_row(shard, spread=spread), spread=spread) in range(
             spread
         )

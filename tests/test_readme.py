@@ -64,6 +64,6 @@ def test_the_program_runs_as_printed_and_goes_on_when_it_runs_again(tmp_path, mo
 
 def test_rooms_named_on_the_architecture_page_exist():
     root = Path(rs.__file__).parents[1]
-    places = re.findall(r"\| `(rsembed/[^`]+)`", (root / "docs" / "architecture.md").read_text())
-    assert len(places) > 10
-    assert [place for place in places if not (root / place).exists()] == []
+    paths = re.findall(r"\| `(rsembed/[^`]+)`", (root / "docs" / "architecture.md").read_text())
+    assert len(paths) > 10
+    assert [path for path in paths if not (root / path).exists()] == []

@@ -35,19 +35,19 @@ def test_capacity_never_exceeds_the_table():
 
 
 def test_norm_scale_and_clip_agree_with_optax_on_dense_gradients():
-    own = gradients([1, 3, NO_ROW], [[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
-    dense = dense_gradients(own)
-    assert_allclose(rs.global_norm(own), optax.tree.norm(dense))
-    clipped = dense_gradients(rs.clip_by_global_norm(own, 1.0))["t"]
+    row_grads = gradients([1, 3, NO_ROW], [[3.0, 0.0], [0.0, 4.0], [0.0, 0.0]])
+    dense = dense_gradients(row_grads)
+    assert_allclose(rs.global_norm(row_grads), optax.tree.norm(dense))
+    clipped = dense_gradients(rs.clip_by_global_norm(row_grads, 1.0))["t"]
     expected, _ = optax.clip_by_global_norm(1.0).update(dense, optax.EmptyState())
     assert_allclose(clipped, expected["t"], rtol=1e-6)
-    assert_array_equal(rs.clip_by_global_norm(own, 6.0).values["t"], own.values["t"])
+    assert_array_equal(rs.clip_by_global_norm(row_grads, 6.0).values["t"], row_grads.values["t"])
     assert_allclose(
-        rs.global_norm(rs.clip_by_global_norm(own, 6.5, other_norm=12.0)), 2.5, rtol=1e-6
+        rs.global_norm(rs.clip_by_global_norm(row_grads, 6.5, other_norm=12.0)), 2.5, rtol=1e-6
     )
     zero = gradients([1], [[0.0]])
     assert_array_equal(rs.clip_by_global_norm(zero, 1.0).values["t"], [[0.0]])
-    assert_array_equal(rs.scale(own, 0.5).values["t"], own.values["t"] / 2)
+    assert_array_equal(rs.scale(row_grads, 0.5).values["t"], row_grads.values["t"] / 2)
 
 
 def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
@@ -57,10 +57,12 @@ def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
 
     def step(state, batch):
         _, pullback = collection.lookup_vjp(state, batch)
-        own = pullback({"f": jnp.ones((2, 2))})
+        row_grads = pullback({"f": jnp.ones((2, 2))})
         # Row 2 is not to be trained.
-        own.values["t"] = jnp.where(own.rows["t"][:, None] == 1, own.values["t"], 0.0)
-        return collection.apply(state, own), rs.global_norm(own)
+        row_grads.values["t"] = jnp.where(
+            row_grads.rows["t"][:, None] == 1, row_grads.values["t"], 0.0
+        )
+        return collection.apply(state, row_grads), rs.global_norm(row_grads)
 
     for stepped, norm in (step(state, batch), jax.jit(step)(state, batch)):
         moved = collection.tables(state)["t"] - collection.tables(stepped)["t"]
@@ -68,11 +70,11 @@ def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
         assert_allclose(norm, 2**0.5, rtol=1e-6)
 
 
-def assert_same(found, wanted):
-    assert found.num_rows == wanted.num_rows
-    for name in wanted.values:
-        assert_array_equal(found.rows[name], wanted.rows[name])
-        assert_array_equal(found.values[name], wanted.values[name])
+def assert_same(actual, expected):
+    assert actual.num_rows == expected.num_rows
+    for name in expected.values:
+        assert_array_equal(actual.rows[name], expected.rows[name])
+        assert_array_equal(actual.values[name], expected.values[name])
 
 
 def keyed(rows):
@@ -93,39 +95,47 @@ def test_operators_are_combine_and_scale():
 
 
 @pytest.mark.parametrize(
-    "own", [gradients([1, 3, NO_ROW], [[1.0], [2.0], [0.0]]), keyed([[0, 7, 2], [0, 0, 0]])]
+    "row_grads", [gradients([1, 3, NO_ROW], [[1.0], [2.0], [0.0]]), keyed([[0, 7, 2], [0, 0, 0]])]
 )
 @pytest.mark.parametrize(
     "copied",
     [
         copy.copy,
         copy.deepcopy,
-        lambda own: pickle.loads(pickle.dumps(own)),
-        lambda own: jax.tree.map(jnp.copy, own),
-        jax.jit(lambda own: own),
+        lambda row_grads: pickle.loads(pickle.dumps(row_grads)),
+        lambda row_grads: jax.tree.map(jnp.copy, row_grads),
+        jax.jit(lambda row_grads: row_grads),
         jax.device_get,
-        lambda own: jax.lax.scan(lambda carry, _: (carry, None), own, None, length=2)[0],
+        lambda row_grads: jax.lax.scan(lambda carry, _: (carry, None), row_grads, None, length=2)[
+            0
+        ],
     ],
 )
-def test_copies_are_the_same_gradients(own, copied):
-    assert_same(copied(own), own)
+def test_copies_are_the_same_gradients(row_grads, copied):
+    assert_same(copied(row_grads), row_grads)
 
 
 def test_row_numbers_are_read_as_integers_and_replaced_as_a_whole():
-    own = gradients([1, NO_ROW], [[1.0], [0.0]])
-    assert own.rows["t"].dtype == jnp.int32
+    row_grads = gradients([1, NO_ROW], [[1.0], [0.0]])
+    assert row_grads.rows["t"].dtype == jnp.int32
     for array in (jnp.array([2, 4]), np.array([2, 4], np.int16), np.array([2, 4], np.uint64)):
-        assert dataclasses.replace(own, rows={"t": array}).rows["t"].tolist() == [2, 4]
-    assert jax.jit(lambda own: own.rows)(own)["t"].tolist() == [1, NO_ROW]
-    assert pickle.loads(pickle.dumps(own.rows))["t"].tolist() == [1, NO_ROW]
+        assert dataclasses.replace(row_grads, rows={"t": array}).rows["t"].tolist() == [2, 4]
+    assert jax.jit(lambda row_grads: row_grads.rows)(row_grads)["t"].tolist() == [
+        1,
+        NO_ROW,
+    ]
+    assert pickle.loads(pickle.dumps(row_grads.rows))["t"].tolist() == [1, NO_ROW]
 
 
-@pytest.mark.parametrize("own", [gradients([1, 3], [[1.0], [2.0]]), keyed([[0, 7, 2]])])
-def test_zeros_like_gradients_are_gradients_of_no_row(own):
-    for zeros in (jax.tree.map(jnp.zeros_like, own), optax.tree.zeros_like(own)):
+@pytest.mark.parametrize("row_grads", [gradients([1, 3], [[1.0], [2.0]]), keyed([[0, 7, 2]])])
+def test_zeros_like_gradients_are_gradients_of_no_row(row_grads):
+    for zeros in (
+        jax.tree.map(jnp.zeros_like, row_grads),
+        optax.tree.zeros_like(row_grads),
+    ):
         assert int(zeros.num_touched()["t"]) == 0
-        total = zeros + own
-        assert_array_equal(total.rows["t"][: own.num_touched()["t"]], own.rows["t"])
+        total = zeros + row_grads
+        assert_array_equal(total.rows["t"][: row_grads.num_touched()["t"]], row_grads.rows["t"])
 
 
 def test_gradients_in_a_file_are_the_same_gradients(tmp_path):
