@@ -1,26 +1,29 @@
-"""Times tensor-train lookups and training steps against plain JAX, a dense table and tensorly-torch, in one run.
+"""Times tensor-train lookups and training steps beside plain JAX, a dense table and tensorly-torch.
 
     python benchmarks/tt.py [--rows 11000000] [--batches 512,4096] [--ids 20] [--json PATH]
     python benchmarks/tt.py --published [--json PATH]
 
-The published shape: 11 million rows of 64 numbers, p 200·220·250, q 4·4·4, ranks 32·32. The contestants take turns of
-eight batches, on the same ids and the same gradient of the outputs; times are medians in nanoseconds per lookup. A step
-is a lookup, the gradient and one SGD update.
+The table has the published shape: 11 million rows and 64 columns, p 200·220·250, q 4·4·4, ranks
+32·32. A step is a lookup, the gradient and an SGD update. The contestants take turns with eight
+batches, with the same ids and the same gradient of the outputs. Times are medians in nanoseconds per
+looked-up row.
 
 * ours: `rsembed.tt.TTEmbeddingBag` with the fused update, without a cache.
-* ours, each: `rsembed.tt.bag` in plain JAX (`implementation="plain"`): every lookup makes its own row, as published.
-* ours d=2: two cores with at most as many numbers.
-* ours cached: with 1 % of the rows cached, chosen from as many ids as are timed, of other batches of the same law.
-* plain: slices of every core gathered per lookup, two einsums, `jax.grad`.
-* dense: `table[ids].sum(1)`, and a scatter of the gradient into the donated table. Not above `--dense-rows` rows.
+* ours, each: `rsembed.tt.bag` in plain JAX (`implementation="plain"`), which computes the row of each
+  id separately, as the published kernels do.
+* ours d=2: two cores with at most the bytes of the published three.
+* ours cached: with 1 % of the rows cached. Other batches by the same law chose these rows.
+* plain: slices of each core gathered for each id, two einsums, and `jax.grad`.
+* dense: `table[ids].sum(1)`, and a scatter of the gradient into the donated table, if the table has
+  at most `--dense-rows` rows.
 * tensorly-torch: `FactorizedEmbedding` with `torch.optim.SGD`, if it is installed.
 
-With `--published` only the benchmark of the page that published the module is run: 512 bags of 20
-uniform ids, forward, backward and SGD, on JAX's first device of whatever kind. It prints microseconds
-per id beside the published ones, which are of a GPU of 2020 that the page does not name.
+GFLOP/s count the products of a lookup once for a lookup and three times for a step, whatever a
+contestant computes. The peak is that of one large product of matrices in JAX on this machine.
 
-Counted FLOP are those of the products of a lookup, and three times as many for a step, whatever was executed. The peak
-is that of one large product in JAX on this machine.
+`--published` runs only the benchmark of the page that published the module: 512 bags of 20 uniform
+ids, forward, backward and SGD, on the first device of JAX. It prints microseconds per id beside the
+published number, which was measured on a GPU of 2020 that the page does not name.
 """
 
 from __future__ import annotations
@@ -49,7 +52,7 @@ PUBLISHED_SPEC = TTSpec(11_000_000, (200, 220, 250), (4, 4, 4), (RANK, RANK))
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One table, a fixed number of ids per bag."""
+    """A table, and batches with a fixed number of ids per bag."""
 
     spec: TTSpec
     batch_size: int
@@ -61,14 +64,16 @@ class Workload:
         return self.batch_size * self.ids_per_bag
 
     def draw_ids(self, seed: int) -> np.ndarray:
-        """Ids `[NUM_BATCHES, batch, ids per bag]`; law `zipf` has exponent 1.05 and frequent ids anywhere."""
-        rows, shape = self.spec.num_embeddings, (NUM_BATCHES, self.batch_size, self.ids_per_bag)
-        drawn = ids_by_law(self.law, rows, shape, seed, exponent=1.05)
-        return (
-            drawn
-            if self.law == "uniform"
-            else np.random.default_rng(0).permutation(rows).astype(np.int32)[drawn]
-        )
+        """Ids `[NUM_BATCHES, batch, ids per bag]` by the law `uniform` or `zipf`.
+
+        The Zipf law has exponent 1.05, and its frequent ids are spread over the whole table.
+        """
+        num_rows = self.spec.num_embeddings
+        shape = (NUM_BATCHES, self.batch_size, self.ids_per_bag)
+        ranks = ids_by_law(self.law, num_rows, shape, seed, exponent=1.05)
+        if self.law == "uniform":
+            return ranks
+        return np.random.default_rng(0).permutation(num_rows).astype(np.int32)[ranks]
 
     def draw_gradient(self) -> np.ndarray:
         shape = (self.batch_size, self.spec.embedding_dim)
@@ -78,18 +83,27 @@ class Workload:
 def compiled_runs(
     workload: Workload, state: Any, lookup: Callable, step: Callable
 ) -> dict[str, Run]:
-    """Compiled runs of `lookup(state, ids)`, and of `step(state, ids)`, which returns the output and the new state."""
-    batches, held = [jnp.asarray(ids) for ids in workload.draw_ids(seed=3)], {"state": state}
-    lookup, step = jax.jit(lookup), jax.jit(step, donate_argnums=0)
+    """Runs of two functions, compiled.
+
+    Args:
+      workload: table and batches.
+      state: initial state.
+      lookup: function of the state and the ids of a batch that returns the output.
+      step: function of the state and the ids of a batch that returns the output and the new state.
+    """
+    batches = [jnp.asarray(ids) for ids in workload.draw_ids(seed=3)]
+    compiled_lookup = jax.jit(lookup)
+    compiled_step = jax.jit(step, donate_argnums=0)
+
+    def run_lookup(k: int) -> object:
+        return jax.block_until_ready(compiled_lookup(state, batches[k]))
 
     def run_step(k: int) -> object:
-        output, held["state"] = step(held["state"], batches[k])
-        return jax.block_until_ready((output, held["state"]))
+        nonlocal state
+        output, state = compiled_step(state, batches[k])
+        return jax.block_until_ready((output, state))
 
-    return {
-        "lookup": lambda k: jax.block_until_ready(lookup(held["state"], batches[k])),
-        "step": run_step,
-    }
+    return {"lookup": run_lookup, "step": run_step}
 
 
 def module_contestant(
@@ -110,7 +124,8 @@ def module_contestant(
     if cache_size:
         emb.update_cache(workload.draw_ids(seed=4).reshape(-1, workload.ids_per_bag))
         emb.cache_populate()
-    gradient, (graph, state) = jnp.asarray(workload.draw_gradient()), nnx.split(emb)
+    gradient = jnp.asarray(workload.draw_gradient())
+    graph, state = nnx.split(emb)
 
     def lookup(state, ids):
         return nnx.merge(graph, state)(ids)
@@ -118,8 +133,8 @@ def module_contestant(
     def step(state, ids):
         emb = nnx.merge(graph, state)
         output, backward = emb.vjp(ids)
-        # In training the loss sees to it that cached rows are read before they are stepped. Here the gradient does: XLA
-        # would be free to step first, and would copy all cached rows to do so.
+        # In training, the gradient depends on the output, so XLA reads cached rows before it updates
+        # them. Without this sum, XLA might update them first, and would copy all cached rows.
         backward(gradient + 0.0 * output[0, 0])
         return output, nnx.state(emb)
 
@@ -131,13 +146,13 @@ def plain_contestant(workload: Workload) -> dict[str, Run]:
     spec = workload.spec
 
     def pooled(cores, ids):
-        flat = ids.reshape(-1)
-        product = jnp.ones((flat.size, 1, 1))
-        for core, stride, p, shape in zip(
-            cores, spec.strides, spec.tt_p_shapes, spec.slice_shapes, strict=True
-        ):
-            slices = core[flat // stride % p].reshape(-1, *shape)
-            product = jnp.einsum("ncr,nrqs->ncqs", product, slices).reshape(flat.size, -1, shape[2])
+        flat_ids = ids.reshape(-1)
+        product = jnp.ones((flat_ids.size, 1, 1))
+        shapes = zip(cores, spec.strides, spec.tt_p_shapes, spec.slice_shapes, strict=True)
+        for core, stride, num_slices, slice_shape in shapes:
+            slices = core[flat_ids // stride % num_slices].reshape(-1, *slice_shape)
+            product = jnp.einsum("ncr,nrqs->ncqs", product, slices)
+            product = product.reshape(flat_ids.size, -1, slice_shape[2])
         return product.reshape(*ids.shape, spec.embedding_dim).sum(1)
 
     return function_contestant(workload, pooled)
@@ -148,33 +163,35 @@ def function_contestant(workload: Workload, pooled: Callable[[Any, Any], Any]) -
     gradient = jnp.asarray(workload.draw_gradient())
 
     def step(cores, ids):
-        output, pull = jax.vjp(lambda c: pooled(c, ids), cores)
-        (d_cores,) = pull(gradient)
-        return output, jax.tree.map(lambda c, g: c - LEARNING_RATE * g, cores, d_cores)
+        output, pullback = jax.vjp(lambda cores: pooled(cores, ids), cores)
+        (d_cores,) = pullback(gradient)
+        new_cores = jax.tree.map(lambda core, d_core: core - LEARNING_RATE * d_core, cores, d_cores)
+        return output, new_cores
 
     return compiled_runs(workload, init_cores(jax.random.key(0), workload.spec), pooled, step)
 
 
 def dense_contestant(workload: Workload) -> dict[str, Run]:
-    """Lookup and SGD step of a table that is stored."""
-    spec, gradient = workload.spec, jnp.asarray(workload.draw_gradient())
+    """Lookup and SGD step of a dense table."""
+    spec = workload.spec
+    gradient = jnp.asarray(workload.draw_gradient())
 
     def lookup(table, ids):
         return table[ids].sum(1)
 
     def step(table, ids):
         output = lookup(table, ids)
-        # The update waits for the lookup; otherwise XLA would copy the table to do both at once.
+        # The learning rate depends on the output, so that XLA does not update the table before the
+        # lookup, and does not copy it.
         rate = LEARNING_RATE + 0.0 * output[0, 0]
         return output, table.at[ids].add(-rate * gradient[:, None, :])
 
-    return compiled_runs(
-        workload, jnp.full((spec.num_embeddings, spec.embedding_dim), 0.01), lookup, step
-    )
+    table = jnp.full((spec.num_embeddings, spec.embedding_dim), 0.01)
+    return compiled_runs(workload, table, lookup, step)
 
 
 def torch_contestant(workload: Workload) -> dict[str, Run]:
-    """Lookup and SGD step of tensorly-torch; raises ImportError without it."""
+    """Lookup and SGD step of tensorly-torch. Raises ImportError if it is not installed."""
     import tltorch
     import torch
 
@@ -207,18 +224,24 @@ def torch_contestant(workload: Workload) -> dict[str, Run]:
 
 
 def peak_gflops(size: int = 2048) -> float:
-    """What one large float32 product reaches here."""
-    product, matrix, times = jax.jit(jnp.matmul), jnp.ones((size, size)), []
+    """GFLOP/s of a large product of matrices in float32, the best of six."""
+    product = jax.jit(jnp.matmul)
+    matrix = jnp.ones((size, size))
+    seconds = []
     for _ in range(6):
         start = time.perf_counter()
         jax.block_until_ready(product(matrix, matrix))
-        times.append(time.perf_counter() - start)
-    return 2e-9 * size**3 / min(times)
+        seconds.append(time.perf_counter() - start)
+    return 2e-9 * size**3 / min(seconds)
 
 
 def measure(workload: Workload, num_rounds: int, dense_rows: int) -> list[dict]:
-    """One record per contestant and kind of run."""
+    """A record for each contestant and kind of run."""
     spec = workload.spec
+
+    def separate_rows(cores: Any, ids: Any) -> Any:
+        return bag(spec, cores, Bags.from_dense(ids), implementation="plain")
+
     two_cores = TTSpec.for_budget(
         spec.num_embeddings, spec.embedding_dim, bytes=spec.num_bytes(), num_cores=2
     )
@@ -232,10 +255,7 @@ def measure(workload: Workload, num_rounds: int, dense_rows: int) -> list[dict]:
     }
     contestants = {
         "ours": module_contestant(workload, spec),
-        "ours, each": function_contestant(
-            workload,
-            lambda cores, ids: bag(spec, cores, Bags.from_dense(ids), implementation="plain"),
-        ),
+        "ours, each": function_contestant(workload, separate_rows),
         "ours d=2": module_contestant(workload, two_cores),
         "ours cached": module_contestant(workload, spec, cached_fraction=0.01),
         "plain": plain_contestant(workload),
@@ -248,47 +268,53 @@ def measure(workload: Workload, num_rounds: int, dense_rows: int) -> list[dict]:
         print("tensorly-torch is not installed and left out.", file=sys.stderr)
     records = []
     for what in ("lookup", "step"):
-        for name, times in race(
-            {name: runs[what] for name, runs in contestants.items()}, num_rounds
-        ).items():
-            flops = (
-                (3 if what == "step" else 1) * specs[name].flops_per_lookup if name in specs else 0
-            )
+        runs = {name: contestant[what] for name, contestant in contestants.items()}
+        for name, times in race(runs, num_rounds).items():
             nanoseconds = 1e6 * times.median / workload.num_lookups
+            gflops = None
+            # A cached row and a row of a dense table need no products.
+            if name in specs and name != "ours cached":
+                num_products = 3 if what == "step" else 1
+                gflops = num_products * specs[name].flops_per_lookup / nanoseconds
             record = {
                 "bags": f"{workload.batch_size}x{workload.ids_per_bag}",
                 "ids": workload.law,
                 "what": what,
                 "contestant": name,
                 "nanoseconds_per_lookup": nanoseconds,
-                "gflops": None if name == "ours cached" or not flops else flops / nanoseconds,
+                "gflops": gflops,
             }
             records.append(record)
-            gflops = "-" if record["gflops"] is None else f"{record['gflops']:.1f}"
-            print(
-                f"{record['bags']:<10}{workload.law:<9}{what:<8}{name:<16}{nanoseconds:>12.0f}{gflops:>10}",
-                flush=True,
-            )
+            print(format_record(record), flush=True)
     return records
+
+
+def format_record(record: dict) -> str:
+    """A row of the printed table."""
+    gflops = "-"
+    if record["gflops"] is not None:
+        gflops = f"{record['gflops']:.1f}"
+    run = f"{record['bags']:<10}{record['ids']:<9}{record['what']:<8}{record['contestant']:<16}"
+    return f"{run}{record['nanoseconds_per_lookup']:>12.0f}{gflops:>10}"
 
 
 def measure_published(
     num_rounds: int, *, spec: TTSpec = PUBLISHED_SPEC, batch_size: int = 512
 ) -> dict:
-    """Microseconds per id of a step of the published benchmark, and the device that took them."""
+    """Microseconds per id of a step of the published benchmark, and the name of the device."""
     workload = Workload(spec=spec, batch_size=batch_size, ids_per_bag=20, law="uniform")
-    times = race({"step": module_contestant(workload, spec)["step"]}, num_rounds)["step"]
-    microseconds_per_millisecond = 1e3
+    step = module_contestant(workload, spec)["step"]
+    milliseconds = race({"step": step}, num_rounds)["step"]
     return {
         "device": f"{jax.devices()[0].device_kind} ({measured_on()})",
-        "median": microseconds_per_millisecond * times.median / workload.num_lookups,
-        "best": microseconds_per_millisecond * times.best / workload.num_lookups,
+        "median": 1e3 * milliseconds.median / workload.num_lookups,
+        "best": 1e3 * milliseconds.best / workload.num_lookups,
         "published": PUBLISHED_MICROSECONDS,
     }
 
 
 def main() -> int:
-    """Prints the table, and writes it if asked."""
+    """Prints the table, and writes the records to the file of `--json`."""
     parser = make_parser(__doc__)
     parser.add_argument("--rows", type=int, default=11_000_000, help="rows of the table")
     parser.add_argument(
