@@ -1,12 +1,18 @@
-"""Times lookups of few samples, as a server makes them, from ids in numpy to vectors.
+"""Times lookups of a few samples, as a server makes them, from ids in numpy to vectors.
 
     python benchmarks/serving.py [--samples 1,8,64] [--rounds 8] [--json PATH]
 
-26 tables of 100,000 rows of 64, one uniform id each. Contestants take turns of eight distinct batches.
+There are 26 tables of 100,000 rows and 64 columns, with one uniform id each. The contestants take
+turns with eight distinct batches:
 
-* compiled: `jax.jit(collection.lookup)` of the arrays as they are. prepared: of `collection.prepare(batch)`, which is
-  checked. eager: `collection.lookup(state, batch)`. for serving: what `rs.for_serving` gives, compiled, in plain JAX.
-* torch: an `EmbeddingBag` a table. FBGEMM: its module on the host. Both without gradients, if they can be imported.
+* compiled: `jax.jit(collection.lookup)` with arrays of numpy.
+* prepared: the same with `collection.prepare(batch)`, which checks the ids.
+* eager: `collection.lookup(state, batch)`.
+* for serving: the compiled function of `rs.for_serving`, which is plain JAX.
+* torch: an `EmbeddingBag` for each table, without gradients.
+* FBGEMM: its module on the host, without gradients.
+
+torch and FBGEMM are left out if they cannot be imported.
 """
 
 from __future__ import annotations
@@ -20,42 +26,58 @@ import timing
 import rsembed as rs
 from rsembed.plot.drawing import measured_on
 
-NUM_TABLES, ROWS, DIM = 26, 100_000, 64
+NUM_TABLES = 26
+ROWS = 100_000
+DIM = 64
 Batches = list[dict[str, np.ndarray]]
 
 
 def draw_batches(num_samples: int) -> Batches:
     """Distinct batches of uniform ids `[samples]`."""
     rng = np.random.default_rng(0)
-    return [
-        {f"f{k:02}": rng.integers(0, ROWS, num_samples, dtype=np.int32) for k in range(NUM_TABLES)}
-        for _ in range(timing.NUM_BATCHES)
-    ]
+    batches = []
+    for _ in range(timing.NUM_BATCHES):
+        batch = {}
+        for k in range(NUM_TABLES):
+            batch[f"f{k:02}"] = rng.integers(0, ROWS, num_samples, dtype=np.int32)
+        batches.append(batch)
+    return batches
 
 
 def our_contestants(batches: Batches) -> dict[str, timing.Run]:
-    """The collection in four ways; each returns vectors by feature."""
-    tables = [
-        rs.TableSpec(name=name, vocabulary_size=ROWS, embedding_dim=DIM) for name in batches[0]
-    ]
-    collection = rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
-    )
+    """Four kinds of lookups of the collection. Each returns vectors by feature."""
+    features = []
+    for name in batches[0]:
+        table = rs.TableSpec(name=name, vocabulary_size=ROWS, embedding_dim=DIM)
+        features.append(rs.FeatureSpec(name=name, table_spec=table))
+    collection = rs.EmbeddingCollection(features)
     state = collection.init(jax.random.key(0))
-    serve, served = rs.for_serving(collection, state)
-    compiled, compiled_serve = jax.jit(collection.lookup), jax.jit(serve)
+    compiled_lookup = jax.jit(collection.lookup)
+    serve, tables = rs.for_serving(collection, state)
+    compiled_serve = jax.jit(serve)
+
+    def compiled(k: int) -> object:
+        return jax.block_until_ready(compiled_lookup(state, batches[k]))
+
+    def prepared(k: int) -> object:
+        return jax.block_until_ready(compiled_lookup(state, collection.prepare(batches[k])))
+
+    def eager(k: int) -> object:
+        return jax.block_until_ready(collection.lookup(state, batches[k]))
+
+    def for_serving(k: int) -> object:
+        return jax.block_until_ready(compiled_serve(tables, batches[k]))
+
     return {
-        "compiled": lambda k: jax.block_until_ready(compiled(state, batches[k])),
-        "prepared": lambda k: jax.block_until_ready(
-            compiled(state, collection.prepare(batches[k]))
-        ),
-        "eager": lambda k: jax.block_until_ready(collection.lookup(state, batches[k])),
-        "for serving": lambda k: jax.block_until_ready(compiled_serve(served, batches[k])),
+        "compiled": compiled,
+        "prepared": prepared,
+        "eager": eager,
+        "for serving": for_serving,
     }
 
 
 def torch_contestant(batches: Batches) -> timing.Run:
-    """Torch's bags; raises ImportError without it."""
+    """An `EmbeddingBag` of torch for each table. Raises ImportError without torch."""
     import torch
 
     bags = [torch.nn.EmbeddingBag(ROWS, DIM, mode="sum") for _ in range(NUM_TABLES)]
@@ -63,16 +85,16 @@ def torch_contestant(batches: Batches) -> timing.Run:
 
     @torch.no_grad()
     def run(k: int) -> object:
-        return [
-            bag(torch.from_numpy(ids), offsets.int())
-            for bag, ids in zip(bags, batches[k].values(), strict=True)
-        ]
+        vectors = []
+        for bag, ids in zip(bags, batches[k].values(), strict=True):
+            vectors.append(bag(torch.from_numpy(ids), offsets.int()))
+        return vectors
 
     return run
 
 
 def fbgemm_contestant(batches: Batches) -> timing.Run:
-    """FBGEMM's module; raises ImportError without it."""
+    """FBGEMM's module. Raises ImportError without it."""
     import torch
     from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
     from fbgemm_gpu.split_table_batched_embeddings_ops_common import (
@@ -88,15 +110,16 @@ def fbgemm_contestant(batches: Batches) -> timing.Run:
 
     @torch.no_grad()
     def run(k: int) -> object:
-        return tables(torch.from_numpy(np.concatenate([*batches[k].values()])).long(), offsets)
+        ids = torch.from_numpy(np.concatenate([*batches[k].values()]))
+        return tables(ids.long(), offsets)
 
     return run
 
 
 def main() -> int:
-    """Prints the table, and writes it if asked."""
+    """Prints the times, and writes them to the file of `--json`."""
     parser = timing.make_parser(__doc__)
-    parser.add_argument("--samples", default="1,8,64", help="of a batch, separated by commas")
+    parser.add_argument("--samples", default="1,8,64", help="sizes of batches, comma-separated")
     parser.add_argument("--rounds", type=int, default=8, help="times that all batches are run")
     options = parser.parse_args()
     records: dict[str, dict[str, object]] = {}
@@ -110,12 +133,11 @@ def main() -> int:
             except ImportError as error:
                 print(f"without {name}: {error}")
         times = timing.race(runs, options.rounds)
-        for name, own in times.items():
+        for name, (median, best) in times.items():
             print(
-                f"{num_samples:>4} samples {name:<12}{own.median:8.3f} ms (best {own.best:.3f})",
-                flush=True,
+                f"{num_samples:>4} samples {name:<12}{median:8.3f} ms (best {best:.3f})", flush=True
             )
-        records[str(num_samples)] = {name: own._asdict() for name, own in times.items()}
+        records[str(num_samples)] = {name: times[name]._asdict() for name in times}
     timing.write_records(options, records)
     return 0
 
