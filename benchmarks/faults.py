@@ -1,9 +1,13 @@
-"""What a fault costs a run: each is done many times to checkpoints of rsembed and, beside it, of Orbax and torch.
+"""Damages checkpoints of rsembed, Orbax and torch many times, and prints what a restore returns.
 
     python benchmarks/faults.py --times 20
 
-An outcome is one of: `newest` (the newest save came back to the bit), `older` (the one before did), `refused` (an
-error, nothing came back), `WRONG` (something else came back, without an error).
+The outcome of a restore is one of:
+
+* newest: the bits of the newest save
+* older: the bits of the save before
+* refused: an error
+* WRONG: other values, without an error
 """
 
 from __future__ import annotations
@@ -32,7 +36,7 @@ SHAPE = (200_000, 16)
 
 
 def tree_of(step: int) -> dict[str, Any]:
-    """What is saved at a step: nothing in it repeats, so that no two parts of files are equal."""
+    """The tree that is saved at a step. Its values are random, so no two parts of files are equal."""
     rng = np.random.default_rng(step)
     return {
         "table": rng.normal(size=SHAPE).astype(np.float32),
@@ -64,7 +68,8 @@ class Orbax:
     def __init__(self, folder: Path):
         import orbax.checkpoint as ocp
 
-        self.ocp, self.manager = ocp, ocp.CheckpointManager(folder.absolute())
+        self.ocp = ocp
+        self.manager = ocp.CheckpointManager(folder.absolute())
 
     def save(self, step: int) -> None:
         self.manager.save(step, args=self.ocp.args.StandardSave(tree_of(step)))
@@ -76,31 +81,31 @@ class Orbax:
 
 
 class Torch:
-    """`torch.save` into a folder per step, as scripts around FBGEMM's module do."""
+    """`torch.save` into one folder for each step, as scripts around FBGEMM's module do."""
 
     def __init__(self, folder: Path):
         import torch
 
-        self.torch, self.folder = torch, folder
+        self.torch = torch
+        self.folder = folder
 
     def save(self, step: int) -> None:
         path = self.folder / str(step)
         path.mkdir(parents=True)
-        self.torch.save(
-            {key: self.torch.as_tensor(value) for key, value in tree_of(step).items()},
-            path / "model.pt",
-        )
+        tensors = {key: self.torch.as_tensor(value) for key, value in tree_of(step).items()}
+        self.torch.save(tensors, path / "model.pt")
 
     def restore(self) -> Any:
         newest = max(self.folder.iterdir(), key=lambda path: int(path.name))
-        return {key: tensor.numpy() for key, tensor in self.torch.load(newest / "model.pt").items()}
+        tensors = self.torch.load(newest / "model.pt")
+        return {key: tensor.numpy() for key, tensor in tensors.items()}
 
 
 SUBJECTS: dict[str, Callable[[Path], Any]] = {"rsembed": Rsembed, "orbax": Orbax, "torch": Torch}
 
 
 def saved_in_child(subject: Callable[[Path], Any], folder: Path, largest_file: int) -> None:
-    """Says when the second save begins; the parent may end the process from then on."""
+    """Saves twice. Prints a line before the second save, from which on the parent may kill the process."""
     manager = subject(folder)
     manager.save(1)
     print("saving", flush=True)
@@ -111,25 +116,32 @@ def saved_in_child(subject: Callable[[Path], Any], folder: Path, largest_file: i
 
 
 def outcome(subject: Callable[[Path], Any], folder: Path) -> str:
-    """What comes back from a folder that has had steps 1 and 2, or the second in part."""
+    """Outcome of a restore from a folder with step 1, and with step 2 or a part of it."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            found = subject(folder).restore()
+            restored = subject(folder).restore()
     except Exception:
         return "refused"
-    for step, name in ((2, "newest"), (1, "older")):
-        pairs = zip(jax.tree.leaves(found), jax.tree.leaves(tree_of(step)), strict=True)
-        if all(np.asarray(a).tobytes() == np.asarray(b).tobytes() for a, b in pairs):
-            return name
+    if has_equal_bits(restored, tree_of(2)):
+        return "newest"
+    if has_equal_bits(restored, tree_of(1)):
+        return "older"
     return "WRONG"
 
 
-# Faults: what happens to a folder, given a source of chance
+def has_equal_bits(tree: Any, expected: Any) -> bool:
+    """If all arrays of both trees have equal bits."""
+    leaves = zip(jax.tree.leaves(tree), jax.tree.leaves(expected), strict=True)
+    return all(np.asarray(leaf).tobytes() == np.asarray(other).tobytes() for leaf, other in leaves)
+
+
+# Faults: functions of the name of a subject, a folder and a generator of random numbers. The
+# docstring is the text in the printed table.
 
 
 def killed(name: str, folder: Path, chance: random.Random) -> None:
-    """`kill -9` at any time of the second save."""
+    """`kill -9` at a random time of the second save."""
     with _child(name, folder) as child:
         assert child.stdout is not None and child.stdout.readline() == "saving\n"
         time.sleep(chance.uniform(0, 0.15))
@@ -137,7 +149,7 @@ def killed(name: str, folder: Path, chance: random.Random) -> None:
 
 
 def full_disk(name: str, folder: Path, chance: random.Random) -> None:
-    """No file of the second save may be larger than some bytes."""
+    """The second save cannot write a file above a random size."""
     with _child(name, folder, largest_file=chance.randrange(1000, 1_000_000)) as child:
         child.wait()
 
@@ -150,17 +162,15 @@ def _child(name: str, folder: Path, largest_file: int = 0) -> Any:
 
 
 def _files(folder: Path, chance: random.Random) -> list[Path]:
-    """Files of the newest save, the ones with rows more likely first."""
-    newest = max(
-        (path for path in folder.iterdir() if path.is_dir()),
-        key=lambda path: int(path.name.strip("step_")),
-    )
+    """Files of the newest save in random order. Large files are more likely to be first."""
+    steps = [path for path in folder.iterdir() if path.is_dir()]
+    newest = max(steps, key=lambda path: int(path.name.strip("step_")))
     files = sorted(path for path in newest.rglob("*") if path.is_file() and path.stat().st_size)
     return sorted(files, key=lambda file: -file.stat().st_size * chance.random())
 
 
 def flipped_bit(name: str, folder: Path, chance: random.Random) -> None:
-    """One bit of the newest save is another."""
+    """One bit of the newest save is flipped."""
     file = _files(folder, chance)[0]
     data = bytearray(file.read_bytes())
     data[chance.randrange(len(data))] ^= 1 << chance.randrange(8)
@@ -168,22 +178,26 @@ def flipped_bit(name: str, folder: Path, chance: random.Random) -> None:
 
 
 def cut_file(name: str, folder: Path, chance: random.Random) -> None:
-    """A file of the newest save ends too soon."""
+    """A file of the newest save is cut off."""
     file = _files(folder, chance)[0]
     os.truncate(file, chance.randrange(file.stat().st_size))
 
 
 def missing_file(name: str, folder: Path, chance: random.Random) -> None:
-    """A file of the newest save is gone."""
+    """A file of the newest save is missing."""
     chance.choice(_files(folder, chance)).unlink()
 
 
 def swapped_files(name: str, folder: Path, chance: random.Random) -> None:
-    """Two files of the newest save are in each other's place."""
-    first, second, *_ = _files(folder, chance) * 2  # of a single file, nothing changes
+    """Two files of the newest save are swapped."""
+    files = _files(folder, chance)
+    if len(files) < 2:
+        return
+    first, second, *_ = files
     spare = folder / "spare"
-    if first != second:
-        shutil.move(first, spare), shutil.move(second, first), shutil.move(spare, second)
+    shutil.move(first, spare)
+    shutil.move(second, first)
+    shutil.move(spare, second)
 
 
 FAULTS = (killed, full_disk, flipped_bit, cut_file, missing_file, swapped_files)
@@ -192,10 +206,9 @@ FAULTS = (killed, full_disk, flipped_bit, cut_file, missing_file, swapped_files)
 def measured(
     times: int, subjects: list[str], faults: Any = FAULTS
 ) -> dict[tuple[str, str], collections.Counter[str]]:
-    """Outcomes by fault and subject."""
-    found: dict[tuple[str, str], collections.Counter[str]] = collections.defaultdict(
-        collections.Counter
-    )
+    """Numbers of outcomes, by fault and subject."""
+    outcomes: dict[tuple[str, str], collections.Counter[str]]
+    outcomes = collections.defaultdict(collections.Counter)
     for name in subjects:
         with tempfile.TemporaryDirectory() as parent:
             whole = Path(parent) / "whole"
@@ -206,9 +219,9 @@ def measured(
                     if fault not in (killed, full_disk):
                         shutil.copytree(whole, folder)
                     fault(name, folder, random.Random(number))
-                    found[fault.__name__, name][outcome(SUBJECTS[name], folder)] += 1
+                    outcomes[fault.__name__, name][outcome(SUBJECTS[name], folder)] += 1
                     shutil.rmtree(folder)
-    return found
+    return outcomes
 
 
 def main() -> None:
@@ -222,15 +235,15 @@ def main() -> None:
     installed = [name for name in SUBJECTS if name != "torch" or importlib.util.find_spec("torch")]
     parser.add_argument("--subjects", nargs="*", default=installed)
     arguments = parser.parse_args()
-    found = measured(arguments.times, arguments.subjects)
-    print(f"| fault, {arguments.times} times | " + " | ".join(arguments.subjects) + " |")
+    outcomes = measured(arguments.times, arguments.subjects)
+    print(f"| fault, {arguments.times} times | {' | '.join(arguments.subjects)} |")
     print("|---" * (1 + len(arguments.subjects)) + "|")
     for fault in FAULTS:
-        cells = (found[fault.__name__, name] for name in arguments.subjects)
-        texts = (
-            ", ".join(f"{count} {what}" for what, count in cell.most_common()) for cell in cells
-        )
-        print(f"| {fault.__doc__} | " + " | ".join(texts) + " |")
+        cells = []
+        for name in arguments.subjects:
+            counts = outcomes[fault.__name__, name].most_common()
+            cells.append(", ".join(f"{count} {what}" for what, count in counts))
+        print(f"| {fault.__doc__} | {' | '.join(cells)} |")
 
 
 if __name__ == "__main__":

@@ -1,13 +1,14 @@
-"""Times the host partitioner against the one of jax-tpu-embedding, in one run and on the same ids.
+"""Times the host partitioner beside that of jax-tpu-embedding, with the same ids.
 
     TF_CPP_MIN_LOG_LEVEL=2 python benchmarks/preprocessing.py [--quick] [--workloads 16384x10,4096x10,...] [--json PATH]
 
-Both are called through `preprocess_sparse_dense_matmul_input` with equal specs: 26 features, a table of a million rows
-each, one device with 4 cores, dim 16, combiner "sum", int32 ids by Zipf's law (exponent 1.2, scrambled). One untimed
-call collects statistics, from which limits and buffer sizes are set so that nothing is dropped; one more warms up; then
-they take turns, call by call. The table shows medians: processor time of all threads per id, and wall time. Both must
-give the same row pointers, ids, samples and gains wherever a buffer is defined. The variable silences warnings about
-buffers that are not full.
+Both are called by `preprocess_sparse_dense_matmul_input` with equal specs: 26 features with a table of
+a million rows and 16 columns each, combiner "sum", one device with 4 cores. The int32 ids are drawn by
+a Zipf law with exponent 1.2, and frequent ids are spread over the table. The statistics of a first,
+untimed call set limits and buffer sizes, so that nothing is dropped. Then the two take turns. The table
+shows medians: processor time of all threads per id, and time on the clock. Both must return the same
+row pointers, ids, samples and gains in all defined entries of the buffers. The environment variable
+silences warnings about buffers that are not full.
 
 jax-tpu-embedding 0.2.0 needs Linux on x86-64 and Python 3.12: `pip install jax-tpu-embedding==0.2.0`.
 """
@@ -34,7 +35,7 @@ NUM_CORES = 4
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Features with one table each."""
+    """Features with one table each, and a batch of their ids."""
 
     name: str
     batch_size: int
@@ -64,7 +65,7 @@ WORKLOADS = (
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Contestant:
-    """A library set up for a workload."""
+    """A library with specs and a batch of a workload."""
 
     embedding: Any
     specs: dict[str, Any]
@@ -84,7 +85,7 @@ class Contestant:
 
 
 def draw_batch(workload: Workload) -> dict[str, np.ndarray]:
-    """Ids of every feature; frequent ones are scattered over the vocabulary."""
+    """Ids of each feature."""
     generator = np.random.default_rng(0)
     shape = (workload.batch_size, workload.ids_per_sample)
     batch = {}
@@ -92,8 +93,9 @@ def draw_batch(workload: Workload) -> dict[str, np.ndarray]:
         if workload.law == "uniform":
             ids = generator.integers(0, workload.vocabulary_size, shape)
         else:
-            scrambled = generator.zipf(1.2, shape).astype(np.uint64) * np.uint64(2654435761)
-            ids = scrambled % np.uint64(workload.vocabulary_size)
+            # The product spreads frequent ids over the vocabulary.
+            products = generator.zipf(1.2, shape).astype(np.uint64) * np.uint64(2654435761)
+            ids = products % np.uint64(workload.vocabulary_size)
         batch[f"feature_{k:02}"] = ids.astype(np.int32)
     return batch
 
@@ -106,8 +108,9 @@ def make_contestant(
     weights: dict[str, np.ndarray] | None,
 ) -> Contestant:
     """Specs of one library, with limits and buffer sizes from the statistics of the batch."""
-    # The first call may not drop what the statistics are to count, nor need a buffer for limits out of reach.
-    room = 8 * -(-workload.batch_size * workload.ids_per_sample // (8 * NUM_CORES))
+    # Limits of the first call: all ids of a core could be in one partition, so nothing is dropped. The
+    # limits are multiples of 8.
+    limit = 8 * -(-workload.batch_size * workload.ids_per_sample // (8 * NUM_CORES))
     features = {}
     for name in batch:
         table = specs.TableSpec(
@@ -117,8 +120,8 @@ def make_contestant(
             initializer=lambda key, shape: np.zeros(shape, np.float32),
             optimizer=specs.SGDOptimizerSpec(learning_rate=0.01),
             combiner=workload.combiner,
-            max_ids_per_partition=room,
-            max_unique_ids_per_partition=room,
+            max_ids_per_partition=limit,
+            max_unique_ids_per_partition=limit,
         )
         features[name] = specs.FeatureSpec(
             name=name,
@@ -131,8 +134,8 @@ def make_contestant(
             features,
             global_device_count=1,
             num_sc_per_device=NUM_CORES,
-            stack_to_max_ids_per_partition=lambda *_: room * workload.num_features,
-            stack_to_max_unique_ids_per_partition=lambda *_: room * workload.num_features,
+            stack_to_max_ids_per_partition=lambda *_: limit * workload.num_features,
+            stack_to_max_unique_ids_per_partition=lambda *_: limit * workload.num_features,
             activation_mem_bytes_limit=2**40,
         )
     embedding.prepare_feature_specs_for_training(
@@ -145,82 +148,83 @@ def make_contestant(
 
 
 def check_equal(ours: Any, theirs: Any) -> int:
-    """How many places of the buffers were compared.
+    """Number of entries of the buffers that were compared.
 
-    Raises: ValueError: some differ.
+    Raises: ValueError: some entries differ.
     """
-    compared = 0
+    num_compared = 0
     for stack, pointers in ours.lhs_row_pointers.items():
         if not np.array_equal(pointers, theirs.lhs_row_pointers[stack]):
             raise ValueError(f"row pointers of stack {stack!r} differ")
-        # Of the last partition, with the gap behind it.
+        # The end of the last partition of each core. The rest of a core's buffer is undefined.
         ends = pointers.reshape(NUM_CORES, -1)[:, -1]
         for field in ("lhs_embedding_ids", "lhs_sample_ids", "lhs_gains"):
-            both = [
-                np.asarray(getattr(buffers, field)[stack]).reshape(NUM_CORES, -1)
-                for buffers in (ours, theirs)
-            ]
-            if both[0].shape != both[1].shape:
+            our_values = np.asarray(getattr(ours, field)[stack]).reshape(NUM_CORES, -1)
+            their_values = np.asarray(getattr(theirs, field)[stack]).reshape(NUM_CORES, -1)
+            if our_values.shape != their_values.shape:
                 raise ValueError(
-                    f"{field} of stack {stack!r} has {both[0].size} and {both[1].size} places"
+                    f"{field} of stack {stack!r} has {our_values.size} and {their_values.size} entries"
                 )
             for core, end in enumerate(ends):
-                mine, other = (values[core, :end] for values in both)
-                # Sums of gains may differ in their last bits.
-                same = (
-                    mine == other
-                    if field != "lhs_gains"
-                    else np.isclose(mine, other, 2e-6, 0, equal_nan=True)
-                )
-                if not same.all():
-                    place = int(np.argmin(same))
-                    raise ValueError(
-                        f"{field} of stack {stack!r} differ at place {place} of core {core}"
-                    )
-                compared += int(end)
-    return compared
+                check_core(field, stack, core, our_values[core, :end], their_values[core, :end])
+                num_compared += int(end)
+    return num_compared
+
+
+def check_core(field: str, stack: str, core: int, ours: np.ndarray, theirs: np.ndarray) -> None:
+    """Raises: ValueError: the defined entries of a buffer differ between the libraries."""
+    is_equal = ours == theirs
+    if field == "lhs_gains":
+        # The libraries add gains in different orders.
+        is_equal = np.isclose(ours, theirs, 2e-6, 0, equal_nan=True)
+    if not is_equal.all():
+        entry = int(np.argmin(is_equal))
+        raise ValueError(f"{field} of stack {stack!r} differ at entry {entry} of core {core}")
 
 
 def time_calls(
     contestants: dict[str, Contestant], num_rounds: int
 ) -> dict[str, tuple[float, float]]:
-    """Median seconds of every contestant: processor time, wall time."""
-    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
+    """Median seconds of each contestant: processor time and time on the clock."""
+    processor_times: dict[str, list[float]] = {name: [] for name in contestants}
+    wall_times: dict[str, list[float]] = {name: [] for name in contestants}
     for _ in range(num_rounds):
         for name, contestant in contestants.items():
-            wall, processor = time.perf_counter(), time.process_time()
+            wall = time.perf_counter()
+            processor = time.process_time()
             result = contestant.run()
-            seconds[name].append((time.process_time() - processor, time.perf_counter() - wall))
-            del result  # memory goes back before the next one's turn
-    return {
-        name: (statistics.median(p for p, _ in calls), statistics.median(w for _, w in calls))
-        for name, calls in seconds.items()
-    }
+            processor_times[name].append(time.process_time() - processor)
+            wall_times[name].append(time.perf_counter() - wall)
+            # The memory of the result is freed before the next contestant runs.
+            del result
+    medians = {}
+    for name in contestants:
+        processor = statistics.median(processor_times[name])
+        medians[name] = (processor, statistics.median(wall_times[name]))
+    return medians
 
 
 def measure(workload: Workload, peer: Any, peer_specs: Any, num_rounds: int) -> dict:
-    """One record, after both results were found equal."""
+    """The record of a workload. Both results are compared first."""
     batch = draw_batch(workload)
     weights = None
     if workload.has_weights:
         generator = np.random.default_rng(1)
-        weights = {
-            name: generator.random(ids.shape, np.float32) + np.float32(0.5)
-            for name, ids in batch.items()
-        }
-    libraries = {"ours": (our_embedding, our_specs), "peer": (peer, peer_specs)}
+        weights = {}
+        for name, ids in batch.items():
+            weights[name] = generator.random(ids.shape, np.float32) + np.float32(0.5)
     contestants = {
-        name: make_contestant(workload, library, specs, batch, weights)
-        for name, (library, specs) in libraries.items()
+        "ours": make_contestant(workload, our_embedding, our_specs, batch, weights),
+        "peer": make_contestant(workload, peer, peer_specs, batch, weights),
     }
-    compared = check_equal(contestants["ours"].run()[0], contestants["peer"].run()[0])
-    times = time_calls(contestants, num_rounds)
+    our_result, _ = contestants["ours"].run()
+    peer_result, _ = contestants["peer"].run()
     record: dict[str, Any] = {
         "workload": workload.name,
         "num_ids": workload.num_ids,
-        "places_compared": compared,
+        "places_compared": check_equal(our_result, peer_result),
     }
-    for name, (processor, wall) in times.items():
+    for name, (processor, wall) in time_calls(contestants, num_rounds).items():
         record[name] = {
             "cpu_nanoseconds_per_id": processor / workload.num_ids * 1e9,
             "wall_milliseconds": wall * 1e3,
@@ -233,9 +237,10 @@ def format_record(record: dict) -> str:
     """A row of the printed table."""
     row = f"{record['workload']:<10}{record['num_ids']:>10}"
     for unit in ("cpu_nanoseconds_per_id", "wall_milliseconds"):
-        ours, peer = record["ours"][unit], record["peer"][unit]
+        ours = record["ours"][unit]
+        peer = record["peer"][unit]
         row += f"{ours:>11.1f}{peer:>11.1f}{ours / peer:>7.2f}"
-    return row + f"{record['places_compared']:>13}"
+    return row + f"{record['places_compared']:>15}"
 
 
 def import_peer() -> tuple[Any, Any]:
@@ -246,7 +251,7 @@ def import_peer() -> tuple[Any, Any]:
 
 
 def main() -> int:
-    """Prints the table, and writes it if asked."""
+    """Prints the table, and writes the records to the file of `--json`."""
     names = [workload.name for workload in WORKLOADS]
     parser = make_parser(__doc__)
     parser.add_argument("--quick", action="store_true", help="5 rounds instead of 20")
@@ -267,24 +272,21 @@ def main() -> int:
         peer, peer_specs = import_peer()
     except ImportError as error:
         print(
-            f"jax-tpu-embedding is not installed ({error}); it needs Linux on x86-64 and Python >= 3.12 (this is "
-            f"{sys.version.split()[0]}): pip install jax-tpu-embedding==0.2.0",
+            f"jax-tpu-embedding is not installed ({error}). It needs Linux on x86-64 and Python 3.12 "
+            f"or newer (this is {sys.version.split()[0]}): pip install jax-tpu-embedding==0.2.0",
             file=sys.stderr,
         )
         return 1
-    rounds: int = options.rounds or (5 if options.quick else 20)
+    num_rounds = options.rounds
+    if not num_rounds:
+        num_rounds = 5 if options.quick else 20
     print(f"{'':<20}{'cpu, nanoseconds per id':>29}{'wall, milliseconds':>29}")
-    heads = ("ours", "peer", "ratio")
-    print(
-        f"{'workload':<10}{'ids':>10}"
-        + 2 * "{:>11}{:>11}{:>7}".format(*heads)
-        + f"{'places equal':>13}"
-    )
-    records = [
-        measure(workload, peer, peer_specs, rounds)
-        for workload in WORKLOADS
-        if workload.name in chosen
-    ]
+    heads = f"{'ours':>11}{'peer':>11}{'ratio':>7}"
+    print(f"{'workload':<10}{'ids':>10}{heads}{heads}{'equal entries':>15}")
+    records = []
+    for workload in WORKLOADS:
+        if workload.name in chosen:
+            records.append(measure(workload, peer, peer_specs, num_rounds))
     write_records(options, records)
     return 0
 

@@ -1,19 +1,20 @@
-"""Times ragged batches, from ids on the host to stepped tables, beside TorchRec if it is installed.
+"""Times ragged batches, from ids on the host to updated tables, beside TorchRec if it is installed.
 
     python benchmarks/ragged.py [--rounds 4] [--parts sizes,programs,devices] [--json PATH]
 
-26 features, each with a table of 100,000 rows of 64 and row-wise Adagrad. A step is one compiled
-program: lookup, gradient (of half the squared activations) and update.
+There are 26 features. Each has a table of 100,000 rows and 64 columns, trained by row-wise Adagrad. A
+step is one compiled program: a lookup, the gradient of half the squared activations, and an update.
 
-* sizes: 256 x 5 means batches of 256 samples with 5 ids a feature and sample on average, by
-  Poisson's law. `prepare` of a batch as one `Bags` a feature, as lists of lists of `int`, and as one
-  `rs.Jagged` for all features, each over the step. Then `prepare` of the `Jagged` with the step,
-  beside TorchRec: a KeyedJaggedTensor of the same arrays, a fused collection, and backward.
-  Both must give equal vectors for the first three batches.
-* programs: compiled programs of the step for 25 batches whose features have about 1,024 ids.
-* devices: 8 features on 4 devices that share the cores of this machine, 512 samples, lengths
-  geometric with mean 4. Ids of a prepared batch over its places for ids; a step with one bag of
-  20,000 ids over one without; compiled programs of the step for 16 batches.
+* sizes: 256 x 5 means batches of 256 samples, with 5 ids per feature and sample on average, by a
+  Poisson law. The table shows the time of `prepare` over that of the step, for a batch as one `Bags`
+  for each feature, as lists of lists of `int`, and as one `rs.Jagged` for all features. Then it shows
+  `prepare` of the `Jagged` with the step, and TorchRec with the same arrays as a KeyedJaggedTensor, a
+  fused collection and backward. Both must return equal vectors for the first three batches.
+* programs: compiled programs of the step for 25 batches. Features have about 1,024 ids.
+* devices: 8 features on 4 devices that share the cores of this machine, batches of 512 samples,
+  geometric lengths with mean 4. The results are the share of ids in the arrays of a prepared batch,
+  the time of a step with a bag of 20,000 ids over that of a step without it, and the number of
+  compiled programs of the step for 16 batches.
 """
 
 from __future__ import annotations
@@ -33,21 +34,28 @@ import timing
 import rsembed as rs
 from rsembed.plot.drawing import measured_on
 
-NUM_TABLES, ROWS, DIM, RATE = 26, 100_000, 64, 0.01
+NUM_TABLES = 26
+ROWS = 100_000
+DIM = 64
+RATE = 0.01
+# Samples of a batch, and mean number of ids per feature and sample.
 SIZES = ((256, 5), (2048, 5), (2048, 20))
-"""Samples of a batch, and ids of a feature and sample on average."""
-NUM_DEVICES, NUM_SPLIT_TABLES, NUM_SPLIT_SAMPLES, LONG_BAG = 4, 8, 512, 20_000
+# For the part "devices".
+NUM_DEVICES = 4
+NUM_SPLIT_TABLES = 8
+NUM_SPLIT_SAMPLES = 512
+LONG_BAG = 20_000
 
 
 class Drawn(NamedTuple):
-    """Ragged ids: `values` feature after feature, and `lengths [features, samples]`."""
+    """Ragged ids: `values`, one feature after the other, and `lengths [features, samples]`."""
 
     values: np.ndarray
     lengths: np.ndarray
 
 
 def names_of(num_tables: int) -> list[str]:
-    """Names of features, which their tables share."""
+    """Names of the features. The table of a feature has the same name."""
     return [f"f{k:02}" for k in range(num_tables)]
 
 
@@ -80,7 +88,7 @@ def as_lists(drawn: Drawn) -> dict[str, list[list[int]]]:
 
 
 class Model:
-    """Our tables and their compiled step. `num_programs` counts the programs that were compiled for it."""
+    """Our tables and their compiled step. `num_programs` is the number of programs of the step."""
 
     def __init__(self, num_tables: int, *, devices: Sequence[Any] | None = None):
         rule = rs.optimizers.RowWiseAdagrad(RATE)
@@ -103,18 +111,19 @@ class Model:
 
         @functools.partial(jax.jit, donate_argnums=0)
         def step(state: Any, batch: Any) -> Any:
-            self.num_programs += 1  # jit traces the function once for every program
+            # `jit` traces the function once for each program.
+            self.num_programs += 1
             activations = self.collection.lookup(state, batch)
             return activations, self.collection.update(state, batch, activations)
 
         self._step = step
 
-    def prepare(self, given: Any) -> Any:
-        """The batch on the device."""
-        return jax.block_until_ready(self.collection.prepare(given))
+    def prepare(self, batch: Any) -> Any:
+        """The prepared batch on the device."""
+        return jax.block_until_ready(self.collection.prepare(batch))
 
     def step(self, batch: Any) -> dict[str, jax.Array]:
-        """Activations; the tables are stepped."""
+        """Updates the tables, and returns the activations."""
         activations, self.state = jax.block_until_ready(self._step(self.state, batch))
         return activations
 
@@ -122,8 +131,9 @@ class Model:
 def our_contestants(batches: list[Drawn]) -> dict[str, timing.Run]:
     """The step, `prepare` of each form, and both together for the form that TorchRec has."""
     model = Model(len(batches[0].lengths))
-    bags, lists = [as_bags(own) for own in batches], [as_lists(own) for own in batches]
-    prepared = [model.prepare(as_bags(own)) for own in batches]
+    bags = [as_bags(batch) for batch in batches]
+    lists = [as_lists(batch) for batch in batches]
+    prepared = [model.prepare(batch) for batch in bags]
     return {
         "step": lambda k: model.step(prepared[k]),
         "bags": lambda k: model.prepare(bags[k]),
@@ -134,20 +144,21 @@ def our_contestants(batches: list[Drawn]) -> dict[str, timing.Run]:
 
 
 def torchrec_contestant(batches: list[Drawn]) -> timing.Run:
-    """TorchRec's fused collection, which steps in backward; raises ImportError without it."""
+    """Steps of TorchRec's fused collection. Raises ImportError without TorchRec."""
     import torch
     import torchrec
     from torchrec.modules import fused_embedding_modules
     from torchrec.optim import RowWiseAdagrad
 
     names = names_of(len(batches[0].lengths))
+    configs = []
+    for name in names:
+        config = torchrec.EmbeddingBagConfig(
+            name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name]
+        )
+        configs.append(config)
     tables = fused_embedding_modules.FusedEmbeddingBagCollection(
-        [
-            torchrec.EmbeddingBagConfig(
-                name=name, num_embeddings=ROWS, embedding_dim=DIM, feature_names=[name]
-            )
-            for name in names
-        ],
+        configs,
         optimizer_type=RowWiseAdagrad,
         optimizer_kwargs={"lr": RATE},
         device=torch.device("cpu"),
@@ -156,13 +167,11 @@ def torchrec_contestant(batches: list[Drawn]) -> timing.Run:
         weights.data.fill_(1.0)
 
     def run(k: int) -> np.ndarray:
-        values, lengths = (
-            torch.from_numpy(batches[k].values),
-            torch.from_numpy(batches[k].lengths.reshape(-1)),
-        )
-        outputs = tables(
-            torchrec.KeyedJaggedTensor.from_lengths_sync(names, values, lengths)
-        ).values()
+        values = torch.from_numpy(batches[k].values)
+        lengths = torch.from_numpy(batches[k].lengths.reshape(-1))
+        ids = torchrec.KeyedJaggedTensor.from_lengths_sync(names, values, lengths)
+        outputs = tables(ids).values()
+        # The tables are updated in the backward pass.
         outputs.backward(outputs.detach())
         return outputs.detach().numpy()
 
@@ -170,7 +179,10 @@ def torchrec_contestant(batches: list[Drawn]) -> timing.Run:
 
 
 def contestants_of(batches: list[Drawn]) -> dict[str, timing.Run]:
-    """Ours, and TorchRec if it can be imported; both have run every batch once, so all programs are compiled."""
+    """Our contestants, and TorchRec if it can be imported.
+
+    All contestants have run every batch once, so all programs are compiled.
+    """
     runs = our_contestants(batches)
     try:
         runs["TorchRec"] = torchrec_contestant(batches)
@@ -184,7 +196,7 @@ def contestants_of(batches: list[Drawn]) -> dict[str, timing.Run]:
 
 
 def measure(num_samples: int, mean: int, num_rounds: int) -> dict[str, Any]:
-    """Times of everyone for batches of a size."""
+    """Times of all contestants for batches of a size."""
     runs = contestants_of(draw_batches(num_samples, mean))
     record: dict[str, Any] = {"size": f"{num_samples} x {mean}"}
     for name, times in timing.race(runs, num_rounds).items():
@@ -201,7 +213,7 @@ def row_of(name: str, cells: Sequence[str]) -> str:
 
 
 def cells_of(record: dict[str, Any]) -> list[str]:
-    """Milliseconds, and ratios to the step or to `jagged + step`: medians, and bests in brackets."""
+    """Milliseconds, and ratios to the step or to `jagged + step`: medians, with bests in brackets."""
 
     def milliseconds(name: str) -> str:
         return f"{record[name]['median']:.2f} ({record[name]['best']:.2f})"
@@ -233,7 +245,7 @@ def print_sizes(sizes: Sequence[tuple[int, int]], num_rounds: int) -> list[dict[
 
 
 def num_programs(model: Model, batches: Sequence[Drawn]) -> int:
-    """Programs of the step that a stream of these batches needs."""
+    """Number of programs of the step after a stream of batches."""
     for drawn in batches:
         model.step(model.prepare(as_bags(drawn)))
     return model.num_programs
@@ -243,7 +255,7 @@ def num_programs(model: Model, batches: Sequence[Drawn]) -> int:
 
 
 def draw_split_batches(num_batches: int, *, long_bag: int = 0) -> list[Drawn]:
-    """Batches of geometric lengths; the first feature of each may have a bag of `long_bag` ids."""
+    """Batches of geometric lengths. With `long_bag`, the first feature has one bag of this length."""
     rng = np.random.default_rng(5)
     batches = []
     for _ in range(num_batches):
@@ -255,7 +267,7 @@ def draw_split_batches(num_batches: int, *, long_bag: int = 0) -> list[Drawn]:
 
 
 def ids_a_place(prepared: Any, num_ids: int) -> float:
-    """Ids of a batch over the sizes of all its integer arrays that are no offsets."""
+    """Number of ids of a batch over the total size of its integer arrays, without offsets."""
     num_places = 0
     for path, leaf in jax.tree.leaves_with_path(prepared):
         is_integer = np.issubdtype(leaf.dtype, np.integer)
@@ -265,15 +277,15 @@ def ids_a_place(prepared: Any, num_ids: int) -> float:
 
 
 def measure_devices(num_rounds: int) -> dict[str, Any]:
-    """Programs, ids a place, and times of a step without and with a long bag."""
+    """Number of programs, share of ids in arrays, and times of a step without and with a long bag."""
     model = Model(NUM_SPLIT_TABLES, devices=jax.devices()[:NUM_DEVICES])
     batches = draw_split_batches(16)
     record: dict[str, Any] = {"programs": num_programs(model, batches)}
     prepared = [model.prepare(as_bags(drawn)) for drawn in batches]
-    filled = [
-        ids_a_place(own, drawn.values.size) for own, drawn in zip(prepared, batches, strict=True)
-    ]
-    record["ids a place"] = float(np.mean(filled))
+    shares = []
+    for drawn, batch in zip(batches, prepared, strict=True):
+        shares.append(ids_a_place(batch, drawn.values.size))
+    record["ids a place"] = float(np.mean(shares))
     (with_long_bag,) = draw_split_batches(1, long_bag=LONG_BAG)
     long = model.prepare(as_bags(with_long_bag))
     runs: dict[str, timing.Run] = {
@@ -286,20 +298,17 @@ def measure_devices(num_rounds: int) -> dict[str, Any]:
 
 
 def in_child(num_rounds: int) -> dict[str, Any]:
-    """`measure_devices` in a process that has several devices; this one must have one."""
-    flags = (
-        f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={NUM_DEVICES}"
-    )
+    """The record of `measure_devices` in a process with several devices. This process has one."""
+    devices = f"--xla_force_host_platform_device_count={NUM_DEVICES}"
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {devices}"
+    environment = os.environ | {"XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
     command = [sys.executable, __file__, "child", str(num_rounds)]
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    output = subprocess.run(
-        command, env=environment, check=True, stdout=subprocess.PIPE, text=True
-    ).stdout
-    return json.loads(output.splitlines()[-1])
+    child = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    return json.loads(child.stdout.splitlines()[-1])
 
 
 def print_devices(record: dict[str, Any]) -> None:
-    """Prints what `measure_devices` found."""
+    """Prints the record of `measure_devices`."""
     ratio = record["long"]["median"] / record["step"]["median"]
     print(f"{NUM_DEVICES} devices, programs for 16 batches of 8 features: {record['programs']}")
     print(f"{NUM_DEVICES} devices, ids a place: {record['ids a place']:.2f}")
@@ -310,7 +319,7 @@ def print_devices(record: dict[str, Any]) -> None:
 
 
 def main() -> int:
-    """Prints the tables, and writes them if asked."""
+    """Prints the tables, and writes the records to the file of `--json`."""
     if sys.argv[1:2] == ["child"]:
         print(json.dumps(measure_devices(int(sys.argv[2]))))
         return 0
@@ -327,12 +336,11 @@ def main() -> int:
     if "sizes" in parts:
         records["sizes"] = print_sizes(SIZES, options.rounds)
     if "programs" in parts:
-        stream = draw_batches(256, 4, 25)  # 1,024 ids a feature on average
-        records["programs"] = num_programs(Model(NUM_TABLES), stream)
-        print(
-            f"programs for 25 batches of 26 features, 1,024 ids each: {records['programs']}",
-            flush=True,
-        )
+        # A feature has 256 * 4 = 1,024 ids on average.
+        batches = draw_batches(256, 4, 25)
+        records["programs"] = num_programs(Model(NUM_TABLES), batches)
+        workload = "25 batches of 26 features, 1,024 ids each"
+        print(f"programs for {workload}: {records['programs']}", flush=True)
     if "devices" in parts:
         records["devices"] = in_child(options.rounds)
         print_devices(records["devices"])
