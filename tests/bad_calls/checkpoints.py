@@ -59,7 +59,7 @@ def forged(change):
 
 def moved(before, after):
     """A table of a file as another table."""
-    one, other = (rs.EmbeddingCollection([feature(table_spec=own)]) for own in (before, after))
+    one, other = (rs.EmbeddingCollection([feature(table_spec=table)]) for table in (before, after))
     checkpoint.save_collection(path := fresh(), one, one.init(KEY(0)))
     return checkpoint.load_collection(path, other, resize=True)
 

@@ -15,24 +15,24 @@ class Model(flax_nnx.Module):
         self.words = nnx.Embeddings(collection(), rngs=flax_nnx.Rngs(0))
         self.dense = flax_nnx.Param(jnp.ones(4))
 
-    def __call__(self, given):
-        return self.words(given)["title"] @ self.dense.get_value()
+    def __call__(self, ids):
+        return self.words(ids)["title"] @ self.dense.get_value()
 
 
 class LinenModel(nn.Module):
     @nn.compact
-    def __call__(self, given):
-        return nn.Dense(1)(linen.Embeddings(collection(), name="words")(given)["title"])
+    def __call__(self, ids):
+        return nn.Dense(1)(linen.Embeddings(collection(), name="words")(ids)["title"])
 
 
 class RematerializedModel(nn.Module):
     @nn.compact
-    def __call__(self, given):
-        return nn.remat(linen.Embeddings)(collection(), name="words")(given)["title"].sum()
+    def __call__(self, ids):
+        return nn.remat(linen.Embeddings)(collection(), name="words")(ids)["title"].sum()
 
 
-def loss_of(model, given):
-    return model(given).sum()
+def loss_of(model, ids):
+    return model(ids).sum()
 
 
 @cache
@@ -51,8 +51,8 @@ def variables():
 
 
 def create(**options):
-    given = {"apply_fn": LinenModel().apply, "variables": variables(), "tx": optax.sgd(0.1)}
-    return linen.TrainState.create(**given | options)
+    defaults = {"apply_fn": LinenModel().apply, "variables": variables(), "tx": optax.sgd(0.1)}
+    return linen.TrainState.create(**defaults | options)
 
 
 def stacked():

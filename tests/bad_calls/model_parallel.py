@@ -16,8 +16,8 @@ def context(num_devices=1):
 
 
 def made(name="word", dim=4, **options):
-    given = {"rows_per_device": 4, "context": context()} | options
-    return sok.embedding_variable(name, dim, **given)
+    arguments = {"rows_per_device": 4, "context": context()} | options
+    return sok.embedding_variable(name, dim, **arguments)
 
 
 @cache
@@ -32,8 +32,8 @@ def plain():
 
 
 def layer(combiner="sum", rows=4, dim=4, slots=1, width=2, **options):
-    given = {"context": context()} | options
-    return sok.DistributedEmbedding(combiner, rows, dim, slots, width, **given)
+    arguments = {"context": context()} | options
+    return sok.DistributedEmbedding(combiner, rows, dim, slots, width, **arguments)
 
 
 @cache
@@ -59,9 +59,9 @@ def layered(features):
 
 
 def rows(into=None, **changes):
-    given = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | changes
+    arrays = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | changes
     return sok.assign_rows(
-        into or variable(), {name: array for name, array in given.items() if array is not None}
+        into or variable(), {name: array for name, array in arrays.items() if array is not None}
     )
 
 
@@ -77,9 +77,9 @@ def of_rule(rule=optax.adam, name="word", **options):
 
 
 def with_state_of(other):
-    own = of_rule()
-    own.set_value(other.get_value())
-    return own
+    variable_of_rule = of_rule()
+    variable_of_rule.set_value(other.get_value())
+    return variable_of_rule
 
 
 BAD = """

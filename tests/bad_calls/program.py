@@ -33,9 +33,9 @@ def rows(wing, table):
     """What stands behind the arrow, by the call before it."""
     text = getattr(importlib.import_module(f"tests.bad_calls.{wing}"), table, "")
     lines = [line for line in re.sub(r"\n +", " ", text).splitlines() if line and line[0] != "#"]
-    found = dict(line.split(" => ") for line in lines)
-    assert len(found) == len(lines), f"{wing} has a call twice"
-    return found
+    outcomes = dict(line.split(" => ") for line in lines)
+    assert len(outcomes) == len(lines), f"{wing} has a call twice"
+    return outcomes
 
 
 def run(wing, call):
@@ -63,13 +63,13 @@ def outcome(call):
 def difference(wing, call, proper):
     """What tells the two results apart; empty where nothing does."""
     try:
-        found = jax.tree.leaves_with_path(run(wing, call))
+        actual = jax.tree.leaves_with_path(run(wing, call))
         expected = jax.tree.leaves_with_path(run(wing, proper))
     except Exception as error:
         return f"{type(error).__name__}: {error}"
-    if [path for path, _ in found] != [path for path, _ in expected]:
-        return f"other leaves: {found}, {expected}"
-    for (path, one), (_, two) in zip(found, expected, strict=True):
+    if [path for path, _ in actual] != [path for path, _ in expected]:
+        return f"other leaves: {actual}, {expected}"
+    for (path, one), (_, two) in zip(actual, expected, strict=True):
         is_number = np.asarray(one).dtype.kind in "fiu"
         if type(one) is not type(two) or not np.array_equal(one, two, equal_nan=is_number):
             return f"{jax.tree_util.keystr(path)} differs: {one!r}, {two!r}"

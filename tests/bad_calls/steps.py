@@ -20,8 +20,8 @@ from tests.bad_calls.world import (
 )
 
 
-def lookup(given, ids=None):
-    return collection().lookup(given, ids or batch())
+def lookup(embedding_state, ids=None):
+    return collection().lookup(embedding_state, ids or batch())
 
 
 def update(**changes):
@@ -70,10 +70,12 @@ def changed(**fields):
 
 
 def changed_keys(**arrays):
-    given = keyed().row_gradients({"who": np.array([5])}, {"who": np.ones((1, 4), np.float32)})
+    row_grads = keyed().row_gradients({"who": np.array([5])}, {"who": np.ones((1, 4), np.float32)})
     return keyed().apply(
         keyed_state(),
-        dataclasses.replace(given, **{name: {"client": array} for name, array in arrays.items()}),
+        dataclasses.replace(
+            row_grads, **{name: {"client": array} for name, array in arrays.items()}
+        ),
     )
 
 

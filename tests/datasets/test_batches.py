@@ -11,8 +11,8 @@ def test_tutorial_batches_are_the_first_windows_and_wrap_at_the_end(batch_size):
     word_ids = np.array([5, 3, 8, 1, 9, 2, 7, 4, 6, 0], np.int32)
     features, labels = datasets.word_id_batches(word_ids, 3, batch_size, 4, 2)
     assert sorted(features) == ["words_0", "words_1"]
-    places = np.arange(batch_size)[:, None] + np.arange(5)
-    windows = word_ids[places % 10]
+    positions = np.arange(batch_size)[:, None] + np.arange(5)
+    windows = word_ids[positions % 10]
     for table in features:
         for step in range(3):
             assert features[table][step].dtype == labels[step].dtype == np.int32

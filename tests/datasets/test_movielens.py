@@ -354,9 +354,9 @@ def test_choices_follow_the_law(log):
     probabilities = np.exp(odds) / np.exp(odds).sum(axis=1, keepdims=True)
     likeliest = np.argsort(-probabilities, axis=1)[:, :10]
     expected = np.take_along_axis(probabilities, likeliest, axis=1).sum(axis=1)
-    found = (likeliest == log.items[firsts][:, None]).any(axis=1)
-    error = np.sqrt((expected * (1 - expected)).sum()) / len(found)
-    assert abs(found.mean() - expected.mean()) < 4 * error
+    is_hit = (likeliest == log.items[firsts][:, None]).any(axis=1)
+    error = np.sqrt((expected * (1 - expected)).sum()) / len(is_hit)
+    assert abs(is_hit.mean() - expected.mean()) < 4 * error
 
 
 # What follows from a log
@@ -364,11 +364,11 @@ def test_choices_follow_the_law(log):
 
 def test_histories_hold_what_a_user_rated_before_and_nothing_later(log):
     seen, histories = {}, log.histories(7)
-    for user, item, found in zip(
+    for user, item, is_listed in zip(
         log.users.tolist(), log.items.tolist(), histories.tolist(), strict=True
     ):
         before = seen.setdefault(user, [])
-        assert found == (before[::-1] + [-1] * 7)[:7]
+        assert is_listed == (before[::-1] + [-1] * 7)[:7]
         before.append(item)
 
 

@@ -138,9 +138,9 @@ def test_the_download_is_pinned_and_asked_for(monkeypatch, corpus, cache):
 
 def test_path_wins_over_the_variable_and_a_text_of_ours_over_both(monkeypatch, corpus, tmp_path):
     monkeypatch.setenv("RSEMBED_DATA", str(corpus))
-    own = own_text(tmp_path, "one two two")
-    text = datasets.shakespeare(10, path=own)
-    assert text.source == f"a file of your own, {own}"
+    path = own_text(tmp_path, "one two two")
+    text = datasets.shakespeare(10, path=path)
+    assert text.source == f"a file of your own, {path}"
     assert text.vocabulary == ("<unk>", "two", "one")
     assert "pastiche" in datasets.shakespeare(10, source="pastiche").source
     assert "generated" in datasets.shakespeare(10, source="generated", max_words=5).source

@@ -43,26 +43,31 @@ def test_every_published_form_gives_the_vectors_of_a_dictionary(tmp_path, form, 
         source = content.decode().splitlines()
     else:
         source.write_bytes(gzip.compress(content) if kind == "gzip" else content)
-    found = datasets.word_vectors(source, WORDS, dim=3)
+    vectors = datasets.word_vectors(source, WORDS, dim=3)
     wanted = np.array([VECTORS.get(word, [0, 0, 0]) for word in WORDS], np.float32)
-    assert found.values.dtype == np.float32 and found.values.tolist() == wanted.tolist()
-    assert found.is_found.tolist() == [word in VECTORS for word in WORDS]
+    assert vectors.values.dtype == np.float32 and vectors.values.tolist() == wanted.tolist()
+    assert vectors.is_found.tolist() == [word in VECTORS for word in WORDS]
     has_header = content.startswith(b"5")
-    counts = (found.num_vectors, found.num_duplicates, found.num_bad_lines, found.num_announced)
+    counts = (
+        vectors.num_vectors,
+        vectors.num_duplicates,
+        vectors.num_bad_lines,
+        vectors.num_announced,
+    )
     assert counts == (5, 0, 0, 5 if has_header else None)
 
 
 def test_a_header_is_no_vector_of_its_number(tmp_path):
-    found = datasets.word_vectors(["2 1", "a 5", "b 6"], ["2", "b"], dim=1)
-    assert found.values.tolist() == [[0.0], [6.0]] and found.is_found.tolist() == [False, True]
+    vectors = datasets.word_vectors(["2 1", "a 5", "b 6"], ["2", "b"], dim=1)
+    assert vectors.values.tolist() == [[0.0], [6.0]] and vectors.is_found.tolist() == [False, True]
 
 
 def test_the_first_of_two_vectors_counts_and_the_other_is_counted():
-    found = datasets.word_vectors(
+    more = datasets.word_vectors(
         ["a 1 1", "b 3 3", "a 2 2", "b 4 4", "c 1 1", "c 2 2"], ["a", "b"], dim=2
     )
-    assert found.values.tolist() == [[1, 1], [3, 3]]
-    assert (found.num_vectors, found.num_duplicates) == (6, 2)
+    assert more.values.tolist() == [[1, 1], [3, 3]]
+    assert (more.num_vectors, more.num_duplicates) == (6, 2)
 
 
 BAD_LINES = {
@@ -86,9 +91,13 @@ def test_a_bad_line_is_an_error_with_its_number_or_is_counted(bad, header):
     lines = [*header, b"a 1 2 3", bad, b"b 4 5 6"]
     with pytest.raises(ValueError, match=f"word_vectors: lines, line {2 + len(header)}: .*skip"):
         datasets.word_vectors(lines, ["the", "größe"], dim=3)
-    found = datasets.word_vectors(lines, ["the", "größe", "b"], dim=3, bad_lines="skip")
-    assert found.is_found.tolist() == [False, False, True] and found.values[2].tolist() == [4, 5, 6]
-    assert (found.num_vectors, found.num_bad_lines) == (2, 1)
+    vectors = datasets.word_vectors(lines, ["the", "größe", "b"], dim=3, bad_lines="skip")
+    assert vectors.is_found.tolist() == [False, False, True] and vectors.values[2].tolist() == [
+        4,
+        5,
+        6,
+    ]
+    assert (vectors.num_vectors, vectors.num_bad_lines) == (2, 1)
 
 
 @pytest.mark.parametrize("header", [b"", b"5 3\n"], ids=["no header", "header"])
@@ -102,8 +111,8 @@ def test_a_cut_file_never_gives_another_number_silently(tmp_path, header):
         if header or size not in [0, *line_ends]:
             with pytest.raises(ValueError, match=r"may be cut|header says"):
                 datasets.word_vectors(file, list(VECTORS), dim=3)
-        found = datasets.word_vectors(file, list(VECTORS), dim=3, bad_lines="skip")
-        assert found.values[found.is_found].tolist() == wanted[found.is_found].tolist()
+        vectors = datasets.word_vectors(file, list(VECTORS), dim=3, bad_lines="skip")
+        assert vectors.values[vectors.is_found].tolist() == wanted[vectors.is_found].tolist()
 
 
 def test_memory_is_that_of_the_result(tmp_path):
@@ -113,10 +122,10 @@ def test_memory_is_that_of_the_result(tmp_path):
         for number in range(num_lines):
             written.write(f"word_{number}" + " 0.125" * dim + "\n")
     tracemalloc.start()
-    found = datasets.word_vectors(file, ["word_7", f"word_{num_lines - 1}"], dim=dim)
+    vectors = datasets.word_vectors(file, ["word_7", f"word_{num_lines - 1}"], dim=dim)
     most_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert found.is_found.all() and found.num_vectors == num_lines
+    assert vectors.is_found.all() and vectors.num_vectors == num_lines
     assert most_bytes < 1_000_000  # the file holds 3.5 MB
 
 

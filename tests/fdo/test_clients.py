@@ -51,11 +51,11 @@ def test_the_maximum_of_all_records_survives(client):
     client.record(stats([3, 4], required=[16, 24]))
     client.record(stats([5, 2], required=[24, 16], dropped=7))
     client.publish()
-    found = client.load()
-    assert np.max(np.atleast_2d(found.max_ids_per_partition["t"]), axis=0).tolist() == [5, 4]
-    assert np.max(found.required_buffer_size_per_sc["t"]) == 24
-    assert np.max(found.id_drop_counters["t"]) == 7
-    assert np.max(found.max_unique_ids_per_partition["t"]) == 1
+    loaded = client.load()
+    assert np.max(np.atleast_2d(loaded.max_ids_per_partition["t"]), axis=0).tolist() == [5, 4]
+    assert np.max(loaded.required_buffer_size_per_sc["t"]) == 24
+    assert np.max(loaded.id_drop_counters["t"]) == 7
+    assert np.max(loaded.max_unique_ids_per_partition["t"]) == 1
 
 
 def test_loading_before_publishing_says_so(client):

@@ -185,8 +185,11 @@ def test_a_report_does_not_depend_on_the_form_of_the_batches(form, num_devices):
         values.pop("num_missing")
         assert_figures(figures, values)
     if form is as_arrays:
-        places = 8 * SAMPLES * NUM_BATCHES
-        assert report.features["liked"].num_missing == places - report.features["liked"].num_lookups
+        num_places = 8 * SAMPLES * NUM_BATCHES
+        assert (
+            report.features["liked"].num_missing
+            == num_places - report.features["liked"].num_lookups
+        )
 
 
 @pytest.mark.parametrize("num_rows", [3_000, 60_000, 3_000_000])

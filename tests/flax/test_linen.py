@@ -20,10 +20,10 @@ class Model(nn.Module):
 
     @nn.compact
     def __call__(self, ids):
-        found = rs.linen.Embeddings(self.collection, frozen=self.frozen, name="words")(ids)
+        vectors = rs.linen.Embeddings(self.collection, frozen=self.frozen, name="words")(ids)
         return nn.Dense(
             1, use_bias=False, name="head", kernel_init=lambda *_: jnp.asarray(world.HEAD)
-        )(world.joined(found))
+        )(world.joined(vectors))
 
 
 def new(*storages, on_mesh=False, **options):
@@ -62,12 +62,12 @@ def trained_parts(collection, state):
 def test_a_model_trains_as_the_functional_core(on_mesh):
     storages = ("dense",) if on_mesh else world.ALL
     collection, batches, _, state = new(*storages, on_mesh=on_mesh)
-    given = jax.tree.leaves(state.embeddings["words"].tables)
+    arrays = jax.tree.leaves(state.embeddings["words"].tables)
     losses = []
     for batch in batches:
         state, loss = train_step(state, batch)
         losses.append(float(loss))
-    assert all(array.is_deleted() for array in given)
+    assert all(array.is_deleted() for array in arrays)
     world.assert_same_run(world.core_run(*storages), losses, *trained_parts(collection, state))
     assert int(state.step) == len(losses)
 
@@ -79,8 +79,8 @@ class Normalized(nn.Module):
 
     @nn.compact
     def __call__(self, ids, *, train):
-        found = rs.linen.Embeddings(self.collection, name="words")({"dense": ids})["dense"]
-        return nn.BatchNorm(use_running_average=not train)(found)
+        vectors = rs.linen.Embeddings(self.collection, name="words")({"dense": ids})["dense"]
+        return nn.BatchNorm(use_running_average=not train)(vectors)
 
 
 def test_several_calls_are_one_step_of_the_sum_and_statistics_are_kept():
@@ -90,9 +90,9 @@ def test_several_calls_are_one_step_of_the_sum_and_statistics_are_kept():
     state = rs.linen.TrainState.create(apply_fn=model.apply, variables=variables, tx=optax.sgd(0.1))
 
     def of_parts(apply, *parts):
-        found = [apply(part, train=False) for part in parts]
+        outputs = [apply(part, train=False) for part in parts]
         _, changed = apply(ids, train=True, mutable=["batch_stats"])
-        return jnp.sum(jnp.concatenate(found) ** 3), changed
+        return jnp.sum(jnp.concatenate(outputs) ** 3), changed
 
     @jax.jit
     def step(state, *parts):

@@ -255,9 +255,9 @@ def test_a_step_writes_into_the_tables():
     num_bytes = 2 * 4096 * 8 * 4
     memory = train_step.lower(layer, optimizer, ids).compile().compiled.memory_analysis()
     assert memory.alias_size_in_bytes >= num_bytes and memory.temp_size_in_bytes < num_bytes / 4
-    given = layer.state.tables["t"]
+    rows = layer.state.tables["t"]
     train_step(layer, optimizer, ids)
-    assert given.is_deleted() and not layer.state.tables["t"].is_deleted()
+    assert rows.is_deleted() and not layer.state.tables["t"].is_deleted()
 
 
 def test_tables_on_the_host_train_as_dense_ones():

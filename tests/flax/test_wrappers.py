@@ -16,9 +16,9 @@ from tests.flax import interfaces, world
 SGD = optax.sgd(0.1)
 
 
-def assert_same(found, wanted, rtol=1e-4, atol=1e-6):
+def assert_same(actual, wanted, rtol=1e-4, atol=1e-6):
     check = functools.partial(np.testing.assert_allclose, rtol=rtol, atol=atol)
-    jax.tree.map(check, found, wanted)
+    jax.tree.map(check, actual, wanted)
 
 
 # Accumulation over micro-batches
@@ -93,11 +93,11 @@ def test_gradients_of_two_programs_are_added_outside_of_them(name, on_mesh):
     interface = interfaces.ALL[name]("dense", "hashed", on_mesh=on_mesh)
     gradients = jax.jit(functools.partial(interfaces.gradients_of, interface))(interface.model)
     mean = by_operators(interface, gradients, gradients)
-    head, (found, *_) = interface.contents(jax.jit(interface.stepped)(interface.model, mean))
+    head, (actual, *_) = interface.contents(jax.jit(interface.stepped)(interface.model, mean))
     wanted_head, (wanted, *_) = stepped_on_all(name, "dense", "hashed")
     counts = 2 * wanted["hashed"]["count"]  # a key is counted in each of the batches
     wanted = wanted | {"hashed": wanted["hashed"] | {"count": counts}}
-    assert_same((head, found), (wanted_head, wanted))
+    assert_same((head, actual), (wanted_head, wanted))
 
 
 @pytest.mark.parametrize("name", interfaces.ALL)

@@ -43,14 +43,14 @@ def collection(*storages, on_mesh=False):
 
 def batches(own):
     """Ragged ids, some of them in several samples and steps, as many in each step; every feature has its own."""
-    generator, found = np.random.default_rng(0), []
+    generator, batches_of_ids = np.random.default_rng(0), []
     for _ in range(NUM_STEPS):
         ids = {
             name: [generator.integers(0, ROWS, size).tolist() for size in (2, 1, 3, 1)]
             for name in own.features
         }
-        found.append(own.prepare(ids))
-    return found
+        batches_of_ids.append(own.prepare(ids))
+    return batches_of_ids
 
 
 def loss_of(logits, labels=LABELS):

@@ -48,12 +48,12 @@ def digest(array):
 
 def named(tree, prefix=""):
     """Leaves as numpy arrays by path; bfloat16 as the float32 that it is."""
-    found = {}
+    arrays = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         array = np.asarray(leaf)
         name = prefix + jax.tree_util.keystr(path, simple=True, separator="/")
-        found[name] = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
-    return found
+        arrays[name] = array.astype(np.float32) if array.dtype == jnp.bfloat16 else array
+    return arrays
 
 
 def loss_gradient(outputs):
@@ -90,7 +90,7 @@ def core(
     features = [rs.FeatureSpec(f"f_{name}", table) for name, table in tables.items()]
     features.append(rs.FeatureSpec("again", tables["item"]))
     collection = rs.EmbeddingCollection(features, mesh=made_mesh(mesh), placement=placement)
-    state, rng, found = collection.init(jax.random.key(7)), np.random.default_rng(0), {}
+    state, rng, arrays = collection.init(jax.random.key(7)), np.random.default_rng(0), {}
 
     @jax.jit
     def step(state, batch):
@@ -112,12 +112,14 @@ def core(
                 rows = zip(ids, lengths, strict=True)
                 batch[feature.name] = [row[:length].clip(0).tolist() for row, length in rows]
         activations, gradients, applied, fused = step(state, collection.prepare(batch))
-        found |= named(activations, f"outputs {number}/") | named(gradients, f"gradients {number}/")
+        arrays |= named(activations, f"outputs {number}/") | named(
+            gradients, f"gradients {number}/"
+        )
         state = (applied, fused)[number]
     tables, slots = jax.jit(lambda state: (collection.tables(state), collection.slots(state)))(
         state
     )
-    return found | named(tables, "tables/") | named(slots, "slots/")
+    return arrays | named(tables, "tables/") | named(slots, "slots/")
 
 
 # Wings
@@ -127,7 +129,7 @@ def sparsecore(*, devices, cores, rule="adagrad", **options):
     specs = placed_specs(devices, cores, stack_limit=512, optimizer=RULES[rule], **options)
     rngs = nnx.Rngs(3)
     layer = embed.SparseCoreEmbed(specs, "x", mesh_of(devices), rngs, num_sc_per_device=cores)
-    found = named(logical_tables(nnx.state(layer), specs), "before/")
+    arrays = named(logical_tables(nnx.state(layer), specs), "before/")
 
     @nnx.jit
     def train(layer, inputs):
@@ -139,10 +141,10 @@ def sparsecore(*, devices, cores, rule="adagrad", **options):
     for step in range(STEPS):
         inputs, _ = layer.prepare_batch(draw_batch(step)[0])
         if step == 0:
-            found |= named(inputs, "inputs/")
-        found |= named(train(layer, inputs), f"outputs {step}/")
+            arrays |= named(inputs, "inputs/")
+        arrays |= named(train(layer, inputs), f"outputs {step}/")
     variables = logical_variables(nnx.state(layer), specs)
-    return found | named({name: tuple(own) for name, own in variables.items()}, "after/")
+    return arrays | named({name: tuple(variable) for name, variable in variables.items()}, "after/")
 
 
 def table_batched(
@@ -165,7 +167,7 @@ def table_batched(
         **options,
     )
     module.init_embedding_weights_uniform(-1.0, 1.0)
-    rng, found = np.random.default_rng(0), {}
+    rng, arrays = np.random.default_rng(0), {}
     for step in range(STEPS):
         lengths = rng.integers(0, 4, 4 * BATCH)
         ids = np.concatenate(
@@ -174,9 +176,9 @@ def table_batched(
         offsets = np.concatenate([[0], np.cumsum(lengths)])
         weights = rng.uniform(0.5, 2.0, ids.size).astype(np.float32)
         output, backward = module.vjp(ids, offsets, weights)
-        found |= named({"output": output, "backward": backward(output - 1.0)}, f"{step}/")
+        arrays |= named({"output": output, "backward": backward(output - 1.0)}, f"{step}/")
     state = [module.split_embedding_weights(), module.split_optimizer_states()]
-    return found | named(state, "state/")
+    return arrays | named(state, "state/")
 
 
 def tensor_train(**options):
@@ -188,7 +190,7 @@ def tensor_train(**options):
         use_cache="cache_size" in options,
         **options,
     )
-    rng, found = np.random.default_rng(0), {}
+    rng, arrays = np.random.default_rng(0), {}
     cores = [rng.normal(size=shape) for shape in module.spec.core_shapes]
     module.set_cores([jnp.asarray(core.astype(np.float32)) for core in cores])
     for step in range(STEPS):
@@ -196,10 +198,10 @@ def tensor_train(**options):
         ids, offsets = rng.integers(0, 60, lengths.sum()), np.concatenate([[0], np.cumsum(lengths)])
         output, backward = module.vjp(jnp.asarray(ids), jnp.asarray(offsets))
         backward(output - 1.0)
-        found[f"{step}/output"] = np.asarray(output)
+        arrays[f"{step}/output"] = np.asarray(output)
         if step == 0 and "cache_size" in options:
             module.cache_populate()
-    return found | named(module.cores_of(), "cores/") | {"table": np.asarray(module.full_weight())}
+    return arrays | named(module.cores_of(), "cores/") | {"table": np.asarray(module.full_weight())}
 
 
 def model_parallel(*, devices, use_hashtable=True, optimizer=None, combiner="mean", **options):
@@ -213,14 +215,14 @@ def model_parallel(*, devices, use_hashtable=True, optimizer=None, combiner="mea
         context=context,
         **options,
     )
-    rng, found = np.random.default_rng(0), {}
+    rng, arrays = np.random.default_rng(0), {}
     known = rng.integers(0, 2**62, 30) if use_hashtable else np.arange(32)
     for step in range(STEPS):
         keys = np.where(rng.random((BATCH, 3)) < 0.2, -1, rng.choice(known, (BATCH, 3)))
         (output,), backward = sok.group_embedding_lookup_vjp([variable], [keys], [combiner])
         backward([output - 1.0])
-        found[f"{step}/output"] = np.asarray(output)
-    return found | named(sok.export_rows(variable), "rows/") | named(variable.counts(), "counts/")
+        arrays[f"{step}/output"] = np.asarray(output)
+    return arrays | named(sok.export_rows(variable), "rows/") | named(variable.counts(), "counts/")
 
 
 RUNS = {

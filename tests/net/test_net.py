@@ -29,13 +29,13 @@ found_now = {}
 )
 @pytest.mark.parametrize("name", runs.RUNS)
 def test_numbers_are_those_of_before(name):
-    found = {f"{name}|{key}": array for key, array in runs.RUNS[name]().items()}
-    found_now.update(found)
+    actual = {f"{name}|{key}": array for key, array in runs.RUNS[name]().items()}
+    found_now.update(actual)
     if IS_RECORDING:
         return
-    assert sorted(found) == sorted(key for key in EXPECTED if key.split("|")[0] == name)
+    assert sorted(actual) == sorted(key for key in EXPECTED if key.split("|")[0] == name)
     bits = BITS.get(runs.platform())
-    for key, array in found.items():
+    for key, array in actual.items():
         assert array.dtype == EXPECTED[key].dtype
         np.testing.assert_allclose(array, EXPECTED[key], rtol=2e-5, atol=2e-6, err_msg=key)
         # Of numbers that were meant to change, a platform may have no bits yet.

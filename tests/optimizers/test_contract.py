@@ -242,21 +242,21 @@ def states(dtype):
     collection = rs.EmbeddingCollection(features)
     step = jax.jit(collection.update)
     state = collection.init(jax.random.key(0))
-    found = [(collection.tables(state), collection.slots(state))]
+    results = [(collection.tables(state), collection.slots(state))]
     for number, ids in enumerate(BATCHES):
         batch = collection.prepare(dict.fromkeys(CONTRACT, np.int32(ids)))
         state = step(state, batch, dict.fromkeys(CONTRACT, d_outputs_of(number)))
-        found.append((collection.tables(state), collection.slots(state)))
-    return jax.tree.map(np.asarray, found)
+        results.append((collection.tables(state), collection.slots(state)))
+    return jax.tree.map(np.asarray, results)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("name", CONTRACT)
 def test_a_rule_in_a_collection_follows_its_formula_and_leaves_other_rows_alone(name, dtype):
     rule, step_row = CONTRACT[name]
-    found = []
+    results = []
     for tables, slots in states(dtype):
-        found.append((tables[name], *jax.tree.leaves(slots[name])))
+        results.append((tables[name], *jax.tree.leaves(slots[name])))
     for number, batch in enumerate(BATCHES):
         read = {}
         for ids, d_output in zip(batch, np.float64(d_outputs_of(number)), strict=True):
@@ -266,8 +266,8 @@ def test_a_rule_in_a_collection_follows_its_formula_and_leaves_other_rows_alone(
         gradients = read
         if rule.moves_all_rows:
             gradients = dict.fromkeys(range(NUM_ROWS), np.zeros(DIM)) | read
-        table, *slots = found[number]
-        new_table, *new_slots = found[number + 1]
+        table, *slots = results[number]
+        new_table, *new_slots = results[number + 1]
         step_row_of = functools.partial(step_row, rule)
         wanted, wanted_slots = oracles.stepped_table(
             table, slots, gradients, step_row_of, step=number
@@ -277,7 +277,7 @@ def test_a_rule_in_a_collection_follows_its_formula_and_leaves_other_rows_alone(
             assert_allclose(slot, values, rtol=2e-5, atol=2e-6)
         assert (new_table != table).any(axis=1)[[*read]].all()
         others = [row for row in range(NUM_ROWS) if row not in gradients]
-        for old, new in zip(found[number], found[number + 1], strict=True):
+        for old, new in zip(results[number], results[number + 1], strict=True):
             assert old[others].tobytes() == new[others].tobytes()
 
 

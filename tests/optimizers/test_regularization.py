@@ -87,11 +87,11 @@ def test_slow_halves_move_toward_fast_halves_at_their_steps(dtype):
         wanted = weights.astype(np.float64)
         if t in (6, 9, 12):
             wanted[:, 2:] += 0.25 * (wanted[:, :2] - wanted[:, 2:])
-        found, copies = run(weights, (), t)
+        actual, copies = run(weights, (), t)
         assert copies == ()
-        assert found.dtype == dtype
-        assert_array_equal(found[:, :2], weights[:, :2])
-        assert_allclose(found, wanted, rtol=TOLERANCE[dtype], atol=1e-6)
+        assert actual.dtype == dtype
+        assert_array_equal(actual[:, :2], weights[:, :2])
+        assert_allclose(actual, wanted, rtol=TOLERANCE[dtype], atol=1e-6)
 
 
 def test_the_largest_counter_is_refreshed_at_its_steps_only():

@@ -24,7 +24,7 @@ import rsembed.optimizers as ro
         # FTRL makes rows anew from their linear term, here 0.
         (ro.FTRL(0.1, initial_accumulator_value=0.0), 0.0),
     ],
-    ids=lambda own: type(own).__name__,
+    ids=lambda rule: type(rule).__name__,
 )
 def test_entries_without_history_and_gradient_stay_put(optimizer, unmoved):
     row = jnp.ones((1, 2))
@@ -91,7 +91,11 @@ def optimizers_of_optax():
                 continue
             if name.startswith(("_", "scale_by_")):
                 continue
-            required = [own.name for own in parameters.values() if own.default is own.empty]
+            required = [
+                parameter.name
+                for parameter in parameters.values()
+                if parameter.default is parameter.empty
+            ]
             wanted = {"learning_rate", "key", *required} & set(parameters) & set(GIVEN)
             yield name, function(**{parameter: GIVEN[parameter] for parameter in wanted})
 

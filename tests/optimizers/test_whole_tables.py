@@ -46,13 +46,13 @@ def as_lists(table, slots, gradients, **options):
 @pytest.mark.parametrize("ask", [as_rows, as_lists])
 def test_every_kernel_steps_all_rows_once_and_padding_none(ask, implementation):
     table, slots, d = drawn()
-    found = jax.jit(functools.partial(ask, implementation=implementation))(table, slots, d)
+    actual = jax.jit(functools.partial(ask, implementation=implementation))(table, slots, d)
     gradients = dict.fromkeys(range(NUM_ROWS), np.zeros(DIM))
     gradients |= {3: np.float64(d[0]), 0: np.float64(d[3])}
     wanted = oracles.stepped_table(
         table, slots, gradients, functools.partial(by_entry, RULE), step=4
     )
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(wanted), strict=True):
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-6, atol=1e-6)
 
 

@@ -14,11 +14,11 @@ _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 
 def _sizes(shapes: str) -> list[int]:
     """Bytes of every array; the name of a dtype ends with its bits, but for `pred`, which takes a byte."""
-    found = []
+    collectives = []
     for bits, lengths in _SHAPE.findall(shapes):
         lengths = [int(length) for length in lengths.split(",") if length]
-        found.append(int(bits or 8) // 8 * math.prod(lengths))
-    return found
+        collectives.append(int(bits or 8) // 8 * math.prod(lengths))
+    return collectives
 
 
 def _group_size(line: str, num_devices: int) -> int:
@@ -37,13 +37,13 @@ def collective_bytes(compiled_text: str, num_devices: int) -> dict[str, float]:
     """
     sent: dict[str, float] = defaultdict(float)
     for line in compiled_text.splitlines():
-        found = _COLLECTIVE.search(line)
-        if not found:
+        match = _COLLECTIVE.search(line)
+        if not match:
             continue
-        op = found["op"]
-        sizes = _sizes(found["result"])
+        op = match["op"]
+        sizes = _sizes(match["result"])
         n = _group_size(line, num_devices)
-        if found["start"] and op != "all-reduce":  # (operand, result): both are named
+        if match["start"] and op != "all-reduce":  # (operand, result): both are named
             sizes = sizes[len(sizes) // 2 :]
         # From the size of the result: a gather's holds all blocks, a scatter's one of n that were sent.
         factor = {"reduce-scatter": n, "all-reduce": 2}.get(op, 1)

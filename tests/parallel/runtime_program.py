@@ -22,8 +22,8 @@ parallel.init(
 parallel.init()  # a second call changes nothing
 mesh = parallel.make_mesh()
 process, num_local = jax.process_index(), jax.local_device_count()
-own = np.arange(num_local * rows * 3, dtype=np.float32).reshape(-1, 3) + 1000 * process
-batch = jax.make_array_from_process_local_data(NamedSharding(mesh, P("shard")), own)
+rows_of_process = np.arange(num_local * rows * 3, dtype=np.float32).reshape(-1, 3) + 1000 * process
+batch = jax.make_array_from_process_local_data(NamedSharding(mesh, P("shard")), rows_of_process)
 
 
 @jax.jit
@@ -50,7 +50,7 @@ for step in range(1, 10_000):
     if parallel.preempted(step):
         # Chunks that cross the borders of shards and of processes.
         checkpoint.arrays.CHUNK_BYTES = 5 * 3 * 4
-        equal = own[:5] - 1000 * process, np.float32(2.5)
+        equal = rows_of_process[:5] - 1000 * process, np.float32(2.5)
         everywhere = [
             jax.make_array_from_process_local_data(NamedSharding(mesh, P()), array)
             for array in equal

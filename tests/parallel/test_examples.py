@@ -75,16 +75,16 @@ def test_pods_of_the_indexed_job_are_told_what_launch_tells_its_processes(monkey
     service, job = yaml.safe_load_all((EXAMPLES / "train.kubernetes.yaml").read_text())
     pod = job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    given = {variable["name"]: variable.get("value") for variable in container["env"]}
-    host, _, port = given["RSEMBED_COORDINATOR_ADDRESS"].partition(":")
+    variables = {variable["name"]: variable.get("value") for variable in container["env"]}
+    host, _, port = variables["RSEMBED_COORDINATOR_ADDRESS"].partition(":")
     job_name = job["metadata"]["name"]
     assert int(port)
     assert host == f"{job_name}-0.{pod['subdomain']}"
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["clusterIP"] == "None"
     assert service["spec"]["selector"]["job-name"] == job_name
-    num_processes = int(given["RSEMBED_NUM_PROCESSES"])
+    num_processes = int(variables["RSEMBED_NUM_PROCESSES"])
     assert num_processes == job["spec"]["completions"] == job["spec"]["parallelism"]
     assert container["command"] == ["python", "script.py"]
-    told = _environment_of(0, 4, 1, "")
-    assert given.keys() == {name for name in told if name.startswith("RSEMBED_")}
+    environment = _environment_of(0, 4, 1, "")
+    assert variables.keys() == {name for name in environment if name.startswith("RSEMBED_")}

@@ -40,14 +40,14 @@ def round_trip(shape):
     )
 
 
-def wanted_block(parcel, places):
+def wanted_block(parcel, entries):
     """What a loop puts into the places of a block."""
 
     def picked(array):
-        block = np.zeros((*places.shape, *array.shape[1:]), array.dtype)
+        block = np.zeros((*entries.shape, *array.shape[1:]), array.dtype)
         if array.dtype == np.int32:
             block[:] = NO_ROW
-        for place, entry in np.ndenumerate(places):
+        for place, entry in np.ndenumerate(entries):
             if 0 <= entry < array.shape[0]:
                 block[place] = array[entry]
         return block

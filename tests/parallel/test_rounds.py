@@ -102,12 +102,12 @@ def test_every_row_is_whole_in_one_round_at_any_capacity(num_devices, capacities
     for kind in kinds:
         ids = draw_ids(generator, kind, num_devices)
         batches.append((ids, generator.integers(1, 5, ids.shape).astype(np.float32)))
-    found = program(num_devices, capacities)(*jax.tree.map(np.ravel, batches))
+    actual = program(num_devices, capacities)(*jax.tree.map(np.ravel, batches))
     most_rounds = []
     for (ids, _), capacity in zip(batches, capacities, strict=True):
         most_rounds.append(rounds_for(ids, num_devices, capacity))
     for number, (ids, values) in enumerate(batches):
-        (visits, squares), (numbers, doubles), rounds = found[number]
+        (visits, squares), (numbers, doubles), rounds = actual[number]
         num_questions = number + 1
         sums = np.zeros(ROWS * num_devices)
         np.add.at(sums, ids[ids >= 0], values[ids >= 0])

@@ -30,8 +30,8 @@ class Launched:
         self.pids = {}
         for line in self.run.stdout:
             self.output += line
-            if found := re.match(r"\[(\d)\] sum .* pid (\d+)", line):
-                self.pids[found[1]] = int(found[2])
+            if match := re.match(r"\[(\d)\] sum .* pid (\d+)", line):
+                self.pids[match[1]] = int(match[2])
             if len(self.pids) == 2:
                 break
 
@@ -43,8 +43,8 @@ def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_a
     tmp_path,
 ):
     launched = Launched("preempt", tmp_path / "a")
-    own = np.arange(2 * 6 * 3, dtype=np.float64).reshape(-1, 3)
-    batch = np.concatenate([own, own + 1000])
+    values = np.arange(2 * 6 * 3, dtype=np.float64).reshape(-1, 3)
+    batch = np.concatenate([values, values + 1000])
     expected = re.escape(str(batch.sum(0).tolist()))
     time.sleep(0.3)
     os.kill(launched.pids["1"], signal.SIGTERM)
@@ -58,7 +58,7 @@ def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_a
     tree, step, _ = checkpoint.load(tmp_path / "a")
     assert left["0"] == left["1"] == step > 1
     assert_array_equal(tree["table"], batch)
-    assert_array_equal(tree["slots"]["0"], own[:5])
+    assert_array_equal(tree["slots"]["0"], values[:5])
     assert_array_equal(tree["in_both"], np.arange(24).reshape(4, 6))
     assert tree["slots"]["1"] == 2.5
     assert tree["slots"]["2"].tolist() == [0, 1, 2]

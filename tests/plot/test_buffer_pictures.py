@@ -28,13 +28,13 @@ def test_used_places_are_those_that_the_partitioner_filled(num_cores):
     ids = np.random.default_rng(0).integers(0, 100, (16, 5))
     processed, _ = preprocessed(ids, num_cores, limit=128)
     rows = processed.lhs_embedding_ids["t"]
-    places = buffer_places(
+    entries = buffer_places(
         processed.lhs_row_pointers["t"], num_shards=num_cores, num_places=len(rows)
     )
     is_used = rows.reshape(num_cores, -1) != np.iinfo(np.int32).max
-    np.testing.assert_array_equal(places >= 0, is_used)
+    np.testing.assert_array_equal(entries >= 0, is_used)
     distinct = np.concatenate([np.unique(row) for row in ids])
-    np.testing.assert_array_equal(np.bincount(places[is_used]), np.bincount(distinct % num_cores))
+    np.testing.assert_array_equal(np.bincount(entries[is_used]), np.bincount(distinct % num_cores))
 
 
 def test_more_shards_than_colours_and_an_empty_buffer_are_drawn():
