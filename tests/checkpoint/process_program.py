@@ -79,7 +79,7 @@ def main(folder, alone):
     state = step(keyed, keyed.init(jax.random.key(0)), keys_of(jax.process_index()))
     checkpoint.save_collection(f"{folder}-keys", keyed, state)
     again = keyed.tables(checkpoint.load_collection(f"{folder}-keys", keyed))
-    keys = [own["keys"].tolist() for own in again.values()]
+    keys = [table["keys"].tolist() for table in again.values()]
     print("keys", keys, keyed.counts(state)["right"]["inserted"])
 
 

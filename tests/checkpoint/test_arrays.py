@@ -36,10 +36,13 @@ def test_any_numbers_of_any_shape_come_back_to_the_bit(tmp_path, monkeypatch, ch
         "every other": numbers((9, 4), "float8_e4m3fn")[::2, 1::2],
     }
     checkpoint.save(tmp_path / "a", tree)
-    for found in (checkpoint.load(tmp_path / "a").tree, checkpoint.load(tmp_path / "a", tree).tree):
+    for actual in (
+        checkpoint.load(tmp_path / "a").tree,
+        checkpoint.load(tmp_path / "a", tree).tree,
+    ):
         for name, array in tree.items():
-            assert (found[name].dtype, found[name].shape) == (array.dtype, array.shape), name
-            assert found[name].tobytes() == array.tobytes(), name
+            assert (actual[name].dtype, actual[name].shape) == (array.dtype, array.shape), name
+            assert actual[name].tobytes() == array.tobytes(), name
 
 
 def table_of(rows, dim):
@@ -84,8 +87,8 @@ def test_neither_save_nor_load_needs_memory_for_a_whole_table(tmp_path, monkeypa
 
     path, table_bytes = tmp_path / "a", 60_000 * 32 * 4
     _, peak_of_save = with_peak(checkpoint.save_collection, path, collection, state)
-    found, peak_of_load = with_peak(checkpoint.load_collection, path, collection)
-    assert_array_equal(collection.tables(found)["item"], collection.tables(state)["item"])
+    actual, peak_of_load = with_peak(checkpoint.load_collection, path, collection)
+    assert_array_equal(collection.tables(actual)["item"], collection.tables(state)["item"])
     assert peak_of_save < table_bytes / 4
     # Onto a mesh, rows are put together for the devices of this process, here all of them.
     assert peak_of_load < table_bytes * (1 / 4 if num_devices is None else 1.3)

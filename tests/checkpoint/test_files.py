@@ -29,9 +29,9 @@ def make_tree():
     }
 
 
-def assert_equal_trees(found, expected):
-    assert jax.tree.structure(found) == jax.tree.structure(expected)
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+def assert_equal_trees(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert getattr(one, "dtype", float) == getattr(other, "dtype", float)
         assert np.shape(one) == np.shape(other)
         assert np.all(one == other)
@@ -40,10 +40,10 @@ def assert_equal_trees(found, expected):
 def test_any_tree_comes_back_with_its_structure(tmp_path):
     tree, metadata = make_tree(), {"loss": [0.5], "α": {10: 1, 9: None}}
     checkpoint.save(tmp_path / "deep" / "a", tree, step=3, metadata=metadata)
-    found = checkpoint.load(tmp_path / "deep" / "a", tree)
-    assert_equal_trees(found.tree, tree)
-    assert (found.step, found.metadata) == (3, {"loss": [0.5], "α": {"10": 1, "9": None}})
-    assert isinstance(found.tree["rate"], float) and isinstance(found.tree["slots"][0], jax.Array)
+    actual = checkpoint.load(tmp_path / "deep" / "a", tree)
+    assert_equal_trees(actual.tree, tree)
+    assert (actual.step, actual.metadata) == (3, {"loss": [0.5], "α": {"10": 1, "9": None}})
+    assert isinstance(actual.tree["rate"], float) and isinstance(actual.tree["slots"][0], jax.Array)
 
 
 def test_without_a_template_names_are_keys(tmp_path):
@@ -133,8 +133,8 @@ def test_a_killed_save_leaves_the_checkpoints_before_it(tmp_path):
     ):
         checkpoint.load(torn)
     last = tmp_path / f"step_{int(torn.name.split('_')[1].split('.')[0]) - 1}"
-    found = checkpoint.load(last)
-    assert_array_equal(found.tree["x"], np.full(4_000_000, found.step, np.float32))
+    actual = checkpoint.load(last)
+    assert_array_equal(actual.tree["x"], np.full(4_000_000, actual.step, np.float32))
 
 
 def test_no_checkpoint_is_replaced_and_what_is_refused_leaves_nothing(tmp_path):

@@ -22,13 +22,13 @@ BATCHES = [
 
 
 def collection_of(user_rows, item_storage, **options):
-    how = {
+    table_options = {
         "embedding_dim": DIM,
         "optimizer": rs.optimizers.Adagrad(0.5),
         "initializer": jax.nn.initializers.normal(),
     }
-    user = rs.TableSpec("user", user_rows, storage=rs.Hashed(), **how)
-    item = rs.TableSpec("item", ITEMS, storage=item_storage, **how)
+    user = rs.TableSpec("user", user_rows, storage=rs.Hashed(), **table_options)
+    item = rs.TableSpec("item", ITEMS, storage=item_storage, **table_options)
     features = [rs.FeatureSpec("user", user), rs.FeatureSpec("item", item)]
     return rs.EmbeddingCollection(features, **options)
 
@@ -62,12 +62,12 @@ def test_training_goes_on_wherever_rows_are_kept_then(saved, user_rows, item_sto
     collection = collection_of(user_rows, item_storage, mesh=made_mesh(4))
     state = checkpoint.load_collection(path, collection)
     assert int(state.step) == 2
-    found = collection.tables(trained(collection, state, BATCHES[2:]))
-    assert_allclose(found["item"], expected["item"], atol=1e-6)
+    actual = collection.tables(trained(collection, state, BATCHES[2:]))
+    assert_allclose(actual["item"], expected["item"], atol=1e-6)
     for name in ("keys", "count", "last_step"):
-        assert_array_equal(found["user"][name], expected["user"][name])
+        assert_array_equal(actual["user"][name], expected["user"][name])
     for name in ("values", "slot_accumulator"):
-        assert_allclose(found["user"][name], expected["user"][name], atol=1e-6)
+        assert_allclose(actual["user"][name], expected["user"][name], atol=1e-6)
 
 
 def test_a_file_holds_rows_by_key_and_by_id(saved):

@@ -27,9 +27,9 @@ def test_numbers_keep_their_value_whatever_their_byte_order(tmp_path, dtype):
     values = np.asarray([1, 2, 258], dtype)
     checkpoint.save(tmp_path / "a", {"x": values})
     for like in (None, {"x": values}, {"x": values.astype(values.dtype.newbyteorder("="))}):
-        found = checkpoint.load(tmp_path / "a", like).tree["x"]
-        assert found.dtype.isnative
-        assert_array_equal(found, values)
+        actual = checkpoint.load(tmp_path / "a", like).tree["x"]
+        assert actual.dtype.isnative
+        assert_array_equal(actual, values)
 
 
 def test_wide_integers_are_not_narrowed_without_a_word(tmp_path):
@@ -167,9 +167,9 @@ def test_a_manifest_that_is_no_manifest_is_refused_by_its_name(tmp_path, content
 
 
 def collection_of_all_kinds():
-    how = {"embedding_dim": 4, "vocabulary_size": 6, "optimizer": rs.optimizers.Adagrad(0.1)}
+    options = {"embedding_dim": 4, "vocabulary_size": 6, "optimizer": rs.optimizers.Adagrad(0.1)}
     storages = {"dense": None, "keyed": rs.Hashed(), "host": rs.HostCached(cache_rows=4)}
-    tables = [rs.TableSpec(name, storage=storage, **how) for name, storage in storages.items()]
+    tables = [rs.TableSpec(name, storage=storage, **options) for name, storage in storages.items()]
     return rs.EmbeddingCollection([rs.FeatureSpec(table.name, table) for table in tables])
 
 
@@ -224,8 +224,8 @@ def test_of_several_savers_of_one_path_exactly_one_succeeds_and_what_it_wrote_ca
         path, gate = tmp_path / f"race_{race}", threading.Barrier(4)
         with ThreadPoolExecutor(4) as pool:
             assert sum(pool.map(saves, [path] * 4, range(4), [gate] * 4)) == 1
-        found = checkpoint.load(path)
-        assert (found.tree["x"] == found.step).all() and (found.tree["y"] == found.step).all()
+        actual = checkpoint.load(path)
+        assert (actual.tree["x"] == actual.step).all() and (actual.tree["y"] == actual.step).all()
     assert list(tmp_path.glob(".*")) == []
 
 

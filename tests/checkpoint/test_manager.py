@@ -34,10 +34,10 @@ def run():
     return collection, step, batch, states
 
 
-def assert_same_rows(collection, found, expected):
-    assert_same(collection.tables(found), collection.tables(expected))
-    assert_same(collection.slots(found), collection.slots(expected))
-    assert int(found.step) == int(expected.step)
+def assert_same_rows(collection, actual, expected):
+    assert_same(collection.tables(actual), collection.tables(expected))
+    assert_same(collection.slots(actual), collection.slots(expected))
+    assert int(actual.step) == int(expected.step)
 
 
 def steps_of(checkpoints):
@@ -73,9 +73,9 @@ def test_what_was_given_is_written_though_training_goes_on_in_its_memory(
         state = jax.jit(step, donate_argnums=0)(state, batch)
         assert checkpoints.paths() == []
         may_write.set()
-        found, others = checkpoints.restore(others={"host": host})
-        assert checkpoints.metadata(int(found.step)) == {"input": 7}
-    assert_same_rows(collection, found, states[0])
+        actual, others = checkpoints.restore(others={"host": host})
+        assert checkpoints.metadata(int(actual.step)) == {"input": 7}
+    assert_same_rows(collection, actual, states[0])
     assert others["host"].tolist() == [0, 1, 2, 3] and int(state.step) == 2
 
 
@@ -108,9 +108,9 @@ def test_a_damaged_checkpoint_is_passed_over(tmp_path):
         damage(checkpoints.paths()[2])
         with pytest.warns(
             UserWarning, match="step_00000000[23] is passed over: .*is not what was written"
-        ) as told:
+        ) as warned:
             assert checkpoints.restore(x(0)).tree["x"].tolist() == [1] * 4
-        assert len(told) == 2
+        assert len(warned) == 2
         with pytest.raises(CorruptCheckpointError, match="is not what was written"):
             checkpoints.restore(x(0), step=3)
 

@@ -24,14 +24,14 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
     restored = checkpoint.load_collection(tmp_path / "shared", collection)
     assert int(restored.step) == 1
     for read in (collection.tables, collection.slots):
-        found, expected = jax.tree.leaves(read(restored)), jax.tree.leaves(read(state))
-        np.testing.assert_allclose(found, expected, rtol=1e-6)
+        actual, expected = jax.tree.leaves(read(restored)), jax.tree.leaves(read(state))
+        np.testing.assert_allclose(actual, expected, rtol=1e-6)
     keyed = keyed_collection(made_mesh(4))
     expected = keyed.tables(
         step(keyed, keyed.init(jax.random.key(0)), np.concatenate([keys_of(0), keys_of(1)]))
     )
-    keys = [own["keys"].tolist() for own in expected.values()]
+    keys = [table["keys"].tolist() for table in expected.values()]
     assert output.count(f"keys {keys} [2 2 2 2]") == 2, output
     alone = keyed_collection()
-    found = alone.tables(checkpoint.load_collection(f"{tmp_path / 'shared'}-keys", alone))
-    assert_same(found, expected)
+    actual = alone.tables(checkpoint.load_collection(f"{tmp_path / 'shared'}-keys", alone))
+    assert_same(actual, expected)

@@ -36,11 +36,11 @@ def storage_of(kind, rows, cache_rows=8):
 
 def collection_of(rows, kind="dense", *, dtype="float32", num_devices=None, placement=None):
     """Table `t` of this size and kind, and a table of another name beside it, which shares its stack where it can."""
-    how = {"embedding_dim": DIM, "optimizer": rs.optimizers.Adam(0.1), "dtype": dtype}
+    options = {"embedding_dim": DIM, "optimizer": rs.optimizers.Adam(0.1), "dtype": dtype}
     storage = storage_of(kind, rows, cache_rows=8 if num_devices is None else 16)
     tables = [
-        rs.TableSpec("t", rows, storage=storage, **how),
-        rs.TableSpec("other", 5, storage=rs.Hashed() if kind == "keyed" else None, **how),
+        rs.TableSpec("t", rows, storage=storage, **options),
+        rs.TableSpec("other", 5, storage=rs.Hashed() if kind == "keyed" else None, **options),
     ]
     features = [rs.FeatureSpec(table.name, table) for table in tables]
     return rs.EmbeddingCollection(features, mesh=made_mesh(num_devices), placement=placement)
@@ -103,13 +103,13 @@ def test_a_larger_table_keeps_rows_slots_and_step_and_gets_rows_of_init(
     placements, rows = placement and {"t": placement}, 23
     larger = collection_of(rows, kind, num_devices=num_devices, placement=placements)
     loaded = checkpoint.load_collection(tmp_path / "few", larger, resize=True)
-    found = arrays_of(larger, loaded)
+    actual = arrays_of(larger, loaded)
     assert int(loaded.step) == 3
     assert_same(larger.tables(loaded)["other"], collection.tables(state)["other"])
     assert_same(larger.slots(loaded)["other"], collection.slots(state)["other"])
     fresh = collection_of(rows)
     expected = arrays_of(fresh, fresh.init(loaded.key))
-    for name, array in found.items():
+    for name, array in actual.items():
         assert_array_equal(array, np.concatenate([before[name], expected[name][FEW:]]))
     # Training goes on as that of the smaller table does.
     goes_on = arrays_of(larger, trained(larger, loaded, kind, range(3, 5)))
@@ -243,13 +243,13 @@ def test_slots_alone_leave_rows_and_other_tables_as_they_are(kind):
     doubled = jax.tree.map(lambda slot: 2 * slot, slots["t"])
     moved = collection.with_tables(state, {}, slots={"t": doubled})
     assert_same(collection.slots(moved), {"t": doubled, "other": slots["other"]})
-    found = collection.tables(moved)
-    assert_same(found["other"], tables["other"])
+    actual = collection.tables(moved)
+    assert_same(actual["other"], tables["other"])
     if kind == "keyed":
         for name in ("keys", "values", "count", "last_step"):
-            assert_array_equal(found["t"][name], tables["t"][name])
+            assert_array_equal(actual["t"][name], tables["t"][name])
     else:
-        assert_array_equal(found["t"], tables["t"])
+        assert_array_equal(actual["t"], tables["t"])
 
 
 def test_slots_are_written_inside_jit():

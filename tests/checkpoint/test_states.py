@@ -23,16 +23,16 @@ DIM = 4
 
 
 def table_of(name, **options):
-    how = {"vocabulary_size": ROWS.get(name), "initializer": ramp}
-    how["optimizer"] = rs.optimizers.Adagrad(0.1)
-    return rs.TableSpec(name, embedding_dim=DIM, **how | options)
+    defaults = {"vocabulary_size": ROWS.get(name), "initializer": ramp}
+    defaults["optimizer"] = rs.optimizers.Adagrad(0.1)
+    return rs.TableSpec(name, embedding_dim=DIM, **defaults | options)
 
 
 def collection_of(num_devices=None, placement=None, *, rows=ROWS, alone=(), **options):
     """Tables of so many rows on one device or a mesh; those in `alone` have a rule of their own, hence own stacks."""
-    own = {name: {"optimizer": rs.optimizers.Adagrad(lambda: 0.1)} for name in alone}
+    rates = {name: {"optimizer": rs.optimizers.Adagrad(lambda: 0.1)} for name in alone}
     tables = [
-        table_of(name, vocabulary_size=count, **own.get(name, {}), **options)
+        table_of(name, vocabulary_size=count, **rates.get(name, {}), **options)
         for name, count in rows.items()
     ]
     return collection_with(tables, placement=placement, mesh=made_mesh(num_devices))
@@ -71,8 +71,8 @@ LAYOUTS = {
 
 
 def assert_holds(collection, state, expected):
-    found = collection.tables(state), collection.slots(state)
-    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-6), found, tuple(expected))
+    actual = collection.tables(state), collection.slots(state)
+    jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-6), actual, tuple(expected))
 
 
 @pytest.fixture(scope="module")
@@ -97,10 +97,10 @@ def test_files_hold_rows_in_the_order_of_ids_whatever_the_mesh(saved, source):
     folder, (tables, slots), _ = saved
     whole = checkpoint.load(folder / f"{source} collection").tree
     inside = checkpoint.load(folder / f"{source} tree").tree["state"]
-    for found in (whole, inside):
+    for actual in (whole, inside):
         for name in ROWS:
-            assert_allclose(found["tables"][name], tables[name], rtol=1e-6)
-            assert_allclose(found["slots"][name]["accumulator"], slots[name][0], rtol=1e-6)
+            assert_allclose(actual["tables"][name], tables[name], rtol=1e-6)
+            assert_allclose(actual["slots"][name]["accumulator"], slots[name][0], rtol=1e-6)
 
 
 @pytest.mark.slow_rows("row 4-one")
@@ -117,9 +117,9 @@ def test_a_state_comes_back_on_another_mesh(saved, source, target):
         expected,
     )
     like = {"state": collection.init(jax.random.key(5)), "epoch": 0}
-    found = checkpoint.load(folder / f"{source} tree", like).tree
-    assert found["epoch"] == 3 and int(found["state"].step) == 2
-    assert_holds(collection, found["state"], expected)
+    actual = checkpoint.load(folder / f"{source} tree", like).tree
+    assert actual["epoch"] == 3 and int(actual["state"].step) == 2
+    assert_holds(collection, actual["state"], expected)
 
 
 @pytest.mark.parametrize(
@@ -179,9 +179,9 @@ def test_a_restart_on_fewer_devices_keeps_every_row_even_where_padded_shapes_agr
     four, two = collection_of(4, "row", rows=rows), collection_of(2, "row", rows=rows)
     state = four.init(jax.random.key(0))
     checkpoint.save(tmp_path / "a", state, step=7)
-    found = checkpoint.load(tmp_path / "a", like=two.init(jax.random.key(1)))
-    assert found.step == 7
-    assert_array_equal(two.tables(found.tree)["user"], ramp(None, (8, DIM)))
+    actual = checkpoint.load(tmp_path / "a", like=two.init(jax.random.key(1)))
+    assert actual.step == 7
+    assert_array_equal(two.tables(actual.tree)["user"], ramp(None, (8, DIM)))
 
 
 def test_state_of_one_optax_rule_is_not_that_of_another(tmp_path):
@@ -275,9 +275,9 @@ def test_tables_whose_joined_names_meet_have_stacks_of_their_own():
     collection = collection_with(tables)
     assert len({stack.name for stack in collection.plan.stacks}) == 2
     state = collection.init(jax.random.key(0))
-    found = collection.lookup(state, {f"f_{name}": np.asarray([2]) for name in dims})
+    actual = collection.lookup(state, {f"f_{name}": np.asarray([2]) for name in dims})
     for name, dim in dims.items():
-        assert_array_equal(found[f"f_{name}"][0], ramp(None, (3, dim))[2])
+        assert_array_equal(actual[f"f_{name}"][0], ramp(None, (3, dim))[2])
 
 
 def test_trains_rounded_tables_and_states_of_optax_go_to_another_mesh_and_stacking(tmp_path):
@@ -312,16 +312,16 @@ KEPT = TensorTrain((2, 2), cache_rows=4, populate_every=1)
     ids=["a train with kept rows becomes a dense table", "keys move to another rule"],
 )
 def test_rows_move_as_the_refusal_to_load_them_says(tmp_path, before, after, refusal, tolerance):
-    source, target = (collection_with([table_of("item", **how)]) for how in (before, after))
+    source, target = (collection_with([table_of("item", **options)]) for options in (before, after))
     state = trained(source, source.init(jax.random.key(0)), (0, 4))
     checkpoint.save_collection(tmp_path / "a", source, state)
     way_out = "keys and trains: collection.tables of what it was saved"
     with pytest.raises(ValueError, match=f"{refusal}.*{way_out}"):
         checkpoint.load_collection(tmp_path / "a", target)
-    found = source.tables(checkpoint.load_collection(tmp_path / "a", source))["item"]
-    if isinstance(found, dict):
-        found = {name: found[name] for name in ("keys", "values")}
-    moved = target.with_tables(target.init(jax.random.key(1)), {"item": found})
+    actual = source.tables(checkpoint.load_collection(tmp_path / "a", source))["item"]
+    if isinstance(actual, dict):
+        actual = {name: actual[name] for name in ("keys", "values")}
+    moved = target.with_tables(target.init(jax.random.key(1)), {"item": actual})
     ids = {"f_item": np.arange(ROWS["item"])}
     rows, expected = target.lookup(moved, ids)["f_item"], source.lookup(state, ids)["f_item"]
     assert_allclose(rows, expected, rtol=tolerance, atol=tolerance / 10)
@@ -340,8 +340,8 @@ def test_a_collection_can_be_pickled_and_prepares_alike():
     copy = pickle.loads(pickle.dumps(collection))
     assert copy.layout == collection.layout and copy.plan == collection.plan
     state, batch = collection.init(jax.random.key(0)), {"f_user": [[1, 2], [3]]}
-    found, expected = (own.lookup(state, own.prepare(batch)) for own in (copy, collection))
-    assert_same(found, expected)
+    actual, expected = (each.lookup(state, each.prepare(batch)) for each in (copy, collection))
+    assert_same(actual, expected)
     assert pickle.loads(pickle.dumps(state)).layout == state.layout
 
 
@@ -356,8 +356,8 @@ def test_a_collection_without_the_mesh_prepares_in_a_worker_what_the_mesh_reads(
     worker = pickle.loads(pickle.dumps(collection_of(rows={"user": 8})))
     lists = [[1, 2], [3], [], [7]]
     prepared = pickle.loads(pickle.dumps(worker.prepare({"f_user": lists})))
-    found = collection.lookup(collection.init(jax.random.key(0)), prepared)["f_user"]
-    assert_array_equal(found, sums_of(lists))
+    actual = collection.lookup(collection.init(jax.random.key(0)), prepared)["f_user"]
+    assert_array_equal(actual, sums_of(lists))
 
 
 def test_a_jitted_step_is_compiled_for_few_sizes_of_ragged_batches():
@@ -372,6 +372,6 @@ def test_a_jitted_step_is_compiled_for_few_sizes_of_ragged_batches():
 
     for _ in range(40):
         lists = [rng.integers(0, 8, rng.integers(0, 6)).tolist() for _ in range(16)]
-        found = step(state, collection.prepare({"f_user": lists}))
-        assert_array_equal(found, sums_of(lists))
+        actual = step(state, collection.prepare({"f_user": lists}))
+        assert_array_equal(actual, sums_of(lists))
     assert num_traces <= 3

@@ -32,8 +32,8 @@ def gain_matrix(rows, weights, combiner):
     """One row a sample, one column an id: activations are `gains @ table`."""
     gains = np.zeros((len(rows), VOCABULARY))
     for sample, ids in enumerate(rows):
-        own = np.ones(len(ids)) if weights is None else weights[sample]
-        np.add.at(gains[sample], np.array(ids, int), own)
+        sample_weights = np.ones(len(ids)) if weights is None else weights[sample]
+        np.add.at(gains[sample], np.array(ids, int), sample_weights)
     if combiner == "mean":
         gains /= np.maximum(gains.sum(axis=1, keepdims=True), 1e-9)
     return gains
@@ -64,7 +64,7 @@ def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_w
         gradients = keep(collection.lookup_vjp(state, batch)[1](d_activations))
         clipped = keep(rs.clip_by_global_norm(keep(rs.scale(gradients, 0.5)), 2.0))
         norms = rs.global_norm(gradients), rs.global_norm(clipped)
-        stepped = [collection.apply(state, own).tables for own in (gradients, clipped)]
+        stepped = [collection.apply(state, row_grads).tables for row_grads in (gradients, clipped)]
         return stepped, norms, dense_gradients(clipped)
 
     def written_down(gradients):
@@ -228,18 +228,18 @@ def test_a_prepared_batch_stays_though_its_memory_is_written_again(num_devices):
 
     ids, weights = np.arange(64, dtype=np.int32), np.ones(64, np.float32)
     offsets = np.arange(65, dtype=np.int32)
-    given = [*map(aligned, (ids, ids, weights, ids, offsets, weights))]
+    arguments = [*map(aligned, (ids, ids, weights, ids, offsets, weights))]
     batch = {
-        "array": given[0][:, None],
-        "pair": (given[1][:, None], given[2][:, None]),
-        "bags": rs.Bags(*given[3:]),
+        "array": arguments[0][:, None],
+        "pair": (arguments[1][:, None], arguments[2][:, None]),
+        "bags": rs.Bags(*arguments[3:]),
     }
     spec = rs.TableSpec("t", 64, DIM)
     features = [rs.FeatureSpec(name, spec) for name in batch]
     collection = rs.EmbeddingCollection(features, mesh=made_mesh(num_devices))
     prepared = jax.block_until_ready(collection.prepare(batch))
     before = jax.tree.map(np.array, prepared)
-    for array in given:
+    for array in arguments:
         array[...] = 0
     assert_same(prepared, before)
 
@@ -250,13 +250,13 @@ def test_arrays_of_one_batch_become_int32_in_their_shapes_and_stay_where_they_ar
     collection = collection_of(*tables)
     ids = [np.asarray([2, 0]), np.asarray([[4, 1], [0, 3]]), np.zeros((2, 0), int)]
     make = jnp.asarray if dtype is jnp.int32 else np.asarray
-    batch = {f"f_{t.name}": make(own, dtype) for t, own in zip(tables, ids, strict=True)}
+    batch = {f"f_{t.name}": make(rows, dtype) for t, rows in zip(tables, ids, strict=True)}
     prepared = collection.prepare(batch)
-    for own, (name, found) in zip(ids, prepared.items(), strict=True):
-        assert found.dtype == np.int32
-        assert_array_equal(found, own)
-        assert found.shape == own.shape
-        assert found is batch[name] or dtype is not jnp.int32
+    for rows, (name, actual) in zip(ids, prepared.items(), strict=True):
+        assert actual.dtype == np.int32
+        assert_array_equal(actual, rows)
+        assert actual.shape == rows.shape
+        assert actual is batch[name] or dtype is not jnp.int32
     with pytest.raises(
         ValueError, match=r"'f_b': id 3 in sample 1 is outside table 'b' with vocabulary_size=3"
     ):

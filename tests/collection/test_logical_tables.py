@@ -18,7 +18,7 @@ ADAGRAD = rs.optimizers.Adagrad(0.1)
 
 
 def collection_of(*tables, **options):
-    return rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in tables], **options)
+    return rs.EmbeddingCollection([rs.FeatureSpec(spec.name, spec) for spec in tables], **options)
 
 
 @pytest.mark.parametrize(
@@ -30,11 +30,11 @@ def test_tables_and_slots_outlive_the_state_they_came_from(num_devices, placemen
     placements = {"a": placement, "b": "replicated"} if num_devices else None
     collection = collection_of(dense, train, mesh=made_mesh(num_devices), placement=placements)
     state = collection.init(jax.random.key(0))
-    found = collection.tables(state), collection.slots(state)
-    before = jax.tree.map(np.array, found)
+    actual = collection.tables(state), collection.slots(state)
+    before = jax.tree.map(np.array, actual)
     for leaf in jax.tree.leaves((state.tables, state.slots)):
         leaf.delete()
-    assert_same(found, before)
+    assert_same(actual, before)
 
 
 STORAGES = {"dense": None, "hashed": rs.Hashed(), "host cached": rs.HostCached(cache_rows=8)}
@@ -73,9 +73,9 @@ def test_tables_go_through_files_of_other_programs(tmp_path, through):
     state = collection.init(jax.random.key(0))
     state = collection.update(state, ids, collection.lookup(state, ids))
     expected = collection.tables(state)
-    found = through(tmp_path / "word", {"encoder.word.weight": np.asarray(expected["word"])})
+    actual = through(tmp_path / "word", {"encoder.word.weight": np.asarray(expected["word"])})
     users = through(tmp_path / "user", expected["user"])
-    tables = {"word": found["encoder.word.weight"], "user": users}
+    tables = {"word": actual["encoder.word.weight"], "user": users}
     loaded = collection.with_tables(collection.init(jax.random.key(1)), tables)
     assert_same(collection.tables(loaded), expected)
 

@@ -48,7 +48,7 @@ def trained(optimizers, **options):
         updated = collection.update(state, batch, d_activations)
         return (activations, rs.global_norm(gradients), num_touched), applied, updated
 
-    state, draw, found = collection.init(jax.random.key(0)), np.random.default_rng(0), []
+    state, draw, results = collection.init(jax.random.key(0)), np.random.default_rng(0), []
     for number in range(2):
         batch = {
             name: draw.integers(-1, table.vocabulary_size, (BATCH, width))
@@ -57,18 +57,21 @@ def trained(optimizers, **options):
         batch["b"][number * BATCH // 2 :] = -1  # devices without ids
         batch["a"] = (batch["a"], draw.random((BATCH, 3), np.float32))
         outputs, applied, state = step(state, collection.prepare(batch))
-        found.append(outputs)
-        found += [(collection.tables(own), collection.slots(own)) for own in (applied, state)]
-    return found
+        results.append(outputs)
+        results += [
+            (collection.tables(new_state), collection.slots(new_state))
+            for new_state in (applied, state)
+        ]
+    return results
 
 
 @pytest.mark.slow_rows("2x4-row", "8-mixed")
 @pytest.mark.parametrize("name", SETTINGS)
 def test_training_on_a_mesh_gives_the_numbers_of_one_device(name):
     shape, optimizers, options = SETTINGS[name]
-    found = trained(optimizers, mesh=mesh_of(*shape), **options)
+    actual = trained(optimizers, mesh=mesh_of(*shape), **options)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=2e-5)
-    jax.tree.map(close, found, trained(optimizers))
+    jax.tree.map(close, actual, trained(optimizers))
 
 
 @pytest.mark.parametrize("storage", [None, rs.Hashed()], ids=["dense", "hashed"])
@@ -76,7 +79,7 @@ def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage)
     table = rs.TableSpec("t", 21, DIM, optimizer=ADAGRAD(LR), storage=storage)
     ids = np.random.default_rng(0).integers(0, 21, (BATCH, 3), np.int32)
     ones = {"f": np.ones((BATCH, DIM), np.float32)}
-    found = []
+    results = []
     for mesh in (None, mesh_of(1)):
         collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh)
         batch = collection.prepare({"f": ids})
@@ -86,8 +89,8 @@ def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage)
         lookup = jax.jit(functools.partial(collection.lookup, return_statistics=True))
         outputs, statistics = lookup(state, batch)
         assert int(statistics.num_rounds["t"]) == 0
-        found.append((outputs, collection.tables(state)))
-    assert_same(*found)
+        results.append((outputs, collection.tables(state)))
+    assert_same(*results)
 
 
 def collection_on(mesh):
@@ -101,8 +104,8 @@ def test_a_mesh_of_automatic_axes_may_be_set():
     with jax.set_mesh(mesh):
         state = collection.init(jax.random.key(0))
         batch = collection.prepare({"f": [[1], [2], [3], [4]]})
-        found = jax.jit(collection.lookup)(state, batch)["f"]
-    np.testing.assert_array_equal(found, collection.tables(state)["t"][1:5])
+        actual = jax.jit(collection.lookup)(state, batch)["f"]
+    np.testing.assert_array_equal(actual, collection.tables(state)["t"][1:5])
 
 
 def test_a_set_mesh_of_explicit_axes_is_refused():

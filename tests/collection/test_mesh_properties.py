@@ -40,8 +40,8 @@ def test_stochastic_rounding_draws_for_the_row_not_for_its_owner():
         state = collection.init(jax.random.key(0))
         state = jax.jit(collection.update)(state, collection.prepare(batch), d_activations)
         results.append(jax.tree.map(np.array, collection.tables(state)))
-    for found in results[1:]:
-        assert_same(found, results[0])
+    for actual in results[1:]:
+        assert_same(actual, results[0])
 
 
 @pytest.mark.usefixtures(

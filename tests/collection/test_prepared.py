@@ -48,7 +48,7 @@ def draw_batch(seed):
 
     batch = {name: lists(SIZES[name]) for name in "abc"}
     ids = lists(SIZES["c"])
-    batch["c_again"] = (ids, [rng.uniform(0.5, 2.0, len(own)).tolist() for own in ids])
+    batch["c_again"] = (ids, [rng.uniform(0.5, 2.0, len(bag)).tolist() for bag in ids])
     batch["other"] = rs.Bags.from_lists(lists(12))
     batch["dense"] = rng.integers(-1, SIZES["d"], (BATCH, 2))
     batch["sequence"] = rng.integers(-1, SIZES["b"], (BATCH, 3))
@@ -73,9 +73,9 @@ def test_joined_features_have_the_numbers_of_single_ones(storage):
         tables = collection.tables(state)
         activations, statistics = collection.lookup(state, prepared, return_statistics=True)
         for name, single in zip(names, apart, strict=True):
-            own = single.init(jax.random.key(0))
-            own = single.with_tables(own, {t: tables[t] for t in single.table_specs})
-            expected, counts = single.lookup(own, {name: batch[name]}, return_statistics=True)
+            own_state = single.init(jax.random.key(0))
+            own_state = single.with_tables(own_state, {t: tables[t] for t in single.table_specs})
+            expected, counts = single.lookup(own_state, {name: batch[name]}, return_statistics=True)
             assert_array_equal(activations[name], expected[name])
             assert statistics.num_ids[name] == counts.num_ids[name]
             assert statistics.num_out_of_range[name] == counts.num_out_of_range[name] == 0
@@ -101,12 +101,12 @@ def test_each_ragged_feature_is_held_against_its_table(form, bad):
     def prepared(rows):
         batch = rows
         if form == "bags":
-            batch = {name: rs.Bags.from_lists(own) for name, own in rows.items()}
+            batch = {name: rs.Bags.from_lists(lists) for name, lists in rows.items()}
         if form == "jagged":
-            bags = [bag for own in rows.values() for bag in own]
+            bags = [bag for lists in rows.values() for bag in lists]
             values = np.concatenate(bags).astype(int)
             batch = rs.Jagged(values, list(map(len, bags)), features=list(rows))
-        return {name: own.to_lists() for name, own in collection.prepare(batch).items()}
+        return {name: bags.to_lists() for name, bags in collection.prepare(batch).items()}
 
     rows = {name: [[0], [], [SIZES[name] - 1, -1]] for name in dims}
     kept = {name: [[0], [], [SIZES[name] - 1]] for name in dims}
@@ -138,16 +138,16 @@ def test_a_prepared_batch_reads_as_a_mapping_and_travels_as_a_pytree():
     state = collection.init(jax.random.key(0))
     stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), prepared)
     _, activations = jax.lax.scan(
-        lambda _, own: (None, collection.lookup(state, own)), None, stacked
+        lambda _, step_batch: (None, collection.lookup(state, step_batch)), None, stacked
     )
     expected = collection.lookup(state, batch)
-    assert_same({name: own[1] for name, own in activations.items()}, expected)
+    assert_same({name: array[1] for name, array in activations.items()}, expected)
 
 
 @pytest.mark.parametrize("weighted", [False, True])
 def test_a_jagged_pair_of_all_features_is_a_batch(weighted):
     tables = [rs.TableSpec(name, 9, DIM, combiner="mean") for name in "abc"]
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in tables])
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(spec.name, spec) for spec in tables])
     rng = np.random.default_rng(2)
     lengths = rng.integers(0, 4, 3 * BATCH)
     values = rng.integers(0, 9, lengths.sum())
@@ -156,9 +156,9 @@ def test_a_jagged_pair_of_all_features_is_a_batch(weighted):
     jagged = rs.Jagged(values, lengths, features=["c", "a", "b"], weights=weights)
     assert list(jagged) == ["c", "a", "b"] and len(jagged) == 3
     state = collection.init(jax.random.key(0))
-    found = collection.lookup(state, jagged)
+    actual = collection.lookup(state, jagged)
     offsets = np.append(0, np.cumsum(lengths))
     for number, name in enumerate(jagged):
-        own = IdList(values, offsets[number * BATCH : (number + 1) * BATCH + 1], weights)
-        expected = pooled_lookup(collection.tables(state)[name], own, "mean")
-        assert_allclose(found[name], expected, rtol=1e-5, atol=1e-6)
+        id_list = IdList(values, offsets[number * BATCH : (number + 1) * BATCH + 1], weights)
+        expected = pooled_lookup(collection.tables(state)[name], id_list, "mean")
+        assert_allclose(actual[name], expected, rtol=1e-5, atol=1e-6)

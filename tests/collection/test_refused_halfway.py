@@ -25,7 +25,7 @@ def collection_of(storages, *, keyed_rows=ROWS, **options):
 
 def stepped(collection, state, ids):
     """The state after a step with gradients of ones."""
-    ones = {name: np.ones((len(own), DIM), np.float32) for name, own in ids.items()}
+    ones = {name: np.ones((len(feature_ids), DIM), np.float32) for name, feature_ids in ids.items()}
     return collection.update(state, ids, ones)
 
 
@@ -66,11 +66,11 @@ def test_tables_on_the_host_stay_when_a_file_is_refused(tmp_path):
     state = stepped(large, large.init(jax.random.key(0)), batch)
     checkpoint.save_collection(tmp_path / "file", large, state)
     small = collection_of(HOST, keyed_rows=8)
-    own = trained(small)
-    before = small.tables(own)
+    own_state = trained(small)
+    before = small.tables(own_state)
     with pytest.raises(ValueError, match="grow the table"):
         checkpoint.load_collection(tmp_path / "file", small)
-    assert_same(small.tables(own), before)
+    assert_same(small.tables(own_state), before)
 
 
 @pytest.mark.parametrize("storage", [None, rs.HostCached(cache_rows=16), rs.Hashed()], ids=repr)
@@ -92,10 +92,10 @@ def test_a_key_that_is_given_a_row_waits_no_longer():
     waits = stepped(collection, new, {"t": np.asarray([1])})
     assert collection.tables(waits)["t"]["waiting_keys"].tolist() == [1]
     row = {"keys": np.asarray([1]), "values": np.ones((1, DIM))}
-    given = collection.with_tables(waits, {"t": row})
-    assert collection.tables(given)["t"]["waiting_keys"].tolist() == []
+    restored = collection.with_tables(waits, {"t": row})
+    assert collection.tables(restored)["t"]["waiting_keys"].tolist() == []
     # There is room to wait again.
-    rows = collection.tables(stepped(collection, given, {"t": np.asarray([2])}))["t"]
+    rows = collection.tables(stepped(collection, restored, {"t": np.asarray([2])}))["t"]
     assert (rows["keys"].tolist(), rows["waiting_keys"].tolist()) == ([1], [2])
     with pytest.raises(
         ValueError, match=r"2 imported waiting_keys need 2 .* has 1 \(admission_capacity=1\)"

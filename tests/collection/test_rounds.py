@@ -46,7 +46,7 @@ def trained(storage, rule, capacity):
     ids=["array", "hashed", "host"],
 )
 def test_two_rounds_give_the_bits_of_one(storage, rule):
-    two_rounds, found = trained(storage, rule, None)
+    two_rounds, actual = trained(storage, rule, None)
     one_round, expected = trained(storage, rule, BATCH * IDS)
     assert two_rounds == [2, 2, 2] and one_round == [1, 1, 1]
-    assert_same(found, expected)
+    assert_same(actual, expected)

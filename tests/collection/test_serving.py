@@ -48,23 +48,23 @@ def trained():
 def test_activations_are_those_of_the_collection_up_to_what_the_dtype_can_hold(trained, dtype):
     collection, state = trained
     lookup, tables = rs.for_serving(collection, state, dtype=dtype)
-    found = jax.jit(lookup)(tables, collection.prepare(IDS))
+    actual = jax.jit(lookup)(tables, collection.prepare(IDS))
     for name, expected in collection.lookup(state, IDS).items():
         largest = np.abs(np.asarray(tables[name]["rows"], np.float32)).max()
         largest = largest if dtype != "int8" else 127 * np.asarray(tables[name]["scales"]).max()
         error = {None: 1e-7, "float16": 2**-11, "bfloat16": 2**-8, "int8": 0.51 / 127}[dtype]
         times = {"sum": 3, "sqrtn": 3**0.5}.get(name, 1)
-        assert_allclose(found[name], expected, atol=2 * times * error * largest)
+        assert_allclose(actual[name], expected, atol=2 * times * error * largest)
 
 
 def test_ragged_bags_with_weights_and_ids_outside_pool_as_numpy_does(trained):
     lookup, tables = rs.for_serving(*trained)
     ids, offsets = np.array([3, 2**32 + 60, 7, 2**32 + 3, 7, 2]), np.array([0, 2, 2, 5])
     weights = np.array([0.5, 1.0, 2.0, 1.0, -1.0, 9.0], np.float32)
-    found = lookup(tables, dict.fromkeys(COMBINERS, rs.Bags(ids, offsets, weights)))
+    actual = lookup(tables, dict.fromkeys(COMBINERS, rs.Bags(ids, offsets, weights)))
     for name in ("sum", "mean", "sqrtn"):
         expected = pooled_lookup(tables[name]["rows"], IdList(ids, offsets, weights), name)
-        assert_allclose(found[name], expected, atol=1e-6)
+        assert_allclose(actual[name], expected, atol=1e-6)
 
 
 def test_keys_of_64_bits_are_found_by_both_lanes_and_unknown_ones_read_zeros(trained):
@@ -74,8 +74,8 @@ def test_keys_of_64_bits_are_found_by_both_lanes_and_unknown_ones_read_zeros(tra
     state = collection.with_tables(state, {"keys": {"keys": keys[:3], "values": values}})
     lookup, tables = rs.for_serving(collection, state)
     batch = IDS | {"keys": keys}
-    for found in (lookup(tables, batch), jax.jit(lookup)(tables, collection.prepare(batch))):
-        assert_array_equal(found["keys"], np.concatenate([values, np.zeros((1, 4))]))
+    for actual in (lookup(tables, batch), jax.jit(lookup)(tables, collection.prepare(batch))):
+        assert_array_equal(actual["keys"], np.concatenate([values, np.zeros((1, 4))]))
 
 
 READER = """
@@ -128,6 +128,6 @@ def test_activations_have_the_columns_and_shape_that_a_feature_declares(combiner
     collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table, output_shape=shape))
     state, batch = collection.init(jax.random.key(0)), {"f": np.array([[1, 2, -1], [3, -1, 4]])}
     lookup, tables = rs.for_serving(collection, state)
-    found = lookup(tables, batch)["f"]
-    assert found.shape == shape
-    assert_allclose(found, collection.lookup(state, batch)["f"], rtol=1e-6)
+    actual = lookup(tables, batch)["f"]
+    assert actual.shape == shape
+    assert_allclose(actual, collection.lookup(state, batch)["f"], rtol=1e-6)

@@ -64,17 +64,17 @@ def test_the_page_has_a_row_for_every_argument(name):
     )
     named = [row.split("|")[1] for row in rows.splitlines()]
     for argument in ARGUMENTS[name]:
-        found = [cell for cell in named if re.search(rf"\b{argument}\b", cell)]
-        assert len(found) == 1, argument
+        cells = [cell for cell in named if re.search(rf"\b{argument}\b", cell)]
+        assert len(cells) == 1, argument
 
 
 def test_the_recorded_arguments_are_those_of_torch():
     torch = pytest.importorskip("torch")
     for kind in ("EmbeddingBag", "Embedding"):
-        own = getattr(torch.nn, kind)
-        arguments = {*inspect.signature(own.__init__).parameters} - {"self"}
+        module_class = getattr(torch.nn, kind)
+        arguments = {*inspect.signature(module_class.__init__).parameters} - {"self"}
         if kind == "EmbeddingBag":
-            arguments |= {*inspect.signature(own.forward).parameters, "freeze"} - {"self"}
+            arguments |= {*inspect.signature(module_class.forward).parameters, "freeze"} - {"self"}
         assert {*ARGUMENTS[f"nn.{kind}"]} == arguments
 
 
@@ -114,7 +114,7 @@ def test_a_keyed_jagged_tensor_becomes_a_batch_by_the_recipe_of_the_page(values)
         "a": ([[0, 1], [], [2]], [[1, 2], [], [3]]),
         "b": ([[3], [4], [5, 6, 7]], [[4], [5], [6, 7, 8]]),
     }
-    for name, (bags, own) in wanted.items():
-        for pooled, bag, bag_weights in zip(out[name], bags, own, strict=True):
+    for name, (bags, arguments) in wanted.items():
+        for pooled, bag, bag_weights in zip(out[name], bags, arguments, strict=True):
             expected = np.array(bag_weights) @ values[np.array(bag, int)]
             assert_allclose(pooled, expected, rtol=1e-5)

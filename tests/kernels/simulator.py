@@ -42,23 +42,23 @@ class Buffer:
         self.array = np.array(np.broadcast_to(value, shape), dtype)
         self.writer = np.full(shape, _NOBODY) if shared else None
 
-    def read(self, places, tile):
-        self._check(places, tile, "reads what tile {} wrote")
-        return self.array[places].copy()
+    def read(self, indices, tile):
+        self._check(indices, tile, "reads what tile {} wrote")
+        return self.array[indices].copy()
 
-    def write(self, places, values, tile, adds=False):
+    def write(self, indices, values, tile, adds=False):
         if adds:
-            self._check(places, tile, "adds to what tile {} wrote")
-            np.add.at(self.array, places, values)
+            self._check(indices, tile, "adds to what tile {} wrote")
+            np.add.at(self.array, indices, values)
         else:
-            self._check(places, tile, "overwrites what tile {} wrote")
-            self.array[places] = values
+            self._check(indices, tile, "overwrites what tile {} wrote")
+            self.array[indices] = values
         if self.writer is not None:
-            self.writer[places] = tile
+            self.writer[indices] = tile
 
-    def _check(self, places, tile, what):
+    def _check(self, indices, tile, what):
         if self.writer is not None:
-            strangers = set(np.unique(self.writer[places])) - {_NOBODY, tile}
+            strangers = set(np.unique(self.writer[indices])) - {_NOBODY, tile}
             if strangers:
                 raise KernelError(f"race: tile {tile} " + what.format(strangers.pop()))
 
@@ -139,11 +139,11 @@ def _compute(eqns, known, wanted):
     """Adds to `known` what the equations compute and somebody wants."""
     made = {v for eqn in eqns for v in eqn.outvars}
     used = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
-    given = list(used - made)
+    inputs_of_body = list(used - made)
     results = list(made.intersection(v for v in wanted if not isinstance(v, Literal)))
 
     def run(values):
-        here = dict(zip(given, values, strict=True))
+        here = dict(zip(inputs_of_body, values, strict=True))
         for eqn in eqns:
             outputs = inputs = _read(here, eqn.invars)
             if eqn.primitive.name != "reshard":
@@ -154,15 +154,15 @@ def _compute(eqns, known, wanted):
 
     if results:  # on the CPU, not on the device that the kernels are traced for
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-            known |= zip(results, jax.jit(run)(_read(known, given)), strict=True)
+            known |= zip(results, jax.jit(run)(_read(known, inputs_of_body)), strict=True)
 
 
 def _run_kernel(eqn, inputs):
     (body,), (mesh,) = eqn.params["jaxprs"], eqn.params["meshes"]
     num_cores, num_tiles = dict(mesh.shape)["core"], dict(mesh.shape)["tile"]
-    given = [x if isinstance(x, Buffer) else _shared(x) for x in inputs]
+    shared_inputs = [x if isinstance(x, Buffer) else _shared(x) for x in inputs]
     outputs = [_fresh(v.aval, shared=True) for v in eqn.outvars]
-    common = [*given, *outputs]
+    common = [*shared_inputs, *outputs]
     for core in range(num_cores):
         for number in range(num_tiles):
             tile = Tile(core * num_tiles + number, {"core": core, "tile": number})
@@ -248,13 +248,13 @@ def _places(reference):
 
 
 def _indexed(buffer, indexer):
-    places, is_real = [], None
+    index_arrays, is_real = [], None
     for index, size in zip(indexer.indices, buffer.array.shape, strict=True):
         if isinstance(index, Slice):
             start = int(index.start)
             if start < 0 or start + (index.size - 1) * index.stride >= size:
                 raise KernelError(f"slice {start}:+{index.size} is outside an axis of {size}")
-            places.append(slice(start, start + index.size * index.stride, index.stride))
+            index_arrays.append(slice(start, start + index.size * index.stride, index.stride))
             continue
         ignored = None
         if isinstance(index, plsc.Indices):
@@ -271,12 +271,12 @@ def _indexed(buffer, indexer):
             raise KernelError(
                 f"index {checked.min()}..{checked.max()} is outside an axis of {size}"
             )
-        places.append(index)
-    return buffer, tuple(places), is_real
+        index_arrays.append(index)
+    return buffer, tuple(index_arrays), is_real
 
 
-def _real_rows(places, is_real):
-    return places if is_real is None else (places[0][is_real], *places[1:])
+def _real_rows(index_arrays, is_real):
+    return index_arrays if is_real is None else (index_arrays[0][is_real], *index_arrays[1:])
 
 
 def _start_copy(inputs, params, tile):
@@ -306,21 +306,23 @@ def _wait_copy(inputs, params, tile):
     return []
 
 
-def _zeros(places):
+def _zeros(index_arrays):
     """The same shape of places, all inside: ignored ids need not be."""
-    return tuple(place if isinstance(place, slice) else np.zeros_like(place) for place in places)
+    return tuple(
+        place if isinstance(place, slice) else np.zeros_like(place) for place in index_arrays
+    )
 
 
 def _get(inputs, params, tile):
-    buffer, places, _ = _indexed_by(inputs, params)
-    return [buffer.read(places, tile.number)]
+    buffer, indices, _ = _indexed_by(inputs, params)
+    return [buffer.read(indices, tile.number)]
 
 
 def _swap(inputs, params, tile):
     buffer, value, *rest = inputs
-    buffer, places, _ = _indexed_by([buffer, *rest], params)
-    old = buffer.array[places].copy()
-    buffer.write(places, value, tile.number)
+    buffer, indices, _ = _indexed_by([buffer, *rest], params)
+    old = buffer.array[indices].copy()
+    buffer.write(indices, value, tile.number)
     return [old]
 
 
@@ -349,9 +351,9 @@ def _store_lanes(inputs, params, tile):
     buffer, transforms, indices, values, mask = params["tree"].unflatten(inputs)
     if transforms:
         raise KernelError("the simulator knows scatters into whole buffers only")
-    places = _lane_places(buffer, indices, mask)
+    lane_indices = _lane_places(buffer, indices, mask)
     values = values if mask is None else values[mask]
-    buffer.write(places, values, tile.number, adds=params["add"])
+    buffer.write(lane_indices, values, tile.number, adds=params["add"])
     return []
 
 

@@ -131,8 +131,8 @@ def test_a_program_traced_for_gpus_runs_on_a_cpu_where_its_arrays_are_there():
     expected = jax.jit(step)(*arguments)
     with tracing_for("h100"):
         assert "triton" in lowered_text(jax.jit(step), arguments)
-        found = jax.jit(step)(*arguments)
-    jax.tree.map(assert_close, found, expected)
+        actual = jax.jit(step)(*arguments)
+    jax.tree.map(assert_close, actual, expected)
 
 
 def test_a_shard_map_may_check_what_varies_over_a_mesh_of_gpus():

@@ -68,9 +68,9 @@ def assert_lookup(outputs, tables, call):
         assert_near(output, wanted)
 
 
-def assert_rows(found, expected, num_rows, call, table):
+def assert_rows(actual, expected, num_rows, call, table):
     """Distinct rows ascending with their gradients, then padding, as many as there is room for."""
-    rows, gradients = map(np.asarray, found)
+    rows, gradients = map(np.asarray, actual)
     lists = {segment.list for segment in call.segments if segment.table == table}
     num_entries = sum(call.lists[number].num_entries for number in lists)
     padding = min(num_rows, num_entries) - len(expected)
@@ -102,9 +102,9 @@ def test_rows_that_may_not_contribute_may_hold_nan(name, module, run):
     zeroed = IdList(rows, offsets, jnp.asarray([0.0, 3.0, 1.0]))
     cancelled = IdList(rows, offsets, jnp.asarray([1.0, -1.0, 1.0]))
     call = Call.of([zeroed, cancelled], ["sum", "mean"])
-    found = run(lambda table: module.lookup((table,), call), table)
-    assert found[0] == 3.0
-    assert found[1] == 0.0
+    actual = run(lambda table: module.lookup((table,), call), table)
+    assert actual[0] == 3.0
+    assert actual[1] == 0.0
 
 
 @every_implementation
@@ -112,9 +112,9 @@ def test_rows_that_may_not_contribute_may_hold_nan(name, module, run):
 def test_row_gradients_agree_with_loops(case, name, module, run):
     call = ONE_TABLE[case]
     d_outputs = draw_gradients(call, [5])
-    found = run(lambda d: module.row_gradients(NUM_ROWS, CallGradients(call, d, (5,))), d_outputs)
+    actual = run(lambda d: module.row_gradients(NUM_ROWS, CallGradients(call, d, (5,))), d_outputs)
     (expected,) = oracles.row_gradients(call, [NUM_ROWS], [5], d_outputs)
-    assert_rows(found, expected, NUM_ROWS, call, 0)
+    assert_rows(actual, expected, NUM_ROWS, call, 0)
 
 
 @pytest.mark.slow_rows(
@@ -201,11 +201,13 @@ def test_gradients_of_weights_agree_with_loops(case, implementation):
     for seed in range(3):
         tables, call = draw_tables(seed), draw_call(case, seed)
         d_outputs = draw_gradients(call, [table.shape[1] for table in tables], seed)
-        found = weight_gradients(tables, call, d_outputs)
+        actual = weight_gradients(tables, call, d_outputs)
         expected = oracles.weight_gradients(tables, call, d_outputs)
-        for number, (ids, own, wanted) in enumerate(zip(call.lists, found, expected, strict=True)):
-            assert (own is None) == (wanted is None) == (ids.weights is None)
-            if own is None:
+        for number, (ids, gradient, wanted) in enumerate(
+            zip(call.lists, actual, expected, strict=True)
+        ):
+            assert (gradient is None) == (wanted is None) == (ids.weights is None)
+            if gradient is None:
                 continue
             scale = np.abs(wanted).max(initial=1.0)
             combiners = {segment.combiner for segment in call.segments if segment.list == number}
@@ -213,7 +215,7 @@ def test_gradients_of_weights_agree_with_loops(case, implementation):
             if combiners <= {"mean", "sqrtn"}:
                 steepest = 1.0 / np.abs(ids.weights).max(initial=1e-30)
                 scale = max(np.abs(wanted).max(initial=0.0), steepest)
-            assert_close(np.asarray(own, np.float64) / scale, wanted / scale)
+            assert_close(np.asarray(gradient, np.float64) / scale, wanted / scale)
 
 
 @pytest.mark.slow_rows(
@@ -315,9 +317,9 @@ def test_ids_of_64_bits_are_not_wrapped_into_the_table(name, module, run):
     with jax.enable_x64(True):
         call = Call.of([IdList.single(jnp.asarray([2, 2**32 + 2, 2 - 2**32, 2**31 + 2]))], ["sum"])
         d_output = jnp.ones((4, 12), jnp.float32)
-        found = run(step_once, table, rule.init_slots(table), d_output)
-    assert {array.dtype for array in jax.tree.leaves(found)} == {jnp.dtype("float32")}
-    (output,), (stepped, _) = found
+        actual = run(step_once, table, rule.init_slots(table), d_output)
+    assert {array.dtype for array in jax.tree.leaves(actual)} == {jnp.dtype("float32")}
+    (output,), (stepped, _) = actual
     assert np.any(output, axis=1).tolist() == [True, False, False, False]
     assert_array_equal(np.flatnonzero(np.any(stepped != table, axis=1)), [2])
 

@@ -179,13 +179,15 @@ def test_rows_of_a_table_of_more_than_two_to_the_31_numbers_are_found():
     @jax.jit
     def run():
         table = jnp.zeros((num_rows, 128), jnp.bfloat16).at[rows].set(marks, unique_indices=True)
-        (found,) = gpu.lookup((table,), Call.of([IdList.single(rows)], ["sum"]))
-        stepped, _ = gpu.apply_rows(table, (), rows, found, Step((jnp.float32(0.5),), RULES["sgd"]))
-        return found, stepped[rows], jnp.sum(stepped, dtype=jnp.float32)
+        (actual,) = gpu.lookup((table,), Call.of([IdList.single(rows)], ["sum"]))
+        stepped, _ = gpu.apply_rows(
+            table, (), rows, actual, Step((jnp.float32(0.5),), RULES["sgd"])
+        )
+        return actual, stepped[rows], jnp.sum(stepped, dtype=jnp.float32)
 
-    found, stepped, total = run()
+    actual, stepped, total = run()
     marks = np.asarray(marks, np.float32)
-    assert_array_equal(found, marks)
+    assert_array_equal(actual, marks)
     assert_array_equal(np.asarray(stepped, np.float32), marks / 2)
     assert total == np.sum(marks) / 2
 
@@ -211,10 +213,10 @@ def compiled():
 def test_compiles_for_hopper_without_a_copy_of_the_table(case, compiled):
     records, errors = compiled
     assert case in records, errors
-    found = records[case]
-    assert found["kernels"] == 3
-    assert found["aliased_bytes"] == found["state_bytes"]
-    assert found["temporary_bytes"] < found["state_bytes"] / 10
+    record = records[case]
+    assert record["kernels"] == 3
+    assert record["aliased_bytes"] == record["state_bytes"]
+    assert record["temporary_bytes"] < record["state_bytes"] / 10
 
 
 @needs_compiler

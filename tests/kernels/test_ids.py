@@ -52,11 +52,11 @@ def test_rows_are_those_of_a_loop_over_ids(spread, implementation):
     segments += [Segment(1, 0, len(own_ids)), Segment(2, 0, 0)]
     call = Call((shared, alone, empty), tuple(segments))
     stacks = [*places, place, place], [*sizes, size, size], spread, ROWS_PER_SHARD
-    found = api.rows_of_ids(call, *stacks, implementation=implementation)
-    assert [each.dtype for each in found] == [jnp.int32] * 3
-    assert found[0].tolist() == [*rows, NO_ROW]
-    assert found[1].tolist() == rows[-len(own_ids) :]
-    assert found[2].size == 0
+    actual = api.rows_of_ids(call, *stacks, implementation=implementation)
+    assert [each.dtype for each in actual] == [jnp.int32] * 3
+    assert actual[0].tolist() == [*rows, NO_ROW]
+    assert actual[1].tolist() == rows[-len(own_ids) :]
+    assert actual[2].size == 0
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
@@ -65,8 +65,8 @@ def test_counts_are_those_of_a_loop_over_ids(implementation):
     sizes = (4, 5, 10)
     ids = [jnp.asarray(draw.integers(-2, 12, count)) for count in (0, 7, 20_000)]
     offsets = [jnp.asarray(ends) for ends in ([0, 0], [2, 3, 5], [0, 19_000, 25_000])]
-    found = api.count_ids(ids, offsets, sizes, implementation=implementation)
-    for counts, own_ids, ends, size in zip(found, ids, offsets, sizes, strict=True):
+    actual = api.count_ids(ids, offsets, sizes, implementation=implementation)
+    for counts, own_ids, ends, size in zip(actual, ids, offsets, sizes, strict=True):
         used = np.asarray(own_ids[ends[0] : ends[-1]])
         is_inside = (used >= 0) & (used < size)
         assert counts[0] == np.sum(is_inside)
@@ -139,8 +139,8 @@ def draw_partitions(rng, num_minibatches=None, *, cores=2, shards=4, rows=6, sam
 def test_entries_are_those_of_a_loop_over_partitions(implementation, seed, numbers):
     rng = np.random.default_rng(seed)
     drawn = [draw_partitions(rng, number) for number in numbers]
-    found = api.entries_by_sample([stack for stack, _ in drawn], implementation=implementation)
-    for (stack, entries), (rows, offsets, gains) in zip(drawn, found, strict=True):
+    actual = api.entries_by_sample([stack for stack, _ in drawn], implementation=implementation)
+    for (stack, entries), (rows, offsets, gains) in zip(drawn, actual, strict=True):
         # Minibatches cut a sample by its rows; without them it comes in the order of its rows.
         num_keys = 1 if stack.num_minibatches is None else 2
         entries.sort(key=lambda entry, num_keys=num_keys: entry[:num_keys])
@@ -203,6 +203,6 @@ def test_a_round_takes_the_entries_that_the_definition_takes(seed):
     fit = jnp.minimum(fit, other_fit)
     cuts = jnp.maximum(cuts, other_cuts)
     for queues in devices:
-        found = native.round_places(queues, fit, cuts)
+        actual = native.round_places(queues, fit, cuts)
         expected = definition.round_places(queues, fit, cuts)
-        assert_same(jax.tree.leaves(found), jax.tree.leaves(expected))
+        assert_same(jax.tree.leaves(actual), jax.tree.leaves(expected))

@@ -65,10 +65,10 @@ def distinct_names(names, is_entry):
     return distinct, np.flatnonzero(is_entry)[first], number.reshape(-1), counts
 
 
-def assert_padded(found, values, padding):
+def assert_padded(actual, values, padding):
     """The values stand first, and padding after them."""
     assert_array_equal(
-        found, np.pad(values, (0, len(found) - len(values)), constant_values=padding)
+        actual, np.pad(values, (0, len(actual) - len(values)), constant_values=padding)
     )
 
 
@@ -187,10 +187,10 @@ def test_keys_lie_in_the_slots_that_the_definition_gives_them(seed, kind):
         room = 48 - int(table[2][0]) - int(table[3][0])
         expected |= dict(zip(numbers[is_new][:room].tolist(), rows[is_new].tolist(), strict=False))
         assert filled[2] == len(expected)
-        found = native.find_keys(*filled[:2], as_call(asked, is_asked))
-        assert_same(found, defined["find_keys"](*filled[:2], as_call(asked, is_asked)))
+        actual = native.find_keys(*filled[:2], as_call(asked, is_asked))
+        assert_same(actual, defined["find_keys"](*filled[:2], as_call(asked, is_asked)))
         rows_of_all = np.asarray([expected.get(key, NO_ROW) for key in asked.tolist()])
-        assert_array_equal(found[1], np.where(is_asked, rows_of_all, NO_ROW))
+        assert_array_equal(actual[1], np.where(is_asked, rows_of_all, NO_ROW))
         deleted = generator.permutation(np.array([*expected], np.uint64))[:8]
         table = without_rows(filled, deleted)
         for key in deleted.tolist():
@@ -208,8 +208,8 @@ def test_a_large_call_fills_the_slots_that_the_definition_fills():
 def test_a_table_without_an_empty_slot_ends_every_search():
     """No call of the library leaves one, but a file might."""
     lanes, _, num_keys, num_deleted = empty_table(16)
-    slots, found, num_absent = native.find_keys(lanes, jnp.full(16, DELETED), as_call([1, 2]))
-    assert slots.tolist() == found.tolist() == [NO_ROW, NO_ROW]
+    slots, found_rows, num_absent = native.find_keys(lanes, jnp.full(16, DELETED), as_call([1, 2]))
+    assert slots.tolist() == found_rows.tolist() == [NO_ROW, NO_ROW]
     assert num_absent == 2
     taken = jnp.full(16, 7)
     row = jnp.zeros(1, jnp.int32)
@@ -227,12 +227,12 @@ def test_uses_are_counted_as_a_loop_counts_them(implementation):
     last_step = GENERATOR.integers(-1, 5, capacity)
     counts = np.where(np.arange(capacity) % 9 == 0, MAX_COUNT - 5, 11)
     operands = map(jnp.asarray, (last_step, counts, rows, 9, occurrences))
-    found = api.count_uses(*operands, implementation=implementation)
+    actual = api.count_uses(*operands, implementation=implementation)
     is_row = rows < capacity
     last_step[rows[is_row]] = 9
     np.add.at(counts, rows[is_row], occurrences[is_row])
-    assert_array_equal(found[0], last_step)
-    assert_array_equal(found[1], np.minimum(counts, MAX_COUNT))
+    assert_array_equal(actual[0], last_step)
+    assert_array_equal(actual[1], np.minimum(counts, MAX_COUNT))
 
 
 @needs_native

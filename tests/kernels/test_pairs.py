@@ -30,11 +30,11 @@ def test_pairs_and_their_gradient_are_those_of_loops(shape, implementation):
     @jax.jit
     def both(vectors, d_products):
         interact = functools.partial(rs.pairwise_interaction, implementation=implementation)
-        found, pullback = jax.vjp(interact, vectors)
-        return found, *pullback(d_products)
+        actual, pullback = jax.vjp(interact, vectors)
+        return actual, *pullback(d_products)
 
-    found, d_found = both(np.float32(vectors), np.float32(d_products))
-    np.testing.assert_allclose(found, products, rtol=1e-5, atol=1e-5)
+    actual, d_found = both(np.float32(vectors), np.float32(d_products))
+    np.testing.assert_allclose(actual, products, rtol=1e-5, atol=1e-5)
     np.testing.assert_allclose(d_found, d_vectors, rtol=1e-5, atol=1e-5)
 
 

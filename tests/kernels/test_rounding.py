@@ -34,8 +34,8 @@ def test_the_published_bits_are_reproduced():
     values = np.float32(case["inputs"]["x"])
     bits = np.uint16(case["expected"]["fp16_bits"])
     for column, word in enumerate(case["inputs"]["random_bits"]):
-        found = rounded(values, np.full(len(values), word, np.uint32), FLOAT16)
-        assert_array_equal(np.asarray(found).view(np.uint16), bits[:, column])
+        actual = rounded(values, np.full(len(values), word, np.uint32), FLOAT16)
+        assert_array_equal(np.asarray(actual).view(np.uint16), bits[:, column])
 
 
 def test_float16_is_the_noisy_value_rounded_toward_zero():
@@ -52,19 +52,19 @@ def test_float16_is_the_noisy_value_rounded_toward_zero():
 
 @pytest.mark.parametrize("value", [3e-6, -3e-6, 6.1e-5, 4e-8, 1e-9])
 def test_subnormal_float16_keeps_the_mean(value):
-    found = rounded_rows(0, jnp.full((2_000, 100), value), jnp.arange(2_000))
-    found = np.asarray(found, np.float64)
-    assert np.abs(found - value).max() < 2.0**-24
+    actual = rounded_rows(0, jnp.full((2_000, 100), value), jnp.arange(2_000))
+    actual = np.asarray(actual, np.float64)
+    assert np.abs(actual - value).max() < 2.0**-24
     # A spread of at most half a spacing.
-    assert abs(found.mean() - value) < 5 * 2.0**-25 / np.sqrt(200_000)
+    assert abs(actual.mean() - value) < 5 * 2.0**-25 / np.sqrt(200_000)
 
 
 def test_bfloat16_steps_up_when_the_low_half_overflows():
     values, words = draw_values_and_words((-126, 127))
     bits = values.view(np.uint32)
     sums = (bits & 0xFFFF) + (words >> 16)
-    found = np.asarray(rounded(values, words, BFLOAT16))
-    assert_array_equal(found.view(np.uint16), (bits >> 16) + (sums >> 16))
+    actual = np.asarray(rounded(values, words, BFLOAT16))
+    assert_array_equal(actual.view(np.uint16), (bits >> 16) + (sums >> 16))
 
 
 @pytest.mark.parametrize(
@@ -73,15 +73,15 @@ def test_bfloat16_steps_up_when_the_low_half_overflows():
 def test_what_does_not_fit_is_rounded_to_nearest(dtype, half_spacing):
     largest = np.float32(jnp.finfo(dtype).max)
     values = [np.inf, -np.inf, np.nan, largest, largest + half_spacing / 2, 3.4e38, -3.4e38]
-    found = rounded(np.float32(values), np.full(7, 0xFFFFFFFF, np.uint32), dtype)
+    actual = rounded(np.float32(values), np.full(7, 0xFFFFFFFF, np.uint32), dtype)
     wanted = [np.inf, -np.inf, np.nan, largest, largest, np.inf, -np.inf]
-    assert_array_equal(np.asarray(found, np.float32), wanted)
+    assert_array_equal(np.asarray(actual, np.float32), wanted)
 
 
 def test_noise_depends_on_key_row_and_column_alone():
     values = jnp.full((3, 60), 1 / 3)
-    found = np.asarray(rounded_rows(3, values, [4, 9, 2]))
-    assert_array_equal(rounded_rows(3, values[:2], [9, 4]), found[[1, 0]])
-    assert_array_equal(rounded_rows(3, values[:1, :3], [9]), found[1:2, :3])
+    actual = np.asarray(rounded_rows(3, values, [4, 9, 2]))
+    assert_array_equal(rounded_rows(3, values[:2], [9, 4]), actual[[1, 0]])
+    assert_array_equal(rounded_rows(3, values[:1, :3], [9]), actual[1:2, :3])
     of_another_key = rounded_rows(4, values[:1], [9])
-    assert len(np.unique([*found, *of_another_key], axis=0)) == 4
+    assert len(np.unique([*actual, *of_another_key], axis=0)) == 4

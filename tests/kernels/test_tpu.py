@@ -38,8 +38,8 @@ def test_compiles_for_sparsecores_without_a_copy_of_the_table(chip, case):
         f"the compiler crashed with signal {-child.returncode}:\n{child.stderr[-2000:]}"
     )
     assert child.returncode == 0, child.stderr[-4000:]
-    found = json.loads(child.stdout.splitlines()[-1])
-    assert found["sparsecore"] > 0
+    actual = json.loads(child.stdout.splitlines()[-1])
+    assert actual["sparsecore"] > 0
     # Small arrays that are donated too may come on top; a table or slot may not be missing.
-    assert found["aliased_bytes"] >= found["state_bytes"]
-    assert found["temporary_bytes"] < found["table_bytes"] / 8
+    assert actual["aliased_bytes"] >= actual["state_bytes"]
+    assert actual["temporary_bytes"] < actual["table_bytes"] / 8

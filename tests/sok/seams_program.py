@@ -74,7 +74,9 @@ def table_batched_module(process, mesh):
     The numbers are those of a module on one device that gets the global batch.
     """
     own_batch = FLAT_BATCHES[process]
-    one, many = (make(((9, 2), (5, 2)), learning_rate=1.0, mesh=own) for own in (None, mesh))
+    one, many = (
+        make(((9, 2), (5, 2)), learning_rate=1.0, mesh=each_mesh) for each_mesh in (None, mesh)
+    )
     for module in (one, many):
         module.set_embedding_weights(0, np.arange(18, dtype=np.float32).reshape(9, 2))
         module.set_embedding_weights(1, np.arange(10, dtype=np.float32).reshape(5, 2) + 1)
@@ -188,10 +190,10 @@ def main():
         batch = prepare(rows)
         assert batch["f"].to_lists() == rows
         assert batch.lists["t"].ids.shape == (size * 4,)
-        found, statistics = collection.lookup(state, batch, return_statistics=True)
-        assert_array_equal(whole(found["f"])[:, 0], [1, 1, length, length])
+        actual, statistics = collection.lookup(state, batch, return_statistics=True)
+        assert_array_equal(whole(actual["f"])[:, 0], [1, 1, length, length])
         assert int(statistics.num_ids["f"]) == 2 + 2 * length
-    stepped = collection.update(state, prepare([[1], []] if process else [[], []]), found)
+    stepped = collection.update(state, prepare([[1], []] if process else [[], []]), actual)
     changed = (np.asarray(collection.tables(stepped)["t"]) != 1).any(axis=1)
     assert_array_equal(np.flatnonzero(changed), [1])
 

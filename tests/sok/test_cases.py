@@ -51,9 +51,9 @@ def test_pooled(case, num_devices, use_hashtable):
     # Bags with weights say the same as padded arrays.
     bags = []
     weights_of_bags = []
-    for bag, own in zip(keys.reshape(-1, 3), weights.reshape(-1, 3), strict=True):
+    for bag, bag_weights in zip(keys.reshape(-1, 3), weights.reshape(-1, 3), strict=True):
         bags.append(bag[bag >= 0].tolist())
-        weights_of_bags.append(own[bag >= 0].tolist())
+        weights_of_bags.append(bag_weights[bag >= 0].tolist())
     assert_array_equal(layer(bags, weights_of_bags), out)
 
 
@@ -92,11 +92,11 @@ def places_of(variable, num_shards):
     known = variable.get_value().tables["t"].keys
     shards = np.split(join_keys(np.asarray(known.high), np.asarray(known.low)), num_shards)
     is_used = np.split(np.asarray(known.last_step) >= 0, num_shards)
-    places = {}
+    rows_of_keys = {}
     for shard in range(num_shards):
         for row in np.flatnonzero(is_used[shard]).tolist():
-            places[int(shards[shard][row])] = [shard, row]
-    return places
+            rows_of_keys[int(shards[shard][row])] = [shard, row]
+    return rows_of_keys
 
 
 @pytest.mark.parametrize("case", OTHERS["dynamic_insert"], ids=lambda case: case["name"])
@@ -114,13 +114,15 @@ def test_worked_cases_of_insertion(case):
             sok.group_embedding_lookup_sparse([variable], [padded], ["sum"])
         else:
             step_of(variable, padded)
-        places = places_of(variable, num_shards)
-        assert [places.get(key, [key % num_shards, -1]) for key in keys] == expected["slots"]
+        rows_of_keys = places_of(variable, num_shards)
+        assert [rows_of_keys.get(key, [key % num_shards, -1]) for key in keys] == expected["slots"]
         counts = variable.counts()
         assert counts["rows"].tolist() == expected["sizes"]
         assert counts["failed"].sum() == len(expected["failed"])
     for shard, expected in enumerate(case["expected"].get("final", [])):
-        assert {str(key): row for key, (own, row) in places.items() if own == shard} == expected
+        assert {
+            str(key): row for key, (owner, row) in rows_of_keys.items() if owner == shard
+        } == expected
 
 
 SLOT_NAMES = {"momentum": "m", "velocity": "v", "accumulator": "acc"}
@@ -143,14 +145,14 @@ def test_worked_steps_of_adam_as_tensorflow_has_it_and_of_row_wise_adagrad(case)
         "t", dim, rows_per_device=8, optimizer=optimizer_of(case), context=context(1)
     )
     sok.assign_rows(variable, {"keys": keys, "values": start})
-    for given, expected in zip(case["steps"], case["expected"]["steps"], strict=True):
-        ids = keys[given["indices"], None]
+    for step, expected in zip(case["steps"], case["expected"]["steps"], strict=True):
+        ids = keys[step["indices"], None]
         _, backward = sok.group_embedding_lookup_vjp([variable], [ids], ["sum"])
-        backward([np.float32(given["grads"])])
-        found = sok.export_rows(variable)
-        assert_array_equal(found["keys"], keys)
-        assert_allclose(found["values"], expected["table"], rtol=2e-6, atol=2e-6)
+        backward([np.float32(step["grads"])])
+        actual = sok.export_rows(variable)
+        assert_array_equal(actual["keys"], keys)
+        assert_allclose(actual["values"], expected["table"], rtol=2e-6, atol=2e-6)
         for ours, theirs in SLOT_NAMES.items():
             if theirs in expected:
                 slot = np.array(expected[theirs]).reshape(num_rows, -1)
-                assert_allclose(found[f"slot_{ours}"], slot, rtol=2e-6, atol=2e-6)
+                assert_allclose(actual[f"slot_{ours}"], slot, rtol=2e-6, atol=2e-6)

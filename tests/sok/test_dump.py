@@ -41,10 +41,10 @@ def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path):
     assert int(restored.variable.get_value().step) == 2
     train(restored, range(2, 4))
     expected = sok.export_rows(straight.variable)
-    found = sok.export_rows(restored.variable)
-    assert found.keys() == expected.keys()
+    actual = sok.export_rows(restored.variable)
+    assert actual.keys() == expected.keys()
     for name in expected:
-        assert_allclose(found[name], expected[name], rtol=1e-6, err_msg=name)
+        assert_allclose(actual[name], expected[name], rtol=1e-6, err_msg=name)
 
 
 @pytest.mark.parametrize("use_hashtable", [True, False])
@@ -161,9 +161,9 @@ def test_a_table_without_hash_table_moves_to_any_number_of_devices(tmp_path, dev
     train(here, [5])
     train(there, [5])
     expected = by_key(there.variable)
-    found = by_key(here.variable)
+    actual = by_key(here.variable)
     for key in range(13):
-        assert_allclose(found[key], expected[key], rtol=1e-6)
+        assert_allclose(actual[key], expected[key], rtol=1e-6)
 
 
 KEYS = np.asarray([[[3]], [[4]]])

@@ -26,11 +26,11 @@ def test_a_jitted_step_does_what_an_eager_one_does():
     )
 
     compiled = nnx.jit(lambda layer, keys: step(layer.vjp, keys, gradient=1.0))
-    for own in keys:
-        assert_allclose(step(eager.vjp, own, gradient=1.0), compiled(jitted, own), atol=1e-7)
-    found = sok.export_rows(jitted.variable)
+    for batch in keys:
+        assert_allclose(step(eager.vjp, batch, gradient=1.0), compiled(jitted, batch), atol=1e-7)
+    actual = sok.export_rows(jitted.variable)
     for name, array in sok.export_rows(eager.variable).items():
-        assert_allclose(found[name], array, atol=1e-7, err_msg=name)
+        assert_allclose(actual[name], array, atol=1e-7, err_msg=name)
 
 
 def test_lookups_insert_nothing():

@@ -28,10 +28,10 @@ def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
     values = np.asarray([[1, 1], [1, 0.999], [2, 0], [0, 0], [0, 1.5]], np.float32)
     last_step = np.asarray([0, 0, 3, 3, 9])
     sok.assign_rows(table, {"keys": np.arange(5), "values": values, "last_step": last_step})
-    gone = table.evict()
-    assert gone["keys"].tolist() == [1, 3] and gone["last_step"].tolist() == [0, 3]
-    assert_array_equal(gone["values"], values[[1, 3]])
-    sok.assign_rows(table, gone)
+    evicted = table.evict()
+    assert evicted["keys"].tolist() == [1, 3] and evicted["last_step"].tolist() == [0, 3]
+    assert_array_equal(evicted["values"], values[[1, 3]])
+    sok.assign_rows(table, evicted)
     table.set_value(table.get_value()._replace(step=jnp.asarray(5, jnp.int32)))
     assert table.evict(sok.GlobalStepEvict(2))["keys"].tolist() == [0, 1]
     assert table.evict(keep=1)["keys"].tolist() == [2, 3]

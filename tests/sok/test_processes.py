@@ -32,12 +32,12 @@ def test_processes_agree_on_shapes_or_refuse_together(launched):
 
 def test_processes_learn_what_one_device_learns(launched):
     _, folder = launched
-    found = checkpoint.load(folder).tree
+    tree = checkpoint.load(folder).tree
     expected = training.train(training.context(1))
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-5, atol=1e-6), found, expected)
+    jax.tree.map(functools.partial(assert_allclose, rtol=1e-5, atol=1e-6), tree, expected)
     lazy, adam = expected["layers"]["lazy"], expected["layers"]["adam"]
     for name in ("lazy", "adam"):
-        assert_array_equal(found["layers"][name]["keys"], adam["keys"])
+        assert_array_equal(tree["layers"][name]["keys"], adam["keys"])
     assert len(adam["keys"]) > 10
     # Adam moves rows that a batch did not read.
     assert not np.allclose(lazy["values"], adam["values"], atol=1e-3)

@@ -68,11 +68,11 @@ def train(devices):
     collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=devices.mesh)
     state = collection.init(jax.random.key(0))
     gradient = jax.jit(lambda out, target: 2 * (out - target) / BATCH)
-    for own, target in zip(map(own_part, keys), map(own_part, targets), strict=True):
+    for process_keys, target in zip(map(own_part, keys), map(own_part, targets), strict=True):
         for layer in layers.values():
-            out, backward = layer.vjp(own)
+            out, backward = layer.vjp(process_keys)
             backward(gradient(out, devices.place(target)))
-        first = own[:, 0]
+        first = process_keys[:, 0]
         batch = collection.prepare({"f": np.where(first < 0, -1, first % 30)})
         out = jax.jit(collection.lookup)(state, batch)["f"]
         gradients = {"f": gradient(out, devices.place(target[:, 0]))}

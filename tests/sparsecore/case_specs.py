@@ -108,10 +108,10 @@ def preprocess(inputs, specs, **options):
     )
 
 
-def table_values(spec, given=None):
+def table_values(spec, expected_values=None):
     """Logical tables: those given, or row `r`, column `c` of table `i` is `100*i + r + c/8`."""
-    if given is not None:
-        return {name: np.asarray(rows, np.float32) for name, rows in given.items()}
+    if expected_values is not None:
+        return {name: np.asarray(rows, np.float32) for name, rows in expected_values.items()}
     values = {}
     for i, row in enumerate(spec["tables"]):
         shape = (row["vocabulary_size"], row["embedding_dim"])
@@ -152,11 +152,11 @@ def lookup_and_update(specs, num_devices, **options):
     """
 
     def run(processed, variables, gradients):
-        given = (processed, variables, specs)
+        arguments = (processed, variables, specs)
         activations = embedding.sparse_dense_matmul(
-            *given, global_device_count=num_devices, **options
+            *arguments, global_device_count=num_devices, **options
         )
-        return activations, embedding.sparse_dense_matmul_grad(gradients, *given, **options)
+        return activations, embedding.sparse_dense_matmul_grad(gradients, *arguments, **options)
 
     return run
 

@@ -20,12 +20,12 @@ VALUE_TOLERANCE = 2e-5
 def feature_specs(tables, features, **fields):
     """Features `{name: (table, batch)}` of tables `{name: rows}` or `{name: {field: value}}`, not placed yet."""
     tables = {
-        name: own if isinstance(own, dict) else {"vocabulary_size": own}
-        for name, own in tables.items()
+        name: spec if isinstance(spec, dict) else {"vocabulary_size": spec}
+        for name, spec in tables.items()
     }
     tables = {
-        name: embedding_spec.TableSpec(name, **{"embedding_dim": 8} | fields | own)
-        for name, own in tables.items()
+        name: embedding_spec.TableSpec(name, **{"embedding_dim": 8} | fields | spec)
+        for name, spec in tables.items()
     }
     return {
         name: embedding_spec.FeatureSpec(
@@ -88,15 +88,15 @@ def logical_variables(tree, specs):
     def is_variables(node):
         return isinstance(node, embedding.EmbeddingVariables)
 
-    found = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variables)
-    by_stack = {path[-1].key: own for path, own in found if is_variables(own)}
+    leaves = jax.tree_util.tree_leaves_with_path(tree, is_leaf=is_variables)
+    by_stack = {path[-1].key: leaf for path, leaf in leaves if is_variables(leaf)}
     tables = embedding.get_table_specs(specs)
     num_shards = next(iter(tables.values())).stacked_table_spec.num_shards
     return table_stacking.unshard_and_unstack_tables(tables, by_stack, num_shards)
 
 
 def logical_tables(tree, specs):
-    return {name: own.table for name, own in logical_variables(tree, specs).items()}
+    return {name: variables.table for name, variables in logical_variables(tree, specs).items()}
 
 
 def draw_tables():

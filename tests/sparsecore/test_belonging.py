@@ -45,9 +45,9 @@ def preprocess(specs, ids=None, **options):
 
 
 def look_up(specs, inputs, variables, cores=None):
-    def on_device(*given):
+    def on_device(*arguments):
         return embedding.sparse_dense_matmul(
-            *given, specs, global_device_count=1, num_sc_per_device=cores
+            *arguments, specs, global_device_count=1, num_sc_per_device=cores
         )
 
     return jax.jit(on_device)(inputs, variables)
@@ -88,7 +88,9 @@ def test_tables_placed_later_take_the_cores_of_those_placed_before():
 def test_limits_from_statistics_of_other_cores_are_told(caplog):
     """The published call takes them, so they are no error; a buffer that is too small is one."""
     specs = placed(1, 4)
-    statistics, others = (small_world.preprocess(own, [IDS])[1] for own in (specs, placed(1, 8)))
+    statistics, others = (
+        small_world.preprocess(some_specs, [IDS])[1] for some_specs in (specs, placed(1, 8))
+    )
     stacks = list(embedding.get_stacked_table_specs(specs).values())
     limits_from_statistics(stacks, statistics, 4)
     assert not caplog.messages
@@ -139,18 +141,18 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_slots_of_another_optimizer_are_looked_up_but_never_stepped(name):
-    theirs, own = (placed(1, 4, optimizer=optimizer) for optimizer in OPTIMIZERS[name])
-    variables, inputs = init(theirs), preprocess(own)
-    assert look_up(own, inputs, variables)[0].shape == (BATCH, DIM)
+    theirs, ours = (placed(1, 4, optimizer=optimizer) for optimizer in OPTIMIZERS[name])
+    variables, inputs = init(theirs), preprocess(ours)
+    assert look_up(ours, inputs, variables)[0].shape == (BATCH, DIM)
     with pytest.raises(
         ValueError, match=r"stack 't': its optimizer .* keeps slots .* but got .*Slot"
     ):
-        step(own, inputs, variables)
+        step(ours, inputs, variables)
 
 
 def test_the_same_rule_with_other_numbers_goes_on():
-    theirs, own = (placed(1, 4, optimizer=from_optax(optax.adam(rate))) for rate in (0.1, 0.2))
-    assert step(own, preprocess(own), init(theirs)).keys() == {"t"}
+    theirs, ours = (placed(1, 4, optimizer=from_optax(optax.adam(rate))) for rate in (0.1, 0.2))
+    assert step(ours, preprocess(ours), init(theirs)).keys() == {"t"}
 
 
 def test_a_copied_feature_is_not_read_at_the_start_of_its_stack():

@@ -56,8 +56,8 @@ RULE_CASES = cases_of("opt_", "opt_custom", "opt_hyperparameters", "opt_learning
 
 
 def case(name):
-    found = CASES[name]
-    return found["inputs"], found["expected"], found["tolerance"]
+    case = CASES[name]
+    return case["inputs"], case["expected"], case["tolerance"]
 
 
 def test_every_case_is_run():
@@ -238,11 +238,11 @@ def test_update_steps_every_touched_row_once(name):
     gradients = tree_like(
         specs, inputs["activation_grads"], lambda rows: jnp.asarray(rows, jnp.float32)
     )
-    given = (processed, variables_of(specs, before))
-    updated = jax.jit(update)(gradients, *given)
+    arguments = (processed, variables_of(specs, before))
+    updated = jax.jit(update)(gradients, *arguments)
     stacked = embedding.stack_embedding_gradients(gradients, specs, spec["cores"])
     update_stacked = jax.jit(functools.partial(update, perform_stacking=False))
-    assert_same(update_stacked(stacked, *given), updated)
+    assert_same(update_stacked(stacked, *arguments), updated)
     after = jax.tree.map(np.asarray, small_world.logical_tables(updated, specs))
     for table, rows in expected["updated_rows"].items():
         touched = sorted(map(int, rows))

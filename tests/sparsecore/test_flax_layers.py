@@ -59,10 +59,10 @@ def linen_run():
     def updated(params, step):
         return squared_error(layer.apply({"params": params}, inputs, step))
 
-    found = [initial_params(layer, inputs)]
+    results = [initial_params(layer, inputs)]
     for step in STEPS:
-        found.append(updated(found[-1], step=step))
-    return layer, specs, inputs, found
+        results.append(updated(results[-1], step=step))
+    return layer, specs, inputs, results
 
 
 def dense_adam(tables):

@@ -56,7 +56,7 @@ def test_updated_tables_keep_their_names_in_any_container():
     update = jax.jit(lambda variables: tables.update(gradients, variables, None, inputs))
     wanted = update(variables)
     for container in (collections.OrderedDict, FrozenDict):
-        given = container(dict(reversed(variables.items())))
-        found = update(given)
-        assert jax.tree.structure(found) == jax.tree.structure(given)
-        assert_same(dict(found), wanted)
+        reversed_variables = container(dict(reversed(variables.items())))
+        actual = update(reversed_variables)
+        assert jax.tree.structure(actual) == jax.tree.structure(reversed_variables)
+        assert_same(dict(actual), wanted)

@@ -33,7 +33,9 @@ def test_the_step_is_bit_by_bit_that_of_the_whole_batch(devices):
     assert_same(split, whole)
     for field in ("max_ids_per_partition", "max_unique_ids_per_partition", "id_drop_counters"):
         assert_same(getattr(seen_split, field), getattr(seen, field))
-    sizes_split, sizes = (own.required_buffer_size_per_sc["words"] for own in (seen_split, seen))
+    sizes_split, sizes = (
+        statistics.required_buffer_size_per_sc["words"] for statistics in (seen_split, seen)
+    )
     assert (sizes_split >= sizes).all()
 
 

@@ -66,26 +66,26 @@ def make_specs(
     return place(specs, devices, cores)
 
 
-def partitioned(*given, **options):
+def partitioned(*arguments, **options):
     """Dtype, shape and bytes of all buffers and statistics, or the message of the error."""
     try:
-        buffers, statistics = preprocess(*given, **options)
+        buffers, statistics = preprocess(*arguments, **options)
     except ValueError as error:
         return str(error)
-    found = []
+    results = []
     for leaf in jax.tree.leaves((buffers, dataclasses.asdict(statistics))):
         array = np.asarray(leaf)
-        found.append((array.dtype, array.shape, array.tobytes()))
-    return found
+        results.append((array.dtype, array.shape, array.tobytes()))
+    return results
 
 
-def assert_equals_definition(*given, num_threads=2, **options):
+def assert_equals_definition(*arguments, num_threads=2, **options):
     with mock.patch.object(
         native_partitioner, "unavailable_because", lambda: "its definition is asked"
     ):
-        expected = partitioned(*given, **options)
+        expected = partitioned(*arguments, **options)
     with threads(num_threads):
-        assert partitioned(*given, **options) == expected
+        assert partitioned(*arguments, **options) == expected
 
 
 def draw_ids(generator, vocabulary, dtype, size):

@@ -93,13 +93,13 @@ def test_pipelining_equals_sequential_training_with_one_late_update():
     # The flag is traced here: one program for all cycles. The case of the published schedule passes it as a bool.
     @functools.partial(jax.jit, donate_argnums=(1, 2, 3))
     def cycle(pipeline_input, train_state, variables, state, is_fake):
-        given = (pipeline_input, train_state, variables, state)
-        return pipelining.step(*given, look_up, dense_step, update, fake_tc_step=is_fake)
+        arguments = (pipeline_input, train_state, variables, state)
+        return pipelining.step(*arguments, look_up, dense_step, update, fake_tc_step=is_fake)
 
-    for number, given in enumerate(inputs):
+    for number, step_input in enumerate(inputs):
         is_fake = not pipelining.is_output_valid(number, NUM_BATCHES)
         loss, aux, train_state, variables, state = cycle(
-            given, train_state, variables, state, is_fake
+            step_input, train_state, variables, state, is_fake
         )
         assert aux is None
         losses.append(float(loss))
@@ -133,10 +133,10 @@ def test_aux_travels_from_stage_to_stage():
     variables = jnp.float32(1)
     state = pipelining.get_initial_state(batches[0], None, variables, look_up, dense)
     seen = []
-    for number, given in enumerate(batches):
+    for number, step_input in enumerate(batches):
         is_fake = number == 0
         output, aux, _, _, state = pipelining.step(
-            given, None, variables, state, look_up, dense, update, fake_tc_step=is_fake
+            step_input, None, variables, state, look_up, dense, update, fake_tc_step=is_fake
         )
         seen.append((float(output), float(aux)))
     assert seen == [(0, 0), (101, 0), (102, 1001), (103, 1002)]
@@ -167,12 +167,12 @@ def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
     ones = {"f": jnp.ones((8, 8))}
     # Now there is momentum.
     variables, _ = update(first.sparse_inputs, ones, small_world.init(specs), step=0)
-    given = pipeline_input(specs, [[i, (i + 5) % 16] for i in range(8)])
-    state = pipelining.get_initial_state(given, None, variables, look_up, dense)
+    inputs = pipeline_input(specs, [[i, (i + 5) % 16] for i in range(8)])
+    state = pipelining.get_initial_state(inputs, None, variables, look_up, dense)
     tables = [np.asarray(variables["t"].table)]
     for cycle in range(3):
         *_, variables, state = pipelining.step(
-            given, None, variables, state, *stages, fake_tc_step=cycle == 0
+            inputs, None, variables, state, *stages, fake_tc_step=cycle == 0
         )
         tables.append(np.asarray(variables["t"].table))
     assert_array_equal(tables[1], tables[0])
@@ -185,12 +185,12 @@ def test_a_cycle_with_or_without_gradients_steps_donated_tables_where_they_lie(r
     """Also where a branch tells cycles apart: beside its arrays it holds the gradient of a table at most."""
     specs, stages = one_table(1 << 14, rule)
     variables = small_world.init(specs)
-    given = pipeline_input(specs, [[i] for i in range(8)])
+    inputs = pipeline_input(specs, [[i] for i in range(8)])
 
     def cycle(variables, state):
-        return pipelining.step(given, None, variables, state, *stages, fake_tc_step=False)[3:]
+        return pipelining.step(inputs, None, variables, state, *stages, fake_tc_step=False)[3:]
 
-    state = pipelining.get_initial_state(given, None, variables, *stages[:2])
+    state = pipelining.get_initial_state(inputs, None, variables, *stages[:2])
     compiled = jax.jit(cycle, donate_argnums=(0, 1)).lower(variables, state).compile()
     memory = compiled.memory_analysis()
     table_bytes = (1 << 14) * 8 * 4

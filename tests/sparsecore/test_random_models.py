@@ -117,13 +117,13 @@ def up(value, multiple):
 def places(model):
     """Where rows lie, from the model alone: table to (stack, first row in a shard, rotation)."""
     rotation = model.cores if model.rotation is None else model.rotation
-    found = {}
+    arrays = {}
     for tables in model.stacks:
         first_row = 0
         for k, table in enumerate(tables):
-            found[table] = ("_".join(tables), first_row, k * rotation % model.shards)
+            arrays[table] = ("_".join(tables), first_row, k * rotation % model.shards)
             first_row += up(model.tables[table][0], 8 * model.shards) // model.shards
-    return found
+    return arrays
 
 
 def limits_of(model):
@@ -207,7 +207,7 @@ def preprocess(model, ids, weights):
 def partitions_of(model, ids, weights):
     """`{(stack, core): {(shard, row, sample): [(feature, sample of it, id, gain), ...]}}`, entry by entry."""
     names = sorted(model.features) if model.stacking == "none" else list(model.features)
-    samples_before, found = defaultdict(int), defaultdict(lambda: defaultdict(list))
+    samples_before, entries = defaultdict(int), defaultdict(lambda: defaultdict(list))
     per_core = BATCH // model.shards
     for name in names:
         stack, first_row, rotation = places(model)[model.features[name][0]]
@@ -223,9 +223,9 @@ def partitions_of(model, ids, weights):
                     sample % per_core + samples_before[stack],
                 )
                 entry = (name, sample, number, weight / divisor)
-                found[stack, sample // per_core][key].append(entry)
+                entries[stack, sample // per_core][key].append(entry)
         samples_before[stack] += per_core
-    return found
+    return entries
 
 
 def outcome_of(model, partitions):

@@ -126,21 +126,23 @@ def test_tables_are_stacked_by_a_record_and_come_back(dim, is_on_mesh):
     features = new_features(embedding_dim=dim)
     table_stacking.stack_tables(features, ["t1", "t0"], 2, 2, rotation=3)
     record, tables = embedding.create_proto_from_feature_specs(features, 2, 2), values(dim)
-    given = {name: jnp.asarray(table if dim > 1 else table[:, 0]) for name, table in tables.items()}
+    arrays = {
+        name: jnp.asarray(table if dim > 1 else table[:, 0]) for name, table in tables.items()
+    }
     if is_on_mesh:
-        given["t0"] = jax.device_put(given["t0"], NamedSharding(made_mesh(4), P("x")))
-    expected, places = np.zeros((64, 8), np.float32), []
+        arrays["t0"] = jax.device_put(arrays["t0"], NamedSharding(made_mesh(4), P("x")))
+    expected, positions = np.zeros((64, 8), np.float32), []
     for name, first, rotation in (("t1", 0, 0), ("t0", 8, 3)):
         for row, vector in enumerate(tables[name]):
-            places.append((row + rotation) % 4 * 16 + first + row // 4)
-            expected[places[-1], :dim] = vector
-    stacked = table_stacking.stack_and_shard_feature_tables(given, record, delete_input=True)
+            positions.append((row + rotation) % 4 * 16 + first + row // 4)
+            expected[positions[-1], :dim] = vector
+    stacked = table_stacking.stack_and_shard_feature_tables(arrays, record, delete_input=True)
     assert_array_equal(stacked["t1_t0"], expected)
-    assert all(table.is_deleted() for table in given.values())
+    assert all(table.is_deleted() for table in arrays.values())
     ids = {name: list(range(rows)) for name, rows in ROWS.items()}
-    assert table_stacking.get_row_ids_in_stacked_tables(record, ids) == {"t1_t0": places}
+    assert table_stacking.get_row_ids_in_stacked_tables(record, ids) == {"t1_t0": positions}
     rows = table_stacking.compute_physical_row_ids(4, 64, 3, 8, np.arange(ROWS["t0"]))
-    assert rows.tolist() == places[ROWS["t1"] :]
+    assert rows.tolist() == positions[ROWS["t1"] :]
     by_shard = {"t1_t0": stacked["t1_t0"].reshape(4, 16, 8)}
     assert_same(table_stacking.unstack_and_unshard_stacked_tables(by_shard, record), tables)
     back = table_stacking.unstack_and_unshard_stacked_tables(stacked, record, donate=True)
@@ -151,12 +153,12 @@ def test_tables_are_stacked_by_a_record_and_come_back(dim, is_on_mesh):
 def test_a_table_or_stack_that_is_refused_costs_none_of_the_others():
     features = small_world.place(new_features(), 1, CORES)
     record = embedding.create_proto_from_feature_specs(features, 1, CORES)
-    given = jax.tree.map(jnp.asarray, values())
+    arrays = jax.tree.map(jnp.asarray, values())
     wrong = {"t1": jnp.zeros((3, 2))}
     with pytest.raises(ValueError, match=r"table 't1': got shape \(3, 2\)"):
-        table_stacking.stack_and_shard_feature_tables(given | wrong, record, delete_input=True)
-    assert not given["t0"].is_deleted()
-    stacked = table_stacking.stack_and_shard_feature_tables(given, record)
+        table_stacking.stack_and_shard_feature_tables(arrays | wrong, record, delete_input=True)
+    assert not arrays["t0"].is_deleted()
+    stacked = table_stacking.stack_and_shard_feature_tables(arrays, record)
     with pytest.raises(ValueError, match=r"stack 't1': got shape \(3, 2\)"):
         table_stacking.unstack_and_unshard_stacked_tables(stacked | wrong, record, donate=True)
     assert not stacked["t0"].is_deleted()
@@ -180,31 +182,31 @@ def test_containers_are_matched_by_path(case):
     tables, features = values(), of_specs(placed())
     weights = {name: np.full(ids.shape, 2.0, np.float32) for name, ids in IDS.items()}
     batch = small_world.preprocess(features, of_batch(IDS), of_batch(weights))[0]
-    given = (batch, variables_of(features, tables), features)
-    activations = embedding.tpu_sparse_dense_matmul(*given, global_device_count=1)
+    arguments = (batch, variables_of(features, tables), features)
+    activations = embedding.tpu_sparse_dense_matmul(*arguments, global_device_count=1)
     assert jax.tree.structure(activations) == jax.tree.structure(features)
-    found = jax.tree.leaves(activations)
-    for output, table, ids in zip(found, tables.values(), IDS.values(), strict=True):
+    actual = jax.tree.leaves(activations)
+    for output, table, ids in zip(actual, tables.values(), IDS.values(), strict=True):
         assert_allclose(output, 2 * table[ids].sum(axis=1), rtol=1e-6)
         table[ids.ravel()] -= RATE * 2
     gradients = of_batch({name: jnp.ones((BATCH, DIM)) for name in IDS})
-    after = embedding.tpu_sparse_dense_matmul_grad(gradients, *given, global_device_count=1)
-    found = table_stacking.unshard_and_unstack_tables(
+    after = embedding.tpu_sparse_dense_matmul_grad(gradients, *arguments, global_device_count=1)
+    actual = table_stacking.unshard_and_unstack_tables(
         embedding.get_table_specs(features), after, CORES
     )
     for name, table in tables.items():
-        assert_allclose(found[name][0], table, rtol=1e-5, atol=1e-6)
+        assert_allclose(actual[name][0], table, rtol=1e-5, atol=1e-6)
 
 
 def test_activations_have_the_dtype_of_the_table():
     features = placed()
     halves = {name: jnp.asarray(table, jnp.bfloat16) for name, table in values().items()}
     batch = small_world.preprocess(features, IDS)[0].sparse_dense_matmul_input
-    given = (batch, variables_of(features, halves), features)
-    found = embedding.tpu_sparse_dense_matmul(*given, global_device_count=1)
+    arguments = (batch, variables_of(features, halves), features)
+    actual = embedding.tpu_sparse_dense_matmul(*arguments, global_device_count=1)
     expected = np.asarray(halves["t0"], np.float32)[IDS["f0"]].sum(axis=1)
-    assert_array_equal(found["f0"], jnp.asarray(expected, jnp.bfloat16))
-    after = embedding.tpu_sparse_dense_matmul_grad(found, *given, global_device_count=1)
+    assert_array_equal(actual["f0"], jnp.asarray(expected, jnp.bfloat16))
+    after = embedding.tpu_sparse_dense_matmul_grad(actual, *arguments, global_device_count=1)
     assert after["t0_t1"][0].dtype == jnp.bfloat16
 
 

@@ -31,8 +31,8 @@ def test_two_processes_of_two_devices_lower_the_loss_as_one_device_does(tmp_path
     wanted, _ = minibatch_program.run_step(4, minibatch_program.TIGHT, enable_minibatching=True)
     assert wanted[0][0] > 1
     for output in outputs:
-        found, *stepped = json.loads(output)
-        np.testing.assert_allclose(found, losses, atol=LOSS_TOLERANCE, rtol=0)
+        actual, *stepped = json.loads(output)
+        np.testing.assert_allclose(actual, losses, atol=LOSS_TOLERANCE, rtol=0)
         for got, array in zip(stepped, wanted, strict=True):
             np.testing.assert_array_equal(np.asarray(got, array.dtype), array)
 

@@ -113,20 +113,20 @@ def test_a_table_comes_out_of_the_rows_of_its_plan_and_goes_back(is_stacked, mes
         before = jax.device_put(before, NamedSharding(jax.make_mesh(mesh, names), P(names)))
 
     def out_and_back(variables):
-        found = small_world.logical_variables(variables, specs)
+        actual = small_world.logical_variables(variables, specs)
         table_specs = embedding.get_table_specs(specs)
-        return found, table_stacking.stack_and_shard_tables(table_specs, found, 4)
+        return actual, table_stacking.stack_and_shard_tables(table_specs, actual, 4)
 
-    found, again = (jax.jit(out_and_back) if is_jitted else out_and_back)(before)
+    actual, again = (jax.jit(out_and_back) if is_jitted else out_and_back)(before)
     plan = table_stacking.stacking_plan(specs)
     for stack in plan.stacks:
-        given = jax.tree.map(np.asarray, before[stack.name])
-        seen = np.full(given.table.shape, np.nan, np.float32)
+        arrays = jax.tree.map(np.asarray, before[stack.name])
+        seen = np.full(arrays.table.shape, np.nan, np.float32)
         for table in stack.tables:
             rows = plan.flat_rows(table.name, np.arange(table.rows))
-            own = jax.tree.map(operator.itemgetter((rows, slice(table.dim))), given)
-            assert_same(found[table.name], own)
-            seen[rows, : table.dim] = own.table
+            table_arrays = jax.tree.map(operator.itemgetter((rows, slice(table.dim))), arrays)
+            assert_same(actual[table.name], table_arrays)
+            seen[rows, : table.dim] = table_arrays.table
         assert_array_equal(again[stack.name].table.reshape(seen.shape), seen)
 
 

@@ -84,7 +84,7 @@ def test_an_average_of_the_floats_of_states_whose_keys_have_other_rows_is_refuse
     collection = collection_of(STORAGES["keys"], num_tables=num_tables, num_devices=num_devices)
     one = trained(collection, [2, 4, 5, 7])
     other = trained(collection, [4, 2, 7, 5])
-    moved = floats(lambda own, new: 0.9 * own + 0.1 * new, one, other)
+    moved = floats(lambda old, new: 0.9 * old + 0.1 * new, one, other)
     average = floats(mean, one, other)
     batch = collection.prepare(dict.fromkeys(collection.features, np.array([2, 4, 5, 99])))
     ones = dict.fromkeys(batch, np.ones((4, DIM), np.float32))
@@ -111,12 +111,12 @@ def test_states_whose_keys_have_the_same_rows_are_averaged_as_their_tables(num_t
     second = trained(collection, [4, 7], state=first)
     average = second
     for _ in range(50):  # a moving average that has arrived stays, in spite of rounding
-        average = floats(lambda own, new: 0.999 * own + 0.001 * new, average, second)
+        average = floats(lambda old, new: 0.999 * old + 0.001 * new, average, second)
     for arrived, rows in zip(*tables_of(collection, average, second), strict=True):
         assert_allclose(arrived["values"], rows["values"], rtol=1e-4)
     middle = floats(mean, first, second)
-    for found, *rows in zip(*tables_of(collection, middle, first, second), strict=True):
-        assert_allclose(found["values"], mean(*(own["values"] for own in rows)), rtol=1e-6)
+    for actual, *rows in zip(*tables_of(collection, middle, first, second), strict=True):
+        assert_allclose(actual["values"], mean(*(table["values"] for table in rows)), rtol=1e-6)
 
 
 def test_dense_tables_are_averaged():

@@ -123,10 +123,10 @@ def rules_of(storage, way):
     lazy = [name for name in LAZY if way != "column" or name not in ROW_WISE]
     # Where many storages can be, each brings some of the rules.
     parts = 1 if way in ("table", "column") else 3
-    found = [tuple(lazy[k::parts]) for k in range(parts)] + [("adam",)]
+    groups = [tuple(lazy[k::parts]) for k in range(parts)] + [("adam",)]
     if not STORAGES[storage].refuses_rules_that_move_all_rows:
-        found += [(name,) for name in MOVING_ALL]
-    return found
+        groups += [(name,) for name in MOVING_ALL]
+    return groups
 
 
 def pairs_of(cell):
@@ -184,21 +184,21 @@ def spec_of(cell):
 
 def from_key(key, shape):
     """Numbers in [-0.5, 0.5) that depend on the key, and compile in no time."""
-    places = jnp.arange(shape[0] * shape[1], dtype=jnp.uint32).reshape(shape)
-    scattered = (jax.random.key_data(key)[1] + places) * jnp.uint32(0x9E3779B1)
+    numbers = jnp.arange(shape[0] * shape[1], dtype=jnp.uint32).reshape(shape)
+    scattered = (jax.random.key_data(key)[1] + numbers) * jnp.uint32(0x9E3779B1)
     return (scattered >> 8).astype(jnp.float32) / 2**24 - 0.5
 
 
-def collection_of(way, own):
+def collection_of(way, cells_of_way):
     placed = WAYS[way]
     on_mesh = {}
     if placed.placement is not None:
         on_mesh = {
             "mesh": mesh_of(NUM_DEVICES),
-            "placement": {cell.table: placed.placement for cell in own},
+            "placement": {cell.table: placed.placement for cell in cells_of_way},
         }
     features = []
-    for cell in own:
+    for cell in cells_of_way:
         table = spec_of(cell)
         features += [rs.FeatureSpec(name, table) for name in cell.features]
     return rs.EmbeddingCollection(
@@ -213,10 +213,10 @@ def reads_of(contract, number):
     letters = np.concatenate([np.arange(4) + 4 * (group % num_groups) for group in GROUPS[number]])
     empty = SAMPLES // NUM_DEVICES
     ids = generator.choice(letters, (2, SAMPLES, WIDTH))
-    for own in ids:
-        places = generator.permutation((SAMPLES - empty) * WIDTH)
-        own.reshape(-1)[places[: letters.size]] = letters
-        own.reshape(-1)[places[letters.size :][: 2 * WIDTH]] = -1
+    for feature_ids in ids:
+        positions = generator.permutation((SAMPLES - empty) * WIDTH)
+        feature_ids.reshape(-1)[positions[: letters.size]] = letters
+        feature_ids.reshape(-1)[positions[letters.size :][: 2 * WIDTH]] = -1
     if number == 1:
         ids[:, SAMPLES - empty :] = -1
     weights = generator.uniform(0.2, 2.0, (SAMPLES, WIDTH)).astype(np.float32)
@@ -226,9 +226,9 @@ def reads_of(contract, number):
     return Read(ids[0], None), Read(ids[1], weights)
 
 
-def batch_of(own, number):
+def batch_of(cells_of_way, number):
     batch = {}
-    for cell in own:
+    for cell in cells_of_way:
         for name, read in zip(cell.features, reads_of(STORAGES[cell.storage], number), strict=True):
             batch[name] = read.ids if read.weights is None else (read.ids, read.weights)
     return batch
@@ -265,8 +265,8 @@ def draws(cell):
         keys = keys_by_number(jax.random.fold_in(of_draws, number))
         return jax.vmap(lambda key: jax.random.bits(key, (1,), jnp.uint32)[0])(keys)
 
-    found = np.float64(jax.vmap(draw)(jnp.arange(NUM_STEPS))) / 2**32
-    return lambda number, key: found[number, KEYS.tolist().index(key)]
+    numbers_drawn = np.float64(jax.vmap(draw)(jnp.arange(NUM_STEPS))) / 2**32
+    return lambda number, key: numbers_drawn[number, KEYS.tolist().index(key)]
 
 
 def oracle_of(cell, collection, state):
@@ -291,10 +291,10 @@ def oracle_of(cell, collection, state):
     return DenseTable(np.asarray(collection.tables(state)[cell.table]), cell.combiner, steps)
 
 
-def assert_close(found, expected, what):
+def assert_close(actual, expected, what):
     expected = np.asarray(expected, np.float64)
     np.testing.assert_allclose(
-        np.asarray(found, np.float64).reshape(expected.shape),
+        np.asarray(actual, np.float64).reshape(expected.shape),
         expected,
         rtol=2e-4,
         atol=2e-5,
@@ -304,7 +304,7 @@ def assert_close(found, expected, what):
 
 def slots_of(pairs):
     """The slots of many rows, one array each."""
-    flat = [[slot for own in slots for slot in own] for slots in pairs]
+    flat = [[slot for slots_of_rule in slots for slot in slots_of_rule] for slots in pairs]
     return [np.stack(column) for column in zip(*flat, strict=True)]
 
 
@@ -350,13 +350,13 @@ def assert_bookkeeping_holds(table, counts, oracle, what):
 
 
 def assert_cores_hold(cores, slots, oracle, what):
-    for core, own, wanted, wanted_slots in zip(
+    for core, core_slots, wanted, wanted_slots in zip(
         cores, slots, oracle.cores, oracle.slots, strict=True
     ):
         assert_close(core, wanted, what)
         for copy in core.addressable_shards[1:]:
             np.testing.assert_array_equal(copy.data, core.addressable_shards[0].data, err_msg=what)
-        for slot, column in zip(own, slots_of(wanted_slots), strict=True):
+        for slot, column in zip(core_slots, slots_of(wanted_slots), strict=True):
             assert_close(slot, column, what)
 
 
@@ -374,8 +374,8 @@ def assert_cores_hold(cores, slots, oracle, what):
 )
 @pytest.mark.parametrize(("storage", "way"), RUNS)
 def test_a_storage_on_a_way_gives_the_numbers_of_loops(storage, way):
-    own = [cell for cell in cells() if (cell.storage, cell.way) == (storage, way)]
-    collection = collection_of(way, own)
+    cells_of_way = [cell for cell in cells() if (cell.storage, cell.way) == (storage, way)]
+    collection = collection_of(way, cells_of_way)
 
     @jax.jit
     def step(state, batch, d_activations):
@@ -385,27 +385,29 @@ def test_a_storage_on_a_way_gives_the_numbers_of_loops(storage, way):
         return collection.lookup(state, batch), ahead, applied, updated
 
     state = collection.init(jax.random.key(0))
-    outputs = jax.eval_shape(collection.lookup, state, collection.prepare(batch_of(own, 0)))
-    oracles = {cell: oracle_of(cell, collection, state) for cell in own}
+    outputs = jax.eval_shape(
+        collection.lookup, state, collection.prepare(batch_of(cells_of_way, 0))
+    )
+    oracles = {cell: oracle_of(cell, collection, state) for cell in cells_of_way}
     for number in range(NUM_STEPS):
         generator = np.random.default_rng(100 + number)
         d_activations = {
             name: generator.normal(size=output.shape).astype(np.float32)
             for name, output in outputs.items()
         }
-        batch = collection.prepare(batch_of(own, number))
+        batch = collection.prepare(batch_of(cells_of_way, number))
         state = collection.prefetch(state, batch)
         looked, ahead, applied, state = step(state, batch, d_activations)
         for cell, oracle in oracles.items():
             reads = dict(zip(cell.features, reads_of(STORAGES[storage], number), strict=True))
-            for call, found, expected in (
+            for call, actual, expected in (
                 ("lookup", looked, oracle.lookup(reads)),
                 ("lookup_vjp", ahead, oracle.lookup_ahead(reads)),
             ):
                 for name in cell.features:
                     what = f"{name}, step {number}, {call}"
-                    assert found[name].shape == expected[name].shape, what
-                    assert_close(found[name], expected[name], what)
+                    assert actual[name].shape == expected[name].shape, what
+                    assert_close(actual[name], expected[name], what)
             oracle.update(reads, d_activations)
         for call, after in (("update", state), ("apply", applied)):
             assert_holds(collection, after, oracles, f"step {number}, {call}")
@@ -439,7 +441,7 @@ def refusals():
             yield pair, Cell(storage, "one device", (name,), "sum"), reason
 
 
-@pytest.mark.parametrize(("cell", "reason"), [own[1:] for own in refusals()], ids=str)
+@pytest.mark.parametrize(("cell", "reason"), [refusal[1:] for refusal in refusals()], ids=str)
 def test_what_a_storage_cannot_do_is_refused_by_name(cell, reason):
     with pytest.raises(ValueError, match=f"'{cell.table}'.*{reason}"):
         collection_of(cell.way, [cell])

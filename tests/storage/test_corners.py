@@ -94,10 +94,10 @@ def test_keys_enter_jit_as_they_are_and_are_read_ahead_where_numbers_are_64_bits
         ahead, pullback = collection.lookup_vjp(state, {"f": WIDE[0]})
         state = collection.apply(state, pullback(jax.tree.map(jnp.ones_like, ahead)))
         rows = rows_of(collection, state)
-        found = np.asarray(jax.jit(collection.lookup)(state, {"f": WIDE[0]})["f"])
+        actual = np.asarray(jax.jit(collection.lookup)(state, {"f": WIDE[0]})["f"])
     assert rows["keys"].tolist() == [7, 2**40 + 7]
-    assert_array_equal(found, rows["values"][::-1])
-    assert_allclose(found, np.asarray(ahead["f"]) - LR, rtol=1e-5)
+    assert_array_equal(actual, rows["values"][::-1])
+    assert_allclose(actual, np.asarray(ahead["f"]) - LR, rtol=1e-5)
 
 
 def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
@@ -108,7 +108,7 @@ def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
         for keys in ([[ONE, OTHER]], [[THIRD, ONE]], [[ONE, ONE]])
     ]
     value_and_grad = rs.value_and_grad(
-        lambda weight, found: jnp.sum(found["f"] @ weight), collection
+        lambda weight, vectors: jnp.sum(vectors["f"] @ weight), collection
     )
 
     def step(state, batch):
@@ -121,10 +121,10 @@ def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
         one_by_one, outputs = step(one_by_one, batch)
         expected.append(outputs)
     scan = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
-    after, found = scan(state, stacked(batches))
+    after, outputs_of_scan = scan(state, stacked(batches))
     jax.tree.map(
         functools.partial(assert_allclose, rtol=1e-5),
-        (found, rows_of(collection, after)),
+        (outputs_of_scan, rows_of(collection, after)),
         (stacked(expected), rows_of(collection, one_by_one)),
     )
     assert jax.tree.leaves(state.tables)[0].is_deleted()
@@ -185,17 +185,21 @@ def test_stochastic_rounding_draws_by_key_so_one_device_and_four_store_equal_bit
 )
 def test_new_rows_are_read_as_they_are_stored_whatever_company_they_come_in(mesh, dtype):
     collection = keyed(mesh, rows=8192, dtype=dtype, optimizer=rs.optimizers.SGD(0.0))
-    state, found = collection.init(jax.random.key(3)), []
+    state, rows_read = collection.init(jax.random.key(3)), []
     for num_keys in (64, 4096):  # one block of new rows, and several
         batch = {"f": np.arange(1, num_keys + 1) * (2**33 + 1)}
         ahead, pullback = collection.lookup_vjp(state, batch)
         applied = collection.apply(state, pullback(ahead))
         updated = jax.jit(collection.update)(state, collection.prepare(batch), ahead)
-        for own in (ahead, collection.lookup(applied, batch), collection.lookup(updated, batch)):
-            found.append(own["f"][:64])
-    assert np.asarray(found[0]).any(axis=1).all()
-    for rows in found:
-        assert_array_equal(rows, found[0])
+        for vectors in (
+            ahead,
+            collection.lookup(applied, batch),
+            collection.lookup(updated, batch),
+        ):
+            rows_read.append(vectors["f"][:64])
+    assert np.asarray(rows_read[0]).any(axis=1).all()
+    for rows in rows_read:
+        assert_array_equal(rows, rows_read[0])
 
 
 @pytest.mark.parametrize("storage", [rs.Hashed(), rs.HostCached(cache_rows=4)], ids=repr)
@@ -293,9 +297,9 @@ def test_a_state_from_before_an_exchange_with_the_host_is_refused():
 
 def on_host_beside(other, *, rows=100):
     """A table on the host, and another one with rows of another size, so that each has its arrays."""
-    how = {"optimizer": SGD, "initializer": jax.nn.initializers.zeros}
-    on_the_host = rs.TableSpec("a", 100, DIM, storage=rs.HostCached(cache_rows=4), **how)
-    beside = rs.TableSpec("b", rows, 2 * DIM, storage=other, **how)
+    options = {"optimizer": SGD, "initializer": jax.nn.initializers.zeros}
+    on_the_host = rs.TableSpec("a", 100, DIM, storage=rs.HostCached(cache_rows=4), **options)
+    beside = rs.TableSpec("b", rows, 2 * DIM, storage=other, **options)
     return rs.EmbeddingCollection([rs.FeatureSpec("a", on_the_host), rs.FeatureSpec("b", beside)])
 
 
@@ -375,7 +379,7 @@ def doors(key_dtype):
         "row_gradients": lambda keys: collection.row_gradients({"f": keys}, ones).values,
         "value_and_grad": lambda keys: loss_fn(jnp.ones(()), state, {"f": keys})[0],
         "scan": lambda keys: jax.lax.scan(
-            lambda s, own: (s, collection.lookup(s, {"f": own})), state, jax.tree.map(lambda lane: lane[None], keys)
+            lambda s, key: (s, collection.lookup(s, {"f": key})), state, jax.tree.map(lambda lane: lane[None], keys)
         )[1],
         "nnx": lambda keys: layer({"f": keys}),
         "linen": lambda keys: module.apply(variables, {"f": keys}),

@@ -77,11 +77,11 @@ def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(storage,
 
     @jax.jit
     def apply(state, batch, d_outputs):
-        found, pullback = collection.lookup_vjp(state, batch)
-        return found, collection.apply(state, pullback(d_outputs))
+        actual, pullback = collection.lookup_vjp(state, batch)
+        return actual, collection.apply(state, pullback(d_outputs))
 
-    found, applied = apply(state, batch, {"f": d_outputs})
-    np.testing.assert_allclose(found["f"], before[ids].sum(axis=1), rtol=1e-6, atol=1e-6)
+    actual, applied = apply(state, batch, {"f": d_outputs})
+    np.testing.assert_allclose(actual["f"], before[ids].sum(axis=1), rtol=1e-6, atol=1e-6)
     if storage == "train":
         return  # steps cores, whose rows are products
 

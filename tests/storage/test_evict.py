@@ -68,21 +68,21 @@ def test_keys_that_have_a_reason_leave_with_all_that_belongs_to_them_and_come_ba
 ):
     (collection, state), rows = filled(num_devices), some_rows()
     reasons = reasons.split()
-    state, gone = collection.evict(state, "t", **{reason: REASONS[reason] for reason in reasons})
+    state, evicted = collection.evict(state, "t", **{reason: REASONS[reason] for reason in reasons})
     leaves = has_reason(rows, reasons)
     assert 5 < leaves.sum() < leaves.size - 3
-    left = rows_of(collection, state)
+    remaining = rows_of(collection, state)
     for name, array in rows.items():
-        assert_array_equal(gone[name], array[leaves], err_msg=name)
-        assert_array_equal(left[name], array[~leaves], err_msg=name)
+        assert_array_equal(evicted[name], array[leaves], err_msg=name)
+        assert_array_equal(remaining[name], array[~leaves], err_msg=name)
     assert collection.counts(state)["t"]["evicted"].sum() == leaves.sum()
-    assert_same(rows_of(collection, collection.with_tables(state, {"t": gone})), rows)
+    assert_same(rows_of(collection, collection.with_tables(state, {"t": evicted})), rows)
 
 
 def test_what_nobody_lets_go_stays():
     (collection, state), rows = filled(), some_rows()
-    state, gone = collection.evict(state, "t", keep=1000)
-    assert_same(gone, {name: array[:0] for name, array in rows.items()})
+    state, evicted = collection.evict(state, "t", keep=1000)
+    assert_same(evicted, {name: array[:0] for name, array in rows.items()})
     assert keys_of(collection, state) == rows["keys"].tolist()
 
 

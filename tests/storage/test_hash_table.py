@@ -24,8 +24,8 @@ def home(key):
 
 
 def keys_with_home(slot, count, high):
-    found = (k for k in range(high << 32, (high << 32) + 10_000) if home(k) == slot)
-    return [next(found) for _ in range(count)]
+    keys_of_slot = (k for k in range(high << 32, (high << 32) + 10_000) if home(k) == slot)
+    return [next(keys_of_slot) for _ in range(count)]
 
 
 POOL = [
@@ -59,8 +59,8 @@ calls = st.lists(
 def check_lanes(table, expected):
     """What lies in the slots, read without the functions under test."""
     rows = np.asarray(table.rows)
-    held = join_keys(*np.asarray(table.keys)[rows >= 0].T)
-    assert dict(zip(held.tolist(), rows[rows >= 0].tolist(), strict=True)) == expected
+    stored = join_keys(*np.asarray(table.keys)[rows >= 0].T)
+    assert dict(zip(stored.tolist(), rows[rows >= 0].tolist(), strict=True)) == expected
     assert (int(table.num_keys[0]), int(table.num_deleted[0])) == (
         len(expected),
         (rows == DELETED).sum(),
@@ -103,11 +103,11 @@ def test_any_sequence_of_calls_equals_a_dict(sequence):
 def test_deleted_slots_are_used_again_and_cleared_before_searches_grow_long():
     table, expected = empty(MAX_KEYS), {}
     for generation in range(30):
-        gone = list(expected)[:-3]
+        removed = list(expected)[:-3]
         new = [2**40 * generation + number for number in range(3)]
         rows = np.full(CALL, generation, np.int32)
-        table = insert(remove(table, padded(gone)), padded(new), rows)
-        expected = {key: row for key, row in expected.items() if key not in gone}
+        table = insert(remove(table, padded(removed)), padded(new), rows)
+        expected = {key: row for key, row in expected.items() if key not in removed}
         expected |= dict.fromkeys(new, generation)
         check_lanes(table, expected)
 

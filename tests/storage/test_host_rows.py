@@ -34,10 +34,10 @@ def test_rows_hold_their_first_values_until_they_are_written():
         evicted[[2, 5, 11]] = NO_ROW
         inserted[[0, 7]] = NO_ROW
         values = [rng.normal(size=(12, 2)), rng.integers(0, 9, (12, 1))]
-        values = [own.astype(array.dtype) for own, array in zip(values, arrays, strict=True)]
-        found = backing.exchange(evicted, values, inserted)
-        for own, array, rows in zip(values, wanted, found, strict=True):
-            array[np.minimum(evicted, NUM_ROWS)] = own
+        values = [value.astype(array.dtype) for value, array in zip(values, arrays, strict=True)]
+        actual = backing.exchange(evicted, values, inserted)
+        for value, array, rows in zip(values, wanted, actual, strict=True):
+            array[np.minimum(evicted, NUM_ROWS)] = value
             array[NUM_ROWS] = 0
             assert_array_equal(rows, array[np.minimum(inserted, NUM_ROWS)])
     assert all(size & (size - 1) == 0 for size in sizes - {NUM_ROWS + 1})
@@ -66,8 +66,8 @@ def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits)
     cached = CachedRows(SetAssociativeCache(1, num_ways=8, num_ids=NUM_ROWS), backing)
     arrays = (jnp.zeros((8, 3)), jnp.zeros((8, 1)), jnp.full(8, NO_ROW, jnp.int32))
 
-    def leaving(places):
-        return api.gather_rows(arrays[:-1], places)
+    def leaving(slots):
+        return api.gather_rows(arrays[:-1], slots)
 
     for step in range(8):
         ids = rng.integers(-1, NUM_ROWS + 1, 30)
@@ -75,19 +75,23 @@ def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits)
         placed = cached.find(ids, admit=admits and step != 5)
         kept = []
         arrays = cached.bring(arrays, placed.moves, leaving, kept.append, is_inside=False)
-        assert all(own is arrays for own in kept)
-        places, rows = placed.places[is_row], ids[is_row]
-        assert (placed.places[~is_row] < 0).all() and places.max() < arrays[0].shape[0]
+        assert all(before is arrays for before in kept)
+        slots_of_rows, rows = placed.places[is_row], ids[is_row]
+        assert (placed.places[~is_row] < 0).all() and slots_of_rows.max() < arrays[0].shape[0]
         for array, wanted in zip(arrays, (table[rows], sums[rows], rows), strict=True):
-            assert_array_equal(array[places], wanted)
+            assert_array_equal(array[slots_of_rows], wanted)
         # A step, on the device and in the plain arrays; rows behind the cache go storage at once.
         table[rows] = step
         sums[rows] = -step
-        arrays = (arrays[0].at[places].set(step), arrays[1].at[places].set(-step), arrays[2])
+        arrays = (
+            arrays[0].at[slots_of_rows].set(step),
+            arrays[1].at[slots_of_rows].set(-step),
+            arrays[2],
+        )
         cached.store_scratch(cached.scratch(arrays[0].shape[0], leaving, is_inside=False))
     cached.flush(leaving)
-    for found, wanted in zip(backing.read(np.arange(NUM_ROWS)), (table, sums), strict=True):
-        assert_array_equal(found, wanted)
+    for actual, wanted in zip(backing.read(np.arange(NUM_ROWS)), (table, sums), strict=True):
+        assert_array_equal(actual, wanted)
 
 
 def test_a_lookup_that_a_step_of_another_thread_overtakes_is_refused(monkeypatch):

@@ -47,12 +47,12 @@ def table(name, *, rows=8, dtype="float32", rule=ADAM, initializer=NORMAL, **pol
     )  # fmt: skip
 
 
-def collection_of(names, num_devices=1, placement=None, *, sizes="eight", **given):
+def collection_of(names, num_devices=1, placement=None, *, sizes="eight", **options):
     """Of each table two features, one of bags and one of single keys."""
     features = []
     for name in names:
-        own = table(name, rows=SIZES[sizes][name], **given)
-        features += [rs.FeatureSpec(f"{name}_bag", own), rs.FeatureSpec(name, own)]
+        spec = table(name, rows=SIZES[sizes][name], **options)
+        features += [rs.FeatureSpec(f"{name}_bag", spec), rs.FeatureSpec(name, spec)]
     mesh = None if num_devices == 1 else mesh_of(num_devices)
     placements = None if placement is None else dict.fromkeys(names, placement)
     return rs.EmbeddingCollection(features, mesh=mesh, placement=placements)
@@ -60,7 +60,7 @@ def collection_of(names, num_devices=1, placement=None, *, sizes="eight", **give
 
 def batches(names):
     """Keys that all tables know, in other bags of each; more of them than rows."""
-    generator, found = np.random.default_rng(0), []
+    generator, results = np.random.default_rng(0), []
     for _ in range(NUM_STEPS):
         ids, d_activations = {}, {}
         for name in NAMES:
@@ -70,8 +70,8 @@ def batches(names):
             if name in names:
                 ids |= {f"{name}_bag": (keys, weights), name: keys[:, 0]}
                 d_activations |= {f"{name}_bag": gradient, name: -2 * gradient}
-        found.append((ids, d_activations))
-    return found
+        results.append((ids, d_activations))
+    return results
 
 
 def trained(collection, names, way="apply"):
@@ -95,15 +95,15 @@ def trained(collection, names, way="apply"):
     return activations, state
 
 
-def assert_each_is_as_if_alone(num_devices=1, placement=None, way="apply", **given):
-    together = collection_of(NAMES, num_devices, placement, **given)
-    alone = collection_of(["mine"], num_devices, placement, **given)
+def assert_each_is_as_if_alone(num_devices=1, placement=None, way="apply", **options):
+    together = collection_of(NAMES, num_devices, placement, **options)
+    alone = collection_of(["mine"], num_devices, placement, **options)
     assert len(together.init(KEY).tables) == 1
     many, state = trained(together, NAMES, way)
     one, own_state = trained(alone, ["mine"], way)
-    for found, expected in zip(many, one, strict=True):
+    for actual, expected in zip(many, one, strict=True):
         for call, activations in expected.items():
-            assert_same({name: found[call][name] for name in activations}, activations)
+            assert_same({name: actual[call][name] for name in activations}, activations)
     for read in ("tables", "counts"):
         assert_same(getattr(together, read)(state)["mine"], getattr(alone, read)(own_state)["mine"])
     return together, state
@@ -137,7 +137,7 @@ def test_a_table_among_smaller_and_larger_ones_has_the_bits_of_one_alone(
     collection, state = assert_each_is_as_if_alone(
         num_devices, placement, way, sizes="around eight", **policy
     )
-    used = {name: own["rows"].sum() for name, own in collection.counts(state).items()}
+    used = {name: counts["rows"].sum() for name, counts in collection.counts(state).items()}
     assert used == {name: len(rows["keys"]) for name, rows in collection.tables(state).items()}
 
 
@@ -181,9 +181,9 @@ def test_files_know_tables_by_name_whatever_storage_they_share(
     # New keys start from the key of their table, whoever drew it.
     ids, d_activations = batches(NAMES)[0]
     ids = jax.tree.map(lambda leaf: leaf + 5 if leaf.dtype == np.int64 else leaf, ids)
-    found = other.update(loaded, other.prepare(ids), d_activations)
+    actual = other.update(loaded, other.prepare(ids), d_activations)
     wanted = collection.update(state, collection.prepare(ids), d_activations)
-    assert_same(other.tables(found), collection.tables(wanted))
+    assert_same(other.tables(actual), collection.tables(wanted))
 
 
 def test_a_file_of_tables_together_is_one_of_tables_apart(tmp_path):
@@ -214,10 +214,10 @@ def test_rows_of_one_table_are_written_and_evicted_alone(num_devices, sizes, any
     assert not written["here"]["keys"].size
     with jax.numpy_dtype_promotion("standard"):
         copy = jax.tree.map(lambda leaf: leaf.copy(), state)
-    left, gone = collection.evict(copy, "mine", keep=2)
-    after = collection.tables(left)
+    remaining, evicted = collection.evict(copy, "mine", keep=2)
+    after = collection.tables(remaining)
     assert after["mine"]["keys"].size == 2
-    again = collection.tables(collection.with_tables(left, {"mine": gone}))
+    again = collection.tables(collection.with_tables(remaining, {"mine": evicted}))
     for name, array in before["mine"].items():
         if not name.startswith("waiting"):
             np.testing.assert_array_equal(again["mine"][name], array, err_msg=name)
@@ -260,7 +260,7 @@ UNLIKE = {
 @pytest.mark.parametrize("difference", [*UNLIKE])
 def test_tables_that_differ_in_more_than_their_names_stay_alone(difference):
     tables = [table("here"), table("mine", **UNLIKE[difference]), table("yours")]
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in tables])
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(spec.name, spec) for spec in tables])
     assert collection.init(KEY).tables.keys() == {"here_yours", "mine"}
 
 
@@ -270,5 +270,5 @@ class Theirs(rs.Hashed):
 
 def test_tables_of_a_class_that_nobody_knows_stay_alone():
     tables = [rs.TableSpec(name, 8, DIM, storage=Theirs()) for name in NAMES]
-    collection = rs.EmbeddingCollection([rs.FeatureSpec(own.name, own) for own in tables])
+    collection = rs.EmbeddingCollection([rs.FeatureSpec(spec.name, spec) for spec in tables])
     assert collection.init(KEY).tables.keys() == set(NAMES)

@@ -18,9 +18,9 @@ def test_keys_of_a_step_never_lose_their_rows_to_new_keys_of_the_same_step(evict
     """Key 1 occurs least and is used now; key 2 has to go, and where even that is not enough, a new key gets no row."""
     collection = keyed(rows=2, when_full="evict", eviction=eviction)
     state = collection.init(jax.random.key(0))
-    for keys, left in (([1, 2, 2, 2], [1, 2]), ([1, 3], [1, 3]), ([1, 4, 5], [1, 4])):
+    for keys, remaining in (([1, 2, 2, 2], [1, 2]), ([1, 3], [1, 3]), ([1, 4, 5], [1, 4])):
         state = stepped(collection, state, keys)
-        assert keys_of(collection, state) == left
+        assert keys_of(collection, state) == remaining
 
 
 def test_rows_that_are_written_count_as_used_now():
@@ -83,11 +83,11 @@ def test_of_equally_due_keys_the_least_number_of_the_dtype_goes(key_dtype, first
     new = np.array([7], key_dtype)
     collection = keyed(rows=3, when_full="evict", key_dtype=key_dtype)
     full = stepped(collection, collection.init(jax.random.key(0)), keys)
-    left = keys_of(collection, stepped(collection, full, new))
-    assert left == sorted({2**64 - 5, 2, 3, 7} - {first})
+    remaining = keys_of(collection, stepped(collection, full, new))
+    assert remaining == sorted({2**64 - 5, 2, 3, 7} - {first})
     again = stepped(collection, collection.init(jax.random.key(0)), keys)
-    _, gone = collection.evict(again, "t", keep=2)
-    assert gone["keys"].astype(np.uint64).tolist() == [first]
+    _, evicted = collection.evict(again, "t", keep=2)
+    assert evicted["keys"].astype(np.uint64).tolist() == [first]
 
 
 @pytest.mark.slow_rows("1-2-evict", "4-2-error")

@@ -43,7 +43,7 @@ def test_the_first_of_many_entries_are_found_like_those_of_few(share, length):
     mask = np.random.default_rng(0).random(length) < share
     for implementation in ("reference", None):
         compact = functools.partial(api.compact, size=30, implementation=implementation)
-        found, num = map(np.asarray, jax.jit(compact)(mask))
+        actual, num = map(np.asarray, jax.jit(compact)(mask))
         expected = [*np.flatnonzero(mask), *[NO_ROW] * 30][:30]
-        assert found.tolist() == expected
+        assert actual.tolist() == expected
         assert num == mask.sum()

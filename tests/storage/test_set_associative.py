@@ -133,7 +133,9 @@ def test_admission_equals_the_simulation(algorithm, batches, num_sets, num_ways)
         assert moves_of(admission) == moves
         assert cache.tags.tolist() == [slot["id"] for slot in dumb.slots]
         assert cache.find(np.asarray(ids, np.int64)).tolist() == locations
-        resident = [(own["id"], slot) for slot, own in enumerate(dumb.slots) if own["id"] >= 0]
+        resident = [
+            (entry["id"], slot) for slot, entry in enumerate(dumb.slots) if entry["id"] >= 0
+        ]
         assert list(zip(*cache.resident(), strict=True)) == resident
 
         asked = {i for i in ids if 0 <= i < NUM_IDS}

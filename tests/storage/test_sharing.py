@@ -64,7 +64,7 @@ def test_few_groups_leave_few_rows_empty(sizes):
     assert num_empty(groups) <= room
     assert len(groups) <= fewest_groups(sizes, room) + 2
     numbers = [[int(table.name[1:]) for table in group] for group in groups]
-    assert all(own == sorted(own) for own in numbers)  # as they were given
+    assert all(rows == sorted(rows) for rows in numbers)  # as they were given
 
 
 @pytest.mark.parametrize("most_rows", [1, 250, 1_000])

@@ -99,8 +99,10 @@ class Oracle:
         self.dtype = weights[0].dtype
         self.tables = [table.astype(np.float64) for table in weights]
         self.states = []
-        for table, own in zip(module.plan.tables, states, strict=True):
-            self.states.append(dict(zip(table.state_names, map(np.float64, own), strict=True)))
+        for table, table_states in zip(module.plan.tables, states, strict=True):
+            self.states.append(
+                dict(zip(table.state_names, map(np.float64, table_states), strict=True))
+            )
         self.features = features
         self.combiner = {"SUM": "sum", "MEAN": "mean_by_count", "NONE": "none"}[pooling]
         self.sizes = sizes
@@ -164,8 +166,8 @@ class Oracle:
 
     def assert_agrees(self, module, *, rtol, atol):
         weights, states = tables_of(module)
-        for found, wanted in zip(weights, self.tables, strict=True):
-            assert_allclose(found.astype(np.float64), wanted, rtol=rtol, atol=atol)
-        for found, wanted in zip(states, self.states, strict=True):
-            for mine, (name, yours) in zip(found, wanted.items(), strict=True):
+        for actual, wanted in zip(weights, self.tables, strict=True):
+            assert_allclose(actual.astype(np.float64), wanted, rtol=rtol, atol=atol)
+        for actual, wanted in zip(states, self.states, strict=True):
+            for mine, (name, yours) in zip(actual, wanted.items(), strict=True):
                 assert_allclose(mine.astype(np.float64), yours, rtol=rtol, atol=atol, err_msg=name)

@@ -54,14 +54,14 @@ def test_ids_and_offsets_are_repaired_counted_or_refused_as_published(ids, offse
     offsets_before = offsets.copy()
     new_ids, new_offsets, count = repaired(ids, offsets)
     expected = two_features(Mode.NONE)(new_ids, new_offsets)
-    for mode, told in ((Mode.WARNING, count), (Mode.IGNORE, 0)):
+    for mode, reported in ((Mode.WARNING, count), (Mode.IGNORE, 0)):
         module = two_features(mode)
         assert_array_equal(module(ids, offsets), expected)
-        assert int(module.bounds_check_warning.get_value()) == told
+        assert int(module.bounds_check_warning.get_value()) == reported
         assert_array_equal(
             compiled(module, ids.astype(np.int32), offsets.astype(np.int32)), expected
         )
-        assert int(module.bounds_check_warning.get_value()) == told
+        assert int(module.bounds_check_warning.get_value()) == reported
     if count or offsets[0]:
         with pytest.raises(ValueError, match=r"offsets begin|outside table|never fall|last offset"):
             two_features(Mode.FATAL)(ids, offsets)

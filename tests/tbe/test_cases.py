@@ -63,8 +63,8 @@ def batch_of(inputs):
     return [np.asarray(inputs["indices"]), np.asarray(inputs["offsets"]), weights]
 
 
-def assert_close(found, expected, tolerance):
-    assert_allclose(np.asarray(found, np.float64), expected, **tolerance)
+def assert_close(actual, expected, tolerance):
+    assert_allclose(np.asarray(actual, np.float64), expected, **tolerance)
 
 
 def assert_tables(module, expected, tolerance):

@@ -228,13 +228,13 @@ KEEPERS = {"keep", "keep_arrays"}
 
 def is_interrupted(call, at_line):
     """Whether Ctrl-C came: as that line of the module's files is about to run, of all that the call runs."""
-    left = at_line
+    lines_left = at_line
 
     def before_line(frame, event, argument):
-        nonlocal left
+        nonlocal lines_left
         if event == "line":
-            left -= 1
-            if left < 0:
+            lines_left -= 1
+            if lines_left < 0:
                 raise KeyboardInterrupt
         return before_line
 

@@ -40,10 +40,10 @@ def test_the_gradient_of_weights_is_that_of_autodiff_also_for_weighted_means(opt
     d_output = gradient_like(module(IDS, OFFSETS))
     before = tables_of(module)
     autodiff = nnx.grad(lambda weights, module: jnp.vdot(module(IDS, OFFSETS, weights), d_output))
-    found = [run(jnp.asarray(WEIGHTS), module) for run in (autodiff, nnx.jit(autodiff))]
+    actual = [run(jnp.asarray(WEIGHTS), module) for run in (autodiff, nnx.jit(autodiff))]
     assert_same(tables_of(module), before)
     _, returned = train(module, IDS, OFFSETS, WEIGHTS, d_output)  # which loops confirm elsewhere
-    for gradient in found:
+    for gradient in actual:
         assert_allclose(gradient, returned, **CLOSE)
 
 
@@ -51,9 +51,9 @@ def test_masked_features_have_no_gradient_of_weights_but_are_trained_also_behind
     module = make(SPECS)
     unmasked = make(SPECS)
     offsets = np.array([2, 3, 3, 4, 7])
-    _, found = train(module, IDS, offsets, WEIGHTS, feature_requires_grad=np.array([1, 0]))
+    _, actual = train(module, IDS, offsets, WEIGHTS, feature_requires_grad=np.array([1, 0]))
     _, everything = train(unmasked, IDS, offsets, WEIGHTS)
-    assert_array_equal(found, np.where(np.arange(7) < 3, everything, 0.0))
+    assert_array_equal(actual, np.where(np.arange(7) < 3, everything, 0.0))
     assert np.flatnonzero(everything).tolist() == [2, 3, 4, 5, 6]
     assert_same_bits(module, unmasked)
 

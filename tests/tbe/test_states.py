@@ -137,11 +137,11 @@ def test_steps_smaller_than_the_rounding_are_not_lost_where_the_cache_has_anothe
 ):
     values = stepped(rate, weights_precision=weights, cache_precision=cache)
     spacing = {FP16: 2.0**-11, BF16: 2.0**-8}[cache if cache != FP32 else weights]  # below 1.0
-    for own in (values[:20], values[20:]):
+    for part in (values[:20], values[20:]):
         # Each step rounds once: a random walk of at most 40 times `spacing`, of which a share moves.
-        deviation = np.sqrt(40 * spacing * rate / own.size) + 1e-9
+        deviation = np.sqrt(40 * spacing * rate / part.size) + 1e-9
         assert 5 * deviation < 40 * rate / 4  # lost steps would leave 1
-        assert_allclose(own.mean(), 1 - 40 * rate, atol=5 * deviation)
+        assert_allclose(part.mean(), 1 - 40 * rate, atol=5 * deviation)
 
 
 @pytest.mark.parametrize(("weights", "cache"), [(FP32, BF16), (FP16, BF16)])
@@ -150,9 +150,9 @@ def test_a_lookup_through_a_narrower_cache_changes_no_bit_of_the_table(weights, 
     module = make(((NUM_ROWS, DIM),), **ONE_SET, **precisions)
     before = module.split_embedding_weights()[0].copy()
     for first in (0, 30, 60):  # rows leave for others, and all come home in the end
-        found = module(np.arange(first, first + 30), np.arange(31))
+        actual = module(np.arange(first, first + 30), np.arange(31))
         narrow = before[first : first + 30].astype(cache.dtype)
-        assert_array_equal(found, narrow.astype(np.float32))
+        assert_array_equal(actual, narrow.astype(np.float32))
     assert_array_equal(module.split_embedding_weights()[0], before)
 
 

@@ -34,26 +34,26 @@ def batch(seed=0):
 
 
 def call_of_table(k, ids, weights, mode="sum"):
-    own = Bags.from_lists(ids[3 * k : 3 * k + 3], weights[3 * k : 3 * k + 3])
-    return call_of(own.ids, own.offsets, own.weights, mode)
+    table_bags = Bags.from_lists(ids[3 * k : 3 * k + 3], weights[3 * k : 3 * k + 3])
+    return call_of(table_bags.ids, table_bags.offsets, table_bags.weights, mode)
 
 
 def test_the_worked_batch_of_three_tables():
     case = CASES["table_batched_forward"]
-    given, expect = case["input"], case["expect"]
+    inputs, expect = case["input"], case["expect"]
     emb = nnx.jit(
-        lambda: TableBatchedTTEmbeddingBag(3, 6, 4, given["ranks"], given["p"], given["q"])
+        lambda: TableBatchedTTEmbeddingBag(3, 6, 4, inputs["ranks"], inputs["p"], inputs["q"])
     )()
     # Of all tables, one behind the other.
     stacked = [
         np.asarray(core, np.float32).reshape(variable.get_value().shape)
-        for core, variable in zip(given["cores"], emb.core_groups[0], strict=True)
+        for core, variable in zip(inputs["cores"], emb.core_groups[0], strict=True)
     ]
     for table in range(3):
         emb.set_cores([np.split(core, 3)[table] for core in stacked], table)
-    output = looked_up(emb, jnp.asarray(given["indices"]), jnp.asarray(given["offsets"]))
+    output = looked_up(emb, jnp.asarray(inputs["indices"]), jnp.asarray(inputs["offsets"]))
     assert_array_equal(output, expect["output"])
-    assert_array_equal(output, emb(given["indices"], given["offsets"][:-1]))
+    assert_array_equal(output, emb(inputs["indices"], inputs["offsets"][:-1]))
     assert jax.eval_shape(emb.full_weight).shape == (3, 6, 4)
 
 
@@ -85,15 +85,15 @@ def test_gradients_and_fused_step_are_those_of_each_table_by_itself():
     for k, spec in enumerate(emb.specs):
         call = call_of_table(k, ids, weights)
         wanted.append(core_gradients(spec, cores[k], call, d_output[k]))
-    for tables, found in zip(emb.groups, gradients.cores, strict=True):
-        for t, d_core in enumerate(found):
+    for tables, actual in zip(emb.groups, gradients.cores, strict=True):
+        for t, d_core in enumerate(actual):
             expected = np.concatenate([wanted[k][t] for k in tables])
             assert_allclose(d_core, expected, rtol=1e-4, atol=1e-5)
     for k, d_cores in enumerate(wanted):
-        for core, gradient, found in zip(cores[k], d_cores, stepped[k], strict=True):
+        for core, gradient, actual in zip(cores[k], d_cores, stepped[k], strict=True):
             total = np.sqrt((gradient**2).mean(1, keepdims=True))
             expected = core - rate * gradient / (total + 1e-3)
-            assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+            assert_allclose(actual, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_dimensions_may_differ():

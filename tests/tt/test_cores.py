@@ -75,10 +75,10 @@ def jitted_rows(spec, form):
 @pytest.mark.slow_rows("native-full_weight_4core", "plain-full_weight_4core")
 @pytest.mark.parametrize("name", ["full_weight_2core", "full_weight_3core", "full_weight_4core"])
 def test_full_weight_is_the_worked_table(form, name):
-    given, expect = CASES[name]["input"], CASES[name]["expect"]
-    num_rows = given.get("num_embeddings", math.prod(given["p"]))
-    spec = TTSpec(num_rows, given["p"], given["q"], given["ranks"])
-    cores = worked_cores(given, spec)
+    inputs, expect = CASES[name]["input"], CASES[name]["expect"]
+    num_rows = inputs.get("num_embeddings", math.prod(inputs["p"]))
+    spec = TTSpec(num_rows, inputs["p"], inputs["q"], inputs["ranks"])
+    cores = worked_cores(inputs, spec)
     assert_array_equal(full_weight(spec, cores), expect["weight"])
     assert_array_equal(
         rows(spec, cores, jnp.arange(num_rows), implementation=form), expect["weight"]
@@ -114,8 +114,8 @@ def test_bags_agree_with_the_dense_table(name, form_of_row, mode, data):
     table, call = dense_table(spec, cores), call_of(ids, offsets, weights, mode)
     assert_allclose(output, lookup([table], call)[0], rtol=1e-5, atol=1e-5)
     assert_allclose(d_weights, weight_gradients([table], call, [d_output])[0], atol=1e-4)
-    for found, wanted in zip(d_cores, core_gradients(spec, cores, call, d_output), strict=True):
-        assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+    for actual, wanted in zip(d_cores, core_gradients(spec, cores, call, d_output), strict=True):
+        assert_allclose(actual, wanted, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.slow_rows("d4")
@@ -127,13 +127,13 @@ def test_many_tiles_make_the_same_bits_as_native_kernels(name, monkeypatch):
     cores = random_cores(spec)
     # Many rows share their first slices.
     ids = jnp.asarray(generator.integers(-1, spec.num_embeddings + 1, 500))
-    given = (
+    arguments = (
         cores,
         Bags(ids, jnp.asarray([0, 0, 100, 100, 499])),
         np.ones((4, spec.embedding_dim), np.float32),
     )
-    found, wanted = (jitted(spec, "sum", form)(*given) for form in ("native", "plain"))
-    assert_same(found, wanted)
+    actual, wanted = (jitted(spec, "sum", form)(*arguments) for form in ("native", "plain"))
+    assert_same(actual, wanted)
 
 
 def test_slices_that_no_counted_id_names_may_hold_nan(form):
@@ -168,10 +168,10 @@ def test_bfloat16_cores_are_summed_in_float32(form):
     assert output.dtype == jnp.float32
     assert_array_equal(output, dense_table(spec, wide)[:50])
     _, wanted = jitted_rows(spec, form)(wide, ids, d_output)
-    for found, value in zip(d_cores, wanted, strict=True):
-        assert found.dtype == jnp.bfloat16
+    for actual, value in zip(d_cores, wanted, strict=True):
+        assert actual.dtype == jnp.bfloat16
         # Rounded once, at the end.
-        assert_array_equal(found, value.astype(jnp.bfloat16))
+        assert_array_equal(actual, value.astype(jnp.bfloat16))
 
 
 def test_vmap_over_tables_and_over_ids(form):
@@ -179,10 +179,10 @@ def test_vmap_over_tables_and_over_ids(form):
     tables = random_cores(spec, 1), random_cores(spec, 2)
     ids = np.asarray([[3, 57, 3], [0, -1, 20]], np.int32)
     run = jax.vmap(lambda cores, ids: rows(spec, cores, ids, implementation=form))
-    found = jax.jit(run)(jax.tree.map(lambda *cores: np.stack(cores), *tables), ids)
+    actual = jax.jit(run)(jax.tree.map(lambda *cores: np.stack(cores), *tables), ids)
     for k, cores in enumerate(tables):
         wanted = jnp.where(ids[k][:, None] < 0, 0, dense_table(spec, cores)[ids[k]])
-        assert_array_equal(found[k], wanted)
+        assert_array_equal(actual[k], wanted)
 
 
 def test_shard_map_over_the_batch_sums_core_gradients(form):
@@ -240,9 +240,9 @@ def test_ids_above_float32_and_int32_are_told_apart():
 @pytest.mark.parametrize("dtype", [np.int8, np.uint8, np.int16, np.uint32, np.int64])
 def test_every_integer_type_of_ids_is_read_right(dtype):
     spec, cores = SPECS["d4"], random_cores(SPECS["d4"])
-    found = rows(spec, cores, np.asarray([0, 99, 100, 120], dtype))
-    assert_array_equal(found[:2], dense_table(spec, cores)[[0, 99]])
-    assert not found[2:].any()
+    actual = rows(spec, cores, np.asarray([0, 99, 100, 120], dtype))
+    assert_array_equal(actual[:2], dense_table(spec, cores)[[0, 99]])
+    assert not actual[2:].any()
 
 
 def test_second_derivatives_of_the_plain_form():

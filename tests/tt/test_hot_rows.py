@@ -74,30 +74,30 @@ def places_of(cache):
 
 def test_the_worked_life_of_a_cache():
     case = CASES["cache_lifecycle_sgd"]
-    given, expect = case["input"], case["expect"]
+    inputs, expect = case["input"], case["expect"]
     options = {"learning_rate": 0.1, "cache_size": 2, "hashtbl_size": 32}
-    emb = TTEmbeddingBag(12, 4, given["ranks"], given["p"], given["q"], **options)
-    emb.set_cores(worked_cores(given, emb.spec))
-    for warmup in given["warmup_batches"]:
+    emb = TTEmbeddingBag(12, 4, inputs["ranks"], inputs["p"], inputs["q"], **options)
+    emb.set_cores(worked_cores(inputs, emb.spec))
+    for warmup in inputs["warmup_batches"]:
         emb.update_cache(warmup["indices"], warmup["offsets"])
     assert {str(id): reads for id, reads in reads_of(emb).items()} == expect["frequency"]
     assert emb.cache_reports()[0].cached_ids == 0
     emb.cache_populate()
-    places = places_of(emb.caches[0])
-    assert sorted(places) == sorted(expect["cached_ids"])
-    for id, place in places.items():
+    rows_of_ids = places_of(emb.caches[0])
+    assert sorted(rows_of_ids) == sorted(expect["cached_ids"])
+    for id, place in rows_of_ids.items():
         assert_array_equal(emb.cache_weight[place], expect["cache_weight"][str(id)])
-    ids = np.asarray(given["batch"]["indices"])
-    hits = np.isin(ids, list(places))
+    ids = np.asarray(inputs["batch"]["indices"])
+    hits = np.isin(ids, list(rows_of_ids))
     assert sorted(ids[hits].tolist()) == expect["cached_lookups"]
     assert ids[~hits].tolist() == expect["tt_lookups"]
-    batch = Bags(ids, np.asarray(given["batch"]["offsets"]))
-    output, _ = step(emb, np.asarray(given["d_output"], np.float32), batch)
+    batch = Bags(ids, np.asarray(inputs["batch"]["offsets"]))
+    output, _ = step(emb, np.asarray(inputs["d_output"], np.float32), batch)
     assert_array_equal(output, expect["output"])
     for core, wanted in zip(emb.cores_of(), expect["cores_after"], strict=True):
         assert_allclose(core, np.reshape(wanted, core.shape), rtol=1e-6, atol=1e-6)
     for id, wanted in expect["cache_after"].items():
-        assert_allclose(emb.cache_weight[places[int(id)]], wanted, rtol=1e-6, atol=1e-6)
+        assert_allclose(emb.cache_weight[rows_of_ids[int(id)]], wanted, rtol=1e-6, atol=1e-6)
     assert_allclose(looked_up(emb, batch), expect["output_after"], rtol=1e-6, atol=1e-6)
     emb.update_cache(batch)
     emb.cache_populate()
@@ -225,13 +225,13 @@ def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_
     d_output = generator.normal(size=(3, 3, 4)).astype(np.float32)
     offsets = np.cumsum([0, *lengths.ravel()])
     output, _ = step(emb, d_output, Bags(ids, offsets, weights))
-    for k, found in enumerate(whole_tables(emb)):
+    for k, actual in enumerate(whole_tables(emb)):
         call = call_of(ids, offsets[3 * k : 3 * k + 4], weights, "mean")
         (wanted,) = lookup([before[k]], call)
         assert_allclose(output[k], wanted, rtol=1e-5, atol=1e-7)
         (gradients,) = row_gradients(call, [SIZES[k]], [4], [d_output[k]])
         stepped, _ = stepped_table(before[k], [], gradients, sgd_step, learning_rate=0.3)
-        assert_allclose(found, stepped, rtol=1e-5, atol=1e-6)
+        assert_allclose(actual, stepped, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.slow_rows("0.8-60000-1000", "1.2-60000-0")
@@ -240,11 +240,11 @@ def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_
     [(0.8, 3000, 0), (1.2, 60_000, 0), (0.8, 60_000, 1000), (1.2, 3000, 1000)],
 )
 def test_the_cache_hits_as_often_as_with_exact_counts(exponent, batch, hashtbl_size):
-    told = contextlib.nullcontext()
+    warning = contextlib.nullcontext()
     if hashtbl_size:
-        told = pytest.warns(UserWarning, match="16384 ids get a read count")
+        warning = pytest.warns(UserWarning, match="16384 ids get a read count")
     options = {"cache_size": 1000, "hashtbl_size": hashtbl_size}
-    with told:
+    with warning:
         emb = TTEmbeddingBag(100_000, 4, [2], [320, 320], [2, 2], **options)
     seen, future = (zipf_ids(100_000, exponent, 60_000, seed) for seed in (0, 1))
     for start in range(0, seen.size, batch):
@@ -313,30 +313,30 @@ def test_rows_that_stay_keep_place_and_state_and_the_residual_bounds_what_others
         ids = [*9 * often, *some, *cached]
         take_step(emb, six_bags([ids]), np.ones((6, 4), np.float32))
         np.add.at(reads, ids, 1)
-        before, places = all_rows(emb), places_of(emb.caches[0])
+        before, rows_before = all_rows(emb), places_of(emb.caches[0])
         of_cores = dense_table(emb.spec, emb.cores_of())
         stored = jax.tree.map(np.asarray, (emb.caches[0].rows, emb.caches[0].state))
         emb.cache_populate()
         # The most read, of equals what is cached, then the lower id.
         now = sorted(np.flatnonzero(reads), key=lambda id: (-reads[id], id not in cached, id))[:2]
-        gone, stay = np.setdiff1d(cached, now).astype(int), np.intersect1d(cached, now)
+        evicted, stay = np.setdiff1d(cached, now).astype(int), np.intersect1d(cached, now)
         after, new_places = all_rows(emb), places_of(emb.caches[0])
         new_cores = dense_table(emb.spec, emb.cores_of())
-        assert_allclose(after[gone], new_cores[gone], rtol=1e-5, atol=1e-6)
+        assert_allclose(after[evicted], new_cores[evicted], rtol=1e-5, atol=1e-6)
         change = np.abs(after - before)
         assert change.max() <= emb.cache_reports()[0].residual + 1e-6
         # Those that entered started as they were.
         assert_array_equal(after[now], before[now])
         # Better than to forget.
-        forgotten = np.square(of_cores - before)[gone]
+        forgotten = np.square(of_cores - before)[evicted]
         assert np.square(change).sum() <= forgotten.sum() * (1 + 1e-5)
         assert sorted(new_places) == sorted(now)
-        kept = [places[id] for id in stay]
+        kept = [rows_before[id] for id in stay]
         assert kept == [new_places[id] for id in stay]
-        found = (emb.caches[0].rows, emb.caches[0].state)
-        for old, new in zip(jax.tree.leaves(stored), jax.tree.leaves(found), strict=True):
+        actual = (emb.caches[0].rows, emb.caches[0].state)
+        for old, new in zip(jax.tree.leaves(stored), jax.tree.leaves(actual), strict=True):
             assert_array_equal(np.asarray(new)[kept], old[kept])
-        reads, cached, num_gone = reads // 2, now, num_gone + len(gone)
+        reads, cached, num_gone = reads // 2, now, num_gone + len(evicted)
     assert emb.cache_reports()[0].evictions == num_gone > 3
 
 

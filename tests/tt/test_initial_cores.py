@@ -42,8 +42,8 @@ def kolmogorov_distance(samples, cumulative):
 
 
 def test_worked_standard_deviations():
-    given, expect = CASES["init_variance"]["input"], CASES["init_variance"]["expect"]
-    spec = TTSpec.suggest(given["n"], 64, given["ranks"])
+    inputs, expect = CASES["init_variance"]["input"], CASES["init_variance"]["expect"]
+    spec = TTSpec.suggest(inputs["n"], 64, inputs["ranks"])
     assert target_std(spec) == pytest.approx(expect["target_std"], rel=1e-6)
     for core in init_cores(jax.random.key(0), spec):
         assert core.std() == pytest.approx(expect["exact_variance_core_std"], rel=0.03)
@@ -55,16 +55,16 @@ def test_worked_standard_deviations():
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("weight_dist", DISTRIBUTIONS)
 def test_the_table_has_the_target_mean_and_standard_deviation(name, weight_dist):
-    found = tables(SPECS[name], weight_dist)
-    assert abs(found.mean()) < 0.03
-    assert found.std() == pytest.approx(1, abs=0.06)
+    actual = tables(SPECS[name], weight_dist)
+    assert abs(actual.mean()) < 0.03
+    assert actual.std() == pytest.approx(1, abs=0.06)
 
 
 @pytest.mark.parametrize(("name", "most"), [("d2", 0.01), ("d3", 0.01), ("d4", 0.03)])
 def test_approx_normal_tables_are_normal(name, most):
-    found = tables(SPECS[name], "approx-normal").ravel()
-    assert kolmogorov_distance(found[::7], jax.scipy.stats.norm.cdf) < most
-    assert (found**4).mean() / (found**2).mean() ** 2 == pytest.approx(
+    actual = tables(SPECS[name], "approx-normal").ravel()
+    assert kolmogorov_distance(actual[::7], jax.scipy.stats.norm.cdf) < most
+    assert (actual**4).mean() / (actual**2).mean() ** 2 == pytest.approx(
         3, abs=0.2 if name != "d4" else 1.0
     )
 
@@ -77,22 +77,22 @@ def test_approx_normal_tables_are_normal(name, most):
 def test_approx_uniform_tables_come_closer_to_uniform_with_the_rank(name, rank, most):
     spec = dataclasses.replace(SPECS[name], tt_ranks=[rank] * (SPECS[name].num_cores - 1))
     # In units of 1 / sqrt(num_embeddings)
-    found = tables(spec, "approx-uniform", draws=4).ravel() / math.sqrt(3)
-    assert kolmogorov_distance(found, lambda x: np.clip((x + 1) / 2, 0, 1)) < most
-    assert np.abs(found).max() < 1.1
+    actual = tables(spec, "approx-uniform", draws=4).ravel() / math.sqrt(3)
+    assert kolmogorov_distance(actual, lambda x: np.clip((x + 1) / 2, 0, 1)) < most
+    assert np.abs(actual).max() < 1.1
 
 
 @pytest.mark.parametrize("name", SPECS)
 @pytest.mark.parametrize("weight_dist", DISTRIBUTIONS)
 def test_rows_that_share_a_digit_are_uncorrelated(name, weight_dist):
-    spec, found = SPECS[name], tables(SPECS[name], weight_dist)
+    spec, actual = SPECS[name], tables(SPECS[name], weight_dist)
     rows = np.arange(spec.num_embeddings)
     for stride, p in zip(spec.strides, spec.tt_p_shapes, strict=True):
         # Rows of which only this digit differs: it is the next one, and 0 after the last.
         is_last = rows // stride % p == p - 1
         partners = np.where(is_last, rows - (p - 1) * stride, rows + stride)
         kept = partners < spec.num_embeddings
-        ours, theirs = found[:, kept], found[:, partners[kept]]
+        ours, theirs = actual[:, kept], actual[:, partners[kept]]
         assert abs((ours * theirs).mean()) < 0.06
         # Never the same row twice.
         assert np.abs(ours - theirs).max(axis=-1).min() > 1e-3

@@ -32,10 +32,10 @@ def same_cores(module, cores):
 
 
 def worked(name, **options):
-    given = CASES[name]["input"]
-    emb = TTEmbeddingBag(24, 8, given["ranks"], given["p"], given["q"], **options)
-    emb.set_cores(worked_cores(given, emb.spec))
-    return emb, given, CASES[name]["expect"]
+    inputs = CASES[name]["input"]
+    emb = TTEmbeddingBag(24, 8, inputs["ranks"], inputs["p"], inputs["q"], **options)
+    emb.set_cores(worked_cores(inputs, emb.spec))
+    return emb, inputs, CASES[name]["expect"]
 
 
 def test_the_published_calls():
@@ -88,7 +88,7 @@ def test_every_form_of_input_is_the_same_batch(mode):
     dense_weights = np.asarray([[0.5, 2, -1], [0, 0, 0], [3, 0, 0]], np.float32)
     bags, table = Bags.from_lists(rows, weights), dense_table(emb.spec, emb.cores_of())
     wanted = pooled(table, flat, [0, 3, 3, 4], flat_weights, mode)
-    for found in (
+    for actual in (
         emb(jnp.asarray(flat), jnp.asarray([0, 3, 3, 4]), jnp.asarray(flat_weights)),
         emb(flat, np.asarray([0, 3, 3]), flat_weights),
         emb(dense, None, dense_weights),
@@ -97,7 +97,7 @@ def test_every_form_of_input_is_the_same_batch(mode):
         emb(bags),
         emb(bags.pad_to(9)),
     ):
-        assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+        assert_allclose(actual, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_last_offset_can_be_said_to_start_an_empty_bag():
@@ -108,13 +108,13 @@ def test_a_last_offset_can_be_said_to_start_an_empty_bag():
 
 
 def test_sparse_false_returns_gradients_and_changes_nothing():
-    emb, given, expect = worked("grad_dense_3core", sparse=False)
+    emb, inputs, expect = worked("grad_dense_3core", sparse=False)
     before = emb.cores_of()
-    bags = Bags(np.asarray(given["indices"]), np.asarray(given["offsets"]))
-    output, gradients = step(emb, np.asarray(given["d_output"], np.float32), bags)
+    bags = Bags(np.asarray(inputs["indices"]), np.asarray(inputs["offsets"]))
+    output, gradients = step(emb, np.asarray(inputs["d_output"], np.float32), bags)
     assert_array_equal(output, CASES["bag_sum_empty_dup"]["expect"]["output"])
-    for found, wanted in zip(gradients.cores[0], expect["d_cores"], strict=True):
-        assert_array_equal(found, np.reshape(wanted, found.shape))
+    for actual, wanted in zip(gradients.cores[0], expect["d_cores"], strict=True):
+        assert_array_equal(actual, np.reshape(wanted, actual.shape))
     assert same_cores(emb, before)
 
 
@@ -130,23 +130,23 @@ def test_sparse_false_returns_gradients_and_changes_nothing():
 )
 def test_fused_rules_are_their_formulas_on_whole_cores(name, formula, states):
     options = dict(learning_rate=row_formulas.LR, eps=1e-3)
-    emb, given, _ = worked("fused_sgd", sparse=True, optimizer=OptimType[name], **options)
+    emb, inputs, _ = worked("fused_sgd", sparse=True, optimizer=OptimType[name], **options)
     twin, _, _ = worked("fused_sgd", sparse=False)
-    bags = Bags(np.asarray(given["indices"]), np.asarray(given["offsets"]))
+    bags = Bags(np.asarray(inputs["indices"]), np.asarray(inputs["offsets"]))
     # Adam has an epsilon of its own, whatever is given.
     made_of = row_formulas.DEFAULTS | {"eps": 1e-8 if name == "ADAM" else 1e-3}
     wanted = [np.float64(core) for core in emb.cores_of()]
     kept = [[dict.fromkeys(states, 0.0) for _ in core] for core in wanted]
     for number, scale in enumerate((1.0, -0.5)):
-        d_output = scale * np.asarray(given["d_output"], np.float32)
+        d_output = scale * np.asarray(inputs["d_output"], np.float32)
         twin.set_cores(emb.cores_of())
         gradients = step(twin, d_output, bags)[1].cores[0]
         step(emb, d_output, bags)
         for t, gradient in enumerate(gradients):
             rows = zip(wanted[t], np.float64(gradient), kept[t], strict=True)
             wanted[t] = np.stack([formula(*row, number + 1, made_of) for row in rows])
-    for found, core in zip(emb.cores_of(), wanted, strict=True):
-        assert_allclose(found, core, rtol=2e-5, atol=2e-6)
+    for actual, core in zip(emb.cores_of(), wanted, strict=True):
+        assert_allclose(actual, core, rtol=2e-5, atol=2e-6)
 
 
 def test_a_new_learning_rate_compiles_nothing():
@@ -221,8 +221,8 @@ def test_gradients_of_weights_are_returned_by_fused_steps_too():
         table, cores = dense_table(module.spec, module.cores_of()), module.cores_of()
         (wanted,) = weight_gradients([table], call, [d_output])
         wanted_cores = core_gradients(module.spec, cores, call, d_output)
-        found = module.vjp(ids, offsets, weights)[1](d_output)
-        assert_allclose(found.per_sample_weights, wanted, rtol=1e-4, atol=1e-7)
-    for own, expected in zip(found.cores[0], wanted_cores, strict=True):
-        assert_allclose(own, expected, rtol=1e-5, atol=1e-7)
+        actual = module.vjp(ids, offsets, weights)[1](d_output)
+        assert_allclose(actual.per_sample_weights, wanted, rtol=1e-4, atol=1e-7)
+    for gradient, expected in zip(actual.cores[0], wanted_cores, strict=True):
+        assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
     assert small(sparse=True).vjp(ids, offsets)[1](d_output) is None

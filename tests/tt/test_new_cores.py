@@ -63,8 +63,8 @@ def test_full_ranks_are_exact_and_larger_ones_are_filled_with_zeros(d):
     larger = dataclasses.replace(spec, tt_ranks=[rank + 2 for rank in spec.tt_ranks])
     wide = from_dense(larger, table)
     assert_array_equal(dense_table(larger, wide), dense_table(spec, cores))
-    for found, wanted in zip(wide, cores, strict=True):
-        assert np.count_nonzero(found) == np.count_nonzero(wanted)
+    for actual, wanted in zip(wide, cores, strict=True):
+        assert np.count_nonzero(actual) == np.count_nonzero(wanted)
 
 
 @pytest.mark.parametrize("d", SHAPES)

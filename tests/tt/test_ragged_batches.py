@@ -87,7 +87,7 @@ def test_room_for_more_ids_changes_no_bit(implementation, mode):
     cores = init_cores(jax.random.key(0), spec)
     ids, offsets = flat(ragged(45))
     weights = np.random.default_rng(3).normal(size=45).astype(np.float32)
-    found, as_given = (
+    actual, as_given = (
         bag(
             spec,
             cores,
@@ -97,7 +97,7 @@ def test_room_for_more_ids_changes_no_bit(implementation, mode):
         )
         for shape in (None, (0,))  # of a dense array, which is left as it is
     )
-    assert_array_equal(found, as_given)
+    assert_array_equal(actual, as_given)
 
 
 def test_an_empty_batch_is_a_batch():

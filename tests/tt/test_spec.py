@@ -74,8 +74,8 @@ def test_specs_are_values():
 
 @pytest.mark.parametrize("name", ["full_weight_2core", "full_weight_3core", "full_weight_4core"])
 def test_strides_and_stored_shapes(name):
-    given, expect = CASES[name]["input"], CASES[name]["expect"]
-    spec = TTSpec(math.prod(given["p"]), given["p"], given["q"], given["ranks"])
+    inputs, expect = CASES[name]["input"], CASES[name]["expect"]
+    spec = TTSpec(math.prod(inputs["p"]), inputs["p"], inputs["q"], inputs["ranks"])
     assert list(spec.strides) == expect["strides"]
     assert [[1, *shape] for shape in spec.core_shapes] == expect["core_shapes_stored"]
     assert spec.num_params == expect["num_params"]

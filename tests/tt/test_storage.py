@@ -50,10 +50,10 @@ def test_devices_that_sum_their_gradients_step_as_one_device_and_keep_equal_copi
     options = {"optimizer": rs.optimizers.Adam(0.05), "combiner": "mean", "dtype": "bfloat16"}
     many, one = trained(collection_of(4, axis="x", **options)), trained(collection_of(**options))
     assert {core.dtype.name for core in (*many[0], *one[0])} == {"bfloat16"}
-    for found, expected in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
-        assert_allclose(np.float32(found), np.float32(expected), rtol=2**-7, atol=1e-6)
-        for shard in found.addressable_shards:
-            assert_array_equal(shard.data, found.addressable_data(0))
+    for actual, expected in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
+        assert_allclose(np.float32(actual), np.float32(expected), rtol=2**-7, atol=1e-6)
+        for shard in actual.addressable_shards:
+            assert_array_equal(shard.data, actual.addressable_data(0))
 
 
 def test_only_gradients_of_cores_travel_and_cores_are_stepped_in_place():
@@ -130,9 +130,9 @@ def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(
     num_devices, tmp_path
 ):
     storage = TensorTrain((3, 4), None, (1, 2, 3))
-    how = {"embedding_dim": DIM, "optimizer": rs.optimizers.Adagrad(0.1), "storage": storage}
+    options = {"embedding_dim": DIM, "optimizer": rs.optimizers.Adagrad(0.1), "storage": storage}
     features = [
-        rs.FeatureSpec(combiner, rs.TableSpec(f"t{k}", ROWS + 7 * k, combiner=combiner, **how))
+        rs.FeatureSpec(combiner, rs.TableSpec(f"t{k}", ROWS + 7 * k, combiner=combiner, **options))
         for k, combiner in enumerate(("sum", "mean", "sqrtn"))
     ]
     collection = rs.EmbeddingCollection(features, mesh=made_mesh(num_devices))
@@ -142,13 +142,15 @@ def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(
         batch[name] = rng.integers(-1, ROWS, (4, 3)), rng.random((4, 3), np.float32)
         d_activations[name] = rng.normal(size=(4, DIM)).astype(np.float32)
     state = collection.init(jax.random.key(0))
-    found, after = collection.lookup(state, batch), collection.update(state, batch, d_activations)
+    actual, after = collection.lookup(state, batch), collection.update(state, batch, d_activations)
     for name, feature in collection.features.items():
-        own, table = {name: batch[name]}, feature.table_spec.name
+        feature_batch, table = {name: batch[name]}, feature.table_spec.name
         alone = rs.EmbeddingCollection([feature])
         fresh = alone.init(jax.random.key(0))
-        assert_allclose(found[name], alone.lookup(fresh, own)[name], rtol=1e-5, atol=1e-7)
-        stepped = alone.update(fresh, own, {name: d_activations[name]})
+        assert_allclose(
+            actual[name], alone.lookup(fresh, feature_batch)[name], rtol=1e-5, atol=1e-7
+        )
+        stepped = alone.update(fresh, feature_batch, {name: d_activations[name]})
         of_all = collection.tables(after)[table], collection.slots(after)[table]
         of_one = alone.tables(stepped)[table], alone.slots(stepped)[table]
         jax.tree.map(lambda a, b: assert_allclose(a, b, rtol=1e-5, atol=1e-7), of_all, of_one)
@@ -179,7 +181,7 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit():
         assert_allclose(after, before - 0.5 * reads[:, None], rtol=1e-5)
         # All that was read is stored.
         assert_same(state.tables["t"].cores, cores)
-        counts = {name: own.sum() for name, own in collection.counts(state)["t"].items()}
+        counts = {name: counter.sum() for name, counter in collection.counts(state)["t"].items()}
         expected = {"cached_ids": 4, "residual": 0, "lookups": 3 * 16, "hits": 16}
         assert counts == expected | {"uncounted": 0, "evictions": 0}
         results.append(after)

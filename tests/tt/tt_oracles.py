@@ -26,11 +26,11 @@ def step(emb, d_output, *batch):
     return output, backward(d_output)
 
 
-def worked_cores(given, spec):
+def worked_cores(inputs, spec):
     """The cores of a worked case."""
     return [
         np.asarray(core, np.float32).reshape(s)
-        for core, s in zip(given["cores"], spec.core_shapes, strict=True)
+        for core, s in zip(inputs["cores"], spec.core_shapes, strict=True)
     ]
 
 
