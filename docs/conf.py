@@ -140,9 +140,9 @@ def constructor(app, kind, name, value, options, signature, returns):
     if signature and "<factory>" in signature and dataclasses.is_dataclass(value):
         return reference.with_defaults(value, signature), returns
     if kind == "class" and signature == "(*args: Any, **kwargs: Any)":
-        told = signature_of(value.__init__, bound_method=True)
+        shown = signature_of(value.__init__, bound_method=True)
         return stringify_signature(
-            told, unqualified_typehints=True, show_return_annotation=False
+            shown, unqualified_typehints=True, show_return_annotation=False
         ), None
     return None
 

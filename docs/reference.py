@@ -116,28 +116,28 @@ def entries() -> dict[str, str]:
 @functools.cache
 def records(module: str) -> list[str]:
     """Places of classes that users of a module get and need not name: functions return them, or records hold them."""
-    given = []
+    values = []
     for name in public_names(module):
         value = found(f"{module}.{name}")
         if kind(value) == "data":
             continue
         origin: Any = inspect.unwrap(value)  # type: ignore[arg-type]
-        told = getattr(origin, "__annotations__", {})
-        types = told.values() if inspect.isclass(value) else [told["return"]]
+        hints = getattr(origin, "__annotations__", {})
+        types = hints.values() if inspect.isclass(value) else [hints["return"]]
         known = vars(importlib.import_module(origin.__module__))
-        given += [
+        values += [
             value,
             *(known.get(word) for word in re.findall(r"\b[A-Z]\w+", " ".join(map(str, types)))),
         ]
     classes = {
-        own
-        for own in given
-        if inspect.isclass(own) and own.__doc__ and not getattr(own, "_is_protocol", False)
+        item
+        for item in values
+        if inspect.isclass(item) and item.__doc__ and not getattr(item, "_is_protocol", False)
     }
-    places = {
-        f"{own.__module__}.{own.__name__}" for own in classes if own.__module__ not in MODULES
+    names = {
+        f"{item.__module__}.{item.__name__}" for item in classes if item.__module__ not in MODULES
     }
-    return sorted(place for place in places if place.startswith("rsembed."))
+    return sorted(place for place in names if place.startswith("rsembed."))
 
 
 def summary(value: object) -> str:
@@ -155,8 +155,8 @@ def told_of_constant(name: str) -> str:
     source = Path(str(importlib.import_module(module).__file__)).read_text()
     if origin := re.search(rf"^from ([\w.]+) import .*\b{constant}\b", source, re.M):
         return told_of_constant(f"{origin[1]}.{constant}")
-    told = re.search(rf'^{constant}\b[^=\n]* = .*\n"""((?:.|\n)*?)"""', source, re.M)
-    return told[1] if told else ""
+    text = re.search(rf'^{constant}\b[^=\n]* = .*\n"""((?:.|\n)*?)"""', source, re.M)
+    return text[1] if text else ""
 
 
 def _with_apart_code(text: str) -> str:
@@ -186,14 +186,14 @@ def with_all_arguments(record: type, text: str) -> str:
         for field in dataclasses.fields(record)
         if field.init and f"\n  {field.name}: " not in text
     ]
-    told = [
+    texts = [
         f"  {field.name}: {meaning}" for field in fields if (meaning := _meaning(record, field))
     ]
-    if not told:
+    if not texts:
         return text
     if "Args:\n" not in text:
         text = f"{text.rstrip()}\n\nArgs:\n"
-    return text.replace("Args:\n", "\n".join(["Args:", *told, ""]), 1)
+    return text.replace("Args:\n", "\n".join(["Args:", *texts, ""]), 1)
 
 
 # What a signature shows in the place of a function that is a default.
@@ -217,10 +217,10 @@ def with_defaults(record: type, signature: str) -> str:
 
 def _meaning(record: type, field: dataclasses.Field[Any]) -> str:
     for base in record.__mro__[1:]:
-        if found := re.search(
+        if match := re.search(
             rf"^  {field.name}: (.*(?:\n    .*)*)", inspect.getdoc(base) or "", re.M
         ):
-            return found[1]
+            return match[1]
     interval = field.metadata.get("interval")
     return f"in {interval}." if interval else ""
 
@@ -329,7 +329,7 @@ def write(folder: Path) -> None:
         '`Float[Array, "rows dim"]` is an array of floats with two axes; equal names are equal sizes.\n'
     )
     trees = [
-        ["```{toctree}", f":caption: {name}", ":maxdepth: 1", "", *own, "```", ""]
-        for name, own in GROUPS.items()
+        ["```{toctree}", f":caption: {name}", ":maxdepth: 1", "", *rooms, "```", ""]
+        for name, rooms in GROUPS.items()
     ]
     (folder / "index.md").write_text("\n".join([text, *(line for tree in trees for line in tree)]))

@@ -64,7 +64,7 @@ class System:
 
     def place(self, key):
         """Where a published name is here, if it is."""
-        module = next(own for own in self.here if f"{key}.".startswith(f"{own}."))
+        module = next(package for package in self.here if f"{key}.".startswith(f"{package}."))
         return self.places.get(key, f"rsembed.{self.here[module]}{key.removeprefix(module)}")
 
     def refusal(self, key):
@@ -139,18 +139,18 @@ SYSTEMS = {system.name: system for system in (SPARSECORE, TBE, TT, SOK)}
 def resolve(place):
     """The object at `rsembed.<module>.<name>`. Raises: AttributeError or ImportError: there is none."""
     parts = place.split(".")
-    found = importlib.import_module(parts[0])
+    value = importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], start=1):
         try:
-            found = getattr(found, part)
+            value = getattr(value, part)
         except AttributeError:
-            if hasattr(found, "__path__") and importlib.util.find_spec(
+            if hasattr(value, "__path__") and importlib.util.find_spec(
                 ".".join(parts[: number + 1])
             ):
-                found = importlib.import_module(".".join(parts[: number + 1]))
+                value = importlib.import_module(".".join(parts[: number + 1]))
             else:
-                found = getattr(_example(found), part)  # of objects only
-    return found
+                value = getattr(_example(value), part)  # of objects only
+    return value
 
 
 @functools.cache
@@ -160,25 +160,25 @@ def _example(kind):
     return kind(*arguments[kind.__name__]) if getattr(kind, "__name__", "") in arguments else kind
 
 
-def _maker(found):
+def _maker(value):
     """What takes the arguments of a class, or a function itself."""
-    if not isinstance(found, type):
-        return found
+    if not isinstance(value, type):
+        return value
     return next(
-        (vars(own)["__init__"] for own in found.__mro__[:-1] if "__init__" in vars(own)), found
+        (vars(base)["__init__"] for base in value.__mro__[:-1] if "__init__" in vars(base)), value
     )
 
 
 def accepted(system, place, arguments):
     """Those of the arguments that the object at a place takes."""
-    found = resolve(place) if arguments else None
-    if found is None:
+    value = resolve(place) if arguments else None
+    if value is None:
         return []
-    if isinstance(found, type) and issubclass(found, enum.Enum):
-        return [name for name in arguments if name in found.__members__]
-    own = inspect.signature(_maker(found)).parameters
-    taken = [name for name in arguments if name in own]
-    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in own.values()):
+    if isinstance(value, type) and issubclass(value, enum.Enum):
+        return [name for name in arguments if name in value.__members__]
+    parameters = inspect.signature(_maker(value)).parameters
+    taken = [name for name in arguments if name in parameters]
+    if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         onward = system.options.get(place)
         if onward is not None:
             taken += accepted(system, onward, [name for name in arguments if name not in taken])
@@ -199,23 +199,30 @@ def rows(system, record):
             if owner in names and system.refusal(f"{module}.{owner}"):
                 continue  # told with its class
             if reason := system.refusal(key):
-                listed = [f"`{shown}{own}`" for own in names if f"{own}.".startswith(f"{name}.")]
+                listed = [
+                    f"`{shown}{other}`" for other in names if f"{other}.".startswith(f"{name}.")
+                ]
                 lines.append(f"| {', '.join(listed)} | refused: {reason} | |")
                 continue
             place = system.place(key)
-            names_here = {own: system.renamed.get(f"{key}({own})", own) for own in arguments}
+            names_here = {
+                argument: system.renamed.get(f"{key}({argument})", argument)
+                for argument in arguments
+            }
             taken = accepted(system, place, list(names_here.values()))
-            told, refusals = [], []
-            for argument, own in names_here.items():
+            texts, refusals = [], []
+            for argument, our_name in names_here.items():
                 reason = system.refusal(f"{key}({argument})")
-                assert reason or own in taken, (
+                assert reason or our_name in taken, (
                     f"{key}: {argument} is neither an argument of {place} nor refused"
                 )
                 if reason:
                     refusals.append(f"refused: {argument} ({reason})")
                 else:
-                    told.append(argument if own == argument else f"{argument} (here {own})")
-            told = [", ".join(told), *refusals] if told else refusals
+                    texts.append(
+                        argument if our_name == argument else f"{argument} (here {our_name})"
+                    )
+            texts = [", ".join(texts), *refusals] if texts else refusals
             resolve(place)
             owner, _, attribute = place.rpartition(".")
             is_set_by_init = isinstance(resolve(owner), type) and not hasattr(
@@ -224,7 +231,7 @@ def rows(system, record):
             shown_place = (
                 f"`{owner}`, its attribute `{attribute}`" if is_set_by_init else f"`{place}`"
             )
-            lines.append(f"| `{shown}{name}` | {shown_place} | {'; '.join(told)} |")
+            lines.append(f"| `{shown}{name}` | {shown_place} | {'; '.join(texts)} |")
     return lines
 
 

@@ -91,25 +91,25 @@ class Collection(Machine):
             0, ROWS["item"] // len(REMAINDERS), len(REMAINDERS)
         )
         choices = {"word": np.arange(ROWS["word"]), "item": near, "user": KEYS}
-        ids = {name: draw.choice(own, (SAMPLES, WIDTH)) for name, own in choices.items()}
+        ids = {name: draw.choice(keys, (SAMPLES, WIDTH)) for name, keys in choices.items()}
         empty = draw.random((SAMPLES, WIDTH)) < draw.choice([0.0, 0.3, 1.0])
         return {
-            name: Read(np.where(empty, -1, own).astype(own.dtype), None)
-            for name, own in ids.items()
+            name: Read(np.where(empty, -1, feature_ids).astype(feature_ids.dtype), None)
+            for name, feature_ids in ids.items()
         }
 
-    def expect(self, found, reads):
+    def expect(self, actual, reads):
         for name, read in reads.items():
             np.testing.assert_array_equal(
-                np.asarray(found[name]), self.oracles[name].lookup({name: read})[name]
+                np.asarray(actual[name]), self.oracles[name].lookup({name: read})[name]
             )
 
     @rule(seed=st.integers(0, 2**16))
     def train(self, seed):
         reads = self.reads_of(seed)
         batch = self.collection.prepare({name: read.ids for name, read in reads.items()})
-        self.state, found = self.step(self.collection.prefetch(self.state, batch), batch)
-        self.expect(found, reads)
+        self.state, outputs = self.step(self.collection.prefetch(self.state, batch), batch)
+        self.expect(outputs, reads)
         for name, read in reads.items():
             self.oracles[name].update({name: read}, {name: np.ones((SAMPLES, DIM))})
 

@@ -92,9 +92,9 @@ class Files(Machine):
 
     @rule(
         place=st.floats(0, 1, exclude_max=True),
-        how=st.sampled_from(["flip", "cut", "delete", "longer", "swap"]),
+        kind=st.sampled_from(["flip", "cut", "delete", "longer", "swap"]),
     )
-    def damage(self, place, how):
+    def damage(self, place, kind):
         """Something happens to a file of a checkpoint."""
         self.manager.wait_until_finished()
         files = sorted(path for path in self.folder.glob("step_*/**/*") if path.is_file())
@@ -102,32 +102,32 @@ class Files(Machine):
             return
         path = files[int(place * len(files))]
         data = bytearray(path.read_bytes())
-        if how == "flip" and data:
+        if kind == "flip" and data:
             data[self.draw.integers(len(data))] ^= 1 << self.draw.integers(8)
-        elif how == "cut":
+        elif kind == "cut":
             data = data[: self.draw.integers(len(data) + 1)]
-        elif how == "longer":
+        elif kind == "longer":
             data += b"x"
-        elif how == "swap":
+        elif kind == "swap":
             data = bytearray(files[self.draw.integers(len(files))].read_bytes())
-        if bytes(data) == path.read_bytes() and how != "delete":
+        if bytes(data) == path.read_bytes() and kind != "delete":
             return
         self.damaged = True
-        path.unlink() if how == "delete" else path.write_bytes(data)
+        path.unlink() if kind == "delete" else path.write_bytes(data)
 
     @rule(after=st.booleans())
     def restore_newest(self, after):
         if after:
             self.manager.wait_until_finished()
         try:
-            found = self.manager.restore()
+            restored = self.manager.restore()
         except (FileNotFoundError, CorruptCheckpointError):
             assert self.damaged or not self.saved
             self.step = 0
             return
-        assert bits_of(found.tree) == self.saved[found.step]
-        assert self.damaged or found.step == self.step
-        self.step = found.step
+        assert bits_of(restored.tree) == self.saved[restored.step]
+        assert self.damaged or restored.step == self.step
+        self.step = restored.step
 
     @precondition(lambda self: self.saved)
     @rule(data=st.data())
@@ -135,14 +135,14 @@ class Files(Machine):
         self.manager.wait_until_finished()
         step = data.draw(st.sampled_from(sorted(self.saved)))
         try:
-            found = self.manager.restore(step=step)
+            restored = self.manager.restore(step=step)
         except (OSError, CorruptCheckpointError):
             assert (
                 self.damaged
                 or self.manager.folder.joinpath(f"step_{step:09d}") not in self.manager.paths()
             )
             return
-        assert found.step == step and bits_of(found.tree) == self.saved[step]
+        assert restored.step == step and bits_of(restored.tree) == self.saved[step]
 
     @rule()
     def keep(self):

@@ -115,8 +115,8 @@ class Hashed(Machine):
             reads[name] = Read(np.where(draw.random(ids.shape) < 0.2, -1, ids), None)
         return reads, self.collection.prepare({name: read.ids for name, read in reads.items()})
 
-    def expect(self, found, wanted):
-        np.testing.assert_array_equal(np.asarray(found, np.float64), wanted)
+    def expect(self, actual, wanted):
+        np.testing.assert_array_equal(np.asarray(actual, np.float64), wanted)
 
     @rule(seed=st.integers(0, 2**16), has_pullback=st.booleans())
     def train(self, seed, has_pullback):
@@ -127,9 +127,9 @@ class Hashed(Machine):
                 name: self.oracles[name].lookup_ahead({name: read})[name]
                 for name, read in reads.items()
             }
-            self.state, found = self.step(self.state, batch)
+            self.state, outputs = self.step(self.state, batch)
             for name in NAMES:
-                self.expect(found[name], ahead[name])
+                self.expect(outputs[name], ahead[name])
         else:
             self.state = self.update(self.state, batch, ones)
         for name, read in reads.items():
@@ -138,9 +138,9 @@ class Hashed(Machine):
     @rule(seed=st.integers(0, 2**16))
     def look_up(self, seed):
         reads, batch = self.reads_of(seed)
-        found = self.lookup(self.state, batch)
+        outputs = self.lookup(self.state, batch)
         for name, read in reads.items():
-            self.expect(found[name], self.oracles[name].lookup({name: read})[name])
+            self.expect(outputs[name], self.oracles[name].lookup({name: read})[name])
 
     @invariant()
     def holds_what_it_should(self):

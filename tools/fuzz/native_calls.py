@@ -53,8 +53,8 @@ def definition(kind: int, shape: int) -> Callable[[list[jax.Array]], Any]:
     return jax.jit(lambda arrays: call.defined(*whole(arrays)))
 
 
-def assert_same(found: Any, defined: Any) -> None:
-    for one, other in zip(jax.tree.leaves(found), jax.tree.leaves(defined), strict=True):
+def assert_same(actual: Any, defined: Any) -> None:
+    for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(defined), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
         if (tolerance := TOLERANCES.get(str(one.dtype))) is None:
             np.testing.assert_array_equal(one, other)

@@ -64,12 +64,12 @@ def environment(sanitizer: str, folder: Path) -> dict[str, str]:
     let threads write to one place, which harms nobody's memory but is a race, so threads are watched in valid calls.
     """
     names = [["g++", f"-print-file-name=lib{name}.so"] for name in RUNTIMES[sanitizer]]
-    found = [
+    libraries = [
         subprocess.run(name, capture_output=True, text=True, check=True).stdout.strip()
         for name in names
     ]
     made = {
-        "LD_PRELOAD": " ".join(found),
+        "LD_PRELOAD": " ".join(libraries),
         "ASAN_OPTIONS": "detect_leaks=0:allocator_may_return_null=1:quarantine_size_mb=32",
         "UBSAN_OPTIONS": "print_stacktrace=1",
         # jaxlib was not built to be watched, so nothing can be said of memory that it hands from thread to thread.
