@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import csv
 import dataclasses
-import logging
+import fnmatch
 import math
 import os
 from collections.abc import Callable, Iterator
@@ -30,16 +30,6 @@ from rsembed.datasets.files import (
 from rsembed.datasets.ratings import GENRES, RatingsLog
 from rsembed.datasets.text import Published
 
-_log = logging.getLogger("rsembed")
-
-ARCHIVE = Published(
-    reader="movielens",
-    name="ml-1m.zip",
-    title="MovieLens, ml-1m",
-    url="https://files.grouplens.org/datasets/movielens/ml-1m.zip",
-    # GroupLens publishes the checksum beside `ml-1m.zip`.
-    known_hash="md5:c4d9eecfca2ab87c1945afe126590906",
-)
 NO_GENRES = ("", "(no genres listed)", "unknown")
 """Entries that stand for unknown genres in GroupLens' files."""
 MOST_EXACT = 2**53
@@ -70,8 +60,7 @@ class Form:
 
     Attributes:
       ratings_name, films_name: names of the file of ratings and the file of films. If both names
-        begin with a dot, the names are extensions, and the two files of a log differ only in the
-        extension.
+        begin with an asterisk, the two files of a log differ only in what follows the asterisk.
       separator: string between two fields in a line of ratings.
       columns: names that the header gives to the columns of user, film, stars and time, in this
         order. An empty tuple if the file of ratings has no header.
@@ -84,16 +73,10 @@ class Form:
     columns: tuple[str, ...] = ()
     films: Callable[[str], Iterator[Film]]
 
-    def is_ratings_file(self, name: str) -> bool:
-        """Whether the path `name` ends with the file name or the extension in `ratings_name`."""
-        base = name.replace("\\", "/").rpartition("/")[2]
-        if self.ratings_name.startswith("."):
-            return base.endswith(self.ratings_name)
-        return base == self.ratings_name
-
     def films_path(self, ratings_path: str) -> str:
         """Path of the file of films that accompanies the file `ratings_path`."""
-        return ratings_path.removesuffix(self.ratings_name) + self.films_name
+        start = ratings_path.removesuffix(self.ratings_name.removeprefix("*"))
+        return start + self.films_name.removeprefix("*")
 
 
 def _films_of_csv(text: str) -> Iterator[Film]:
@@ -189,12 +172,22 @@ FORMS = (
     Form(ratings_name="ratings.dat", films_name="movies.dat", separator="::", films=_films_of_dat),
     Form(ratings_name="u.data", films_name="u.item", separator="\t", films=_films_of_u_item),
     Form(
-        ratings_name=".inter",
-        films_name=".item",
+        ratings_name="*.inter",
+        films_name="*.item",
         separator="\t",
         columns=("user_id", "item_id", "rating", "timestamp"),
         films=_films_of_recbole,
     ),
+)
+_RATINGS_NAMES = ", ".join(form.ratings_name for form in FORMS)
+ARCHIVE = Published(
+    reader="movielens",
+    name="ml-1m.zip",
+    kinds=f"a folder, a zip or a tar.gz with one of {_RATINGS_NAMES}, or the file of ratings",
+    title="MovieLens, ml-1m",
+    url="https://files.grouplens.org/datasets/movielens/ml-1m.zip",
+    # GroupLens publishes the checksum beside `ml-1m.zip`.
+    known_hash="md5:c4d9eecfca2ab87c1945afe126590906",
 )
 
 
@@ -245,7 +238,7 @@ def movielens(
 
     Source: Harper and Konstan, "The MovieLens Datasets: History and Context", ACM TiiS 5(4), 2015.
     """
-    log_path = _find_log(path, download)
+    log_path = ARCHIVE.find(path, download=download, find_at=_log_at)
     origin = f"MovieLens ratings from {log_path}"
     if log_path.name == ARCHIVE.name:
         _, origin = ARCHIVE.check(log_path)
@@ -292,36 +285,13 @@ def movielens(
     )
 
 
-def _find_log(path: str | os.PathLike[str] | None, download: bool) -> Path:
-    """Path of the folder, archive or file of ratings to read.
-
-    Raises:
-      FileNotFoundError: no log was found.
-      ValueError: a folder has several logs.
-    """
-    if path is not None:
-        log_path = _log_at(Path(path).expanduser())
-        if log_path is None:
-            raise FileNotFoundError(
-                f"movielens: path={os.fspath(path)!r} is no file of this kind: give a folder, a zip or a tar.gz with "
-                f"{_form_names()}, or the file of ratings."
-            )
-        return log_path
-    place = os.environ.get("RSEMBED_DATA")
-    if place:
-        log_path = _log_at(Path(place).expanduser())
-        if log_path is not None:
-            return log_path
-        _log.warning("movielens: RSEMBED_DATA=%r has no log of ratings; looking on.", place)
-    return ARCHIVE.cached(download=download)
-
-
-def _form_names() -> str:
-    names = []
+def _form_of(name: str) -> Form | None:
+    """Format of the file of ratings with the path `name`, or None for any other file."""
+    base = name.replace("\\", "/").rpartition("/")[2]
     for form in FORMS:
-        names.append(form.ratings_name)
-    whole_names = ", ".join(names[:-1])
-    return f"{whole_names} or a file *{names[-1]}"
+        if fnmatch.fnmatchcase(base, form.ratings_name):
+            return form
+    return None
 
 
 def _log_at(path: Path) -> Path | None:
@@ -329,11 +299,8 @@ def _log_at(path: Path) -> Path | None:
 
     Raises: ValueError: the folder has several logs.
     """
-    if path.is_file():
-        is_ratings_file = any(form.is_ratings_file(path.name) for form in FORMS)
-        if is_ratings_file or is_archive(path):
-            return path
-        return None
+    if path.is_file() and (_form_of(path.name) or is_archive(path)):
+        return path
     if not path.is_dir():
         return None
     logs = _logs_below(path, SEARCH_DEPTH)
@@ -360,7 +327,7 @@ def _logs_below(folder: Path, depth: int) -> list[Path]:
     """
     children = sorted(folder.iterdir())
     for child in children:
-        if child.is_file() and any(form.is_ratings_file(child.name) for form in FORMS):
+        if child.is_file() and _form_of(child.name):
             return [folder]
     logs = []
     for child in children:
@@ -383,13 +350,12 @@ def _opened_log(log_path: Path) -> Iterator[tuple[Form, SourceFile, SourceFile]]
     with files_in(folder) as files:
         candidates = []
         for file in files:
-            if folder != log_path and file.name != log_path.name:
-                continue
-            for form in FORMS:
-                if form.is_ratings_file(file.name):
-                    candidates.append((form, file))
+            form = _form_of(file.name)
+            is_chosen = folder == log_path or file.name == log_path.name
+            if form and is_chosen:
+                candidates.append((form, file))
         if not candidates:
-            raise ValueError(f"it lacks a file of ratings: {_form_names()}")
+            raise ValueError(f"it lacks a file of ratings: {_RATINGS_NAMES}")
         if len(candidates) > 1:
             names = ", ".join(file.name for _, file in candidates)
             raise ValueError(

@@ -1,6 +1,6 @@
 """Texts as word ids, and windows of ids: Shakespeare's plays, or bundled texts in a similar style.
 
-`Published` reads files from a path, the cache or the network, and compares checksums.
+`Published` finds files at a path, in the cache or on the web, and compares checksums.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -29,6 +30,7 @@ class Published:
     Attributes:
       reader: name of the function that reads the file, for messages.
       name: name of the file, by which it is found in a folder or in the cache.
+      kinds: files that the reader accepts instead, for messages.
       title: description of the content.
       url: address of the file on the web.
       known_hash: `algorithm:digest` of the content.
@@ -36,28 +38,44 @@ class Published:
 
     reader: str
     name: str
+    kinds: str
     title: str
     url: str
     known_hash: str
 
-    def read(self, path: str | os.PathLike[str] | None, *, download: bool) -> tuple[bytes, str]:
-        """Content of the published file or of a different file, and a text on the file's origin.
+    def find(
+        self,
+        path: str | os.PathLike[str] | None,
+        *,
+        download: bool,
+        find_at: Callable[[Path], Path | None],
+    ) -> Path:
+        """Path of a file that the reader accepts, or of the published file in the cache.
 
         Args:
-          path: a file, or a folder with the file. If None, the file is read from the path in the
-            environment variable `RSEMBED_DATA`, or else from pooch's cache.
-          download: whether the file may be downloaded into the cache. If the server does not answer
-            within 5 seconds, nothing is downloaded.
+          path: where to look for a file. If None, the file is at the path in the environment
+            variable `RSEMBED_DATA`, or else in pooch's cache.
+          download: whether the published file may be downloaded into the cache. If the server does
+            not answer within 5 seconds, nothing is downloaded.
+          find_at: function that returns the path of a file at a place, a file or a folder, and None
+            if there is no file.
 
-        Returns:
-          The content, and a text that tells users where the content comes from.
-
-        Raises:
-          FileNotFoundError: there is no such file at `path`, or `path` is None and no file was
-            found.
-          ValueError: a file with this `name` has a different checksum.
+        Raises: FileNotFoundError: there is no such file at `path`, or `path` is None and no file
+          was found.
         """
-        return self.check(self._find(path, download))
+        place = os.environ.get("RSEMBED_DATA") if path is None else path
+        if place:
+            file = find_at(Path(place).expanduser())
+            if file is not None:
+                return file
+            if path is not None:
+                raise FileNotFoundError(
+                    f"{self.reader}: path={os.fspath(path)!r} is no file of this kind: give {self.kinds}."
+                )
+            _log.warning(
+                "%s: RSEMBED_DATA=%r is no file of this kind; looking on.", self.reader, place
+            )
+        return self._cached(download)
 
     def check(self, file: Path) -> tuple[bytes, str]:
         """Content of a file, and a text that tells users where the content comes from.
@@ -76,43 +94,8 @@ class Published:
             )
         return content, f"a file of your own, {file}"
 
-    def _find(self, path: str | os.PathLike[str] | None, download: bool) -> Path:
-        """Path of the file: at `path`, else at the path in `RSEMBED_DATA`, else in the cache."""
-        place = path if path is not None else os.environ.get("RSEMBED_DATA")
-        if place:
-            file = self._at(Path(place).expanduser())
-            if file is not None:
-                return file
-            missing = (
-                f"{os.fspath(place)!r} is no file of this kind, and no folder with {self.name}"
-            )
-            if path is not None:
-                raise FileNotFoundError(
-                    f"{self.reader}: path={missing}; correct it, or leave it out."
-                )
-            _log.warning("%s: RSEMBED_DATA=%s; looking on.", self.reader, missing)
-        return self.cached(download=download)
-
-    def _at(self, place: Path) -> Path | None:
-        """The file `place`, or the file called `name` in the folder `place` or a subfolder.
-
-        The result is None if no file is found, or if only one of `place` and the published file is
-        a zip archive.
-        """
-        if place.is_dir():
-            for file in (place / self.name, *sorted(place.glob(f"*/{self.name}"))):
-                if file.is_file():
-                    return file
-        elif place.is_file() and (place.suffix == ".zip") == self.name.endswith(".zip"):
-            # The file at `place` and the published file are both zip archives, or neither is.
-            return place
-        return None
-
-    def cached(self, *, download: bool) -> Path:
-        """Path of the file in pooch's cache.
-
-        Args:
-          download: whether the file may be downloaded if it is not in the cache.
+    def _cached(self, download: bool) -> Path:
+        """Path of the file in pooch's cache, into which it may be downloaded.
 
         Raises: FileNotFoundError: the file is not in the cache, and was not downloaded.
         """
@@ -145,6 +128,7 @@ UNKNOWN_WORD = "<unk>"
 CORPUS = Published(
     reader="shakespeare",
     name="tinyshakespeare.txt",
+    kinds="a text file, or a folder with tinyshakespeare.txt",
     title="tinyshakespeare, the real corpus",
     url="https://raw.githubusercontent.com/karpathy/char-rnn/master/data/tinyshakespeare/input.txt",
     known_hash="sha256:86c4e6aa9db7c042ec79f339dcb96d42b0075e16b8fc2e86bf0ca57e2dc565ed",
@@ -243,7 +227,8 @@ def shakespeare(
     """
     if source in ("auto", "corpus"):
         try:
-            content, origin = CORPUS.read(path, download=download)
+            file = CORPUS.find(path, download=download, find_at=_text_at)
+            content, origin = CORPUS.check(file)
         except FileNotFoundError:
             if source == "corpus" or path is not None:
                 raise
@@ -275,6 +260,15 @@ def shakespeare(
     return Text(
         word_ids=word_ids, vocabulary=vocabulary, source=origin, content=text, best_loss=best_loss
     )
+
+
+def _text_at(place: Path) -> Path | None:
+    """The text file `place`, or the corpus in the folder `place` or a subfolder, or None."""
+    for file in (place, place / CORPUS.name, *sorted(place.glob(f"*/{CORPUS.name}"))):
+        # `RSEMBED_DATA` may be the path of a zip archive of ratings.
+        if file.is_file() and file.suffix != ".zip":
+            return file
+    return None
 
 
 def _bundled_file(name: str) -> Path:
