@@ -113,17 +113,10 @@ def criteo(
       >>> log.labels.tolist(), log.dense[0, :2].tolist(), f"{log.sparse['C1'][0]:x}", log.sparse["C2"].tolist()
       ([1], [5.0, nan], '68fd1e64', [-1])
     """
-    parts = []
-    num_rows = 0
     with contextlib.closing(_chunks("criteo", path, missing)) as chunks:
-        for part in chunks:
-            if rows is not None and num_rows + len(part) > rows:
-                part = _row_range(part, 0, rows - num_rows)
-            parts.append(part)
-            num_rows += len(part)
-            if num_rows == rows:
-                break
-    return _concatenated(parts)
+        if rows is None:
+            return _concatenated(list(chunks))
+        return next(_regrouped(chunks, rows))
 
 
 @validated
