@@ -5,7 +5,6 @@ from __future__ import annotations
 import binascii
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
 from collections.abc import Generator, Iterator
@@ -234,15 +233,8 @@ def _read_chunks(reader: str, path: Path, missing: int) -> Generator[CriteoLog, 
             file = stack.enter_context(source.open())
             line = read_first_line(file, source.name)
             columns, is_header = _columns_of(line)
-            first_block = []
-            if not is_header and line:
-                has_end = line.endswith(b"\n")
-                text = line.rstrip(b"\r\n") + b"\n"
-                first_block.append(TextBlock(1, text, has_end))
-            description = f"reading {source.name}"
-            other_blocks = line_blocks(file, source, first_line=2, description=description)
             origin = f"Criteo's format, from {path}"
-            for block in itertools.chain(first_block, other_blocks):
+            for block in line_blocks(file, source, line, is_header=is_header):
                 part = _parsed(block, columns, source.name, missing, origin)
                 num_rows += len(part)
                 yield part

@@ -224,32 +224,40 @@ class TextBlock(NamedTuple):
 
 
 def line_blocks(
-    file: io.BufferedIOBase, source: SourceFile, *, first_line: int, description: str
+    file: io.BufferedIOBase, source: SourceFile, line: bytes, *, is_header: bool
 ) -> Iterator[TextBlock]:
     """Yields blocks of whole lines, and shows a progress bar in terminals and notebooks.
 
     Carriage returns before line ends are dropped.
 
     Args:
-      file: open file, positioned at the beginning of a line.
+      file: open file, positioned after its first line.
       source: the `SourceFile` that was opened as `file`. Error messages show `source.name`, and the
         progress bar uses `source.num_bytes`.
-      first_line: index of the first line to read, counted from 1, for error messages.
-      description: text beside the progress bar.
+      line: the first line, from `read_first_line`.
+      is_header: whether the first line is a header, which is left out.
 
     Raises: ValueError: a line is too long (see `MOST_LINE_BYTES`), or the file is damaged.
     """
     num_blocks = None
     if source.num_bytes is not None:
         num_blocks = -(-source.num_bytes // BLOCK_BYTES)
-    blocks = _read_blocks(file, source.name, first_line)
+    blocks = _read_blocks(file, source.name, line, is_header)
+    description = f"reading {source.name}"
     yield from progress(blocks, description=description, total=num_blocks, unit="MB")
 
 
-def _read_blocks(file: io.BufferedIOBase, name: str, first_line: int) -> Iterator[TextBlock]:
+def _read_blocks(
+    file: io.BufferedIOBase, name: str, line: bytes, is_header: bool
+) -> Iterator[TextBlock]:
+    first_line = 1
+    text = line
+    if is_header:
+        first_line = 2
+        text = b""
     while True:
         with damage_is_a_value_error(f"{name}, line {first_line} or later,"):
-            text = file.read(BLOCK_BYTES)
+            text += file.read(BLOCK_BYTES)
             if not text.endswith(b"\n"):
                 text += file.readline(MOST_LINE_BYTES)
         if not text:
@@ -262,6 +270,7 @@ def _read_blocks(file: io.BufferedIOBase, name: str, first_line: int) -> Iterato
             text += b"\n"
         yield TextBlock(first_line, text.replace(b"\r\n", b"\n"), has_end)
         first_line += num_lines
+        text = b""
 
 
 def is_number(text: str) -> bool:

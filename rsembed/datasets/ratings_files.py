@@ -16,7 +16,6 @@ import numpy as np
 
 from rsembed.checks import PositiveInt, validated
 from rsembed.datasets.files import (
-    BYTE_ORDER_MARK,
     SourceFile,
     TextBlock,
     decoded,
@@ -409,14 +408,13 @@ def _read_ratings(
 
     Raises: ValueError: a line is malformed.
     """
-    parts: list[tuple[np.ndarray, ...]] = []
     columns = [0, 1, 2, 3]
     num_columns = 4
-    first_line = 1
+    parts = [np.zeros((0, 4))]
     with file.open() as opened:
+        line = read_first_line(opened, file.name)
         if form.columns:
-            header = read_first_line(opened, file.name)
-            names = decoded(header).rstrip("\r\n").split(form.separator)
+            names = decoded(line).rstrip("\r\n").split(form.separator)
             # RecBole adds a type to each name, such as `user_id:token`.
             names = [name.partition(":")[0] for name in names]
             missing = [name for name in form.columns if name not in names]
@@ -426,20 +424,13 @@ def _read_ratings(
                 )
             columns = [names.index(name) for name in form.columns]
             num_columns = len(names)
-            first_line = 2
-        for block in line_blocks(
-            opened, file, first_line=first_line, description=f"reading {file.name}"
-        ):
-            numbers = _numbers(block, form, file.name, columns, num_columns)
-            stars = numbers[:, 2].astype(np.float32)
-            users, items, _, seconds = numbers.T.astype(np.int64)
-            parts.append((users, items, stars, seconds))
-    if not parts:
+        for block in line_blocks(opened, file, line, is_header=bool(form.columns)):
+            parts.append(_numbers(block, form, file.name, columns, num_columns))
+    numbers = np.concatenate(parts)
+    if not len(numbers):
         raise ValueError(f"{file.name} has no ratings")
-    users, items, stars, seconds = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
-    if not len(users):
-        raise ValueError(f"{file.name} has no ratings")
-    return users, items, stars, seconds
+    users, items, _, seconds = numbers.T.astype(np.int64)
+    return users, items, numbers[:, 2].astype(np.float32), seconds
 
 
 def _numbers(
@@ -456,12 +447,9 @@ def _numbers(
 
     Raises: ValueError: a line is malformed.
     """
-    text = block.text
-    if block.first_line == 1:
-        text = text.removeprefix(BYTE_ORDER_MARK)
-    if not text.strip():
+    if not block.text.strip():
         return np.zeros((0, 4))
-    tab_separated = text.decode("latin-1").replace(form.separator, "\t")
+    tab_separated = block.text.decode("latin-1").replace(form.separator, "\t")
     lines = tab_separated.split("\n")
     try:
         numbers = np.loadtxt(lines, delimiter="\t", comments=None, dtype=np.float64, ndmin=2)

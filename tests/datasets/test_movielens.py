@@ -294,7 +294,7 @@ def test_archives_are_read_within_a_bound(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
-        ("flipped", "ratings.dat, line 1 or later, cannot be read"),
+        ("flipped", "ratings.dat, line 1, cannot be read"),
         ("encrypted", "is encrypted"),
     ],
 )
