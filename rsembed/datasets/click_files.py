@@ -376,7 +376,7 @@ def _numbers(texts: list[bytes], block: TextBlock, name: str, column_name: str) 
         is_good = False
     if not is_good:
         for row, text in enumerate(filled):
-            if not is_number(text.decode("latin-1")) or not abs(float(text)) <= MOST_FLOAT32:
+            if not is_number(text) or not abs(float(text)) <= MOST_FLOAT32:
                 raise _bad_field(
                     block, row, name, column_name, text, "no number that float32 can hold"
                 )

@@ -273,8 +273,8 @@ def _read_blocks(
         text = b""
 
 
-def is_number(text: str) -> bool:
-    """Whether `float` accepts the string, and the string has no underscore.
+def is_number(text: bytes) -> bool:
+    """Whether `float` accepts the text, and the text has no underscore.
 
     Underscores are rejected, because `float` reads 1_0 as 10.
     """
@@ -282,7 +282,7 @@ def is_number(text: str) -> bool:
         float(text)
     except ValueError:
         return False
-    return "_" not in text
+    return b"_" not in text
 
 
 def decoded(content: bytes) -> str:

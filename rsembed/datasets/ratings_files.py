@@ -479,7 +479,7 @@ def _first_bad_line(
         elif line:
             for place, column in enumerate(columns):
                 field = fields[column]
-                if not is_number(field) or not math.isfinite(float(field)):
+                if not is_number(field.encode()) or not math.isfinite(float(field)):
                     reason = f"{shown(field)} is no number"
                 elif place != 2 and not (
                     0 <= float(field) < MOST_EXACT and float(field).is_integer()

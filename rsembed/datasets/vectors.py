@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import gzip
 import os
+import zipfile
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 import numpy as np
 from jaxtyping import Bool, Float32
 
 from rsembed.checks import PositiveInt, describe, validated
+from rsembed.datasets.files import BYTE_ORDER_MARK, decoded, is_number, plain_file, shown
 
 MAX_WORD_BYTES = 65_536
 """Number of bytes that a line may use for its word, see `MAX_NUMBER_BYTES`."""
@@ -26,7 +27,6 @@ To bound the memory, a line of a file must have fewer than
 """
 MAX_DIGITS = 19
 """A first line is a header only if each of its two integers has fewer digits than `MAX_DIGITS`."""
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, repr=False)
@@ -193,17 +193,12 @@ def _lines_of_file(path: Path, dim: int) -> Iterator[tuple[bytes, bool]]:
     Raises: ValueError: the file is a zip archive or a damaged gzip file, or a line is too long.
     """
     most = MAX_WORD_BYTES + dim * MAX_NUMBER_BYTES
-    with contextlib.ExitStack() as stack:
-        file: BinaryIO = stack.enter_context(path.open("rb"))
-        start = file.read(4)
-        file.seek(0)
-        if start == b"PK\x03\x04":
-            raise ValueError(
-                f"word_vectors: {path} is a zip archive, which may have several files; give the lines of one: "
-                "zipfile.ZipFile(path).open(name)."
-            )
-        if start[:2] == b"\x1f\x8b":
-            file = stack.enter_context(gzip.open(file))  # type: ignore[assignment]
+    if zipfile.is_zipfile(path):
+        raise ValueError(
+            f"word_vectors: {path} is a zip archive, which may have several files; give the lines of one: "
+            "zipfile.ZipFile(path).open(name)."
+        )
+    with plain_file(path).open() as file:
         number = 0
         while True:
             number += 1
@@ -252,16 +247,16 @@ def _split(line: bytes, dim: int) -> tuple[bytes, bytes]:
     first = numbers.partition(b" ")[0]
     last = numbers.rpartition(b" ")[2]
     # If a line has a word with spaces and lacks one number, `first` is the last part of the word.
-    if num_spaces < dim or not _is_number(first) or not _is_number(last):
-        raise ValueError(f"it has not a word and {dim} numbers, {_shown(line)}")
+    if num_spaces < dim or not is_number(first) or not is_number(last):
+        raise ValueError(f"it has not a word and {dim} numbers, {shown(decoded(line))}")
     last_of_word = word.rpartition(b" ")[2]
-    if b" " in word and (not last_of_word or _is_number(last_of_word)):
-        raise ValueError(f"it has more than a word and {dim} numbers, {_shown(line)}")
+    if b" " in word and (not last_of_word or is_number(last_of_word)):
+        raise ValueError(f"it has more than a word and {dim} numbers, {shown(decoded(line))}")
     try:
         word.decode("utf-8")
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"the word is not UTF-8 ({error.reason} at byte {error.start}), {_shown(line)}"
+            f"the word is not UTF-8 ({error.reason} at byte {error.start}), {shown(decoded(line))}"
         ) from error
     return word, numbers
 
@@ -273,27 +268,13 @@ def _vector(text: bytes) -> np.ndarray:
     """
     numbers = text.split(b" ")
     for place, number in enumerate(numbers):
-        if not _is_number(number):
-            raise ValueError(f"number {place + 1} is {_shown(number)}")
+        if not is_number(number):
+            raise ValueError(f"number {place + 1} is {shown(decoded(number))}")
     with np.errstate(over="ignore"):
         vector = np.array([float(number) for number in numbers], np.float64).astype(np.float32)
     if not np.isfinite(vector).all():
         place = int(np.isfinite(vector).argmin())
         raise ValueError(
-            f"number {place + 1} is {_shown(numbers[place])}, which float32 cannot hold"
+            f"number {place + 1} is {shown(decoded(numbers[place]))}, which float32 cannot hold"
         )
     return vector
-
-
-def _is_number(piece: bytes) -> bool:
-    try:
-        float(piece)
-    except ValueError:
-        return False
-    return b"_" not in piece  # `float` reads 1_0 as 10.
-
-
-def _shown(line: bytes) -> str:
-    """The first 40 bytes of a line in quotes, for an error message."""
-    text = line[:40].decode("utf-8", "replace")
-    return repr(text) + ("..." if len(line) > 40 else "")
