@@ -149,11 +149,7 @@ def _zip_files(path: Path, archive: zipfile.ZipFile) -> list[SourceFile]:
         if member.is_dir() or _is_a_side_file(member.filename):
             continue
         _check_size(path, member.filename, member.file_size)
-        if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            # zipfile limits the memory for decompression only for stored and deflated members.
-            raise ValueError(
-                f"member {member.filename!r} is neither stored nor deflated. Pack it so."
-            )
+        archives.check_compression(member)
         opener = functools.partial(archive.open, member)
         files.append(SourceFile(name=member.filename, num_bytes=member.file_size, opener=opener))
     return files
