@@ -99,14 +99,14 @@ class Bags:
                 f"weights have {len(weights)} rows, ids {len(id_rows)}; they must match row by row."
             )
         weight_rows = []
-        for position, weight_row in enumerate(weights):
-            weight_rows.append(floats_of(weight_row, f"row {position}").reshape(-1))
-        for position, weight_row in enumerate(weight_rows):
+        for position, row in enumerate(weights):
+            weight_row = floats_of(row, f"row {position}").reshape(-1)
             if weight_row.size != lengths[position]:
                 raise ValueError(
                     f"row {position} has {lengths[position]} ids but {weight_row.size} weights; "
                     "give one weight per id."
                 )
+            weight_rows.append(weight_row)
         return Bags.from_lengths(
             ids, lengths, np.concatenate([np.zeros(0, np.float32), *weight_rows])
         )
@@ -402,11 +402,8 @@ def _bags_of(value: Any) -> Bags:
         ids = ids.tolist()
     _check_weights_of_pair(weights)
     if isinstance(ids, (Keys, jax.Array, np.ndarray)):
-        check_unmasked(ids, "ids")
         if isinstance(ids, np.ndarray) and not jnp.issubdtype(ids.dtype, jnp.integer):
             raise TypeError(words_for_no_ids(ids))
-        if isinstance(weights, (list, tuple)):
-            weights = floats_of(weights, "a pair")
         return Bags.from_dense(ids, weights)
     if isinstance(ids, list) and weights is None:
         plain = ids_of_plain_rows(ids)
@@ -420,8 +417,6 @@ def _bags_of(value: Any) -> Bags:
         )
     if len(ids) and are_integers(ids):
         array = ids_of_integers(ids, "ids must fit 64 bits, got")
-        if weights is not None:
-            weights = floats_of(weights, "a pair")
         return Bags.from_dense(array, weights)
     rows = []
     for row in ids:

@@ -137,11 +137,10 @@ def ids_of_row(row: Any, position: int) -> FlatIds:
             # NumPy cannot convert a row of lists with different lengths. `ids_of_row` rejects
             # arrays with two axes, so a row of lists becomes an empty array with two axes.
             array = np.zeros((0, 0))
-    # NumPy converts integers to floats if some fit in int64 and others only in uint64.
-    if array.dtype.kind == "f" and all(isinstance(value, int) for value in row):
-        array = join_ids([np.asarray([value]) for value in row])
-    if array.dtype == object and array.ndim == 1 and are_integers(array):
-        array = ids_of_integers(array, f"row {position} holds ids that do not fit 64 bits, such as")
+    # NumPy converts integers to floats if some fit in int64 and others only in uint64, and to
+    # objects if an integer does not fit in 64 bits.
+    if array.dtype.kind in "fO" and array.ndim == 1 and are_integers(row):
+        array = ids_of_integers(row, f"row {position} holds ids that do not fit 64 bits, such as")
     if array.ndim == 1 and np.issubdtype(array.dtype, np.integer):
         return array
     for value in row:
@@ -178,16 +177,13 @@ def ids_of_integers(values: Any, complaint: str) -> FlatIds:
       with an integer that needs uint64.
     """
     numbers = [int(value) for value in values]
-    largest = max(numbers, key=abs)
-    if not -(2**63) <= min(numbers) <= max(numbers) < 2**64:
-        raise TypeError(f"{complaint} {largest}; hash them.")
-    small_numbers = [number for number in numbers if number < 2**63]
-    signed = np.asarray(small_numbers, np.int64)
-    if signed.size == len(numbers):
-        return signed
+    least = min(numbers)
+    largest = max(numbers)
+    if not -(2**63) <= least <= largest < 2**64:
+        raise TypeError(f"{complaint} {max(least, largest, key=abs)}; hash them.")
     # `join_ids` raises an error if there is a negative number and a number that needs uint64.
-    join_ids([signed, np.asarray([largest], np.uint64)])
-    return np.asarray(numbers, np.uint64)
+    ends = join_ids([np.asarray([least]), np.asarray([largest])])
+    return np.asarray(numbers, ends.dtype)
 
 
 def join_ids(arrays: Sequence[np.ndarray]) -> FlatIds:
