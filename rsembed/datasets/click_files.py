@@ -27,8 +27,12 @@ from rsembed.datasets.files import (
     shown,
 )
 
-NUM_NUMBERS = 13
-NUM_CATEGORIES = 26
+STANDARD_NAMES = (
+    "label",
+    *[f"I{number}" for number in range(1, 14)],
+    *[f"C{number}" for number in range(1, 27)],
+)
+"""Names of the columns of a log without a header."""
 TRAINING_FILE = "train.txt"
 """Name of the file with labelled rows in the archive of Kaggle's competition on Criteo's data."""
 LABEL_NAMES = ("label", "click")
@@ -270,15 +274,11 @@ def _columns_of(line: bytes) -> tuple[Columns, bool]:
     fields = line.rstrip(b"\r\n").decode("latin-1").split(separator.decode())
     names = [field.strip('"') for field in fields]
     is_header = any(name.lower() in LABEL_NAMES for name in names)
+    if not is_header:
+        names = list(STANDARD_NAMES)
+    label = 0
     numbers = {}
     categories = {}
-    if not is_header:
-        for number in range(NUM_NUMBERS):
-            numbers[f"I{1 + number}"] = 1 + number
-        for number in range(NUM_CATEGORIES):
-            categories[f"C{1 + number}"] = 1 + NUM_NUMBERS + number
-        return Columns(separator, 1 + NUM_NUMBERS + NUM_CATEGORIES, 0, numbers, categories), False
-    label = 0
     for column, name in enumerate(names):
         if name.lower() in LABEL_NAMES:
             label = column
@@ -290,9 +290,9 @@ def _columns_of(line: bytes) -> tuple[Columns, bool]:
             raise ValueError(
                 f"line 1 has the column {shown(name)}, neither label, nor I1, I2, ..., nor C1, C2, ..."
             )
-    if 1 + len(numbers) + len(categories) != len(fields):
+    if 1 + len(numbers) + len(categories) != len(names):
         raise ValueError("line 1 names a column twice")
-    return Columns(separator, len(fields), label, numbers, categories), True
+    return Columns(separator, len(names), label, numbers, categories), is_header
 
 
 def _parsed(block: TextBlock, columns: Columns, name: str, missing: int, origin: str) -> CriteoLog:
@@ -330,22 +330,21 @@ def _check_num_fields(block: TextBlock, columns: Columns, name: str) -> None:
     """Raises: ValueError: a line has fewer or more fields than `columns.num_columns`."""
     characters = np.frombuffer(block.text, np.uint8)
     is_line_end = characters == ord("\n")
-    ends = np.flatnonzero(is_line_end)
-    separators_before = np.cumsum(characters == columns.separator[0])
-    num_separators = np.diff(separators_before[ends], prepend=0)
-    is_bad = num_separators != columns.num_columns - 1
+    is_field_end = is_line_end | (characters == columns.separator[0])
+    last_fields = np.flatnonzero(is_line_end[is_field_end])
+    num_fields = np.diff(last_fields, prepend=-1)
+    is_bad = num_fields != columns.num_columns
     if not is_bad.any():
         return
     row = int(is_bad.argmax())
-    num_fields = 1 + int(num_separators[row])
     hint = ""
-    if num_fields == NUM_NUMBERS + NUM_CATEGORIES:
+    if num_fields[row] == len(STANDARD_NAMES) - 1:
         hint = " (a log without labels, as test.txt is, cannot be trained on)"
-    elif not block.has_end and row == len(ends) - 1:
+    elif not block.has_end and row == len(num_fields) - 1:
         hint = " (the file ends inside this line)"
     raise ValueError(
-        f"{name}, line {block.first_line + row} has {num_fields} fields, not {columns.num_columns}{hint}: a label, "
-        f"{len(columns.numbers)} numbers and {len(columns.categories)} categories"
+        f"{name}, line {block.first_line + row} has {num_fields[row]} fields, not {columns.num_columns}{hint}: "
+        f"a label, {len(columns.numbers)} numbers and {len(columns.categories)} categories"
     )
 
 
