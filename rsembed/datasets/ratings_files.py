@@ -244,20 +244,19 @@ def movielens(
     try:
         with _opened_log(log_path) as (form, ratings_file, films_file):
             item_ids, titles, genres = _read_films(form, films_file)
-            users, items, stars, seconds = _read_ratings(form, ratings_file)
+            ratings = _read_ratings(form, ratings_file)
     except ValueError as error:
         reason = str(error).rstrip(".")
         raise ValueError(f"movielens: {log_path}: {reason}.") from error
     if max_users is not None:
+        users = ratings[:, 0]
         first_users = np.unique(users)[:max_users]
-        is_kept = np.isin(users, first_users)
-        users = users[is_kept]
-        items = items[is_kept]
-        stars = stars[is_kept]
-        seconds = seconds[is_kept]
-    order = np.argsort(seconds, kind="stable")
-    user_ids, user_rows = np.unique(users[order], return_inverse=True)
-    items = items[order]
+        ratings = ratings[np.isin(users, first_users)]
+    order = np.argsort(ratings[:, 3], kind="stable")
+    ratings = ratings[order]
+    users = ratings[:, 0].astype(np.int64)
+    items = ratings[:, 1].astype(np.int64)
+    user_ids, user_rows = np.unique(users, return_inverse=True)
     item_rows = np.minimum(np.searchsorted(item_ids, items), len(item_ids) - 1)
     is_listed = item_ids[item_rows] == items
     if not is_listed.all():
@@ -273,8 +272,8 @@ def movielens(
     return RatingsLog(
         users=user_rows.astype(np.int32),
         items=item_rows.astype(np.int32),
-        ratings=stars[order],
-        timestamps=seconds[order],
+        ratings=ratings[:, 2].astype(np.float32),
+        timestamps=ratings[:, 3].astype(np.int64),
         user_ids=user_ids,
         item_ids=item_ids,
         titles=titles,
@@ -401,10 +400,8 @@ def _read_films(form: Form, file: SourceFile) -> tuple[np.ndarray, tuple[str, ..
     return item_ids, tuple(titles), genres
 
 
-def _read_ratings(
-    form: Form, file: SourceFile
-) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Ids of users, ids of films, stars and times of all ratings, in the order of the file.
+def _read_ratings(form: Form, file: SourceFile) -> np.ndarray:
+    """User, film, stars and time of all ratings in the order of the file, `[ratings, 4]`.
 
     Raises: ValueError: a line is malformed.
     """
@@ -426,11 +423,10 @@ def _read_ratings(
             num_columns = len(names)
         for block in line_blocks(opened, file, line, is_header=bool(form.columns)):
             parts.append(_numbers(block, form, file.name, columns, num_columns))
-    numbers = np.concatenate(parts)
-    if not len(numbers):
+    ratings = np.concatenate(parts)
+    if not len(ratings):
         raise ValueError(f"{file.name} has no ratings")
-    users, items, _, seconds = numbers.T.astype(np.int64)
-    return users, items, numbers[:, 2].astype(np.float32), seconds
+    return ratings
 
 
 def _numbers(
