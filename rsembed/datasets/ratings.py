@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Annotated
 
 import numpy as np
 from jaxtyping import Bool, Float32, Float64, Int, Int32, Int64
 
-from rsembed.checks import NonNegativeInt, PositiveInt, check_within, validated
+from rsembed.checks import NonNegativeInt, PositiveInt, validated
 from rsembed.datasets.generated import id_of_rank, zipf_probabilities
 
 GENRES = (
@@ -191,8 +192,8 @@ class RatingsLog:
 
 @validated
 def generated_ratings(
-    num_users: int,
-    num_items: int,
+    num_users: PositiveInt,
+    num_items: Annotated[int, "[40, inf)"],
     *,
     ratings_per_user: float = 40.0,
     exponent: float = 0.8,
@@ -230,8 +231,6 @@ def generated_ratings(
       >>> len(log.titles), int(np.bincount(log.users).min()) >= 20
       (80, True)
     """
-    check_within("[1, inf)", num_users, "generated_ratings: num_users")
-    check_within(f"[{2 * FEWEST_RATINGS}, inf)", num_items, "generated_ratings: num_items")
     if not FEWEST_RATINGS <= ratings_per_user <= num_items / 2:
         raise ValueError(
             f"generated_ratings: ratings_per_user={ratings_per_user} must be from {FEWEST_RATINGS} to {num_items / 2}, "
@@ -241,11 +240,9 @@ def generated_ratings(
     law, genres = _law(generator, num_users, num_items, exponent)
     counts = FEWEST_RATINGS + generator.exponential(ratings_per_user - FEWEST_RATINGS, num_users)
     counts = np.minimum(counts, num_items // 2).astype(np.int64)
-    users, items, seconds = _visits(generator, law, counts)
-    order = np.argsort(seconds, kind="stable")
-    users = users[order]
-    items = items[order]
-    seconds = seconds[order]
+    visits = _visits(generator, law, counts)
+    order = np.argsort(visits[2], kind="stable")
+    users, items, seconds = visits[:, order]
     affinity = np.einsum("nd,nd->n", law.first_tastes[users], law.item_vectors[items])
     stars = 3.4 + 1.2 * affinity + 0.7 * generator.standard_normal(len(users))
     whole_stars = np.clip(np.rint(stars), 1, 5)
@@ -322,10 +319,8 @@ def _unit(vectors: np.ndarray) -> np.ndarray:
     return vectors / np.linalg.norm(vectors, axis=1, keepdims=True)
 
 
-def _visits(
-    generator: np.random.Generator, law: TasteLaw, counts: np.ndarray
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """User, item and time (in seconds) of each rating.
+def _visits(generator: np.random.Generator, law: TasteLaw, counts: np.ndarray) -> np.ndarray:
+    """User, item and time (in seconds) of each rating, `[3, ratings]`.
 
     Args:
       generator: source of random numbers.
@@ -343,9 +338,7 @@ def _visits(
     moments = np.concatenate([first, inner, last], axis=1)
     careers = law.last_days - law.first_days
     visit_days = law.first_days[:, None] + moments * careers[:, None]
-    all_users = []
-    all_items = []
-    all_seconds = []
+    parts = []
     # The loop handles at most 256 users at a time, to bound the memory.
     num_parts = 1 + num_users // 256
     for user_part in np.array_split(np.arange(num_users), num_parts):
@@ -362,10 +355,6 @@ def _visits(
             items = best_items[rows, ranks]
             is_rated[rows, items] = True
             visit_seconds = (days[rows] * DAY_SECONDS).astype(np.int64)
-            all_users.append(user_part[rows])
-            all_items.append(items)
-            all_seconds.append(START_SECONDS + visit_seconds + 20 * ranks)
-    users = np.concatenate(all_users)
-    items = np.concatenate(all_items)
-    seconds = np.concatenate(all_seconds)
-    return users, items, seconds
+            seconds = START_SECONDS + visit_seconds + 20 * ranks
+            parts.append(np.stack([user_part[rows], items, seconds]))
+    return np.concatenate(parts, axis=1)
