@@ -130,6 +130,11 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
     from nbclient import NotebookClient
     from nbclient.exceptions import CellExecutionError, DeadKernelError
 
+    failed_cells: list[int] = []
+
+    def after_error(*, cell_index: int, **_: Any) -> None:
+        failed_cells.append(cell_index + 1)
+
     modules = os.pathsep.join(filter(None, [str(beside.resolve()), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
         manager = AsyncKernelManager(
@@ -142,7 +147,13 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
             # Use sockets in the temporary folder, because other users could connect to ports.
             transport="ipc",
         )
-        client = NotebookClient(notebook, km=manager, timeout=None, on_cell_executed=after_cell)
+        client = NotebookClient(
+            notebook,
+            km=manager,
+            timeout=None,
+            on_cell_executed=after_cell,
+            on_cell_error=after_error,
+        )
         try:
             client.execute(cleanup_kc=True, env=os.environ | {"PYTHONPATH": modules})
         except CellExecutionError as error:
@@ -151,21 +162,12 @@ def execute(notebook: Any, *, beside: Path, after_cell: Callable[..., None]) -> 
                 # An assert without a message has an empty text, so show its line of code.
                 lines = _FAILED_LINE.findall(_COLOUR_CODES.sub("", error.traceback))
                 text = lines[0].strip() if lines else ""
-            return f"cell {_failed_cell(notebook)}: {error.ename}: {text}"
+            return f"cell {failed_cells[-1]}: {error.ename}: {text}"
         except DeadKernelError:
             return (
                 "the Python process of the notebook died; run the cells in JupyterLab to see where"
             )
     return None
-
-
-def _failed_cell(notebook: Any) -> int:
-    """Index, from 1, of the first cell that ended with an error."""
-    for number, cell in enumerate(notebook.cells, 1):
-        for output in cell.get("outputs", []):
-            if output.output_type == "error":
-                return number
-    raise ValueError("no cell of the notebook has failed.")
 
 
 def run(name: str, settings: dict[str, str], output: Path) -> int:
@@ -324,11 +326,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if options.command == "launch":
             from rsembed.parallel import launch
 
-            counts = {
-                "num_processes": options.processes,
-                "devices_per_process": options.devices_per_process,
-            }
-            return launch(options.script, options.arguments, **counts)
+            return launch(
+                options.script,
+                options.arguments,
+                num_processes=options.processes,
+                devices_per_process=options.devices_per_process,
+            )
         if options.command == "run":
             return run(options.notebook, parse_settings(options.settings), options.output)
         return doctor()
