@@ -29,7 +29,7 @@ StepNumber = int | float | np.number | np.ndarray | Array | None
 
 
 @no_type_check  # `OptimizerSpec.__post_init__` checks each field, and errors name the field.
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class OptimizerSpec(abc.ABC):
     """Optimizer that updates the rows of a table that a batch has looked up.
 
@@ -86,6 +86,11 @@ class OptimizerSpec(abc.ABC):
     def moves_all_rows(self) -> bool:
         """True if a step changes all rows of the table, including rows without a gradient."""
         return False
+
+    def __init_subclass__(cls) -> None:
+        # `dataclass` adds a `__repr__` with all fields to every class that does not define one.
+        if "__repr__" not in vars(cls):
+            cls.__repr__ = OptimizerSpec.__repr__  # type: ignore[method-assign]
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -218,7 +223,7 @@ PER_ROW: SlotKind = (True, "float32")
 ITERATION: SlotKind = (True, "int32")
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class CompactOptimizerSpec(OptimizerSpec):
     """Base of rules with slots that start at zero and may be stored in 16 bits.
 
@@ -349,7 +354,7 @@ def learning_rate_arity(learning_rate: object) -> int:
     return int(has_positional)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Custom(OptimizerSpec):
     """Optimizer with a user-written rule: an ordinary JAX function of one row.
 
@@ -424,7 +429,7 @@ class Custom(OptimizerSpec):
         return self.short_name_str
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class OptaxOptimizerSpec(OptimizerSpec):
     """Optimizer that applies an optax transformation to each row, with separate state for each row.
 

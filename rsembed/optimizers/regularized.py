@@ -59,7 +59,7 @@ def row_norm(values: Array) -> Array:
     return jnp.sqrt(jnp.sum(values * values, axis=-1, keepdims=True))
 
 
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _DecayingAdam(CompactOptimizerSpec):
     """Base of AdamW and LAMB. `AdamW` documents the fields."""
 
@@ -115,7 +115,7 @@ class _DecayingAdam(CompactOptimizerSpec):
         return rows - lr * direction, (first, second, *counters)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class AdamW(_DecayingAdam):
     """Adam with decoupled weight decay. Rows that are not looked up do not decay.
 
@@ -143,7 +143,7 @@ class AdamW(_DecayingAdam):
     rule_name = "adamw"
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class LAMB(_DecayingAdam):
     """AdamW with step lengths proportional to the row norm: `w -= lr * norm(w) / norm(u) * u`.
 
@@ -157,7 +157,7 @@ class LAMB(_DecayingAdam):
     has_trust_ratio = True
 
 
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class LARS(CompactOptimizerSpec):
     """Momentum SGD with step lengths proportional to the row norm.
 
@@ -195,7 +195,7 @@ class LARS(CompactOptimizerSpec):
         return rows - momentum, (momentum,)
 
 
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DecayedAdagrad(CompactOptimizerSpec):
     """Row-wise Adagrad with weight decay, a bound on row norms, or both.
 
@@ -295,7 +295,7 @@ class DecayedAdagrad(CompactOptimizerSpec):
         return rows, (accumulator, *other_slots)
 
 
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class _CountingAdagrad(CompactOptimizerSpec):
     """Base of the two row-wise Adagrad optimizers that count the updates of each row."""
 
@@ -331,7 +331,7 @@ class _CountingAdagrad(CompactOptimizerSpec):
         return gradients
 
 
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CounterAdagrad(_CountingAdagrad):
     """Row-wise Adagrad with learning rates and decay that depend on row counters.
 
@@ -444,7 +444,7 @@ class CounterAdagrad(_CountingAdagrad):
         return plain_rate
 
 
-@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class CowClipAdagrad(_CountingAdagrad):
     """Row-wise Adagrad that clips the gradient of each row, depending on row norm and row counter.
 

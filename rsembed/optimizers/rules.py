@@ -45,7 +45,7 @@ F2ASlotVariables = namedtuple("F2ASlotVariables", "accumulator local_step")
 F2ASlotVariables.__doc__ = "Slots of F2A: sum of squared gradients and number of steps of the row."
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class SGD(OptimizerSpec):
     """Stochastic gradient descent: `w -= lr * g`.
 
@@ -66,7 +66,7 @@ class SGD(OptimizerSpec):
         return rows - lr * gradients, slots
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Adagrad(OptimizerSpec):
     """Adagrad without epsilon: `A += g²`, then `w -= lr * g / sqrt(A)`.
 
@@ -95,7 +95,7 @@ class Adagrad(OptimizerSpec):
         return _adagrad_step(rows, slots[0], gradients, hyper[0], 0.0)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class TorchAdagrad(OptimizerSpec):
     """Adagrad of torch and FBGEMM: `A += g²`, then `w -= lr * g / (sqrt(A) + epsilon)`.
 
@@ -134,7 +134,7 @@ def _adagrad_step(
     return rows - step, (accumulator,)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class RowWiseAdagrad(OptimizerSpec):
     """Adagrad with one accumulator per row: `A += mean(g²)`, `w -= lr * g / (sqrt(A) + epsilon)`.
 
@@ -165,7 +165,7 @@ class RowWiseAdagrad(OptimizerSpec):
         return rows - gradients * rate, (accumulator,)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class _BiasCorrectedAdam(OptimizerSpec):
     """Base of Adam rules that fold the bias correction for the global step into the learning rate.
 
@@ -201,7 +201,7 @@ class _BiasCorrectedAdam(OptimizerSpec):
         return new_rows, (momentum, velocity)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class Adam(_BiasCorrectedAdam):
     """Adam that updates only the rows of a batch ("lazy"): other rows and moments do not change.
 
@@ -217,7 +217,7 @@ class Adam(_BiasCorrectedAdam):
     fused_as = "adam"
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class TensorFlowAdam(_BiasCorrectedAdam):
     """Adam that updates every row of the table, including rows without a gradient.
 
@@ -234,7 +234,7 @@ class TensorFlowAdam(_BiasCorrectedAdam):
     moves_all_rows = True
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class LazyAdam(_BiasCorrectedAdam):
     """Variant of `TensorFlowAdam` that updates only the rows of a batch.
 
@@ -249,7 +249,7 @@ class LazyAdam(_BiasCorrectedAdam):
     fused_as = "adam"
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class AdagradMomentum(OptimizerSpec):
     """Adagrad with momentum, a root of any degree, and optional decay of the accumulator.
 
@@ -285,7 +285,7 @@ class AdagradMomentum(OptimizerSpec):
         return rows - lr * step, (accumulator, momentum)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class FTRL(OptimizerSpec):
     """Follow the regularised leader (FTRL-proximal): an L1 term makes the weights sparse.
 
@@ -342,7 +342,7 @@ class FTRL(OptimizerSpec):
         return shrunk / _positive(denominator), (accumulator, linear)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class LaProp(OptimizerSpec):
     """Adam variant that divides each gradient by `sqrt(v)` before the momentum is computed.
 
@@ -395,7 +395,7 @@ class LaProp(OptimizerSpec):
         return rows - lr * mu, (mu, nu)
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class F2A(OptimizerSpec):
     """Frequency-aware Adagrad: rows that are rarely looked up take larger steps.
 

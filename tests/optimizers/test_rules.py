@@ -1,3 +1,4 @@
+import dataclasses
 import inspect
 from pathlib import Path
 
@@ -122,7 +123,13 @@ def test_specs_compare_by_class_and_value_and_print_short():
     assert ro.SGD(0.1) == ro.SGD(0.1)
     assert hash(ro.SGD(0.1)) == hash(ro.SGD(0.1))
     assert ro.Adagrad(0.1) != ro.SGD(0.1)
+
+    @dataclasses.dataclass(frozen=True)
+    class Own(ro.Adam):
+        pass
+
     assert repr(ro.Adam(0.1)) == "Adam()"
+    assert repr(Own(0.1)) == "Own()"
     assert "beta_1=0.9" in str(ro.Adam(0.1))
     assert ro.SGD(jnp.asarray(0.5)).learning_rate == 0.5
     assert isinstance(ro.Adam().pack_slots((1, 2)), ro.rules.AdamSlotVariables)

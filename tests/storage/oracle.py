@@ -18,7 +18,7 @@ from tests.oracles import divisor_of
 StepRow = Callable[..., None]
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True)
 class SideBySide(rs.OptimizerSpec):
     """Many rules in one table: of `n` rules, rule `k` steps columns `k, k + n, k + 2n, ...`.
 
