@@ -10,13 +10,13 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import operator
 import os
 from typing import Any
 
 import numpy as np
 
 from rsembed.arrays import AnyArray
+from rsembed.bags import Bags
 from rsembed.fdo.statistics import TableDrops
 from rsembed.kernels import native
 from rsembed.kernels.devices import granted_cores
@@ -25,10 +25,10 @@ from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE, StackLayout
 from rsembed.sparsecore.partitioner import (
     BUFFER_DTYPES,
     HostBatch,
-    HostFeature,
     StackBuffers,
     record_drops,
 )
+from rsembed.specs import FeatureSpec
 from rsembed.stacking import SUBLANES, round_up
 
 THREADS_VARIABLE = "SPARSECORE_INPUT_PREPROCESSING_THREADS"
@@ -51,7 +51,6 @@ _ID_TYPES = {
 _LINE_BYTES = 64  # JAX does not copy arrays that begin at a multiple of 64 bytes.
 _HUGE_PAGE_BYTES = 2 << 20
 _PARTITIONED, _BAD_ENTRY = 0, 1
-_TABLE_AND_SAMPLE = "spec.id_transformation.col_offset", "spec.id_transformation.row_offset"
 
 
 class _Feature(ctypes.Structure):
@@ -141,10 +140,7 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     for task in tasks.values():
         task.place_buffers(block)
     descriptors = (_Stack * len(tasks))(*(task.descriptor for task in tasks.values()))
-    features: list[HostFeature] = []
-    for readers in batch.readers.values():
-        features += readers
-    num_ids = sum(feature.bags.ids.size for feature in features)
+    num_ids = sum(bags.ids.size for bags in batch.bags.values())
     threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
     status = _partition_function()(descriptors, len(tasks), batch.allow_id_dropping, threads)
     for task, descriptor in zip(tasks.values(), descriptors, strict=True):
@@ -152,8 +148,9 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
         # written its results to these copies.
         task.descriptor = descriptor
     if status == _BAD_ENTRY:
-        for feature in features:
-            feature.check_values()
+        for layout in batch.layouts.values():
+            for feature in layout.features:
+                partitioner.check_entries(feature, batch.bags[feature.name])
     if status != _PARTITIONED:
         raise MemoryError("no memory to partition a batch; use smaller batches or fewer threads.")
     buffers = {}
@@ -202,16 +199,18 @@ class _StackTask:
         num_cores = batch.local_device_count * layout.num_cores
         num_shards = layout.num_shards
         # The C++ library requires that the features of a table are consecutive, in the order of
-        # their samples.
-        readers = sorted(batch.readers[name], key=operator.attrgetter(*_TABLE_AND_SAMPLE))
+        # their samples. `layout.features` are in the order of their samples.
+        features = sorted(layout.features, key=lambda feature: feature.id_transformation.col_offset)
         self.inputs: list[np.ndarray | None] = []
-        self.features = (_Feature * len(readers))(*(self._describe(reader) for reader in readers))
+        self.features = (_Feature * len(features))()
+        for number, feature in enumerate(features):
+            self.features[number] = self._describe(feature, batch.bags[feature.name])
         size = layout.buffer_size_per_device() * batch.local_device_count
         pointers = max(num_shards, SUBLANES)
         self.sizes = (num_cores * pointers, size, size, size)
         self.num_bytes = sum(round_up(4 * size, _LINE_BYTES) for size in self.sizes)
         num_partitions = num_cores * num_shards
-        drops_shape = (num_cores, len(readers), len(TableDrops._fields))
+        drops_shape = (num_cores, len(features), len(TableDrops._fields))
         counts = np.zeros(2 * num_partitions + math.prod(drops_shape), np.int64)
         self.num_ids = counts[:num_partitions]
         self.num_unique = counts[num_partitions : 2 * num_partitions]
@@ -219,7 +218,7 @@ class _StackTask:
         address = counts.ctypes.data
         self.descriptor = _Stack(
             self.features,
-            *(len(readers), num_cores, num_shards, layout.samples_per_core),
+            *(len(features), num_cores, num_shards, layout.samples_per_core),
             *(layout.spec.max_ids_per_partition, layout.spec.max_unique_ids_per_partition),
             *(size // num_cores, pointers),
             *(None, None, None, None),  # addresses of the four buffers, set by `place_buffers`
@@ -227,10 +226,9 @@ class _StackTask:
             _GAIN_RULES[layout.spec.combiner],
         )
 
-    def _describe(self, feature: HostFeature) -> _Feature:
+    def _describe(self, feature: FeatureSpec, bags: Bags) -> _Feature:
         """The struct from which the C++ library reads the ids and weights of one feature."""
-        bags = feature.bags
-        placement = feature.spec.id_transformation
+        placement = feature.id_transformation
         num_shards = self.layout.num_shards
         ids = _plain(bags.ids)
         shape = bags.dense_shape
@@ -242,8 +240,8 @@ class _StackTask:
         return _Feature(
             *(None if array is None else array.ctypes.data for array in arrays),
             0 if shape is None else shape[1],
-            (feature.spec.num_samples or 0) // num_shards,
-            feature.spec.table_spec.vocabulary_size,
+            (feature.num_samples or 0) // num_shards,
+            feature.table_spec.vocabulary_size,
             placement.col_offset // num_shards,
             placement.row_offset // num_shards,
             placement.col_shift,

@@ -25,13 +25,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int, Int64
 
-from rsembed.bags import Bags
+from rsembed.bags import Bags, check_bags
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats, TableDrops
 from rsembed.places import Place
 from rsembed.sparsecore.layout import MAX_MINIBATCHES, MAX_SAMPLES_PER_DEVICE, StackLayout
@@ -60,66 +60,56 @@ StackBuffers = dict[str, np.ndarray]
 """The flat buffers of one stack for this process, by the names in `BUFFER_DTYPES`."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class HostFeature:
-    """The ids of one feature in this process.
+def samples_of(bags: Bags) -> Int64[np.ndarray, " nnz"]:
+    """Index of each entry's sample among the samples of this process."""
+    return np.repeat(np.arange(bags.num_bags, dtype=np.int64), np.diff(bags.offsets))
 
-    Attributes:
-      spec: spec of the feature.
-      bags: NumPy arrays with one bag for every sample of this process. Ids are row numbers in the
-        logical table. `check_values` checks the ids and weights.
+
+def gains_of(
+    bags: Bags, samples: Int64[np.ndarray, " nnz"], combiner: str
+) -> Float32[np.ndarray, " nnz"]:
+    """Gain (factor of the row) of each entry, before equal ids of one sample are merged.
+
+    The activation of a sample is the sum of `gain * row` over the entries of the sample. The gain
+    is 0 if the sum of the sample's weights is 0 (combiner "mean"), or if the sum of their squares
+    is 0 (combiner "sqrtn").
+
+    Args:
+      bags: ids and weights of one feature, with one bag for every sample of this process.
+      samples: result of `samples_of`.
+      combiner: "sum", "mean" or "sqrtn".
     """
+    weights = bags.weights
+    if weights is None:
+        weights = np.ones(samples.shape, np.float32)
+    values = np.asarray(weights)
+    if combiner == "sum":
+        return values
+    wide = values.astype(np.float64)
+    summands = wide if combiner == "mean" else wide * wide
+    total = np.bincount(samples, summands, minlength=bags.num_bags)
+    # For a feature without ids, `np.bincount` returns int64 instead of float64.
+    total = total.astype(np.float64, copy=False)
+    divisor = total if combiner == "mean" else np.sqrt(total)
+    inverse = np.divide(1.0, divisor, out=np.zeros_like(divisor), where=divisor != 0)
+    return (wide * inverse[samples]).astype(np.float32)
 
-    spec: FeatureSpec
-    bags: Bags
 
-    @functools.cached_property
-    def samples(self) -> Int64[np.ndarray, " nnz"]:
-        """Index of each entry's sample among the samples of this process."""
-        return np.repeat(np.arange(self.bags.num_bags, dtype=np.int64), np.diff(self.bags.offsets))
+def check_entries(feature: FeatureSpec, bags: Bags) -> None:
+    """Checks the ids and weights of a feature.
 
-    @functools.cached_property
-    def gains(self) -> Float32[np.ndarray, " nnz"]:
-        """Gain (factor of the row) of each entry, before equal ids of one sample are merged.
-
-        The activation of a sample is the sum of `gain * row` over the entries of the sample. The
-        gain is 0 if the sum of the sample's weights is 0 (combiner "mean"), or if the sum of their
-        squares is 0 (combiner "sqrtn").
-        """
-        combiner = self.spec.table_spec.combiner
-        weights = self.bags.weights
-        if weights is None:
-            weights = np.ones(self.samples.shape, np.float32)
-        values = np.asarray(weights)
-        if combiner == "sum":
-            return values
-        wide = values.astype(np.float64)
-        summands = wide if combiner == "mean" else wide * wide
-        total = np.bincount(self.samples, summands, minlength=self.bags.num_bags)
-        # For a feature without ids, `np.bincount` returns int64 instead of float64.
-        total = total.astype(np.float64, copy=False)
-        divisor = total if combiner == "mean" else np.sqrt(total)
-        inverse = np.divide(1.0, divisor, out=np.zeros_like(divisor), where=divisor != 0)
-        return (wide * inverse[self.samples]).astype(np.float32)
-
-    def check_values(self) -> None:
-        """Raises: ValueError: an id is outside its table, or a weight is not finite."""
-        where = f"feature {self.spec.name!r}"
-        table = self.spec.table_spec
-        ids = self.bags.ids
-        weights = self.bags.weights
-        if weights is not None and not np.isfinite(weights).all():
-            entry = int(np.flatnonzero(~np.isfinite(weights))[0])
-            raise ValueError(
-                f"{where}: weight {weights[entry]} in sample {self.samples[entry]} is not finite."
-            )
-        if ids.size and (ids.min() < 0 or ids.max() >= table.vocabulary_size):
-            worst = int(np.argmin(ids) if ids.min() < 0 else np.argmax(ids))
-            raise ValueError(
-                f"{where}: id {ids[worst]} in sample {self.samples[worst]} is outside table "
-                f"{table.name!r} with vocabulary_size={table.vocabulary_size}; enlarge the table, "
-                "hash the ids first, or leave out -1."
-            )
+    Raises: ValueError: an id is outside its table, or a weight is not finite.
+    """
+    check_bags(bags, feature=feature.name)
+    table = feature.table_spec
+    ids = bags.ids
+    if ids.size and (ids.min() < 0 or ids.max() >= table.vocabulary_size):
+        worst = int(np.argmin(ids) if ids.min() < 0 else np.argmax(ids))
+        raise ValueError(
+            f"feature {feature.name!r}: id {ids[worst]} in sample {samples_of(bags)[worst]} is "
+            f"outside table {table.name!r} with vocabulary_size={table.vocabulary_size}; enlarge "
+            "the table, hash the ids first, or leave out -1."
+        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -182,7 +172,8 @@ class HostBatch(NamedTuple):
 
     Attributes:
       layouts: layouts of the stacks, by stack name.
-      readers: features that read each stack, by stack name, in the order of their samples.
+      bags: NumPy arrays with one bag for every sample of this process, by feature name. Ids are row
+        numbers in the logical table. `check_entries` checks the ids and weights.
       local_device_count: number of devices of this process.
       allow_id_dropping: whether entries that exceed a limit or the buffer are dropped and counted.
         If False, entries that exceed a limit or the buffer are an error.
@@ -190,7 +181,7 @@ class HostBatch(NamedTuple):
     """
 
     layouts: Mapping[str, StackLayout]
-    readers: Mapping[str, Sequence[HostFeature]]
+    bags: Mapping[str, Bags]
     local_device_count: int
     allow_id_dropping: bool
     statistics: SparseDenseMatmulInputStats
@@ -212,19 +203,21 @@ class HostBatch(NamedTuple):
         partitions = []
         keys = []
         gains = []
-        for feature in self.readers[name]:
-            feature.check_values()
-            ids = feature.bags.ids.astype(np.int64)
-            placement = feature.spec.id_transformation
+        for feature in layout.features:
+            bags = self.bags[feature.name]
+            check_entries(feature, bags)
+            ids = bags.ids.astype(np.int64)
+            placement = feature.id_transformation
             place = Place(0, placement.col_offset, placement.col_shift)
-            samples_per_core = (feature.spec.num_samples or 0) // num_shards
-            core, sample = np.divmod(feature.samples, samples_per_core)
+            samples_per_core = (feature.num_samples or 0) // num_shards
+            samples = samples_of(bags)
+            core, sample = np.divmod(samples, samples_per_core)
             row = place.rows_in_shard(ids, spread=num_shards)
             partitions.append(core * num_shards + place.shards(ids, spread=num_shards))
             keys.append(
                 row * layout.samples_per_core + (sample + placement.row_offset // num_shards)
             )
-            gains.append(feature.gains)
+            gains.append(gains_of(bags, samples, layout.spec.combiner))
         partition = np.concatenate(partitions)
         key = np.concatenate(keys)
         gain = np.concatenate(gains)

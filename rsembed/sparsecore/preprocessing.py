@@ -2,8 +2,8 @@
 
 The module `preprocessing` checks the shapes and dtypes of a batch. The partitioners check the ids
 and weights, because they read all of them anyway. The NumPy partitioner calls
-`HostFeature.check_values`. The C++ partitioner checks ids and weights itself, and calls
-`HostFeature.check_values` only to raise the error.
+`check_entries`. The C++ partitioner checks ids and weights itself, and calls `check_entries` only to
+raise the error.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ from rsembed.sparsecore.layout import (
 from rsembed.sparsecore.partitioner import (
     BUFFER_DTYPES,
     HostBatch,
-    HostFeature,
     StackBuffers,
     partition_stacks_in_minibatches,
 )
@@ -189,16 +188,12 @@ def preprocess_sparse_dense_matmul_input(
     """
     sharding_strategy_to_enum(sharding_strategy)
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
-    host_features = read_features(
+    bags = read_features(
         feature_specs, features, features_weights, local_device_count, global_device_count
     )
-    by_name = {feature.spec.name: feature for feature in host_features}
-    readers = {}
-    for name, layout in layouts.items():
-        readers[name] = [by_name[feature.name] for feature in layout.features]
     statistics = SparseDenseMatmulInputStats()
     num_minibatches = 1
-    batch = HostBatch(layouts, readers, local_device_count, allow_id_dropping, statistics)
+    batch = HostBatch(layouts, bags, local_device_count, allow_id_dropping, statistics)
     check_type(allow_id_dropping, bool, "allow_id_dropping")
     check_type(all_reduce_interface, Callable | None, "all_reduce_interface, an AllReduce,")
 
@@ -384,8 +379,8 @@ def read_features(
     weights: FeatureTree,
     local_device_count: int,
     global_device_count: int,
-) -> list[HostFeature]:
-    """Ids and weights of every feature, after checks of shapes and dtypes.
+) -> dict[str, Bags]:
+    """Ids and weights of every feature, by name, after checks of shapes and dtypes.
 
     For the arguments see `preprocess_sparse_dense_matmul_input`.
     """
@@ -396,7 +391,7 @@ def read_features(
         if weights is None
         else leaves_like(feature_specs, weights, "features_weights")
     )
-    result = []
+    result = {}
     for spec, leaf, weight in zip(specs, leaves, all_weights, strict=True):
         if isinstance(leaf, Bags):
             check_ids_dtype(leaf, feature=spec.name)
@@ -414,7 +409,7 @@ def read_features(
                 f"{global_device_count} devices); pass the local part of the batch, or declare "
                 "another input_shape and output_shape."
             )
-        result.append(HostFeature(spec=spec, bags=jax.tree.map(np.asarray, bags)))
+        result[spec.name] = jax.tree.map(np.asarray, bags)
     return result
 
 

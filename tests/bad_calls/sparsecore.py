@@ -307,7 +307,7 @@ sparse([[0, 0]], [1], no_such_argument=None) => TypeError: no_such_argument
 embedding.prepare_feature_specs_for_training([made()], None, 1)
     => TypeError: global_device_count must be an integer, got None (NoneType).
 run(IDS, np.where(IDS == 13, -np.inf, 1), given=placed(made(combiner="sqrtn")))
-    => ValueError: feature 'f_word': weight -inf in sample 6 is not finite.
+    => ValueError: feature 'f_word': weight -inf in sample 6 is not finite; clean the weights.
 environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="many")(run)() => ValueError: a number of at least 1, got 'many'
 environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="0")(run)() => ValueError: a number of at least 1, got '0'
 environment(RSEMBED_CORES_PER_DEVICE="many")(auto)(1, None)
