@@ -195,8 +195,8 @@ class StackLayout:
 
         Raises: ValueError: the samples of a feature do not start directly after the samples of the
           features before it, a feature has different row offsets than its table, a batch cannot be
-          split into equal parts for all shards, or the stack was made for another number of
-          samples.
+          split into equal parts for all shards, the stack was made for another number of samples,
+          or a device has too many samples.
         """
         end = 0
         for feature in self.features:
@@ -223,6 +223,11 @@ class StackLayout:
                 f"stack {self.name!r} was placed for {self.spec.total_sample_count} samples, but "
                 f"features {[feature.name for feature in self.features]} have {end}. "
                 f"{_PLACE_AGAIN}"
+            )
+        if end // self.num_devices > MAX_SAMPLES_PER_DEVICE:
+            raise ValueError(
+                f"stack {self.name!r} has {end // self.num_devices} samples per device, above the "
+                f"limit of {MAX_SAMPLES_PER_DEVICE}; stack fewer features, or use more devices."
             )
 
     def checked_activations(self, activations: Array) -> Array:

@@ -21,7 +21,6 @@ from rsembed.fdo.statistics import TableDrops
 from rsembed.kernels import native
 from rsembed.kernels.devices import granted_cores
 from rsembed.sparsecore import partitioner
-from rsembed.sparsecore.layout import MAX_SAMPLES_PER_DEVICE, StackLayout
 from rsembed.sparsecore.partitioner import (
     BUFFER_DTYPES,
     HostBatch,
@@ -130,10 +129,10 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     """Input buffers of all stacks. Without the C++ library, `partitioner` computes the buffers.
 
     Raises:
-      ValueError: an id is out of range, a weight is not finite, a limit is exceeded, a buffer is
-        too small, or there are too many samples.
+      ValueError: an id is out of range, a weight is not finite, a limit is exceeded, or a buffer is
+        too small.
     """
-    if unavailable_because() or not all(map(_fits_keys, batch.layouts.values())):
+    if unavailable_because():
         return {name: partitioner.partition_stack(batch, name) for name in batch.layouts}
     tasks = {name: _StackTask(batch, name) for name in batch.layouts}
     block = _Block(sum(task.num_bytes for task in tasks.values()))
@@ -265,17 +264,6 @@ class _StackTask:
             for code, kind in enumerate(TableDrops._fields):
                 dropped[kind] = (first_rows, num_dropped[:, code])
         record_drops(batch.statistics, self.layout, dropped)
-
-
-def _fits_keys(layout: StackLayout) -> bool:
-    """Whether the C++ partitioner can sort the ids of a stack.
-
-    Shard, row and sample of an entry must fit into a 64-bit sort key, and no device may have more
-    than `MAX_SAMPLES_PER_DEVICE` samples.
-    """
-    counts = (layout.num_shards, layout.rows_per_shard, layout.samples_per_core)
-    is_allowed = layout.samples_per_core * layout.num_cores <= MAX_SAMPLES_PER_DEVICE
-    return is_allowed and sum(max(count - 1, 0).bit_length() for count in counts) <= 64
 
 
 def _plain(array: AnyArray) -> np.ndarray:

@@ -34,7 +34,7 @@ from jaxtyping import Bool, Float32, Int, Int64
 from rsembed.bags import Bags, check_bags
 from rsembed.fdo.statistics import SparseDenseMatmulInputStats, TableDrops
 from rsembed.places import Place
-from rsembed.sparsecore.layout import MAX_MINIBATCHES, MAX_SAMPLES_PER_DEVICE, StackLayout
+from rsembed.sparsecore.layout import MAX_MINIBATCHES, StackLayout
 from rsembed.specs import FeatureSpec
 from rsembed.stacking import SUBLANES, round_up
 
@@ -189,16 +189,9 @@ class HostBatch(NamedTuple):
     def merged_entries(self, name: str) -> Entries:
         """Entries of the cores of this process, after equal ids of one sample were merged.
 
-        Raises: ValueError: an id is outside its table, a weight is not finite, or a device has too
-          many samples.
+        Raises: ValueError: an id is outside its table, or a weight is not finite.
         """
         layout = self.layouts[name]
-        if layout.samples_per_core * layout.num_cores > MAX_SAMPLES_PER_DEVICE:
-            raise ValueError(
-                f"stack {layout.name!r} has {layout.samples_per_core * layout.num_cores} samples "
-                f"per device, above the limit of {MAX_SAMPLES_PER_DEVICE}; stack fewer features, "
-                "or use more devices."
-            )
         num_shards = layout.num_shards
         partitions = []
         keys = []
@@ -223,15 +216,12 @@ class HostBatch(NamedTuple):
         gain = np.concatenate(gains)
         num_partitions = self.local_device_count * layout.num_cores * num_shards
         num_keys = layout.rows_per_shard * layout.samples_per_core
-        if num_partitions * num_keys < 2**63:
-            packed = partition * num_keys + key
-            # A stable sort keeps equal keys in batch order, so sums of weights are reproducible.
-            order = np.argsort(packed, kind="stable")
-            partition, key = np.divmod(packed[order], num_keys)
-        else:
-            order = np.lexsort((key, partition))
-            partition = partition[order]
-            key = key[order]
+        # A stack has fewer than 2**31 rows, and a device at most `MAX_SAMPLES_PER_DEVICE` samples, so
+        # int64 is wide enough for up to 64 devices of this process.
+        packed = partition * num_keys + key
+        # A stable sort keeps equal keys in batch order, so sums of weights are reproducible.
+        order = np.argsort(packed, kind="stable")
+        partition, key = np.divmod(packed[order], num_keys)
         gain = gain[order]
         is_first = _differs_from_previous(partition, key)
         starts = np.flatnonzero(is_first)
@@ -247,8 +237,7 @@ class HostBatch(NamedTuple):
 def partition_stack(batch: HostBatch, name: str) -> StackBuffers:
     """Computes the input buffers of one stack, and fills in the statistics of the batch.
 
-    Raises:
-      ValueError: a limit is exceeded, the buffer is too small, or there are too many samples.
+    Raises: ValueError: a limit is exceeded, or the buffer is too small.
     """
     entries = batch.merged_entries(name)
     return lay_out(batch, batch.layouts[name], entries, entries)

@@ -151,6 +151,7 @@ embedding.prepare_feature_specs_for_training(embedding_spec.FeatureSpec(name="f"
     => ValueError: feature 'f': declare the global batch
 placed(made(combiner="none")) => ValueError: table 'word': combiner 'none' ... 'sum'
 run(given=placed(made(batch=7))) => ValueError: feature 'f_word' ... 7 samples ... 2
+placed(made(batch=2**27)) => ValueError: stack 'word' has 134217728 samples per device, above the limit of 67108863
 stack(["a", "x"]) => ValueError: 'x' ... 'a', 'b'
 stack(["a", "a"]) => ValueError: stack 'a_a': Table a is repeated in group ['a', 'a']
 stack([]) => ValueError: no feature reads tables [] ... 'a'
