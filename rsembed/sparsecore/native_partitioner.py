@@ -142,10 +142,6 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     num_ids = sum(bags.ids.size for bags in batch.bags.values())
     threads = min(num_threads(), 1 + num_ids // _MIN_IDS_PER_THREAD)
     status = _partition_function()(descriptors, len(tasks), batch.allow_id_dropping, threads)
-    for task, descriptor in zip(tasks.values(), descriptors, strict=True):
-        # The ctypes array `descriptors` contains copies of the structs, and the C++ library has
-        # written its results to these copies.
-        task.descriptor = descriptor
     if status == _BAD_ENTRY:
         for layout in batch.layouts.values():
             for feature in layout.features:
@@ -153,8 +149,8 @@ def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:
     if status != _PARTITIONED:
         raise MemoryError("no memory to partition a batch; use smaller batches or fewer threads.")
     buffers = {}
-    for name, task in tasks.items():
-        if batch.allow_id_dropping or not task.descriptor.drops_something:
+    for (name, task), descriptor in zip(tasks.items(), descriptors, strict=True):
+        if batch.allow_id_dropping or not descriptor.drops_something:
             task.record(batch)
             buffers[name] = task.buffers
         else:
@@ -258,7 +254,7 @@ class _StackTask:
         """Stores the id counts from the C++ library in the statistics of the batch."""
         partitioner.record_counts(batch, self.layout, self.num_ids, self.num_unique, self.num_ids)
         dropped = {}
-        if self.descriptor.drops_something:
+        if self.drops.any():
             first_rows = np.asarray([feature.first_row for feature in self.features])
             num_dropped = self.drops.sum(axis=0)
             for code, kind in enumerate(TableDrops._fields):
