@@ -426,10 +426,7 @@ def unstack_embedding_activations(
             stop = start + (feature.num_samples or 0) // layout.num_shards
             piece = by_core[:, start:stop, : feature.output_dim]
             by_name[feature.name] = piece.reshape(-1, feature.output_dim)
-    return jax.tree.unflatten(
-        jax.tree.structure(feature_specs),
-        [by_name[feature.name] for feature in features_of(feature_specs)],
-    )
+    return jax.tree.map(lambda feature: by_name[feature.name], feature_specs)
 
 
 def stack_embedding_gradients(

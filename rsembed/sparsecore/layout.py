@@ -125,14 +125,13 @@ class StackLayout:
 
     Tables are in the order of their rows in the stack, and features in the order of their samples.
 
-    Functions that need only the rows of a stack can leave `features` empty and `num_devices` 1, as
-    if one device had all shards of the stack.
+    Functions that need only the rows of a stack leave `features` empty.
     """
 
     spec: StackedTableSpec
     tables: tuple[TableSpec, ...]
     features: tuple[FeatureSpec, ...] = ()
-    num_devices: int = 1
+    num_devices: int
 
     @property
     def name(self) -> str:
@@ -336,7 +335,7 @@ def cores_of(tables: Sequence[TableSpec], num_devices: int, num_sc_per_device: i
     if num_sc_per_device is None:
         num_shards = placed_stack(tables[0]).num_shards
         if num_shards:
-            num_sc_per_device = max(1, num_shards // max(1, num_devices))
+            num_sc_per_device = max(1, num_shards // num_devices)
     cores = resolve_cores(num_sc_per_device, num_devices)
     for table in tables:
         placed = placed_stack(table).num_shards
@@ -367,48 +366,50 @@ def stack_layouts(
       ValueError: a table is not assigned to a stack, or was stacked for a different number of
         shards or for other features, or a batch cannot be split into equal parts.
     """
-    num_shards = num_devices * cores_of(
-        list(tables_of(feature_specs).values()), num_devices, num_cores
-    )
-    layouts = stacks_of(tables_of(feature_specs).values(), must_be_whole=False)
+    tables = tables_of(feature_specs).values()
+    layouts = stacks_of(tables, num_devices, num_cores, must_be_whole=False)
     readers: dict[str, list[FeatureSpec]] = {name: [] for name in layouts}
     for feature in features_of(feature_specs):
         readers[feature.table_spec.setting_in_stack.stack_name].append(feature)
     for name, layout in layouts.items():
-        if any(placed_stack(table) != layout.spec for table in layout.tables):
+        first = placed_stack(layout.tables[0])
+        if any(placed_stack(table) != first for table in layout.tables):
             raise ValueError(
                 f"stack {name!r} has different settings in the tables that form it; change limits "
                 "with update_preprocessing_parameters, which changes all of them."
             )
         features = sorted(readers[name], key=lambda feature: feature.id_transformation.row_offset)
-        # If a user constructed the `StackedTableSpec`, its `num_shards` is not set yet.
-        spec = layout.spec.replace(num_shards=num_shards)
-        layouts[name] = dataclasses.replace(
-            layout,
-            spec=spec,
-            features=tuple(features),
-            num_devices=num_devices,
-        )
+        layouts[name] = dataclasses.replace(layout, features=tuple(features))
         layouts[name].check_features()
     return layouts
 
 
-def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dict[str, StackLayout]:
+def stacks_of(
+    tables: Iterable[TableSpec],
+    num_devices: int,
+    num_cores: int | None,
+    *,
+    must_be_whole: bool = True,
+) -> dict[str, StackLayout]:
     """Layouts of the stacks that contain `tables`, by stack name, without features.
 
     Args:
       tables: specs of tables that are assigned to stacks.
+      num_devices: number of devices that share the tables.
+      num_cores: expected number of SparseCores per device, see `cores_of`.
       must_be_whole: whether `tables` must include all tables of each stack, True by default. If
         False, each layout contains only the tables of the stack that are in `tables`.
 
-    Raises: ValueError: a table is not assigned to a stack, or `must_be_whole` is True and a table
-      of a stack is missing.
+    Raises: ValueError: a table is not assigned to a stack, or was stacked for a different number of
+      shards, or `must_be_whole` is True and a table of a stack is missing.
     """
-    unique_tables = {table.name: table for table in tables}
+    unique_tables = list({table.name: table for table in tables}.values())
+    num_shards = num_devices * cores_of(unique_tables, num_devices, num_cores)
     layouts = {}
-    for name, members in get_table_stacks(list(unique_tables.values())).items():
+    for name, members in get_table_stacks(unique_tables).items():
         members.sort(key=lambda table: table.setting_in_stack.row_offset_in_shard)
-        spec = placed_stack(members[0])
+        # If a user constructed the `StackedTableSpec`, its `num_shards` is not set yet.
+        spec = placed_stack(members[0]).replace(num_shards=num_shards)
         num_rows = sum(table.setting_in_stack.padded_vocab_size for table in members)
         if must_be_whole and num_rows != spec.stack_vocab_size:
             raise ValueError(
@@ -416,7 +417,7 @@ def stacks_of(tables: Iterable[TableSpec], *, must_be_whole: bool = True) -> dic
                 f"{sorted(table.name for table in members)} have {num_rows}; pass all tables of "
                 "the stack."
             )
-        layouts[name] = StackLayout(spec=spec, tables=tuple(members))
+        layouts[name] = StackLayout(spec=spec, tables=tuple(members), num_devices=num_devices)
     return layouts
 
 

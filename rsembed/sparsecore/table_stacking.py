@@ -378,9 +378,8 @@ def stack_and_shard_tables(
     if not isinstance(tables, Mapping) or not {table.name for table in specs} & set(tables):
         leaves = leaves_like(table_specs, tables, "tables")
         tables = {table.name: leaf for table, leaf in zip(specs, leaves, strict=True)}
-    cores_of(specs, 1, num_shards)
     result = {}
-    for name, layout in stacks_of(specs).items():
+    for name, layout in stacks_of(specs, 1, num_shards).items():
         trees = []
         for table in layout.tables:
             tree = _entry(tables, table.name, "tables")
@@ -494,8 +493,7 @@ def unshard_and_unstack_tables(
     """
     result: dict[str, TableRows] = {}
     specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
-    cores_of(specs, 1, num_shards)
-    for name, layout in stacks_of(specs, must_be_whole=False).items():
+    for name, layout in stacks_of(specs, 1, num_shards, must_be_whole=False).items():
         stacked = _entry(stacked_tables, name, "stacked_tables")
         by_shard = (num_shards, layout.rows_per_shard)
         for leaf in jax.tree.leaves(stacked):
@@ -506,9 +504,7 @@ def unshard_and_unstack_tables(
                 )
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked)
         result |= _unstacked(flat, layout.row_layout)
-    return jax.tree.unflatten(
-        jax.tree.structure(table_specs), [result[table.name] for table in specs]
-    )
+    return jax.tree.map(lambda table: result[table.name], table_specs)
 
 
 @validated

@@ -27,7 +27,6 @@ from rsembed.optimizers.base import Hyperparameters, OptimizerSpec, Slots
 from rsembed.sparsecore.layout import (
     FeatureTree,
     StackLayout,
-    cores_of,
     resolve_cores,
     stacks_of,
     with_place,
@@ -182,7 +181,6 @@ def stack_rows(
       capacity: maximum number of distinct rows that a device requests from one other device in one
         round of the exchange. The default is the result of `exchange.default_capacity`.
     """
-    layout = dataclasses.replace(layout, num_devices=devices.num_devices)
     table = dataclasses.replace(
         layout.tables[0],
         embedding_dim=layout.spec.stack_embedding_dim,
@@ -240,8 +238,7 @@ def initialize(
     """
     num_shards = devices.num_devices * resolve_cores(num_cores, devices.num_devices)
     tables = [with_place(table, num_shards) for table in tables]
-    stacks = stacks_of(tables)
-    cores_of(tables, devices.num_devices, num_cores)
+    stacks = stacks_of(tables, devices.num_devices, num_cores)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
 
