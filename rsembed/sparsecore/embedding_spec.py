@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import jax
 import numpy as np
-from jaxtyping import PyTree
+from jaxtyping import Int, PyTree
 
 from rsembed import optimizers
 from rsembed.checks import check_type, validated
@@ -33,7 +33,7 @@ from rsembed.optimizers.rules import (
     SGDSlotVariables as SGDSlotVariables,
 )
 from rsembed.places import Place
-from rsembed.sparsecore.layout import Nested, stack_layouts
+from rsembed.sparsecore.layout import Nested, StackLayout, stack_layouts
 from rsembed.specs import (
     DEFAULT_ACTIVATION_MEM_BYTES_LIMIT as DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
     CallableTableInitializer as CallableTableInitializer,
@@ -44,8 +44,6 @@ from rsembed.specs import (
     TableSettingInStack as TableSettingInStack,
     TableSpec as TableSpec,
 )
-from rsembed.stacking import StackPlan, TablePlacement
-from rsembed.storage.row_layout import RowLayout
 
 AdagradMomentumOptimizerSpec = optimizers.rules.AdagradMomentum
 AdagradOptimizerSpec = optimizers.Adagrad
@@ -139,30 +137,15 @@ class StackRecord:
     activation_mem_bytes_limit: int
     table_specs: tuple[TableRecord, ...]
 
-    @property
-    def row_layout(self) -> RowLayout:
-        """The row layout of the flat stacked array."""
-        tables = []
-        for table in self.table_specs:
-            setting = TableSettingInStack(
-                self.stack_name, **_shared_fields(TableSettingInStack, table)
-            )
-            placement = TablePlacement(
-                **_shared_fields(TablePlacement, table),
-                name=table.table_name,
-                rows=table.vocab_size,
-                dim=table.embedding_dim,
-                setting=setting,
-            )
-            tables.append(placement)
-        # The row layout does not depend on the optimizer or the combiner.
-        fields = _shared_fields(
-            StackedTableSpec, self, optimizer=SGDOptimizerSpec(), combiner="sum"
+    def all_rows(self, table: TableRecord) -> slice | Int[np.ndarray, " vocab"]:
+        """Index of all rows of a table in the flat stacked array, in the order of the ids."""
+        num_shards = self.num_sparsecores
+        place = Place(0, table.row_offset_in_shard * num_shards, table.shard_rotation)
+        return place.all_rows(
+            table.vocab_size,
+            spread=num_shards,
+            rows_per_shard=self.stack_vocab_size // num_shards,
         )
-        spec = StackedTableSpec(**fields, num_shards=self.num_sparsecores)
-        dtype = self.table_specs[0].dtype
-        plan = StackPlan(spec=spec, dtype=dtype, tables=tuple(tables), features=())
-        return RowLayout.as_planned(plan, self.num_sparsecores)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -235,29 +218,26 @@ def create_proto_from_feature_specs(
     layouts = stack_layouts(
         feature_specs, num_devices=global_device_count, num_cores=num_sparsecore_per_device
     )
-    stacks = []
-    for layout in layouts.values():
-        tables = tuple(_table_record(table, layout.features) for table in layout.tables)
-        stack = StackRecord(
-            **_shared_fields(StackRecord, layout.spec),
-            num_sparsecores=layout.num_shards,
-            table_specs=tables,
-        )
-        stacks.append(stack)
-    return EmbeddingSpecRecord(stacked_table_specs=tuple(stacks))
+    return EmbeddingSpecRecord(stacked_table_specs=tuple(map(stack_record, layouts.values())))
 
 
-def _shared_fields(record: type, source: Any, **recorded: object) -> dict[str, Any]:
-    """Values of all fields of `source` that the dataclass `record` also has, by field name.
+def stack_record(layout: StackLayout) -> StackRecord:
+    """Description of one stack, with its tables and the features of the layout."""
+    return StackRecord(
+        **_shared_fields(StackRecord, layout.spec),
+        num_sparsecores=layout.num_shards,
+        table_specs=tuple(_table_record(table, layout.features) for table in layout.tables),
+    )
 
-    The keyword arguments `recorded` are added to the result, and replace fields of the same name.
-    """
+
+def _shared_fields(record: type, source: Any) -> dict[str, Any]:
+    """Values of all fields of `source` that the dataclass `record` also has, by field name."""
     names_of_record = {field.name for field in dataclasses.fields(record)}
     shared = {}
     for field in dataclasses.fields(source):
         if field.name in names_of_record:
             shared[field.name] = getattr(source, field.name)
-    return shared | recorded
+    return shared
 
 
 def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRecord:
@@ -272,9 +252,10 @@ def _table_record(table: TableSpec, features: Sequence[FeatureSpec]) -> TableRec
             **_shared_fields(FeatureRecord, feature.id_transformation),
         )
         feature_records.append(record)
+    optimizer = {"optimizer": optimizer_spec_to_proto(table.optimizer)}
     return TableRecord(
         **_shared_fields(TableRecord, table.setting_in_stack),
-        **_shared_fields(TableRecord, table, optimizer=optimizer_spec_to_proto(table.optimizer)),
+        **_shared_fields(TableRecord, table) | optimizer,
         table_name=table.name,
         vocab_size=table.vocabulary_size,
         quantization=None if config is None else config.as_tuple(),
@@ -391,7 +372,14 @@ def get_row_ids_in_stacked_table(
         raise ValueError(
             f"table {table_spec.table_name!r}: id {outside[0]} is outside its vocabulary of {table_spec.vocab_size}."
         )
-    return stack_table_spec.row_layout.rows(table_spec.table_name, ids).tolist()
+    rows = compute_physical_row_ids(
+        stack_table_spec.num_sparsecores,
+        stack_table_spec.stack_vocab_size,
+        table_spec.shard_rotation,
+        table_spec.row_offset_in_shard,
+        ids,
+    )
+    return rows.tolist()
 
 
 @validated
@@ -411,16 +399,16 @@ def get_row_ids_in_stacked_tables(
     Raises: ValueError: `embedding_spec_proto` does not describe a table in `row_ids`, or an id is
       outside its table.
     """
-    known: list[str] = []
-    for stack in embedding_spec_proto.stacked_table_specs:
-        known += [table.table_name for table in stack.table_specs]
-    unknown = sorted(set(row_ids) - set(known))
-    if unknown:
-        raise ValueError(f"no tables {unknown} in the record; it has {sorted(known)}.")
-    rows: dict[str, list[int]] = {}
+    recorded = {}
     for stack in embedding_spec_proto.stacked_table_specs:
         for table in stack.table_specs:
-            if table.table_name in row_ids:
-                table_rows = get_row_ids_in_stacked_table(stack, table, row_ids[table.table_name])
-                rows.setdefault(stack.stack_name, []).extend(table_rows)
+            recorded[table.table_name] = (stack, table)
+    unknown = sorted(set(row_ids) - set(recorded))
+    if unknown:
+        raise ValueError(f"no tables {unknown} in the record; it has {sorted(recorded)}.")
+    rows: dict[str, list[int]] = {}
+    for name, (stack, table) in recorded.items():
+        if name in row_ids:
+            table_rows = get_row_ids_in_stacked_table(stack, table, row_ids[name])
+            rows.setdefault(stack.stack_name, []).extend(table_rows)
     return rows

@@ -20,9 +20,12 @@ from jaxtyping import Array, PyTree
 from rsembed.checks import PositiveInt, check_finite, validated
 from rsembed.sparsecore.embedding_spec import (
     EmbeddingSpecRecord,
+    StackRecord,
+    TableRecord,
     compute_physical_row_ids as compute_physical_row_ids,
     get_row_ids_in_stacked_table as get_row_ids_in_stacked_table,
     get_row_ids_in_stacked_tables as get_row_ids_in_stacked_tables,
+    stack_record,
 )
 from rsembed.sparsecore.layout import (
     Nested,
@@ -49,7 +52,6 @@ from rsembed.stacking import (
     LimitsCallable,
     StackingPlan,
     StackPlan,
-    TablePlacement,
     get_default_limits,
     group_tables,
     plan_groups,
@@ -60,7 +62,6 @@ from rsembed.stacking import (
     stack_name_of,
 )
 from rsembed.storage.protocol import TableRows
-from rsembed.storage.row_layout import RowLayout
 
 _log = logging.getLogger("rsembed")
 Entry = TypeVar("Entry")
@@ -386,9 +387,8 @@ def stack_and_shard_tables(
             if not allow_nonfinite:
                 _check_finite(tree, table)
             trees.append(tree)
-        result[name] = jax.tree.map(
-            functools.partial(_stacked, layout.row_layout, pad_value), *trees
-        )
+        stack = stack_record(layout)
+        result[name] = jax.tree.map(functools.partial(_stacked, stack, pad_value), *trees)
     return result
 
 
@@ -410,27 +410,26 @@ def _replicated(array: Array | np.ndarray) -> NamedSharding | None:
     return NamedSharding(mesh, P()) if AxisType.Explicit in mesh.axis_types else None
 
 
-def _stacked(layout: RowLayout, pad_value: float, *tables: Any) -> Any:
+def _stacked(stack: StackRecord, pad_value: float, *tables: Any) -> Any:
     """Stacked array `[shards, rows, columns]` of logical tables, with `pad_value` as padding."""
-    placements = layout.stack.tables
     arrays = []
     rows = []
-    for placement, array in zip(placements, tables, strict=True):
-        if len(array) != placement.rows:
+    for table, array in zip(stack.table_specs, tables, strict=True):
+        if len(array) != table.vocab_size:
             raise ValueError(
-                f"table {placement.name!r}: got {len(array)} rows, but vocabulary_size={placement.rows}."
+                f"table {table.table_name!r}: got {len(array)} rows, but vocabulary_size={table.vocab_size}."
             )
         if array.ndim == 1:
             array = array[:, None]
         arrays.append(array)
-        rows.append(np.r_[layout.all_rows(placement.name, placement.rows)])
+        rows.append(np.r_[stack.all_rows(table)])
     # Padding columns are added only if each array has as many columns as its table. Slots with one
     # number per row get no padding columns.
     columns = arrays[0].shape[1]
     widths = [array.shape[1] for array in arrays]
-    dims = [placement.dim for placement in placements]
+    dims = [table.embedding_dim for table in stack.table_specs]
     if widths == dims:
-        columns = layout.stack.spec.stack_embedding_dim
+        columns = stack.stack_embedding_dim
     xp = np if isinstance(arrays[0], np.ndarray) else jnp
     values = []
     for array in arrays:
@@ -440,12 +439,12 @@ def _stacked(layout: RowLayout, pad_value: float, *tables: Any) -> Any:
             array = jax.sharding.reshard(array, sharding)
         padding = ((0, 0), (0, columns - array.shape[1]))
         values.append(xp.pad(array, padding, constant_values=pad_value))
-    flat: Any = xp.full((layout.num_rows, columns), pad_value, values[0].dtype)
+    flat: Any = xp.full((stack.stack_vocab_size, columns), pad_value, values[0].dtype)
     if xp is jnp:
         flat = flat.at[np.concatenate(rows)].set(jnp.concatenate(values))
     else:
         flat[np.concatenate(rows)] = np.concatenate(values)
-    return flat.reshape(layout.num_shards, layout.rows_per_shard, columns)
+    return flat.reshape(stack.num_sparsecores, -1, columns)
 
 
 def _rows_at(array: Any, index: Any) -> Array | np.ndarray:
@@ -455,24 +454,23 @@ def _rows_at(array: Any, index: Any) -> Array | np.ndarray:
     return array.at[index].get(out_sharding=_replicated(array))
 
 
-def _unstacked(stacked: TableRows, layout: RowLayout) -> dict[str, TableRows]:
+def _unstacked(stacked: TableRows, stack: StackRecord) -> dict[str, TableRows]:
     """The logical tables of a stack by name, with rows in the order of ids and without padding.
 
     Args:
       stacked: tree of arrays `[rows of the stack, columns]`. Padding columns are removed only from
         arrays that have as many columns as the stack, and not from slots with one number per row.
-      layout: row layout of the stack.
+      stack: description of the stack.
     """
 
-    def logical_rows(table: TablePlacement, array: Any) -> Array | np.ndarray:
-        index = layout.all_rows(table.name, table.rows)
-        rows = _rows_at(array, index)
-        is_full_width = array.ndim == 2 and array.shape[1] == layout.stack.spec.stack_embedding_dim
-        return rows[:, : table.dim] if is_full_width else rows
+    def logical_rows(table: TableRecord, array: Any) -> Array | np.ndarray:
+        rows = _rows_at(array, stack.all_rows(table))
+        is_full_width = array.ndim == 2 and array.shape[1] == stack.stack_embedding_dim
+        return rows[:, : table.embedding_dim] if is_full_width else rows
 
     tables = {}
-    for table in layout.stack.tables:
-        tables[table.name] = jax.tree.map(functools.partial(logical_rows, table), stacked)
+    for table in stack.table_specs:
+        tables[table.table_name] = jax.tree.map(functools.partial(logical_rows, table), stacked)
     return tables
 
 
@@ -503,7 +501,7 @@ def unshard_and_unstack_tables(
                     f"{layout.spec.stack_vocab_size} rows on {num_shards} shards."
                 )
         flat = jax.tree.map(lambda leaf: leaf.reshape(-1, leaf.shape[-1]), stacked)
-        result |= _unstacked(flat, layout.row_layout)
+        result |= _unstacked(flat, stack_record(layout))
     return jax.tree.map(lambda table: result[table.name], table_specs)
 
 
@@ -549,7 +547,7 @@ def stack_and_shard_feature_tables(
     result = {}
     for stack in embedding_specs.stacked_table_specs:
         tables = [jnp.asarray(feature_tables[table.table_name]) for table in stack.table_specs]
-        flat = _stacked(stack.row_layout, 0.0, *tables).reshape(stack.stack_vocab_size, -1)
+        flat = _stacked(stack, 0.0, *tables).reshape(stack.stack_vocab_size, -1)
         is_sharded = len(tables[0].sharding.device_set) > 1
         result[stack.stack_name] = jax.device_put(flat, tables[0].sharding if is_sharded else None)
         if delete_input:
@@ -583,7 +581,7 @@ def unstack_and_unshard_stacked_tables(
     for stack in embedding_specs.stacked_table_specs:
         stacked = stacked_tables[stack.stack_name]
         flat = stacked.reshape(stack.stack_vocab_size, stack.stack_embedding_dim)
-        tables = _unstacked(flat, stack.row_layout)
+        tables = _unstacked(flat, stack)
         if donate and isinstance(stacked, jax.Array):
             jax.block_until_ready(tables)
             stacked.delete()
