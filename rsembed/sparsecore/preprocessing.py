@@ -244,9 +244,8 @@ def preprocess_sparse_dense_matmul_input_from_sparse_tensor(
     leaves = [leaves_like(feature_specs, tree, name) for name, tree in trees.items()]
     bags = []
     for spec, index, value, shape in zip(features_of(feature_specs), *leaves, strict=True):
-        check_unmasked([index, value, shape], f"feature {spec.name!r}: a sparse tensor's parts")
         try:
-            bags.append(Bags.from_sparse_tensor(index, value, np.asarray(shape).tolist()))
+            bags.append(Bags.from_sparse_tensor(index, value, shape))
         except (TypeError, ValueError) as error:
             raise type(error)(f"feature {spec.name!r}: {error}") from error
     features = jax.tree.unflatten(jax.tree.structure(feature_specs), bags)
@@ -351,11 +350,6 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
       input. The static fields `limits` and `layout` have the values of a preprocessed batch.
     """
     layouts = _layouts(feature_specs, local_device_count, global_device_count, num_sc_per_device)
-
-    def empty(size: int, dtype: str) -> np.ndarray:
-        # An array from `np.broadcast_to` has the wanted shape, but memory for only one number.
-        return np.broadcast_to(np.zeros((), dtype), local_device_count * size)
-
     buffers = {}
     for name, layout in layouts.items():
         pointers = compute_row_pointers_size_per_device(
@@ -366,7 +360,9 @@ def eval_preprocess_sparse_dense_matmul_input_shape(
         size = layout.buffer_size_per_device(enable_minibatching)
         stack_buffers = {}
         for field, dtype in BUFFER_DTYPES.items():
-            stack_buffers[field] = empty(pointers if field == "row_pointers" else size, dtype)
+            length = local_device_count * (pointers if field == "row_pointers" else size)
+            # An array from `np.broadcast_to` has the wanted shape, but memory for only one number.
+            stack_buffers[field] = np.broadcast_to(np.zeros((), dtype), length)
         buffers[name] = stack_buffers
     numbers = np.ones(local_device_count, np.int64)
     processed = _processed(layouts, buffers, numbers, has_leading_dimension, enable_minibatching)
