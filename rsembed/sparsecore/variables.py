@@ -22,7 +22,6 @@ from rsembed.checks import check_finite, check_type, check_within
 from rsembed.collection.asked_rows import AskedArrayRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import ArrayRows, Rows
-from rsembed.optimizers import SGD
 from rsembed.optimizers.base import Hyperparameters, OptimizerSpec, Slots
 from rsembed.sparsecore.layout import (
     FeatureTree,
@@ -37,7 +36,7 @@ from rsembed.storage.dense_rows import DenseRows
 RowLimits = tuple[float | None, float | None]
 
 
-@dataclasses.dataclass(frozen=True, repr=False)
+@dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
 class BoundedRowRule(OptimizerSpec):
     """Optimizer that applies `inner` to the first `num_columns` columns, and clips updated rows.
 
@@ -46,16 +45,16 @@ class BoundedRowRule(OptimizerSpec):
 
     Args:
       inner: the optimizer to apply.
-      num_columns: number of columns to update, by default all. The columns after the first
-        `num_columns` columns stay unchanged.
+      num_columns: number of columns to update. The columns after the first `num_columns` columns
+        stay unchanged.
       minimum: lower limit, to which smaller numbers in updated rows are raised. None, the default:
         no limit.
       maximum: upper limit, to which larger numbers in updated rows are lowered. None, the default:
         no limit.
     """
 
-    inner: OptimizerSpec = dataclasses.field(default_factory=SGD)
-    num_columns: int | None = None
+    inner: OptimizerSpec
+    num_columns: int
     minimum: float | None = None
     maximum: float | None = None
 
@@ -64,23 +63,21 @@ class BoundedRowRule(OptimizerSpec):
         return self.inner.moves_all_rows
 
     def init_slots(self, rows: Array) -> Slots:
-        width = rows.shape[1]
-        end = self.num_columns or width
+        end = self.num_columns
         slots = []
         for slot in self.inner.init_slots(rows[:, :end]):
             if slot.shape[1:] == (end,):
-                slot = jnp.pad(slot, ((0, 0), (0, width - end)))
+                slot = jnp.pad(slot, ((0, 0), (0, rows.shape[1] - end)))
             slots.append(slot)
         return tuple(slots)
 
     def step_rows(
         self, rows: Array, slots: Slots, gradients: Array, hyper: Hyperparameters
     ) -> tuple[Array, Slots]:
-        width = rows.shape[1]
-        end = self.num_columns or width
+        end = self.num_columns
         inner_slots = []
         for slot in slots:
-            if slot.shape[1:] == (width,):
+            if slot.shape == rows.shape:
                 slot = slot[:, :end]
             inner_slots.append(slot)
         new, new_slots = self.inner.step_rows(
@@ -147,7 +144,7 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
         dims.
     """
     optimizer = layout.spec.optimizer
-    num_columns = None
+    num_columns = layout.spec.stack_embedding_dim
     dims = {table.name: table.embedding_dim for table in layout.tables}
     has_one_dim = len(set(dims.values())) == 1
     clips = limits != (None, None)
@@ -162,11 +159,16 @@ def rule_of(layout: StackLayout, limits: RowLimits = (None, None)) -> OptimizerS
                 "give them stacks of their own."
             )
         num_columns = next(iter(dims.values()))
-        if num_columns == layout.spec.stack_embedding_dim:
-            num_columns = None
-    if num_columns is None and not clips:
+    if num_columns == layout.spec.stack_embedding_dim and not clips:
         return optimizer
-    return BoundedRowRule(optimizer.learning_rate, optimizer, num_columns, *limits)
+    minimum, maximum = limits
+    return BoundedRowRule(
+        optimizer.learning_rate,
+        inner=optimizer,
+        num_columns=num_columns,
+        minimum=minimum,
+        maximum=maximum,
+    )
 
 
 def stack_rows(

@@ -69,7 +69,7 @@ def test_all_rows_are_rounded_as_asked_each_with_its_own_number():
 
 
 def test_limits_of_a_stack_hold_for_rows_that_were_not_looked_up():
-    rule = BoundedRowRule(0.1, RULE, 3, 0.4, 0.5)
+    rule = BoundedRowRule(0.1, inner=RULE, num_columns=3, minimum=0.4, maximum=0.5)
     assert rule.moves_all_rows
     table, slots, d = drawn()
     new, _ = api.apply_rows(table, slots, jnp.asarray([1]), d[:1], Step(HYPER, rule))
