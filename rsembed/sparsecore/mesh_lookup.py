@@ -112,12 +112,8 @@ class ShardedTables:
 
         update = self._on_devices(on_device, P(), split, split, split)
         updated = update(step, d_activations, inputs, variables)
-        # Autodiff needs gradients in the tree structure of `variables`, which may be a FrozenDict
-        # of tuples.
-        leaves = {name: iter(jax.tree.leaves(stack)) for name, stack in updated.items()}
-        return jax.tree_util.tree_map_with_path(
-            lambda path, _: next(leaves[path[0].key]), variables
-        )
+        # Autodiff needs gradients in the tree structure of `variables`, which may be a FrozenDict.
+        return type(variables)((name, updated[name]) for name in variables)
 
     def train(self, variables: Variables, counter: Array, inputs: PreprocessedInput) -> Activations:
         """Looks up a batch, and returns the activations.
