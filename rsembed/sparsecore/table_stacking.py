@@ -77,7 +77,7 @@ def auto_stack_tables(
     stack_to_max_unique_ids_per_partition: LimitsCallable = get_default_limits,
     *,
     use_short_stack_names: bool = True,
-    activation_mem_bytes_limit: PositiveInt | None = None,
+    activation_mem_bytes_limit: PositiveInt = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
 ) -> None:
     """Stacks tables with equal padded dim, dtype, optimizer, combiner, rounding and quantization.
 
@@ -107,14 +107,13 @@ def auto_stack_tables(
     """
     if isinstance(features, (list, tuple)):
         features = list({id(feature): feature for feature in features}.values())
-    memory_limit = activation_mem_bytes_limit or DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
     num_shards, rotation = _checked_sizes(
         features, global_device_count, num_sc_per_device, rotation
     )
     tables = tables_of(features)
     unstacked_groups = []
     for group in group_tables(
-        features, num_shards=num_shards, activation_mem_bytes_limit=memory_limit
+        features, num_shards=num_shards, activation_mem_bytes_limit=activation_mem_bytes_limit
     ):
         unstacked = [name for name in group if tables[name].setting_in_stack.stack_name == name]
         if unstacked:
@@ -127,7 +126,7 @@ def auto_stack_tables(
         use_short_stack_names=use_short_stack_names,
         max_ids_per_partition=stack_to_max_ids_per_partition,
         max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
-        activation_mem_bytes_limit=memory_limit,
+        activation_mem_bytes_limit=activation_mem_bytes_limit,
     )
     for stack in plan.stacks:
         _warn_of_ignored_limits(
@@ -148,7 +147,7 @@ def stack_tables(
     stack_name: str | None = None,
     fail_on_excess_padding: bool = False,
     *,
-    activation_mem_bytes_limit: PositiveInt | None = None,
+    activation_mem_bytes_limit: PositiveInt = DEFAULT_ACTIVATION_MEM_BYTES_LIMIT,
 ) -> None:
     """Stacks tables in the order of `table_names`.
 
@@ -182,7 +181,6 @@ def stack_tables(
     num_shards, rotation = _checked_sizes(
         features, global_device_count, num_sc_per_device, rotation
     )
-    memory_limit = activation_mem_bytes_limit or DEFAULT_ACTIVATION_MEM_BYTES_LIMIT
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
     for table_name in table_names:
@@ -201,7 +199,7 @@ def stack_tables(
         rotation=rotation,
         max_ids_per_partition=stack_to_max_ids_per_partition,
         max_unique_ids_per_partition=stack_to_max_unique_ids_per_partition,
-        activation_mem_bytes_limit=memory_limit,
+        activation_mem_bytes_limit=activation_mem_bytes_limit,
     )
     columns = stack.spec.stack_embedding_dim
     excess = {}
