@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -126,14 +125,11 @@ class ShardedTables:
             inputs, PreprocessedInput, "the input of a layer, which its prepare_batch makes,"
         )
 
-        @jax.custom_vjp
         def lookup(variables: Variables, counter: Array, inputs: PreprocessedInput) -> Activations:
             return self.look_up(variables, inputs)
 
-        def forward(
-            variables: Variables, counter: Array, inputs: PreprocessedInput
-        ) -> tuple[Activations, Arguments]:
-            return self.look_up(variables, inputs), (variables, counter, inputs)
+        def forward(*arguments: Any) -> tuple[Activations, Arguments]:
+            return lookup(*arguments), arguments
 
         def backward(saved: Arguments, d_activations: Activations) -> tuple[Variables, Array, None]:
             variables, counter, inputs = saved
@@ -143,8 +139,9 @@ class ShardedTables:
                 None,
             )
 
-        lookup.defvjp(forward, backward)
-        return lookup(variables, counter, inputs)
+        trained = jax.custom_vjp(lookup)
+        trained.defvjp(forward, backward)
+        return trained(variables, counter, inputs)
 
     def preprocess(
         self, features: FeatureTree, features_weights: FeatureTree = None, **options: Any
@@ -153,12 +150,11 @@ class ShardedTables:
 
         For the arguments see `embedding.preprocess_sparse_dense_matmul_input`.
         """
-        mesh: Any = self.devices.mesh
         return preprocess_sparse_dense_matmul_input(
             features,
             features_weights,
             self.feature_specs,
-            local_device_count=math.prod(mesh.local_mesh.shape[axis] for axis in self.devices.axes),
+            local_device_count=self.devices.num_parts_here,
             global_device_count=self.devices.num_devices,
             num_sc_per_device=self.num_sc_per_device,
             enable_minibatching=self.enable_minibatching,
