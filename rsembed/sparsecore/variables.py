@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
-from rsembed.checks import check_finite, check_type, check_within
+from rsembed.checks import check_finite, check_type
 from rsembed.collection.asked_rows import AskedArrayRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import ArrayRows, Rows
@@ -33,7 +33,9 @@ from rsembed.sparsecore.layout import (
 from rsembed.specs import TableSpec, default_initializer
 from rsembed.storage.dense_rows import DenseRows
 
-RowLimits = tuple[float | None, float | None]
+Limit = Annotated[float, "[-inf, inf]"] | None
+RowLimits = tuple[Limit, Limit]
+"""Minimum and maximum of the numbers in updated rows. None means no limit."""
 
 
 @dataclasses.dataclass(frozen=True, repr=False, kw_only=True)
@@ -101,25 +103,20 @@ def checked_limits(
 
     If `limits` is None, the stacks have no limits.
 
-    Raises: ValueError: the names in `limits` are not the names of all stacks, or the minimum of a
-      stack is larger than its maximum.
+    Raises:
+      TypeError: `limits` is not a mapping to pairs of numbers.
+      ValueError: the names in `limits` are not the names of all stacks, a limit is NaN, or the
+        minimum of a stack is larger than its maximum.
     """
     if limits is None:
         return dict.fromkeys(stacks, (None, None))
+    check_type(limits, Mapping[str, RowLimits], "embedding_var_limits")
     if set(limits) != set(stacks):
         raise ValueError(
             f"embedding_var_limits must name every stack: got {sorted(limits)}, need "
             f"{sorted(stacks)}; (None, None) sets no limit."
         )
-    for name, pair in limits.items():
-        check_type(
-            pair,
-            tuple[object, object],
-            f"embedding_var_limits of stack {name!r}: (minimum, maximum)",
-        )
-        minimum, maximum = pair
-        for which, limit in (("minimum", minimum), ("maximum", maximum)):
-            check_within("[-inf, inf]", limit, f"embedding_var_limits of stack {name!r}: {which}")
+    for name, (minimum, maximum) in limits.items():
         if minimum is not None and maximum is not None and minimum > maximum:
             raise ValueError(
                 f"embedding_var_limits of stack {name!r}: minimum {minimum} is above maximum {maximum}."

@@ -270,9 +270,9 @@ update([jnp.ones((8, 8), int)]) => TypeError: feature 'f_word' ... gradients ...
 update({"word": jnp.ones((16, 8))}, perform_stacking=False)
     => ValueError: stack 'word': activations ... (16, 8), expected (8, 8) on each of 1 devices
 update({"word": jnp.ones((8, 8), int)}, perform_stacking=False) => TypeError: stack 'word' ... floats
-update(embedding_var_limits={"word": (NAN, None)}) => ValueError: stack 'word': minimum ... nan
+update(embedding_var_limits={"word": (NAN, None)}) => ValueError: embedding_var_limits['word'][0] ... got nan
 update(embedding_var_limits={"word": (2, 1)}) => ValueError: minimum 2 ... maximum 1
-update(embedding_var_limits={"word": 1.0}) => TypeError: stack 'word': (minimum, maximum) ... 1.0
+update(embedding_var_limits={"word": 1.0}) => TypeError: embedding_var_limits['word'] must be (a number ... 1.0
 embedding.unstack_embedding_activations({"word": jnp.ones((4, 8))}, specs(), 1) => ValueError: word ... (4, 8)
 embedding.unstack_embedding_activations({}, specs(), 1) => ValueError: activations ... 'word'
 # Tables by name
