@@ -357,13 +357,11 @@ def sparse_dense_matmul_grad(
     """
     del label, use_gradient_stacking_primitive
     sharding_strategy_to_enum(sharding_strategy)
+    num_devices = global_device_count or _num_devices(activation_gradients, feature_specs)
     if perform_stacking:
-        cut = (num_sc_per_device, global_device_count)
-        activation_gradients = stack_embedding_gradients(activation_gradients, feature_specs, *cut)
-    stack = placed_stack(features_of(feature_specs)[0].table_spec)
-    num_devices = global_device_count or _num_devices(
-        activation_gradients[stack.stack_name], stack.total_sample_count
-    )
+        activation_gradients = stack_embedding_gradients(
+            activation_gradients, feature_specs, num_sc_per_device, num_devices
+        )
     cut = (num_devices, num_sc_per_device)
     stacks, devices = _stacks(
         preprocessed_inputs, feature_specs, *cut, enable_minibatching, axis_name
@@ -452,7 +450,7 @@ def stack_embedding_gradients(
     for feature, leaf in zip(features, leaves, strict=True):
         check_gradient(leaf, f"feature {feature.name!r}: activation gradients")
         by_name[feature.name] = jnp.asarray(leaf)
-    num_devices = global_device_count or _num_devices(leaves[0], features[0].num_samples)
+    num_devices = global_device_count or _num_devices(leaves, feature_specs)
     layouts = stack_layouts(feature_specs, num_devices=num_devices, num_cores=num_sc_per_device)
     result = {}
     for name, layout in layouts.items():
@@ -477,14 +475,15 @@ def stack_embedding_gradients(
     return result
 
 
-def _num_devices(gradients: ArrayLike, num_samples: int | None) -> int:
+def _num_devices(gradients: Activations, feature_specs: Nested[FeatureSpec]) -> int:
     """Number of devices, computed from the global batch size and the gradients of one device.
 
-    The number of devices is `num_samples`, divided by the number of samples in `gradients`, or 1 if
-    the quotient is not a positive integer or `num_samples` is None.
+    The number of devices is the number of samples of all features, divided by the number of samples
+    in `gradients`, or 1 if the quotient is not a positive integer.
     """
-    num_local = gradients.size // max(1, gradients.shape[-1])
-    if not num_samples or not num_local or num_samples % num_local:
+    num_local = sum(math.prod(jnp.shape(leaf)[:-1]) for leaf in jax.tree.leaves(gradients))
+    num_samples = sum(feature.num_samples or 0 for feature in features_of(feature_specs))
+    if not num_local or num_samples % num_local:
         return 1
     return num_samples // num_local
 
