@@ -301,9 +301,8 @@ def variables_of(
     expected = jax.eval_shape(lambda rows: optimizer.pack_slots(rule.init_slots(rows)), rows)
     shapes = [leaf.shape for leaf in jax.tree.leaves(variables.slot)]
     expected_shapes = [leaf.shape for leaf in jax.tree.leaves(expected)]
-    structure: jax.tree_util.PyTreeDef = jax.tree.structure(expected)
-    is_named = type(variables.slot) is not tuple  # Slots in a plain tuple have no names to compare.
-    if shapes != expected_shapes or (is_named and structure != jax.tree.structure(variables.slot)):
+    # Slots in a plain tuple have no names to compare.
+    if shapes != expected_shapes or type(variables.slot) not in (tuple, type(expected)):
         raise ValueError(
             f"stack {layout.name!r}: its optimizer {optimizer.short_name()!r} keeps slots "
             f"{type(expected).__name__} of shapes {expected_shapes}, but got "
