@@ -81,12 +81,18 @@ def num_sparsecores_per_device(device: jax.Device | None = None) -> int:
                 "as if it had."
             )
         return NUM_SC_PER_DEVICE_MAP[device.device_kind]
-    chosen = os.environ.get(CORES_VARIABLE) or str(EMULATED_CORES)
-    if not chosen.isdecimal() or int(chosen) < 1:
-        raise ValueError(
-            f"{CORES_VARIABLE} must be a number of cores from 1 on, such as 4, got {chosen!r}."
-        )
-    return int(chosen)
+    return number_from_environment(CORES_VARIABLE, EMULATED_CORES)
+
+
+def number_from_environment(variable: str, default: int) -> int:
+    """The number in an environment variable, or `default` if the variable is not set.
+
+    Raises: ValueError: the environment variable is not a positive integer.
+    """
+    text = os.environ.get(variable) or str(default)
+    if not text.strip().isdecimal() or int(text) < 1:
+        raise ValueError(f"{variable} must be a number of at least 1, such as 4, got {text!r}.")
+    return int(text)
 
 
 def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> int:

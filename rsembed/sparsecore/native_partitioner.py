@@ -10,7 +10,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-import os
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ from rsembed.fdo.statistics import TableDrops
 from rsembed.kernels import native
 from rsembed.kernels.devices import granted_cores
 from rsembed.sparsecore import partitioner
+from rsembed.sparsecore.layout import number_from_environment
 from rsembed.sparsecore.partitioner import (
     BUFFER_DTYPES,
     HostBatch,
@@ -117,12 +117,7 @@ def num_threads() -> int:
     Raises: ValueError: the environment variable `THREADS_VARIABLE` is not a positive integer.
     """
     available = granted_cores()
-    wanted = os.environ.get(THREADS_VARIABLE)
-    if not wanted:
-        return available
-    if not wanted.strip().isdecimal() or int(wanted) < 1:
-        raise ValueError(f"{THREADS_VARIABLE} must be a number of at least 1, got {wanted!r}.")
-    return min(available, int(wanted))
+    return min(available, number_from_environment(THREADS_VARIABLE, available))
 
 
 def partition_stacks(batch: HostBatch) -> dict[str, StackBuffers]:

@@ -309,10 +309,11 @@ embedding.prepare_feature_specs_for_training([made()], None, 1)
     => TypeError: global_device_count must be an integer, got None (NoneType).
 run(IDS, np.where(IDS == 13, -np.inf, 1), given=placed(made(combiner="sqrtn")))
     => ValueError: feature 'f_word': weight -inf in sample 6 is not finite; clean the weights.
-environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="many")(run)() => ValueError: a number of at least 1, got 'many'
-environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="0")(run)() => ValueError: a number of at least 1, got '0'
+environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="many")(run)()
+    => ValueError: SPARSECORE_INPUT_PREPROCESSING_THREADS must be a number of at least 1, such as 4, got 'many'
+environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="0")(run)() => ValueError: a number of at least 1 ... got '0'
 environment(RSEMBED_CORES_PER_DEVICE="many")(auto)(1, None)
-    => ValueError: RSEMBED_CORES_PER_DEVICE must be a number of cores from 1 on ... 'many'
+    => ValueError: RSEMBED_CORES_PER_DEVICE must be a number of at least 1, such as 4, got 'many'
 table_stacking.compute_table_to_setting_in_stack("s", ["t"], 8, {"u": 32}, 4, 3)
     => ValueError: table_to_padded_vocab_size have no 't'
 run(devices="1") => TypeError: global_device_count must be an integer, got '1' (str).
