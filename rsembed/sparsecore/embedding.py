@@ -49,6 +49,7 @@ from rsembed.sparsecore.layout import (
     StackLayout,
     compute_row_pointers_size_per_device as compute_row_pointers_size_per_device,
     compute_theoretical_max_coo_buffer_size as compute_theoretical_max_coo_buffer_size,
+    entry_of,
     leaves_like,
     placed_stack,
     sharding_strategy_to_enum as sharding_strategy_to_enum,
@@ -415,9 +416,7 @@ def unstack_embedding_activations(
     )
     by_name: dict[str, Array] = {}
     for name, layout in layouts.items():
-        if name not in activations:
-            raise ValueError(f"activations have no stack {name!r}, only {sorted(activations)}.")
-        stacked = layout.checked_activations(activations[name])
+        stacked = layout.checked_activations(entry_of(activations, name, "activations"))
         by_core = stacked.reshape(layout.num_cores, layout.samples_per_core, -1)
         for feature in layout.features:
             start = feature.id_transformation.row_offset // layout.num_shards

@@ -435,6 +435,16 @@ def get_table_stacks(table_specs: Nested[TableSpec]) -> dict[str, list[TableSpec
     return stacks
 
 
+def entry_of(entries: Mapping[str, T], name: str, what: str) -> T:
+    """`entries[name]`, with `what` as the name of `entries` in the error message.
+
+    Raises: ValueError: `entries` has no entry `name`.
+    """
+    if name not in entries:
+        raise ValueError(f"{what} have no {name!r}, only {sorted(entries)}.")
+    return entries[name]
+
+
 def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
     """Leaves of `tree` in the order of the leaves of `specs`.
 

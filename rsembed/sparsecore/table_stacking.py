@@ -9,7 +9,7 @@ import functools
 import logging
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -31,6 +31,7 @@ from rsembed.sparsecore.layout import (
     Nested,
     check_is_array,
     cores_of,
+    entry_of,
     get_table_stacks as get_table_stacks,
     leaves_like,
     resolve_cores,
@@ -64,7 +65,6 @@ from rsembed.stacking import (
 from rsembed.storage.protocol import TableRows
 
 _log = logging.getLogger("rsembed")
-Entry = TypeVar("Entry")
 
 
 @validated
@@ -381,7 +381,7 @@ def stack_and_shard_tables(
     for name, layout in stacks_of(specs, 1, num_shards).items():
         trees = []
         for table in layout.tables:
-            tree = _entry(tables, table.name, "tables")
+            tree = entry_of(tables, table.name, "tables")
             if not allow_nonfinite:
                 _check_finite(tree, table)
             trees.append(tree)
@@ -490,7 +490,7 @@ def unshard_and_unstack_tables(
     result: dict[str, TableRows] = {}
     specs = [with_place(table, num_shards) for table in jax.tree.leaves(table_specs)]
     for name, layout in stacks_of(specs, 1, num_shards, must_be_whole=False).items():
-        stacked = _entry(stacked_tables, name, "stacked_tables")
+        stacked = entry_of(stacked_tables, name, "stacked_tables")
         by_shard = (num_shards, layout.rows_per_shard)
         for leaf in jax.tree.leaves(stacked):
             if leaf.shape[:-1] not in (by_shard, (layout.spec.stack_vocab_size,)):
@@ -534,7 +534,7 @@ def stack_and_shard_feature_tables(
     # Check all tables before the loop deletes the first table.
     for stack in embedding_specs.stacked_table_specs:
         for record in stack.table_specs:
-            shape = np.shape(_entry(feature_tables, record.table_name, "feature_tables"))
+            shape = np.shape(entry_of(feature_tables, record.table_name, "feature_tables"))
             recorded = (record.vocab_size, record.embedding_dim)
             if (shape if len(shape) > 1 else (*shape, 1)) != recorded:
                 raise ValueError(
@@ -569,7 +569,7 @@ def unstack_and_unshard_stacked_tables(
     """
     # Check all stacks before the loop deletes the first stack.
     for stack in embedding_specs.stacked_table_specs:
-        stacked = _entry(stacked_tables, stack.stack_name, "stacked_tables")
+        stacked = entry_of(stacked_tables, stack.stack_name, "stacked_tables")
         recorded = (stack.stack_vocab_size, stack.stack_embedding_dim)
         if math.prod(stacked.shape) != math.prod(recorded) or stacked.shape[-1] != recorded[-1]:
             raise ValueError(
@@ -624,23 +624,13 @@ def compute_table_to_setting_in_stack(
     Raises: ValueError: `table_to_padded_vocab_size` lacks a table in `table_names`.
     """
     rows = [
-        _entry(table_to_padded_vocab_size, name, "table_to_padded_vocab_size")
+        entry_of(table_to_padded_vocab_size, name, "table_to_padded_vocab_size")
         for name in table_names
     ]
     settings = settings_in_stack(
         stack_name, rows, padded_embedding_dim, num_shards=num_shards, rotation=rotation
     )
     return dict(zip(table_names, settings, strict=True))
-
-
-def _entry(entries: Mapping[str, Entry], name: str, what: str) -> Entry:
-    """`entries[name]`, with `what` as the name of `entries` in the error message.
-
-    Raises: ValueError: `entries` has no entry `name`.
-    """
-    if name not in entries:
-        raise ValueError(f"{what} have no {name!r}, only {sorted(entries)}.")
-    return entries[name]
 
 
 def stacking_plan(feature_specs: Nested[FeatureSpec]) -> StackingPlan:
