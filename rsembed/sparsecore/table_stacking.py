@@ -183,14 +183,6 @@ def stack_tables(
     )
     tables = tables_of(features)
     name = stack_name_of(table_names) if stack_name is None else stack_name
-    for table_name in table_names:
-        if table_name not in tables:
-            continue
-        present_stack = tables[table_name].setting_in_stack.stack_name
-        if present_stack != table_name:
-            raise ValueError(
-                f"Table {table_name} is already stacked, in {present_stack!r}; a table has one place."
-            )
     stack = plan_stack(
         features,
         table_names,
@@ -204,6 +196,12 @@ def stack_tables(
     columns = stack.spec.stack_embedding_dim
     excess = {}
     for placement in stack.tables:
+        present_stack = tables[placement.name].setting_in_stack.stack_name
+        if present_stack != placement.name:
+            raise ValueError(
+                f"Table {placement.name} is already stacked, in {present_stack!r}; a table has one "
+                "place."
+            )
         excess_columns = columns - round_up(placement.dim, SUBLANES)
         excess[placement.name] = excess_columns * placement.setting.padded_vocab_size
     if fail_on_excess_padding and any(excess.values()):
@@ -291,25 +289,22 @@ def attach_placement(features: Nested[FeatureSpec], plan: StackingPlan) -> None:
     Raises: ValueError: a table outside the plan was stacked for a different number of shards, or
       its stack has the name of a planned stack.
     """
-    planned_stacks = set()
-    planned_tables = set()
+    settings = {}
     for stack in plan.stacks:
-        planned_stacks.add(stack.name)
-        planned_tables |= {placement.name for placement in stack.tables}
-    others = [table for name, table in tables_of(features).items() if name not in planned_tables]
+        for placement in stack.tables:
+            settings[placement.name] = placement.setting
+    planned_stacks = {stack.name for stack in plan.stacks}
+    others = [table for name, table in tables_of(features).items() if name not in settings]
     placed = [table for table in others if table.stacked_table_spec is not None]
     cores_of(placed, 1, plan.num_shards)
     for table in others:
-        name = table.name
-        if table.stacked_table_spec is not None:
-            name = table.stacked_table_spec.stack_name
+        name = table.setting_in_stack.stack_name
         if name in planned_stacks:
             raise ValueError(
                 f"stack name {name!r} is already used by table {table.name!r}; choose another stack_name."
             )
     by_name = {feature.name: feature for feature in features_of(features)}
     for stack in plan.stacks:
-        settings = {placement.name: placement.setting for placement in stack.tables}
         for feature in stack.features:
             by_name[feature.name].id_transformation = feature.transformation
             # Features of one table may refer to different copies of the table spec, so the
