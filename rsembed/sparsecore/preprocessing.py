@@ -431,20 +431,12 @@ def _as_bags(leaf: PyTree, weights: PyTree) -> Bags:
                 f"a dense input is [samples, ids per sample], got {leaf.ndim} dimensions "
                 f"({leaf.shape}); reshape it to (-1, 1) for one id per sample."
             )
-        if weights is not None:
-            weights = np.asarray(weights)
         return Bags.from_dense(np.asarray(leaf), weights)
-    ids = _as_lists(leaf)
-    if weights is not None:
-        weights = list(_as_lists(weights))
-    return Bags.from_lists(ids, weights)
-
-
-def _as_lists(rows: PyTree) -> PyTree:
-    """Converts a NumPy array to a list of its rows, and returns any other value unchanged."""
-    if not isinstance(rows, np.ndarray):
-        return rows
-    return rows.tolist() if rows.ndim > 1 else list(rows)
+    if isinstance(leaf, np.ndarray):
+        leaf = leaf.tolist()
+    if isinstance(weights, np.ndarray):
+        weights = weights.tolist()
+    return Bags.from_lists(leaf, weights)
 
 
 AllReduce = Callable[[int, np.ndarray], np.ndarray]
