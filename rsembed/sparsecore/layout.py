@@ -12,7 +12,7 @@ import enum
 import functools
 import math
 import os
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias, TypeVar, Union
 
 import jax
@@ -468,24 +468,21 @@ def leaves_like(specs: PyTree, tree: PyTree, name: str) -> list[PyTree]:
         children = jax.tree_util.tree_leaves_with_path(
             specs, is_leaf=lambda node: node is not specs
         )
-
-    def key_of(step: object) -> Hashable:
-        return getattr(step, "key", getattr(step, "idx", getattr(step, "name", None)))
-
-    spec_of_key = {key_of(path[0]): child for path, child in children}
-    entries: Mapping[Hashable, PyTree] | None = None
+    spec_of_key = {jax.tree_util.keystr(path, simple=True): child for path, child in children}
+    pairs: Iterable[tuple[object, PyTree]] = ()
     if isinstance(tree, Mapping):
-        entries = tree
+        pairs = tree.items()
     elif isinstance(tree, list | tuple):
-        entries = dict(enumerate(tree))
-    if entries is None or set(entries) != set(spec_of_key):
-        has = type(tree).__name__ if entries is None else f"{sorted(map(str, entries))}"
+        pairs = enumerate(tree)
+    entries = {str(key): entry for key, entry in pairs}
+    if set(entries) != set(spec_of_key):
+        has = sorted(entries) or type(tree).__name__
         raise ValueError(
-            f"{name} must have the tree structure of feature_specs, with {sorted(map(str, spec_of_key))}; got {has}."
+            f"{name} must have the tree structure of feature_specs, with {sorted(spec_of_key)}; got {has}."
         )
     leaves = []
     for key, child in spec_of_key.items():
-        leaves += leaves_like(child, entries[key], f"{name}[{key!r}]")
+        leaves += leaves_like(child, entries[key], f"{name}[{key}]")
     return leaves
 
 
