@@ -201,8 +201,13 @@ class MeshLayer:
         all_reduce_interface: AllReduce | None = None,
     ) -> PreprocessedInput:
         """Partitions this process' part of a batch, on the host, for the layer's devices."""
-        options = {"batch_number": step, "all_reduce_interface": all_reduce_interface}
-        return self._tables().preprocess(features, features_weights, **options)[0]
+        processed, _ = self._tables().preprocess(
+            features,
+            features_weights,
+            batch_number=step,
+            all_reduce_interface=all_reduce_interface,
+        )
+        return processed
 
     def prepare_batch(
         self, features: FeatureTree, features_weights: FeatureTree = None, **options: object

@@ -551,15 +551,13 @@ def minibatch_of_bucket(nodes: Bool[np.ndarray, " nodes"]) -> Int[np.ndarray, " 
       >>> minibatch_of_bucket(np.asarray([0, 0, 0, 0, 1, 1, 1], bool)).tolist()
       [0, 0, 1, 1, 2, 2, 3, 3]
     """
-    num_buckets = len(nodes) + 1
     half = 1
-    first_node = 0
-    is_first = np.zeros(num_buckets, bool)
-    while half < num_buckets:
-        num_nodes = num_buckets // (2 * half)
-        is_first[half :: 2 * half] = nodes[first_node : first_node + num_nodes]
+    is_first = np.zeros(len(nodes) + 1, bool)
+    while len(nodes):
+        num_nodes = (len(nodes) + 1) // 2  # on the lowest level that is left
+        is_first[half :: 2 * half] = nodes[:num_nodes]
+        nodes = nodes[num_nodes:]
         half *= 2
-        first_node += num_nodes
     return np.cumsum(is_first)
 
 
