@@ -216,9 +216,6 @@ def value_and_grad(loss_fn: Loss, *, has_aux: bool = False) -> Callable[..., tup
         call_shapes = jax.eval_shape(recorded_calls, state.params, state.embeddings)
         zeros = [jax.tree.map(jnp.zeros_like, call.activations) for call in call_shapes]
         differentiate = jax.value_and_grad(recorded, argnums=(0, 1), has_aux=True)
-        loss_and_aux, gradients = differentiate(state.params, zeros, state.embeddings)
-        _, (value, calls) = loss_and_aux
-        dense, d_taps = gradients
-        return value, Gradients.of(dense, calls, d_taps)
+        return taps.value_and_gradients(differentiate(state.params, zeros, state.embeddings))
 
     return with_gradients

@@ -160,10 +160,7 @@ def value_and_grad(
             graph=True,
             graph_updates=True,
         )
-        loss_and_aux, gradients = differentiate(model, zeros, *args, **kwargs)
-        _, (value, calls) = loss_and_aux
-        dense, d_taps = gradients
-        return value, Gradients.of(dense, calls, d_taps)
+        return taps.value_and_gradients(differentiate(model, zeros, *args, **kwargs))
 
     return with_gradients
 

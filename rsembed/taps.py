@@ -126,20 +126,6 @@ class Call:
     batch: Batch
     activations: Activations
 
-    def row_gradients(self) -> RowGradients:
-        """Gradients of the rows that the call looked up.
-
-        The field `activations` must contain gradients, as in a `Gradients` object.
-        """
-        return self.collection.row_gradients(opaque.unwrap_all(self.batch), self.activations)
-
-    def step(self, state: EmbeddingState) -> EmbeddingState:
-        """State after one optimizer step with the gradients of this lookup.
-
-        The field `activations` must contain gradients, as in a `Gradients` object.
-        """
-        return self.collection.update(state, opaque.unwrap_all(self.batch), self.activations)
-
 
 class Recording:
     """Records the lookups of a loss in all layers that are trained.
@@ -257,17 +243,6 @@ class Gradients:
     # If `__array_ufunc__` is None, NumPy calls `__rmul__` for `np.float32(2) * gradients`.
     __array_ufunc__: ClassVar[None] = None
 
-    @staticmethod
-    def of(dense: Params, recorded: Sequence[Call], d_taps: Sequence[Activations]) -> Gradients:
-        """Combines dense gradients, recorded lookups and the gradients of the lookups' taps."""
-        calls: dict[str, list[Call]] = {}
-        for call, gradients in zip(recorded, d_taps, strict=True):
-            batch = opaque.wrap_integers(call.batch)
-            call = dataclasses.replace(call, batch=batch, activations=gradients)
-            layer_calls = calls.setdefault(call.layer, [])
-            layer_calls.append(call)
-        return Gradients(dense, calls)
-
     def __add__(self, other: object) -> Gradients:
         if not isinstance(other, Gradients):
             return NotImplemented
@@ -352,13 +327,33 @@ class Gradients:
         first, *more = self.calls[name]
         if more or name in self.changed:
             return first.collection.apply(state, self._rows(name))
-        return first.step(state)
+        return first.collection.update(state, opaque.unwrap_all(first.batch), first.activations)
 
     def _rows(self, name: str) -> RowGradients:
         if name in self.changed:
             return self.changed[name]
-        each = [call.row_gradients() for call in self.calls[name]]
+        each = []
+        for call in self.calls[name]:
+            batch = opaque.unwrap_all(call.batch)
+            each.append(call.collection.row_gradients(batch, call.activations))
         return each[0] if len(each) == 1 else combine(*each)
+
+
+def value_and_gradients(differentiated: Any) -> tuple[Any, Gradients]:
+    """Value of a loss, and its gradients with respect to parameters and tables.
+
+    Args:
+      differentiated: result of `value_and_grad` for a function of parameters and taps, which
+        returns the loss, and as auxiliary output its value for the user and the recorded lookups.
+    """
+    (_, (value, recorded)), (dense, d_taps) = differentiated
+    calls: dict[str, list[Call]] = {}
+    for call, gradients in zip(recorded, d_taps, strict=True):
+        batch = opaque.wrap_integers(call.batch)
+        call = dataclasses.replace(call, batch=batch, activations=gradients)
+        layer_calls = calls.setdefault(call.layer, [])
+        layer_calls.append(call)
+    return value, Gradients(dense, calls)
 
 
 def stepped(gradients: object, states: Mapping[str, EmbeddingState]) -> dict[str, EmbeddingState]:
