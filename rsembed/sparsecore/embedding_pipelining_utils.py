@@ -299,24 +299,15 @@ def step(
 
 
 def get_default_sc_fwd_function(
-    feature_specs: Nested[FeatureSpec],
-    global_mesh: Mesh,
-    *,
-    sharding_axis: str | tuple[str, ...] | None = None,
-    enable_minibatching: bool = False,
+    feature_specs: Nested[FeatureSpec], global_mesh: Mesh
 ) -> ScFwdStageFun:
     """Lookup stage for all features on a mesh, with None as auxiliary output.
 
     Args:
       feature_specs: specs of all features, with their tables already assigned to stacks.
-      global_mesh: mesh of the devices that share the tables.
-      sharding_axis: mesh axis (or axes) that shards tables and batch, by default all axes.
-      enable_minibatching: whether batches are preprocessed with minibatching.
+      global_mesh: mesh of the devices. Tables and batch are split over all its axes.
     """
-    devices = Devices.of(global_mesh, sharding_axis)
-    tables = ShardedTables(
-        feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching
-    )
+    tables = ShardedTables(feature_specs=feature_specs, devices=Devices.of(global_mesh, None))
 
     def look_up(
         sparse_inputs: SparseInputs, embedding_variables: Variables
@@ -327,11 +318,7 @@ def get_default_sc_fwd_function(
 
 
 def get_default_sc_bwd_function(
-    feature_specs: Nested[FeatureSpec],
-    global_mesh: Mesh,
-    *,
-    sharding_axis: str | tuple[str, ...] | None = None,
-    enable_minibatching: bool = False,
+    feature_specs: Nested[FeatureSpec], global_mesh: Mesh
 ) -> ScBwdStageFun:
     """Update stage for all tables on a mesh, with None as auxiliary output.
 
@@ -339,10 +326,7 @@ def get_default_sc_bwd_function(
     argument `step`, the index of the batch that the gradients belong to.
     `embedding_pipelining_utils.step` passes the argument `step` to the update stage.
     """
-    devices = Devices.of(global_mesh, sharding_axis)
-    tables = ShardedTables(
-        feature_specs=feature_specs, devices=devices, enable_minibatching=enable_minibatching
-    )
+    tables = ShardedTables(feature_specs=feature_specs, devices=Devices.of(global_mesh, None))
     moves_all_rows = any(
         table.optimizer.moves_all_rows for table in tables_of(feature_specs).values()
     )
