@@ -196,9 +196,7 @@ def init_embedding_variables(
         )
     mesh: Any = global_sharding.mesh  # `Any`, because the mesh can be an `AbstractMesh`.
     devices = Devices(mesh, (axis,) if isinstance(axis, str) else tuple(axis))
-    variables = initialize(
-        rng, jax.tree.leaves(table_specs), devices, num_cores=num_sparsecore_per_device
-    )
+    variables = initialize(rng, jax.tree.leaves(table_specs), devices, num_sparsecore_per_device)
     if len(global_sharding.spec) < 3:
         return variables
     by_device = functools.partial(
@@ -589,13 +587,13 @@ tpu_sparse_dense_matmul = sparse_dense_matmul
 tpu_sparse_dense_matmul_grad = sparse_dense_matmul_grad
 
 
-def _table_devices(num_devices: int, axis_name: AxisName | None = None) -> Devices:
+def _table_devices(num_devices: int, axis_name: AxisName | None) -> Devices:
     """The devices that share the tables, as axes of the surrounding `shard_map`.
 
     Args:
       num_devices: number of devices that share the tables.
-      axis_name: names of the axes, outermost first. The default is all axes of the `shard_map` if
-        the axes together have `num_devices` devices, else the only axis with `num_devices` devices.
+      axis_name: names of the axes, outermost first. None means all axes of the `shard_map` if the
+        axes together have `num_devices` devices, else the only axis with `num_devices` devices.
 
     Raises:
       ValueError: there is no surrounding `shard_map`, or the axes in `axis_name` do not have

@@ -86,9 +86,9 @@ class OptimizerRecord:
     type: int
     short_name: str
     learning_rate: float | None
-    learning_rate_tag: str | None = None
-    float_params: dict[str, float] = dataclasses.field(default_factory=dict)
-    bool_params: dict[str, bool] = dataclasses.field(default_factory=dict)
+    learning_rate_tag: str | None
+    float_params: dict[str, float]
+    bool_params: dict[str, bool]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -76,7 +76,7 @@ class ShardedTables:
     def init(self, key: PRNGKeyArray) -> dict[str, EmbeddingVariables]:
         """Initial tables and optimizer slots of all stacks."""
         tables = list(tables_of(self.feature_specs).values())
-        return initialize(key, tables, self.devices, num_cores=self.num_sc_per_device)
+        return initialize(key, tables, self.devices, self.num_sc_per_device)
 
     def look_up(self, variables: Variables, inputs: PreprocessedInput) -> Activations:
         """Activations of the global batch, in a tree like the feature specs."""

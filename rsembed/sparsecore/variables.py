@@ -217,8 +217,7 @@ def initialize(
     key: PRNGKeyArray,
     tables: Sequence[TableSpec],
     devices: Devices,
-    *,
-    num_cores: int | None = None,
+    num_cores: int | None,
 ) -> dict[str, EmbeddingVariables]:
     """Initial variables of all stacks.
 
@@ -229,7 +228,7 @@ def initialize(
       key: random key of the model, typed or raw.
       tables: the tables. A table that has no stack yet becomes the only table of a stack.
       devices: devices that share the tables.
-      num_cores: cores per device, by default the number for which the tables were stacked.
+      num_cores: cores per device, or None for the number for which the tables were stacked.
 
     Raises:
       ValueError: a table was stacked for a different number of shards, tables of a stack are
