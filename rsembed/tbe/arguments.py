@@ -215,8 +215,8 @@ class OfferedOptimizer(NamedTuple):
 
     Args:
       rule: the `OptimizerSpec` class that implements the optimizer. An argument of the module sets
-        the field of `rule` with the same name, unless `_FIELDS` gives a different name. If `rule`
-        is None, rows are not updated, and `backward` returns the gradients of the rows.
+        the field of `rule` with the same name, unless `_FIELDS` gives a different name. NONE never
+        updates rows, and has SGD, a rule without states.
       states: names of the optimizer's states in torch, separated by spaces.
       arguments: names of the constructor's arguments that the optimizer reads.
       fixed: fields of `rule` that no argument of the module sets, with their values.
@@ -226,7 +226,7 @@ class OfferedOptimizer(NamedTuple):
         with a native kernel.
     """
 
-    rule: type[OptimizerSpec] | None
+    rule: type[OptimizerSpec]
     states: str = ""
     arguments: Set[str] = frozenset()
     fixed: Mapping[str, bool] = {}
@@ -267,7 +267,7 @@ _OPTIMIZERS = {
     EmbOptimType.EMAINPLACE_ROWWISE_ADAGRAD: OfferedOptimizer(
         DecayedAdagrad, "sum", _ROWWISE | {"emainplace_mode"}, fused=core.RowWiseAdagrad
     ),
-    EmbOptimType.NONE: OfferedOptimizer(None),
+    EmbOptimType.NONE: OfferedOptimizer(core.SGD),
 }
 _MODES = {
     WeightDecayMode.COUNTER: OfferedOptimizer(
@@ -392,17 +392,15 @@ def _rule_of(
     rate: LearningRate,
     arguments: Arguments,
     slot_dtypes: tuple[str | None, ...],
-) -> OptimizerSpec | None:
-    """The `OptimizerSpec` that updates rows, or None for `EmbOptimType.NONE`.
+) -> OptimizerSpec:
+    """The `OptimizerSpec` that updates rows.
 
     If several `OptimizerSpec` classes compute the same update, the result is an instance of the
     class with a native kernel.
     """
     if isinstance(optimizer, OptimizerSpec):
-        return dataclasses.replace(optimizer, learning_rate=rate)
+        return optimizer
     offered = offered_optimizer(optimizer, arguments.weight_decay_mode)
-    if offered.rule is None:
-        return None
     settings: dict[str, Any] = {"learning_rate": rate, "slot_dtypes": slot_dtypes}
     for name in offered.arguments:
         value = getattr(arguments, name)

@@ -33,6 +33,7 @@ from rsembed.optimizers.regularization import global_decay_factor
 from rsembed.optimizers.regularized import CounterAdagrad
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients
+from rsembed.tbe.arguments import EmbOptimType
 from rsembed.tbe.plan import AnyBatch, GroupPlan, TBEPlan, engine_of, list_of, with_list
 
 Value = TypeVar("Value")
@@ -183,7 +184,8 @@ def init_state(
         weights.append(arrays[0])
         slots.append(tuple(arrays[1:]))
         resident_rows.append(resident)
-        rates.append(0.0 if callable(table.learning_rate) else table.learning_rate)
+        rate = table.rule.learning_rate
+        rates.append(0.0 if callable(rate) else rate)
     step = jnp.zeros((), jnp.int32)
     passed_step = step + 0
     max_counter = jnp.ones((), jnp.float32)
@@ -232,7 +234,7 @@ def learning_rates(
     rates = []
     for group, rate in zip(plan.groups, state.learning_rates, strict=True):
         rule = group.table.rule
-        if rule is not None and callable(group.table.learning_rate):
+        if callable(rule.learning_rate):
             rate = jnp.asarray(rule.get_learning_rate(state.step), jnp.float32)
         rates.append(rate)
     return jnp.stack(rates)
@@ -474,7 +476,7 @@ def _step_of(
     """
     table = plan.groups[number].table
     rule = table.rule
-    if rule is None:
+    if table.optimizer == EmbOptimType.NONE:
         raise ValueError(
             f"table {table.name!r} has no optimizer (OptimType.NONE), so row gradients cannot be applied to it; "
             "construct the module with one."
@@ -504,7 +506,7 @@ def _decayed(
             rows = rows_of_list(batch, 0, number, state.weights[number].shape[0])
             _, prev_iter, *_ = state.slots[number]
             prev_iter = prev_iter.at[rows].get(mode="fill", fill_value=0)[:, 0]
-            weight_decay = group.table.rule.weight_decay  # type: ignore[union-attr]
+            weight_decay = group.table.rule.weight_decay  # type: ignore[attr-defined]
             of_group = global_decay_factor(
                 prev_iter,
                 state.step + 1,

@@ -578,7 +578,7 @@ class TablesBackward:
     ) -> WeightGradients | RowGradients:
         module = self._module
         host = module.host_rows
-        if module.plan.tables[0].rule is None:
+        if module.plan.tables[0].optimizer == EmbOptimType.NONE:
             return self.row_gradients(d_output)
         gradient = self._gradient(d_output)
         functional.check_state(module.plan, module.state.get_value())

@@ -88,12 +88,11 @@ class TablePlan(NamedTuple):
       optimizer: optimizer of the table, as passed to the module.
       num_rows: number of rows.
       dim: number of columns.
-      learning_rate: a number, or a function that takes no argument or the step number (from 0).
       dtype: dtype of the stored rows.
       near_dtype: dtype of the rows on the device, which may differ from `dtype` if the table is
         stored on the host.
-      rule: optimizer that updates looked-up rows. None: rows are not updated, and `backward`
-        returns their gradients.
+      rule: optimizer that updates looked-up rows. For OptimType.NONE, the rule is SGD, and is never
+        used, because `backward` returns the gradients of the rows.
       placement: `device`, `cached` (on the host, with a cache on the device) or `host` (each batch
         copies its rows to the device and back).
       shared_by: placement on a mesh: `row`, `table`, `column` or `replicated`. Without a mesh,
@@ -113,10 +112,9 @@ class TablePlan(NamedTuple):
     optimizer: TableOptimizer
     num_rows: int
     dim: int
-    learning_rate: LearningRate
     dtype: str
     near_dtype: str
-    rule: OptimizerSpec | None = None
+    rule: OptimizerSpec
     placement: Placement = "device"
     shared_by: str = "replicated"
     rounds_stochastically: bool = True
@@ -167,10 +165,8 @@ class TablePlan(NamedTuple):
     def first_row(self) -> list[np.ndarray]:
         """Initial weights and optimizer states of one row, as arrays `[1, dim]` or `[1, 1]`."""
         shape = (1, self.dim)
-        arrays = [np.zeros(shape, jnp.dtype(self.dtype))]
-        if self.rule is not None:
-            slots = self.rule.init_slots(jnp.zeros(shape, jnp.float32))
-            arrays += map(np.asarray, slots)
+        slots = self.rule.init_slots(jnp.zeros(shape, jnp.float32))
+        arrays = [np.zeros(shape, jnp.dtype(self.dtype)), *map(np.asarray, slots)]
         for dtype in self.copy_dtypes:
             arrays.append(np.zeros(shape, jnp.dtype(dtype)))
         return arrays
@@ -180,19 +176,17 @@ class TablePlan(NamedTuple):
         # Three settings are not part of the `TableSpec`: `functional.init_state` makes the initial
         # rows, a `Step` contains the PRNG key of stochastic rounding, and `engine_of` sets the
         # combiner of the features.
-        spec = TableSpec(
+        return TableSpec(
             name=self.name,
             # A `TableSpec` needs at least one row, so an empty table gets a row that no id reads.
             vocabulary_size=max(self.num_rows, 1),
             embedding_dim=self.dim,
             dtype=self.dtype,
+            optimizer=self.rule,
             # A table with stochastic rounding cannot be split by column, because random bits are
             # drawn for whole rows. Rows in float32 are not rounded.
             stochastic_rounding=self.rounds_stochastically and self.dtype != "float32",
         )
-        if self.rule is None:
-            return spec
-        return dataclasses.replace(spec, optimizer=self.rule)
 
 
 class GroupPlan(NamedTuple):
@@ -563,19 +557,17 @@ def make_plan(settings: Arguments) -> TBEPlan:
     tables: list[TablePlan] = []
     for number, (num_rows, dim, location, _) in enumerate(specs):
         optimizer = optimizers[number]
-        rate = rates[number]
         placement = special.get(location, elsewhere)
         table = TablePlan(
             name=names[number],
             optimizer=optimizer,
             num_rows=num_rows,
             dim=dim,
-            learning_rate=rate,
             dtype=dtype,
             near_dtype=dtype if placement == "device" else near_dtype,
             placement=placement,
             rounds_stochastically=settings.stochastic_rounding,
-            **arguments.trained_by(optimizer, rate, settings),
+            **arguments.trained_by(optimizer, rates[number], settings),
         )
         _check_trained(table)
         tables.append(table)
@@ -702,8 +694,8 @@ def _check_trained(table: TablePlan) -> None:
             f"table {table.name!r}: EMAINPLACE_ROWWISE_ADAGRAD needs an even embedding_dim, got {table.dim}."
         )
     counts = isinstance(table.rule, CounterAdagrad)
-    moves_all_rows = table.rule is not None and table.rule.moves_all_rows
-    if table.is_cached and (table.whole_table_mode is not None or counts or moves_all_rows):
+    goes_over_table = table.whole_table_mode is not None or counts or table.rule.moves_all_rows
+    if table.is_cached and goes_over_table:
         what = "weight_decay_mode COUNTER" if counts else arguments.name_of(table.optimizer)
         raise NotImplementedError(
             f"table {table.name!r}: {what} goes over whole tables, which is not possible for a table on the host; "

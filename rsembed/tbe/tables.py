@@ -25,7 +25,7 @@ from rsembed.storage import CacheCounts
 from rsembed.storage.donation import kept
 from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
-from rsembed.tbe.arguments import Arguments
+from rsembed.tbe.arguments import Arguments, EmbOptimType
 from rsembed.tbe.functional import Rates, TBEState, everywhere
 from rsembed.tbe.host_rows import HostRows
 from rsembed.tbe.plan import AnyBatch, TablePlan, TBEPlan, per_table
@@ -50,7 +50,7 @@ def learning_rates(
     Raises: ValueError: a schedule returns a rate that is not finite.
     """
     rates: Rates = _learning_rates(plan, state)
-    if any(callable(group.table.learning_rate) for group in plan.groups):
+    if any(callable(table.rule.learning_rate) for table in plan.tables):
         check_finite(
             rates,
             "what the schedule learning_rate gives",
@@ -300,7 +300,7 @@ class TrainedTables(nnx.Module):
 
         Raises: NotImplementedError: OptimType.NONE has no states.
         """
-        if self.plan.tables[0].rule is None:
+        if self.plan.tables[0].optimizer == EmbOptimType.NONE:
             raise NotImplementedError("OptimType.NONE keeps no optimizer states.")
         with self._alone():
             self.flush()
@@ -654,7 +654,7 @@ class TrainedTables(nnx.Module):
                 )
             numbers["key"] = jax.random.wrap_key_data(jnp.asarray(data, jnp.uint32))
         rates = saved.get("learning_rate")
-        if rates is not None and not any(callable(table.learning_rate) for table in tables):
+        if rates is not None and not any(callable(table.rule.learning_rate) for table in tables):
             if np.shape(rates) not in ((), (1,), (len(tables),)):
                 raise ValueError(
                     f"'learning_rate' has shape {np.shape(rates)}; give one number, or one for each table."
@@ -678,7 +678,7 @@ def _rates_of_groups(
         check_within("[0, inf)", rate, "learning_rate")
     rates = []
     for group in plan.groups:
-        if callable(group.table.learning_rate):
+        if callable(group.table.rule.learning_rate):
             raise ValueError(
                 "the learning rate is a schedule; construct the module with a number to set it later."
             )
@@ -695,8 +695,6 @@ def _rates_of_groups(
 
 def _non_negative_entries(table: TablePlan) -> set[str]:
     """Names of a table's state dict entries that must not contain negative numbers."""
-    if table.rule is None:
-        return set()
     # `torch_state_names` has the names of the rule's slots first, then the name of a slow copy of
     # the table, if there is one. `zip` stops after the names of the slots, before the name of the
     # slow copy.
