@@ -115,11 +115,13 @@ def our_contestants(workload: Workload, batches: Batches, optimizer: str) -> dic
     # All contestants have the same weights. Tables are filled in place, because they are allocated on
     # huge pages if the system has them.
     @functools.partial(jax.jit, donate_argnums=0)
-    def fill(tables):
-        return tuple(0.0 * table + INITIAL_WEIGHT for table in tables)
+    def fill(table):
+        return 0.0 * table + INITIAL_WEIGHT
 
     state = tbe.state.get_value()
-    tbe.state.set_value(state._replace(weights=fill(state.weights)))
+    for name, (weights, *slots) in state.arrays.items():
+        state = state.with_arrays(name, [fill(weights), *slots])
+    tbe.state.set_value(state)
     plan = tbe.plan
     gradient = jnp.asarray(batches.gradient)
     on_device = [jnp.asarray(ids) for ids in batches.indices]

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,9 +34,8 @@ from rsembed.optimizers.regularized import CounterAdagrad
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.row_gradients import RowGradients
 from rsembed.tbe.arguments import EmbOptimType
-from rsembed.tbe.plan import AnyBatch, GroupPlan, TBEPlan, engine_of, list_of, with_list
+from rsembed.tbe.plan import AnyBatch, TablePlan, TBEPlan, engine_of, list_of, with_list
 
-Value = TypeVar("Value")
 Rates = Float[Array, " groups"]
 """Learning rate of every group."""
 LookupOutput = Float[Array, "*output"]
@@ -46,71 +45,41 @@ LookupOutput = Float[Array, "*output"]
 class TBEState(NamedTuple):
     """State of a table-batched module: everything that training changes.
 
-    `weights`, `slots` and `resident_rows` are tuples with one entry per group of the plan.
-
     Args:
-      weights: rows of the tables of each group, or, for a cached group, only the rows on the
-        device.
-      slots: optimizer state of the rows in `weights`. For ENSEMBLE_ROWWISE_ADAGRAD, the last slot
-        is the slow copy of the tables.
-      resident_rows: for each cache slot of a group, the row number of the row in the slot, or
-        `NO_ROW` for an empty slot. The entries after the cache slots belong to the scratch area.
-        None for a group without a cache.
+      arrays: arrays of each group of tables, by the name of the group. The first array has the
+        weights, and the next arrays have the optimizer state of the same rows. For
+        ENSEMBLE_ROWWISE_ADAGRAD, the last state is the slow copy of the tables. For a cached group,
+        the arrays have only the rows on the device, and one more array has the row number of the
+        row in each cache slot, or `NO_ROW` for an empty slot. The rows after the cache slots belong
+        to the scratch area.
       step: number of updates so far.
       passed_step: number of the last training step for which `begin_step` was called, 1 for the
         first step.
       learning_rates: learning rate of each group.
       max_counter: largest row counter of all tables plus 1, for weight decay mode COUNTER.
       key: PRNG key of stochastic rounding and of uniform initial weights.
+      layout: fingerprint of the plan that the state belongs to.
       generation: generation of the state, see `storage.backing_store.Generation`. None if no table
         is on the host.
-      layout: fingerprint of the plan that the state belongs to.
     """
 
-    weights: tuple[Float[Array, "rows dim"], ...]
-    slots: tuple[Slots, ...]
-    resident_rows: tuple[Int[Array, " rows"] | None, ...]
+    arrays: dict[str, tuple[Array, ...]]
     step: Int[Array, ""]
     passed_step: Int[Array, ""]
     learning_rates: Rates
     max_counter: Float[Array, ""]
     key: PRNGKeyArray
+    layout: Fingerprint
     generation: UInt32[Array, ""] | None = None
-    layout: Fingerprint | None = None
 
-    def arrays(self, number: int) -> tuple[Array, ...]:
-        """All arrays of a group: weights, slots and, for a cached group, the resident rows."""
-        arrays = [self.weights[number], *self.slots[number]]
-        resident = self.resident_rows[number]
-        if resident is not None:
-            arrays.append(resident)
-        return tuple(arrays)
+    @property
+    def weights(self) -> dict[str, Float[Array, "rows dim"]]:
+        """Weights of each group, by the name of the group."""
+        return {name: arrays[0] for name, arrays in self.arrays.items()}
 
-    def with_arrays(
-        self,
-        number: int,
-        arrays: Sequence[Array],
-    ) -> TBEState:
-        """A copy of the state with new arrays for group `number`.
-
-        The argument `arrays` has the same order as the result of the method `arrays`.
-        """
-        weights, *slots = arrays
-        resident = None
-        if self.resident_rows[number] is not None:
-            resident = slots.pop()
-        return self._replace(
-            weights=_with_entry(self.weights, number, weights),
-            slots=_with_entry(self.slots, number, tuple(slots)),
-            resident_rows=_with_entry(self.resident_rows, number, resident),
-        )
-
-
-def _with_entry(values: tuple[Value, ...], number: int, value: Value) -> tuple[Value, ...]:
-    """A copy of a tuple with a new value at index `number`."""
-    changed = list(values)
-    changed[number] = value
-    return tuple(changed)
+    def with_arrays(self, group: str, arrays: Iterable[Array]) -> TBEState:
+        """A copy of the state with new arrays for a group."""
+        return self._replace(arrays=self.arrays | {group: tuple(arrays)})
 
 
 def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
@@ -119,22 +88,6 @@ def everywhere(plan: TBEPlan, tree: PyTree) -> PyTree:
     If the plan has no mesh, `tree` is returned unchanged.
     """
     return plan.devices.place(tree, PartitionSpec())
-
-
-def by_name(
-    plan: TBEPlan,
-    of_groups: Iterable[Value],
-) -> dict[str, Value]:
-    """Dictionary from group name to value, made from a sequence with one value per group."""
-    return dict(zip(engine_of(plan).stacks, of_groups, strict=True))
-
-
-def in_order(
-    plan: TBEPlan,
-    of_names: Mapping[str, Value],
-) -> tuple[Value, ...]:
-    """Tuple of values in the order of the plan's groups, from a dictionary keyed by group name."""
-    return tuple(of_names[group.table.name] for group in plan.groups)
 
 
 def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
@@ -150,27 +103,21 @@ def _checked(plan: TBEPlan, batch: AnyBatch) -> AnyBatch:
 def init_state(
     plan: TBEPlan,
     key: PRNGKeyArray,
-    num_places: Mapping[int, int] = MappingProxyType({}),
+    num_places: Mapping[str, int] = MappingProxyType({}),
 ) -> TBEState:
     """State with zero weights, as in FBGEMM, and with initial optimizer states.
 
     Args:
       plan: plan of the module's tables.
       key: PRNG key of stochastic rounding and of uniform initial weights.
-      num_places: mapping from the index of each cached group to the number of its cache slots. For
-        a group without a cache, the arrays of the state contain all rows of the tables.
+      num_places: mapping from the name of each cached group to the number of its cache slots. For a
+        group without a cache, the arrays of the state contain all rows of the tables.
     """
-    weights: list[Array] = []
-    slots: list[Slots] = []
-    resident_rows: list[Array | None] = []
+    arrays_of_groups: dict[str, tuple[Array, ...]] = {}
     rates: list[float] = []
-    for number, stack in enumerate(plan.stacks):
-        table = plan.groups[number].table
-        size = stack.layout.num_rows
-        resident = None
-        if table.is_cached:
-            size = num_places.get(number, size)
-            resident = jnp.full(size, NO_ROW, jnp.int32)
+    for name, table in plan.groups.items():
+        stack = engine_of(plan).stacks[name]
+        size = num_places.get(name, stack.layout.num_rows)
         arrays = []
         for row in table._replace(dtype=table.near_dtype).first_row():
             shape = (size, *row.shape[1:])
@@ -181,22 +128,16 @@ def init_state(
                 arrays.append(jax.jit(full, out_shardings=sharding)())
             else:
                 arrays.append(api.allocate(shape, row.dtype, fill))
-        weights.append(arrays[0])
-        slots.append(tuple(arrays[1:]))
-        resident_rows.append(resident)
+        if table.is_cached:
+            arrays.append(jnp.full(size, NO_ROW, jnp.int32))
+        arrays_of_groups[name] = tuple(arrays)
         rate = table.rule.learning_rate
         rates.append(0.0 if callable(rate) else rate)
     step = jnp.zeros((), jnp.int32)
     passed_step = step + 0
     max_counter = jnp.ones((), jnp.float32)
     numbers = (step, passed_step, jnp.asarray(rates, jnp.float32), max_counter, key)
-    state = TBEState(
-        tuple(weights),
-        tuple(slots),
-        tuple(resident_rows),
-        *everywhere(plan, numbers),
-    )
-    return state._replace(layout=plan.layout)
+    return TBEState(arrays_of_groups, *everywhere(plan, numbers), plan.layout)
 
 
 def check_state(plan: TBEPlan, state: TBEState) -> None:
@@ -210,19 +151,17 @@ def check_state(plan: TBEPlan, state: TBEState) -> None:
     # If an argument of a compiled program for several devices is a deleted array, XLA aborts the
     # process, so deleted arrays are rejected here.
     check_not_taken(
-        (state.weights, state.slots, state.resident_rows, state.step, state.generation),
+        (state.arrays, state.step, state.generation),
         "the module has lost its tables (perhaps because of a copy that shared them, Ctrl-C or an error)",
         "make a new module, and load a state dict of the copy or of the latest checkpoint into it; copy modules with "
         "state_dict and load_state_dict",
     )
-    if state.layout is not None:
-        way_out = "To copy a module with the same tables and optimizers, use state_dict and load_state_dict."
-        check_same(
-            state.layout,
-            plan.layout,
-            what="the state does not belong to this module",
-            way_out=way_out,
-        )
+    check_same(
+        state.layout,
+        plan.layout,
+        what="the state does not belong to this module",
+        way_out="To copy a module with the same tables and optimizers, use state_dict and load_state_dict.",
+    )
 
 
 def learning_rates(
@@ -232,8 +171,8 @@ def learning_rates(
     """Learning rate of every group at the next step."""
     check_state(plan, state)
     rates = []
-    for group, rate in zip(plan.groups, state.learning_rates, strict=True):
-        rule = group.table.rule
+    for table, rate in zip(plan.groups.values(), state.learning_rates, strict=True):
+        rule = table.rule
         if callable(rule.learning_rate):
             rate = jnp.asarray(rule.get_learning_rate(state.step), jnp.float32)
         rates.append(rate)
@@ -251,37 +190,28 @@ def begin_step(plan: TBEPlan, state: TBEState) -> TBEState:
     is_new = state.passed_step != t
     counting: CounterAdagrad | None = None
     counters: list[Array] = []
-    for number, group in enumerate(plan.groups):
-        rule = group.table.rule
-        mode = group.table.whole_table_mode
-        if mode is not None:
-            slots, copies = _parted(group, state.slots[number])
-            run = functools.partial(mode.before_step, t=t)
+    for name, table in plan.groups.items():
+        rule = table.rule
+        weights, *states = state.arrays[name]
+        if table.whole_table_mode is not None:
+            num_slots = rule.slot_variables_count()
+            run = functools.partial(table.whole_table_mode.before_step, t=t)
             weights, copies = jax.lax.cond(
                 is_new,
                 run,
                 lambda *old: old,
-                state.weights[number],
-                copies,
+                weights,
+                tuple(states[num_slots:]),
             )
-            state = state.with_arrays(number, (weights, *slots, *copies))
+            state = state.with_arrays(name, (weights, *states[:num_slots], *copies))
         if isinstance(rule, CounterAdagrad):
             counting = counting or rule
-            counters.append(state.slots[number][2])
+            counters.append(states[2])
     if counting is not None:
         old = state.max_counter
         refreshed = counting.regularization.refreshed_max_counter(counters, t, old)
         state = state._replace(max_counter=jnp.where(is_new, refreshed, old))
     return state._replace(passed_step=t)
-
-
-def _parted(
-    group: GroupPlan,
-    slots: Slots,
-) -> tuple[Slots, Slots]:
-    """Splits a group's optimizer states into slots of the update rule and slow table copies."""
-    num_slots = len(slots) - len(group.table.copy_dtypes)
-    return slots[:num_slots], slots[num_slots:]
 
 
 def lookup(
@@ -310,7 +240,7 @@ def _pooled(
     batch = _checked(plan, batch)
     if isinstance(batch, Call):  # Tables on a mesh have no global weight decay.
         batch = _decayed(plan, state, batch, rates)
-    output, _ = engine_of(plan).lookup(by_name(plan, state.weights), batch)
+    output, _ = engine_of(plan).lookup(state.weights, batch)
     return output
 
 
@@ -447,34 +377,25 @@ def _stepped(
         gradients by group name for `apply`.
     """
     steps: dict[str, Step] = {}
-    slots: dict[str, Slots] = {}
-    copies: dict[str, Slots] = {}
-    for number, group in enumerate(plan.groups):
-        name = group.table.name
-        steps[name] = _step_of(plan, number, state, rates[number])
-        slots[name], copies[name] = _parted(group, state.slots[number])
-    old_weights = by_name(plan, state.weights)
-    weights, stepped = function(old_weights, slots, *gradients, steps)
-    for name in slots:
-        slots[name] = (*stepped[name], *copies[name])
-    return state._replace(
-        weights=in_order(plan, weights),
-        slots=in_order(plan, slots),
-        step=state.step + 1,
-    )
+    old_slots: dict[str, Slots] = {}
+    for (name, table), rate in zip(plan.groups.items(), rates, strict=True):
+        steps[name] = _step_of(table, state, rate)
+        num_slots = table.rule.slot_variables_count()
+        old_slots[name] = state.arrays[name][1 : 1 + num_slots]
+    weights, slots = function(state.weights, old_slots, *gradients, steps)
+    arrays = {}
+    for name, old in state.arrays.items():
+        stepped = (weights[name], *slots[name])
+        # A slow copy of the table, and the row numbers in cache slots, do not change.
+        arrays[name] = (*stepped, *old[len(stepped) :])
+    return state._replace(arrays=arrays, step=state.step + 1)
 
 
-def _step_of(
-    plan: TBEPlan,
-    number: int,
-    state: TBEState,
-    rate: Array,
-) -> Step:
+def _step_of(table: TablePlan, state: TBEState, rate: Array) -> Step:
     """The `Step` of a group: update rule, hyperparameters, and PRNG key of stochastic rounding.
 
     Raises: ValueError: the group has no optimizer.
     """
-    table = plan.groups[number].table
     rule = table.rule
     if table.optimizer == EmbOptimType.NONE:
         raise ValueError(
@@ -486,8 +407,10 @@ def _step_of(
         changes["max_counter"] = lambda: state.max_counter
     current_rule = dataclasses.replace(rule, **changes)
     hyper = current_rule.get_hyperparameters(state.step)
-    noise = _noise(plan, number, state, state.weights[number].dtype)
-    return Step(hyper, rule, noise, state.step, state.resident_rows[number])
+    weights, *others = state.arrays[table.name]
+    resident_rows = others[-1] if table.is_cached else None
+    noise = _noise(table, state, weights.dtype)
+    return Step(hyper, rule, noise, state.step, resident_rows)
 
 
 def _decayed(
@@ -501,27 +424,27 @@ def _decayed(
     If no table has global weight decay, the batch is returned unchanged.
     """
     factors: Array | None = None
-    for number, group in enumerate(plan.groups):
-        if group.table.global_decay is not None:
-            rows = rows_of_list(batch, 0, number, state.weights[number].shape[0])
-            _, prev_iter, *_ = state.slots[number]
+    for number, table in enumerate(plan.groups.values()):
+        if table.global_decay is not None:
+            weights, _, prev_iter, *_ = state.arrays[table.name]
+            rows = rows_of_list(batch, 0, number, weights.shape[0])
             prev_iter = prev_iter.at[rows].get(mode="fill", fill_value=0)[:, 0]
-            weight_decay = group.table.rule.weight_decay  # type: ignore[attr-defined]
+            weight_decay = table.rule.weight_decay  # type: ignore[attr-defined]
             of_group = global_decay_factor(
                 prev_iter,
                 state.step + 1,
                 rates[number],
                 weight_decay,
-                group.table.global_decay,
+                table.global_decay,
             )
             # An id of another group has no row in group `number`, so its `prev_iter` is filled with
             # 0, and its decay factor is 1.
             factors = of_group if factors is None else factors * of_group
     if factors is None:
         return batch
-    weights = batch.lists[0].weights
-    if weights is not None:
-        factors = factors * weights
+    weights_of_ids = batch.lists[0].weights
+    if weights_of_ids is not None:
+        factors = factors * weights_of_ids
     return with_list(batch, weights=factors)
 
 
@@ -533,8 +456,7 @@ _STORE = 2**32 - 2
 
 
 def _noise(
-    plan: TBEPlan,
-    number: int,
+    table: TablePlan,
     state: TBEState,
     dtype: DTypeLike,
     *,
@@ -543,14 +465,13 @@ def _noise(
     """Stochastic rounding of a group's rows to `dtype`, or None for rounding to nearest.
 
     Args:
-      plan: plan of the module's tables.
-      number: index of the group.
+      table: plan of the group.
       state: the state. The PRNG key of the rounding is made from `state.key` and `state.step`.
       dtype: dtype of the rounded rows.
       use: number to fold into the PRNG key, so that the random bits differ from the random bits of
         training steps. Training steps use None, the default.
     """
-    if not plan.groups[number].table.rounds_stochastically or dtype == jnp.float32:
+    if not table.rounds_stochastically or dtype == jnp.float32:
         return None
     key = jax.random.fold_in(state.key, state.step)
     if use is not None:
@@ -560,17 +481,19 @@ def _noise(
 
 def stored_rows(
     plan: TBEPlan,
-    number: int,
+    group: str,
     state: TBEState,
     places: Int[Array, " n"],
 ) -> tuple[Array, ...]:
     """Rows in the cache slots `places`, and their optimizer state, in the host store's dtypes."""
-    weights, *slots = api.gather_rows(state.arrays(number)[:-1], places)
-    dtype = jnp.dtype(plan.groups[number].table.dtype)
+    *arrays, resident_rows = state.arrays[group]
+    weights, *slots = api.gather_rows(tuple(arrays), places)
+    table = plan.groups[group]
+    dtype = jnp.dtype(table.dtype)
     if weights.dtype != dtype:
-        noise = _noise(plan, number, state, dtype, use=_STORE)
-        storage = plan.stacks[number].storage
-        round_rows = storage.rounding(noise, 0, state.resident_rows[number])
+        noise = _noise(table, state, dtype, use=_STORE)
+        storage = engine_of(plan).stacks[group].storage
+        round_rows = storage.rounding(noise, 0, resident_rows)
         weights = weights.astype(jnp.float32)
         if round_rows is not None:
             weights = round_rows(weights, dtype, places)

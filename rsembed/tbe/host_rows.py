@@ -14,7 +14,7 @@ import dataclasses
 import functools
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import jax
@@ -32,7 +32,7 @@ from rsembed.storage.set_associative import NUM_WAYS, BatchPlaces, CachedRows, c
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments
 from rsembed.tbe.functional import TBEState
-from rsembed.tbe.plan import GroupPlan, TBEPlan, with_list
+from rsembed.tbe.plan import TablePlan, TBEPlan, with_list
 
 MAX_PREFETCHES = 100
 
@@ -46,6 +46,12 @@ _REFUSAL = (
 )
 StateVariable = nnx.Variable[TBEState]
 """Variable that holds the state of a module."""
+
+
+def keep_arrays(variable: StateVariable, group: str, arrays: Iterable[Array]) -> None:
+    """Stores new arrays of a group in the variable of the state."""
+    state = variable.get_value()
+    variable.set_value(state.with_arrays(group, arrays))
 
 
 class HostRows:
@@ -77,16 +83,13 @@ class HostRows:
     def __init__(self, plan: TBEPlan, caching: Arguments):
         self.plan = plan
         self.caching = caching
-        cached = {}
-        for number, group in enumerate(plan.groups):
-            if group.table.is_cached:
-                cached[number] = group
+        cached = {name: group for name, group in plan.groups.items() if group.is_cached}
         algorithm = caching.cache_algorithm.name.lower()
-        self.groups: dict[int, CachedRows] = {}
-        for number, num_sets in _cache_sizes(cached, caching).items():
-            group = cached[number]
+        self.groups: dict[str, CachedRows] = {}
+        for name, num_sets in _cache_sizes(cached, caching).items():
+            group = cached[name]
             cache = SetAssociativeCache(num_sets, algorithm=algorithm, num_ids=group.num_rows)
-            self.groups[number] = CachedRows(cache, _backing_of(group))
+            self.groups[name] = CachedRows(cache, _backing_of(group))
         self.reset_counts()
         self.prefetched: list[tuple[np.ndarray, list[tuple[SetAssociativeCache, np.ndarray]]]] = []
         """Ids and locked cache slots of each prefetched batch that has not been looked up yet."""
@@ -136,7 +139,7 @@ class HostRows:
     def resume(self, variable: StateVariable) -> None:
         """Makes the rows on the device and on the host consistent after an interrupted change.
 
-        The array `resident_rows` of the state contains the numbers of the rows on the device. For
+        The last array of each group contains the numbers of the rows on the device. For
         every row on the device, the weights and the optimizer states are complete, because one
         program moves all arrays of a row. The host has the latest values of evicted rows, because
         an evicted row is written to the host before another row gets its slot. `resume` forgets all
@@ -153,16 +156,17 @@ class HostRows:
             # as the host, and writing these values changes nothing.
             self._write_scratch(state)
         self.prefetched.clear()
-        for number, group in self.groups.items():
-            group.follow(np.asarray(state.resident_rows[number]))
+        for name, group in self.groups.items():
+            resident_rows = state.arrays[name][-1]
+            group.follow(np.asarray(resident_rows))
         self._steps = False
         self.generation.advance(self.generation.number)
         self.end(variable)
 
     @property
-    def num_slots(self) -> dict[int, int]:
+    def num_slots(self) -> dict[str, int]:
         """Number of cache slots of each cached group."""
-        return {number: group.num_slots for number, group in self.groups.items()}
+        return {name: group.num_slots for name, group in self.groups.items()}
 
     def reset_counts(self) -> None:
         """Sets all cache counts to zero."""
@@ -203,11 +207,11 @@ class HostRows:
         slots, moves = call_host(find, shapes, state.generation, listed.ids, listed.offsets)
         self._move(variable, moves)
         self.end(variable)
-        weights = variable.get_value().weights
+        groups = list(self.plan.groups)
         segments = []
         for segment in batch.segments:
-            if self.plan.groups[segment.table].table.is_cached:
-                segment = segment._replace(first_row=0, num_rows=weights[segment.table].shape[0])
+            if groups[segment.table] in self.groups:
+                segment = segment._replace(first_row=0, num_rows=NO_ROW)
             segments.append(segment)
         batch = with_list(batch, ids=device_copy(slots, jnp.int32))
         return dataclasses.replace(batch, segments=tuple(segments))
@@ -231,12 +235,11 @@ class HostRows:
         rows = dict(row_gradients.rows)
         moves = {}
         self.begin(state)
-        for number, group in self.groups.items():
-            name = self.plan.groups[number].table.name
+        for name, group in self.groups.items():
             row_numbers = np.asarray(rows[name]).astype(np.int64)
             row_numbers[row_numbers == NO_ROW] = -1
             result = group.find(row_numbers, admit=True)
-            moves[number] = result.moves
+            moves[name] = result.moves
             slots = np.where(result.places < 0, NO_ROW, result.places)
             rows[name] = jnp.asarray(slots, jnp.int32)
         self._move(variable, moves)
@@ -276,10 +279,10 @@ class HostRows:
                 is_prefetch=True,
             )
             moves = {}
-            for number, result in by_group.items():
-                moves[number] = result.moves
+            for name, result in by_group.items():
+                moves[name] = result.moves
                 if locks:
-                    locked.append((self.groups[number].cache, result.places))
+                    locked.append((self.groups[name].cache, result.places))
             self._move(variable, moves)
         self.prefetched.append((ids[: offsets[-1]], locked))
         self.end(variable)
@@ -298,33 +301,14 @@ class HostRows:
                 return True
         return False
 
-    def _move(
-        self,
-        variable: StateVariable,
-        moves: dict[int, Moves],
-    ) -> None:
+    def _move(self, variable: StateVariable, moves: dict[str, Moves]) -> None:
         """Moves rows of all groups between host and device, as `moves` describes."""
         is_inside = is_traced(moves)
-        for number, group in self.groups.items():
+        for name, group in self.groups.items():
             state = variable.get_value()
-
-            def keep_arrays(
-                arrays: tuple[Array, ...],
-                state: TBEState = state,
-                number: int = number,
-            ) -> None:
-                variable.set_value(state.with_arrays(number, arrays))
-
-            leaving = self._leaving(state, number)
-            arrays = state.arrays(number)
-            group.bring(arrays, moves[number], leaving, keep_arrays, is_inside=is_inside)
-
-    def _leaving(
-        self,
-        state: TBEState,
-        number: int,
-    ) -> Callable[[Array], tuple[Array, ...]]:
-        return functools.partial(_stored_rows, self.plan, number, state)
+            leaving = functools.partial(_stored_rows, self.plan, name, state)
+            keep = functools.partial(keep_arrays, variable, name)
+            group.bring(state.arrays[name], moves[name], leaving, keep, is_inside=is_inside)
 
     def write_back(self, variable: StateVariable) -> None:
         """Writes the rows in the scratch area back to the host after an update, and calls `end`.
@@ -342,16 +326,16 @@ class HostRows:
             generation = state.generation
             shapes = ()
         values = {}
-        for number, group in self.groups.items():
-            num_rows = state.weights[number].shape[0]
-            leaving = self._leaving(state, number)
-            values[number] = group.scratch(num_rows, leaving, is_inside=is_inside)
+        for name, group in self.groups.items():
+            num_rows = state.weights[name].shape[0]
+            leaving = functools.partial(_stored_rows, self.plan, name, state)
+            values[name] = group.scratch(num_rows, leaving, is_inside=is_inside)
         call_host(self._store_scratch, shapes, generation, values)
 
     def flush(self, state: TBEState) -> None:
         """Writes all cached rows to the host stores, without removing them from the cache."""
-        for number, group in self.groups.items():
-            group.flush(self._leaving(state, number))
+        for name, group in self.groups.items():
+            group.flush(functools.partial(_stored_rows, self.plan, name, state))
 
     def forget(self, variable: StateVariable, *, discard: bool) -> None:
         """Empties the cache without writing cached rows to the host.
@@ -371,11 +355,12 @@ class HostRows:
         else:
             self.begin(state)
         self.prefetched.clear()
-        for number, group in self.groups.items():
+        for name, group in self.groups.items():
             group.follow(np.full(group.num_slots, NO_ROW, np.int32))
             group.cache.reset()
-            no_rows = jnp.full(state.weights[number].shape[0], NO_ROW, jnp.int32)
-            state = state.with_arrays(number, (*state.arrays(number)[:-1], no_rows))
+            *arrays, resident_rows = state.arrays[name]
+            no_rows = jnp.full(resident_rows.shape, NO_ROW, jnp.int32)
+            state = state.with_arrays(name, (*arrays, no_rows))
         variable.set_value(state)
         self.end(variable)
 
@@ -387,7 +372,7 @@ class HostRows:
         generation: Array,
         ids: AnyArray,
         offsets: AnyArray,
-    ) -> tuple[np.ndarray, dict[int, Moves]]:
+    ) -> tuple[np.ndarray, dict[str, Moves]]:
         """Replaces ids of cached tables by cache slots, in a computation on the host.
 
         Returns: the ids, with cache slots in place of the ids of cached tables, and the `Moves` of
@@ -403,9 +388,9 @@ class HostRows:
         by_group = self._find(first_bags, ids, offsets, admit=admits, num_moves=capacity)
         slots = ids.astype(np.int32)
         moves = {}
-        for number, result in by_group.items():
+        for name, result in by_group.items():
             np.copyto(slots, result.places, where=result.rows >= 0, casting="same_kind")
-            moves[number] = result.moves
+            moves[name] = result.moves
         return slots, moves
 
     def _find(
@@ -416,7 +401,7 @@ class HostRows:
         *,
         admit: bool,
         **options: Any,
-    ) -> dict[int, BatchPlaces]:
+    ) -> dict[str, BatchPlaces]:
         """Finds a cache slot or a scratch row for each table row that a batch reads.
 
         Args:
@@ -426,23 +411,25 @@ class HostRows:
           admit: whether rows that are not in the cache enter the cache.
           **options: more arguments of `CachedRows.find`.
 
-        Returns: dictionary from the index of each cached group to the `BatchPlaces` of the group.
+        Returns: dictionary from the name of each cached group to the `BatchPlaces` of the group.
         """
         starts = offsets[first_bags]
         rows_of_groups = {}
-        for number in self.groups:
-            rows_of_groups[number] = np.full(ids.size, -1, np.int64)
+        for name in self.groups:
+            rows_of_groups[name] = np.full(ids.size, -1, np.int64)
+        groups = list(self.plan.groups)
         ranges = itertools.pairwise(starts.tolist())
         for reader, (first, last) in zip(self.plan.readers, ranges, strict=True):
-            if reader.table in rows_of_groups:
+            name = groups[reader.table]
+            if name in rows_of_groups:
                 rows = ids[first:last].astype(np.int64)
                 is_valid = (rows >= 0) & (rows < reader.num_rows)
-                num_rows = self.groups[reader.table].cache.num_ids
+                num_rows = self.groups[name].cache.num_ids
                 rows = np.where(is_valid, rows + reader.first_row, num_rows)
-                rows_of_groups[reader.table][first:last] = rows
+                rows_of_groups[name][first:last] = rows
         by_group = {}
-        for number, rows in rows_of_groups.items():
-            by_group[number] = self.groups[number].find(rows, admit=admit, **options)
+        for name, rows in rows_of_groups.items():
+            by_group[name] = self.groups[name].find(rows, admit=admit, **options)
         if admit:
             self._record(ids.size, starts, by_group)
         return by_group
@@ -450,19 +437,19 @@ class HostRows:
     def _store_scratch(
         self,
         generation: Array | None,
-        values: dict[int, PyTree],
+        values: dict[str, PyTree],
     ) -> tuple[()]:
         if generation is not None:
             self.generation.advance(generation)
-        for number, group in self.groups.items():
-            group.store_scratch(values[number])
+        for name, group in self.groups.items():
+            group.store_scratch(values[name])
         return ()
 
     def _record(
         self,
         num_ids: int,
         starts: np.ndarray,
-        by_group: dict[int, BatchPlaces],
+        by_group: dict[str, BatchPlaces],
     ) -> None:
         """Adds the cache counts of a batch to the statistics.
 
@@ -471,9 +458,9 @@ class HostRows:
         total = CacheCounts()
         num_cacheable = 0
         records_features = self.caching.record_cache_metrics.record_tablewise_cache_miss
-        for number, result in by_group.items():
+        for name, result in by_group.items():
             total = jax.tree.map(operator.add, total, result.admission.counts)
-            is_cacheable = (result.rows >= 0) & (result.rows < self.groups[number].cache.num_ids)
+            is_cacheable = (result.rows >= 0) & (result.rows < self.groups[name].cache.num_ids)
             num_cacheable += int(is_cacheable.sum())
             if records_features:
                 # `np.split` adds the ids before the first bag to the first feature. Ids before the
@@ -495,9 +482,9 @@ def _memory_of_device() -> dict[str, int] | None:
 
 
 def _cache_sizes(
-    groups: Mapping[int, GroupPlan],
+    groups: Mapping[str, TablePlan],
     caching: Arguments,
-) -> dict[int, int]:
+) -> dict[str, int]:
     """Number of sets, of 32 rows each, in the set-associative cache of each group.
 
     If `cache_sets` is 0, the number of sets is computed from `cache_load_factor` and the number of
@@ -512,15 +499,15 @@ def _cache_sizes(
     num_sets = {}
     least = 0
     wanted = 0
-    for number, group in groups.items():
+    for name, group in groups.items():
         num_rows = int(group.num_rows * caching.cache_load_factor)
         sets = caching.cache_sets or -(-num_rows // NUM_WAYS) or 1
-        if group.table.placement == "host":
+        if group.placement == "host":
             # Rows of tables with placement `host` are copied to the device for one batch only, so
             # a cache of the smallest size is sufficient.
             sets = 1
-        num_sets[number] = sets
-        row = group.table._replace(dtype=group.table.near_dtype).first_row()
+        num_sets[name] = sets
+        row = group._replace(dtype=group.near_dtype).first_row()
         set_bytes = NUM_WAYS * sum(array.nbytes for array in row)
         least += set_bytes
         wanted += sets * set_bytes
@@ -535,23 +522,22 @@ def _cache_sizes(
             f"{reserved} reserved ones; free memory, or reserve less."
         )
     share = min(1.0, (free - reserved - least) / max(1, wanted - least))
-    for number, sets in num_sets.items():
-        num_sets[number] = 1 + int((sets - 1) * share)
+    for name, sets in num_sets.items():
+        num_sets[name] = 1 + int((sets - 1) * share)
     return num_sets
 
 
-def _backing_of(group: GroupPlan) -> BackingStore:
+def _backing_of(group: TablePlan) -> BackingStore:
     """Host store with the initial values of the rows and optimizer states of a group."""
-    table = group.table
     arrays = []
-    for row in table.first_row():
+    for row in group.first_row():
         array = np.zeros((group.num_rows, *row.shape[1:]), row.dtype)
         if row.any():
             # Zeros are not written, because an array from `np.zeros` takes no memory before it is
             # written.
             array[:] = row
         arrays.append(array)
-    return BackingStore(arrays, device_dtype=jnp.dtype(table.near_dtype))
+    return BackingStore(arrays, device_dtype=jnp.dtype(group.near_dtype))
 
 
 _OF_CACHES = (

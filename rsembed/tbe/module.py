@@ -256,7 +256,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.deterministic = False
         self._has_warned = False
         self._host_rows = HostRows(self.plan, settings) if self.plan.has_cache else None
-        num_slots: dict[int, int] = {}
+        num_slots: dict[str, int] = {}
         if self._host_rows is not None:
             num_slots = self._host_rows.num_slots
         jax_device = plans.device_of(device)
@@ -361,7 +361,7 @@ class TableBatchedEmbeddingBags(TrainedTables):
           differ in length.
         """
         num_rows = functional.row_counts(self.plan)
-        axes = {group.table.name: (1, group.table.dim) for group in self.plan.groups}
+        axes = {name: (1, group.dim) for name, group in self.plan.groups.items()}
         check_belong(row_gradients, self.plan.row_layout, num_rows, axes)
         with self._alone():
             self._begin_step()

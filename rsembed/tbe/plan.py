@@ -19,7 +19,6 @@ from rsembed.collection.devices import Devices
 from rsembed.collection.engine import Engine
 from rsembed.collection.placement import make_stacks, placement_of_tables
 from rsembed.collection.prepared import PreparedBatch, identity_of
-from rsembed.collection.stack import Stack
 from rsembed.fingerprint import ELSEWHERE, Fingerprint
 from rsembed.kernels.contract import NO_ROW, Call, Combiner, IdList, Segment
 from rsembed.optimizers.base import LearningRate, OptimizerSpec
@@ -189,22 +188,6 @@ class TablePlan(NamedTuple):
         )
 
 
-class GroupPlan(NamedTuple):
-    """Tables of equal dim, optimizer and placement, which share one array.
-
-    Args:
-      table: plan of the first table in the group. The tables of a group differ only in name and
-        number of rows. The name of the first table is the name of the group, and the name of the
-        group's stack in the engine.
-      tables: indices of all tables of the group.
-      num_rows: number of rows of all tables of the group.
-    """
-
-    table: TablePlan
-    tables: tuple[int, ...]
-    num_rows: int
-
-
 @dataclasses.dataclass(frozen=True)
 class TBEPlan:
     """Plan of all tables and features of a module.
@@ -235,36 +218,37 @@ class TBEPlan:
         return self._hash  # type: ignore[attr-defined]
 
     @functools.cached_property
-    def groups(self) -> tuple[GroupPlan, ...]:
-        """Groups of tables that differ only in name and size.
+    def places(self) -> dict[str, tuple[str, int]]:
+        """By table name, the name of the table's group, and its first row among the group's rows.
 
-        A group has fewer than 2**31 - 1 rows, so row numbers fit int32.
+        The tables of a group share one array. They differ only in name and number of rows. A group
+        has the name of its first table, which is also the name of its stack in the engine. A group
+        has fewer than 2**31 - 1 rows, so row numbers fit int32.
         """
-        alike: dict[TablePlan, list[int]] = {}
-        num_rows: dict[int, int] = {}
-        for number, table in enumerate(self.tables):
+        alike: dict[TablePlan, list[str]] = {}
+        num_rows: dict[str, int] = {}
+        for table in self.tables:
             kind = table._replace(name="", num_rows=0)
-            alike.setdefault(kind, []).append(number)
-            num_rows[number] = table.spec().vocabulary_size
-        groups = []
-        for numbers in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
-            total = sum(num_rows[number] for number in numbers)
-            groups.append(GroupPlan(self.tables[numbers[0]], tuple(numbers), total))
-        return tuple(groups)
-
-    @property
-    def stacks(self) -> tuple[Stack, ...]:
-        """For every group, the `Stack` of the engine with the group's array layout and storage."""
-        return tuple(engine_of(self).stacks.values())
+            alike.setdefault(kind, []).append(table.name)
+            num_rows[table.name] = table.spec().vocabulary_size
+        places = {}
+        for names in split_by_memory(alike.values(), num_rows, NO_ROW - 1):
+            first_row = 0
+            for name in names:
+                places[name] = names[0], first_row
+                first_row += num_rows[name]
+        return places
 
     @functools.cached_property
-    def places(self) -> tuple[tuple[int, int], ...]:
-        """For every table, the index of its group and its first row among the group's rows."""
-        place_of: dict[str, tuple[int, int]] = {}
-        for number, stack in enumerate(self.stacks):
-            for table in stack.layout.stack.tables:
-                place_of[table.name] = (number, table.setting.row_offset_in_shard)
-        return tuple(place_of[table.name] for table in self.tables)
+    def groups(self) -> dict[str, TablePlan]:
+        """Groups of tables by name, each as the plan of one table with the rows of all tables."""
+        groups = {}
+        for table in self.tables:
+            group, first_row = self.places[table.name]
+            # The last table of a group has the group's last rows.
+            num_rows = first_row + table.spec().vocabulary_size
+            groups[group] = table._replace(name=group, num_rows=num_rows)
+        return groups
 
     @functools.cached_property
     def readers(self) -> tuple[Segment, ...]:
@@ -274,10 +258,12 @@ class TBEPlan:
         `num_bags` of the copies.
         """
         readers = []
-        for table in self.features:
-            group, first_row = self.places[table]
-            num_rows = self.tables[table].num_rows
-            readers.append(Segment(0, 0, 0, self.combiner, group, first_row, num_rows))
+        groups = list(self.groups)
+        for number in self.features:
+            table = self.tables[number]
+            group, first_row = self.places[table.name]
+            array = groups.index(group)
+            readers.append(Segment(0, 0, 0, self.combiner, array, first_row, table.num_rows))
         return tuple(readers)
 
     @property
@@ -353,7 +339,8 @@ class TBEPlan:
     def _row_facts(self) -> dict[str, dict[str, object]]:
         """Dictionary from table names to the values on which `row_layout` depends."""
         of_tables: dict[str, dict[str, object]] = {}
-        for table, (group, first_row) in zip(self.tables, self.places, strict=True):
+        for table in self.tables:
+            group, first_row = self.places[table.name]
             facts: dict[str, object] = {"group": group, "first_row": first_row}
             facts |= {"rows": table.num_rows, "dim": table.dim}
             if self.is_shared:
@@ -433,7 +420,8 @@ def _segments(plan: TBEPlan, num_offsets: int, sizes: BagSizes | None) -> tuple[
 def engine_of(plan: TBEPlan) -> Engine:
     """Engine with the compiled programs for the tables of a plan.
 
-    The engine has one stack for each group of the plan, in the order of the groups.
+    The engine has one stack for each group of the plan, with the name of the group. The stacks are
+    in the order of the groups.
     """
     specs = [table.spec() for table in plan.tables]
     features: dict[str, FeatureSpec] = {}
@@ -441,10 +429,12 @@ def engine_of(plan: TBEPlan) -> Engine:
         features[name] = FeatureSpec(name=name, table_spec=specs[table])
     readers = list(features.values())
     combiner = plan.combiner
+    members: dict[str, list[str]] = {name: [] for name in plan.groups}
+    for table_name, (group, _) in plan.places.items():
+        members[group].append(table_name)
     stacks = []
-    for group in plan.groups:
-        names = [specs[table].name for table in group.tables]
-        stack = plan_stack(readers, names, stack_name=group.table.name, num_shards=1, pad=False)
+    for group, names in members.items():
+        stack = plan_stack(readers, names, stack_name=group, num_shards=1, pad=False)
         # The combiner is set in the stack and not in the `FeatureSpec`, because `FeatureSpec`
         # rejects the combiner "mean_by_count".
         pooled = [dataclasses.replace(feature, combiner=combiner) for feature in stack.features]

@@ -27,8 +27,8 @@ from rsembed.storage.logical_rows import as_dtype
 from rsembed.tbe import functional
 from rsembed.tbe.arguments import Arguments, EmbOptimType
 from rsembed.tbe.functional import Rates, TBEState, everywhere
-from rsembed.tbe.host_rows import HostRows
-from rsembed.tbe.plan import AnyBatch, TablePlan, TBEPlan, per_table
+from rsembed.tbe.host_rows import HostRows, keep_arrays
+from rsembed.tbe.plan import AnyBatch, TablePlan, TBEPlan, engine_of, per_table
 
 ROWS_PER_BLOCK = 1 << 16
 _STEP = Annotated[int, f"[0, {np.iinfo(np.int32).max}]"]
@@ -194,11 +194,19 @@ class TrainedTables(nnx.Module):
 
         One number if all tables have equal rates, else a list with one number per table.
         """
-        rates = np.asarray(learning_rates(self.plan, self.whole_state))
-        by_table = [float(rates[group]) for group, _ in self.plan.places]
+        by_table = self._of_tables(learning_rates(self.plan, self.whole_state))
         if len(set(by_table)) == 1:
             return by_table[0]
         return by_table
+
+    def _of_tables(self, rates: Rates) -> list[float]:
+        """Learning rate of each table, from the rates of the groups."""
+        rate_of_group = dict(zip(self.plan.groups, rates.tolist(), strict=True))
+        of_tables = []
+        for table in self.plan.tables:
+            group, _ = self.plan.places[table.name]
+            of_tables.append(rate_of_group[group])
+        return of_tables
 
     @validated
     def set_optimizer_step(self, step: NonNegativeInt) -> None:
@@ -248,7 +256,7 @@ class TrainedTables(nnx.Module):
                 low=jnp.float32(min_val),
                 high=jnp.float32(max_val),
             )
-            self._write_table(number, draw)
+            self._write_table(table, draw)
 
     def split_embedding_weights(self) -> list[Array | np.ndarray]:
         """The weights of every table, as arrays `[rows, dim]`.
@@ -258,7 +266,7 @@ class TrainedTables(nnx.Module):
         """
         with self._alone():
             self.flush()
-            return [self._read_table(table)[0] for table in range(len(self.plan.tables))]
+            return [self._read_table(table)[0] for table in self.plan.tables]
 
     def set_embedding_weights(
         self,
@@ -281,8 +289,8 @@ class TrainedTables(nnx.Module):
         number = names.index(table) if table in names else table
         if not isinstance(number, int) or not 0 <= number < len(names):
             raise ValueError(f"there is no table {table!r}; there are {names}.")
-        where = f"table {names[number]!r}"
         plan = self.plan.tables[number]
+        where = f"table {plan.name!r}"
         values = np.asarray(foreign_to_numpy(weights))
         check_type(values, Num[np.ndarray, "rows dim"], f"weights of {where}")
         shape = (plan.num_rows, plan.dim)
@@ -291,7 +299,7 @@ class TrainedTables(nnx.Module):
         if not allow_nonfinite:
             check_finite(values, f"weights of {where}")
         values = as_dtype(values, plan.dtype, where, "weights")
-        self._write_table(number, functools.partial(_cut, values))
+        self._write_table(plan, functools.partial(_cut, values))
 
     def split_optimizer_states(self) -> list[list[Array | np.ndarray]]:
         """Optimizer states of every table, in the order of `TablePlan.state_names`.
@@ -304,7 +312,7 @@ class TrainedTables(nnx.Module):
             raise NotImplementedError("OptimType.NONE keeps no optimizer states.")
         with self._alone():
             self.flush()
-            return [self._read_table(table)[1:] for table in range(len(self.plan.tables))]
+            return [self._read_table(table)[1:] for table in self.plan.tables]
 
     def get_optimizer_state(self) -> list[dict[str, Array | np.ndarray]]:
         """For every table, a dictionary of its optimizer states under torch's names, such as `sum`.
@@ -332,16 +340,15 @@ class TrainedTables(nnx.Module):
         with self._alone():
             self.flush()
             state = self.whole_state
-            for number, table in enumerate(plan.tables):
-                arrays = self._read_table(number)
+            for table in plan.tables:
+                arrays = self._read_table(table)
                 for name, array in zip(_entries(table), arrays, strict=True):
                     saved[name] = np.array(array)
         saved["step"] = np.asarray(state.step)
         if plan.has_passes and state.passed_step != state.step:
             # `vjp` has begun the next training step, but `backward` has not been called yet.
             saved["passed_step"] = np.asarray(state.passed_step)
-        group_of_table = [group for group, _ in plan.places]
-        saved["learning_rate"] = np.asarray(state.learning_rates)[group_of_table]
+        saved["learning_rate"] = np.asarray(self._of_tables(state.learning_rates), np.float32)
         saved["max_counter"] = np.asarray(state.max_counter)
         saved["key"] = np.asarray(jax.random.key_data(state.key))
         # The fingerprint is saved as an array of bytes, because some file formats have no strings.
@@ -405,10 +412,10 @@ class TrainedTables(nnx.Module):
         # The cached rows need not be written to the host, because `_write_table` overwrites all
         # rows of all tables.
         self.reset_cache_states(discard=True)
-        for number, table in enumerate(plan.tables):
+        for table in plan.tables:
             for array, name in enumerate(_entries(table)):
                 values = np.asarray(saved[name]).reshape(table.num_rows, -1)
-                self._write_table(number, functools.partial(_cut, values), array=array)
+                self._write_table(table, functools.partial(_cut, values), array=array)
         self._set_numbers(**numbers)
 
     def state_bytes(self) -> dict[str, dict[str, int]]:
@@ -429,8 +436,8 @@ class TrainedTables(nnx.Module):
                 total[kind] += size
         if self._host_rows is not None:
             total["cache"] = 0
-            for number in self._host_rows.groups:
-                *arrays, _ = self.state.get_value().arrays(number)
+            for group in self._host_rows.groups:
+                *arrays, _ = self.state.get_value().arrays[group]
                 total["cache"] += sum(array.nbytes for array in arrays)
         return {**sizes, "total": total}
 
@@ -544,7 +551,7 @@ class TrainedTables(nnx.Module):
 
     def _write_table(
         self,
-        number: int,
+        table: TablePlan,
         rows: Callable[[int, int], ArrayLike],
         *,
         array: int = 0,
@@ -552,12 +559,11 @@ class TrainedTables(nnx.Module):
         """Overwrites the weights or an optimizer state of a table, block by block.
 
         Args:
-          number: index of the table.
+          table: plan of the table.
           rows: function `(first_row, num_rows)` that returns the new values of a block of rows.
           array: index of the array to overwrite: 0, the default, for the weights, and `k` for the
             `k`-th optimizer state.
         """
-        table = self.plan.tables[number]
         with self._alone():
             if table.is_cached:
                 self.reset_cache_states()
@@ -565,65 +571,62 @@ class TrainedTables(nnx.Module):
                 num_rows = min(ROWS_PER_BLOCK, table.num_rows - first)
                 values = np.array(rows(first, num_rows))
                 if table.is_cached:
-                    stored = self._host_arrays(number)[array]
+                    stored = self._host_arrays(table)[array]
                     stored[first : first + num_rows] = values
                 else:
-                    self._put(number, array, first, values)
+                    self._put(table, array, first, values)
 
     def _put(
         self,
-        number: int,
+        table: TablePlan,
         array: int,
         first: int,
         values: np.ndarray,
     ) -> None:
         """Overwrites rows of a table, from row `first` on, in one of its arrays on the device."""
-        group, _ = self.plan.places[number]
-        state = self.whole_state
-        arrays = list(state.arrays(group))
+        group, _ = self.plan.places[table.name]
+        arrays = list(self.whole_state.arrays[group])
 
         def keep(changed: Array) -> None:
             arrays[array] = changed
-            self.state.set_value(state.with_arrays(group, arrays))
+            keep_arrays(self.state, group, arrays)
 
-        rows = self._rows_of(number, first, len(values))
+        rows = self._rows_of(table, first, len(values))
         kept(keep, _put_rows, arrays[array], values, rows)
 
     def _rows_of(
         self,
-        number: int,
+        table: TablePlan,
         first: int,
         num_rows: int,
     ) -> Int[np.ndarray, " rows"]:
         """Positions of consecutive rows of a table in the device arrays of the table's group."""
-        group, _ = self.plan.places[number]
-        layout = self.plan.stacks[group].layout
+        group, _ = self.plan.places[table.name]
+        layout = engine_of(self.plan).stacks[group].layout
         ids = np.arange(first, first + num_rows)
-        rows: np.ndarray = layout.rows(self.plan.tables[number].name, ids)
+        rows: np.ndarray = layout.rows(table.name, ids)
         return rows
 
-    def _host_arrays(self, number: int) -> list[np.ndarray]:
+    def _host_arrays(self, table: TablePlan) -> list[np.ndarray]:
         """Weights and states of a cached table, as views of the arrays on the host."""
-        group, first_row = self.plan.places[number]
-        num_rows = self.plan.tables[number].num_rows
+        group, first_row = self.plan.places[table.name]
         stored = self.host_rows.groups[group].backing.arrays  # type: ignore[union-attr]
-        return [_cut(array, first_row, num_rows) for array in stored]
+        return [_cut(array, first_row, table.num_rows) for array in stored]
 
-    def _read_table(self, number: int) -> list[Array | np.ndarray]:
+    def _read_table(self, table: TablePlan) -> list[Array | np.ndarray]:
         """Weights and states of one table, with the shapes that they have in a state dict.
 
         Call `flush` first, because the latest values of cached rows may be on the device only.
         """
-        table = self.plan.tables[number]
         arrays: list[Array | np.ndarray] = []
         if table.is_cached:
-            for view in self._host_arrays(number):
+            for view in self._host_arrays(table):
                 view.flags.writeable = False
                 arrays.append(view)
         else:
-            group, _ = self.plan.places[number]
-            rows = self._rows_of(number, 0, table.num_rows)
-            on_device = [array[rows] for array in self.whole_state.arrays(group)]
+            group, _ = self.plan.places[table.name]
+            rows = self._rows_of(table, 0, table.num_rows)
+            on_device = [array[rows] for array in self.whole_state.arrays[group]]
             arrays = everywhere(self.plan, on_device)
         shaped = []
         for array, entry in zip(arrays, _entries(table).values(), strict=True):
@@ -674,22 +677,24 @@ def _rates_of_groups(
       learning rate schedule.
     """
     by_table = per_table(learning_rate, len(plan.tables), "learning_rate")
-    for rate in by_table:
+    by_group: dict[str, dict[str, float]] = {}
+    for table, rate in zip(plan.tables, by_table, strict=True):
         check_within("[0, inf)", rate, "learning_rate")
-    rates = []
-    for group in plan.groups:
-        if callable(group.table.rule.learning_rate):
+        if callable(table.rule.learning_rate):
             raise ValueError(
                 "the learning rate is a schedule; construct the module with a number to set it later."
             )
-        of_group = {by_table[table] for table in group.tables}
-        if len(of_group) > 1:
-            names = [plan.tables[table].name for table in group.tables]
+        group, _ = plan.places[table.name]
+        by_group.setdefault(group, {})[table.name] = rate
+    rates = []
+    for of_tables in by_group.values():
+        distinct = set(of_tables.values())
+        if len(distinct) > 1:
             raise ValueError(
-                f"tables {names} share an array and so one learning rate, but were given {sorted(of_group)}; construct "
-                "the module with different rates to keep them apart."
+                f"tables {list(of_tables)} share an array and so one learning rate, but were given {sorted(distinct)}; "
+                "construct the module with different rates to keep them apart."
             )
-        rates.append(of_group.pop())
+        rates.append(distinct.pop())
     return jnp.asarray(rates, jnp.float32)
 
 

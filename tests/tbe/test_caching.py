@@ -267,7 +267,7 @@ def test_a_batch_is_one_call_however_many_caches_serve_it():
 )
 def test_cache_sizes_follow_the_published_rule(options, num_sets):
     module = make(((1000, 4),), location=CACHED, **options)
-    assert module.host_rows.groups[0].cache.num_sets == num_sets
+    assert module.host_rows.groups["table_0"].cache.num_sets == num_sets
 
 
 def test_the_caches_of_all_groups_share_what_memory_is_free(monkeypatch):

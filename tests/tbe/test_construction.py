@@ -126,7 +126,7 @@ def test_tables_live_on_the_device_that_was_asked_for():
     other = jax.devices()[1]
     for device in (other, "cpu:1", 1):
         module = make([(4, 4)], device=device)
-        assert module.state.get_value().weights[0].devices() == {other}
+        assert module.state.get_value().weights["table_0"].devices() == {other}
 
 
 @pytest.mark.parametrize(

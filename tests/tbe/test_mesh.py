@@ -183,7 +183,7 @@ def test_one_compiled_step_serves_batches_of_many_lengths_and_updates_tables_whe
         backward(2 * expected)
         before = many.state.get_value().weights
         assert_allclose(step(many, many.prepare(*batch)), (expected**2).sum(), rtol=1e-5)
-        assert all(old.is_deleted() for old in before)
+        assert all(old.is_deleted() for old in before.values())
     assert_same_bits(one, many, **CLOSE)
     assert len(traces) <= 2  # of bags of up to 4 ids, and of up to 2
 
