@@ -219,29 +219,30 @@ def lookup(
     state: TBEState,
     batch: AnyBatch,
     output_dtype: str = "float32",
+    *,
+    rates: Rates | None = None,
 ) -> LookupOutput:
     """Pooled rows, differentiable with respect to the weights of the ids.
 
     The output has shape `[B, sum of dims]` for `B` bags per feature, or `[nnz, longest dim]`
     without pooling. If the batch was made with `batch_size_per_feature_per_rank`, the output is a
     one-dimensional array.
+
+    Args:
+      plan: plan of the module's tables.
+      state: state of the module.
+      batch: batch to look up.
+      output_dtype: dtype of the output.
+      rates: learning rate of every group, for global weight decay. None, the default: the learning
+        rates of the next step.
     """
-    rates = learning_rates(plan, state)
-    return _pooled(plan, state, batch, rates).astype(output_dtype)
-
-
-def _pooled(
-    plan: TBEPlan,
-    state: TBEState,
-    batch: AnyBatch,
-    rates: Rates,
-) -> LookupOutput:
-    """Output of a lookup. `rates` are the learning rates for global weight decay."""
+    if rates is None:
+        rates = learning_rates(plan, state)
     batch = _checked(plan, batch)
     if isinstance(batch, Call):  # Tables on a mesh have no global weight decay.
         batch = _decayed(plan, state, batch, rates)
     output, _ = engine_of(plan).lookup(state.weights, batch)
-    return output
+    return output.astype(output_dtype)
 
 
 def _gradient(
@@ -524,7 +525,7 @@ def backward(
         return update(plan, state, batch, gradient, rates), None
 
     def weighted(weights: Array) -> Array:
-        return _pooled(plan, state, with_list(batch, weights=weights), rates)
+        return lookup(plan, state, with_list(batch, weights=weights), rates=rates)
 
     output, pull_back = jax.vjp(weighted, weights)
     (d_weights,) = pull_back(gradient.reshape(output.shape))
