@@ -184,11 +184,9 @@ class Arguments(types.SimpleNamespace):
                 value = member(type(default), value, name)
             defaults[name] = default
             settings[name] = value
-        if settings["cache_precision"] is not None:
-            precision = member(SparseType, settings["cache_precision"], "cache_precision")
-            # `cache_precision` is set to None if cached rows have the dtype of the weights.
-            is_other = precision != settings["weights_precision"]
-            settings["cache_precision"] = precision if is_other else None
+        defaults["cache_precision"] = settings["weights_precision"]
+        precision = settings["cache_precision"] or defaults["cache_precision"]
+        settings["cache_precision"] = member(SparseType, precision, "cache_precision")
         defaults["record_cache_metrics"] = RecordCacheMetrics()
         settings["record_cache_metrics"] = settings["record_cache_metrics"] or RecordCacheMetrics()
         return Arguments(**settings, defaults=defaults)
@@ -388,19 +386,16 @@ def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
 
 
 def _rule_of(
-    optimizer: TableOptimizer,
+    offered: OfferedOptimizer,
     rate: LearningRate,
     arguments: Arguments,
     slot_dtypes: tuple[str | None, ...],
 ) -> OptimizerSpec:
-    """The `OptimizerSpec` that updates rows.
+    """The `OptimizerSpec` that updates rows for an optimizer of FBGEMM.
 
     If several `OptimizerSpec` classes compute the same update, the result is an instance of the
     class with a native kernel.
     """
-    if isinstance(optimizer, OptimizerSpec):
-        return optimizer
-    offered = offered_optimizer(optimizer, arguments.weight_decay_mode)
     settings: dict[str, Any] = {"learning_rate": rate, "slot_dtypes": slot_dtypes}
     for name in offered.arguments:
         value = getattr(arguments, name)
@@ -455,8 +450,11 @@ def trained_by(
     for name, default in _WHOLE_TABLES.items():
         if name in offered.arguments:
             whole_table_mode = getattr(read, name) or default
+    rule = optimizer
+    if isinstance(optimizer, EmbOptimType):
+        rule = _rule_of(offered, learning_rate, read, slot_dtypes)
     return {
-        "rule": _rule_of(optimizer, learning_rate, read, slot_dtypes),
+        "rule": rule,
         "whole_table_mode": whole_table_mode,
         "copy_dtypes": copy_dtypes,
         "torch_state_names": states,

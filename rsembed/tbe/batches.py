@@ -25,7 +25,7 @@ from rsembed.parallel.agreement import Agreement
 from rsembed.row_gradients import check_gradient
 from rsembed.sizes import padded_size
 from rsembed.tbe.arguments import BoundsCheckMode
-from rsembed.tbe.plan import AnyBatch, BagSizes, TBEPlan, engine_of, identity, with_list
+from rsembed.tbe.plan import LIST, AnyBatch, BagSizes, TBEPlan, engine_of, identity, with_list
 
 Count: TypeAlias = int | np.integer | Array
 
@@ -91,7 +91,7 @@ def read(
 def _is_of(plan: TBEPlan, mode: BoundsCheckMode, batch: AnyBatch) -> bool:
     """Whether a prepared batch fits the devices, features, tables and pooling of the plan."""
     if isinstance(batch, PreparedBatch):
-        return batch.made_for == identity(plan, checks=mode != BoundsCheckMode.NONE)
+        return batch.made_for == identity(plan, mode)
     readers = [segment._replace(first_bag=0, num_bags=0) for segment in batch.segments]
     return not plan.is_shared and tuple(readers) == plan.readers
 
@@ -121,8 +121,8 @@ def split(plan: TBEPlan, mode: BoundsCheckMode, batch: Call) -> PreparedBatch:
         # `prepare` calls `by_feature`. If `by_feature` raises an error in one process, `prepare`
         # raises an error in all processes.
         read=by_feature,
-        lists=plan.list_of_feature,
-        made_for=identity(plan, checks=mode != BoundsCheckMode.NONE),
+        lists=dict.fromkeys(plan.feature_names, LIST),
+        made_for=identity(plan, mode),
     )
 
 

@@ -34,6 +34,7 @@ from rsembed.stacking import StackingPlan, plan_stack, split_by_memory
 from rsembed.tbe import arguments
 from rsembed.tbe.arguments import (
     Arguments,
+    BoundsCheckMode,
     CacheAlgorithm,
     EmbOptimType,
     PoolingMode,
@@ -331,11 +332,6 @@ class TBEPlan:
         """
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
 
-    @functools.cached_property
-    def list_of_feature(self) -> dict[str, str]:
-        """Dictionary from each feature to `LIST`, the key of its ids in `PreparedBatch.lists`."""
-        return dict.fromkeys(self.feature_names, LIST)
-
     def _row_facts(self) -> dict[str, dict[str, object]]:
         """Dictionary from table names to the values on which `row_layout` depends."""
         of_tables: dict[str, dict[str, object]] = {}
@@ -451,10 +447,11 @@ def engine_of(plan: TBEPlan) -> Engine:
 
 
 @functools.lru_cache(maxsize=64)
-def identity(plan: TBEPlan, *, checks: bool) -> str:
+def identity(plan: TBEPlan, mode: BoundsCheckMode) -> str:
     """Digest of the tables, features, devices and bounds check that a batch is prepared for."""
-    bounds_check = "raise" if checks else "ignore"
-    return identity_of(engine_of(plan).features, plan.list_of_feature, plan.devices, bounds_check)
+    bounds_check = "ignore" if mode == BoundsCheckMode.NONE else "raise"
+    lists = dict.fromkeys(plan.feature_names, LIST)
+    return identity_of(engine_of(plan).features, lists, plan.devices, bounds_check)
 
 
 def list_of(batch: AnyBatch) -> IdList | Bags:
@@ -536,7 +533,7 @@ def make_plan(settings: Arguments) -> TBEPlan:
             f"device={settings.device!r} and a mesh do not go together; the tables are on the devices of the mesh."
         )
     dtype = settings.weights_precision.dtype
-    near_dtype = (settings.cache_precision or settings.weights_precision).dtype
+    near_dtype = settings.cache_precision.dtype
     # On CPUs, host memory is device memory, so a table with location MANAGED or HOST is treated
     # like a table with location DEVICE.
     elsewhere: Placement = "device" if default_platform() == "cpu" else "host"
