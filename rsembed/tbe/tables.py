@@ -7,7 +7,7 @@ import functools
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -77,6 +77,14 @@ def _uniform_rows(
 
     rows = first_row + jnp.arange(num_rows, dtype=jnp.int32)
     return jax.vmap(draw)(rows)
+
+
+class _Entry(NamedTuple):
+    """Shape and dtype of an array in a state dict, and whether its numbers may be negative."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    may_be_negative: bool
 
 
 def _cut(
@@ -290,15 +298,14 @@ class TrainedTables(nnx.Module):
         if not isinstance(number, int) or not 0 <= number < len(names):
             raise ValueError(f"there is no table {table!r}; there are {names}.")
         plan = self.plan.tables[number]
-        where = f"table {plan.name!r}"
-        values = np.asarray(foreign_to_numpy(weights))
-        check_type(values, Num[np.ndarray, "rows dim"], f"weights of {where}")
-        shape = (plan.num_rows, plan.dim)
-        if values.shape != shape:
-            raise ValueError(f"{where} has shape {shape}, the new weights {values.shape}.")
-        if not allow_nonfinite:
-            check_finite(values, f"weights of {where}")
-        values = as_dtype(values, plan.dtype, where, "weights")
+        entry = _entries(plan)[f"{plan.name}.weight"]
+        values = _checked(
+            weights,
+            entry,
+            f"table {plan.name!r}",
+            "weights",
+            allow_nonfinite=allow_nonfinite,
+        )
         self._write_table(plan, functools.partial(_cut, values))
 
     def split_optimizer_states(self) -> list[list[Array | np.ndarray]]:
@@ -378,26 +385,22 @@ class TrainedTables(nnx.Module):
         """
         check_type(state_dict, Mapping, "the state dict")
         plan = self.plan
-        expected: dict[str, jax.ShapeDtypeStruct] = {}
-        non_negative: set[str] = set()
+        expected: dict[str, _Entry] = {}
         for table in plan.tables:
             expected |= _entries(table)
-            non_negative |= _non_negative_entries(table)
         saved = {name: foreign_to_numpy(array) for name, array in state_dict.items()}
         missing = sorted(set(expected) - set(saved))
         unknown = sorted(set(saved) - set(expected) - _OPTIONAL)
         if missing or unknown:
             raise ValueError(f"the state dict lacks {missing} and has unknown entries {unknown}.")
         for name, entry in expected.items():
-            check_type(saved[name], Num[np.ndarray, "..."], repr(name))
-            if np.shape(saved[name]) != entry.shape:
-                raise ValueError(
-                    f"{name!r} has shape {np.shape(saved[name])}, but the module has {entry.shape}."
-                )
-            if not allow_nonfinite:
-                where = f"the state dict: {name!r}"
-                check_finite(saved[name], where, may_be_negative=name not in non_negative)
-            as_dtype(saved[name], entry.dtype, "the state dict", name)
+            _checked(
+                saved[name],
+                entry,
+                "the state dict",
+                name,
+                allow_nonfinite=allow_nonfinite,
+            )
         if "contents" in saved:
             text = np.asarray(saved["contents"], np.uint8).tobytes().decode()
             check_same(
@@ -640,7 +643,6 @@ class TrainedTables(nnx.Module):
 
         Raises: ValueError, TypeError: an entry has the wrong shape or type, or is out of range.
         """
-        tables = self.plan.tables
         numbers: dict[str, Array] = {}
         for name in _NUMBERS.keys() & set(saved):
             check_type(saved[name], _NUMBERS[name], repr(name))
@@ -657,14 +659,40 @@ class TrainedTables(nnx.Module):
                 )
             numbers["key"] = jax.random.wrap_key_data(jnp.asarray(data, jnp.uint32))
         rates = saved.get("learning_rate")
-        if rates is not None and not any(callable(table.rule.learning_rate) for table in tables):
-            if np.shape(rates) not in ((), (1,), (len(tables),)):
-                raise ValueError(
-                    f"'learning_rate' has shape {np.shape(rates)}; give one number, or one for each table."
-                )
-            of_tables = np.broadcast_to(rates, len(tables)).tolist()
-            numbers["learning_rates"] = _rates_of_groups(self.plan, of_tables)
+        has_schedule = any(callable(table.rule.learning_rate) for table in self.plan.tables)
+        if rates is not None and not has_schedule:
+            numbers["learning_rates"] = _rates_of_groups(self.plan, np.asarray(rates).tolist())
         return numbers
+
+
+def _checked(
+    values: ArrayLike,
+    entry: _Entry,
+    where: str,
+    name: str,
+    *,
+    allow_nonfinite: bool,
+) -> np.ndarray:
+    """New values of an array, as a NumPy array in the dtype of `entry`.
+
+    Args:
+      values: numpy array, JAX array or torch tensor.
+      entry: shape and dtype that the module has, and whether its numbers may be negative.
+      where: what the array is a part of, for error messages.
+      name: name of the array, for error messages.
+      allow_nonfinite: whether NaN, infinity and negative sums of squares are accepted.
+
+    Raises: ValueError, TypeError: the array has the wrong shape, a number is out of range or not
+      finite, or the values are not an array of numbers.
+    """
+    array = foreign_to_numpy(values)
+    what = f"{where}: {name!r}"
+    check_type(array, Num[np.ndarray, "..."], what)
+    if np.shape(array) != entry.shape:
+        raise ValueError(f"{what} has shape {np.shape(array)}, but the module has {entry.shape}.")
+    if not allow_nonfinite:
+        check_finite(array, what, may_be_negative=entry.may_be_negative)
+    return as_dtype(array, entry.dtype, where, name)
 
 
 def _rates_of_groups(
@@ -698,21 +726,8 @@ def _rates_of_groups(
     return jnp.asarray(rates, jnp.float32)
 
 
-def _non_negative_entries(table: TablePlan) -> set[str]:
-    """Names of a table's state dict entries that must not contain negative numbers."""
-    # `torch_state_names` has the names of the rule's slots first, then the name of a slow copy of
-    # the table, if there is one. `zip` stops after the names of the slots, before the name of the
-    # slow copy.
-    slots = getattr(table.rule.slot_type, "_fields", ())
-    entries = set()
-    for slot, state in zip(slots, table.torch_state_names, strict=False):
-        if slot in table.rule.non_negative_slots:
-            entries.add(f"{table.name}.{state}")
-    return entries
-
-
-def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
-    """Dictionary from the names of a table's state dict entries to their shapes and dtypes.
+def _entries(table: TablePlan) -> dict[str, _Entry]:
+    """The arrays of a table in a state dict, by name: the weights, then the optimizer states.
 
     A state with one number per row has the shape `[rows]`.
     """
@@ -720,10 +735,15 @@ def _entries(table: TablePlan) -> dict[str, jax.ShapeDtypeStruct]:
     # a state with `dim` numbers per row. With dim 1, `first_row` would return `[1, 1]` for both
     # kinds of states.
     arrays = table._replace(dim=2).first_row()
+    names = ("weight", *table.torch_state_names)
+    slots = table.rule.slot_type._fields  # type: ignore[attr-defined]
+    # A slow copy of the table, after the slots, may be negative, like the weights.
+    fields = ("weight", *slots, "slow copy")
     entries = {}
-    for name, array in zip(("weight", *table.torch_state_names), arrays, strict=True):
+    for name, field, array in zip(names, fields, arrays, strict=False):
         shape: tuple[int, ...] = (table.num_rows, table.dim)
         if array.shape[1] == 1:
             shape = (table.num_rows,)
-        entries[f"{table.name}.{name}"] = jax.ShapeDtypeStruct(shape, array.dtype)
+        may_be_negative = field not in table.rule.non_negative_slots
+        entries[f"{table.name}.{name}"] = _Entry(shape, array.dtype, may_be_negative)
     return entries

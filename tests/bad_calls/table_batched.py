@@ -190,12 +190,12 @@ single().load_state_dict(state_dict(**{"table_0.weight": np.ones((9, 5))}))
 single().load_state_dict(state_dict(**{"table_0.weight": np.full((9, 4), "a")}))
     => TypeError: 'table_0.weight' ... numbers ... <U1
 bags().set_embedding_weights(1, np.ones((6, 4)))
-    => ValueError: 'user' has shape (5, 4), the new weights (6, 4)
+    => ValueError: table 'user': 'weights' has shape (6, 4), but the module has (5, 4)
 bags().set_embedding_weights(3, np.ones((5, 4))) => ValueError: there is no table 3
 single().load_state_dict([1]) => TypeError: the state dict ... a mapping ... [1]
 single().load_state_dict(state_dict(**{"table_0.weight": np.full((9, 4), 1e300)}))
     => ValueError: 'table_0.weight' ... too large for float32; clip them
-single().set_embedding_weights(0, np.full((9, 4), NAN)) => ValueError: weights of table 'table_0': nan in row 0
+single().set_embedding_weights(0, np.full((9, 4), NAN)) => ValueError: table 'table_0': 'weights': nan in row 0
 single().load_state_dict(state_dict(**{"table_0.weight": np.full((9, 4), -np.inf)}))
     => ValueError: the state dict: 'table_0.weight': -inf in row 0 is not finite ... allow_nonfinite
 single().load_state_dict(state_dict(**{"table_0.sum": np.full((9, 4), -1.0)}))
