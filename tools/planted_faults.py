@@ -123,7 +123,7 @@ tbe/batches.py  tbe/test_bounds.py tbe/test_mesh.py
 tbe/functional.py  tbe/test_states.py tbe/test_mesh.py
     is_new = state.passed_step != t => is_new = state.passed_step == t
 tbe/plan.py  tbe/test_mesh.py -k looks_up
-    replace(feature, combiner=combiner) => replace(feature, combiner="mean")
+    replace(feature, combiner=plan.combiner) => replace(feature, combiner="mean")
 tbe/plan.py  tbe/test_states.py -k narrower
     near_dtype=dtype if placement == "device" else near_dtype, => near_dtype=dtype,
 tbe/host_rows.py  tbe/test_module.py -k without_an_optimizer

@@ -424,7 +424,6 @@ def engine_of(plan: TBEPlan) -> Engine:
     for name, table in zip(plan.feature_names, plan.features, strict=True):
         features[name] = FeatureSpec(name=name, table_spec=specs[table])
     readers = list(features.values())
-    combiner = plan.combiner
     members: dict[str, list[str]] = {name: [] for name in plan.groups}
     for table_name, (group, _) in plan.places.items():
         members[group].append(table_name)
@@ -433,7 +432,9 @@ def engine_of(plan: TBEPlan) -> Engine:
         stack = plan_stack(readers, names, stack_name=group, num_shards=1, pad=False)
         # The combiner is set in the stack and not in the `FeatureSpec`, because `FeatureSpec`
         # rejects the combiner "mean_by_count".
-        pooled = [dataclasses.replace(feature, combiner=combiner) for feature in stack.features]
+        pooled = []
+        for feature in stack.features:
+            pooled.append(dataclasses.replace(feature, combiner=plan.combiner))
         stacks.append(dataclasses.replace(stack, features=tuple(pooled)))
     made = make_stacks(
         StackingPlan(num_shards=1, stacks=tuple(stacks)),

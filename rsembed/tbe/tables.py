@@ -145,22 +145,23 @@ class TrainedTables(nnx.Module):
         Raises: RuntimeError: the module's state is older than the host store, or belongs to a
           different module.
         """
-        if self._host_rows is not None:
+        host = self._host_rows
+        if host is not None:
             check_not_forked("the module")
             # Wait for the callbacks of running programs, because a callback may change the rows on
             # the host.
             jax.effects_barrier()
             if not is_traced(self.state.get_value().generation):
-                with self._host_rows.lock:
-                    self._resume()
-                    self._host_rows.generation.check(self.whole_state.generation)
-        return self._host_rows
+                with host.lock:
+                    self._resume(host)
+                    host.generation.check(self.whole_state.generation)
+        return host
 
-    def _resume(self) -> None:
+    def _resume(self, host: HostRows) -> None:
         """Makes rows on device and host consistent if a change of rows was stopped halfway."""
-        if self._host_rows is not None and self._host_rows.begun is not None:
+        if host.begun is not None:
             functional.check_state(self.plan, self.state.get_value())
-            self._host_rows.resume(self.state)
+            host.resume(self.state)
 
     @contextlib.contextmanager
     def _alone(self) -> Iterator[None]:
@@ -170,16 +171,17 @@ class TrainedTables(nnx.Module):
         consistent.
         """
         check_not_forked("the module")
-        if self._host_rows is None:
+        host = self._host_rows
+        if host is None:
             yield
             return
-        with self._host_rows.lock:
+        with host.lock:
             try:
                 yield
             except BaseException:
                 # If `_resume` fails, the next call of the module reports that the state is lost.
                 with contextlib.suppress(RuntimeError):
-                    self._resume()
+                    self._resume(host)
                 raise
 
     def set_learning_rate(self, lr: float | Sequence[float]) -> None:
