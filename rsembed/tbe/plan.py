@@ -303,7 +303,16 @@ class TBEPlan:
         The fingerprint depends on the group, the first row, the number of rows and the dim of every
         table and, on a mesh, on the placements and the number of devices.
         """
-        return Fingerprint.of({"tables": self._row_facts()})
+        of_tables = {}
+        for table in self.tables:
+            group, first_row = self.places[table.name]
+            facts: dict[str, object] = {"group": group, "first_row": first_row}
+            facts |= {"rows": table.num_rows, "dim": table.dim}
+            if self.is_shared:
+                num_devices = self.devices.num_devices
+                facts |= {"shared_by": table.shared_by, "num_devices": num_devices}
+            of_tables[table.name] = facts
+        return Fingerprint.of({"tables": of_tables})
 
     @functools.cached_property
     def layout(self) -> Fingerprint:
@@ -311,13 +320,14 @@ class TBEPlan:
 
         The fingerprint depends on the row numbers, dtypes, placements and optimizers of the tables.
         """
-        of_tables = self._row_facts()
-        for table in self.tables:
-            of_tables[table.name] |= table.contents()
-            of_tables[table.name] |= {"dtype": table.dtype, "placement": table.placement}
-        facts: dict[str, object] = {"tables": of_tables}
-        if self.has_cache:
-            names = [table.name for table in self.tables if table.is_cached]
+        facts: dict[str, object] = {
+            "contents": self.contents.facts,
+            "rows": self.row_layout.facts,
+            "dtypes": {table.name: table.dtype for table in self.tables},
+            "placements": {table.name: table.placement for table in self.tables},
+        }
+        names = [table.name for table in self.tables if table.is_cached]
+        if names:
             facts[ELSEWHERE] = (
                 f"rows of tables {names} are on the host, beside their cache; save module.state_dict()."
             )
@@ -331,19 +341,6 @@ class TBEPlan:
         placements and dtypes.
         """
         return Fingerprint.of({"tables": {table.name: table.contents() for table in self.tables}})
-
-    def _row_facts(self) -> dict[str, dict[str, object]]:
-        """Dictionary from table names to the values on which `row_layout` depends."""
-        of_tables: dict[str, dict[str, object]] = {}
-        for table in self.tables:
-            group, first_row = self.places[table.name]
-            facts: dict[str, object] = {"group": group, "first_row": first_row}
-            facts |= {"rows": table.num_rows, "dim": table.dim}
-            if self.is_shared:
-                num_devices = self.devices.num_devices
-                facts |= {"shared_by": table.shared_by, "num_devices": num_devices}
-            of_tables[table.name] = facts
-        return of_tables
 
     def batch(
         self,
