@@ -346,21 +346,22 @@ def state_names(optimizer: TableOptimizer, torch_names: Sequence[str]) -> tuple[
     return tuple(names)
 
 
-def unread_arguments(optimizer: TableOptimizer, arguments: Arguments) -> frozenset[str]:
-    """Names of the arguments that `optimizer` ignores, although other optimizers read them."""
-    return _OF_OPTIMIZERS - offered_optimizer(optimizer, arguments.weight_decay_mode).arguments
+def unread_arguments(optimizers: Iterable[TableOptimizer], arguments: Arguments) -> frozenset[str]:
+    """Names of the arguments that `optimizers` ignore, although other optimizers read them."""
+    mode = arguments.weight_decay_mode
+    read = [offered_optimizer(optimizer, mode).arguments for optimizer in optimizers]
+    return _OF_OPTIMIZERS.difference(*read)
 
 
-def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
-    """Checks the arguments that an optimizer of the module reads.
+def check_arguments(optimizers: Sequence[TableOptimizer], arguments: Arguments) -> None:
+    """Checks the arguments that the optimizers of the module read.
 
     Raises: ValueError: arguments contradict each other, or `eps` is not positive and finite.
     """
     mode = arguments.weight_decay_mode
-    offered = offered_optimizer(optimizer, mode)
-    if mode in _RECORDS and optimizer != EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+    if mode in _RECORDS and EmbOptimType.EXACT_ROWWISE_ADAGRAD not in optimizers:
         raise ValueError(
-            f"weight_decay_mode {mode.name} exists for EXACT_ROWWISE_ADAGRAD only, not for {name_of(optimizer)}; "
+            f"weight_decay_mode {mode.name} exists for EXACT_ROWWISE_ADAGRAD only, not for {name_of(optimizers[0])}; "
             "change the optimizer or the mode."
         )
     for mode_of_record, record in _RECORDS.items():
@@ -370,19 +371,22 @@ def check_arguments(optimizer: TableOptimizer, arguments: Arguments) -> None:
                 f"{record} and weight_decay_mode=WeightDecayMode.{mode_of_record.name} need each other, "
                 f"but the mode is {mode.name} and {record} is {'given' if is_set else 'None'}; set both or neither."
             )
-    if "eps" in offered.arguments and not 0 < arguments.eps < math.inf:
-        raise ValueError(
-            f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
-            "use a small number such as 1e-10."
-        )
-    all_names = state_names(optimizer, offered.states.split())
-    names = [name for name in all_names if name.startswith("momentum")]
-    for name in arguments.optimizer_state_dtypes or {}:
-        if name not in names:
-            choice = f"choose among {', '.join(names)}" if names else "leave the argument out"
+    for optimizer in optimizers:
+        offered = offered_optimizer(optimizer, mode)
+        if "eps" in offered.arguments and not 0 < arguments.eps < math.inf:
             raise ValueError(
-                f"optimizer_state_dtypes: {name_of(optimizer)} has no state {name!r} with a dtype to choose; {choice}."
+                f"eps must be positive, got {arguments.eps}: with 0, a row whose first gradient is zero becomes NaN; "
+                "use a small number such as 1e-10."
             )
+        all_names = state_names(optimizer, offered.states.split())
+        names = [name for name in all_names if name.startswith("momentum")]
+        for name in arguments.optimizer_state_dtypes or {}:
+            if name not in names:
+                choice = f"choose among {', '.join(names)}" if names else "leave the argument out"
+                raise ValueError(
+                    f"optimizer_state_dtypes: {name_of(optimizer)} has no state {name!r} with a dtype to choose; "
+                    f"{choice}."
+                )
 
 
 def _rule_of(
@@ -423,19 +427,16 @@ def trained_by(
 ) -> dict[str, Any]:
     """Dictionary with the fields of a `TablePlan` that depend on the optimizer.
 
-    Arguments that the optimizer does not read have no influence on the result.
-    ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD change whole tables before some lookups.
-    The settings for changes of whole tables are in the arguments `ensemble_mode` and
-    `emainplace_mode`, where None means the default settings.
+    `check_arguments` has checked the arguments. Arguments that the optimizer does not read have no
+    influence on the result. ENSEMBLE_ROWWISE_ADAGRAD and EMAINPLACE_ROWWISE_ADAGRAD change whole
+    tables before some lookups. The settings for changes of whole tables are in the arguments
+    `ensemble_mode` and `emainplace_mode`, where None means the default settings.
 
-    Raises: ValueError: arguments contradict each other.
+    Raises: ValueError: the rule of the optimizer rejects an argument.
     """
-    unread = {name: arguments.defaults[name] for name in unread_arguments(optimizer, arguments)}
-    read = Arguments(**vars(arguments) | unread)
-    check_arguments(optimizer, read)
-    offered = offered_optimizer(optimizer, read.weight_decay_mode)
+    offered = offered_optimizer(optimizer, arguments.weight_decay_mode)
     states = tuple(offered.states.split())
-    sparse_types = read.optimizer_state_dtypes or {}
+    sparse_types = arguments.optimizer_state_dtypes or {}
     dtypes: list[str | None] = []
     for name in state_names(optimizer, states):
         dtypes.append(sparse_types[name].dtype if name in sparse_types else None)
@@ -449,10 +450,10 @@ def trained_by(
     whole_table_mode = None
     for name, default in _WHOLE_TABLES.items():
         if name in offered.arguments:
-            whole_table_mode = getattr(read, name) or default
+            whole_table_mode = getattr(arguments, name) or default
     rule = optimizer
     if isinstance(optimizer, EmbOptimType):
-        rule = _rule_of(offered, learning_rate, read, slot_dtypes)
+        rule = _rule_of(offered, learning_rate, arguments, slot_dtypes)
     return {
         "rule": rule,
         "whole_table_mode": whole_table_mode,

@@ -594,15 +594,11 @@ def _optimizers_and_rates(
         raise ValueError(
             "OptimType.NONE returns gradients instead of applying them: use it for all tables or none."
         )
-    unread = [arguments.unread_arguments(optimizer, settings) for optimizer in optimizers]
     settings.warn_of_no_effect(
-        sorted(frozenset.intersection(*unread)),
+        sorted(arguments.unread_arguments(optimizers, settings)),
         f"optimizer {arguments.name_of(optimizers[0])} does not use them",
     )
-    if len(set(optimizers)) == 1:
-        # `trained_by` checks only the arguments that the optimizer of a table reads. If all tables
-        # have the same optimizer, `check_arguments` checks all arguments.
-        arguments.check_arguments(optimizers[0], settings)
+    arguments.check_arguments(optimizers, settings)
     return optimizers, rates
 
 
