@@ -317,10 +317,8 @@ def _first_mistake(
     if offsets[0] < 0 or (offsets[0] and not may_begin_later):
         return f"offsets begin with {int(offsets[0])}, but the first bag must begin at 0."
     first_bags = plan.first_bags(batch)
-    falls = offsets[1:] < offsets[:-1]
-    is_too_long = offsets[-1] > ids.size
-    if falls.size and (falls.any() or is_too_long):
-        is_bad_end = falls | (offsets[1:] > ids.size)
+    is_bad_end = (offsets[1:] < offsets[:-1]) | (offsets[1:] > ids.size)
+    if is_bad_end.any():
         bag = int(is_bad_end.argmax())
         feature = int(np.searchsorted(first_bags, bag, side="right")) - 1
         return (

@@ -139,11 +139,11 @@ class HostRows:
     def resume(self, variable: StateVariable) -> None:
         """Makes the rows on the device and on the host consistent after an interrupted change.
 
-        The last array of each group contains the numbers of the rows on the device. For
-        every row on the device, the weights and the optimizer states are complete, because one
-        program moves all arrays of a row. The host has the latest values of evicted rows, because
-        an evicted row is written to the host before another row gets its slot. `resume` forgets all
-        prefetched batches.
+        The last array of each group contains the numbers of the rows on the device. For every row
+        on the device, the weights and the optimizer states are complete, because one program moves
+        all arrays of a row. The host has the latest values of evicted rows, because an evicted row
+        is written to the host before another row gets its slot. `resume` forgets all prefetched
+        batches.
 
         Raises: RuntimeError: the state is older than the interrupted change, or belongs to a
           different module.
