@@ -136,8 +136,9 @@ def init_state(
     step = jnp.zeros((), jnp.int32)
     passed_step = step + 0
     max_counter = jnp.ones((), jnp.float32)
-    numbers = (step, passed_step, jnp.asarray(rates, jnp.float32), max_counter, key)
-    return TBEState(arrays_of_groups, *everywhere(plan, numbers), plan.layout)
+    learning_rates = jnp.asarray(rates, jnp.float32)
+    others = (step, passed_step, learning_rates, max_counter, key, plan.layout)
+    return TBEState(arrays_of_groups, *everywhere(plan, others))
 
 
 def check_state(plan: TBEPlan, state: TBEState) -> None:
