@@ -145,10 +145,9 @@ def weights_as_passed(
         return by_feature
     (ids,) = batch.lists
     offsets = np.asarray(ids.offsets)
-    before = jnp.zeros(int(offsets[0]))
-    in_bags = map(jnp.asarray, by_feature.values())
-    after = jnp.zeros(ids.num_entries - int(offsets[-1]))
-    return jnp.concatenate([before, *in_bags, after])
+    num_after = ids.num_entries - int(offsets[-1])
+    in_bags = jnp.concatenate(list(by_feature.values()))
+    return jnp.pad(in_bags, (int(offsets[0]), num_after))
 
 
 def _call_of(

@@ -163,11 +163,6 @@ class HostRows:
         self.generation.advance(self.generation.number)
         self.end(variable)
 
-    @property
-    def num_slots(self) -> dict[str, int]:
-        """Number of cache slots of each cached group."""
-        return {name: group.num_slots for name, group in self.groups.items()}
-
     def reset_counts(self) -> None:
         """Sets all cache counts to zero."""
         self.counts = CacheCounts()

@@ -256,14 +256,15 @@ class TableBatchedEmbeddingBags(TrainedTables):
         self.deterministic = False
         self._has_warned = False
         self._host_rows = HostRows(self.plan, settings) if self.plan.has_cache else None
-        num_slots: dict[str, int] = {}
+        num_places: dict[str, int] = {}
         if self._host_rows is not None:
-            num_slots = self._host_rows.num_slots
+            for name, group in self._host_rows.groups.items():
+                num_places[name] = group.num_slots
         jax_device = plans.device_of(device)
         if not rngs:
             rngs = nnx.Rngs(0)
         key = rngs.params()
-        state = functional.init_state(self.plan, key, num_slots)
+        state = functional.init_state(self.plan, key, num_places)
         if jax_device is not None:
             state = jax.device_put(state, jax_device)
         self.state = TBEVariable(state)
