@@ -33,7 +33,7 @@ import tensorstore
 from jax.experimental import multihost_utils
 
 from rsembed import opaque
-from rsembed.checkpoint.entries import Entry, chunk_bytes
+from rsembed.checkpoint.entries import Entry, chunk_bytes, first_rows, holds_numbers
 from rsembed.checkpoint.states import CorruptCheckpointError, Leaf, PickedRows
 from rsembed.storage.logical_rows import Blocks, SavedArray
 
@@ -84,10 +84,7 @@ def as_saved(leaf: Leaf, name: str) -> tuple[ArrayToSave, str | None]:
         implementation = opaque.kind_of(leaf) or str(jax.random.key_impl(leaf))
         return jax.random.key_data(leaf), implementation
     array = np.asarray(leaf)
-    is_number = array.dtype == np.bool_ or jnp.issubdtype(array.dtype, np.number)
-    # For `issubdtype`, a time difference ("m") is an integer. Zarr has no long doubles ("g", "G").
-    is_number &= array.dtype.char not in "mMgG"
-    if isinstance(leaf, np.ma.MaskedArray) or not is_number:
+    if isinstance(leaf, np.ma.MaskedArray) or not holds_numbers(array.dtype):
         raise TypeError(
             f"checkpoint: leaf {name!r} is {array.dtype}, made of a {type(leaf).__name__}; only "
             "arrays of numbers that zarr has can be saved. Save fields of a record, and data and "
@@ -291,15 +288,12 @@ def _index(rows: np.ndarray) -> np.ndarray | slice:
 
 def _chunks(entry: Entry) -> list[Chunk]:
     """Chunks of an array in the order of rows. An array of size 0 has no chunks."""
-    shape = entry["shape"] or [1]
-    if 0 in shape:
-        return []
-    num_rows, *columns = shape
-    rows_per_chunk = entry["rows_per_chunk"]
+    num_rows, *columns = entry["shape"] or [1]
     chunks = []
-    for number, first in enumerate(range(0, num_rows, rows_per_chunk)):
+    for number, first in enumerate(first_rows(entry)):
         file = f"c.{number}" + ".0" * len(columns)
-        chunks.append(Chunk(file, first, min(first + rows_per_chunk, num_rows)))
+        last = min(first + entry["rows_per_chunk"], num_rows)
+        chunks.append(Chunk(file, first, last))
     return chunks
 
 

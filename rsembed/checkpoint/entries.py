@@ -6,55 +6,67 @@ manifest with a correct checksum and wrong fields.
 
 from __future__ import annotations
 
-import functools
 import math
-import re
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax.numpy as jnp
 import numpy as np
 
-from rsembed.checkpoint.states import CorruptCheckpointError
+from rsembed.checkpoint.states import CorruptCheckpointError, joined
+from rsembed.checks import NonNegativeInt, PositiveInt, check_type
 
 MAX_DIMENSIONS = 32
 """Maximum number of dimensions of an array in a checkpoint."""
 MAX_BYTES = 2**63
-_HEXADECIMAL = re.compile(r"[0-9a-f]{8}")
 
 Entry = dict[str, Any]
-"""Manifest entry of an array.
-
-The keys are `folder`, `path`, `shape`, `dtype`, `rows_per_chunk`, `prng`, `metadata_crc32` and
-`crc32c`.
-"""
+"""Manifest entry of an array, with the keys of `ENTRY_FIELDS`."""
 Body = dict[str, Any]
-"""Manifest without its checksum.
-
-The keys are `step`, `metadata`, `belongs_to`, `arrays` and `layout_version`.
-"""
+"""Manifest without its checksum, with `layout_version` and the keys of `BODY_FIELDS`."""
+BODY_FIELDS: dict[str, Any] = {
+    "step": NonNegativeInt,
+    "metadata": dict,
+    "belongs_to": dict,
+    "arrays": list,
+}
+ENTRY_FIELDS: dict[str, Any] = {
+    "folder": str,
+    "path": list[str],
+    "shape": list[NonNegativeInt],
+    "dtype": str,
+    "rows_per_chunk": PositiveInt,
+    "prng": str | None,
+    "metadata_crc32": str,
+    "crc32c": list[str],
+}
 
 
 def check_body(file: Path, body: Body) -> None:
-    """Checks all fields of a manifest.
+    """Checks all fields of a manifest, except for folders and checksums.
+
+    A load finds wrong folders and checksums when it compares the files with the manifest.
 
     Raises: CorruptCheckpointError: a field is missing or has an invalid value. The error message
       names the manifest file and the field.
     """
-    check = functools.partial(_check, file, body, "")
-    check("step", _is_count(body.get("step")), "a number of steps")
-    for name in ("belongs_to", "metadata"):
-        check(name, isinstance(body.get(name), dict), "an object")
-    check("arrays", isinstance(body.get("arrays"), list), "a list")
-    paths = set()
-    for number, entry in enumerate(body["arrays"]):
-        if not isinstance(entry, dict):
-            refuse(file, f"entry {number} of arrays must be an object, got {entry!r:.60}")
-        _check_entry(file, number, entry)
-        path = tuple(entry["path"])
-        if path in paths:
-            refuse(file, f"two of the arrays are called {'/'.join(path)!r}")
-        paths.add(path)
+    where = "its fields"
+    try:
+        _check_fields(body, BODY_FIELDS)
+        paths = set()
+        for number, entry in enumerate(body["arrays"]):
+            where = f"entry {number} of arrays"
+            check_type(entry, dict, "it")
+            _check_fields(entry, ENTRY_FIELDS)
+            _check_sizes(entry)
+            name = joined(entry["path"])
+            path = tuple(entry["path"])
+            if path in paths:
+                raise ValueError(f"another one is called {name!r}, too")
+            paths.add(path)
+    except (TypeError, ValueError, SyntaxError, OverflowError) as error:
+        # `np.dtype("f4,(")` raises SyntaxError, and `float(10**400)` raises OverflowError.
+        refuse(file, f"{where}: {error}")
 
 
 def refuse(file: Path, why: str) -> NoReturn:
@@ -63,17 +75,25 @@ def refuse(file: Path, why: str) -> NoReturn:
     Raises: CorruptCheckpointError: always. The error message has the name of `file` and the text
       `why`.
     """
+    reason = why.removesuffix(".")
     raise CorruptCheckpointError(
-        f"{file} is not what was written: {why}. Take an older checkpoint."
+        f"{file} is not what was written: {reason}. Take an older checkpoint."
     )
 
 
-def num_chunks(shape: list[int], rows_per_chunk: int) -> int:
-    """Number of chunks of an array, which is 0 for an array of size 0."""
+def holds_numbers(dtype: np.dtype[Any]) -> bool:
+    """True if a checkpoint can store arrays of this dtype: numbers that zarr has, or booleans."""
+    is_number = dtype == np.bool_ or jnp.issubdtype(dtype, np.number)
+    # For `issubdtype`, a time difference ("m") is an integer. Zarr has no long doubles ("g", "G").
+    return is_number and dtype.char not in "mMgG"
+
+
+def first_rows(entry: Entry) -> range:
+    """Index of the first row of every chunk of an array. An array of size 0 has no chunks."""
+    shape = entry["shape"] or [1]
     if 0 in shape:
-        return 0
-    num_rows = shape[0] if shape else 1
-    return -(-num_rows // rows_per_chunk)
+        return range(0)
+    return range(0, shape[0], entry["rows_per_chunk"])
 
 
 def chunk_bytes(entry: Entry) -> int:
@@ -85,82 +105,30 @@ def chunk_bytes(entry: Entry) -> int:
     return entry["rows_per_chunk"] * num_columns * jnp.dtype(entry["dtype"]).itemsize
 
 
-def _check_entry(file: Path, number: int, entry: Entry) -> None:
-    where = f" of entry {number} of arrays"
-    check = functools.partial(_check, file, entry, where)
-    folder = f"{number:04d}"
-    check("folder", entry.get("folder") == folder, f"the folder {folder}")
+def _check_fields(fields: Entry | Body, hints: dict[str, Any]) -> None:
+    for name, hint in hints.items():
+        if name not in fields:
+            raise ValueError(f"{name} is missing")
+        check_type(fields[name], hint, name)
 
-    path = entry.get("path")
-    is_path = isinstance(path, list) and all(map(_is_text, path))
-    check("path", is_path, "a list of texts")
 
-    shape: Any = entry.get("shape")
-    is_shape = isinstance(shape, list) and len(shape) <= MAX_DIMENSIONS
-    is_shape = is_shape and all(map(_is_count, shape))
-    check("shape", is_shape, f"a list of at most {MAX_DIMENSIONS} sizes")
-
-    dtype: Any = entry.get("dtype")
-    check("dtype", _is_dtype_of_numbers(dtype), "the name of a dtype of numbers")
-    num_numbers = math.prod(max(1, size) for size in shape)
-    num_bytes = num_numbers * jnp.dtype(dtype).itemsize
-    check("shape", num_bytes < MAX_BYTES, f"of fewer than {MAX_BYTES} bytes")
-
-    rows_per_chunk: Any = entry.get("rows_per_chunk")
-    num_rows = shape[0] if shape else 1
-    is_in_range = _is_count(rows_per_chunk) and 1 <= rows_per_chunk <= max(1, num_rows)
-    check("rows_per_chunk", is_in_range, f"from 1 to the {num_rows} rows of the array")
-
-    check("metadata_crc32", _is_checksum(entry.get("metadata_crc32")), "a checksum")
-    checksums: Any = entry.get("crc32c")
-    is_list = isinstance(checksums, list) and all(map(_is_checksum, checksums))
-    check("crc32c", is_list, "a list of checksums")
-    num_expected = num_chunks(shape, rows_per_chunk)
-    if len(checksums) != num_expected:
-        refuse(
-            file,
-            f"crc32c{where} has {len(checksums)} checksums, but shape {shape} in chunks of "
-            f"{rows_per_chunk} rows has {num_expected} chunks",
+def _check_sizes(entry: Entry) -> None:
+    """Checks that an array of this dtype and shape can exist, and has a checksum for each chunk."""
+    dtype = jnp.dtype(entry["dtype"])
+    if dtype.name != entry["dtype"] or not holds_numbers(dtype):
+        raise ValueError(
+            f"dtype must be the name of a dtype of numbers, got {entry['dtype']!r:.60}"
         )
-
-    # None is a valid value of `prng`, so a missing field is replaced by the invalid value 0.
-    prng = entry.get("prng", 0)
-    check("prng", prng is None or _is_text(prng), "null or the name of a generator")
-
-
-def _check(
-    file: Path,
-    fields: Entry | Body,
-    where: str,
-    name: str,
-    is_valid: bool,
-    wanted: str,
-) -> None:
-    if is_valid:
-        return
-    if name not in fields:
-        refuse(file, f"{name}{where} is missing; it must be {wanted}")
-    refuse(file, f"{name}{where} must be {wanted}, got {fields[name]!r:.60}")
-
-
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
-
-
-def _is_text(value: object) -> bool:
-    return isinstance(value, str)
-
-
-def _is_checksum(value: object) -> bool:
-    return isinstance(value, str) and _HEXADECIMAL.fullmatch(value) is not None
-
-
-def _is_dtype_of_numbers(name: object) -> bool:
-    if not isinstance(name, str):
-        return False
-    try:
-        dtype = jnp.dtype(name)
-    except (TypeError, ValueError, SyntaxError):  # `np.dtype("f4,(")` raises SyntaxError.
-        return False
-    is_number = dtype == np.bool_ or jnp.issubdtype(dtype, jnp.number)
-    return dtype.name == name and is_number and dtype.char not in "mMgG"
+    shape = entry["shape"]
+    num_bytes = math.prod(max(1, size) for size in shape) * dtype.itemsize
+    if len(shape) > MAX_DIMENSIONS or num_bytes >= MAX_BYTES:
+        needed = f"at most {MAX_DIMENSIONS} sizes, of fewer than {MAX_BYTES} bytes"
+        raise ValueError(f"shape must have {needed}, got {shape!r:.60}")
+    if chunk_bytes(entry) > num_bytes:
+        raise ValueError(
+            f"rows_per_chunk is {entry['rows_per_chunk']}, more than shape {shape} has"
+        )
+    num_chunks = len(first_rows(entry))
+    num_checksums = len(entry["crc32c"])
+    if num_checksums != num_chunks:
+        raise ValueError(f"crc32c has {num_checksums} checksums for {num_chunks} chunks")
