@@ -434,7 +434,7 @@ def contents_of(
 ) -> Contents:
     """Contents of the checkpoint that `save_collection` writes."""
     collection.check_state(state)
-    owners = {"tables": tables_of(collection.template)}
+    owners = {"tables": tables_of(collection.layout)}
     state = state._replace(layout=collection.layout)
     arrays, tables, slots = collection.logical.parted(state)
     tree = logical(arrays) | {"others": others}
@@ -488,7 +488,7 @@ def load_collection(
     body = manifest(path)
     template = collection.template
     saved_facts = body["belongs_to"].get("tables", {})
-    expected_facts = tables_of(template)
+    expected_facts = tables_of(collection.layout)
     if not isinstance(saved_facts, dict):
         refuse(path / MANIFEST, f"tables of belongs_to must be an object, got {saved_facts!r:.60}")
     facts = saved_facts

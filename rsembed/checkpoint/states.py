@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, TypeAlias, TypeGuard
+from typing import Any, TypeAlias, TypeGuard, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,8 +38,6 @@ Facts = Mapping[str, Any]
 """Metadata of a fingerprint, as a mapping from names to JSON values."""
 Index = tuple[slice, ...]
 """Slices that select a block of an array."""
-Bounds = tuple[tuple[int, int], ...]
-"""Start and end of a block of an array, along each axis."""
 Blocks = Iterable[tuple[np.ndarray, np.ndarray]]
 """Blocks of rows of an array, as pairs `(indices, rows)` with the index of each row."""
 
@@ -65,38 +63,30 @@ def sharded(
       pieces: blocks of rows, as pairs `(row indices, rows)`. Rows of the array that are in no block
         are zero.
     """
-    whole = (slice(None),) * len(shape)
-    indices: list[Index | None] = [whole]
+    indices: list[Any] = [(slice(None),) * len(shape)]
+    shard_shape = shape
     if sharding is not None:
         indices = [*sharding.addressable_devices_indices_map(shape).values()]
-    shards: dict[Bounds, np.ndarray] = {}
+        shard_shape = sharding.shard_shape(shape)
+    # Devices with equal indices share a shard. The keys are strings, because slices have no hash.
+    shards: dict[str, tuple[Any, np.ndarray]] = {}
     for index in indices:
-        bounds = _bounds(index, shape)
-        if bounds not in shards:
-            shards[bounds] = np.zeros([stop - start for start, stop in bounds], dtype)
+        if str(index) not in shards:
+            shards[str(index)] = (index, np.zeros(shard_shape, dtype))
     for rows, values in pieces:
-        for bounds, shard in shards.items():
-            (start, stop), *column_bounds = bounds
+        for (row_slice, *columns), shard in shards.values():
+            start, stop, _ = row_slice.indices(shape[0])
             is_inside = (rows >= start) & (rows < stop)
-            columns = [slice(first, end) for first, end in column_bounds]
             part: Any = (is_inside, *columns)
             shard[rows[is_inside] - start] = values[part]
-    if sharding is None:
-        return jax.device_put(shards[_bounds(whole, shape)])
 
     def read_shard(index: Index | None) -> np.ndarray:
-        return shards[_bounds(index, shape)]
+        _, shard = shards[str(index)]
+        return shard
 
+    if sharding is None:
+        return jax.device_put(read_shard(indices[0]))
     return jax.make_array_from_callback(shape, sharding, read_shard)
-
-
-def _bounds(index: Any, shape: tuple[int, ...]) -> Bounds:
-    """Start and end of a block along each axis, from the slices that select the block."""
-    bounds = []
-    for part, size in zip(index, shape, strict=True):
-        start, stop, _ = part.indices(size)
-        bounds.append((start, stop))
-    return tuple(bounds)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -305,25 +295,25 @@ def belongings(tree: PyTree) -> Facts:
         raise TypeError(f"checkpoint: {needed}.") from error
     facts = {}
     for keys, leaf in leaves:
-        name = jax.tree_util.keystr(keys, simple=True, separator="/") or "state"
-        if is_state(leaf):
-            facts[name] = _state_facts(leaf)
-            continue
         fingerprint = _fingerprint_of(leaf)
-        if fingerprint is not None:
-            facts[name] = fingerprint.facts
+        if fingerprint is None:
+            continue
+        name = jax.tree_util.keystr(keys, simple=True, separator="/") or "state"
+        facts[name] = fingerprint.facts
+        if is_state(leaf):
+            facts[name] = _state_facts(fingerprint)
     return facts
 
 
-def _state_facts(state: EmbeddingState) -> Tables:
-    """Metadata of the tables of a state.
+def _state_facts(layout: Fingerprint) -> Tables:
+    """Metadata of the tables of a state, from the state's layout.
 
     If the rows of some tables are not in the state (keyed tables, tables on the host), the entry
     `ELSEWHERE` names these tables.
     """
-    facts = tables_of(state)
+    facts = tables_of(layout)
     not_in_state = []
-    for name, table in _tables_in(state).items():
+    for name, table in _tables_in(layout).items():
         if table["storage"] not in (None, table["in_files"]):
             not_in_state.append(name)
     if not_in_state:
@@ -344,19 +334,12 @@ def _fingerprint_of(node: object) -> Fingerprint | None:
     return None
 
 
-def stacks_of(state: EmbeddingState) -> Facts:
-    """Metadata of each stack, taken from `state.layout`, or `{}` if the state has no layout."""
-    if state.layout is None:
-        return {}
-    return state.layout.facts
-
-
-def tables_of(state: EmbeddingState) -> Tables:
+def tables_of(layout: Fingerprint) -> Tables:
     """Metadata of each table in a state's layout, without values that depend on the placement."""
     tables = {}
-    for name, table in _tables_in(state).items():
+    for name, table in _tables_in(layout).items():
         facts = dict(table)
-        for of_placement in (*Place._fields, "in_files", "part_sizes"):
+        for of_placement in ("place", "in_files", "part_sizes"):
             facts.pop(of_placement, None)
         facts["storage"] = table["in_files"]
         if table["in_files"] == ROWS_BY_KEY:
@@ -365,35 +348,28 @@ def tables_of(state: EmbeddingState) -> Tables:
     return tables
 
 
-def _tables_in(state: EmbeddingState) -> Tables:
+def _tables_in(layout: Fingerprint) -> Tables:
     tables: Tables = {}
-    for stack in stacks_of(state).values():
+    for stack in layout.facts.values():
         tables |= stack["tables"]
     return tables
+
+
+def _stacks_of(state: EmbeddingState) -> Facts:
+    """Metadata of each stack of a state with a layout."""
+    return cast(Fingerprint, state.layout).facts
 
 
 def _by_table(state: EmbeddingState) -> dict[str, Any]:
     """Tables and slots of a state by table name, and the state's step and key."""
     tables: Tables = {}
     slots: Tables = {}
-    for stack_name, stack in stacks_of(state).items():
-        stack_params = state.tables[stack_name]
-        stack_slots = state.slots[stack_name]
-        stack_tables = stack["tables"]
-        part_sizes = [table.get("part_sizes") for table in stack_tables.values()]
-        for number, (name, table) in enumerate(stack_tables.items()):
-            if table["storage"] is None:
-                tables[name] = _picked_rows(table, stack, stack_params)
-                table_slots = {}
-                for slot, array in zip(stack["slots"], stack_slots, strict=True):
-                    table_slots[slot] = _picked_rows(table, stack, array)
-                slots[name] = table_slots
-            elif "part_sizes" in table:  # The tables of this stack share one storage.
-                tables[name] = parts(stack_params, part_sizes)[number]
-                slots[name] = parts(stack_slots, part_sizes)[number]
-            else:
-                tables[name] = stack_params
-                slots[name] = stack_slots
+    for stack_name, stack in _stacks_of(state).items():
+        arrays = state.tables[stack_name], state.slots[stack_name]
+        table_arrays = _arrays_by_table(stack, *arrays)
+        for name, (rows, slots_of_table) in zip(stack["tables"], table_arrays, strict=True):
+            tables[name] = rows
+            slots[name] = slots_of_table
     return {
         "tables": tables,
         "slots": slots,
@@ -402,10 +378,31 @@ def _by_table(state: EmbeddingState) -> dict[str, Any]:
     }
 
 
+def _arrays_by_table(stack: Facts, params: PyTree, slots: PyTree) -> list[tuple[PyTree, PyTree]]:
+    """Parameters and slots of each table of a stack. Slots of dense tables are dictionaries."""
+    facts_of_tables = list(stack["tables"].values())
+    if _is_dense(stack):
+        arrays = params, dict(zip(stack["slots"], slots, strict=True))
+        picked = []
+        for table in facts_of_tables:
+            pick = functools.partial(_picked_rows, table, stack)
+            picked.append(jax.tree.map(pick, arrays))
+        return picked
+    if len(facts_of_tables) == 1:
+        return [(params, slots)]
+    sizes = [table["part_sizes"] for table in facts_of_tables]
+    return list(zip(parts(params, sizes), parts(slots, sizes), strict=True))
+
+
+def _is_dense(stack: Facts) -> bool:
+    """Whether the tables of a stack are rows of one array. All of them have the same storage."""
+    return all(table["storage"] is None for table in stack["tables"].values())
+
+
 def _picked_rows(table: Facts, stack: Facts, array: Leaf) -> PickedRows:
     """The rows of one table in an array of its stack, in id order."""
     positions = functools.partial(
-        Place(table["owner"], table["first"]).rows,
+        Place(*table["place"]).rows,
         spread=stack["spread"],
         rows_per_shard=stack["rows_per_shard"],
     )
@@ -415,32 +412,18 @@ def _picked_rows(table: Facts, stack: Facts, array: Leaf) -> PickedRows:
 def _state_from_tables(like: EmbeddingState, values: Mapping[str, Any]) -> EmbeddingState:
     """State with the layout of `like` from tables and slots by table name."""
     wanted = _by_table(like)
-    wanted_tables = wanted["tables"]
-    wanted_slots = wanted["slots"]
-    saved_tables = values["tables"]
-    saved_slots = values["slots"]
     tables: Tables = {}
     slots: Tables = {}
-    for stack_name, stack in stacks_of(like).items():
-        names = list(stack["tables"])
-        storages = [table["storage"] for table in stack["tables"].values()]
-        if any(storage is not None for storage in storages):
-            tables[stack_name] = _concatenated(saved_tables, names)
-            slots[stack_name] = _concatenated(saved_slots, names)
-            continue
-        pieces = []
-        for name in names:
-            pieces.append((wanted_tables[name], saved_tables[name]))
-        tables[stack_name] = _stack_array(pieces, stack)
-        slot_arrays = []
-        for slot in stack["slots"]:
-            pieces = []
-            for name in names:
-                rows = wanted_slots[name][slot]
-                array = saved_slots[name][slot]
-                pieces.append((rows, array))
-            slot_arrays.append(_stack_array(pieces, stack))
-        slots[stack_name] = tuple(slot_arrays)
+    for stack_name, stack in _stacks_of(like).items():
+        trees = []
+        for arrays in (wanted, values):
+            for name in stack["tables"]:
+                trees.append((arrays["tables"][name], arrays["slots"][name]))
+        join = functools.partial(_joined_tables, stack)
+        tables[stack_name], joined_slots = jax.tree.map(join, *trees)
+        if _is_dense(stack):
+            joined_slots = tuple(joined_slots[slot] for slot in stack["slots"])
+        slots[stack_name] = joined_slots
     return EmbeddingState(
         tables,
         slots,
@@ -450,16 +433,21 @@ def _state_from_tables(like: EmbeddingState, values: Mapping[str, Any]) -> Embed
     )
 
 
-def _concatenated(trees: Tables, names: list[str]) -> PyTree:
-    """Concatenates the arrays of the tables `names`, which share a storage."""
-    trees_of_tables = [trees.get(name) for name in names]
-    if len(trees_of_tables) == 1:
-        return trees_of_tables[0]
+def _joined_tables(stack: Facts, *leaves: Leaf) -> jax.Array:
+    """An array of a stack, from one array of each of its tables.
 
-    def concatenate(*leaves: Leaf) -> jax.Array:
-        return jnp.concatenate(leaves)
-
-    return jax.tree.map(concatenate, *trees_of_tables)
+    Args:
+      stack: metadata of the stack.
+      *leaves: for each table of the stack, an array of the template, then for each table, the same
+        array of the checkpoint.
+    """
+    num_tables = len(stack["tables"])
+    saved = leaves[num_tables:]
+    if _is_dense(stack):
+        return _stack_array([*zip(leaves, saved, strict=False)], stack)
+    if num_tables == 1:
+        return saved[0]
+    return jnp.concatenate(saved)
 
 
 Pieces = list[tuple[PickedRows, SavedArray]]

@@ -152,8 +152,7 @@ class RowLayout:
                 description = repr(storage)
                 in_files = storage.in_files
             facts: dict[str, object] = {
-                "owner": place.owner,
-                "first": place.first,
+                "place": list(place),
                 "vocabulary_size": table.vocabulary_size,
                 "embedding_dim": table.embedding_dim,
                 "dtype": table.dtype,

@@ -14,6 +14,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import rsembed as rs
 from rsembed import checkpoint
 from rsembed.fingerprint import Fingerprint
+from rsembed.storage.row_layout import RowLayout
 from rsembed.tt import TensorTrain
 from tests.checkpoint.world import ramp
 from tests.world import assert_same, made_mesh
@@ -182,6 +183,24 @@ def test_a_restart_on_fewer_devices_keeps_every_row_even_where_padded_shapes_agr
     actual = checkpoint.load(tmp_path / "a", like=two.init(jax.random.key(1)))
     assert actual.step == 7
     assert_array_equal(two.tables(actual.tree)["user"], ramp(None, (8, DIM)))
+
+
+def test_rows_of_tables_that_a_plan_rotates_are_saved_in_the_order_of_ids(tmp_path):
+    tables = [table_of(name, optimizer=rs.optimizers.SGD(0.1)) for name in ROWS]
+    features = [rs.FeatureSpec(f"f_{table.name}", table) for table in tables]
+    (stack,) = rs.plan_stacking(features, num_shards=4, rotation=1).stacks
+    layout = RowLayout.as_planned(stack, shards_per_device=1)
+    facts = Fingerprint.of({"s": layout.facts({table.name: table for table in tables})})
+    rows = np.arange(layout.num_rows, dtype=np.float32)[:, None]
+    state = rs.EmbeddingState({"s": rows}, {"s": ()}, jnp.int32(0), jax.random.key(0), facts)
+    checkpoint.save(tmp_path / "a", state)
+    for name, array in checkpoint.load(tmp_path / "a").tree["tables"].items():
+        assert_array_equal(array[:, 0], layout.rows(name, np.arange(ROWS[name])))
+    found = checkpoint.load(tmp_path / "a", state).tree
+    assert layout.places[1].rotation == 1
+    for name, count in ROWS.items():
+        index = layout.rows(name, np.arange(count))
+        assert_array_equal(found.tables["s"][index], rows[index])
 
 
 def test_state_of_one_optax_rule_is_not_that_of_another(tmp_path):
