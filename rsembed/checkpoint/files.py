@@ -508,7 +508,7 @@ def load_collection(
     if body["step"] > np.iinfo(np.int32).max:
         refuse(path / MANIFEST, f"step must fit 32 bits, got {body['step']}")
     if resize:
-        arrays = resized(arrays, collection.table_specs, saved_facts, key)
+        arrays = resized(arrays, collection.table_specs, key)
 
     # Keyed tables and tables on the host are loaded separately. There is no template for the arrays
     # of a keyed table, because only the checkpoint tells how many keys the table has.

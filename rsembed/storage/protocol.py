@@ -109,21 +109,15 @@ class Storage(abc.ABC):
         """
         return repr(self)
 
-    def resizable(self, table: TableSpec, saved: str) -> tuple[tuple[str, ...], ...] | None:
-        """Path prefixes of the arrays that may have a different length in a checkpoint file.
-
-        If the path of an array starts with one of the prefixes, the array in the file may have a
-        longer or shorter leading axis than the array of `table`.
+    def resizable(self, table: TableSpec, saved: str) -> bool:
+        """Whether arrays in a checkpoint file may have a longer or shorter leading axis.
 
         Args:
           table: the table that loads the file.
           saved: description of the storage that wrote the file, from its method `in_files`.
-
-        Returns: the path prefixes, or None if all arrays in the file must have the shapes of the
-          arrays of `table`.
         """
         del table, saved
-        return None
+        return False
 
     def resolved(self, table: TableSpec) -> Storage:
         """Copy of the storage with values for all options that depend on `table`.

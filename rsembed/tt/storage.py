@@ -165,25 +165,15 @@ class TensorTrain(Storage):
             weight_dist="normal",
         )
 
-    def resizable(
-        self,
-        table: TableSpec,
-        saved: str,
-    ) -> tuple[tuple[str, ...], ...] | None:
-        """Paths of the first core and its slots, which may differ in length between file and table.
+    def resizable(self, table: TableSpec, saved: str) -> bool:
+        """Whether `saved` and this storage differ at most in the first row factor.
 
-        `saved` is the description of the storage that wrote the file. The result is None if `saved`
-        and this storage differ in more than the first row factor.
-
-        The first row factor belongs to the most significant digit of an id, so slices that are
-        appended to the first core add rows at the end of the table.
+        `saved` is the description of the storage that wrote a file. The first row factor belongs to
+        the most significant digit of an id, so slices that are appended to the first core and its
+        slots add rows at the end of the table.
         """
         current = repr(self.resolved(table))
-        if _FIRST_FACTOR.sub("", saved) != _FIRST_FACTOR.sub("", current):
-            return None
-        if self.cache_rows:
-            return ("tables", table.name, "cores", "0"), ("slots", table.name, "0", "0")
-        return ("tables", table.name, "0"), ("slots", table.name, "0")
+        return _FIRST_FACTOR.sub("", saved) == _FIRST_FACTOR.sub("", current)
 
     def part_sizes(self, table: TableSpec) -> tuple[int, ...]:
         """Number of slices that `table` has in each core."""
