@@ -181,11 +181,8 @@ def copied(array: ArrayToSave) -> np.ndarray | None:
 
 def _new_entry(number: int, array: ArrayToSave) -> Entry:
     """Manifest entry of an array, without the checksums of its files."""
-    num_rows = 1
-    if array.shape:
-        num_rows = array.shape[0]
-    num_columns = math.prod(array.shape[1:])
-    row_bytes = max(1, num_columns * array.dtype.itemsize)
+    num_rows, *columns = array.shape or (1,)
+    row_bytes = max(1, math.prod(columns) * array.dtype.itemsize)
     rows_per_full_chunk = max(1, CHUNK_BYTES // row_bytes)
     num_chunks = max(1, -(-num_rows // rows_per_full_chunk))
     return {
@@ -214,8 +211,7 @@ def _file_checksum(file: Path) -> str:
 def _chunk_checksum(file: Path) -> str:
     """The stored CRC32C of a chunk, from the end of its file, in hexadecimal."""
     with open(file, "rb") as data:
-        num_bytes = os.fstat(data.fileno()).st_size
-        data.seek(max(0, num_bytes - _CHECKSUM_BYTES))
+        data.seek(-_CHECKSUM_BYTES, os.SEEK_END)
         return data.read().hex()
 
 
@@ -271,16 +267,9 @@ def _host_rows(data: jax.Array, rows: np.ndarray) -> np.ndarray:
 
 def _index(rows: np.ndarray) -> np.ndarray | slice:
     """If `rows` are consecutive, a slice that selects them without a copy, else `rows`."""
-    if rows.size == 0:
-        return rows
-    first = int(rows[0])
-    last = int(rows[-1])
-    if last - first != rows.size - 1:
-        return rows
-    steps = np.diff(rows)
-    if (steps != 1).any():
-        return rows
-    return slice(first, last + 1)
+    if rows.size > 0 and (np.diff(rows) == 1).all():
+        return slice(rows[0], rows[-1] + 1)
+    return rows
 
 
 # Chunks of a zarr array

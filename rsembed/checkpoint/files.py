@@ -83,13 +83,12 @@ def manifest(path: str | os.PathLike[str]) -> Body:
     data = file.read_bytes()
     try:
         body = json.loads(data)["manifest"]
-        is_intact = encoded(body) == data
+        version = body["layout_version"]
+        is_intact = encoded(body) == data and isinstance(version, int)
     except (ValueError, KeyError, TypeError, RecursionError):
         is_intact = False
-    is_intact = is_intact and isinstance(body, dict)
-    if not is_intact or not isinstance(body.get("layout_version"), int):
+    if not is_intact:
         raise CorruptCheckpointError(f"{file} is not what was written; take an older checkpoint.")
-    version = body["layout_version"]
     if version != LAYOUT_VERSION:
         raise ValueError(
             f"{path} has layout {version}, but this version of rsembed reads layout "
@@ -123,12 +122,10 @@ def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf
         arrays[path] = array
         if entry["prng"] is None:
             continue
+        key_data = jnp.asarray(array.whole())
         try:
-            key_data = jnp.asarray(array.whole())
             implementation = opaque.implementation(entry["prng"])
             arrays[path] = jax.random.wrap_key_data(key_data, impl=implementation)
-        except CorruptCheckpointError:
-            raise
         except (TypeError, ValueError) as error:
             refuse(folder / MANIFEST, f"{name!r} holds no PRNG keys of {entry['prng']!r}: {error}")
     return arrays
@@ -510,16 +507,15 @@ def load_collection(
     if resize:
         arrays = resized(arrays, collection.table_specs, key)
 
-    # Keyed tables and tables on the host are loaded separately. There is no template for the arrays
-    # of a keyed table, because only the checkpoint tells how many keys the table has.
-    apart = _pop_tables(arrays, _names_of_tables_apart(collection))
-    tables_apart = nested(apart, path)
-    check_apart(path, collection, tables_apart)
-
     without_apart = collection.logical.without_apart(template)
     like = logical(without_apart) | {"others": logical(others)}
     del like["step"]  # The step is stored in the manifest, not as an array.
     del like["key"]  # The saved key may have any PRNG implementation.
+    # Keyed tables and tables on the host are loaded separately. There is no template for the arrays
+    # of a keyed table, because only the checkpoint tells how many keys the table has.
+    names_apart = collection.table_specs.keys() - like["tables"].keys()
+    tables_apart = nested(_pop_tables(arrays, names_apart), path)
+    check_apart(path, collection, tables_apart)
     tree = restored(arrays, like, path)
     tree["key"] = placed(key, template.key)
     tree["step"] = placed(np.asarray(body["step"], np.int32), template.step)
@@ -536,24 +532,16 @@ def load_collection(
     return state, with_states(others, tree["others"])
 
 
-def _names_of_tables_apart(collection: EmbeddingCollection) -> set[str]:
-    """Names of the keyed tables and of the tables on the host."""
-    names = set()
-    for stack in collection.logical.apart.values():
-        names |= {table.name for table in stack.tables}
-    return names
-
-
 def _pop_tables(
     arrays: dict[tuple[str, ...], Leaf], names: set[str]
 ) -> dict[tuple[str, ...], Leaf]:
     """Removes the values and slots of the tables `names` from `arrays`, and returns them."""
+    prefixes = set()
+    for name in names:
+        prefixes |= {("tables", name), ("slots", name)}
     popped = {}
     for path in list(arrays):
-        if len(path) < 2:
-            continue
-        part, name, *_ = path
-        if part in ("tables", "slots") and name in names:
+        if path[:2] in prefixes:
             popped[path] = arrays.pop(path)
     return popped
 
