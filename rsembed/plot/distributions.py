@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from jaxtyping import Float, Int, Num
 from matplotlib.axes import Axes
-from matplotlib.patches import Rectangle
+from matplotlib.patches import Patch, Rectangle
 from matplotlib.ticker import StrMethodFormatter
 
 from rsembed.checks import PositiveInt, validated
@@ -164,34 +164,31 @@ def treemap(
     areas = check_shares("treemap: sizes", sizes)
     areas = areas * (width * height / areas.sum())
     boxes = np.zeros((len(areas), 4))
-    order = np.argsort(-areas, kind="stable").tolist()
+    order = np.argsort(-areas, kind="stable")
+    falling = areas[order]
     first = 0
     x = 0.0
     y = 0.0
-    while first < len(order) and areas[order[first]] > 0:
-        is_wide = width >= height
+    while first < len(falling) and falling[first] > 0:
         side = min(width, height)
         last = first + 1
-        while last < len(order):
-            longer = _worst(areas[order[first : last + 1]], side)
-            if longer > _worst(areas[order[first:last]], side):
+        while last < len(falling):
+            longer = _worst(falling[first : last + 1], side)
+            if longer > _worst(falling[first:last], side):
                 break
             last += 1
-        depth = areas[order[first:last]].sum() / side
-        along = 0.0
-        for number in order[first:last]:
-            length = areas[number] / depth
-            if is_wide:
-                boxes[number] = (x, y + along, depth, length)
-            else:
-                boxes[number] = (x + along, y, length, depth)
-            along += length
-        if is_wide:
+        depth = falling[first:last].sum() / side
+        lengths = falling[first:last] / depth
+        along = np.append(0.0, np.cumsum(lengths)[:-1])
+        if width >= height:
+            sides = np.broadcast_arrays(x, y + along, depth, lengths)
             x += depth
             width -= depth
         else:
+            sides = np.broadcast_arrays(x + along, y, lengths, depth)
             y += depth
             height -= depth
+        boxes[order[first:last]] = np.stack(sides, axis=1)
         first = last
     return boxes
 
@@ -200,9 +197,8 @@ def _worst(areas: np.ndarray, side: float) -> float:
     """Largest aspect ratio of rectangles with these areas that fill a row of length `side`."""
     depth = areas.sum() / side
     ratios = areas / depth**2
-    inverse_ratios = 1 / np.maximum(ratios, 1e-12)
-    worst = np.max(np.maximum(ratios, inverse_ratios))
-    return float(worst)
+    smallest = max(ratios.min(), 1e-12)
+    return float(max(ratios.max(), 1 / smallest))
 
 
 # Plots of shard loads and of bytes
@@ -321,22 +317,18 @@ def plot_stack_treemap(
       **box_kwargs: options of the rectangles.
     """
     ax = axes_or_new(ax, (7.2, 4.2))
-    handles = []
-    for colour in (COLOURS[0], PADDING_COLOUR):
-        handles.append(Rectangle((0, 0), 1, 1, facecolor=colour))
     ax.legend(
-        handles,
-        ["embeddings", "padding"],
+        handles=[
+            Patch(facecolor=COLOURS[0], label="embeddings"),
+            Patch(facecolor=PADDING_COLOUR, label="padding"),
+        ],
         loc="upper left",
         bbox_to_anchor=(1.0, 1.0),
         frameon=False,
     )
-    areas = []
-    total_padding = 0
-    for used, padding in sizes.values():
-        areas.append(used + padding)
-        total_padding += padding
+    areas = [used + padding for used, padding in sizes.values()]
     total = sum(areas)
+    total_padding = sum(padding for _, padding in sizes.values())
     # `treemap` needs the size of the axes in inches, which the layout engine decides when it draws.
     # Set labels and legend before the axes are measured, because they take space from the axes.
     finish(ax, "area", "one rectangle per stack", xticks=[], yticks=[])

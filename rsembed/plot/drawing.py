@@ -86,12 +86,6 @@ def note(ax: Axes, text: str, point: tuple[float, float], **text_kwargs: object)
     ax.annotate(text, point, textcoords="offset points", **style)
 
 
-def note_at_height(ax: Axes, text: str, value: float) -> None:
-    """Writes a small grey string to the right of the axes, at a value of the y axis."""
-    right_end = (1.0, value)
-    note(ax, text, right_end, xycoords=("axes fraction", "data"))
-
-
 def measured_on() -> str:
     """This machine's processor, its number of cores and today's date, to print beside timings.
 
@@ -133,11 +127,6 @@ def label_points(
       **options: further options of `textalloc.allocate`.
     """
     x, y = np.asarray(points, np.float64).reshape(-1, 2).T
-    x_lines: list[np.ndarray | list[float]] = []
-    y_lines: list[np.ndarray | list[float]] = []
-    for curve_x, curve_y in curves:
-        x_lines.append(curve_x)
-        y_lines.append(curve_y)
     textalloc.allocate(
         ax,
         x,
@@ -145,8 +134,8 @@ def label_points(
         list(labels),
         x_scatter=x,
         y_scatter=y,
-        x_lines=x_lines,
-        y_lines=y_lines,
+        x_lines=[curve_x for curve_x, _ in curves],
+        y_lines=[curve_y for _, curve_y in curves],
         textsize=LABEL_POINTS,
         textcolor=colours or "black",
         linewidth=0.6,
@@ -194,7 +183,8 @@ def reference_lines(ax: Axes, references: Mapping[str, float] | None) -> None:
         return
     for text, value in references.items():
         ax.axhline(value, **DASHED)
-        note_at_height(ax, f"{text}\n{value:.3f}", value)
+        right_end = (1.0, value)
+        note(ax, f"{text}\n{value:.3f}", right_end, xycoords=("axes fraction", "data"))
 
 
 def finish(

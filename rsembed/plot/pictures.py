@@ -43,13 +43,10 @@ def running_mean(
       >>> running_mean(np.array([1.0, 3.0, 5.0]), 2).tolist()
       [1.0, 2.0, 4.0]
     """
-    running_sums = np.cumsum(values, dtype=np.float64)
-    sums = np.concatenate([[0.0], running_sums])
-    ends = np.arange(1, len(sums))
-    starts = np.maximum(ends - window, 0)
-    window_sums = sums[ends] - sums[starts]
-    window_lengths = ends - starts
-    return window_sums / window_lengths
+    sums = np.cumsum(values, dtype=np.float64)
+    sums[window:] -= sums[:-window].copy()
+    window_lengths = np.minimum(np.arange(1, len(sums) + 1), window)
+    return sums / window_lengths
 
 
 @validated
