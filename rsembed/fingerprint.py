@@ -105,63 +105,62 @@ def identity(value: object) -> str:
     return _identity(value, frozenset())
 
 
-def _identity(value: object, above: frozenset[int]) -> str:
-    if value is None or isinstance(value, (bool, str, type, np.dtype, np.bool_)):
-        return value.__qualname__ if isinstance(value, type) else str(value)
+def _identity(value: Any, above: frozenset[int]) -> str:
+    if value is None or isinstance(value, (bool, str, np.dtype, np.bool_)):
+        return str(value)
+    if isinstance(value, type):
+        return value.__qualname__
     if isinstance(value, (numbers.Number, np.ndarray, np.generic, jax.Array)):
         return "number"
     if id(value) in above:
         return "itself"
     inside = functools.partial(_identity, above=above | {id(value)})
-    if isinstance(value, tuple) and hasattr(value, "update"):
-        import optax
-
-        if isinstance(value, optax.GradientTransformation):
-            return inside(value.update)
-    if isinstance(value, Mapping):
-        entries = {str(key): inside(entry) for key, entry in value.items()}
-        return _call("", entries)
+    # An optax transformation is a named tuple of two functions.
+    if getattr(value, "_fields", None) == ("init", "update"):
+        return inside(value.update)
     if isinstance(value, (tuple, list)):
         return f"({', '.join(map(inside, value))})"
-    if isinstance(value, functools.partial):
-        function = inside(value.func)
-        keywords = {str(name): inside(entry) for name, entry in value.keywords.items()}
-        return _call(function, keywords)
-    if dataclasses.is_dataclass(value):
-        fields = {}
+    name = type(value).__qualname__
+    parts: dict[str, Any] = {}
+    if isinstance(value, Mapping):
+        name = ""
+        parts = {str(key): entry for key, entry in value.items()}
+    elif isinstance(value, functools.partial):
+        name = inside(value.func)
+        parts = value.keywords
+    elif dataclasses.is_dataclass(value):
         for field in dataclasses.fields(value):
-            fields[field.name] = inside(getattr(value, field.name))
-        return _call(type(value).__qualname__, fields)
-    if hasattr(value, "__wrapped__"):
+            parts[field.name] = getattr(value, field.name)
+    elif hasattr(value, "__wrapped__"):
         return inside(value.__wrapped__)
-    if not isinstance(value, FunctionType):
-        return type(value).__qualname__
-    code = value.__code__
-    closed = {}
-    for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-        # The cell of a closure variable is empty until the variable is assigned.
-        if cell != CellType():
-            closed[name] = inside(cell.cell_contents)
-    name = value.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
-    # Some versions of optax put the wrapper `with_extra_args_support` around an update function.
-    # The identity leaves out the wrapper, so that an update function has the same identity in all
-    # versions of optax.
-    if name == "with_extra_args_support.update":
-        return next(iter(closed.values()), name)
-    if name.endswith("<lambda>"):
-        arguments = code.co_varnames[: code.co_argcount]
-        name = f"lambda {' '.join(arguments)}: {' '.join(code.co_names)}"
-    return _call(name, closed)
-
-
-def _call(name: str, arguments: Mapping[str, str]) -> str:
+    elif isinstance(value, FunctionType):
+        name = _name_of(value)
+        for variable, cell in zip(value.__code__.co_freevars, value.__closure__ or (), strict=True):
+            # The cell of a closure variable is empty until the variable is assigned.
+            if cell != CellType():
+                parts[variable] = cell.cell_contents
+        # Some versions of optax put the wrapper `with_extra_args_support` around an update
+        # function. The identity leaves out the wrapper, so that an update function has the same
+        # identity in all versions of optax.
+        if name == "with_extra_args_support.update" and parts:
+            return inside(next(iter(parts.values())))
     shown = []
-    for key, value in sorted(arguments.items()):
-        if value != "number":
-            shown.append(f"{key}={value}")
+    for part_name, part in sorted(parts.items()):
+        text = inside(part)
+        if text != "number":
+            shown.append(f"{part_name}={text}")
     if not shown:
         return name
     return f"{name}({', '.join(shown)})"
+
+
+def _name_of(function: FunctionType) -> str:
+    name = function.__qualname__.replace(".<locals>", "").removesuffix(".update_fn")
+    if not name.endswith("<lambda>"):
+        return name
+    code = function.__code__
+    arguments = code.co_varnames[: code.co_argcount]
+    return f"lambda {' '.join(arguments)}: {' '.join(code.co_names)}"
 
 
 def _differences(actual: object, expected: object, path: str) -> Iterator[str]:
