@@ -14,7 +14,7 @@ import time
 import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 import jax
 import numpy as np
@@ -129,6 +129,16 @@ class FDOClient(abc.ABC):
         """
 
 
+class StatisticsFile(NamedTuple):
+    """A file of statistics, with the parts of its name. `client` and `crc` may be ""."""
+
+    process: int
+    client: str
+    time: int
+    crc: str
+    path: Path
+
+
 class FileFDOClient(FDOClient):
     """Client that exchanges histories through files in a folder. Subclasses define the file format.
 
@@ -168,8 +178,9 @@ class FileFDOClient(FDOClient):
 
     def record(self, data: SparseDenseMatmulInputStats) -> None:
         """Adds the statistics of one batch to the history, or updates the running maximum."""
-        self._unpublished = self._kept(append_history(self._unpublished, record_of(data)))
-        self._history = self._kept(append_history(self._history, record_of(data)))
+        record = record_of(data)
+        self._unpublished = self._kept(append_history(self._unpublished, record))
+        self._history = self._kept(append_history(self._history, record))
 
     def _kept(self, history: History) -> History:
         """`history` itself if `retain_history` is True, else the maximum over all batches."""
@@ -223,20 +234,15 @@ class FileFDOClient(FDOClient):
         statistics = to_statistics(merged)
         self._history = self._kept(append_history(merged, self._unpublished))
         # A process may replace only files that have its process index in their names.
-        self._known = {
-            path for path, (process, _) in files.items() if process == jax.process_index()
-        }
+        self._known = {file.path for file in files if file.process == jax.process_index()}
         return statistics
 
-    def _read(self) -> tuple[dict[Path, tuple[int, str]], list[History]]:
+    def _read(self) -> tuple[list[StatisticsFile], list[History]]:
         """Result of `_newest`, and the history in each file that `_newest` finds."""
         while True:
             files = self._newest()
-            histories = []
             try:
-                for path, (_, crc) in files.items():
-                    histories.append(self._checked(path.name, path.read_bytes(), crc))
-                return files, histories
+                return files, [self._history_in(file) for file in files]
             except FileNotFoundError:
                 # A client has replaced the file after `_newest` listed the folder.
                 continue
@@ -245,39 +251,37 @@ class FileFDOClient(FDOClient):
                     f"{error.filename} cannot be read: it is a directory; remove it."
                 ) from None
 
-    def _checked(self, name: str, content: bytes, crc: str) -> History:
+    def _history_in(self, file: StatisticsFile) -> History:
         """Checks the CRC of a file, and returns the history in the file.
 
         Raises: ValueError: the file is damaged, or has the wrong format.
         """
+        content = file.path.read_bytes()
+        where = f"{file.path.name} in {str(self._folder)!r}"
         actual = f"{zlib.crc32(content):08x}"
-        if crc and crc != actual:
+        if file.crc and file.crc != actual:
             raise ValueError(
-                f"{name} in {str(self._folder)!r} is damaged: its content has CRC-32 {actual}, not {crc} as its name "
+                f"{where} is damaged: its content has CRC-32 {actual}, not {file.crc} as its name "
                 "says. Remove it; the next publish() of its process writes a new one."
             )
         try:
             return self._decode(content)
         except (ValueError, OverflowError, csv.Error) as error:
-            raise ValueError(f"{name} in {str(self._folder)!r} cannot be read: {error}") from error
+            raise ValueError(f"{where} cannot be read: {error}") from error
 
-    def _newest(self) -> dict[Path, tuple[int, str]]:
-        """For every client in every process, finds the newest file of the client.
-
-        Returns: mapping from the path of a file to the process index and the CRC in the file's
-          name. If the name contains no CRC, the CRC is "".
-        """
+    def _newest(self) -> list[StatisticsFile]:
+        """For every client in every process, the newest file of the client."""
         pattern = re.compile(
             rf"fdo_stats_(\d+)_(\d+)(?:_([0-9a-f]{{8}})_([0-9a-f]{{8}}))?\.{self._extension}"
         )
-        newest: dict[tuple[int, str], tuple[int, str, Path]] = {}
+        newest: dict[tuple[int, str], StatisticsFile] = {}
         for path in self._folder.iterdir():
             match = pattern.fullmatch(path.name)
             if match is None:
                 continue
-            client = (int(match[1]), match[3] or "")
-            file = (int(match[2]), match[4] or "", path)
-            newest[client] = max(newest.get(client, file), file)
+            process, time_in_name, client, crc = match.groups(default="")
+            file = StatisticsFile(int(process), client, int(time_in_name), crc, path)
+            newest[file[:2]] = max(newest.get(file[:2], file), file)
         other_processes = sorted(
             {process for process, _ in newest if process >= jax.process_count()}
         )
@@ -292,10 +296,7 @@ class FileFDOClient(FDOClient):
             raise FileNotFoundError(
                 f"no fdo_stats_<process>_<time>*.{self._extension} in {str(self._folder)!r}; publish() before load()."
             )
-        files = {}
-        for (process, _), (_, crc, path) in sorted(newest.items()):
-            files[path] = (process, crc)
-        return files
+        return sorted(newest.values())
 
 
 class NPZFileFDOClient(FileFDOClient):
