@@ -34,7 +34,7 @@ from jax.experimental import multihost_utils
 
 from rsembed import opaque
 from rsembed.checkpoint.entries import Entry, chunk_bytes, first_rows, holds_numbers
-from rsembed.checkpoint.states import CorruptCheckpointError, Leaf, PickedRows
+from rsembed.checkpoint.states import CorruptCheckpointError, Leaf, LeafPath, PickedRows
 from rsembed.storage.logical_rows import Blocks, SavedArray
 
 CHUNK_BYTES = 1 << 22
@@ -93,8 +93,35 @@ def as_saved(leaf: Leaf, name: str) -> tuple[ArrayToSave, str | None]:
     return array.astype(array.dtype.newbyteorder("="), copy=False), None
 
 
-def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry]:
-    """Writes each array into a folder in `path`, and returns the arrays' entries for the manifest.
+def new_entry(number: int, path: LeafPath, array: ArrayToSave, prng: str | None) -> Entry:
+    """Manifest entry of an array, without the checksums of its files.
+
+    Args:
+      number: number of the array in the checkpoint.
+      path: path of the array in the saved tree.
+      array: the array, see `as_saved`.
+      prng: the kind of the array, see `as_saved`.
+    """
+    num_rows, *columns = array.shape or (1,)
+    row_bytes = max(1, math.prod(columns) * array.dtype.itemsize)
+    rows_per_full_chunk = max(1, CHUNK_BYTES // row_bytes)
+    num_chunks = max(1, -(-num_rows // rows_per_full_chunk))
+    return {
+        "folder": f"{number:04d}",
+        "path": list(path),
+        "shape": list(array.shape),
+        "dtype": array.dtype.name,
+        "prng": prng,
+        # All chunk files of an array have the same size, so the last chunk is padded. An even
+        # division of the rows among the chunks keeps the padding of the last chunk small.
+        "rows_per_chunk": max(1, -(-num_rows // num_chunks)),
+    }
+
+
+def write_arrays(
+    path: Path | None, entries: Sequence[Entry], arrays: Sequence[ArrayToSave]
+) -> None:
+    """Writes each array into a folder in `path`, and adds the checksums of the files to `entries`.
 
     `write_arrays` writes many chunks at once, because most of the time goes into waiting for the
     disk. All processes must call `write_arrays`, because together they gather the rows. After a
@@ -103,13 +130,11 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
 
     Args:
       path: folder to create. None in a process that only helps to gather the rows.
+      entries: manifest entries of the arrays, from `new_entry`.
       arrays: arrays to write, which `as_saved` makes from the leaves of a tree.
 
     Raises: OSError: the operating system reports that a write failed.
     """
-    entries = []
-    for number, array in enumerate(arrays):
-        entries.append(_new_entry(number, array))
     blocks = _blocks_of(entries, arrays)
     try:
         if path is not None:
@@ -119,7 +144,6 @@ def write_arrays(path: Path | None, arrays: Sequence[ArrayToSave]) -> list[Entry
     finally:
         if jax.process_count() > 1:
             collections.deque(blocks, maxlen=0)
-    return entries
 
 
 RowBlock = tuple[int, int, np.ndarray]
@@ -161,12 +185,11 @@ def _write_blocks(path: Path, entries: Sequence[Entry], blocks: Iterator[RowBloc
         entry["crc32c"] = [_chunk_checksum(folder / chunk.file) for chunk in _chunks(entry)]
 
 
-def copied(array: ArrayToSave) -> np.ndarray | None:
+def copied(entry: Entry, array: ArrayToSave) -> np.ndarray | None:
     """A copy of the array in the memory of process 0, None in other processes.
 
-    All processes must call `copied`.
+    All processes must call `copied`. `entry` is the manifest entry of the array.
     """
-    entry = _new_entry(0, array)
     copy = None
     if jax.process_index() == 0:
         copy = np.empty(entry["shape"] or [1], array.dtype)
@@ -177,22 +200,6 @@ def copied(array: ArrayToSave) -> np.ndarray | None:
     if copy is None:
         return None
     return copy.reshape(entry["shape"])
-
-
-def _new_entry(number: int, array: ArrayToSave) -> Entry:
-    """Manifest entry of an array, without the checksums of its files."""
-    num_rows, *columns = array.shape or (1,)
-    row_bytes = max(1, math.prod(columns) * array.dtype.itemsize)
-    rows_per_full_chunk = max(1, CHUNK_BYTES // row_bytes)
-    num_chunks = max(1, -(-num_rows // rows_per_full_chunk))
-    return {
-        "folder": f"{number:04d}",
-        "shape": list(array.shape),
-        "dtype": array.dtype.name,
-        # All chunk files of an array have the same size, so the last chunk is padded. An even
-        # division of the rows among the chunks keeps the padding of the last chunk small.
-        "rows_per_chunk": max(1, -(-num_rows // num_chunks)),
-    }
 
 
 def _system_error(error: ValueError) -> OSError | None:

@@ -34,13 +34,21 @@ from jax.experimental import multihost_utils
 from jaxtyping import PyTree
 
 from rsembed import opaque
-from rsembed.checkpoint.arrays import as_saved, copied, open_array, write_arrays
+from rsembed.checkpoint.arrays import (
+    ArrayToSave,
+    as_saved,
+    copied,
+    new_entry,
+    open_array,
+    write_arrays,
+)
 from rsembed.checkpoint.entries import Body, Entry, check_body, refuse
 from rsembed.checkpoint.resizing import accepted_facts, resized
 from rsembed.checkpoint.states import (
     CorruptCheckpointError,
     Facts,
     Leaf,
+    LeafPath,
     SavedArray,
     Tables,
     Template,
@@ -108,13 +116,13 @@ def encoded(body: Body) -> bytes:
     return json.dumps(document, sort_keys=True, indent=1).encode()
 
 
-def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf]:
+def opened(folder: Path, entries: Sequence[Entry]) -> dict[LeafPath, Leaf]:
     """Opens the arrays of the given manifest entries. Returns a dictionary from paths to arrays.
 
     Arrays of PRNG keys and arrays of `rsembed.opaque` are loaded into memory. Arrays of plain
     numbers become `SavedArray`s, which read rows from the disk on demand.
     """
-    arrays: dict[tuple[str, ...], Leaf] = {}
+    arrays: dict[LeafPath, Leaf] = {}
     for entry in entries:
         path = tuple(entry["path"])
         name = joined(path)
@@ -131,7 +139,7 @@ def opened(folder: Path, entries: Sequence[Entry]) -> dict[tuple[str, ...], Leaf
     return arrays
 
 
-def nested(arrays: Mapping[tuple[str, ...], Leaf], folder: Path) -> PyTree:
+def nested(arrays: Mapping[LeafPath, Leaf], folder: Path) -> PyTree:
     """Loads arrays into host memory, as nested dictionaries.
 
     Each part of a path becomes a dictionary key.
@@ -156,12 +164,11 @@ class Contents(NamedTuple):
     """Contents of a checkpoint, collected before the checkpoint is written.
 
     Attributes:
-      leaves: dictionary from the path of each leaf to the result of `as_saved`: an array and its
-        kind.
-      body: the manifest without its list of arrays.
+      arrays: arrays to write, from `as_saved`.
+      body: the manifest. `write_arrays` adds the checksums of the files to its list of arrays.
     """
 
-    leaves: dict[tuple[str, ...], tuple[Leaf, str | None]]
+    arrays: list[ArrayToSave]
     body: Body
 
     @staticmethod
@@ -194,10 +201,13 @@ class Contents(NamedTuple):
             body = json.loads(json.dumps(body))
         except (TypeError, ValueError) as error:
             raise TypeError(f"checkpoint: metadata must be what JSON can hold: {error}.") from error
-        leaves = {}
+        arrays: list[ArrayToSave] = []
+        entries = []
         for path, leaf in flattened(logical(tree)).items():
-            leaves[path] = as_saved(leaf, joined(path))
-        return Contents(leaves, body)
+            array, prng = as_saved(leaf, joined(path))
+            entries.append(new_entry(len(arrays), path, array, prng))
+            arrays.append(array)
+        return Contents(arrays, body | {"arrays": entries})
 
     def in_memory(self) -> Contents:
         """The contents with copies of all arrays in the memory of process 0.
@@ -206,9 +216,9 @@ class Contents(NamedTuple):
         must call `in_memory`, because together they gather the arrays. Process 0 gets the copies,
         and every other process gets None in place of each array.
         """
-        copies = {}
-        for path, (array, prng) in self.leaves.items():
-            copies[path] = (copied(array), prng)
+        copies: list[Any] = []
+        for entry, array in zip(self.body["arrays"], self.arrays, strict=True):
+            copies.append(copied(entry, array))
         return Contents(copies, self.body)
 
 
@@ -250,17 +260,12 @@ def write_folder(path: Path, contents: Contents) -> None:
     partial = None
     if jax.process_index() == 0:
         partial = partial_path(path)
-    arrays = [array for array, _ in contents.leaves.values()]
     try:
-        entries = write_arrays(partial, arrays)
+        write_arrays(partial, contents.body["arrays"], contents.arrays)
         if partial is None:
             return
-        for entry, leaf_path in zip(entries, contents.leaves, strict=True):
-            _, prng = contents.leaves[leaf_path]
-            entry["path"] = list(leaf_path)
-            entry["prng"] = prng
         with open(partial / MANIFEST, "wb") as file:
-            file.write(encoded(contents.body | {"arrays": entries}))
+            file.write(encoded(contents.body))
             os.fsync(file.fileno())
         _sync_folder(partial)
         try:
@@ -532,9 +537,7 @@ def load_collection(
     return state, with_states(others, tree["others"])
 
 
-def _pop_tables(
-    arrays: dict[tuple[str, ...], Leaf], names: set[str]
-) -> dict[tuple[str, ...], Leaf]:
+def _pop_tables(arrays: dict[LeafPath, Leaf], names: set[str]) -> dict[LeafPath, Leaf]:
     """Removes the values and slots of the tables `names` from `arrays`, and returns them."""
     prefixes = set()
     for name in names:

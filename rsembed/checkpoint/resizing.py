@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, PRNGKeyArray
 
-from rsembed.checkpoint.states import Facts, Leaf, Path, SavedArray, Tables, flattened, joined
+from rsembed.checkpoint.states import Facts, Leaf, LeafPath, SavedArray, Tables, flattened, joined
 from rsembed.initial_values import fresh_rows, table_key
 from rsembed.specs import TableSpec
 from rsembed.storage.logical_rows import array_names, as_dtype
@@ -89,10 +89,10 @@ def accepted_facts(
 
 
 def resized(
-    arrays: Mapping[Path, Leaf],
+    arrays: Mapping[LeafPath, Leaf],
     tables: Mapping[str, TableSpec],
     key: PRNGKeyArray,
-) -> dict[Path, Leaf]:
+) -> dict[LeafPath, Leaf]:
     """Arrays of a checkpoint, with values and slots resized to the tables in `tables`.
 
     Values are converted to the dtype of the table, and slots keep the saved dtype. The arrays of
@@ -122,7 +122,7 @@ def resized(
     return result
 
 
-def _resized_array(array: SavedArray, wanted: WantedArray, path: Path) -> SavedArray:
+def _resized_array(array: SavedArray, wanted: WantedArray, path: LeafPath) -> SavedArray:
     dtype = array.dtype
     if path[0] == "tables" and jnp.issubdtype(dtype, jnp.floating):
         dtype = wanted.dtype
@@ -132,7 +132,7 @@ def _resized_array(array: SavedArray, wanted: WantedArray, path: Path) -> SavedA
     return SavedArray(wanted.shape, dtype, read)
 
 
-def _arrays_by_id(table: TableSpec, key: PRNGKeyArray) -> dict[Path, WantedArray]:
+def _arrays_by_id(table: TableSpec, key: PRNGKeyArray) -> dict[LeafPath, WantedArray]:
     """Shapes, dtypes and new rows for the values and slots of a table with rows in id order.
 
     The keys of the result are the paths of the arrays in the checkpoint.
@@ -141,9 +141,9 @@ def _arrays_by_id(table: TableSpec, key: PRNGKeyArray) -> dict[Path, WantedArray
     one_row = jax.eval_shape(draw, jnp.zeros(1, jnp.int32))
     draw_array = jax.jit(functools.partial(_fresh_array, draw), static_argnums=0)
     names = array_names(table, one_row[1:])
-    wanted: dict[Path, WantedArray] = {}
+    wanted: dict[LeafPath, WantedArray] = {}
     for number, (name, row) in enumerate(zip(names, one_row, strict=True)):
-        path: Path = ("slots", table.name, name.removeprefix("slot_"))
+        path: LeafPath = ("slots", table.name, name.removeprefix("slot_"))
         if number == 0:
             path = ("tables", table.name)
         shape = (table.vocabulary_size, *row.shape[1:])
@@ -167,7 +167,7 @@ def _drawn_rows(
 
 def _arrays_of_train(
     table: TableSpec, storage: Storage, key: PRNGKeyArray
-) -> dict[Path, WantedArray]:
+) -> dict[LeafPath, WantedArray]:
     """Shapes, dtypes and new rows for a tensor train's parameters and their slots.
 
     The keys of the result are the paths of the arrays in the checkpoint. If a tensor-train table
@@ -184,7 +184,7 @@ def _arrays_of_train(
 
 
 def _read(
-    array: SavedArray, wanted: WantedArray, path: Path, into: np.ndarray | None
+    array: SavedArray, wanted: WantedArray, path: LeafPath, into: np.ndarray | None
 ) -> Iterator[tuple[int, np.ndarray]]:
     """Yields blocks of saved rows, then blocks of new rows, like the function `SavedArray.read`."""
     for first, rows in _blocks(array, wanted, path):
@@ -193,7 +193,9 @@ def _read(
         yield first, rows
 
 
-def _blocks(array: SavedArray, wanted: WantedArray, path: Path) -> Iterator[tuple[int, np.ndarray]]:
+def _blocks(
+    array: SavedArray, wanted: WantedArray, path: LeafPath
+) -> Iterator[tuple[int, np.ndarray]]:
     """Blocks of saved rows in the wanted dtype, then blocks of new rows.
 
     All saved rows are read even if the table has fewer rows, so that all bytes are verified.

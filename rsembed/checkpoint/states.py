@@ -26,7 +26,7 @@ from rsembed.storage.dense_rows import Place
 from rsembed.storage.logical_rows import SavedArray
 from rsembed.storage.protocol import parts
 
-Path = tuple[str, ...]
+LeafPath = tuple[str, ...]
 """Path of a leaf in a tree: the dictionary keys, list indices and field names, as strings."""
 Leaf = Any
 """Leaf of a tree: an array, a number, a PRNG key, `PickedRows` or a `SavedArray`."""
@@ -150,12 +150,12 @@ def with_states(like: Template, tree: PyTree) -> PyTree:
     return jax.tree.map(convert, like, tree, is_leaf=is_state)
 
 
-def flattened(tree: PyTree) -> dict[Path, Leaf]:
+def flattened(tree: PyTree) -> dict[LeafPath, Leaf]:
     """Dictionary from the paths of a tree to its leaves.
 
     Raises: ValueError: the paths of two leaves are equal as strings.
     """
-    leaves: dict[Path, Leaf] = {}
+    leaves: dict[LeafPath, Leaf] = {}
     repeated = set()
     for keys, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
         path = tuple(jax.tree_util.keystr((key,), simple=True) for key in keys)
@@ -168,12 +168,12 @@ def flattened(tree: PyTree) -> dict[Path, Leaf]:
     return leaves
 
 
-def joined(path: Path | list[str]) -> str:
+def joined(path: LeafPath | list[str]) -> str:
     """A path as one string, for error messages."""
     return "/".join(path) or "the array"
 
 
-def restored(arrays: Mapping[Path, Leaf], like: Template, where: object) -> PyTree:
+def restored(arrays: Mapping[LeafPath, Leaf], like: Template, where: object) -> PyTree:
     """Arrays of a checkpoint in the structure of `like`, after a check of shapes and dtypes.
 
     The rows of tables stay on disk: where `like` has `PickedRows`, the result has a `SavedArray`,
