@@ -52,8 +52,9 @@ ArrayToSave = np.ndarray | jax.Array | PickedRows
 
 
 class Chunk(NamedTuple):
-    """File name of a chunk, index of its first row, and index after its last row."""
+    """Number and file name of a chunk, index of its first row, and index after its last row."""
 
+    number: int
     file: str
     first: int
     last: int
@@ -289,7 +290,7 @@ def _chunks(entry: Entry) -> list[Chunk]:
     for number, first in enumerate(first_rows(entry)):
         file = f"c.{number}" + ".0" * len(columns)
         last = min(first + entry["rows_per_chunk"], num_rows)
-        chunks.append(Chunk(file, first, last))
+        chunks.append(Chunk(number, file, first, last))
     return chunks
 
 
@@ -345,8 +346,7 @@ def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
             f"{metadata} of {name!r} is missing or not what was written (CRC32 differs); {_WAY_OUT}."
         )
     num_bytes = chunk_bytes(entry) + _CHECKSUM_BYTES
-    checksums = zip(_chunks(entry), entry["crc32c"], strict=True)
-    for number, (chunk, checksum) in enumerate(checksums):
+    for chunk, checksum in zip(_chunks(entry), entry["crc32c"], strict=True):
         file = folder / chunk.file
         # The size of each file is compared with the manifest, because a wrong shape in the manifest
         # could let a load allocate far more memory than the files have bytes.
@@ -354,7 +354,7 @@ def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
         if is_intact:
             is_intact = _chunk_checksum(file) == checksum
         if not is_intact:
-            raise _corrupt_chunk(folder, number, chunk, name)
+            raise _corrupt_chunk(folder, chunk, name)
     try:
         store = _store(path, entry)
     except ValueError as error:
@@ -367,7 +367,6 @@ def open_array(path: Path, entry: Entry, name: str) -> SavedArray:
 
 
 class _PendingRead(NamedTuple):
-    number: int
     chunk: Chunk
     rows: np.ndarray
     future: tensorstore.WriteFutures
@@ -389,7 +388,7 @@ def _read(
     except ValueError as error:
         raise _corrupt_array(folder, name, error) from error
     pending: collections.deque[_PendingRead] = collections.deque()
-    for number, chunk in enumerate(_chunks(entry)):
+    for chunk in _chunks(entry):
         if into is None:
             shape = (chunk.last - chunk.first, *entry["shape"][1:])
             rows = np.empty(shape, jnp.dtype(entry["dtype"]))
@@ -397,7 +396,7 @@ def _read(
             rows = into[chunk.first : chunk.last]
         source = store[chunk.first : chunk.last]
         future = tensorstore.array(rows, copy=False).write(source)
-        pending.append(_PendingRead(number, chunk, rows, future))
+        pending.append(_PendingRead(chunk, rows, future))
         if len(pending) == _CHUNKS_IN_FLIGHT:
             yield _finished(pending.popleft(), folder, name)
     while pending:
@@ -408,7 +407,7 @@ def _finished(read: _PendingRead, folder: Path, name: str) -> tuple[int, np.ndar
     try:
         read.future.result()
     except ValueError as error:
-        corrupt = _corrupt_chunk(folder, read.number, read.chunk, name)
+        corrupt = _corrupt_chunk(folder, read.chunk, name)
         raise _system_error(error) or corrupt from error
     return read.chunk.first, read.rows
 
@@ -417,10 +416,11 @@ def _corrupt_array(folder: Path, name: str, error: ValueError) -> CorruptCheckpo
     return CorruptCheckpointError(f"{folder} does not hold {name!r}: {error}; {_WAY_OUT}.")
 
 
-def _corrupt_chunk(folder: Path, number: int, chunk: Chunk, name: str) -> CorruptCheckpointError:
+def _corrupt_chunk(folder: Path, chunk: Chunk, name: str) -> CorruptCheckpointError:
     file = folder / chunk.file
     why = "CRC32C differs" if file.is_file() else "the file is missing"
     rows = f"rows {chunk.first} to {chunk.last - 1} of {name!r}"
     return CorruptCheckpointError(
-        f"{file}: chunk {number}, {rows}, is not what was written ({why}); {_WAY_OUT}, and have the storage looked at."
+        f"{file}: chunk {chunk.number}, {rows}, is not what was written ({why}); {_WAY_OUT}, and "
+        "have the storage looked at."
     )
