@@ -36,10 +36,10 @@ def specs():
     return placed()
 
 
-def run(ids=IDS, weights=None, *, given=None, local=1, devices=1, **options):
+def run(ids=IDS, weights=None, *, features=None, local=1, devices=1, **options):
     weights = None if weights is None else [weights]
     return embedding.preprocess_sparse_dense_matmul_input(
-        [ids], weights, given or specs(), local, devices, **options
+        [ids], weights, features or specs(), local, devices, **options
     )
 
 
@@ -59,15 +59,20 @@ TABLES = {"word": embedding.EmbeddingVariables(np.zeros((32, 8), np.float32), ()
 GRADIENTS = [np.ones((8, 8), np.float32)]
 
 
-def look_up(inputs=None, tables=TABLES, given=None, **options):
+def look_up(inputs=None, tables=TABLES, features=None, **options):
     options = {"global_device_count": 1} | options
-    inputs, given = inputs or processed(), given or specs()
-    return jax.eval_shape(lambda: embedding.sparse_dense_matmul(inputs, tables, given, **options))
+    inputs = inputs or processed()
+    features = features or specs()
+    return jax.eval_shape(
+        lambda: embedding.sparse_dense_matmul(inputs, tables, features, **options)
+    )
 
 
 def update(gradients=GRADIENTS, **options):
-    given = processed(), TABLES, specs()
-    return jax.eval_shape(lambda: embedding.sparse_dense_matmul_grad(gradients, *given, **options))
+    arguments = processed(), TABLES, specs()
+    return jax.eval_shape(
+        lambda: embedding.sparse_dense_matmul_grad(gradients, *arguments, **options)
+    )
 
 
 def stack(names=("a", "b"), features=None, devices=1, cores=1, **options):
@@ -85,19 +90,19 @@ def stack_in_turn(*calls):
 
 def for_two_devices(run_it):
     """What a function makes of a lookup for two devices and its inputs."""
-    given = placed(devices=2)
-    inputs, _ = run(given=given, local=2, devices=2)
-    return run_it(partial(look_up, given=given, global_device_count=2), inputs)
+    features = placed(devices=2)
+    inputs, _ = run(features=features, local=2, devices=2)
+    return run_it(partial(look_up, features=features, global_device_count=2), inputs)
 
 
 def _step_of_whole_rows_of_two_dims():
     rule = embedding_spec.RowWiseAdagradOptimizerSpec(0.5)
-    given = [made("a", optimizer=rule), made("b", optimizer=rule, embedding_dim=16)]
-    stack(features=given)
-    inputs, _ = embedding.preprocess_sparse_dense_matmul_input([IDS, IDS], None, given, 1, 1)
+    features = [made("a", optimizer=rule), made("b", optimizer=rule, embedding_dim=16)]
+    stack(features=features)
+    inputs, _ = embedding.preprocess_sparse_dense_matmul_input([IDS, IDS], None, features, 1, 1)
     tables = {"a_b": embedding.EmbeddingVariables(jnp.zeros((64, 16)), (jnp.zeros((64, 1)),))}
     return embedding.sparse_dense_matmul_grad(
-        [jnp.ones((8, 8)), jnp.ones((8, 16))], inputs, tables, given
+        [jnp.ones((8, 8)), jnp.ones((8, 16))], inputs, tables, features
     )
 
 
@@ -106,10 +111,10 @@ def _of_two_devices(inputs):
 
 
 def _step_of_halves():
-    given = placed(made(dtype="bfloat16", stochastic_rounding=True))
+    features = placed(made(dtype="bfloat16", stochastic_rounding=True))
     tables = {"word": embedding.EmbeddingVariables(jnp.zeros((32, 8), "bfloat16"), ())}
     return embedding.sparse_dense_matmul_grad(
-        [jnp.ones((8, 8))], run(given=given)[0], tables, given
+        [jnp.ones((8, 8))], run(features=features)[0], tables, features
     )
 
 
@@ -121,8 +126,9 @@ def sharding(*axes, devices=1):
     return NamedSharding(mesh(devices, "x"), P(*axes))
 
 
-def init(given=None, where=None, cores=None):
-    tables = embedding.get_table_specs(specs()) if given is None else given
+def init(tables=None, where=None, cores=None):
+    if tables is None:
+        tables = embedding.get_table_specs(specs())
     where = where or sharding("x", None)
     return embedding.init_embedding_variables(KEY(0), tables, where, cores)
 
@@ -150,7 +156,7 @@ auto(0, 1) => ValueError: global_device_count ... [1, inf) ... 0
 embedding.prepare_feature_specs_for_training(embedding_spec.FeatureSpec(name="f", table_spec=made().table_spec), 1, 1)
     => ValueError: feature 'f': declare the global batch
 placed(made(combiner="none")) => ValueError: table 'word': combiner 'none' ... 'sum'
-run(given=placed(made(batch=7))) => ValueError: feature 'f_word' ... 7 samples ... 2
+run(features=placed(made(batch=7))) => ValueError: feature 'f_word' ... 7 samples ... 2
 placed(made(batch=2**27)) => ValueError: stack 'word' has 134217728 samples per device, above the limit of 67108863
 stack(["a", "x"]) => ValueError: 'x' ... 'a', 'b'
 stack(["a", "a"]) => ValueError: stack 'a_a': Table a is repeated in group ['a', 'a']
@@ -168,12 +174,12 @@ stack(stack_to_max_ids_per_partition=lambda *_: 0) => ValueError: limit of ids .
 stack_in_turn({"devices": 2, "cores": 2}, {"names": ["c", "d"], "devices": 2, "cores": 4})
     => ValueError: table 'a' ... another number of shards: 4, not 8 (devices times cores
 stack_in_turn({"names": ["b", "c"]}, {"names": ["a", "c"]}) => ValueError: Table c is already stacked, in 'b_c'
-run(given=placed(made(suggested_coo_buffer_size_per_device=5000))) => ValueError: 5000 ... above 1024
+run(features=placed(made(suggested_coo_buffer_size_per_device=5000))) => ValueError: 5000 ... above 1024
 placed(made(storage=rs.tt.TensorTrain((4,))))
     => NotImplementedError: table 'word' ... storage=TensorTrain ... EmbeddingCollection
 placed(*specs(), new_reader("g")) => ValueError: feature 'g' does not lie where stack 'word' has room for it
 placed(new_reader(batch=4)) => ValueError: stack 'word' was placed for 8 samples, but features ['f_word'] have 4
-run(IDS[:4], given=[new_reader(batch=4)]) => ValueError: placed for 8 samples, but features ['f_word'] have 4
+run(IDS[:4], features=[new_reader(batch=4)]) => ValueError: placed for 8 samples, but features ['f_word'] have 4
 embedding.stack_embedding_gradients([jnp.ones((4, 8))], [new_reader(batch=4)], 2, 1)
     => ValueError: placed for 8 samples, but features ['f_word'] have 4
 # Another number of shards than the placed one
@@ -202,7 +208,7 @@ linen(num_sc_per_device=8).init(KEY(0), processed()) => ValueError: another numb
 linen().apply({"params": {}}, [jnp.ones((8, 8))], processed(), method="apply_gradient")
     => ValueError: the layer has no parameters here
 linen(num_sc_per_device=8).prepare_batch([IDS]) => ValueError: another number of shards: 2, not 8
-run(given=[made()]) => ValueError: table 'word' ... no place in a stack
+run(features=[made()]) => ValueError: table 'word' ... no place in a stack
 # Preprocessing
 embedding.preprocess_sparse_dense_matmul_input({"f": IDS}, None, specs(), 1, 1)
     => ValueError: features ... tree structure
@@ -225,10 +231,10 @@ run(IDS, np.full((8, 2), NAN)) => ValueError: feature 'f_word': weight nan in sa
 run(IDS, np.ones((8, 1))) => ValueError: feature 'f_word' ... (8, 1) ... (8, 2)
 run(local=2) => ValueError: local_device_count=2 ... global_device_count=1
 run(local="1") => TypeError: local_device_count ... integer ... '1'
-run(2 * (IDS % 2), given=placed(made(max_ids_per_partition=3)))
+run(2 * (IDS % 2), features=placed(made(max_ids_per_partition=3)))
     => ValueError: stack 'word' ... max_ids_per_partition=3, but core 0 has 8
-run(given=placed(made(max_unique_ids_per_partition=1))) => ValueError: word ... max_unique_ids_per_partition=1
-run(given=placed(made(suggested_coo_buffer_size_per_device=8)))
+run(features=placed(made(max_unique_ids_per_partition=1))) => ValueError: word ... max_unique_ids_per_partition=1
+run(features=placed(made(suggested_coo_buffer_size_per_device=8)))
     => ValueError: stack 'word': 8 entries do not fit the buffer of 16 places per device, 32 are needed; raise ... to 32
 run(enable_minibatching=True, all_reduce_interface="mpi") => TypeError: all_reduce_interface ... AllReduce ... 'mpi'
 sparse([[0, 0, 0]], [1]) => ValueError: feature 'f_word': indices ... [nnz, 2] ... (1, 3)
@@ -236,8 +242,8 @@ sparse([[0.5, 0]], [1]) => TypeError: feature 'f_word': indices ... integers ...
 sparse([[8, 0]], [1]) => ValueError: feature 'f_word': sample id 8
 # Variables
 init(where=sharding()) => ValueError: global_sharding ... the format ('x', None)
-init(given={"a": stack_in_turn({"cores": 2})[0].table_spec}) => ValueError: stack 'a_b' has 64 rows ... have 32
-init(given=embedding.get_table_specs(placed(made(initializer=lambda: jnp.zeros((32, 8))))))
+init(tables={"a": stack_in_turn({"cores": 2})[0].table_spec}) => ValueError: stack 'a_b' has 64 rows ... have 32
+init(tables=embedding.get_table_specs(placed(made(initializer=lambda: jnp.zeros((32, 8))))))
     => TypeError: table 'word': ... initializer(key, (32, 8)) ... Write it as `lambda key, shape: ...`
 layer(rngs=None) => ValueError: needs rngs ... nnx.Rngs(0)
 layer(sharding_axis="y") => ValueError: 'y' ... axes of the mesh
@@ -254,7 +260,7 @@ _step_of_whole_rows_of_two_dims() => ValueError: 'rowwise_adagrad' works on whol
 for_two_devices(lambda lookup, inputs: lookup(jax.tree.map(lambda array: array[: array.size // 2], inputs)))
     => ValueError: inside jax.shard_map
 look_up(_of_two_devices(processed())) => ValueError: 32 row pointers, expected 16 ... without shard_map
-look_up(given=placed(made("user"))) => ValueError: preprocessed for stacks ['word'] ... ['user']
+look_up(features=placed(made("user"))) => ValueError: preprocessed for stacks ['word'] ... ['user']
 look_up(num_sc_per_device=4) => ValueError: another number of shards: 2, not 4
 look_up(enable_minibatching=True) => ValueError: enable_minibatching is false, expected true
 look_up(run(enable_minibatching=True)[0])
@@ -307,7 +313,7 @@ embedding.get_all_reduce_interface(no_such_argument=None) => TypeError: no_such_
 sparse([[0, 0]], [1], no_such_argument=None) => TypeError: no_such_argument
 embedding.prepare_feature_specs_for_training([made()], None, 1)
     => TypeError: global_device_count must be an integer, got None (NoneType).
-run(IDS, np.where(IDS == 13, -np.inf, 1), given=placed(made(combiner="sqrtn")))
+run(IDS, np.where(IDS == 13, -np.inf, 1), features=placed(made(combiner="sqrtn")))
     => ValueError: feature 'f_word': weight -inf in sample 6 is not finite; clean the weights.
 environment(SPARSECORE_INPUT_PREPROCESSING_THREADS="many")(run)()
     => ValueError: SPARSECORE_INPUT_PREPROCESSING_THREADS must be a number of at least 1, such as 4, got 'many'
