@@ -15,8 +15,8 @@ from tests.bad_calls.world import (
 def stepped(rule):
     """A step of one row by the rule."""
     one = rs.EmbeddingCollection([feature(table_spec=table(optimizer=rule))])
-    given = {"title": [[1]]}, {"title": np.ones((1, 4), np.float32)}
-    return jax.eval_shape(lambda: one.update(one.init(KEY(0)), *given))
+    arguments = {"title": [[1]]}, {"title": np.ones((1, 4), np.float32)}
+    return jax.eval_shape(lambda: one.update(one.init(KEY(0)), *arguments))
 
 
 def custom(function, **fields):
@@ -38,8 +38,8 @@ def with_rows(rule=None, **rows):
     """A table of keys with room for four, in which these rows and slots are written."""
     spec = table(vocabulary_size=4, storage=rs.Hashed(), optimizer=rule or rs.optimizers.SGD(0.1))
     one = rs.EmbeddingCollection([feature(table_spec=spec)])
-    given = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | rows
-    return one.tables(one.with_tables(one.init(KEY(0)), {"word": given}))
+    arrays = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | rows
+    return one.tables(one.with_tables(one.init(KEY(0)), {"word": arrays}))
 
 
 BAD = """

@@ -28,8 +28,8 @@ def reader(name, content):
 
 def limits(**options):
     stack = rs.plan_stacking([feature(input_shape=(8, 1))]).stacks[0].spec
-    given = {"stacks": [stack], "statistics": statistics(), "num_sc_per_device": 1}
-    return fdo.limits_from_statistics(**given | options)
+    arguments = {"stacks": [stack], "statistics": statistics(), "num_sc_per_device": 1}
+    return fdo.limits_from_statistics(**arguments | options)
 
 
 def _two_layouts():

@@ -47,10 +47,10 @@ def with_tables(**tables):
 
 def served(batch, *, tables=None, of=None):
     """A served lookup of tables as they are, replaced by others, or of another collection."""
-    lookup, own = rs.for_serving(collection(), state())
+    lookup, served_tables = rs.for_serving(collection(), state())
     if of is not None:
-        _, own = rs.for_serving(of, of.init(KEY(0)))
-    return lookup(own if tables is None else tables, batch)
+        _, served_tables = rs.for_serving(of, of.init(KEY(0)))
+    return lookup(served_tables if tables is None else tables, batch)
 
 
 def applied(row_gradients):

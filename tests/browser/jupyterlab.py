@@ -38,12 +38,12 @@ plot.explore(partition_entries(batches, num_shards=4))
 
 def find(*programs):
     """The first of these programs that is installed; skips loudly where none is."""
-    found = next(filter(None, map(shutil.which, programs)), None)
-    if found is None:
+    program = next(filter(None, map(shutil.which, programs)), None)
+    if program is None:
         pytest.skip(
             f"the browser test needs {' or '.join(programs)}: apt-get install chromium chromium-driver"
         )
-    return found
+    return program
 
 
 @pytest.fixture(scope="module")
@@ -85,16 +85,16 @@ def lab(tmp_path_factory):
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     token = secrets.token_hex(16)
-    own = {}
+    environment = {}
     for name in ("CONFIG", "RUNTIME", "DATA"):
-        own[f"JUPYTER_{name}_DIR"] = str(folder / name.lower())
+        environment[f"JUPYTER_{name}_DIR"] = str(folder / name.lower())
     for name in ("SETTINGS", "WORKSPACES"):
-        own[f"JUPYTERLAB_{name}_DIR"] = str(folder / name.lower())
+        environment[f"JUPYTERLAB_{name}_DIR"] = str(folder / name.lower())
     arguments = f"--no-browser --ip=127.0.0.1 --port={port} --ServerApp.port_retries=0 --allow-root"
     log = (folder / "log.txt").open("w")
     server = subprocess.Popen(
         [sys.executable, "-m", "jupyterlab", *arguments.split(), f"--ServerApp.root_dir={notebooks}"],
-        env=os.environ | own | {"JUPYTER_TOKEN": token},
+        env=os.environ | environment | {"JUPYTER_TOKEN": token},
         stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
     )  # fmt: skip
     address = f"http://127.0.0.1:{port}"
@@ -128,8 +128,8 @@ def wait_for(driver, what, condition, seconds=START_SECONDS):
             # Lab may ask which kernel to take, with the only one there is chosen.
             for button in driver.find_elements("css selector", ".jp-Dialog .jp-mod-accept"):
                 button.click()
-            if found := condition():
-                return found
+            if result := condition():
+                return result
         except WebDriverException:  # the page changed under our hands; look again
             pass
         time.sleep(0.5)

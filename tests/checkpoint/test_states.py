@@ -196,11 +196,11 @@ def test_rows_of_tables_that_a_plan_rotates_are_saved_in_the_order_of_ids(tmp_pa
     checkpoint.save(tmp_path / "a", state)
     for name, array in checkpoint.load(tmp_path / "a").tree["tables"].items():
         assert_array_equal(array[:, 0], layout.rows(name, np.arange(ROWS[name])))
-    found = checkpoint.load(tmp_path / "a", state).tree
+    actual = checkpoint.load(tmp_path / "a", state).tree
     assert layout.places[1].rotation == 1
     for name, count in ROWS.items():
         index = layout.rows(name, np.arange(count))
-        assert_array_equal(found.tables["s"][index], rows[index])
+        assert_array_equal(actual.tables["s"][index], rows[index])
 
 
 def test_state_of_one_optax_rule_is_not_that_of_another(tmp_path):

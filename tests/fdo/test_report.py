@@ -165,19 +165,19 @@ def as_jagged(batch, _):
     return rs.Jagged(ids, list(map(len, bags)), features=["seen", "liked", "who"])
 
 
-def as_prepared(batch, own):
-    return own.prepare(batch)
+def as_prepared(batch, a_collection):
+    return a_collection.prepare(batch)
 
 
 @pytest.mark.slow_rows("None-as_arrays", "None-as_padded_bags", "None-as_prepared")
 @pytest.mark.parametrize("form", [as_arrays, as_padded_bags, as_jagged, as_prepared])
 @pytest.mark.parametrize("num_devices", [None, 4])
 def test_a_report_does_not_depend_on_the_form_of_the_batches(form, num_devices):
-    own = collection(mesh=made_mesh(num_devices))
+    on_mesh = collection(mesh=made_mesh(num_devices))
     plain = [
         one | {"seen": in_range(one["seen"]), "liked": in_range(one["liked"])} for one in batches()
     ]
-    report = describe(own, (form(one, own) for one in plain))
+    report = describe(on_mesh, (form(one, on_mesh) for one in plain))
     expected = describe(collection(), plain, num_shards=num_devices)
     assert_figures(expected.tables["film"], {"num_missing": 0, "num_out_of_range": 0})
     for name, figures in report.features.items():

@@ -41,15 +41,15 @@ def collection(*storages, on_mesh=False):
     return rs.EmbeddingCollection(features, mesh=mesh)
 
 
-def batches(own):
+def batches(a_collection):
     """Ragged ids, some of them in several samples and steps, as many in each step; every feature has its own."""
     generator, batches_of_ids = np.random.default_rng(0), []
     for _ in range(NUM_STEPS):
         ids = {
             name: [generator.integers(0, ROWS, size).tolist() for size in (2, 1, 3, 1)]
-            for name in own.features
+            for name in a_collection.features
         }
-        batches_of_ids.append(own.prepare(ids))
+        batches_of_ids.append(a_collection.prepare(ids))
     return batches_of_ids
 
 
@@ -100,9 +100,9 @@ class Core:
         return model[0], contents(self.collection, model[2])
 
 
-def contents(own, state):
+def contents(collection, state):
     """Tables and slots in the order of ids and keys, wherever their rows lie."""
-    return own.tables(state), own.slots(state), int(state.step)
+    return collection.tables(state), collection.slots(state), int(state.step)
 
 
 @functools.cache
@@ -125,6 +125,6 @@ def core_run(*storages):
 def assert_same_run(run, losses, head, tables_and_slots):
     """Losses, head, tables and slots are those of another run."""
     np.testing.assert_allclose(losses, run[0], rtol=1e-5)
-    found, wanted = (jax.tree.leaves(own) for own in ((head, tables_and_slots), run[1:]))
-    for array, expected in zip(found, wanted, strict=True):
+    actual, wanted = (jax.tree.leaves(tree) for tree in ((head, tables_and_slots), run[1:]))
+    for array, expected in zip(actual, wanted, strict=True):
         np.testing.assert_allclose(array, expected, rtol=1e-4, atol=1e-6)

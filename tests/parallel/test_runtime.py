@@ -202,10 +202,10 @@ runpy.run_path("../page.py")
 
 
 def test_a_task_of_slurm_that_sees_one_gpu_takes_it(alone, monkeypatch):
-    given = []
+    arguments = []
 
     def initialize(address, num_processes, process_id, local_device_ids, **options):
-        given.append(local_device_ids)
+        arguments.append(local_device_ids)
 
     monkeypatch.setattr(jax.distributed, "initialize", initialize)
     for seen in ("0", "GPU-8f6a", "0,1", None):
@@ -213,7 +213,7 @@ def test_a_task_of_slurm_that_sees_one_gpu_takes_it(alone, monkeypatch):
         if seen is not None:
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
         parallel.init()
-    assert given == [[0], [0], None, None]
+    assert arguments == [[0], [0], None, None]
 
 
 def test_half_an_address_and_calls_of_a_forked_process_are_refused_by_name():

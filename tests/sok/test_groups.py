@@ -70,9 +70,9 @@ def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_
         backward([jnp.ones_like(output) for output in outputs])
     with pytest.raises(RuntimeError, match="a lookup trains once"):
         backward(outputs)
-    assert [int(own.get_value().step) for own in variables] == [2, 2, 0]
-    for own in variables[:2]:
-        assert_same(by_key(own), {1: np.full(2, -1.0), 2: np.full(2, -1.0)})
+    assert [int(each.get_value().step) for each in variables] == [2, 2, 0]
+    for each in variables[:2]:
+        assert_same(by_key(each), {1: np.full(2, -1.0), 2: np.full(2, -1.0)})
     assert by_key(variables[2]) == {}
 
 
@@ -155,8 +155,8 @@ def test_embedding_variables_are_told_from_others():
     layer = sok.DistributedEmbedding("sum", 5, 2, 1, 1)
     others = list(nnx.state(nnx.Linear(2, 3, rngs=nnx.Rngs(0))).values())
     assert len(others) == 2
-    found = sok.split_embedding_variable_from_others([others[0], layer.variable, others[1]])
-    assert found == ((layer.variable,), tuple(others))
+    split = sok.split_embedding_variable_from_others([others[0], layer.variable, others[1]])
+    assert split == ((layer.variable,), tuple(others))
 
 
 def test_lookups_are_differentiated_by_their_weights():
@@ -173,8 +173,8 @@ def test_lookups_are_differentiated_by_their_weights():
         return pooled[0].sum()  # of the first sample, whose ids are 1 and 2
 
     for table, rows in ((hashed, by_key(hashed)), (plain, np.asarray(plain))):
-        found = jax.grad(total)(weights, table)
+        actual = jax.grad(total)(weights, table)
         sums = np.array([rows[1].sum(), rows[2].sum()])
         # Divided by the sum of the weights, which is 1.
-        assert_allclose(found[0], sums - sums.mean(), rtol=1e-5, atol=1e-6)
-        assert not np.any(found[1:])
+        assert_allclose(actual[0], sums - sums.mean(), rtol=1e-5, atol=1e-6)
+        assert not np.any(actual[1:])

@@ -43,14 +43,18 @@ class SideBySide(rs.OptimizerSpec):
         return [array[:, k :: len(self.rules)] for k in range(len(self.rules))]
 
     def init_slots(self, rows):
-        return tuple(slot for rule, own in self._rules_and(rows) for slot in rule.init_slots(own))
+        return tuple(
+            slot for rule, columns in self._rules_and(rows) for slot in rule.init_slots(columns)
+        )
 
     def step_rows(self, rows, slots, gradients, hyper):
         slots, hyper, stepped, kept = iter(slots), iter(hyper), rows, []
-        for k, (rule, own) in enumerate(self._rules_and(rows)):
+        for k, (rule, columns) in enumerate(self._rules_and(rows)):
             own_slots = tuple(next(slots) for _ in range(rule.slot_variables_count()))
             own_hyper = tuple(next(hyper) for _ in rule.get_hyperparameters(0))
-            new, new_slots = rule.step_rows(own, own_slots, self.columns(gradients)[k], own_hyper)
+            new, new_slots = rule.step_rows(
+                columns, own_slots, self.columns(gradients)[k], own_hyper
+            )
             stepped = stepped.at[:, k :: len(self.rules)].set(new)
             kept += new_slots
         return stepped, tuple(kept)
@@ -74,7 +78,10 @@ class Steps(NamedTuple):
 
     def fresh_slots(self, dim):
         """Slots of one row, as every rule begins them."""
-        return [[slot.copy() for slot in own] for own in initial_slots(self.rules, dim)]
+        return [
+            [slot.copy() for slot in slots_of_rule]
+            for slots_of_rule in initial_slots(self.rules, dim)
+        ]
 
     def step(self, row, slots, gradient, number):
         """One step of one row, in place."""
@@ -89,7 +96,10 @@ def initial_slots(rules: tuple[rs.OptimizerSpec, ...], dim: int) -> list[list[np
     """What the rules that share a row of `dim` columns make of zeros, once for all rows of a table."""
     rows = [jnp.zeros((1, len(range(k, dim, len(rules))))) for k in range(len(rules))]
     slots = [rule.init_slots(row) for rule, row in zip(rules, rows, strict=True)]
-    return [[np.array(slot, np.float64).reshape(-1) for slot in own] for own in slots]
+    return [
+        [np.array(slot, np.float64).reshape(-1) for slot in slots_of_rule]
+        for slots_of_rule in slots
+    ]
 
 
 class Read(NamedTuple):
@@ -112,15 +122,15 @@ def entries_of(read: Read, combiner: str, counts: Callable[[int], bool]) -> list
     weights = np.ones(read.ids.shape)
     if read.weights is not None:
         weights = np.float64(read.weights)
-    found = []
+    entries = []
     for sample, ids in enumerate(read.ids.tolist()):
-        own = [place for place, key in enumerate(ids) if counts(key)]
-        divisor = divisor_of(combiner, [weights[sample, place] for place in own])
-        for place in own:
+        counted = [place for place, key in enumerate(ids) if counts(key)]
+        divisor = divisor_of(combiner, [weights[sample, place] for place in counted])
+        for place in counted:
             output = sample * len(ids) + place if combiner == "none" else sample
             gain = weights[sample, place] / divisor if divisor else 0.0
-            found.append(Entry(ids[place], output, gain))
-    return found
+            entries.append(Entry(ids[place], output, gain))
+    return entries
 
 
 class Table:
@@ -141,14 +151,14 @@ class Table:
         """Gives rows to the ids of a training batch, in the order of the batch."""
 
     def lookup(self, reads: Mapping[str, Read]) -> dict[str, np.ndarray]:
-        found = {}
+        outputs = {}
         for name, read in reads.items():
             shape = read.ids.shape if self.combiner == "none" else read.ids.shape[:1]
             pooled = np.zeros((math.prod(shape), self.dim))
             for entry in entries_of(read, self.combiner, self.counts):
                 pooled[entry.output] += entry.gain * self.vector(entry.id)
-            found[name] = pooled.reshape(*shape, self.dim)
-        return found
+            outputs[name] = pooled.reshape(*shape, self.dim)
+        return outputs
 
     def lookup_ahead(self, reads: Mapping[str, Read]) -> dict[str, np.ndarray]:
         """What a lookup reads whose gradients will be stepped."""
@@ -264,10 +274,10 @@ class KeyedTable(Table):
         if self.capacity is None:
             return
         for shard in range(self.num_shards):
-            held = [key for key in self.rows if key % self.num_shards == shard]
+            keys_of_shard = [key for key in self.rows if key % self.num_shards == shard]
             wanted = [key for key in new if key % self.num_shards == shard]
-            num_gone = max(len(held) + len(wanted) - self.capacity, 0)
-            unused = [key for key in held if self.last_step[key] < self.number]
+            num_gone = max(len(keys_of_shard) + len(wanted) - self.capacity, 0)
+            unused = [key for key in keys_of_shard if self.last_step[key] < self.number]
             worst = sorted(unused, key=lambda key: (self.score(key), key))
             assert num_gone <= len(worst), "the batch has more keys than the shard has rows"
             for key in worst[:num_gone]:

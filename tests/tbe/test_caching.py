@@ -133,8 +133,10 @@ def test_any_order_of_calls_has_the_bits_of_tables_without_a_cache(name):
         if number % 4 != 3:  # some batches come without, some wait while others are looked up
             cached.prefetch(*BATCHES[order[number + number % 3]])
         batch = BATCHES[order[number]]
-        found, expected = (jax.tree.leaves(getattr(own, call)(*batch)) for own in schedules)
-        for mine, yours in zip(found, expected, strict=True):
+        actual, expected = (
+            jax.tree.leaves(getattr(schedule, call)(*batch)) for schedule in schedules
+        )
+        for mine, yours in zip(actual, expected, strict=True):
             np.testing.assert_array_equal(mine, yours, err_msg=call)
     cached.reset_cache_states()
     assert_same_bits(plain, cached)

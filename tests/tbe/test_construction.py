@@ -144,7 +144,7 @@ def test_sixteen_bit_states_are_kept_as_asked(optimizer, sums, location):
     module = make([(40, 4)], optimizer=optimizer, optimizer_state_dtypes=asked, location=location)
     train(module, np.array([1]), ONE_BAG)
     (states,) = module.split_optimizer_states()
-    assert [state.dtype for state in states] == [own.dtype for own in asked.values()]
+    assert [state.dtype for state in states] == [state.dtype for state in asked.values()]
     assert (states[0].ndim == 1) == ("ROWWISE" in optimizer)
     assert_allclose(states[0].astype(np.float32)[1], sums, rtol=2**-8)
 
