@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Int, Int64, PyTree
+from jaxtyping import Array, Bool, Int64, PyTree
 
 from rsembed.arrays import numpy_or_jax
 from rsembed.checks import describe, validated
@@ -322,7 +322,7 @@ def checked_keys(keys: Ids, dtype: str, *, feature: str) -> Keys:
     """Converts an integer array to `Keys`, and checks that all keys fit in `dtype`.
 
     If this process cannot read the keys, because they are traced or partly on other hosts, keys
-    that do not fit in `dtype` become padding. `num_invalid` counts the keys that became padding.
+    that do not fit in `dtype` become padding. `is_invalid` marks the keys that became padding.
 
     Args:
       keys: `Keys` or an integer array.
@@ -437,14 +437,6 @@ def is_invalid(keys: Keys) -> Bool[Array, " nnz"]:
     """
     ones = jnp.uint32(ALL_BITS)
     return ~keys.is_key & (keys.high == ones) & (keys.low != ones)
-
-
-def num_invalid(keys: Keys) -> Int[Array, ""]:
-    """Number of keys that `checked_keys` replaced by padding, because they do not fit in the dtype.
-
-    `num_invalid` works outside and inside `jit`.
-    """
-    return jnp.sum(is_invalid(keys), dtype=jnp.int32)
 
 
 def join_keys(high: Lane, low: Lane, *, dtype: DTypeLike = np.uint64) -> np.ndarray:

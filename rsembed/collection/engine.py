@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
-from rsembed.bags import Bags, as_bags
+from rsembed.bags import PAD_ID
 from rsembed.collection.devices import Devices
 from rsembed.collection.occurrences import Occurrences
 from rsembed.collection.prepared import PreparedBatch
@@ -31,13 +31,12 @@ from rsembed.collection.stack import (
 )
 from rsembed.kernels import api
 from rsembed.kernels.contract import Call
-from rsembed.keys import Keys, as_keys, is_invalid, num_invalid
+from rsembed.keys import Keys, is_invalid
 from rsembed.parallel.exchange import Asked, together
 from rsembed.specs import FeatureSpec
 from rsembed.storage.dense_rows import DenseRows
 from rsembed.storage.initial_states import NewStack, initial_states
 from rsembed.storage.protocol import State
-from rsembed.storage.row_layout import in_some_bag
 
 
 class LookupStatistics(NamedTuple):
@@ -281,8 +280,7 @@ class Engine:
                 spec = self.features[feature.name]
                 dense_shape = None
                 if spec.pooling == "none":
-                    bags = as_bags(batch.in_list(feature.name), feature=feature.name)
-                    dense_shape = bags.dense_shape
+                    dense_shape = batch.bags(feature.name).dense_shape
                 activations[feature.name] = to_activation(spec, dense_shape, output)
         num_ids, num_out_of_range = self.devices.total(self._counts(batch))
         statistics = LookupStatistics(num_ids, num_out_of_range, unknown, rounds)
@@ -293,39 +291,21 @@ class Engine:
 
     def _counts(self, batch: PreparedBatch) -> tuple[dict[str, Array], dict[str, Array]]:
         """For each feature, number of ids that contribute, and number of ids out of range."""
-        num_ids: dict[str, Array] = {}
-        num_out_of_range: dict[str, Array] = {}
-        numbered: dict[str, Bags] = {}
-        running_counts = {}
-        for list_name, bags in batch.lists.items():
-            if isinstance(bags.ids, Keys):
-                running_counts[list_name] = _running_counts(bags)
+        ids = []
+        offsets = []
+        sizes = []
         for name, feature in self.features.items():
-            place = batch.place(name)
-            storage = feature.table_spec.storage
-            if storage is None or storage.key_dtype is None:
-                numbered[name] = as_bags(batch.in_list(name), feature=name)
-            elif place is not None:
-                offsets = batch.lists[place.list].offsets
-                last_bag = place.first_bag + place.num_bags
-                first = offsets[place.first_bag]
-                last = offsets[last_bag]
-                num_keys, num_bad = running_counts[place.list]
-                num_ids[name] = num_keys[last] - num_keys[first]
-                num_out_of_range[name] = num_bad[last] - num_bad[first]
-            else:
-                bags = as_bags(batch.in_list(name), feature=name)
-                keys = as_keys(bags.ids).only(in_some_bag(bags))
-                num_ids[name] = jnp.sum(keys.is_key, dtype=jnp.int32)
-                num_out_of_range[name] = num_invalid(keys)
-        ids = [jnp.asarray(bags.ids) for bags in numbered.values()]
-        offsets_of_ids = [jnp.asarray(bags.offsets) for bags in numbered.values()]
-        sizes = [self.features[name].table_spec.vocabulary_size for name in numbered]
-        counts = api.count_ids(ids, offsets_of_ids, sizes)
-        for name, (num_inside, num_outside) in zip(numbered, counts, strict=True):
-            num_ids[name] = num_inside
-            num_out_of_range[name] = num_outside
-        return num_ids, num_out_of_range
+            bags = batch.bags(name)
+            size = feature.table_spec.vocabulary_size
+            ids_of_feature = bags.ids
+            if isinstance(ids_of_feature, Keys):
+                ids_of_feature = _countable(ids_of_feature)
+                size = 1
+            ids.append(jnp.asarray(ids_of_feature))
+            offsets.append(jnp.asarray(bags.offsets))
+            sizes.append(size)
+        counts = api.count_ids(ids, offsets, sizes)
+        return unzip_dict(dict(zip(self.features, counts, strict=True)))
 
     def _row_gradients(
         self,
@@ -443,16 +423,10 @@ class Engine:
         return columns
 
 
-def _running_counts(bags: Bags) -> tuple[Int[Array, " nnz_plus_1"], Int[Array, " nnz_plus_1"]]:
-    """Number of keys, and number of invalid ids, before each position in a list of ids."""
-    masks = bags.ids.is_key, is_invalid(bags.ids)
-    counts = []
-    for is_counted in masks:
-        none = jnp.zeros(1, jnp.int32)
-        count_to_here = jnp.cumsum(is_counted, dtype=jnp.int32)
-        counts.append(jnp.concatenate([none, count_to_here]))
-    num_keys, num_invalid_ids = counts
-    return num_keys, num_invalid_ids
+def _countable(keys: Keys) -> Int[Array, " nnz"]:
+    """Ids of a table with one row: 0 for a key, 1 for a key out of range, `PAD_ID` for padding."""
+    number = jnp.where(is_invalid(keys), 1, PAD_ID)
+    return jnp.where(keys.is_key, 0, number)
 
 
 def unzip_dict(pairs: Mapping[str, tuple[PyTree, PyTree]]) -> tuple[ByName, ByName]:

@@ -584,7 +584,7 @@ def d_outputs(
         if place is not None:
             num_outputs = place.num_bags * batch.num_parts(place.list)
         else:
-            bags = as_bags(batch.arrays[name], feature=name)
+            bags = batch.bags(name)
             num_outputs = bags.num_bags
             if feature.pooling == "none":
                 num_outputs = bags.ids.shape[0]

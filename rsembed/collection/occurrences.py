@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int
 
-from rsembed.bags import Bags, as_bags
+from rsembed.bags import Bags
 from rsembed.collection.devices import Devices
 from rsembed.collection.prepared import Listed, PreparedBatch, in_order_of_features
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment
@@ -116,7 +116,7 @@ def bags_of(
     for feature in features:
         place = batch.place(feature.name)
         if place is None:
-            bags = as_bags(batch.arrays[feature.name], feature=feature.name)
+            bags = batch.bags(feature.name)
             segment = Segment(
                 list=len(all_bags),
                 first_bag=0,

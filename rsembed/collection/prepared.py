@@ -13,7 +13,7 @@ import numpy as np
 from jaxtyping import PyTree
 
 from rsembed.arrays import is_traced
-from rsembed.bags import PAD_ID, Bags
+from rsembed.bags import PAD_ID, Bags, as_bags
 from rsembed.collection.devices import Devices
 from rsembed.keys import Keys
 from rsembed.parallel.agreement import is_global
@@ -103,17 +103,16 @@ class PreparedBatch(Mapping[str, PyTree]):
         offsets_of_part = num_bags + 1
         return self.lists[name].offsets.shape[-1] // offsets_of_part
 
-    def in_list(self, feature: str) -> PyTree:
-        """Ids of a feature, without a copy: an array, or `Bags`.
+    def bags(self, feature: str) -> Bags:
+        """Bags of a feature, without a copy.
 
         If the feature is part of a list, the list must have only one part, as inside `shard_map`.
-        For such a feature, `in_list` returns `Bags` with the offsets of the feature and the ids of
-        all features in the list. Ids before the first offset and after the last offset belong to
-        other features.
+        The `Bags` of such a feature have the ids of all features in the list. Ids before the first
+        offset and after the last offset belong to other features.
         """
         place = self.place(feature)
         if place is None:
-            return self.arrays[feature]
+            return as_bags(self.arrays[feature], feature=feature)
         bags = self.lists[place.list]
         last_bag = place.first_bag + place.num_bags
         offsets = bags.offsets[..., place.first_bag : last_bag + 1]
@@ -139,7 +138,7 @@ class PreparedBatch(Mapping[str, PyTree]):
                 "jax.tree.map(lambda leaf: leaf[0], batches)[feature]."
             )
         if is_stacked or (is_traced(bags) and num_parts == 1):
-            return self.in_list(feature)
+            return self.bags(feature)
         if not is_traced(bags):
             num_offsets = bags.offsets.shape[0] // num_parts
             bags = jax.tree.map(_part_of_process, bags)
