@@ -8,7 +8,7 @@ and `Rows`.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
@@ -32,7 +32,7 @@ from rsembed.collection.stack import (
 from rsembed.kernels import api
 from rsembed.kernels.contract import Call
 from rsembed.keys import Keys, is_invalid
-from rsembed.parallel.exchange import Asked, together
+from rsembed.parallel.exchange import Asked, Result, together
 from rsembed.specs import FeatureSpec
 from rsembed.storage.dense_rows import DenseRows
 from rsembed.storage.initial_states import NewStack, initial_states
@@ -173,10 +173,10 @@ class Engine:
           batch: prepared global batch, or a `Call` on one device.
           numbers: by stack, index of the step that follows the lookup. None: no step follows.
         """
-        if self._has_all_rows:
+        if numbers is None or self._has_all_rows:
             # A lookup in an `ArrayStack` does not depend on the next step. Without the index of the
             # step, `lookup` and `lookup_vjp` of a collection share one compiled program.
-            numbers = None
+            numbers = dict.fromkeys(self.stacks)
         activations, statistics = self._look_up(tables, numbers, batch)
         if isinstance(activations, dict):
             activations = {name: activations[name] for name in self.features}
@@ -248,7 +248,7 @@ class Engine:
     def _lookup(
         self,
         tables: ByName,
-        numbers: ByName | None,
+        numbers: ByName,
         batch: Batch | Call,
     ) -> tuple[PyTree, LookupStatistics]:
         if isinstance(batch, Call):
@@ -259,19 +259,13 @@ class Engine:
         activations: Activations = {}
         unknown: dict[str, Array] = {}
         rounds: dict[str, Array] = {}
-        looked_up = self._looked_up_together(tables, batch)
-        asked: list[Asked[LookupResult]] = []
+        asked: dict[str, Asked[LookupResult]] = dict(self._looked_up_together(tables, batch))
         for name, stack in self.stacks.items():
-            if name in looked_up:
-                asked.append(looked_up[name])
-                continue
-            number = None
-            if numbers is not None:
-                number = numbers[name]
-            occurrences = stack.occurrences(batch)
-            asked.append(stack.rows.look_up(tables[name], occurrences, number))
-        results = together(asked, self.devices.axes)
-        for (name, stack), result in zip(self.stacks.items(), results, strict=True):
+            if name not in asked:
+                occurrences = stack.occurrences(batch)
+                asked[name] = stack.rows.look_up(tables[name], occurrences, numbers[name])
+        for name, result in self._answered(asked).items():
+            stack = self.stacks[name]
             outputs, num_unknown, rounds[name] = result
             if stack.storage.takes_keys:
                 unknown[name] = self.devices.gather(num_unknown[None])
@@ -312,28 +306,16 @@ class Engine:
         batch: Batch | Call,
         d_outputs: PyTree,
     ) -> dict[str, tuple[Array, Array]]:
-        def row_gradients(
-            name: str,
-            rows: Rows,
-            occurrences: Occurrences,
-            gradients: list[Array],
-        ) -> Asked[tuple[Array, Array]]:
-            del name
-            return rows.row_gradients(occurrences, gradients)
-
-        return self._backward(batch, d_outputs, row_gradients)
+        asked: dict[str, Asked[tuple[Array, Array]]] = {}
+        for name, rows, occurrences, gradients in self._parts(batch, d_outputs):
+            asked[name] = rows.row_gradients(occurrences, gradients)
+        return self._answered(asked)
 
     def _squared_norm(self, batch: Batch | Call, d_outputs: PyTree) -> dict[str, Array]:
-        def squared_norm(
-            name: str,
-            rows: Rows,
-            occurrences: Occurrences,
-            gradients: list[Array],
-        ) -> Array:
-            del name
-            return cast(ArrayRows, rows).squared_norm(occurrences, gradients)
-
-        return self._backward(batch, d_outputs, squared_norm)
+        norms = {}
+        for name, rows, occurrences, gradients in self._parts(batch, d_outputs):
+            norms[name] = cast(ArrayRows, rows).squared_norm(occurrences, gradients)
+        return norms
 
     def _apply(
         self,
@@ -362,53 +344,44 @@ class Engine:
         d_outputs: PyTree,
         steps: ByName,
     ) -> tuple[ByName, ByName]:
-        def update(
-            name: str,
-            rows: Rows,
-            occurrences: Occurrences,
-            gradients: list[Array],
-        ) -> Asked[tuple[PyTree, PyTree]]:
-            return rows.update(
+        asked: dict[str, Asked[State]] = {}
+        for name, rows, occurrences, gradients in self._parts(batch, d_outputs):
+            asked[name] = rows.update(
                 tables[name],
                 slots[name],
                 occurrences,
                 gradients,
                 steps[name],
             )
+        return unzip_dict(self._answered(asked))
 
-        stepped = self._backward(batch, d_outputs, update)
-        return unzip_dict(stepped)
-
-    def _backward(
+    def _parts(
         self,
         batch: Batch | Call,
         d_outputs: PyTree,
-        function: Callable[..., Asked[PyTree]],
-    ) -> ByName:
-        """Calls `function` for every stack, and returns the results by stack name.
+    ) -> Iterator[tuple[str, Rows, Occurrences, list[Array]]]:
+        """Yields the name, `Rows`, ids and output gradients of every stack.
 
         Args:
           batch: a batch or a `Call`, as described in `Engine`.
           d_outputs: gradients of the activations of all features, or of the output of a `Call`.
-          function: function `(name, rows, occurrences, output_gradients) -> result` of one stack.
         """
         if isinstance(batch, Call):
-            results_of_call: ByName = {}
             dims = tuple(stack.table.embedding_dim for stack in self.stacks.values())
             for number, (name, stack) in enumerate(self.stacks.items()):
-                occurrences = Occurrences(batch, None, number, dims)
-                results_of_call[name] = function(name, stack.rows, occurrences, [d_outputs])
-            return results_of_call
+                yield name, stack.rows, Occurrences(batch, None, number, dims), [d_outputs]
+            return
         batch = PreparedBatch.of(batch)
         if self.side_by_side:
             d_outputs = self._by_feature(d_outputs)
-        asked: list[Asked[PyTree]] = []
         for name, stack in self.stacks.items():
             gradients = [d_outputs[feature.name] for feature in stack.layout.stack.features]
-            occurrences = stack.occurrences(batch)
-            asked.append(function(name, stack.rows, occurrences, gradients))
-        results = together(asked, self.devices.axes)
-        return dict(zip(self.stacks, results, strict=True))
+            yield name, stack.rows, stack.occurrences(batch), gradients
+
+    def _answered(self, asked: Mapping[str, Asked[Result]]) -> dict[str, Result]:
+        """Results of all stacks by stack name, after shared exchanges of rows."""
+        results = together(list(asked.values()), self.devices.axes)
+        return dict(zip(asked, results, strict=True))
 
     def _by_feature(
         self, d_output: Float[Array, "batch dims"]
