@@ -20,21 +20,13 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from rsembed.collection.occurrences import (
-    Occurrences,
-    keys_in_bags,
-    keys_of_rows,
-    row_numbers,
-    rows_of_array,
-)
-from rsembed.collection.prepared import PreparedBatch
+from rsembed.collection.occurrences import Occurrences, keys_of_rows
 from rsembed.collection.rows import LookupResult, Rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, CallGradients, Step
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asking, Question, Wanted, default_capacity, distinct
 from rsembed.storage.protocol import Found, Params, SlotTree, State
-from rsembed.storage.row_layout import RowLayout
 from rsembed.storage.row_map import combine, unnamed
 
 Request: TypeAlias = PyTree
@@ -57,12 +49,11 @@ class Combined(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class AskedRows(Rows):
-    """Sharded rows of a storage that finds rows by row number.
+    """Sharded rows of one array, or of a storage that finds rows by row number.
 
     In a lookup, a device requests every distinct row of its samples once from the row's owner, and
     pools the received vectors. In an update, a device sends the sum of the gradients of every
-    distinct row to the owner. A device requests a row by its row number. `AskedArrayRows` and
-    `AskedKeys` are subclasses.
+    distinct row to the owner. A device requests a row by its index in the array or its row number.
 
     Args:
       capacity: maximum number of distinct rows that a device requests from one owner in one
@@ -85,13 +76,6 @@ class AskedRows(Rows):
     def shard(self) -> Int[Array, ""]:
         """Index of this device's shard."""
         return self.devices.index()
-
-    def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as row numbers.
-
-        The rows are numbered consecutively over all tables of the stack.
-        """
-        return row_numbers(batch, layout)
 
     def look_up(
         self,
@@ -287,27 +271,12 @@ class AskedRows(Rows):
         return min(capacity, num_entries)
 
 
-class AskedArrayRows(AskedRows):
-    """Sharded rows of tables that are stored in one array.
-
-    A device requests a row by the index of the row in the array.
-    """
-
-    def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as row indices in the stack's array."""
-        return rows_of_array(batch, layout)
-
-
 class AskedKeys(AskedRows):
     """Sharded rows with 64-bit keys.
 
     For each key, a request holds the key's lanes, the number of its occurrences in the requesting
     device's batch, and the index of the first occurrence.
     """
-
-    def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as 64-bit keys, with the bags of each feature."""
-        return keys_in_bags(batch, layout)
 
     def _lanes(self, keys: Keys) -> list[Array]:
         return [*keys.lanes]

@@ -18,7 +18,7 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.bags import PAD_ID
 from rsembed.collection.devices import Devices
-from rsembed.collection.occurrences import Occurrences
+from rsembed.collection.occurrences import Occurrences, joined_calls
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import ArrayRows, LookupResult, Rows
 from rsembed.collection.stack import (
@@ -27,7 +27,6 @@ from rsembed.collection.stack import (
     Batch,
     ByName,
     Stack,
-    call_of,
 )
 from rsembed.kernels import api
 from rsembed.kernels.contract import Call
@@ -220,14 +219,13 @@ class Engine:
         results: dict[str, LookupResult] = {}
         none = jnp.zeros((), jnp.int32)
         for names in self._joint_stacks:
-            stacks = [self.stacks[name] for name in names]
             arrays = [tables[name] for name in names]
-            call = call_of(stacks, batch)
-            implementation = stacks[0].rows.implementation
-            outputs = api.lookup(arrays, call, implementation=implementation)
+            calls = [self.stacks[name].occurrences(batch).call for name in names]
+            implementation = self.stacks[names[0]].rows.implementation
+            outputs = api.lookup(arrays, joined_calls(calls), implementation=implementation)
             first = 0
-            for name, stack in zip(names, stacks, strict=True):
-                last = first + len(stack.layout.stack.features)
+            for name, call in zip(names, calls, strict=True):
+                last = first + len(call.segments)
                 results[name] = outputs[first:last], none, none
                 first = last
         return results

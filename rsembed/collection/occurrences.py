@@ -13,11 +13,13 @@ from jaxtyping import Array, Int
 
 from rsembed.bags import Bags
 from rsembed.collection.devices import Devices
-from rsembed.collection.prepared import Listed, PreparedBatch, in_order_of_features
+from rsembed.collection.prepared import PreparedBatch, in_order_of_features
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment
 from rsembed.kernels.reference import bag_of_entries, rows_of_list
 from rsembed.keys import Keys, as_keys
 from rsembed.stacking import FeaturePlacement
+from rsembed.storage.dense_rows import DenseRows
+from rsembed.storage.protocol import Storage
 from rsembed.storage.row_layout import RowLayout, in_some_bag, list_of
 from rsembed.storage.row_map import unnamed
 
@@ -73,22 +75,15 @@ class Occurrences(NamedTuple):
         segments = list(self.call.segments)
         for number, ids in enumerate(self.call.lists):
             readers = [k for k, segment in enumerate(segments) if segment.list == number]
-            weights = None
-            if ids.weights is not None:
-                weights = devices.gather(ids.weights)
-            all_ids = devices.gather(ids.ids)
+            gathered = jax.tree.map(devices.gather, ids)
             if ids.offsets is None:
                 num_bags, width = ids.array_shape
                 array_shape = num_bags * num_devices, width
-                gathered = IdList(all_ids, None, weights, array_shape)
+                gathered = replace(gathered, shape=array_shape)
             else:
-                parts = Bags(all_ids, devices.gather(ids.offsets), weights)
-                bags_of_readers = []
-                for k in readers:
-                    segment = segments[k]
-                    bags_of_readers.append(Listed("", segment.first_bag, segment.num_bags))
-                bags = in_order_of_features(parts, bags_of_readers, num_devices, NO_ROW)
-                gathered = list_of(bags)
+                parts = Bags(gathered.ids, gathered.offsets, gathered.weights)
+                places = [segments[k] for k in readers]
+                gathered = list_of(in_order_of_features(parts, places, num_devices, NO_ROW))
             lists.append(gathered)
             first_bag = 0
             for k in readers:
@@ -101,7 +96,43 @@ class Occurrences(NamedTuple):
         return Occurrences(Call(tuple(lists), tuple(segments)))
 
 
-def bags_of(
+def occurrences_of(batch: PreparedBatch, layout: RowLayout, storage: Storage) -> Occurrences:
+    """Ids of a batch in the form in which the storage of a stack looks them up.
+
+    The ids of tables in one array become row indices in the array that `layout` describes. The ids
+    of keyed tables become 64-bit keys. All other storages get row numbers, which are consecutive
+    over the tables of the stack. An id outside its table contributes nothing.
+    """
+    bags, segments = _bags_of(batch, layout.stack.features)
+    if isinstance(storage, DenseRows):
+        return Occurrences(layout.call(bags, segments))
+    if storage.takes_keys:
+        return _keys_in_bags(layout, bags, segments)
+    call = RowLayout.whole(layout.stack).call(bags, segments)
+    lists = []
+    for ids, bags_of_list in zip(call.lists, bags, strict=True):
+        # An id that belongs to no bag becomes `NO_ROW`, so that the storage does not look it up.
+        rows = jnp.where(in_some_bag(bags_of_list), ids.ids, NO_ROW)
+        lists.append(replace(ids, ids=rows))
+    return Occurrences(replace(call, lists=tuple(lists)))
+
+
+def joined_calls(calls: Sequence[Call]) -> Call:
+    """One kernel call that does the lookups of several calls.
+
+    Table `k` of the result is the table of `calls[k]`. The outputs are the outputs of `calls[0]`,
+    then the outputs of `calls[1]`, and so on.
+    """
+    lists: list[IdList] = []
+    segments = []
+    for number, call in enumerate(calls):
+        for segment in call.segments:
+            segments.append(segment._replace(list=len(lists) + segment.list, table=number))
+        lists += call.lists
+    return Call(tuple(lists), tuple(segments))
+
+
+def _bags_of(
     batch: PreparedBatch, features: Sequence[FeaturePlacement]
 ) -> tuple[list[Bags], list[Segment]]:
     """Arguments of a kernel call that looks up some features: lists of ids, and segments.
@@ -139,33 +170,12 @@ def bags_of(
     return all_bags, segments
 
 
-def rows_of_array(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-    """Ids of a batch as row indices in the array that `layout` describes.
-
-    An id outside its table contributes nothing.
-    """
-    all_bags, segments = bags_of(batch, layout.stack.features)
-    return Occurrences(layout.call(all_bags, segments))
-
-
-def row_numbers(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-    """Ids of a batch as row numbers, for storages that translate row numbers, such as caches.
-
-    Rows are numbered consecutively over the tables of the stack. An id outside its table, or an id
-    that belongs to no bag, becomes `NO_ROW`, so that the storage does not look it up.
-    """
-    all_bags, segments = bags_of(batch, layout.stack.features)
-    call = RowLayout.whole(layout.stack).call(all_bags, segments)
-    lists = []
-    for ids, bags in zip(call.lists, all_bags, strict=True):
-        rows = jnp.where(in_some_bag(bags), ids.ids, NO_ROW)
-        lists.append(replace(ids, ids=rows))
-    return Occurrences(replace(call, lists=tuple(lists)))
-
-
-def keys_in_bags(batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-    """Ids of a batch as 64-bit keys. Ids that belong to no bag are replaced by padding."""
-    all_bags, segments = bags_of(batch, layout.stack.features)
+def _keys_in_bags(
+    layout: RowLayout,
+    all_bags: Sequence[Bags],
+    segments: Sequence[Segment],
+) -> Occurrences:
+    """Ids as 64-bit keys. Ids that belong to no bag are replaced by padding."""
     lists = []
     all_keys = []
     first = 0

@@ -16,7 +16,7 @@ from jaxtyping import Num, PyTree
 
 from rsembed.arrays import foreign_to_numpy, is_traced
 from rsembed.checks import check_finite, check_type, did_you_mean
-from rsembed.collection.asked_rows import AskedArrayRows, AskedKeys, AskedRows
+from rsembed.collection.asked_rows import AskedKeys, AskedRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.host_rows import Prefetch
 from rsembed.collection.host_stack import HostStack, KeyedStack
@@ -189,8 +189,6 @@ def _choose_rows(
     """Creates an instance of the subclass of `Rows` that fits the storage and the placement."""
     arguments = devices, table, storage, implementation
     if placement in ("row", "table"):
-        if isinstance(storage, DenseRows):
-            return AskedArrayRows(*arguments, capacity)
         if storage.takes_keys:
             return AskedKeys(*arguments, capacity)
         return AskedRows(*arguments, capacity)

@@ -15,6 +15,7 @@ from jaxtyping import PyTree
 from rsembed.arrays import is_traced
 from rsembed.bags import PAD_ID, Bags, as_bags
 from rsembed.collection.devices import Devices
+from rsembed.kernels.contract import Segment
 from rsembed.keys import Keys
 from rsembed.parallel.agreement import is_global
 from rsembed.sizes import size_of_list
@@ -189,7 +190,12 @@ def _part_of_process(array: PyTree) -> np.ndarray:
     return np.concatenate(in_order)
 
 
-def in_order_of_features(bags: Bags, places: Sequence[Listed], num_parts: int, fill: int) -> Bags:
+def in_order_of_features(
+    bags: Bags,
+    places: Sequence[Listed | Segment],
+    num_parts: int,
+    fill: int,
+) -> Bags:
     """Collects the bags of some features from a list with one part per device.
 
     The result has all bags of the first feature, then all bags of the second feature, and so on.

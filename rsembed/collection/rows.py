@@ -23,14 +23,7 @@ from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from rsembed.collection.devices import Devices
-from rsembed.collection.occurrences import (
-    Occurrences,
-    keys_in_bags,
-    keys_of_gradients,
-    row_numbers,
-    rows_of_array,
-)
-from rsembed.collection.prepared import PreparedBatch
+from rsembed.collection.occurrences import Occurrences, keys_of_gradients
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, Step
 from rsembed.kernels.reference import entries_of, entry_gains
@@ -38,7 +31,6 @@ from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asked
 from rsembed.specs import TableSpec
 from rsembed.storage.protocol import Params, SlotTree, State, Storage
-from rsembed.storage.row_layout import RowLayout
 from rsembed.storage.row_map import entries, named
 
 LookupResult: TypeAlias = tuple[Sequence[Array], Int[Array, ""], Int[Array, ""]]
@@ -90,10 +82,6 @@ class Rows(abc.ABC):
     def init(self, key: PRNGKeyArray) -> State:
         """Initial parameters and slots of this device. `key` is the PRNG key of the whole model."""
         return self.storage.init(key, self.table, self.shard, self.num_shards)
-
-    @abc.abstractmethod
-    def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the stack's features in a batch. An id outside its table contributes nothing."""
 
     @abc.abstractmethod
     def look_up(
@@ -244,10 +232,6 @@ class ArrayRows(Rows):
     global batch to its copy of the array, so all copies stay equal.
     """
 
-    def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as row indices in the stack's array."""
-        return rows_of_array(batch, layout)
-
     def look_up(
         self,
         params: Params,
@@ -340,10 +324,6 @@ class ColumnRows(ArrayRows):
 class NumberedRows(Rows):
     """Rows of a storage that translates row numbers, for example to slots of a cache."""
 
-    def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as row numbers, which are consecutive over the tables of the stack."""
-        return row_numbers(batch, layout)
-
     def look_up(
         self,
         params: Params,
@@ -404,10 +384,6 @@ class NumberedRows(Rows):
 
 class KeyedRows(NumberedRows):
     """Rows of a storage that finds rows by 64-bit key, on a single device."""
-
-    def occurrences(self, batch: PreparedBatch, layout: RowLayout) -> Occurrences:
-        """Ids of the batch as 64-bit keys, with the bags of each feature."""
-        return keys_in_bags(batch, layout)
 
     def row_gradients(
         self,

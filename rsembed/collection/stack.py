@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
@@ -13,20 +13,18 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
 
 from rsembed.arrays import is_traced
 from rsembed.checks import check_finite
-from rsembed.collection.occurrences import Occurrences, bags_of
+from rsembed.collection.occurrences import Occurrences, occurrences_of
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.rows import Rows
 from rsembed.fingerprint import Fingerprint
-from rsembed.kernels.contract import Call, Segment
 from rsembed.specs import TableSpec, default_initializer
-from rsembed.stacking import FeaturePlacement
 from rsembed.storage.protocol import (
     ByTable,
     Params,
     SlotTree,
     State,
 )
-from rsembed.storage.row_layout import RowLayout, list_of
+from rsembed.storage.row_layout import RowLayout
 
 Activations = dict[str, Float[Array, "..."]]
 Batch = Mapping[str, PyTree]
@@ -88,7 +86,7 @@ class Stack:
 
     def occurrences(self, batch: PreparedBatch) -> Occurrences:
         """Ids of the stack's features in a batch. An id outside its table contributes nothing."""
-        return self.rows.occurrences(batch, self.layout)
+        return occurrences_of(batch, self.layout, self.storage)
 
     def values(self, params: Params, slots: SlotTree) -> ByName:
         """Rows of every table by name, as in `EmbeddingCollection.tables`."""
@@ -235,22 +233,3 @@ class ArrayStack(Stack):
                 where = f"table {table_name!r}: what its initializer gives"
                 check_finite(values, where, way_out=WAY_OUT)
             raise
-
-
-def call_of(stacks: Sequence[Stack], batch: PreparedBatch) -> Call:
-    """One kernel call that looks up several stacks of dense rows on one device.
-
-    The kernel call reads one array of rows for each stack: array `k` has the rows of `stacks[k]`.
-    The outputs are the features of `stacks[0]`, then the features of `stacks[1]`, and so on.
-    """
-    features: list[FeaturePlacement] = []
-    for stack in stacks:
-        features += stack.layout.stack.features
-    bags, readers = bags_of(batch, features)
-    segments: list[Segment] = []
-    for number, stack in enumerate(stacks):
-        for feature in stack.layout.stack.features:
-            segment = stack.layout.segment(feature.table_name, readers[len(segments)])
-            segments.append(segment._replace(table=number))
-    lists = [list_of(bags_of_list) for bags_of_list in bags]
-    return Call(tuple(lists), tuple(segments))

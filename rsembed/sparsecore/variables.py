@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, PRNGKeyArray, PyTree
 
 from rsembed.checks import check_finite, check_type
-from rsembed.collection.asked_rows import AskedArrayRows
+from rsembed.collection.asked_rows import AskedRows
 from rsembed.collection.devices import Devices
 from rsembed.collection.rows import ArrayRows, Rows
 from rsembed.optimizers.base import Hyperparameters, OptimizerSpec, Slots
@@ -189,7 +189,7 @@ def stack_rows(
     storage = DenseRows(layout.row_layout, layout.tables)
     if devices.num_devices == 1:
         return ArrayRows(devices, table, storage)
-    return AskedArrayRows(devices, table, storage, capacity=capacity)
+    return AskedRows(devices, table, storage, capacity=capacity)
 
 
 class EmbeddingVariables(NamedTuple):
