@@ -100,7 +100,6 @@ class Rows(abc.ABC):
             follows, and a key without a row reads zeros.
         """
 
-    @abc.abstractmethod
     def row_gradients(
         self,
         batch: Occurrences,
@@ -110,6 +109,8 @@ class Rows(abc.ABC):
 
         For keyed tables, the 32-bit lanes of keys take the place of the ids.
         """
+        gradients = self._gradients_of_all(batch, d_outputs)
+        return self._summed(gradients, self.storage.num_ids(self.table))
 
     @abc.abstractmethod
     def update(
@@ -243,15 +244,6 @@ class ArrayRows(Rows):
         outputs = self._pooled(params, batch.call)
         return outputs, none, none
 
-    def row_gradients(
-        self,
-        batch: Occurrences,
-        d_outputs: Sequence[Array],
-    ) -> Asked[tuple[Array, Array]]:
-        """See `Rows`."""
-        gradients = self._gradients_of_all(batch, d_outputs)
-        return self._summed(gradients, self.storage.num_ids(self.table))
-
     def squared_norm(self, batch: Occurrences, d_outputs: Sequence[Array]) -> Float[Array, ""]:
         """Sum of squares of the values of `row_gradients`, on a single device."""
         gradients = batch.gradients(d_outputs)
@@ -342,15 +334,6 @@ class NumberedRows(Rows):
 
         pooled, num_unknown = self.storage.pooled(params, keys, batch.call, self.table, pool, ahead)
         return pooled, num_unknown, jnp.zeros((), jnp.int32)
-
-    def row_gradients(
-        self,
-        batch: Occurrences,
-        d_outputs: Sequence[Array],
-    ) -> Asked[tuple[Array, Array]]:
-        """See `Rows`."""
-        gradients = self._gradients_of_all(batch, d_outputs)
-        return self._summed(gradients, self.storage.num_ids(self.table))
 
     def update(
         self,
