@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -31,20 +31,6 @@ from rsembed.storage.row_map import combine, unnamed
 
 Request: TypeAlias = PyTree
 """Arrays with one entry per requested row. An entry is a row number, or a key with its counts."""
-
-
-class Combined(NamedTuple):
-    """Distinct rows that an owner received in one exchange round, and the gradient of each row.
-
-    Attributes:
-      rows: row numbers, or 32-bit lanes of keys, as in `RowGradients.rows`.
-      values: sum of the gradients that all devices sent for a row.
-      is_row: True for a row, False for padding.
-    """
-
-    rows: Array
-    values: Float[Array, "nnz dim"]
-    is_row: Bool[Array, " nnz"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -238,21 +224,43 @@ class AskedRows(Rows):
         rows_per_shard = -(-num_rows // self.num_shards)
         return jnp.full(min(most_rows, rows_per_shard), NO_ROW, jnp.int32)
 
-    def _combined(self, request: Request, gradients: Array) -> Combined:
-        """Distinct rows of a request, and the sum of the gradients of each row."""
+    def _combined(
+        self,
+        request: Request,
+        gradients: Float[Array, "nnz dim"],
+    ) -> tuple[Array, Float[Array, "nnz dim"], Bool[Array, " nnz"]]:
+        """Distinct rows of a request, sums of their gradients, and a mask that is False for padding.
+
+        The rows are row numbers, or 32-bit lanes of keys, as in `RowGradients.rows`.
+        """
         gradients_of_rows = CallGradients.of_rows(request, gradients)
         num_rows = self.storage.num_ids(self.table)
         rows, values = self._summed(gradients_of_rows, num_rows)
-        return Combined(rows, values, rows != NO_ROW)
+        return rows, values, rows != NO_ROW
 
     def _with_keys_held(self, params: Params, wanted: Wanted, step: Step) -> Asking[Params]:
         """Protects the rows of all requested keys from eviction until the end of the step.
 
-        The result is the new parameters.
+        Without `_with_keys_held`, a new key of an early exchange round could evict a key that the
+        same step requests in a later exchange round. The result is the new parameters.
         """
-        del wanted, step
-        yield from ()
-        return params
+        capacity = self._capacity(wanted)
+        takes_one_round = capacity == wanted.entry_of.shape[0]
+        if takes_one_round or not self.storage.makes_room:
+            return params
+
+        def hold(params: Params, request: Request) -> tuple[Params, None]:
+            keys, _ = self._received(request)
+            return self.storage.hold(params, keys, step), None
+
+        answers = yield Question(
+            wanted=wanted,
+            payload=self._request(wanted),
+            answer=hold,
+            state=params,
+            capacity=capacity,
+        )
+        return answers.state
 
     # Helpers
 
@@ -312,33 +320,16 @@ class AskedKeys(AskedRows):
         num_columns = len(wanted.lanes) + 1  # The lanes and the number of occurrences of a key.
         return jnp.zeros((most_rows, num_columns), jnp.uint32)
 
-    def _combined(self, request: Request, gradients: Array) -> Combined:
+    def _combined(
+        self,
+        request: Request,
+        gradients: Float[Array, "nnz dim"],
+    ) -> tuple[Array, Float[Array, "nnz dim"], Bool[Array, " nnz"]]:
         keys, occurrences, order = self._in_order(request)
         (gradients,) = api.gather_rows((gradients,), order.first_of)
         rows, values = combine(keys, occurrences, gradients)
         combined_keys, _ = unnamed(rows)
-        return Combined(rows, values, combined_keys.is_key)
-
-    def _with_keys_held(self, params: Params, wanted: Wanted, step: Step) -> Asking[Params]:
-        capacity = self._capacity(wanted)
-        takes_one_round = capacity == wanted.entry_of.shape[0]
-        if takes_one_round or not self.storage.makes_room:
-            return params
-
-        def hold(params: Params, received: Keys) -> tuple[Params, None]:
-            held = self.storage.hold(params, received, step)
-            return held, None
-
-        # Without `hold`, a new key of an early exchange round could evict a key that the same step
-        # requests in a later exchange round.
-        answers = yield Question(
-            wanted=wanted,
-            payload=Keys.of_lanes(wanted.lanes, wanted.first_of != NO_ROW),
-            answer=hold,
-            state=params,
-            capacity=capacity,
-        )
-        return answers.state
+        return rows, values, combined_keys.is_key
 
     def _asking_devices(self, entries: Array) -> Int[Array, " nnz"]:
         """Index of the device that sent each entry to this owner."""

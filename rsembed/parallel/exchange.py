@@ -42,10 +42,10 @@ def trade(
     """Sends block `i` of every array to device `i`, and receives one block from each device.
 
     Args:
-      parcels: pytrees of arrays to send. The capacity (number of entries per block) may differ
-        between the pytrees. Arrays with the same row shape and dtype share one `all_to_all`, and so
-        do all lanes (arrays with one 32-bit word per entry), because each collective has a fixed
-        cost.
+      parcels: pytrees of arrays to send. The arrays contain numbers, not bools. The capacity
+        (number of entries per block) may differ between the pytrees. Arrays with the same row shape
+        and dtype share one `all_to_all`, and so do all lanes (arrays with one 32-bit word per
+        entry), because each collective has a fixed cost.
       axis_name: name or names of the mesh axes to exchange over. The product of the axis sizes is
         the number of devices.
       entries: for each pytree in `parcels`, an array `[devices, capacity]` with the indices of the
@@ -57,64 +57,36 @@ def trade(
       structure as `parcels`. Padding is `NO_ROW` in int32 arrays, so that owners ignore padding,
       and zero in other arrays.
     """
-    leaves, tree = jax.tree.flatten(list(parcels))
-    # For each leaf, the indices of the entries to send. None: the leaf already has shape
+    arrays, tree = jax.tree.flatten(list(parcels))
+    # For each array, the indices of the entries to send. None: the array already has shape
     # `[devices, capacity, ...]`.
-    picks: list[Array | None] = [None] * len(leaves)
+    picks: list[Array | None] = [None] * len(arrays)
     if entries is not None:
         picks = []
         for parcel, picked in zip(parcels, entries, strict=True):
             picks += [picked] * len(jax.tree.leaves(parcel))
 
-    groups: dict[Any, _Group] = {}
-    for number, (leaf, pick) in enumerate(zip(leaves, picks, strict=True)):
-        array = leaf
-        if leaf.dtype == jnp.bool_:
-            array = leaf.astype(jnp.uint32)
+    blocks = []
+    groups: dict[Any, list[int]] = {}
+    for number, (array, pick) in enumerate(zip(arrays, picks, strict=True)):
         if pick is None:
             block_shape = array.shape[:2]
             row_shape = array.shape[2:]
         else:
             block_shape = pick.shape[:2]
             row_shape = array.shape[1:]
+        blocks.append(jax.ShapeDtypeStruct((*block_shape, *row_shape), array.dtype))
         kind = (word_dtype(array.dtype, is_lane=not row_shape), row_shape)
-        group = groups.setdefault(kind, _Group([], [], [], []))
-        group.numbers.append(number)
-        group.arrays.append(array)
-        group.picks.append(pick)
-        group.blocks.append(jax.ShapeDtypeStruct((*block_shape, *row_shape), array.dtype))
+        groups.setdefault(kind, []).append(number)
 
     received: dict[int, Array] = {}
-    for group in groups.values():
-        packed = api.pack_blocks(group.arrays, group.picks)
+    for numbers in groups.values():
+        packed = api.pack_blocks([arrays[k] for k in numbers], [picks[k] for k in numbers])
         packed = jax.lax.all_to_all(packed, axis_name, split_axis=0, concat_axis=0, tiled=True)
-        received |= zip(group.numbers, api.unpack_blocks(packed, group.blocks), strict=True)
-
-    results = []
-    for number, leaf in enumerate(leaves):
-        blocks = received[number]
-        if leaf.dtype == jnp.bool_:
-            blocks = blocks != 0
-        results.append(blocks)
-    traded: list[PyTree] = jax.tree.unflatten(tree, results)
+        unpacked = api.unpack_blocks(packed, [blocks[k] for k in numbers])
+        received |= zip(numbers, unpacked, strict=True)
+    traded: list[PyTree] = jax.tree.unflatten(tree, [received[k] for k in range(len(arrays))])
     return traded
-
-
-class _Group(NamedTuple):
-    """Arrays that share one `all_to_all`: they have the same row shape, and are sent as one dtype.
-
-    Attributes:
-      numbers: index of each array in the list of all arrays to exchange.
-      arrays: the arrays of this group.
-      picks: for each array, the indices of the entries to send. None: the array already has shape
-        `[devices, capacity, ...]`.
-      blocks: shape and dtype of the blocks of each array.
-    """
-
-    numbers: list[int]
-    arrays: list[Array]
-    picks: list[Array | None]
-    blocks: list[jax.ShapeDtypeStruct]
 
 
 Result = TypeVar("Result")

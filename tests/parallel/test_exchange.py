@@ -20,7 +20,7 @@ def parcel_of(numbers):
         "row": numbers.astype(np.int32),
         "vector": np.repeat(numbers[..., None], 3, axis=-1).astype(np.float32),
         "half": np.repeat(numbers[..., None], 2, axis=-1).astype(jnp.bfloat16),
-        "lanes": (numbers % 2 == 1, numbers.astype(np.float32) / 2, ~numbers.astype(np.uint32)),
+        "lanes": (numbers.astype(np.float32) / 2, ~numbers.astype(np.uint32)),
     }
 
 
