@@ -43,9 +43,6 @@ class HostStack(Stack):
     Rows and slots of a table are always read and written together.
     """
 
-    def _by_table(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
-        return self._read_tables(read, params, slots)
-
     def replaced(
         self,
         params: Params,
@@ -65,21 +62,6 @@ class HostStack(Stack):
         )
         placed: State = self.devices.place_from_host(written, self.partition)
         return placed
-
-    def slot_shapes(
-        self,
-        params: Params,
-        slots: SlotTree,
-        table: TableSpec,
-        num_rows: int,
-    ) -> PyTree:
-        """Shapes and dtypes of the optimizer state of one table with `num_rows` rows."""
-        shapes = []
-        for slot in slots:
-            shape = num_rows, *slot.shape[1:]
-            shapes.append(jax.ShapeDtypeStruct(shape, slot.dtype))
-        packed: PyTree = tuple(shapes)
-        return table.optimizer.pack_slots(packed)
 
     def rows_with_slots(
         self,
@@ -101,32 +83,23 @@ class HostStack(Stack):
 
         Raises: ValueError, TypeError: slots have the wrong names, shapes or dtypes for the table.
         """
-        whole = self._replaced_rows(params, slots, table, rows)
+        whole: ByName = {}
+        # New rows of a keyed table replace only the rows of their keys.
+        if rows is None or not self.storage.takes_keys:
+            whole |= self._by_table(self.storage.rows, params, slots)[table.name]
+        if isinstance(rows, Mapping):
+            whole |= rows
+        elif rows is not None:
+            whole["values"] = rows
         num_rows = len(whole.get("values", ()))
-        template = self.slot_shapes(params, slots, table, num_rows)
+        shapes: list[PyTree] = []
+        for slot in slots:
+            shape = num_rows, *slot.shape[1:]
+            shapes.append(jax.ShapeDtypeStruct(shape, slot.dtype))
+        template = table.optimizer.pack_slots(tuple(shapes))
         arrays = jax.tree.leaves(checked_slots(new_slots, template, table))
         _, *slot_names = array_names(table, slots)
         return whole | dict(zip(slot_names, arrays, strict=True))
-
-    def _replaced_rows(
-        self,
-        params: Params,
-        slots: SlotTree,
-        table: TableSpec,
-        rows: TableRows,
-    ) -> ByName:
-        """Arrays of a table by name: rows as `values`, and each optimizer slot as `slot_<name>`.
-
-        Arrays that are not in `rows` are taken from the state. If `rows` is None, all arrays are
-        taken from the state.
-        """
-        rows_by_table = self._by_table(self.storage.rows, params, slots)
-        whole: ByName = rows_by_table[table.name]
-        if rows is None:
-            return whole
-        if not isinstance(rows, Mapping):
-            rows = {"values": rows}
-        return whole | rows
 
     # Files
 
@@ -193,19 +166,6 @@ class KeyedStack(HostStack):
             row = table.initializer(jax.random.key(0), shape)
             where = f"table {table.name!r}: what its initializer gives for a row"
             check_finite(row, where, way_out=WAY_OUT)
-
-    def _replaced_rows(
-        self,
-        params: Params,
-        slots: SlotTree,
-        table: TableSpec,
-        rows: TableRows,
-    ) -> ByName:
-        if rows is None:
-            return super()._replaced_rows(params, slots, table, rows)
-        if isinstance(rows, Mapping):
-            return dict(rows)
-        return {"values": rows}
 
     # Files
 

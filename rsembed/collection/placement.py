@@ -318,7 +318,7 @@ class LogicalTables:
                     table_slots,
                 )
             else:
-                template = stack.slot_shapes(*arrays, table, table.vocabulary_size)
+                template = jax.eval_shape(stack.slots, *arrays)[table_name]
                 new_slots[name][table_name] = checked_slots(table_slots, template, table)
         all_tables = dict(state.tables)
         all_slots = dict(state.slots)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
 
-import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
@@ -110,10 +109,8 @@ class Stack:
 
     def _by_table(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
         """Calls `read`, a method of the storage, for every table. Returns results by table name."""
-        params, slots = self.devices.place((params, slots), PartitionSpec())
-        return self._read_tables(read, params, slots)
-
-    def _read_tables(self, read: Callable[..., PyTree], params: Params, slots: SlotTree) -> ByName:
+        if not self.storage.rows_on_host:
+            params, slots = self.devices.place((params, slots), PartitionSpec())
         results = {}
         parts = self.storage.unstack(params, slots, self.table, self.num_shards)
         for table, part in zip(self.tables, parts, strict=True):
@@ -153,17 +150,6 @@ class Stack:
         if new_slots:
             slots = self.devices.place(slots, self.partition)
         return params, slots
-
-    def slot_shapes(
-        self,
-        params: Params,
-        slots: SlotTree,
-        table: TableSpec,
-        num_rows: int,
-    ) -> PyTree:
-        """Shapes and dtypes of the optimizer state of one table with `num_rows` rows."""
-        del num_rows
-        return jax.eval_shape(self.slots, params, slots)[table.name]
 
     def counts(self, params: Params) -> dict[str, dict[str, np.ndarray]]:
         """Counters of each table, by table name and counter name, with one number per shard.
