@@ -294,11 +294,14 @@ class EmbeddingCollection:
             expected = getattr(self.template, part)
             check_not_taken(arrays, f"the state has lost its {part}", way_out)
             if jax.tree.map(_shape_and_kind, arrays) != jax.tree.map(_shape_and_kind, expected):
-                wrong, right = _first_differing(arrays, expected)
+                texts = _dtypes_and_shapes(arrays).items()
+                expected_texts = _dtypes_and_shapes(expected).items()
+                # A collection may have hundreds of stacks, too many for an error message.
+                wrong = dict(sorted(texts - expected_texts)[:3])
+                right = dict(sorted(expected_texts - texts)[:3])
                 raise ValueError(
-                    f"the state does not belong to this collection: {part} are "
-                    f"{jax.tree.map(_shown, wrong)}, expected {jax.tree.map(_shown, right)}; use a state "
-                    "of collection.init, or load one with load_collection."
+                    f"the state does not belong to this collection: {part} are {wrong}, expected {right}; use a "
+                    "state of collection.init, or load one with load_collection."
                 )
         if "tables" in parts:
             for name, stack in self._stacks.items():
@@ -639,30 +642,14 @@ def _shape_and_kind(leaf: object) -> tuple[tuple[int, ...], object]:
     return leaf.shape, leaf.dtype
 
 
-def _first_differing(arrays: PyTree, expected: PyTree) -> tuple[PyTree, PyTree]:
-    """Entries of `arrays` and `expected` for at most three stacks that differ.
-
-    A collection may have hundreds of stacks, too many for an error message. If `arrays` or
-    `expected` is not a dictionary, both are returned unchanged.
-    """
-    if not isinstance(arrays, dict) or not isinstance(expected, dict):
-        return arrays, expected
-    differing = []
-    for name in sorted(arrays.keys() | expected.keys()):
-        pair = [arrays.get(name), expected.get(name)]
-        shapes, expected_shapes = jax.tree.map(_shape_and_kind, pair)
-        if shapes != expected_shapes or (name in arrays) != (name in expected):
-            differing.append(name)
-    chosen = differing[:3]
-    return (
-        {name: arrays[name] for name in chosen if name in arrays},
-        {name: expected[name] for name in chosen if name in expected},
-    )
-
-
-def _shown(leaf: object) -> str:
-    shape, kind = _shape_and_kind(leaf)
-    return f"{getattr(kind, '__name__', kind)}{list(shape)}"
+def _dtypes_and_shapes(tree: PyTree) -> dict[str, str]:
+    """Dtype and shape of each array of a tree as a text, by path, for error messages."""
+    texts = {}
+    for path, leaf in jax.tree.leaves_with_path(tree):
+        shape, kind = _shape_and_kind(leaf)
+        name = getattr(kind, "__name__", kind)
+        texts[jax.tree_util.keystr(path)] = f"{name}{list(shape)}"
+    return texts
 
 
 @validated
