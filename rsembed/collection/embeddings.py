@@ -214,19 +214,17 @@ class EmbeddingCollection:
             raise RuntimeError(
                 "prefetch works beside compiled programs; call it outside of jit, before the step."
             )
-        wanted = dict.fromkeys(self._on_host, batch)
-        fetched = host_rows.fetched(self._on_host, state, wanted, donates=True)
+        fetched = host_rows.fetched(self._on_host, state, batch, donates=True)
         return host_rows.with_new_generation(self._on_host, fetched)
 
-    def _fetched(self, state: EmbeddingState, wanted: ByName) -> EmbeddingState:
+    def _fetched(self, state: EmbeddingState, wanted: PreparedBatch | ByName) -> EmbeddingState:
         """Copies rows from the host to the device caches, and returns the new state.
 
         Inside `jit`, or without tables on the host, `state` is returned unchanged.
 
         Args:
           state: state of the collection. `state` stays valid.
-          wanted: rows to copy for each stack on the host, by stack name: a batch that reads the
-            rows, or the rows of `RowGradients`. See `host_rows.fetched`.
+          wanted: rows to copy: a batch that reads the rows, or the rows of `RowGradients`.
         """
         if not self._on_host or is_traced((state, wanted)):
             return state
@@ -503,7 +501,7 @@ class EmbeddingCollection:
         """
         self.check_state(state, parts=["tables"])
         batch = self.prepare(batch)
-        state = self._fetched(state, dict.fromkeys(self._on_host, batch))
+        state = self._fetched(state, batch)
         activations, statistics = self._engine.lookup(state.tables, batch)
         return (activations, statistics) if return_statistics else activations
 
@@ -527,7 +525,7 @@ class EmbeddingCollection:
         """
         batch = self.prepare(batch)
         self.check_state(state, parts=["tables"])
-        state = self._fetched(state, dict.fromkeys(self._on_host, batch))
+        state = self._fetched(state, batch)
         numbers = dict.fromkeys(self._stacks, state.step)
         activations, _ = self._engine.lookup(state.tables, batch, numbers)
         return activations, functools.partial(self.row_gradients, batch)
@@ -581,13 +579,12 @@ class EmbeddingCollection:
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
         self.check_state(state)
-        wanted = dict.fromkeys(self._on_host, batch)
-        return self._stepped(state, wanted, self._engine.update, batch, d_outputs)
+        return self._stepped(state, batch, self._engine.update, batch, d_outputs)
 
     def _stepped(
         self,
         state: EmbeddingState,
-        wanted: ByName,
+        wanted: PreparedBatch | ByName,
         step_stacks: Callable[..., PyTree],
         *gradients: PyTree,
     ) -> EmbeddingState:
@@ -595,8 +592,8 @@ class EmbeddingCollection:
 
         Args:
           state: state before the step.
-          wanted: rows to copy for each stack on the host, by stack name: a batch that reads the
-            rows, or the rows of `RowGradients`. See `host_rows.fetched`.
+          wanted: rows to copy from the host: a batch that reads the rows, or the rows of
+            `RowGradients`.
           step_stacks: `apply` or `update` of the engine.
           gradients: the row gradients for `apply`, or the batch and the output gradients for
             `update`.

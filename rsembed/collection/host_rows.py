@@ -10,12 +10,7 @@ from jaxtyping import Array, Int, PyTree
 
 from rsembed.collection.occurrences import keys_of_gradients
 from rsembed.collection.prepared import PreparedBatch
-from rsembed.collection.stack import (
-    Batch,
-    ByName,
-    EmbeddingState,
-    Stack,
-)
+from rsembed.collection.stack import ByName, EmbeddingState, Stack
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
 from rsembed.sizes import padded_size
@@ -60,14 +55,14 @@ class Prefetch:
         self,
         params: DynamicTable,
         slots: SlotTree,
-        wanted: Batch | Array,
+        wanted: PreparedBatch | Array,
     ) -> tuple[DynamicTable, Moves]:
         """Reserves cache slots for the rows that a batch reads.
 
         Args:
           params: current parameters of the stack. The arrays in `params` stay valid.
           slots: current optimizer slots of the stack.
-          wanted: a batch, or the rows of `RowGradients`.
+          wanted: a batch, or the stack's rows in `RowGradients`.
 
         Returns: new parameters, and the moves that the caller must pass to `moved`. `with_room`
           itself moves no rows.
@@ -142,11 +137,11 @@ class Prefetch:
     def _room_on_device(
         self,
         params: DynamicTable,
-        wanted: PyTree,
+        wanted: PreparedBatch | Array,
     ) -> tuple[DynamicTable, Moves, Int[Array, "1"]]:
         """Calls `HostCached.make_room` on one device, for a batch or the rows of `RowGradients`."""
-        if isinstance(wanted, Mapping):
-            occurrences = self.stack.occurrences(PreparedBatch.of(wanted))
+        if isinstance(wanted, PreparedBatch):
+            occurrences = self.stack.occurrences(wanted)
             keys = self.stack.rows.own_keys(occurrences)
         else:
             keys, _ = keys_of_gradients(wanted)
@@ -156,7 +151,7 @@ class Prefetch:
 def fetched(
     prefetches: Mapping[str, Prefetch],
     state: EmbeddingState,
-    wanted: ByName,
+    wanted: PreparedBatch | ByName,
     *,
     donates: bool,
 ) -> EmbeddingState:
@@ -168,8 +163,8 @@ def fetched(
     Args:
       prefetches: the `Prefetch` of each stack on the host, by stack name.
       state: state of the collection.
-      wanted: by stack name, either a batch or the rows of `RowGradients`. The rows that the batch
-        reads, or that have gradients, are copied.
+      wanted: a batch, or the rows of `RowGradients` by stack name. The rows that the batch reads,
+        or that have gradients, are copied.
       donates: whether the arrays of `state` are donated. If False, `state` stays valid until
         `with_new_generation`.
     """
@@ -177,7 +172,8 @@ def fetched(
     slots = dict(state.slots)
     moves = {}
     for name, prefetch in prefetches.items():
-        tables[name], moves[name] = prefetch.with_room(tables[name], slots.get(name), wanted[name])
+        of_stack = wanted if isinstance(wanted, PreparedBatch) else wanted[name]
+        tables[name], moves[name] = prefetch.with_room(tables[name], slots.get(name), of_stack)
     for name, prefetch in prefetches.items():
         tables[name], slots[name] = prefetch.moved(
             tables[name],

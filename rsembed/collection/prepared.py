@@ -228,24 +228,21 @@ def in_order_of_features(
     zero = xp.zeros(1, np.int32)
     ends = xp.concatenate([zero, xp.cumsum(lengths, dtype=np.int32)])
     moved_by = first_entries - ends[:-1]
-    if is_known:
-        entries = np.arange(ends[-1]) + np.repeat(moved_by, lengths)
-        ids = jax.tree.map(lambda lane: lane[entries], bags.ids)
-        weights = None
-        if bags.weights is not None:
-            weights = bags.weights[entries]
-        return Bags(ids, ends, weights)
-    if not lengths.shape[0]:
-        return Bags(bags.ids, ends, bags.weights)
-    num_positions = num_parts * room
-    position = jnp.arange(num_positions, dtype=jnp.int32)
-    entries = position + jnp.repeat(moved_by, lengths, total_repeat_length=num_positions)
+    size = ends[-1]
+    options = {}
+    if not is_known:
+        if not lengths.shape[0]:
+            return Bags(bags.ids, ends, bags.weights)
+        size = num_parts * room
+        options = {"total_repeat_length": size}
+    position = xp.arange(size, dtype=np.int32)
+    entries = position + xp.repeat(moved_by, lengths, **options)
     is_id = position < ends[-1]
     ids = jax.tree.map(lambda lane: lane[entries], bags.ids)
-    ids = ids.only(is_id) if isinstance(ids, Keys) else jnp.where(is_id, ids, fill)
+    ids = ids.only(is_id) if isinstance(ids, Keys) else xp.where(is_id, ids, fill)
     weights = None
     if bags.weights is not None:
-        weights = jnp.where(is_id, bags.weights[entries], 0.0)
+        weights = xp.where(is_id, bags.weights[entries], np.float32(0.0))
     return Bags(ids, ends, weights)
 
 
