@@ -95,7 +95,7 @@ collection/occurrences.py  storage/test_like_tables.py
 parallel/exchange.py  parallel/test_rounds.py
     takes_part &= words == cuts[-1] => takes_part &= words != cuts[-1]
 parallel/agreement.py  parallel/test_agreement.py
-    other["brought"][name][1] for other => record["brought"][name][1] for other
+    other["widths"][name] for other => record["widths"][name] for other
 checkpoint/files.py  checkpoint/test_files.py -k flipped
     is_intact = encoded(body) == data => is_intact = True
 checkpoint/manager.py  checkpoint/test_manager.py

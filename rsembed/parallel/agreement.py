@@ -92,8 +92,8 @@ class Agreement:
             processes = processes_of(mesh)
             if len(processes) > 1 and _is_local(batch):
                 self.processes = processes
-        self._brought: dict[str, tuple[str, int]] = {}
-        self._widths: dict[str, int] | None = None
+        self._shapes: dict[str, str] = {}
+        self._widths: dict[str, int] = {}
 
     def bring(self, name: str, shape: str, *, width: int = 0) -> None:
         """Adds an entry to the record of this process.
@@ -108,17 +108,15 @@ class Agreement:
           width: size of the entry in this process, such as the length of the longest bag. `width`
             may differ between processes.
         """
-        self._brought[name] = shape, width
+        self._shapes[name] = shape
+        self._widths[name] = width
 
     def width(self, name: str) -> int:
         """Largest `width` that any process passed to `bring` for the entry `name`.
 
         Call `width` after the `with` block.
         """
-        if self._widths is not None:
-            return self._widths[name]
-        _, width = self._brought[name]
-        return width
+        return self._widths[name]
 
     def __enter__(self) -> Agreement:
         return self
@@ -136,7 +134,12 @@ class Agreement:
             if not isinstance(error, Exception):  # After Ctrl-C, exit at once.
                 return
             reason = f"{type(error).__name__}: {error}"
-        record = {"what": self.what, "error": reason, "brought": self._brought}
+        record = {
+            "what": self.what,
+            "error": reason,
+            "shapes": self._shapes,
+            "widths": self._widths,
+        }
         try:
             verdict = self._exchange(record)
         except jax.errors.JaxRuntimeError as failure:
@@ -176,14 +179,14 @@ class Agreement:
     def _compare(self, client: Any, prefix: str, record: Record) -> Record:
         """Compares the records of all processes, and sends the verdict to the other processes."""
         first, *others = self.processes
-        records = {first: json.loads(json.dumps(record))}
+        records = {first: record}
         for process in others:
             records[process] = self._receive(client, f"{prefix}/{process}", f"process {process}")
         problem = _problem(records)
         widths: dict[str, int] = {}
         if problem is None:
-            for name in record["brought"]:
-                widths[name] = max(other["brought"][name][1] for other in records.values())
+            for name in record["widths"]:
+                widths[name] = max(other["widths"][name] for other in records.values())
         verdict = {"problem": problem, "widths": widths}
         client.key_value_set(f"{prefix}/verdict", json.dumps(verdict))
         if problem is not None:
@@ -281,8 +284,8 @@ def _problem(records: dict[int, Record]) -> str | None:
                 f"process {process} brings {here}, process {first} {there}; all processes must run "
                 "the same program on batches of the same features, in the same order."
             )
-        for name, (shape, _) in record["brought"].items():
-            expected_shape, _ = expected["brought"][name]
+        for name, shape in record["shapes"].items():
+            expected_shape = expected["shapes"][name]
             if shape != expected_shape:
                 return (
                     f"{name}: process {process} brings {shape}, process {first} {expected_shape}. "
@@ -293,5 +296,5 @@ def _problem(records: dict[int, Record]) -> str | None:
 
 
 def _subject(record: Record) -> str:
-    names = ", ".join(record["brought"]) or "nothing"
+    names = ", ".join(record["shapes"]) or "nothing"
     return f"{record['what']} with {names}"
