@@ -117,20 +117,17 @@ def init(
                 f"process {process_id} of {num_processes}. Call init() once, with the arguments of "
                 "the run."
             )
-        is_alone = False
     else:
         # The default of `jax_enable_preemption_service` depends on the version of JAX, so `init`
         # always sets this option.
         jax.config.update("jax_enable_preemption_service", preemption)
-        is_alone = num_processes == 1
-        if not is_alone:
-            is_connected = _connect(address, num_processes, process_id, local_device_ids, timeouts)
-            is_alone = not is_connected
-        if not is_alone:
+        if num_processes != 1:
+            _connect(address, num_processes, process_id, local_device_ids, timeouts)
+        if jax.distributed.is_initialized():
             atexit.register(_leave)
             _log.info("process %d of %d", jax.process_index(), jax.process_count())
     if preemption and not _watches_preemption:
-        if is_alone:
+        if not jax.distributed.is_initialized():
             signal.signal(signal.SIGTERM, lambda number, frame: _terminated.set())
         _watches_preemption = True
 
@@ -154,8 +151,8 @@ def _connect(
     process_id: int | None,
     local_device_ids: Sequence[int] | None,
     timeouts: dict[str, Any],
-) -> bool:
-    """Connects to the other processes of the run. Returns False in a run with one process."""
+) -> None:
+    """Connects to the other processes of the run, if there are any."""
     is_requested = not (address is None and num_processes is None and process_id is None)
     who = "init: this process"
     if is_requested:
@@ -179,7 +176,7 @@ def _connect(
         jax.distributed.initialize(address, num_processes, process_id, local_device_ids, **timeouts)
     except ValueError as error:
         if not is_requested and "coordinator_address" in str(error):  # JAX detected no cluster.
-            return False
+            return
         raise ValueError(
             f"{who}: {error} Give all three (or set RSEMBED_COORDINATOR_ADDRESS, "
             "RSEMBED_NUM_PROCESSES and RSEMBED_PROCESS_ID), or start the script with "
@@ -190,13 +187,12 @@ def _connect(
         if "must be called before" in reason:
             has_launcher = any(name in os.environ for name in _LAUNCHERS)
             if not is_requested and not has_launcher:
-                return False  # This process runs alone, for example in a notebook.
+                return  # This process runs alone, for example in a notebook.
             reason = "JAX has already made its devices; call init() before any array"
         way_out = "A single process needs no init, or init(num_processes=1)"
         raise RuntimeError(f"{who}: {reason}. {way_out}.") from error
     finally:
         timer.cancel()
-    return True
 
 
 def _leave() -> None:
