@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Int
 
 from rsembed.bags import Bags
 from rsembed.collection.devices import Devices
 from rsembed.collection.prepared import PreparedBatch, in_order_of_features
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment
-from rsembed.kernels.reference import bag_of_entries, rows_of_list
+from rsembed.kernels.reference import by_bag, rows_of_list
 from rsembed.keys import Keys, as_keys
 from rsembed.stacking import FeaturePlacement
 from rsembed.storage.dense_rows import DenseRows
@@ -181,12 +180,12 @@ def _keys_in_bags(
     first = 0
     for number, bags in enumerate(all_bags):
         keys = as_keys(bags.ids).only(in_some_bag(bags))
-        tables = _tables_of_keys(layout, number, bags, segments)
-        keys = keys._replace(table=tables)
         index = first + jnp.arange(keys.shape[0], dtype=jnp.int32)
         index_or_padding = jnp.where(keys.is_key, index, NO_ROW)
-        lists.append(list_of(bags, index_or_padding))
-        all_keys.append(keys)
+        ids = list_of(bags, index_or_padding)
+        tables = _tables_of_keys(layout, number, ids, segments)
+        lists.append(ids)
+        all_keys.append(keys._replace(table=tables))
         first += keys.shape[0]
     call = Call(tuple(lists), tuple(segments))
     joined = jax.tree.map(lambda *lanes: jnp.concatenate(lanes), *all_keys)
@@ -196,7 +195,7 @@ def _keys_in_bags(
 def _tables_of_keys(
     layout: RowLayout,
     number: int,
-    bags: Bags,
+    ids: IdList,
     segments: Sequence[Segment],
 ) -> Int[Array, " nnz"] | None:
     """Index of the table that each key belongs to. None if the stack has one table.
@@ -204,24 +203,20 @@ def _tables_of_keys(
     Args:
       layout: tables and features of the stack.
       number: index of the list in the kernel call.
-      bags: ids of the list, and their bags.
+      ids: the list.
       segments: for each feature of the stack, the range of the feature's bags in a list.
     """
     names = [table.name for table in layout.stack.tables]
     if len(names) == 1:
         return None
-    table_of_bag = np.zeros(bags.num_bags + 1, np.int32)
+    readers = []
+    tables = []
     for feature, segment in zip(layout.stack.features, segments, strict=True):
         if segment.list == number:
-            last_bag = segment.first_bag + segment.num_bags
-            table_of_bag[segment.first_bag : last_bag] = names.index(feature.table_name)
-    first_table = table_of_bag[0]
-    has_one_table = (table_of_bag[:-1] == first_table).all()
-    if has_one_table:
-        return jnp.full(bags.ids.shape, first_table, jnp.int32)
-    no_ids = jnp.zeros(bags.ids.shape, jnp.int32)
-    bag_of_key = bag_of_entries(list_of(bags, no_ids))
-    return jnp.asarray(table_of_bag)[bag_of_key]
+            readers.append(segment)
+            tables.append(names.index(feature.table_name))
+    table_of_key = by_bag(ids, readers, tables, 0)
+    return jnp.broadcast_to(table_of_key, ids.ids.shape)
 
 
 def keys_of_rows(rows: Int[Array, " nnz"]) -> Keys:
