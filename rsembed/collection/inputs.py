@@ -263,16 +263,32 @@ def _in_one_pass(
     if ragged is None:
         return None
     ids = ragged.ids
-    if bounds_check != "ignore" and ids.size:
-        first_ids = ragged.offsets[ragged.first_bags]
-        limits = np.asarray([feature.table_spec.vocabulary_size for feature in features.values()])
-        has_ids = np.flatnonzero(np.diff(first_ids))
-        largest = np.maximum.reduceat(ids, first_ids[has_ids])
-        if ids.min() < PAD_ID or (largest >= limits[has_ids]).any():
-            return None
+    first_ids = ragged.offsets[ragged.first_bags]
+    if bounds_check != "ignore" and not _are_in_tables(features, ids, first_ids):
+        return None
     if ids.dtype != np.int32:
         ids = narrow_ids(ids)
     return ragged._replace(ids=ids)
+
+
+def _are_in_tables(
+    features: Mapping[str, FeatureSpec],
+    ids: np.ndarray,
+    first_ids: np.ndarray,
+) -> bool:
+    """True if each id is padding, or a row number of its table.
+
+    Args:
+      features: features by name.
+      ids: ids of all features, feature after feature.
+      first_ids: index in `ids` of each feature's first id, followed by the total number of ids.
+    """
+    if not ids.size:
+        return True
+    limits = np.asarray([feature.table_spec.vocabulary_size for feature in features.values()])
+    has_ids = np.flatnonzero(np.diff(first_ids))
+    largest = np.maximum.reduceat(ids, first_ids[has_ids])
+    return bool(ids.min() >= PAD_ID and (largest < limits[has_ids]).all())
 
 
 def _has_keys(table: TableSpec) -> bool:
@@ -309,7 +325,7 @@ def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> Ragged | N
     """
     if isinstance(batch, Jagged) and batch.features == tuple(features):
         everything = batch.bags
-        if everything.weights is not None or everything.ids.dtype not in (np.int32, np.int64):
+        if everything.weights is not None or not _is_int_vector(everything.ids):
             return None
         num_samples = everything.num_bags // len(features)
         num_bags = dict.fromkeys(features, num_samples)
@@ -324,24 +340,22 @@ def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> Ragged | N
     for value in values:
         if type(value) is not Bags or value.dense_shape is not None or value.weights is not None:
             return None
-        ids, offsets = value.ids, value.offsets
-        if type(ids) is not np.ndarray or ids.dtype not in (np.int32, np.int64) or ids.ndim != 1:
+        if not _is_int_vector(value.ids) or not _is_int_vector(value.offsets):
             return None
-        if type(offsets) is not np.ndarray or offsets.dtype not in (np.int32, np.int64):
+        offsets = value.offsets
+        if not offsets.size or offsets[0] != 0 or offsets[-1] != value.ids.size:
             return None
-        if offsets.ndim != 1 or not offsets.size or offsets[0] != 0 or offsets[-1] != ids.size:
-            return None
-    # `steps` are the differences of neighbouring offsets, which are the lengths of the bags. The
-    # difference of the last offset of one feature and the first offset of the next feature is not
-    # the length of a bag, so `np.delete` removes this difference.
-    steps = np.diff(np.concatenate([value.offsets for value in values]))
-    ends = np.cumsum([value.offsets.size for value in values])[:-1] - 1
-    lengths = np.delete(steps, ends)
+    lengths = np.concatenate([value.offsets[1:] - value.offsets[:-1] for value in values])
     if (lengths < 0).any():
         return None
     ids = np.concatenate([value.ids for value in values])
     num_bags = {name: value.num_bags for name, value in zip(features, values, strict=True)}
     return Ragged(ids, offsets_of(lengths, np.int32), num_bags)
+
+
+def _is_int_vector(array: object) -> bool:
+    """True if `array` is a one-dimensional NumPy array of int32 or int64."""
+    return type(array) is np.ndarray and array.dtype in (np.int32, np.int64) and array.ndim == 1
 
 
 def _of_arrays(
@@ -374,9 +388,8 @@ def _of_arrays(
         return None
     arrays = [np.asarray(value) for value in values.values()]
     ids = np.concatenate([array.reshape(-1) for array in arrays])
-    sizes = [feature.table_spec.vocabulary_size for feature in features.values()]
-    limits = np.repeat(sizes, [array.size for array in arrays])
-    if bounds_check != "ignore" and ((ids < PAD_ID) | (ids >= limits)).any():
+    first_ids = offsets_of(np.asarray([array.size for array in arrays]))
+    if bounds_check != "ignore" and not _are_in_tables(features, ids, first_ids):
         return None
     if are_on_device:
         return values
