@@ -286,22 +286,6 @@ def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
       room: number of ids in each part, padding included.
       num_parts: number of parts of the list.
     """
-    ends_of_features = [_ends_of_parts(bags_of_feature, num_parts) for bags_of_feature in bags]
-
-    def in_parts(of_features: Sequence[PyTree], fill: float) -> np.ndarray:
-        arrays = [np.asarray(array) for array in of_features]
-        whole = np.full(num_parts * room, fill, arrays[0].dtype)
-        for part in range(num_parts):
-            pieces = []
-            num_ids = 0
-            for array, ends in zip(arrays, ends_of_features, strict=True):
-                piece = array[ends[part] : ends[part + 1]]
-                pieces.append(piece)
-                num_ids += piece.shape[0]
-            first = part * room
-            np.concatenate(pieces, out=whole[first : first + num_ids])
-        return whole
-
     lengths = []
     for bags_of_feature in bags:
         lengths_of_feature = np.diff(bags_of_feature.offsets)
@@ -310,21 +294,29 @@ def joined(bags: Sequence[Bags], room: int, num_parts: int) -> Bags:
     num_offsets = lengths_of_parts.shape[1] + 1
     offsets = np.zeros((num_parts, num_offsets), np.int32)
     np.cumsum(lengths_of_parts, axis=1, out=offsets[:, 1:])
-    all_ids = [bags_of_feature.ids for bags_of_feature in bags]
-    if isinstance(all_ids[0], Keys):
-        ids = jax.tree.map(lambda *lanes: in_parts(lanes, 0), *all_ids)
-    else:
-        ids = in_parts(all_ids, PAD_ID)
-    weights = None
-    if any(bags_of_feature.weights is not None for bags_of_feature in bags):
-        all_weights: list[PyTree] = []
-        for bags_of_feature in bags:
-            weights_of_feature = bags_of_feature.weights
-            if weights_of_feature is None:
-                num_ids = bags_of_feature.ids.shape[0]
-                weights_of_feature = np.ones(num_ids, np.float32)
-            all_weights.append(weights_of_feature)
-        weights = in_parts(all_weights, 0.0)
+    ends_of_features = [_ends_of_parts(bags_of_feature, num_parts) for bags_of_feature in bags]
+
+    def in_parts(*of_features: PyTree) -> np.ndarray:
+        arrays = [np.asarray(array) for array in of_features]
+        dtype = arrays[0].dtype
+        # Row numbers are int32. Zeros are padding of the lanes of keys, and of weights.
+        fill = PAD_ID if dtype == np.int32 else 0
+        whole = np.full((num_parts, room), fill, dtype)
+        for part, num_ids in enumerate(offsets[:, -1]):
+            pieces = []
+            for array, ends in zip(arrays, ends_of_features, strict=True):
+                pieces.append(array[ends[part] : ends[part + 1]])
+            np.concatenate(pieces, out=whole[part, :num_ids])
+        return whole.reshape(-1)
+
+    has_weights = any(bags_of_feature.weights is not None for bags_of_feature in bags)
+    contents = []
+    for bags_of_feature in bags:
+        weights = bags_of_feature.weights
+        if has_weights and weights is None:
+            weights = np.ones(bags_of_feature.ids.shape[0], np.float32)
+        contents.append((bags_of_feature.ids, weights))
+    ids, weights = jax.tree.map(in_parts, *contents)
     return Bags(ids, offsets.reshape(-1), weights)
 
 
