@@ -109,7 +109,7 @@ def prepare(
         ragged = _in_one_pass(features, batch, lists, bounds_check)
         if ragged is not None:
             if devices.mesh is None:
-                return dataclasses.replace(on_device(_in_lists(ragged, lists)), made_for=made_for)
+                return on_device(_in_lists(ragged, lists, made_for))
             bags = {name: ragged.bags_of([name]) for name in features}
         else:
             for name, feature in features.items():
@@ -296,7 +296,7 @@ def _has_keys(table: TableSpec) -> bool:
     return table.storage is not None and table.storage.key_dtype is not None
 
 
-def _in_lists(ragged: Ragged, lists: Mapping[str, str]) -> PreparedBatch:
+def _in_lists(ragged: Ragged, lists: Mapping[str, str], made_for: str | None) -> PreparedBatch:
     """Joins ragged features into one list of ids per stack, for a single device, in host memory.
 
     `_in_lists` makes the same lists as `joined` in less time, because `joined` needs the `Bags` of
@@ -308,13 +308,9 @@ def _in_lists(ragged: Ragged, lists: Mapping[str, str]) -> PreparedBatch:
     joined_lists = {}
     for stack, names in members.items():
         bags = ragged.bags_of(names)
-        num_ids = bags.ids.size
-        ids = np.empty(size_of_list(num_ids), np.int32)
-        ids[:num_ids] = bags.ids
-        ids[num_ids:] = PAD_ID
-        joined_lists[stack] = Bags(ids, bags.offsets.astype(np.int32, copy=False))
+        joined_lists[stack] = bags.pad_to(size_of_list(bags.ids.size))
     places = _places(members, ragged.num_bags)
-    return PreparedBatch(joined_lists, {}, places, tuple(ragged.num_bags))
+    return PreparedBatch(joined_lists, {}, places, tuple(ragged.num_bags), made_for)
 
 
 def _everything(features: Mapping[str, FeatureSpec], batch: Batch) -> Ragged | None:

@@ -344,8 +344,9 @@ def identity_of(
             table.vocabulary_size,
             key_dtype,
             feature.pooling,
+            feature.num_samples,
+            feature.output_shape,
         )
         facts.append(repr(facts_of_feature))
-        facts.append(repr((feature.num_samples, feature.output_shape)))
     text = "\n".join(facts)
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
