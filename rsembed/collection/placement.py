@@ -288,38 +288,41 @@ class LogicalTables:
         """See `EmbeddingCollection.with_tables`."""
         new_rows: dict[str, ByName] = {name: {} for name in self.stacks}
         new_slots: dict[str, ByName] = {name: {} for name in self.stacks}
-        for table_name, values in tables.items():
-            self._check_known(table_name)
-            values = _of_numpy(values)
-            for part, array in _parts(values):
-                check_type(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
-            if not allow_nonfinite:
-                self._check_finite(table_name, _parts(values))
-            table = self.specs[table_name]
-            self._check_outside_jit(table, (values, state.step))
-            name = self._stack_of[table_name]
-            storage = self.stacks[name].storage
-            new_rows[name][table_name] = storage.checked_rows(values, table, state.step)
-        for table_name, table_slots in slots.items():
+        for table_name in dict.fromkeys([*tables, *slots]):
             self._check_known(table_name)
             table = self.specs[table_name]
-            self._check_outside_jit(table, (table_slots, state.step))
-            if not allow_nonfinite:
-                self._check_finite(table_name, _slots_by_name(table_slots))
             name = self._stack_of[table_name]
             stack = self.stacks[name]
-            arrays = state.tables[name], state.slots[name]
-            if isinstance(stack, HostStack):
-                rows = new_rows[name].get(table_name)
-                new_rows[name][table_name] = stack.rows_with_slots(
-                    *arrays,
-                    table,
-                    rows,
-                    table_slots,
+            arguments = tables.get(table_name), slots.get(table_name), state.step
+            if name in self.apart and is_traced(arguments):
+                raise RuntimeError(
+                    f"table {table_name!r} is kept as {table.storage}: with_tables writes its rows beside compiled "
+                    "programs; call it outside of jit, between two steps."
                 )
-            else:
-                template = jax.eval_shape(stack.slots, *arrays)[table_name]
-                new_slots[name][table_name] = checked_slots(table_slots, template, table)
+            rows = None
+            if table_name in tables:
+                values = _of_numpy(tables[table_name])
+                for part, array in _parts(values):
+                    check_type(array, Num[np.ndarray, "..."], f"table {table_name!r}: its {part}")
+                if not allow_nonfinite:
+                    self._check_finite(table_name, _parts(values))
+                rows = stack.storage.checked_rows(values, table, state.step)
+                new_rows[name][table_name] = rows
+            if table_name in slots:
+                table_slots = slots[table_name]
+                if not allow_nonfinite:
+                    self._check_finite(table_name, _slots_by_name(table_slots))
+                arrays = state.tables[name], state.slots[name]
+                if isinstance(stack, HostStack):
+                    new_rows[name][table_name] = stack.rows_with_slots(
+                        *arrays,
+                        table,
+                        rows,
+                        table_slots,
+                    )
+                else:
+                    template = jax.eval_shape(stack.slots, *arrays)[table_name]
+                    new_slots[name][table_name] = checked_slots(table_slots, template, table)
         all_tables = dict(state.tables)
         all_slots = dict(state.slots)
         for name in self._host_last(self.stacks):
@@ -356,15 +359,6 @@ class LogicalTables:
                 continue
             where = f"table {table_name!r}: its {part}"
             check_finite(array, where, may_be_negative=part not in non_negative)
-
-    def _check_outside_jit(self, table: TableSpec, values: PyTree) -> None:
-        """Raises: RuntimeError: a keyed table, or a table on the host, is written inside `jit`."""
-        stack = self._stack_of[table.name]
-        if stack in self.apart and is_traced(values):
-            raise RuntimeError(
-                f"table {table.name!r} is kept as {table.storage}: with_tables writes its rows beside compiled "
-                "programs; call it outside of jit, between two steps."
-            )
 
     def evicted(
         self, state: EmbeddingState, table_name: str, **reasons: float | None
