@@ -71,13 +71,12 @@ class AskedRows(Rows):
     ) -> Asking[LookupResult]:
         """See `Rows`."""
         wanted = self._distinct(batch.all_keys())
-        num_ids = wanted.entry_of.shape[0]
 
         def answer(num_unknown: Array, request: Request) -> tuple[Array, Array]:
             keys, occurrences = self._received(request)
             ahead = None
             if number is not None:
-                ahead = occurrences, number, self._arrival(request, num_ids)
+                ahead = occurrences, number, self._arrival(request, wanted.num_ids)
             vectors, num_new = self.storage.read(params, keys, self.table, ahead)
             return num_unknown + num_new, vectors
 
@@ -219,7 +218,7 @@ class AskedRows(Rows):
 
         The array has room for all rows that this device can receive in all exchange rounds.
         """
-        most_rows = wanted.entry_of.shape[0] * self.num_shards
+        most_rows = wanted.num_ids * self.num_shards
         num_rows = self.storage.num_ids(self.table)
         rows_per_shard = -(-num_rows // self.num_shards)
         return jnp.full(min(most_rows, rows_per_shard), NO_ROW, jnp.int32)
@@ -245,7 +244,7 @@ class AskedRows(Rows):
         same step requests in a later exchange round. The result is the new parameters.
         """
         capacity = self._capacity(wanted)
-        takes_one_round = capacity == wanted.entry_of.shape[0]
+        takes_one_round = capacity == wanted.num_ids
         if takes_one_round or not self.storage.makes_room:
             return params
 
@@ -269,7 +268,7 @@ class AskedRows(Rows):
         return keys.only(owners == self.shard)
 
     def _capacity(self, wanted: Wanted) -> int:
-        num_entries = wanted.entry_of.shape[0]
+        num_entries = wanted.num_ids
         if self.table.optimizer.moves_all_rows:
             # An optimizer with `moves_all_rows` updates every row of the table in each exchange
             # round. All entries must fit into a single exchange round, so that each row is updated
@@ -316,7 +315,7 @@ class AskedKeys(AskedRows):
         return params, slots, rows
 
     def _no_rows(self, wanted: Wanted) -> Array:
-        most_rows = wanted.entry_of.shape[0] * self.num_shards
+        most_rows = wanted.num_ids * self.num_shards
         num_columns = len(wanted.lanes) + 1  # The lanes and the number of occurrences of a key.
         return jnp.zeros((most_rows, num_columns), jnp.uint32)
 

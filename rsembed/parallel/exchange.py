@@ -111,6 +111,11 @@ class Wanted(NamedTuple):
     offsets: Int[Array, " devices_plus_1"]
     counts: Int[Array, " nnz"]
 
+    @property
+    def num_ids(self) -> int:
+        """Number of ids in the batch. All arrays of entries are padded to this length."""
+        return self.entry_of.shape[0]
+
 
 def distinct(
     owners: Int[Array, " nnz"],
@@ -173,21 +178,13 @@ class Question(NamedTuple):
     capacity: int
     reply: PyTree = None
 
-    @property
-    def num_occurrences(self) -> int:
-        """Number of ids in the batch.
-
-        All arrays with one value per entry are padded to this length.
-        """
-        return self.wanted.entry_of.shape[0]
-
     def no_replies(self) -> PyTree:
         """Replies that are all zero, one for each entry."""
 
         # The field `reply` saves a call of `jax.eval_shape(answer)`, which would take a third of
         # the total tracing time.
         def zeros(reply: jax.ShapeDtypeStruct) -> Array:
-            return jnp.zeros((self.num_occurrences, *reply.shape), reply.dtype)
+            return jnp.zeros((self.wanted.num_ids, *reply.shape), reply.dtype)
 
         return jax.tree.map(zeros, self.reply)
 
@@ -251,7 +248,7 @@ def ask(questions: Sequence[Question], *, axis_name: AxisName) -> list[Answers]:
     with_one_round = []
     with_rounds = []
     for number, question in enumerate(questions):
-        if question.capacity < question.num_occurrences:
+        if question.capacity < question.wanted.num_ids:
             with_rounds.append(number)
         else:
             with_one_round.append(number)
