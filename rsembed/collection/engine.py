@@ -103,7 +103,6 @@ class Engine:
         self.stacks = stacks
         self.devices = devices
         self.side_by_side = side_by_side
-        self._joint_stacks = self._stacks_of_one_call()
         self._has_all_rows = all(isinstance(stack, ArrayStack) for stack in stacks.values())
         everywhere = PartitionSpec()
         split = devices.split
@@ -198,27 +197,20 @@ class Engine:
 
     # Methods that run on each device
 
-    def _stacks_of_one_call(self) -> list[list[str]]:
-        """Groups of two or more stacks that one kernel call can look up.
-
-        Stacks are grouped only on a single device. The rows of all stacks in a group are in arrays
-        of one dtype, without quantization.
-        """
-        groups: dict[tuple[str | None, str], list[str]] = {}
-        if self.devices.num_devices > 1:
-            return []
-        for name, stack in self.stacks.items():
-            is_quantized = stack.table.quantization_config is not None
-            if isinstance(stack.rows, ArrayRows) and not is_quantized:
-                kind = stack.rows.implementation, stack.table.dtype
-                groups.setdefault(kind, []).append(name)
-        return [names for names in groups.values() if len(names) > 1]
-
     def _looked_up_together(self, tables: ByName, batch: PreparedBatch) -> dict[str, LookupResult]:
-        """Lookup results of the groups of stacks in `_joint_stacks`, one kernel call per group."""
+        """Lookup results of all stacks that one kernel call can look up, one call per dtype.
+
+        On a single device, one call looks up all stacks with rows in arrays of one dtype, without
+        quantization. On several devices, the result is empty.
+        """
+        groups: dict[str, list[str]] = {}
+        for name, stack in self.stacks.items():
+            is_plain = stack.table.quantization_config is None and isinstance(stack.rows, ArrayRows)
+            if is_plain and self.devices.num_devices == 1:
+                groups.setdefault(stack.table.dtype, []).append(name)
         results: dict[str, LookupResult] = {}
         none = jnp.zeros((), jnp.int32)
-        for names in self._joint_stacks:
+        for names in groups.values():
             arrays = [tables[name] for name in names]
             calls = [self.stacks[name].occurrences(batch).call for name in names]
             implementation = self.stacks[names[0]].rows.implementation
