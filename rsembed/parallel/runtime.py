@@ -257,8 +257,7 @@ def make_mesh(axis: str = "shard", num_devices: int | None = None) -> Mesh:
     if num_devices is not None:
         devices = []
         for process in range(num_processes):
-            in_process = [device for device in jax.devices() if device.process_index == process]
-            devices += in_process[: num_devices // num_processes]
+            devices += jax.local_devices(process)[: num_devices // num_processes]
         if num_devices < 1 or len(devices) != num_devices:
             raise ValueError(
                 f"make_mesh: {num_devices} devices cannot be taken equally from {num_processes} "
