@@ -12,7 +12,7 @@ from jaxtyping import Array, Int
 
 from rsembed.bags import Bags
 from rsembed.collection.devices import Devices
-from rsembed.collection.prepared import PreparedBatch, in_order_of_features
+from rsembed.collection.prepared import Listed, PreparedBatch, in_order_of_features
 from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, Segment
 from rsembed.kernels.reference import by_bag, rows_of_list
 from rsembed.keys import Keys, as_keys
@@ -147,20 +147,16 @@ def _bags_of(
         place = batch.place(feature.name)
         if place is None:
             bags = batch.bags(feature.name)
-            segment = Segment(
-                list=len(all_bags),
-                first_bag=0,
-                num_bags=bags.num_bags,
-                combiner=feature.combiner,
-            )
-            segments.append(segment)
+            place = Listed(feature.name, 0, bags.num_bags)
+            number = len(all_bags)
             all_bags.append(bags)
-            continue
-        if place.list not in number_of:
-            number_of[place.list] = len(all_bags)
-            all_bags.append(batch.lists[place.list])
+        else:
+            if place.list not in number_of:
+                number_of[place.list] = len(all_bags)
+                all_bags.append(batch.lists[place.list])
+            number = number_of[place.list]
         segment = Segment(
-            list=number_of[place.list],
+            list=number,
             first_bag=place.first_bag,
             num_bags=place.num_bags,
             combiner=feature.combiner,
