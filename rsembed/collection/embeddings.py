@@ -316,7 +316,7 @@ class EmbeddingCollection:
         self.check_state(state, parts=["tables"])
         tables: ByName = {}
         for name, stack in self._stacks.items():
-            tables |= stack.values(state.tables[name], state.slots.get(name))
+            tables |= stack.values(state.tables[name], state.slots.get(name, ()))
         return tables
 
     def each_table(self, state: EmbeddingState) -> Iterator[tuple[str, PyTree]]:
@@ -328,7 +328,7 @@ class EmbeddingCollection:
         """
         self.check_state(state, parts=["tables"])
         for name, stack in self._stacks.items():
-            yield from stack.each_table(state.tables[name], state.slots.get(name))
+            yield from stack.each_table(state.tables[name], state.slots.get(name, ()))
 
     def counts(self, state: EmbeddingState) -> dict[str, dict[str, np.ndarray]]:
         """Counters of each table, such as the number of keys inserted so far, for each device.

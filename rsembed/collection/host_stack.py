@@ -150,8 +150,6 @@ class KeyedStack(HostStack):
 
     def values(self, params: Params, slots: SlotTree) -> ByName:
         """Dictionaries of keys, rows, slots, last steps and counts, by table name."""
-        if slots is None:
-            slots = ()
         return self._by_table(self.storage.rows, params, slots)
 
     def check_start(self, params: Params, slots: SlotTree) -> None:

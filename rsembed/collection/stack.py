@@ -64,7 +64,7 @@ class Stack:
     """Tables that share one storage, with the features that read them.
 
     A `Stack` reads and writes single tables in the parameters and slots of the stack. A state for
-    serving has no slots, so methods that only read rows accept None as slots.
+    serving has no slots, so methods that only read rows accept an empty tuple as slots.
 
     Args:
       layout: tables and features of the stack. If the rows of all tables are in one array, the
