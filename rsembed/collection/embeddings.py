@@ -16,7 +16,7 @@ from rsembed.arrays import check_not_taken, is_traced
 from rsembed.checks import PositiveInt, check_type, describe, validated
 from rsembed.collection import host_rows, inputs
 from rsembed.collection.devices import Devices
-from rsembed.collection.engine import Engine, unzip_dict
+from rsembed.collection.engine import Engine
 from rsembed.collection.placement import (
     LogicalTables,
     make_stacks,
@@ -537,7 +537,7 @@ class EmbeddingCollection:
         """
         batch = self.prepare(batch)
         d_outputs = inputs.d_outputs(self.features, batch, d_activations)
-        rows, values = unzip_dict(self._engine.row_gradients(batch, d_outputs))
+        rows, values = self._engine.row_gradients(batch, d_outputs)
         shardings = self._engine.gradient_shardings()
         gradients = RowGradients(rows, values, self._num_rows, shardings, self.layout)
         are_arrays = all(isinstance(stack, ArrayStack) for stack in self._stacks.values())
@@ -559,11 +559,8 @@ class EmbeddingCollection:
         if row_gradients.summands is not None:
             engine, batch, d_outputs = row_gradients.summands
             return self._stepped(state, {}, engine.update, batch, d_outputs)
-        rows = row_gradients.rows
-        gradients = {}
-        for name in self._stacks:
-            gradients[name] = rows[name], row_gradients.values[name]
-        return self._stepped(state, rows, self._engine.apply, gradients)
+        rows = dict(row_gradients.rows)
+        return self._stepped(state, rows, self._engine.apply, rows, row_gradients.values)
 
     def update(
         self,
@@ -595,8 +592,8 @@ class EmbeddingCollection:
           wanted: rows to copy from the host: a batch that reads the rows, or the rows of
             `RowGradients`.
           step_stacks: `apply` or `update` of the engine.
-          gradients: the row gradients for `apply`, or the batch and the output gradients for
-            `update`.
+          gradients: rows and values of the row gradients for `apply`, or the batch and the output
+            gradients for `update`.
         """
         fetched = self._fetched(state, wanted)
         steps = {stack.name: self._step_of(stack, fetched) for stack in self.plan.stacks}

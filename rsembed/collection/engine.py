@@ -79,13 +79,13 @@ class Engine:
 
     Attributes:
       init: function `(key) -> (tables, slots)` that initializes the tables and slots of all stacks.
-      row_gradients: function `(batch, d_outputs) -> {stack: (rows, values)}`. `rows` and `values`
-        are the fields of `RowGradients`.
+      row_gradients: function `(batch, d_outputs) -> (rows, values)`, where `rows` and `values` are
+        the fields of `RowGradients`.
       squared_norm: function `(batch, d_outputs) -> {stack: sum of squares of the row gradients}`.
         `squared_norm` works only on one device, and only if the rows of every stack are in one
         array.
-      apply: function `(tables, slots, gradients, steps) -> (tables, slots)` that applies one
-        optimizer step, with the gradients of distinct rows.
+      apply: function `(tables, slots, rows, values, steps) -> (tables, slots)` that applies one
+        optimizer step, with the gradients `values` of the distinct rows `rows`.
       update: function `(tables, slots, batch, d_outputs, steps) -> (tables, slots)` that applies
         one optimizer step, with the gradients of a batch.
     """
@@ -110,10 +110,11 @@ class Engine:
         if implementation == "reference":
             default_implementation = "reference"
         state = {}
-        gradients = {}
+        gradient_partitions = {}
         for name, stack in stacks.items():
             state[name] = stack.partition
-            gradients[name] = stack.rows.gradient_partitions
+            gradient_partitions[name] = stack.rows.gradient_partitions
+        rows, values = unzip_dict(gradient_partitions)
 
         def on_each(
             function: Callable[..., PyTree],
@@ -140,7 +141,7 @@ class Engine:
         self.row_gradients = on_each(
             self._row_gradients,
             (split, split),
-            gradients,
+            (rows, values),
         )
         self.squared_norm = on_each(
             self._squared_norm,
@@ -149,7 +150,7 @@ class Engine:
         )
         self.apply = on_each(
             self._apply,
-            (state, state, gradients, everywhere),
+            (state, state, rows, values, everywhere),
             (state, state),
         )
         self.update = on_each(
@@ -295,11 +296,11 @@ class Engine:
         self,
         batch: Batch | Call,
         d_outputs: PyTree,
-    ) -> dict[str, tuple[Array, Array]]:
+    ) -> tuple[ByName, ByName]:
         asked: dict[str, Asked[tuple[Array, Array]]] = {}
         for name, rows, occurrences, gradients in self._parts(batch, d_outputs):
             asked[name] = rows.row_gradients(occurrences, gradients)
-        return self._answered(asked)
+        return unzip_dict(self._answered(asked))
 
     def _squared_norm(self, batch: Batch | Call, d_outputs: PyTree) -> dict[str, Array]:
         norms = {}
@@ -311,17 +312,17 @@ class Engine:
         self,
         tables: ByName,
         slots: ByName,
-        gradients: Mapping[str, tuple[Array, Array]],
+        rows: ByName,
+        values: ByName,
         steps: ByName,
     ) -> tuple[ByName, ByName]:
         stepped = {}
         for name, stack in self.stacks.items():
-            rows, values = gradients[name]
             stepped[name] = stack.rows.apply(
                 tables[name],
                 slots[name],
-                rows,
-                values,
+                rows[name],
+                values[name],
                 steps[name],
             )
         return unzip_dict(stepped)

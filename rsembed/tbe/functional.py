@@ -21,7 +21,6 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree, UInt32
 
 from rsembed.arrays import check_not_taken, is_traced
-from rsembed.collection.engine import unzip_dict
 from rsembed.collection.prepared import PreparedBatch
 from rsembed.collection.stack import ByName
 from rsembed.fingerprint import Fingerprint, check_same
@@ -273,8 +272,7 @@ def row_gradients(
     """
     engine = engine_of(plan)
     gradient = _gradient(d_output, max_gradient)
-    by_group = engine.row_gradients(_checked(plan, batch), gradient)
-    rows, values = unzip_dict(by_group)
+    rows, values = engine.row_gradients(_checked(plan, batch), gradient)
     shardings = engine.gradient_shardings()
     return RowGradients(rows, values, row_counts(plan), shardings, plan.row_layout)
 
@@ -354,10 +352,8 @@ def apply(
 
     Raises: ValueError: a table has no optimizer.
     """
-    gradients: dict[str, tuple[Array, Array]] = {}
-    for name, rows in row_gradients.rows.items():
-        gradients[name] = rows, row_gradients.values[name]
-    return _stepped(plan, state, rates, engine_of(plan).apply, gradients)
+    rows = dict(row_gradients.rows)
+    return _stepped(plan, state, rates, engine_of(plan).apply, rows, row_gradients.values)
 
 
 def _stepped(
@@ -365,7 +361,7 @@ def _stepped(
     state: TBEState,
     rates: Rates,
     function: Callable[..., tuple[ByName, ByName]],
-    *gradients: AnyBatch | Array | Mapping[str, tuple[Array, Array]],
+    *gradients: AnyBatch | Array | Mapping[str, Array],
 ) -> TBEState:
     """Applies one optimizer step to all groups, and returns the new state.
 
@@ -375,8 +371,8 @@ def _stepped(
       rates: learning rate of every group.
       function: the method `update` or `apply` of the plan's `Engine`. `_stepped` calls `function`
         with the weights, the slots, `*gradients`, and the `Step` of each group.
-      *gradients: the batch and the output gradients for `update`, or the rows and values of the row
-        gradients by group name for `apply`.
+      *gradients: the batch and the output gradients for `update`, or the rows and the values of the
+        row gradients by group name for `apply`.
     """
     steps: dict[str, Step] = {}
     old_slots: dict[str, Slots] = {}
