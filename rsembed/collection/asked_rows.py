@@ -18,16 +18,16 @@ from typing import TypeAlias
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Bool, Float, Int, PyTree
+from jaxtyping import Array, Int, PyTree
 
-from rsembed.collection.occurrences import Occurrences, keys_of_rows
+from rsembed.collection.occurrences import Occurrences, keys_of_gradients, keys_of_rows
 from rsembed.collection.rows import LookupResult, Rows
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, CallGradients, Step
 from rsembed.keys import Keys
 from rsembed.parallel.exchange import Asking, Question, Wanted, default_capacity, distinct
 from rsembed.storage.protocol import Found, Params, SlotTree, State
-from rsembed.storage.row_map import combine, unnamed
+from rsembed.storage.row_map import combine
 
 Request: TypeAlias = PyTree
 """Arrays with one entry per requested row. An entry is a row number, or a key with its counts."""
@@ -106,7 +106,9 @@ class AskedRows(Rows):
         def collect(state: PyTree, arrived: tuple[Request, Array]) -> tuple[PyTree, None]:
             count, all_rows, all_values = state
             request, gradients = arrived
-            rows, values, is_row = self._combined(request, gradients)
+            rows, values = self._combined(request, gradients)
+            keys, _ = keys_of_gradients(rows)
+            is_row = keys.is_key
             # All gradients of a row arrive in the same exchange round, so no row arrives in two
             # rounds. Each round appends its rows to the rows of earlier rounds.
             index = jnp.arange(is_row.shape[0], dtype=jnp.int32)
@@ -223,19 +225,11 @@ class AskedRows(Rows):
         rows_per_shard = -(-num_rows // self.num_shards)
         return jnp.full(min(most_rows, rows_per_shard), NO_ROW, jnp.int32)
 
-    def _combined(
-        self,
-        request: Request,
-        gradients: Float[Array, "nnz dim"],
-    ) -> tuple[Array, Float[Array, "nnz dim"], Bool[Array, " nnz"]]:
-        """Distinct rows of a request, sums of their gradients, and a mask that is False for padding.
-
-        The rows are row numbers, or 32-bit lanes of keys, as in `RowGradients.rows`.
-        """
+    def _combined(self, request: Request, gradients: Array) -> tuple[Array, Array]:
+        """Distinct rows of a request as in `RowGradients.rows`, and the sum of their gradients."""
         gradients_of_rows = CallGradients.of_rows(request, gradients)
         num_rows = self.storage.num_ids(self.table)
-        rows, values = self._summed(gradients_of_rows, num_rows)
-        return rows, values, rows != NO_ROW
+        return self._summed(gradients_of_rows, num_rows)
 
     def _with_keys_held(self, params: Params, wanted: Wanted, step: Step) -> Asking[Params]:
         """Protects the rows of all requested keys from eviction until the end of the step.
@@ -319,16 +313,10 @@ class AskedKeys(AskedRows):
         num_columns = len(wanted.lanes) + 1  # The lanes and the number of occurrences of a key.
         return jnp.zeros((most_rows, num_columns), jnp.uint32)
 
-    def _combined(
-        self,
-        request: Request,
-        gradients: Float[Array, "nnz dim"],
-    ) -> tuple[Array, Float[Array, "nnz dim"], Bool[Array, " nnz"]]:
+    def _combined(self, request: Request, gradients: Array) -> tuple[Array, Array]:
         keys, occurrences, order = self._in_order(request)
         (gradients,) = api.gather_rows((gradients,), order.first_of)
-        rows, values = combine(keys, occurrences, gradients)
-        combined_keys, _ = unnamed(rows)
-        return rows, values, combined_keys.is_key
+        return combine(keys, occurrences, gradients)
 
     def _asking_devices(self, entries: Array) -> Int[Array, " nnz"]:
         """Index of the device that sent each entry to this owner."""
