@@ -296,15 +296,8 @@ class AskedKeys(AskedRows):
         return jnp.where(first_of == NO_ROW, NO_ROW, rank)
 
     def _found(self, params: Params, slots: SlotTree, request: Request, step: Step) -> Found:
-        keys, occurrences, order = self._in_order(request)
-        params, slots, rows = self.storage.find(
-            params,
-            slots,
-            keys,
-            occurrences,
-            self.table,
-            step,
-        )
+        in_order, order = self._in_order(request)
+        params, slots, rows = super()._found(params, slots, in_order, step)
         (rows,) = api.gather_rows((rows,), order.entry_of)
         return params, slots, rows
 
@@ -314,9 +307,9 @@ class AskedKeys(AskedRows):
         return jnp.zeros((most_rows, num_columns), jnp.uint32)
 
     def _combined(self, request: Request, gradients: Array) -> tuple[Array, Array]:
-        keys, occurrences, order = self._in_order(request)
+        in_order, order = self._in_order(request)
         (gradients,) = api.gather_rows((gradients,), order.first_of)
-        return combine(keys, occurrences, gradients)
+        return combine(*self._received(in_order), gradients)
 
     def _asking_devices(self, entries: Array) -> Int[Array, " nnz"]:
         """Index of the device that sent each entry to this owner."""
@@ -325,18 +318,15 @@ class AskedKeys(AskedRows):
         device = jax.lax.broadcasted_iota(jnp.int32, blocks, 0)
         return device.reshape(-1)
 
-    def _in_order(self, request: Request) -> tuple[Keys, Int[Array, " nnz"], Wanted]:
-        """Received keys sorted by device and first occurrence, their counts, and the sort order.
+    def _in_order(self, request: Request) -> tuple[Request, Wanted]:
+        """A request sorted by device and first occurrence, and the sort order.
 
         If a table has too few free rows, only the first keys in the returned order get a row.
         `update` and `apply` give rows to the same keys, because both call `_in_order`.
         """
-        keys, occurrences = self._received(request)
         first_of = request[-1]
         position = jnp.arange(first_of.shape[0], dtype=jnp.int32)
         # Every entry has a different `position`, so `distinct` merges no entries, and only sorts.
         device = self._asking_devices(position)
         order = distinct(device, [first_of, position], num_devices=self.num_shards)
-        arrays = keys.is_key, occurrences, *keys.lanes
-        is_key, occurrences, *lanes = api.gather_rows(arrays, order.first_of)
-        return Keys.of_lanes(lanes, is_key), occurrences, order
+        return api.gather_rows(request, order.first_of), order
