@@ -155,11 +155,21 @@ class PreparedBatch(Mapping[str, PyTree]):
     def __repr__(self) -> str:
         texts = []
         for name, bags in self.lists.items():
-            num_features = sum(place.list == name for _, place in self.listed)
+            features = [feature for feature, place in self.listed if place.list == name]
             num_parts = self.num_parts(name)
-            room = bags.ids.shape[-1] // num_parts
+            length = bags.ids.shape[-1]
+            room = str(length)
+            if num_parts > 1:
+                room = f"{num_parts} x {length // num_parts}"
+            num_ids = ""
+            is_stacked = bags.offsets.ndim > 1
+            is_known = not is_traced(bags) and not is_global(bags.offsets)
+            if is_known and not is_stacked:
+                offsets = np.asarray(bags.offsets).reshape(num_parts, -1)
+                ends = offsets[:, -1]
+                num_ids = f"{int(ends.sum())} ids, "
             texts.append(
-                f"{num_features} ragged features of stack {name!r}: room for {num_parts} x {room} ids"
+                f"{len(features)} ragged features of stack {name!r}: {num_ids}room for {room}"
             )
         if self.arrays:
             texts.append(f"{len(self.arrays)} features by themselves")

@@ -26,7 +26,7 @@ def test_lists_and_bags_become_a_list_with_a_part_for_each_device():
     assert_array_equal(listed.offsets, [0, 3, 3, 0, 1, 3])
     assert listed.ids.dtype == listed.offsets.dtype == jnp.int32
     assert [shard.data.shape for shard in listed.ids.addressable_shards] == [(8,), (8,)]
-    assert "room for 2 x 8" in repr(batch)
+    assert "room for 2 x 8" in repr(batch) and "6 ids" in repr(batch)
     assert collection.prepare(batch) is batch
     inside = jax.jit(lambda batch: batch["f"])(batch)
     assert batch["f"].to_lists() == inside.to_lists() == rows
