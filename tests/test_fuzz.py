@@ -80,10 +80,10 @@ def test_a_forbidden_access_is_reported_with_the_round_that_made_it(
 
 @NEEDS_NATIVE
 def test_a_kernel_that_is_wrong_by_one_is_found(monkeypatch):
-    kind, right = valid_calls.CALLS.index(valid_calls.rows_by_bag), native.rows_by_bag
+    kind, right = valid_calls.CALLS.index(valid_calls.count_uses), native.count_uses
     native_calls.valid_call(kind)
     monkeypatch.setattr(
-        native, "rows_by_bag", lambda *args, **options: [x + 1 for x in right(*args, **options)]
+        native, "count_uses", lambda *args, **options: [x + 1 for x in right(*args, **options)]
     )
     with pytest.raises(AssertionError):
         native_calls.valid_call(kind)

@@ -178,8 +178,8 @@ _ALLOCATOR_VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLI
 
 _HANDLERS = """
     lookup row_gradients squared_norm update apply_rows weight_gradients gather_rows scatter_into
-    rows_by_bag allocate distinct unique_keys find_keys insert_keys count_uses row_bits rows_of_ids
-    count_ids compact take_rows pack_blocks unpack_blocks block_ends round_places entries_by_sample
+    allocate distinct unique_keys find_keys insert_keys count_uses row_bits rows_of_ids count_ids
+    compact take_rows pack_blocks unpack_blocks block_ends round_places entries_by_sample
     pair_products pull_pairs train_rows train_pull
 """  # `rsembed/tt/cores.py` calls `train_rows` and `train_pull`, `native.py` the others.
 

@@ -37,9 +37,6 @@ A block of row pointers has at least `ALIGNMENT` entries.
 IdCounts = tuple[tuple[Int[Array, ""], Int[Array, ""]], ...]
 """For each feature, the number of ids inside its table and the number of ids outside."""
 
-BagOrder = tuple[Int[Array, " num_bags_plus_1"], Int[Array, " nnz"]]
-"""Offsets of the bags, and the order that sorts entries by bag."""
-
 
 def rows_of_ids(
     call: Call,
@@ -105,22 +102,6 @@ def count_ids(
     return tuple(counts)
 
 
-def rows_by_bag(
-    bags: Int[Array, " nnz"],
-    num_bags: int,
-) -> BagOrder:
-    """Offsets of the bags, and the stable order that sorts entries by bag.
-
-    Entries with a bag outside `[0, num_bags)` come last, after the final offset.
-    """
-    is_bag = is_between(bags, 0, num_bags)
-    keys = jnp.where(is_bag, bags, num_bags)
-    order = jnp.argsort(keys, stable=True).astype(jnp.int32)
-    all_bags = jnp.arange(num_bags + 1, dtype=keys.dtype)
-    offsets = jnp.searchsorted(keys[order], all_bags, side="left")
-    return offsets.astype(jnp.int32), order
-
-
 class Partitions(NamedTuple):
     """Preprocessed entries that one device looks up in a stack of tables.
 
@@ -177,36 +158,38 @@ def entries_by_sample(stacks: Sequence[Partitions]) -> list[SampleEntries]:
 
 
 def _stack_entries_by_sample(stack: Partitions) -> SampleEntries:
-    num_minibatches = stack.num_minibatches
-    num_parts = stack.num_cores if num_minibatches is None else 1
-    part_size = stack.embedding_ids.shape[0] // num_parts
-    partition, is_entry = _partition_of_position(stack, num_parts, part_size)
-    if num_minibatches is None:
-        cores = jnp.repeat(int32_range(num_parts), part_size)
-        shards = partition.reshape(-1)
-    else:
-        cores = partition[0] // (num_minibatches * stack.num_shards)
-        shards = partition[0] % stack.num_shards
+    partition, is_in_partition = _partition_of_position(stack)
+    partitions_per_core: Any = stack.num_shards
+    if stack.num_minibatches is not None:
+        partitions_per_core = stack.num_shards * stack.num_minibatches
+    cores = partition // partitions_per_core
+    shards = partition % stack.num_shards
     stack_rows = shards * stack.rows_per_shard + stack.embedding_ids
-    rows = jnp.where(is_entry, stack_rows, NO_ROW)
     device_samples = cores * stack.samples_per_core + stack.sample_ids
+    is_entry = is_in_partition & is_between(device_samples, 0, stack.num_samples)
+    rows = jnp.where(is_entry, stack_rows, NO_ROW)
     samples = jnp.where(is_entry, device_samples, NO_ROW)
     gains = jnp.where(is_entry, stack.gains, 0.0)
-    if num_minibatches is not None:
-        order = jnp.lexsort((samples, rows))
-        rows = rows[order]
-        samples = samples[order]
-        gains = gains[order]
-    offsets, order = rows_by_bag(samples, stack.num_samples)
-    return rows[order], offsets, gains[order]
+    sort_keys = [samples]
+    if stack.num_minibatches is not None:
+        # Each minibatch has only some of a sample's rows, so the buffer does not order these rows.
+        sort_keys = [rows, samples]
+    order = jnp.lexsort(sort_keys)
+    all_samples = int32_range(stack.num_samples + 1)
+    offsets = jnp.searchsorted(samples[order], all_samples)
+    return rows[order], offsets.astype(jnp.int32), gains[order]
 
 
 def _partition_of_position(
     stack: Partitions,
-    num_parts: int,
-    part_size: int,
-) -> tuple[Int[Array, "parts part_size"], Bool[Array, " places"]]:
-    """Index of the partition of every buffer position, and whether the position holds an entry."""
+) -> tuple[Int[Array, " places"], Bool[Array, " places"]]:
+    """Index of the partition of every buffer position, and whether the position is in a partition.
+
+    A position between two partitions gets the index of the first of them.
+    """
+    num_places = stack.embedding_ids.shape[0]
+    num_parts = stack.num_cores if stack.num_minibatches is None else 1
+    part_size = num_places // num_parts
     block_size = max(stack.num_shards, ALIGNMENT)
     blocks = stack.row_pointers.reshape(num_parts, -1, block_size)
     ends = blocks[:, :, : stack.num_shards]
@@ -214,23 +197,24 @@ def _partition_of_position(
     aligned_ends = -(-ends[:, :-1] // ALIGNMENT) * ALIGNMENT
     first_is_zero = ((0, 0), (1, 0))
     starts = jnp.pad(aligned_ends, first_is_zero)
+    first_of_part = int32_range(num_parts)[:, None] * part_size
+    starts = first_of_part + jnp.minimum(starts, part_size)
+    starts = starts.reshape(-1)
+    ends = first_of_part + ends
+    ends = ends.reshape(-1)
     if stack.num_minibatches is not None:
         num_used = stack.num_cores * stack.num_minibatches * stack.num_shards
-        partitions = int32_range(ends.size)
-        is_used = partitions[None, :] < num_used
-        starts = jnp.where(is_used, starts, part_size)
+        is_used = int32_range(ends.size) < num_used
+        starts = jnp.where(is_used, starts, num_places)
     # The partition of a position is the number of partitions that start at or before the position,
     # minus 1. If several partitions start at the same position, only the last of them can have
     # entries. The count includes every partition that starts at a position, so the result is the
     # last partition that starts there.
-    part = int32_range(num_parts)
-    num_starts = jnp.zeros((num_parts, part_size), jnp.int32)
-    num_starts = num_starts.at[part[:, None], starts].add(1, mode="drop")
-    partition = jnp.cumsum(num_starts, axis=1) - 1
-    position = int32_range(part_size)
-    end = jnp.take_along_axis(ends, partition, axis=1)
-    is_entry = position[None, :] < end
-    return partition, is_entry.reshape(-1)
+    num_starts = jnp.zeros(num_places, jnp.int32)
+    num_starts = num_starts.at[starts].add(1, mode="drop")
+    partition = jnp.cumsum(num_starts) - 1
+    is_in_partition = int32_range(num_places) < ends[partition]
+    return partition, is_in_partition
 
 
 Rows = Int[Array, "devices _"] | None

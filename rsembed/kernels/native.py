@@ -44,7 +44,6 @@ from rsembed.kernels.devices import (
     unavailable_because as unavailable_because,
 )
 from rsembed.kernels.ids import (
-    BagOrder,
     Cuts,
     Fit,
     IdCounts,
@@ -383,15 +382,6 @@ def _queue_operands(queues: Sequence[Queue]) -> tuple[list[Array], Attributes]:
         capacities.append(queue.capacity)
     attributes = {"num_lanes": num_lanes, "capacities": capacities}
     return operands, attributes
-
-
-def rows_by_bag(
-    bags: Int[Array, " nnz"],
-    num_bags: int,
-) -> BagOrder:
-    """Offsets of the bags, and the order that sorts entries by bag. See `ids.rows_by_bag`."""
-    results = _integers((num_bags + 1,), bags.shape)
-    return call_handler("rsembed_rows_by_bag", results, as_rows(bags))
 
 
 def rows_of_ids(

@@ -51,15 +51,6 @@ def test_when_none_can_serve_one_error_lists_every_reason(monkeypatch):
         pooled("third")
 
 
-@pytest.mark.parametrize("name", ["reference", None])
-def test_rows_by_bag_groups_stably_and_puts_strays_last(name):
-    bags = jnp.asarray([2, 0, -1, 2, 7, 0, 1], jnp.int32)
-    offsets, order = api.rows_by_bag(bags, 4, implementation=name)
-    assert offsets.tolist() == [0, 2, 3, 5, 5]
-    assert order[:5].tolist() == [1, 5, 6, 0, 3]
-    assert sorted(order[5:].tolist()) == [2, 4]
-
-
 _LOOKUPS = """
 import warnings
 import numpy as np, jax, rsembed as rs

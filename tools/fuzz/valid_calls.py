@@ -176,12 +176,6 @@ def moves(shapes: Draw, draw: Draw) -> ValidCall:
     return ValidCall(native.scatter_into, reference.scatter_into, (tables, table, rows, values))
 
 
-def rows_by_bag(shapes: Draw, draw: Draw) -> ValidCall:
-    count, bags = int(shapes.choice([0, 50, 20_000])), int(shapes.choice([0, 1, 7, 300]))
-    each = [functools.partial(module.rows_by_bag, num_bags=bags) for module in (native, ids)]
-    return ValidCall(*each, (some_rows(draw, count, bags),))
-
-
 def rows_of_ids(shapes: Draw, draw: Draw) -> ValidCall:
     spread = int(shapes.choice([1, 2, 3, 8]))
     _, call = some_call(shapes, draw)
@@ -420,7 +414,6 @@ CALLS = (
         update,
         weight_gradients,
         moves,
-        rows_by_bag,
         rows_of_ids,
         count_ids,
     ),

@@ -397,36 +397,6 @@ ffi::Error ScatterInto(ffi::ThreadPool pool, ffi::BufferR0<ffi::S32> table, ffi:
   return ffi::Error::Success();
 }
 
-// Computes `rows_by_bag` of rsembed/kernels/ids.py. Entries with a bag number outside [0, num_bags) get bag num_bags,
-// so they come after all other entries.
-ffi::Error RowsByBag(ffi::ThreadPool pool, ffi::BufferR1<ffi::S32> bags, ffi::Result<ffi::BufferR1<ffi::S32>> offsets,
-                     ffi::Result<ffi::BufferR1<ffi::S32>> order) {
-  const int64_t num_bags = static_cast<int64_t>(offsets->element_count()) - 1, num_entries = bags.element_count();
-  if (num_bags < 0 || num_entries > kNoRow || static_cast<int64_t>(order->element_count()) != num_entries) {
-    return ffi::Error::InvalidArgument("rsembed: wrong size of offsets or order");
-  }
-  return WithMemory([&] {
-    Workers workers(pool);
-    const RowSort sort(workers, num_entries, num_bags + 1, [&](int64_t first, int64_t last, Item* items) {
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t bag = bags.typed_data()[i], place = bag >= 0 && bag < num_bags ? bag : num_bags;
-        items[i - first] = {static_cast<uint32_t>(place), static_cast<uint32_t>(i)};
-      }
-      return last - first;
-    });
-    // Offset b is the position of the first entry with bag b or a later bag. If the entries at positions i - 1 and i
-    // have bags p and q, then i is the offset of bags p + 1 to q.
-    workers.ForEachRange(num_entries + 1, 8 * kItemsPerBlock, [&](int64_t first, int64_t last) {
-      for (int64_t i = first; i < last; ++i) {
-        const int64_t previous = i == 0 ? -1 : int64_t{sort.items()[i - 1].row};
-        const int64_t bag = i == num_entries ? num_bags : sort.items()[i].row;
-        for (int64_t b = previous + 1; b <= bag; ++b) offsets->typed_data()[b] = static_cast<int32_t>(i);
-        if (i < num_entries) order->typed_data()[i] = static_cast<int32_t>(sort.items()[i].source);
-      }
-    });
-  });
-}
-
 // Allocates an array on huge pages. If `fill` is true, the low bytes of `pattern` are the value of every element.
 ffi::Error Allocate(ffi::ThreadPool pool, ffi::Result<ffi::AnyBuffer> out, int64_t pattern, bool fill) {
   const int64_t bytes = out->size_bytes(), width = bytes == 0 ? 1 : bytes / out->element_count();
@@ -485,8 +455,6 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_gather_rows, GatherRows,
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_scatter_into, ScatterInto,
                               Bind().Arg<ffi::BufferR0<ffi::S32>>().Arg<Int32s>().RemainingArgs().RemainingRets());
-
-XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_rows_by_bag, RowsByBag, Bind().Arg<Int32s>().Ret<Int32s>().Ret<Int32s>());
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(rsembed_allocate, Allocate,
                               Bind().Ret<Any>().Attr<int64_t>("pattern").Attr<bool>("fill"));
