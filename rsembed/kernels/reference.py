@@ -113,17 +113,15 @@ def entries_of(
             rows = jnp.where(is_in_bag, rows, NO_ROW)
         return Entries(rows, None, ids.weights)
     offsets = None
-    is_single = ids.shape is not None and ids.shape[1] == 1
-    if not is_single:
+    if ids.shape is None or ids.shape[1] != 1:
         offsets = ids.all_offsets()
+    in_bags = Entries(rows, offsets, ids.weights)
     if len(combiners) == 1:
         (combiner,) = combiners
         if combiner == "mean_by_count" and ids.weights is None:
             combiner = "mean"
-        is_divided_single = is_single and combiner != "sum"
-        if combiner != "mean_by_count" and not is_divided_single:
-            return Entries(rows, offsets, ids.weights, combiner)
-    in_bags = Entries(rows, ids.all_offsets(), ids.weights)
+        if combiner != "mean_by_count":
+            return in_bags._replace(combiner=combiner)
     gains: Array | None = None
     for combiner in sorted(combiners):
         shares = _shares(in_bags, combiner, table_rows, pool)
@@ -132,7 +130,7 @@ def entries_of(
             continue
         chosen = [segment.combiner == combiner for segment in segments]
         gains = jnp.where(by_bag(ids, segments, chosen, False), shares, gains)
-    return Entries(rows, offsets, gains)
+    return in_bags._replace(weights=gains)
 
 
 def _segments_of(
@@ -316,31 +314,30 @@ def _inverse_magnitudes(
     return jax.lax.bitcast_convert_type(inverse_bits, jnp.float32)
 
 
-def pooled(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
-    """Pooled rows of every bag, float32."""
-    bag, gains, _ = entry_gains(entries, table.shape[0])
-    (rows,) = gather_rows((table,), entries.rows)
-    vectors = rows.astype(jnp.float32)
-    # A row with gain 0 may hold NaN, so select instead of multiplying by zero.
-    is_zero = gains[:, None] == 0.0
-    terms = jnp.where(is_zero, 0.0, gains[:, None] * vectors)
-    if entries.offsets is None:
-        return terms
-    return jax.ops.segment_sum(terms, bag, entries.num_outputs)
+def pooled(
+    table: Table,
+    entries: Entries,
+    *,
+    reads_zero_gains: bool = False,
+) -> Float[Array, "outputs dim"]:
+    """Pooled rows of every bag, float32.
 
-
-def _pooled_with_slopes(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
-    """Pooled rows that JAX can differentiate with respect to the weights.
-
-    Unlike `pooled`, `_pooled_with_slopes` reads rows with weight 0, because the derivative with
-    respect to a weight is the row, even if the weight is 0.
+    Args:
+      table: table to read.
+      entries: rows, bags and weights of the entries.
+      reads_zero_gains: whether finite rows with gain 0 are read. They do not change the result, but
+        the derivative with respect to a weight is the row, even if the weight is 0. False, the
+        default: rows with gain 0 are not read.
     """
     bag, gains, is_listed = entry_gains(entries, table.shape[0])
     (rows,) = gather_rows((table,), entries.rows)
     vectors = rows.astype(jnp.float32)
-    has_derivative = (gains[:, None] != 0.0) | jnp.isfinite(vectors)
-    is_read = is_listed[:, None] & has_derivative
-    terms = gains[:, None] * jnp.where(is_read, vectors, 0.0)
+    gains = gains[:, None]
+    is_read = gains != 0.0
+    if reads_zero_gains:
+        is_read = is_listed[:, None] & (is_read | jnp.isfinite(vectors))
+    # A row with gain 0 may hold NaN, and NaN times zero is NaN.
+    terms = gains * jnp.where(is_read, vectors, 0.0)
     if entries.offsets is None:
         return terms
     return jax.ops.segment_sum(terms, bag, entries.num_outputs)
@@ -360,27 +357,20 @@ def lookup(
       pool: kernel that pools the entries of one list. None, the default: `pooled`.
     """
     pool_list = pooled if pool is None else pool
-    vectors: list[Array] = [jnp.zeros(0)] * len(call.segments)
-    for number, ids in enumerate(call.lists):
-        tables_read = set()
-        for segment in call.segments:
-            if segment.list == number:
-                tables_read.add(segment.table)
-        for table in sorted(tables_read):
-            num_rows = tables[table].shape[0]
-            entries = entries_of(call, number, table, num_rows, pool)
-            of_list = pool_list(tables[table], entries)
-            for position, segment in enumerate(call.segments):
-                if (segment.list, segment.table) != (number, table):
-                    continue
-                if segment.combiner != "none":
-                    vectors[position] = of_list[segment.bags]
-                elif segment.num_bags == ids.num_bags:
-                    vectors[position] = of_list
-                else:
-                    vectors[position] = _of_bags(of_list, ids, segment)
-    dims = [table.shape[1] for table in tables]
-    return _joined(vectors, call, dims)
+    vectors_of: dict[tuple[int, int], Array] = {}
+    vectors = []
+    for segment in call.segments:
+        list_and_table = (segment.list, segment.table)
+        if list_and_table not in vectors_of:
+            table = tables[segment.table]
+            entries = entries_of(call, *list_and_table, table.shape[0], pool)
+            vectors_of[list_and_table] = pool_list(table, entries)
+        of_list = vectors_of[list_and_table]
+        if segment.combiner == "none":
+            vectors.append(_of_bags(of_list, call.lists[segment.list], segment))
+        else:
+            vectors.append(of_list[segment.bags])
+    return _joined(vectors, call)
 
 
 def _of_bags(
@@ -388,32 +378,30 @@ def _of_bags(
     ids: IdList,
     segment: Segment,
 ) -> Float[Array, "nnz dim"]:
-    """Vectors of the entries in a segment's bags, and zeros for all other entries."""
+    """Vectors of the entries in a segment's bags, and zeros for all other entries.
+
+    If the segment has all bags of the list, entries that are in no bag keep their vectors.
+    """
+    if segment.num_bags == ids.num_bags:
+        return vectors
     bag = bag_of_entries(ids)
     bags = segment.bags
     is_inside = is_between(bag, bags.start, bags.stop)
     return jnp.where(is_inside[:, None], vectors, 0.0)
 
 
-def _joined(
-    vectors: Sequence[Array],
-    call: Call,
-    dims: Sequence[int],
-) -> Outputs:
+def _joined(vectors: Sequence[Array], call: Call) -> Outputs:
     """Arranges the vectors of each segment as the outputs of a call, in the layout of the call."""
     if call.layout == "each":
         return tuple(vectors)
     if call.segments[0].combiner == "none":
-        longest = max(dims[segment.table] for segment in call.segments)
+        longest = max(part.shape[1] for part in vectors)
         padded = []
         for part in vectors:
             missing = longest - part.shape[1]
             padding = ((0, 0), (0, missing))
             padded.append(jnp.pad(part, padding))
-        output = padded[0]
-        for part in padded[1:]:
-            output = output + part
-        return (output,)
+        return (functools.reduce(jnp.add, padded),)
     if call.layout == "columns":
         return (jnp.concatenate(vectors, axis=1),)
     flat = [part.reshape(-1) for part in vectors]
@@ -449,10 +437,8 @@ def bag_gradients(gradients: CallGradients, number: int) -> Float[Array, "output
     if len(parts) == 1 and (has_no_combiner or first.num_bags == ids.num_bags):
         return d_first
     if has_no_combiner:
-        d_entries = _of_bags(d_first, ids, first)
-        for segment, part in parts[1:]:
-            d_entries = d_entries + _of_bags(part, ids, segment)
-        return d_entries
+        d_entries = [_of_bags(part, ids, segment) for segment, part in parts]
+        return functools.reduce(jnp.add, d_entries)
     d_bags = jnp.zeros((ids.num_bags, dim), jnp.float32)
     for segment, part in parts:
         d_bags = d_bags.at[segment.bags].set(part)
@@ -468,13 +454,14 @@ def weight_gradients(
 
     The gradient is 0 for an id that contributes nothing.
     """
+    pool = functools.partial(pooled, reads_zero_gains=True)
 
     def outputs(weights: Sequence[Array | None]) -> Outputs:
         lists = []
         for ids, list_weights in zip(call.lists, weights, strict=True):
             lists.append(dataclasses.replace(ids, weights=list_weights))
         weighted = dataclasses.replace(call, lists=tuple(lists))
-        return lookup(tables, weighted, pool=_pooled_with_slopes)
+        return lookup(tables, weighted, pool=pool)
 
     dims = [table.shape[1] for table in tables]
     shapes, _ = call.outputs(dims)
@@ -521,7 +508,7 @@ def group_rows(
     all_rows = [jnp.zeros(0, jnp.int32)]
     all_outputs = [jnp.zeros(0, jnp.int32)]
     all_gains = [jnp.zeros(0, jnp.float32)]
-    parts = []
+    parts = [jnp.zeros((0, gradients.dim), jnp.float32)]
     first = 0
     is_plain = True
     for number in gradients.lists_read():
@@ -562,11 +549,7 @@ def group_rows(
     offsets = offsets.at[group_of_first].set(position, mode="drop")
     distinct = jnp.full(capacity, NO_ROW, jnp.int32)
     distinct = distinct.at[group_of_first].set(in_order, mode="drop")
-    if not parts:
-        parts = [jnp.zeros((0, gradients.dim), jnp.float32)]
-    d_outputs = parts[0]
-    if len(parts) > 1:
-        d_outputs = jnp.concatenate(parts)
+    d_outputs = jnp.concatenate(parts)
     entries_by_row = Entries(outputs, offsets, weights)
     return distinct, entries_by_row, group_of, d_outputs
 
