@@ -34,7 +34,7 @@ kernels/reference.py  kernels/test_contract.py -k reference
     rows + first_rows, NO_ROW) => rows, NO_ROW)
     jnp.where(by_bag(ids, segments, chosen, False), shares, gains) => shares
 kernels/contract.py  kernels/test_contract.py -k reference
-    starts = itertools.accumulate(columns, initial=0) => starts = [0] * len(columns)
+    starts = itertools.accumulate(sizes, initial=0) => starts = [0] * len(sizes)
 kernels/native.py  kernels/test_keys.py
     return tuple(sorted_lanes), entry_of, first_of, => return tuple(sorted_lanes), first_of, entry_of,
 kernels/keyed.py  kernels/test_keys.py

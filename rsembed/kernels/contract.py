@@ -279,24 +279,22 @@ class Call:
             return shapes, output_places
         if self.segments[0].combiner == "none":
             longest = max(columns)
-            shape = (self.lists[0].num_entries, longest)
-            for _ in columns:
-                output_places.append(Place(0, 0, longest))
-            return [shape], output_places
-        if self.layout == "columns":
-            starts = itertools.accumulate(columns, initial=0)
-            total = sum(columns)
-            for start, _ in zip(starts, columns, strict=False):
-                output_places.append(Place(0, start, total))
-            shape = (self.segments[0].num_bags, total)
-            return [shape], output_places
-        sizes = []
-        for segment, dim in zip(self.segments, columns, strict=True):
-            sizes.append(segment.num_bags * dim)
+            shape: tuple[int, ...] = (self.lists[0].num_entries, longest)
+            return [shape], [Place(0, 0, longest)] * len(columns)
+        total = sum(columns)
+        sizes = columns
+        strides = [total] * len(columns)
+        shape = (self.segments[0].num_bags, total)
+        if self.layout == "blocks":
+            sizes = []
+            for segment, dim in zip(self.segments, columns, strict=True):
+                sizes.append(segment.num_bags * dim)
+            strides = columns
+            shape = (sum(sizes),)
         starts = itertools.accumulate(sizes, initial=0)
-        for start, dim in zip(starts, columns, strict=False):
-            output_places.append(Place(0, start, dim))
-        return [(sum(sizes),)], output_places
+        for start, stride in zip(starts, strides, strict=False):
+            output_places.append(Place(0, start, stride))
+        return [shape], output_places
 
 
 @no_type_check  # Types are unchecked, because JAX puts placeholders into fields of pytrees.
