@@ -100,22 +100,32 @@ def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
     Rows are padded with `NO_ROW`, and gradients with zeros.
     """
     operands, attributes = _gradient_operands(gradients, num_rows)
-    attributes["num_rows"] = num_rows
     capacity = min(gradients.num_entries, num_rows)
     results = [
         Result((capacity,), jnp.int32),
         Result((capacity, gradients.dim), jnp.float32),
     ]
-    return call_handler("rsembed_row_gradients", results, *operands, **attributes)
+    return call_handler(
+        "rsembed_row_gradients",
+        results,
+        *operands,
+        num_rows=num_rows,
+        **attributes,
+    )
 
 
 def squared_norm(num_rows: int, gradients: CallGradients) -> Float[Array, ""]:
     """Sum of the squares of all row gradients. See `reference.squared_norm`."""
     operands, attributes = _gradient_operands(gradients, num_rows)
-    attributes["num_rows"] = num_rows
-    attributes["dim"] = gradients.dim
     results = [Result((), jnp.float32)]
-    (norm,) = call_handler("rsembed_squared_norm", results, *operands, **attributes)
+    (norm,) = call_handler(
+        "rsembed_squared_norm",
+        results,
+        *operands,
+        num_rows=num_rows,
+        dim=gradients.dim,
+        **attributes,
+    )
     return norm
 
 
@@ -392,21 +402,21 @@ def rows_of_ids(
     rows_per_shard: int,
 ) -> tuple[Int[Array, " _"], ...]:
     """Row of every id of a call, one array per list. See `ids.rows_of_ids`."""
-    all_ids = [ids.ids for ids in call.lists]
-    _check_ids(all_ids)
     operands, forms = _list_operands(call.lists, with_weights=False)
     numbers: list[int] = []
     for segment, place, size in zip(call.segments, table_places, sizes, strict=True):
         bags = [segment.list, segment.first_bag, segment.num_bags]
         numbers += [*bags, *place, size]
-    attributes: Attributes = {
-        "lists": forms,
-        "places": numbers,
-        "spread": spread,
-        "rows_per_shard": rows_per_shard,
-    }
-    results = [Result(ids.shape, jnp.int32) for ids in all_ids]
-    return call_handler("rsembed_rows_of_ids", results, *operands, **attributes)
+    results = [Result(ids.ids.shape, jnp.int32) for ids in call.lists]
+    return call_handler(
+        "rsembed_rows_of_ids",
+        results,
+        *operands,
+        lists=forms,
+        places=numbers,
+        spread=spread,
+        rows_per_shard=rows_per_shard,
+    )
 
 
 def count_ids(
@@ -606,9 +616,9 @@ def allocate(
         element = np.asarray(fill).astype(dtype)
     eight_bytes = element.tobytes().ljust(8, b"\0")
     (pattern,) = np.frombuffer(eight_bytes, np.int64)
-    attributes: Attributes = {"pattern": pattern, "fill": fill is not None}
     results = [Result(tuple(shape), dtype)]
-    (array,) = call_handler("rsembed_allocate", results, **attributes)
+    is_filled = fill is not None
+    (array,) = call_handler("rsembed_allocate", results, pattern=pattern, fill=is_filled)
     return array
 
 
@@ -623,10 +633,6 @@ def _check_tables(*tables: Array) -> None:
         if table.dtype not in _TABLE_DTYPES:
             raise NotImplementedError(
                 f"native tables are float32, bfloat16 or float16, not {table.dtype}",
-            )
-        if table.shape[0] > NO_ROW:
-            raise NotImplementedError(
-                f"native tables have less than 2**31 rows, not {table.shape[0]}",
             )
 
 
@@ -709,7 +715,6 @@ def _list_operands(
     """
     operands: list[Array] = []
     forms: list[int] = []
-    size = 0
     for ids in lists:
         flags = 0
         operands.append(as_rows(ids.ids))
@@ -725,9 +730,6 @@ def _list_operands(
             operands.append(ids.weights.astype(jnp.float32))
         width = 0 if ids.shape is None else ids.shape[1]
         forms += [flags, ids.num_bags, width]
-        size += max(ids.num_entries, ids.num_bags)
-    if size >= NO_ROW:
-        raise NotImplementedError("native calls have less than 2**31 entries and outputs")
     return operands, forms
 
 

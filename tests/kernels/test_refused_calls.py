@@ -58,7 +58,6 @@ def a_round(*operands):
 
 ONES = IdList.single(ROWS)
 TWICE = Call.of([ONES, ONES], ["sum", "sum"])
-SMALL_CALL = Call.of([IdList.single(jnp.int8([3, -1, 9]))], ["sum"])
 FALLING = Call(
     (IdList(jnp.zeros(10, jnp.int32), jnp.int32([0, 9, 3, 9])),),
     tuple(Segment(0, bag, 1, "sum", 0, 0, 4) for bag in range(3)),
@@ -105,7 +104,7 @@ a_round(*QUEUE[:2], ROWS[:2], ROWS[:2], WORDS) => unreadable queues
 a_round(*QUEUE, WORDS, WORDS) => unreadable queues
 handler("of_tomorrow", [FOUR]) => older than rsembed_of_tomorrow; reinstall
 native.distinct(ROWS, (jnp.int16(ROWS),), 2) => lanes are int32 or uint32, not int16
-native.rows_of_ids(SMALL_CALL, [Place(0, 5)], [8], 1, 64) => ids and offsets are int32, not int8
+native.count_ids([jnp.int8(ROWS)], [ROWS], [8]) => ids and offsets are int32, not int8
 native.row_bits(jax.random.key(5, impl="rbg"), (WORDS,), 3) => those of threefry2x32
 gradients_of(FALLING, jnp.ones(9)) => offsets must not fall
 gradients_of(TWICE, TABLE) => got 2 outputs but 1 gradients
@@ -258,6 +257,11 @@ def test_a_call_whose_numbers_lead_outside_or_wrap_around_is_refused(target):
                 jax.block_until_ready(made(target, **change))
 
 
-def test_ids_of_8_bits_are_served_by_the_definition():
-    (rows,) = api.rows_of_ids(SMALL_CALL, [Place(0, 5)], [8], spread=1, rows_per_shard=64)
+def test_ids_of_8_bits_are_served():
+    ids = jnp.int8([3, -1, 9])
+    call = Call.of([IdList.single(ids)], ["sum"])
+    (rows,) = api.rows_of_ids(call, [Place(0, 5)], [8], spread=1, rows_per_shard=64)
     assert rows.tolist() == [8, NO_ROW, NO_ROW]
+    offsets = jnp.asarray([0, 3])
+    ((num_inside, num_outside),) = api.count_ids([ids], [offsets], [8])
+    assert (num_inside, num_outside) == (1, 1)
