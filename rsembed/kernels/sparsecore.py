@@ -99,8 +99,39 @@ def row_layout(sharding: Sharding) -> Any:
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
     """Pooled rows of every bag, in float32. One kernel call pools all bags of `entries`."""
     _check_table(table)
-    filled = _fill(table, num_lanes(), axis=1)
-    return _pooled(table.shape, filled, entries)
+    num_rows, dim = table.shape
+    num_outputs = entries.num_outputs
+    num_entries = entries.rows.shape[0]
+    if 0 in (num_rows, dim, num_outputs, num_entries):
+        return jnp.zeros((num_outputs, dim), jnp.float32)
+    bags, gains, _ = reference.entry_gains(entries, num_rows)
+    ids = jnp.where(gains == 0.0, 0, as_rows(entries.rows))
+    table = _fill(table, num_lanes(), axis=1)
+    width = table.shape[1]
+    if entries.offsets is None:
+        chunk = chunk_rows(width, 1)
+        vectors = gather(table, _fill(ids, chunk, 0))
+        terms = gains[:, None] * vectors[:num_outputs, :dim]
+        return jnp.where(gains[:, None] == 0.0, 0.0, terms)
+    chunk = chunk_rows(width, 2)
+    # For each chunk of bags, the kernel reads all chunks of entries that contain entries of these
+    # bags: `starts` is the index of the first of these chunks, and `ends` the index after the last.
+    offsets = as_offsets(entries.offsets, ids.shape[0])
+    starts = offsets[:-1:chunk] // chunk
+    last_entries = jnp.concatenate([offsets[chunk:-1:chunk], offsets[-1:]])
+    ends = -(-last_entries // chunk)
+    bounds = jnp.stack([starts, ends], axis=1)
+    bounds = _fill(bounds, num_lanes(), 0, axis=1)
+    num_chunks = -(-num_outputs // chunk)
+    pooled = pool_on_tiles(
+        table,
+        _fill(ids, chunk, 0),
+        _fill(gains, chunk, 0.0),
+        _fill(bags.astype(jnp.int32), chunk, NO_ROW),
+        bounds.reshape(-1),
+        num_chunks * chunk,
+    )
+    return pooled[:num_outputs, :dim]
 
 
 lookup = partial(reference.lookup, pool=pool)
@@ -125,19 +156,18 @@ def apply_rows(
     if 0 in (num_rows, dim, rows.shape[0]):
         return table, slots
     arrays = (table, *slots)
-    wide = [array for array in arrays if array.shape[1] == dim]
-    narrow = [array for array in arrays if array.shape[1] != dim]
+    wide: list[Array] = []
+    narrow: list[Array] = []
     # `order[k]` is the index of `arrays[k]` in `[*wide, *narrow]`.
     order = []
-    next_wide = 0
-    next_narrow = len(wide)
+    num_wide = sum(array.shape[1] == dim for array in arrays)
     for array in arrays:
         if array.shape[1] == dim:
-            order.append(next_wide)
-            next_wide += 1
+            order.append(len(wide))
+            wide.append(array)
         else:
-            order.append(next_narrow)
-            next_narrow += 1
+            order.append(num_wide + len(narrow))
+            narrow.append(array)
     lanes = num_lanes()
     state = [_fill(array, lanes, axis=1) for array in wide]
     chunk = chunk_rows(state[0].shape[1], len(state) + 1)
@@ -208,52 +238,6 @@ def _fill(
     padding = [(0, 0)] * array.ndim
     padding[axis] = (0, missing)
     return jnp.pad(array, padding, constant_values=value)
-
-
-def _pooled(
-    shape: tuple[int, ...],
-    table: Array,
-    entries: Entries,
-) -> Float[Array, "outputs dim"]:
-    """Pooled rows of every bag.
-
-    Args:
-      shape: number of rows of the table, and length of a row without padding.
-      table: the table, with every row padded to a multiple of the number of lanes.
-      entries: the row, bag and weight of every entry to pool.
-    """
-    num_rows, dim = shape
-    num_outputs = entries.num_outputs
-    num_entries = entries.rows.shape[0]
-    if 0 in (num_rows, dim, num_outputs, num_entries):
-        return jnp.zeros((num_outputs, dim), jnp.float32)
-    bags, gains, _ = reference.entry_gains(entries, num_rows)
-    ids = jnp.where(gains == 0.0, 0, as_rows(entries.rows))
-    width = table.shape[1]
-    if entries.offsets is None:
-        chunk = chunk_rows(width, 1)
-        vectors = gather(table, _fill(ids, chunk, 0))
-        terms = gains[:, None] * vectors[:num_outputs, :dim]
-        return jnp.where(gains[:, None] == 0.0, 0.0, terms)
-    chunk = chunk_rows(width, 2)
-    # For each chunk of bags, the kernel reads all chunks of entries that contain entries of these
-    # bags: `starts` is the index of the first of these chunks, and `ends` the index after the last.
-    offsets = as_offsets(entries.offsets, ids.shape[0])
-    starts = offsets[:-1:chunk] // chunk
-    last_entries = jnp.concatenate([offsets[chunk:-1:chunk], offsets[-1:]])
-    ends = -(-last_entries // chunk)
-    bounds = jnp.stack([starts, ends], axis=1)
-    bounds = _fill(bounds, num_lanes(), 0, axis=1)
-    num_chunks = -(-num_outputs // chunk)
-    pooled = pool_on_tiles(
-        table,
-        _fill(ids, chunk, 0),
-        _fill(gains, chunk, 0.0),
-        _fill(bags.astype(jnp.int32), chunk, NO_ROW),
-        bounds.reshape(-1),
-        num_chunks * chunk,
-    )
-    return pooled[:num_outputs, :dim]
 
 
 def _pallas() -> Any:
