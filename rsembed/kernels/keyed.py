@@ -191,13 +191,11 @@ def unique_keys(keys: Keys, occurrences: Int[Array, " nnz"]) -> Unique:
         return owner, is_same, first
 
     owner = jnp.full(num_slots, NO_ROW, jnp.int32)
-    owner = owner + varying_zero(keys.low, keys.is_key)
-    high = keys.high
+    hashed_keys = keys
     if keys.table is not None:
         table_bits = keys.table.astype(jnp.uint32) * jnp.uint32(0x9E3779B1)
-        high = high ^ table_bits
-    homes = mix(high, keys.low) & jnp.uint32(num_slots - 1)
-    homes = homes.astype(jnp.int32)
+        hashed_keys = keys._replace(high=keys.high ^ table_bits, table=None)
+    homes = _homes(hashed_keys, num_slots)
     _, first = _probe_all(probe, owner, keys, homes, num_slots)
     is_first = first == int32_range(num_keys)
     entries = jnp.cumsum(is_first, dtype=jnp.int32) - 1
@@ -239,7 +237,8 @@ def find_keys(
         return zero, is_done, hits
 
     size = rows.shape[0] // num_tables
-    zero = varying_zero(rows, keys.low)
+    # The results of `probe` vary over the mesh axes of `rows`, too.
+    zero = varying_zero(rows)
     homes = _homes(keys, size)
     _, slots = _probe_all(probe, zero, keys, homes, size)
     is_absent = keys.is_key & (slots == NO_ROW)
@@ -385,9 +384,8 @@ def insert_keys(
         is_won = is_free & (states[slots] == claim)
         return states, is_won, slots
 
-    states = rows + varying_zero(rows, keys.low)
     homes = _homes(keys, size)
-    claimed_rows, slots = _probe_all(probe, states, keys, homes, size)
+    claimed_rows, slots = _probe_all(probe, rows, keys, homes, size)
     old_states = rows.at[slots].get(mode="fill", fill_value=EMPTY)
     was_deleted = old_states == DELETED
     reused = jnp.where(was_deleted, slots // size, num_tables)
@@ -466,8 +464,7 @@ def _probe_all(
 
     Args:
       probe: function that checks one slot for every key, see `Probe`.
-      state: array that `probe` reads and changes. The state must vary over the mesh axes of the
-        keys.
+      state: int32 array that `probe` reads and changes.
       keys: keys and padding.
       homes: slot where the search for each key starts.
       size: number of slots of a table, a power of two. After the last slot of a table, the search
@@ -482,6 +479,7 @@ def _probe_all(
     while widths[-1] > MIN_WIDTH:
         widths.append(widths[-1] // 8)
     zero = varying_zero(state, keys.low, keys.is_key)
+    state = state + zero
     lanes = [*keys.lanes]
     positions = int32_range(num_keys)
     slots = homes + zero
