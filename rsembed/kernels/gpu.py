@@ -197,10 +197,6 @@ def _operands(entries: Entries) -> list[Array]:
     return operands
 
 
-def _power_of_two(number: int) -> int:
-    return 1 << max(number - 1, 0).bit_length()
-
-
 def _sum_bags(
     table: Ref,
     refs: Sequence[Ref],
@@ -368,7 +364,7 @@ def _pool(
     num_entries = operands[0].shape[0]
     if 0 in (*table.shape, num_bags, num_entries):
         return jnp.zeros(out.shape, jnp.float32)
-    width = min(tiling.max_columns, _power_of_two(dim))
+    width = min(tiling.max_columns, pl.next_power_of_2(dim))
     height = max(tiling.num_bags, tiling.num_numbers // width)
 
     def kernel(table_ref: Ref, *refs: Ref) -> None:
@@ -472,7 +468,7 @@ def _step(
     num_groups = rows.shape[0]
     if 0 in (num_rows, dim, num_groups, d_output.shape[0]):
         return table, slots
-    width = _power_of_two(dim)
+    width = pl.next_power_of_2(dim)
     if width > _MAX_COLUMNS:
         raise NotImplementedError(
             f"the GPU step holds rows of up to {_MAX_COLUMNS} numbers, not {dim}",
