@@ -742,6 +742,9 @@ def update(
     slots: Slots,
     gradients: CallGradients,
     step: Step,
+    *,
+    row_gradients: Callable[..., RowsAndGradients] = row_gradients,
+    apply_rows: Callable[..., tuple[Table, Slots]] = apply_rows,
 ) -> tuple[Table, Slots]:
     """Applies one optimizer step to each row with a gradient. Returns the new table and slots."""
     rows, values = row_gradients(table.shape[0], gradients)

@@ -34,7 +34,6 @@ from jaxtyping import Array, Float, Int
 from rsembed.kernels import reference
 from rsembed.kernels.contract import (
     NO_ROW,
-    CallGradients,
     Index,
     Ref,
     Step,
@@ -200,21 +199,9 @@ def apply_rows(
     return new_table, tuple(new_slots)
 
 
-def update(
-    table: Table,
-    slots: Slots,
-    gradients: CallGradients,
-    step: Step,
-) -> tuple[Table, Slots]:
-    """Applies one optimizer step to every row with a gradient. Returns the new table and slots.
-
-    One kernel sums the gradients of each row, and a second kernel updates the rows.
-    """
-    rows, values = row_gradients(table.shape[0], gradients)
-    return apply_rows(table, slots, rows, values, step)
-
-
 row_gradients = partial(reference.row_gradients, pool=pool)
+# One kernel sums the gradients of each row, and a second kernel updates the rows.
+update = partial(reference.update, row_gradients=row_gradients, apply_rows=apply_rows)
 
 
 def _check_table(table: Array) -> None:
