@@ -41,7 +41,7 @@ from rsembed.kernels.contract import (
     int32_range,
     is_between,
 )
-from rsembed.kernels.devices import target_device, warn_of_slow_cpu
+from rsembed.kernels.devices import granted_cores, target_device, warn_of_slow_cpu
 from rsembed.optimizers.base import Slots
 from rsembed.specs import QuantizationConfig
 
@@ -317,20 +317,13 @@ def _pull_lookup(
         d_weights = dispatch("weight_gradients", *arguments, implementation=implementation)
     d_lists = []
     for id_list, weights in zip(call.lists, d_weights, strict=True):
-        d_list = dataclasses.replace(
-            id_list,
-            ids=_no_gradient(id_list.ids),
-            offsets=_no_gradient(id_list.offsets),
-            weights=weights,
-        )
-        d_lists.append(d_list)
+        no_gradients = jax.tree.map(_no_gradient, id_list)
+        d_lists.append(dataclasses.replace(no_gradients, weights=weights))
     return tuple(d_tables), dataclasses.replace(call, lists=tuple(d_lists))
 
 
-def _no_gradient(integers: Any) -> Any:
+def _no_gradient(integers: Array) -> np.ndarray:
     """Gradient of an integer array: zeros of the dtype that JAX expects."""
-    if integers is None:
-        return None
     return np.zeros(integers.shape, jax.dtypes.float0)
 
 
@@ -460,7 +453,7 @@ def backend_evidence() -> list[tuple[str, str]]:
         on_xla += "; numerics unproven there"
     reason = native.unavailable_because()
     if reason is None:
-        on_cpu = f"runs here, {native.instruction_set()}, cores: {native.num_cores()}"
+        on_cpu = f"runs here, {native.instruction_set()}, cores: {granted_cores()}"
     else:
         on_cpu = f"does not run here: {reason}"
     if sparsecore.unavailable_because() is None:

@@ -222,7 +222,6 @@ def shared_library() -> ctypes.CDLL | str:
     try:
         library = ctypes.CDLL(str(path))
         library.rsembed_instruction_set.restype = ctypes.c_char_p
-        library.rsembed_num_cores.restype = ctypes.c_int64
         library.rsembed_keep_freed_memory.argtypes = (ctypes.c_size_t,)
     except (OSError, AttributeError) as error:
         # The library cannot be loaded here, or was built from a different version of rsembed.
@@ -280,17 +279,6 @@ def instruction_set() -> str | None:
     if isinstance(library, str):
         return None
     return library.rsembed_instruction_set().decode()
-
-
-def num_cores() -> int | None:
-    """Number of granted CPU cores, the maximum number of threads of a native call.
-
-    Returns None if the native library cannot be used.
-    """
-    library = shared_library()
-    if isinstance(library, str):
-        return None
-    return library.rsembed_num_cores()
 
 
 def call_handler(

@@ -39,7 +39,6 @@ from rsembed.kernels.contract import (
 from rsembed.kernels.devices import (
     call_handler,
     instruction_set as instruction_set,
-    num_cores as num_cores,
     shared_library as shared_library,
     unavailable_because as unavailable_because,
 )
@@ -67,7 +66,6 @@ _COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "mean_by_count": 3, "none": 
 _HAS_OFFSETS = 1
 _HAS_WEIGHTS = 2
 _FUSED_RULES = {"sgd": 0, "adagrad": 1, "rowwise_adagrad": 2, "adam": 3}
-_NUM_SLOTS = (0, 1, 1, 2)
 STEP_BLOCK = 512
 """Number of rows that a rule without a C++ kernel updates at a time.
 
@@ -762,7 +760,7 @@ def _fused_code(
     if formula is None:
         return None
     code = _FUSED_RULES[formula]
-    if len(slots) != _NUM_SLOTS[code] or step.rounds(table):
+    if step.rounds(table):
         return None
     num_rows, width = table.shape
     if formula == "rowwise_adagrad":
