@@ -120,13 +120,9 @@ class IdList:
     shape: tuple[int, int] | None = dataclasses.field(default=None, metadata={"static": True})
 
     @staticmethod
-    def single(
-        ids: Int[Array, " nnz"],
-        weights: Float[Array, " nnz"] | None = None,
-    ) -> IdList:
-        """A list with one entry in each bag."""
-        shape = (ids.shape[0], 1)
-        return IdList(ids, None, weights, shape)
+    def single(ids: Int[Array, " nnz"]) -> IdList:
+        """A list without weights, with one entry in each bag."""
+        return IdList(ids, shape=(ids.shape[0], 1))
 
     @property
     def num_entries(self) -> int:
@@ -232,11 +228,6 @@ class Call:
             number = len(segments)
             segments.append(Segment(number, 0, ids.num_bags, combiner))
         return Call(tuple(lists), tuple(segments))
-
-    @property
-    def num_entries(self) -> int:
-        """Number of entries of all lists."""
-        return sum(ids.num_entries for ids in self.lists)
 
     def with_ids(self, entries: Int[Array, " nnz"]) -> Call:
         """A copy of the call with new ids, which are row numbers of one table.

@@ -139,7 +139,7 @@ def draw_list(seed, lengths, *, weighted=False, single=False):
     if weighted:
         weights = jnp.asarray(generator.uniform(0.5, 2.0, num_entries), jnp.float32)
     if single:
-        return IdList.single(jnp.asarray(rows), weights)
+        return IdList(jnp.asarray(rows), None, weights, (num_entries, 1))
     return IdList(jnp.asarray(rows), jnp.asarray(np.cumsum([0, *lengths])), weights)
 
 
