@@ -234,7 +234,6 @@ def _differentiable(
 
 row_gradients = served(reference.row_gradients)
 weight_gradients = served(reference.weight_gradients)
-squared_norm = served(reference.squared_norm)
 allocate = served(reference.allocate)
 gather_rows = served(reference.gather_rows)
 scatter_rows = served(reference.scatter_rows)
@@ -348,9 +347,15 @@ def apply_rows(
         # An optimizer with `moves_all_rows` updates the whole table and all slots elementwise. For
         # elementwise code, XLA is as fast as any kernel.
         return reference.apply_rows(table, slots, rows, gradients, step)
-    arguments = (table, slots, rows, gradients, step)
-    stepped: tuple[Table, Slots]
-    stepped = dispatch("apply_rows", *arguments, implementation=implementation)
+    stepped: tuple[Table, Slots] = dispatch(
+        "apply_rows",
+        table,
+        slots,
+        rows,
+        gradients,
+        step,
+        implementation=implementation,
+    )
     return stepped
 
 
@@ -368,12 +373,17 @@ def update(
     are donated.
     """
     if step.rule.moves_all_rows:
-        operands = (table.shape[0], gradients)
-        rows, sums = dispatch("row_gradients", *operands, implementation=implementation)
-        return reference.apply_rows(table, slots, rows, sums, step)
-    arguments = (table, slots, gradients, step)
-    stepped: tuple[Table, Slots]
-    stepped = dispatch("update", *arguments, implementation=implementation)
+        num_rows = table.shape[0]
+        rows, sums = dispatch("row_gradients", num_rows, gradients, implementation=implementation)
+        return apply_rows(table, slots, rows, sums, step)
+    stepped: tuple[Table, Slots] = dispatch(
+        "update",
+        table,
+        slots,
+        gradients,
+        step,
+        implementation=implementation,
+    )
     return stepped
 
 

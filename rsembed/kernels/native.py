@@ -85,9 +85,7 @@ def lookup(
     _check_tables(*tables)
     if not call.segments:
         return ()
-    operands, attributes = _call_operands(tables, call)
-    dims = [table.shape[1] for table in tables]
-    shapes, _ = call.outputs(dims)
+    operands, attributes, shapes = _call_operands(tables, call)
     results = [Result(shape, jnp.float32) for shape in shapes]
     return call_handler("rsembed_lookup", results, *operands, *tables, **attributes)
 
@@ -222,7 +220,7 @@ def weight_gradients(
     are_supported = combiners <= {"sum", "none", "mean_by_count"}
     if not combiners or not are_supported:
         return reference.weight_gradients(tables, call, d_outputs)
-    operands, attributes = _call_operands(tables, call, with_weights=False)
+    operands, attributes, _ = _call_operands(tables, call, with_weights=False)
     operands += [d_output.astype(jnp.float32) for d_output in d_outputs]
     attributes["num_outputs"] = len(d_outputs)
     results = [Result(ids.ids.shape, jnp.float32) for ids in call.lists]
@@ -687,17 +685,20 @@ def _call_operands(
     call: Call,
     *,
     with_weights: bool = True,
-) -> tuple[list[Array], Attributes]:
-    """Operands and attributes of a native call that reads all lists and segments of `call`."""
+) -> tuple[list[Array], Attributes, list[tuple[int, ...]]]:
+    """Arguments of a native call that reads all lists and segments of `call`.
+
+    Returns: operands, attributes, and the shapes of the outputs of `call`.
+    """
     operands, forms = _list_operands(call.lists, with_weights=with_weights)
     dims = [table.shape[1] for table in tables]
-    _, output_places = call.outputs(dims)
+    shapes, output_places = call.outputs(dims)
     segments: list[int] = []
     for segment, place in zip(call.segments, output_places, strict=True):
         num_rows = tables[segment.table].shape[0]
         segments += _segment_numbers(segment, place, num_rows)
     attributes = {"lists": forms, "segments": segments}
-    return operands, attributes
+    return operands, attributes, shapes
 
 
 def _list_operands(
