@@ -42,6 +42,25 @@ Index: TypeAlias = Any
 NO_ROW = 2**31 - 1
 
 
+TABLE_DTYPES = ("float32", "bfloat16", "float16")
+"""Dtypes that a table can have."""
+
+
+def check_dtype(table: Table, kernels: str, dtypes: Sequence[str] = TABLE_DTYPES) -> None:
+    """Raises `NotImplementedError` if the dtype of a table is not in `dtypes`.
+
+    Args:
+      table: table that a kernel reads or updates.
+      kernels: name of the implementation, for the error message.
+      dtypes: dtypes that the kernels support, `TABLE_DTYPES` by default.
+    """
+    if table.dtype.name not in dtypes:
+        known = ", ".join(dtypes)
+        raise NotImplementedError(
+            f"tables of the {kernels} kernels are {known}, not {table.dtype}",
+        )
+
+
 def as_rows(rows: ArrayLike) -> Int[Array, " nnz"]:
     """Row numbers as int32. A number that does not fit into int32 becomes `NO_ROW`."""
     rows = jnp.asarray(rows)

@@ -34,6 +34,7 @@ from rsembed.kernels.contract import (
     Table,
     as_offsets,
     as_rows,
+    check_dtype,
     int32_range,
     is_between,
 )
@@ -44,7 +45,6 @@ from rsembed.optimizers.base import Slots
 
 NAME = "gpu"
 
-_TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _PRIMITIVES = ELEMENTWISE | {"pow", "log", "log1p", "expm1", "exp2", "tanh"}
 _PRIMITIVES |= {"floor", "ceil", "is_finite"}
 _MAX_COLUMNS = 8192
@@ -96,7 +96,7 @@ def unavailable_because() -> str | None:
 
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
     """Pooled rows of every bag of a list, float32. One kernel call pools all bags."""
-    _check_table(table)
+    check_dtype(table, NAME)
     entries = _with_safe_weights(entries, table.shape[0])
     return _pool(table, _operands(entries), entries.num_outputs, entries.combiner)
 
@@ -173,13 +173,6 @@ def apply_rows(
 
 
 squared_norm = partial(reference.squared_norm, row_gradients=row_gradients)
-
-
-def _check_table(table: Array) -> None:
-    if table.dtype not in _TABLE_DTYPES:
-        raise NotImplementedError(
-            f"tables of the GPU kernels are float32, bfloat16 or float16, not {table.dtype}",
-        )
 
 
 def _operands(entries: Entries) -> list[Array]:
@@ -459,7 +452,7 @@ def _step(
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
 
-    _check_table(table)
+    check_dtype(table, NAME)
     num_hyper = len(step.hyper)
     traced = trace_rule(step.rule, table, slots, num_hyper, elementwise=_PRIMITIVES)
     num_rows, dim = table.shape

@@ -33,6 +33,7 @@ from rsembed.kernels.contract import (
     WeightGradients,
     as_offsets,
     as_rows,
+    check_dtype,
     int32_range,
     is_between,
 )
@@ -59,7 +60,6 @@ from rsembed.optimizers.base import Slots
 from rsembed.places import Place as TablePlace
 
 NAME = "native"
-_TABLE_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 # The codes of combiners, flags and rules must equal those in csrc/row_kernels.h and
 # csrc/arguments.h.
 _COMBINER_CODES = {"sum": 0, "mean": 1, "sqrtn": 2, "mean_by_count": 3, "none": -1}
@@ -82,7 +82,8 @@ def lookup(
     call: Call,
 ) -> Outputs:
     """Pooled rows of every segment, float32. One native call reads all tables."""
-    _check_tables(*tables)
+    for table in tables:
+        check_dtype(table, NAME)
     if not call.segments:
         return ()
     operands, attributes, shapes = _call_operands(tables, call)
@@ -137,7 +138,7 @@ def update(
     rule without a C++ kernel, a native call sums the gradients, and then `apply_rows` updates the
     rows.
     """
-    _check_tables(table)
+    check_dtype(table, NAME)
     code = _fused_code(table, slots, step)
     if code is None:
         rows, values = row_gradients(table.shape[0], gradients)
@@ -162,7 +163,7 @@ def apply_rows(
     same size, because XLA can round a sum or a root differently in blocks of different sizes. So
     the bits of a row do not depend on the number of rows in the batch.
     """
-    _check_tables(table)
+    check_dtype(table, NAME)
     rows = as_rows(rows)
     gradients = gradients.astype(jnp.float32)
     code = _fused_code(table, slots, step)
@@ -212,7 +213,8 @@ def weight_gradients(
 
     The gradient is 0 for an id that contributes nothing.
     """
-    _check_tables(*tables)
+    for table in tables:
+        check_dtype(table, NAME)
     combiners = set()
     for segment in call.segments:
         if call.lists[segment.list].weights is not None:
@@ -622,14 +624,6 @@ def _check_ids(arrays: Sequence[Array]) -> None:
     for array in arrays:
         if array.dtype != jnp.int32:
             raise NotImplementedError(f"native ids and offsets are int32, not {array.dtype}")
-
-
-def _check_tables(*tables: Array) -> None:
-    for table in tables:
-        if table.dtype not in _TABLE_DTYPES:
-            raise NotImplementedError(
-                f"native tables are float32, bfloat16 or float16, not {table.dtype}",
-            )
 
 
 def _integers(*shapes: tuple[int, ...]) -> list[Result]:

@@ -40,6 +40,7 @@ from rsembed.kernels.contract import (
     Table,
     as_offsets,
     as_rows,
+    check_dtype,
     is_between,
 )
 from rsembed.kernels.devices import target_device
@@ -48,6 +49,7 @@ from rsembed.kernels.traced_rules import Row, evaluate, trace_rule
 from rsembed.optimizers.base import Slots
 
 NAME = "sparsecore"
+_TABLE_DTYPES = ("float32",)
 
 SUBLANES = 8
 """A copy of several rows must start at a row number that is a multiple of `SUBLANES`."""
@@ -97,7 +99,7 @@ def row_layout(sharding: Sharding) -> Any:
 
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
     """Pooled rows of every bag, in float32. One kernel call pools all bags of `entries`."""
-    _check_table(table)
+    check_dtype(table, NAME, _TABLE_DTYPES)
     num_rows, dim = table.shape
     num_outputs = entries.num_outputs
     num_entries = entries.rows.shape[0]
@@ -149,7 +151,7 @@ def apply_rows(
     only one number per row. A tile writes at least 32 bytes at once, so two tiles that write
     neighbouring numbers of a slot could overwrite each other's results.
     """
-    _check_table(table)
+    check_dtype(table, NAME, _TABLE_DTYPES)
     traced = trace_rule(step.rule, table, slots, len(step.hyper))
     num_rows, dim = table.shape
     if 0 in (num_rows, dim, rows.shape[0]):
@@ -202,13 +204,6 @@ def apply_rows(
 row_gradients = partial(reference.row_gradients, pool=pool)
 # One kernel sums the gradients of each row, and a second kernel updates the rows.
 update = partial(reference.update, row_gradients=row_gradients, apply_rows=apply_rows)
-
-
-def _check_table(table: Array) -> None:
-    if table.dtype != jnp.float32:
-        raise NotImplementedError(
-            f"tables of the SparseCore kernels are float32, not {table.dtype}",
-        )
 
 
 def _fill(

@@ -108,7 +108,7 @@ native.count_ids([jnp.int8(ROWS)], [ROWS], [8]) => ids and offsets are int32, no
 native.row_bits(jax.random.key(5, impl="rbg"), (WORDS,), 3) => those of threefry2x32
 gradients_of(FALLING, jnp.ones(9)) => offsets must not fall
 gradients_of(TWICE, TABLE) => got 2 outputs but 1 gradients
-native.lookup((TABLE.astype(jnp.float8_e5m2),), TWICE) => float32, bfloat16 or float16, not float8
+native.lookup((TABLE.astype(jnp.float8_e5m2),), TWICE) => float32, bfloat16, float16, not float8
 api.lookup((TABLE,), MIXED, implementation="reference") => without a combiner share no list
 """
 
