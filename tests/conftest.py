@@ -133,7 +133,7 @@ def pytest_sessionstart():
     # The warning appears once per process. In a test, it would be an error.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        devices.warn_of_slow_cpu()
+        devices.warn_of_slow_cpu(reason)
 
 
 @pytest.hookimpl(tryfirst=True)

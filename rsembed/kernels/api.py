@@ -190,8 +190,8 @@ def dispatch(
                 return jax.lax.platform_dependent(cuda=serve, default=default)
             except NotImplementedError as error:
                 reason = str(error)
-        elif module is native and implementation is None:
-            warn_of_slow_cpu()
+        elif module is native and implementation is None and target_device().platform == "cpu":
+            warn_of_slow_cpu(reason)
         reasons.append(f"{module.NAME}: {reason}")
     check_implementation(implementation)
     raise NotImplementedError(f"no implementation can serve {function}: " + "; ".join(reasons))

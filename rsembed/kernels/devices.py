@@ -255,15 +255,13 @@ def unavailable_because() -> str | None:
     return None
 
 
-def warn_of_slow_cpu() -> None:
-    """Warns once if a computation for the CPU cannot use the native library."""
-    library = shared_library()
-    if isinstance(library, str) and target_device().platform == "cpu":
-        _warn_of_no_library(library)
-
-
 @functools.cache
-def _warn_of_no_library(reason: str) -> None:
+def warn_of_slow_cpu(reason: str) -> None:
+    """Warns once that a computation for the CPU cannot use the native library.
+
+    Args:
+      reason: why the library cannot be used.
+    """
     warnings.warn(
         f"rsembed computes without its native CPU kernels, correctly but slower: {reason}. "
         "`rsembed doctor` says whether they are live. With RSEMBED_REQUIRE_NATIVE=1 in the "
