@@ -95,10 +95,16 @@ def unavailable_because() -> str | None:
 
 
 def pool(table: Table, entries: Entries) -> Float[Array, "outputs dim"]:
-    """Pooled rows of every bag of a list, float32. One kernel call pools all bags."""
+    """Pooled rows of every bag of a list, float32.
+
+    One kernel call pools all bags. If the entries have `bags`, another call sums pieces first.
+    """
     check_dtype(table, NAME)
     entries = _with_safe_weights(entries, table.shape[0])
-    return _pool(table, _operands(entries), entries.num_outputs, entries.combiner)
+    pieces = _pieces(table, entries)
+    operands = [*_operands(entries), *pieces]
+    combiner = entries.combiner
+    return _pool(table, operands, entries.num_outputs, combiner, has_pieces=bool(pieces))
 
 
 def _with_safe_weights(entries: Entries, num_rows: int) -> Entries:
@@ -124,12 +130,8 @@ def row_gradients(num_rows: int, gradients: CallGradients) -> RowsAndGradients:
 
     See `reference.row_gradients`.
     """
-    rows, entries, group_of, d_output = reference.group_rows(num_rows, gradients, pool)
-    pieces = _pieces(d_output, entries, group_of)
-    operands = [*_operands(entries), *pieces]
-    num_bags = rows.shape[0]
-    sums = _pool(d_output, operands, num_bags, "sum", has_pieces=bool(pieces))
-    return rows, sums
+    rows, entries, d_output = reference.group_rows(num_rows, gradients, pool)
+    return rows, pool(d_output, entries)
 
 
 def update(
@@ -146,9 +148,8 @@ def update(
     if step.rounds(table):
         rows, values = row_gradients(num_rows, gradients)
         return reference.apply_rows(table, slots, rows, values, step)
-    rows, entries, group_of, d_output = reference.group_rows(num_rows, gradients, pool)
-    pieces = _pieces(d_output, entries, group_of)
-    return _step(table, slots, rows, entries, d_output, step, pieces)
+    rows, entries, d_output = reference.group_rows(num_rows, gradients, pool)
+    return _step(table, slots, rows, entries, d_output, step)
 
 
 def apply_rows(
@@ -169,7 +170,7 @@ def apply_rows(
     entries = Entries(numbers[:-1], numbers, None)
     rows = as_rows(rows)
     d_output = gradients.astype(jnp.float32)
-    return _step(table, slots, rows, entries, d_output, step, ())
+    return _step(table, slots, rows, entries, d_output, step)
 
 
 squared_norm = partial(reference.squared_norm, row_gradients=row_gradients)
@@ -313,31 +314,32 @@ def _sum_bags(
 
 
 def _pieces(
-    d_output: Array,
+    table: Table,
     entries: Entries,
-    group_of: Int[Array, " nnz"],
 ) -> tuple[Float[Array, "pieces dim"], ...]:
-    """Sums of the pieces of the sorted entries, or `()` if the batch is shorter than a piece.
+    """Sums of the pieces of the entries, or `()` if there are none or their `bags` are unknown.
 
     The sorted entries are split into pieces of `piece_entries` consecutive entries. If all entries
     of a piece read the same row, the result holds the sum of the piece. If the entries of a piece
     read different rows, the result holds zeros for the piece, and the kernel that uses the result
     reads the entries of the piece one by one.
     """
-    length = tiling.piece_entries
-    num_pieces = group_of.shape[0] // length
-    if 0 in (num_pieces, *d_output.shape):
+    if entries.bags is None:
         return ()
-    groups = group_of[: num_pieces * length]
-    groups = groups.reshape(num_pieces, length)
+    length = tiling.piece_entries
+    num_pieces = entries.bags.shape[0] // length
+    if 0 in (num_pieces, *table.shape):
+        return ()
+    bags = entries.bags[: num_pieces * length]
+    bags = bags.reshape(num_pieces, length)
     start = int32_range(num_pieces) * length
     rows, offsets, *weights = _operands(entries)
-    has_one_row = groups[:, 0] == groups[:, -1]
+    has_one_row = bags[:, 0] == bags[:, -1]
     contributes = start < offsets[-1]
     stop = jnp.where(has_one_row & contributes, start + length, start)
     bounds = jnp.stack([start, stop], axis=1).reshape(-1)
     operands = [rows, bounds, *weights]
-    sums = _pool(d_output, operands, num_pieces, "sum", stride=2)
+    sums = _pool(table, operands, num_pieces, "sum", stride=2)
     return (sums,)
 
 
@@ -435,7 +437,6 @@ def _step(
     entries: Entries,
     d_output: Array,
     step: Step,
-    pieces: tuple[Array, ...],
 ) -> tuple[Table, Slots]:
     """Applies one optimizer step to `rows` in place, and returns the table and slots.
 
@@ -447,7 +448,6 @@ def _step(
         its bag.
       d_output: gradients to sum, float32.
       step: rule and hyperparameters.
-      pieces: partial sums of long bags, from `_pieces`.
     """
     from jax.experimental import pallas as pl
     from jax.experimental.pallas import triton
@@ -467,6 +467,7 @@ def _step(
             f"the GPU step holds rows of up to {_MAX_COLUMNS} numbers, not {dim}",
         )
     height = max(1, tiling.num_numbers // width)
+    pieces = _pieces(d_output, entries)
 
     def step_row(
         gradient: Array,

@@ -58,12 +58,15 @@ class Entries(NamedTuple):
       offsets: entries `offsets[b] : offsets[b + 1]` belong to bag `b`. None: every entry is a bag.
       weights: weight of every entry. None: all weights are 1.
       combiner: `sum`, `mean` or `sqrtn`.
+      bags: bag of every entry, if it is known already. None, the default: a kernel that needs the
+        bags computes them from the offsets.
     """
 
     rows: Int[Array, " nnz"]
     offsets: Int[Array, " bags_plus_1"] | None
     weights: Float[Array, " nnz"] | None
     combiner: Combiner = "sum"
+    bags: Int[Array, " nnz"] | None = None
 
     @property
     def num_outputs(self) -> Any:
@@ -479,7 +482,7 @@ def group_rows(
     num_rows: int,
     gradients: CallGradients,
     pool: Pool | None = None,
-) -> tuple[Int[Array, " capacity"], Entries, Int[Array, " nnz"], Float[Array, "outputs dim"]]:
+) -> tuple[Int[Array, " capacity"], Entries, Float[Array, "outputs dim"]]:
     """Distinct rows that a batch reads, and the entries that read each row.
 
     A lookup sums over all entries of a bag. A row gradient sums over all entries that read the row.
@@ -499,9 +502,8 @@ def group_rows(
     distinct rows, and their `rows` are row numbers of the returned array of output gradients.
     Entries that contribute nothing come after the last bag, and their bag is the number of bags.
 
-    Returns: `(rows, entries, bags, d_outputs)`: the distinct rows in ascending order, padded with
-      `NO_ROW`, the entries sorted by row, the bag of every sorted entry, and the gradients of the
-      outputs in float32.
+    Returns: `(rows, entries, d_outputs)`: the distinct rows in ascending order, padded with
+      `NO_ROW`, the entries sorted by row, and the gradients of the outputs in float32.
     """
     # Each list begins with an empty array, because `jnp.concatenate` fails on an empty list, and a
     # table may have no segments.
@@ -550,8 +552,8 @@ def group_rows(
     distinct = jnp.full(capacity, NO_ROW, jnp.int32)
     distinct = distinct.at[group_of_first].set(in_order, mode="drop")
     d_outputs = jnp.concatenate(parts)
-    entries_by_row = Entries(outputs, offsets, weights)
-    return distinct, entries_by_row, group_of, d_outputs
+    entries_by_row = Entries(outputs, offsets, weights, bags=group_of)
+    return distinct, entries_by_row, d_outputs
 
 
 def row_gradients(
@@ -571,13 +573,14 @@ def row_gradients(
       pool: kernel that sums the gradients of each row. None, the default: XLA sums the gradients of
         each row.
     """
-    rows, entries, group_of, d_output = group_rows(num_rows, gradients)
+    rows, entries, d_output = group_rows(num_rows, gradients)
     if pool is not None:
         return rows, pool(d_output, entries)
     num_outputs, dim = d_output.shape
     terms = jnp.zeros((1, dim)) if num_outputs == 0 else d_output[entries.rows]
     if entries.weights is not None:
         terms = entries.weights[:, None] * terms
+    group_of: Any = entries.bags  # `group_rows` always knows the bags.
     num_groups = rows.shape[0]
     sums = jax.ops.segment_sum(terms, group_of, num_groups, indices_are_sorted=True)
     return rows, sums
