@@ -173,9 +173,7 @@ class _Evaluation(NamedTuple):
                 outputs = [inputs[0]]
             elif name == "reduce_sum":
                 summed: Any = eqn.invars[0].aval
-                sums: Any = eqn.outvars[0].aval
-                num_summed = math.prod(summed.shape) // math.prod(sums.shape)
-                outputs = [self.add_up(inputs[0], num_summed)]
+                outputs = [self.add_up(inputs[0], summed.shape[1])]
             else:
                 function = _elementwise(eqn, self.swaps)
                 outputs = [_apply_to_pieces(function, inputs)]
@@ -197,15 +195,15 @@ class _Evaluation(NamedTuple):
         scalar = np.asarray(number).reshape(())
         return jnp.full(self.shape, scalar, variable.aval.dtype)
 
-    def add_up(self, value: Row | Array, num_summed: int) -> Array:
+    def add_up(self, value: Row | Array, num_columns: int) -> Array:
         """Sum of a row without its padding, repeated in an array of shape `shape`.
 
         Args:
           value: the row, or an array that repeats the single number in all columns of the row.
-          num_summed: number of columns that are summed.
+          num_columns: number of columns that are summed.
         """
         if not isinstance(value, tuple):
-            return value * num_summed
+            return value * num_columns
         (size,) = self.shape
         total = jnp.zeros(size, jnp.float32)
         for number, part in enumerate(value):
