@@ -23,7 +23,7 @@ from rsembed.arrays import is_traced
 from rsembed.bags import Bags, narrow_ids
 from rsembed.checks import check_type
 from rsembed.kernels import native, reference
-from rsembed.kernels.contract import NO_ROW, Call, IdList
+from rsembed.kernels.contract import NO_ROW, Call, Combiner, IdList
 from rsembed.kernels.keyed import varying_zero
 from rsembed.sizes import padded_size
 from rsembed.tt.spec import TTSpec
@@ -31,6 +31,11 @@ from rsembed.tt.spec import TTSpec
 Mode = Literal["sum", "mean"]
 Implementation = Literal["native", "plain"]
 
+COMBINERS: dict[Mode, Combiner] = {"sum": "sum", "mean": "mean_by_count"}
+"""Combiner of a kernel call for each mode.
+
+In mode "mean", the weighted sum of a bag is divided by the number of ids in the bag.
+"""
 MIN_PADDED_IDS = 32
 """Minimum number of ids to which a batch on the host is padded."""
 MAX_CORES = 16
@@ -137,7 +142,8 @@ def bag(
     # The row number of each id in `call` only shows whether the id is valid: 0 for an id of the
     # table, and `NO_ROW` for padding and other ids. The slices of a row are selected by `digits`.
     rows = jnp.where(is_row, 0, NO_ROW)
-    call = call_of(bags, rows, mode)
+    ids = IdList(rows, jnp.asarray(bags.offsets), weights_of(bags))
+    call = Call.of([ids], [COMBINERS[mode]])
     _, outputs, gains = entries_of(call)
     return pooled_rows(
         arrays,
@@ -313,22 +319,11 @@ def entries_of(
     return all_rows, all_outputs, all_gains
 
 
-def call_of(
-    bags: Bags,
-    rows: Int[Array, " nnz"],
-    mode: Mode,
-) -> Call:
-    """Kernel call that pools `rows`, which are the row numbers of the ids in `bags`.
-
-    In mode "mean", the weighted sum of a bag is divided by the number of ids in the bag.
-    """
-    weights = None
-    if bags.weights is not None:
-        weights = jnp.asarray(bags.weights, jnp.float32)
-    offsets = jnp.asarray(bags.offsets)
-    ids = IdList(rows, offsets, weights)
-    combiner = "mean_by_count" if mode == "mean" else mode
-    return Call.of([ids], [combiner])
+def weights_of(bags: Bags) -> Float[Array, " nnz"] | None:
+    """Weights of bags in float32, or None if all weights are 1."""
+    if bags.weights is None:
+        return None
+    return jnp.asarray(bags.weights, jnp.float32)
 
 
 def padded_bags(bags: Bags) -> Bags:

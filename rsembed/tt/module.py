@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, PyTree
 from rsembed.arrays import check_not_taken, is_traced
 from rsembed.bags import Bags, narrow_ids
 from rsembed.checks import NonNegativeInt, PositiveInt, check_finite, dtype_among, validated
+from rsembed.kernels.contract import Call, CallGradients
 from rsembed.optimizers import OptimizerSpec
 from rsembed.row_gradients import check_gradient
 from rsembed.specs import MAX_ROWS
@@ -494,7 +495,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             if is_flat:
                 indices = jnp.asarray(indices).reshape(-1, 1)
         bags = self._read(indices, offsets, None)
-        self._count(self._by_group(bags))
+        self._count(self._calls_of(bags))
 
     def cache_populate(self) -> None:
         """Fills the cache with the most-read rows, and writes evicted rows back to the TT cores.
@@ -512,18 +513,19 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
                     "cache_populate: nothing was counted, so nothing is cached.", stacklevel=2
                 )
         for g in range(len(self.caches)):
-            params, slots = programs.populated(self.storages[g], *self._state(g))
+            storage = self.storages[g]
+            params, slots = programs.populated(storage, *self._state(g), storage.tables[0])
             self._put(g, params, slots)
 
     def _check_may_cache(self) -> None:
         if not self.sparse:
             raise _no_cache(type(self).__name__)
 
-    def _count(self, batch: Sequence[Bags]) -> None:
-        """Counts the reads of a batch, which has one `Bags` per group of tables."""
+    def _count(self, calls: Sequence[Call]) -> None:
+        """Counts the reads of a batch, which has one kernel call per group of tables."""
         for g, cache in enumerate(self.caches):
             params, _ = self._state(g)
-            counted = programs.counted(params.directory, batch[g].ids)
+            counted = programs.counted(params.directory, calls[g].lists[0].ids)
             # A function under plain `jax.jit` that closes over the module cannot change the
             # module's variables, so reads in such a function are not counted.
             with contextlib.suppress(TraceContextError):
@@ -602,12 +604,12 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """
         bags = self._read(indices, offsets, per_sample_weights)
         is_used = False
-        outputs, params, batch = self._look_up(bags)
+        outputs, params, calls = self._look_up(bags)
         shapes = [output.shape for output in outputs]
 
         def backward(d_output: PyTree) -> TTGradients | None:
             nonlocal is_used
-            d_by_group = self._gradients_by_group(d_output, shapes)
+            gradients = self._gradients_of_groups(d_output, shapes, calls)
             d_cores: list[Cores] = []
             d_weights = []
             if self.sparse:
@@ -616,15 +618,14 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
                         "this backward has already stepped the cores; look the batch up again."
                     )
                 is_used = True
-                d_weights = self._step(params, batch, d_by_group)
+                d_weights = self._step(params, gradients)
             else:
                 for g, storage in enumerate(self.storages):
                     group_d_cores, group_d_weights = programs.pulled(
                         storage,
-                        self.mode,
                         params[g],
-                        batch[g],
-                        d_by_group[g],
+                        gradients[g],
+                        storage.tables[0],
                     )
                     d_cores.append(group_d_cores)
                     d_weights.append(group_d_weights)
@@ -639,12 +640,13 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
         return self._joined(outputs), backward
 
-    def _gradients_by_group(
+    def _gradients_of_groups(
         self,
         d_output: PyTree,
         shapes: Sequence[tuple[int, ...]],
-    ) -> list[Array]:
-        """Checks the output gradients of all tables, and concatenates them by group, in float32."""
+        calls: Sequence[Call],
+    ) -> list[CallGradients]:
+        """Checks the output gradients of all tables, and adds them to the call of each group."""
         d_outputs = [d_output] if self.is_single else list(d_output)
         wide = []
         for table, (gradient, shape) in enumerate(zip(d_outputs, shapes, strict=True)):
@@ -654,17 +656,16 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
                     f"d_output of table {table} has shape {np.shape(gradient)}, its output {shape}."
                 )
             wide.append(jnp.asarray(gradient, jnp.float32))
-        by_group = []
-        for group in self.groups:
-            group_gradients = [wide[k] for k in group]
-            by_group.append(jnp.concatenate(group_gradients))
-        return by_group
+        gradients = []
+        for group, call in zip(self.groups, calls, strict=True):
+            d_tables = tuple(wide[k] for k in group)
+            gradients.append(CallGradients(call, d_tables, (self.specs[group[0]].embedding_dim,)))
+        return gradients
 
     def _step(
         self,
         lookup_params: Sequence[PyTree],
-        batch: Sequence[Bags],
-        d_by_group: Sequence[Array],
+        gradients: Sequence[CallGradients],
     ) -> list[Any]:
         """Applies one optimizer step to the cores and cached rows of all groups.
 
@@ -677,12 +678,10 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             params, slots = self._state(g)
             params, slots, group_d_weights = programs.stepped(
                 storage,
-                self.mode,
                 params,
                 slots,
                 lookup_params[g],
-                batch[g],
-                d_by_group[g],
+                gradients[g],
                 rate,
                 number,
             )
@@ -705,27 +704,27 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
             return jnp.stack(tables)
         return tables
 
-    def _look_up(self, bags: Bags) -> tuple[list[Array], list[PyTree], list[Bags]]:
-        """Pooled rows of every table, and for every group of tables its parameters and `Bags`."""
-        batch = self._by_group(bags)
+    def _look_up(self, bags: Bags) -> tuple[list[Array], list[PyTree], list[Call]]:
+        """Pooled rows of every table, and the parameters and kernel call of every group."""
+        calls = self._calls_of(bags)
         if not self.deterministic:
-            self._count(batch)
+            self._count(calls)
         params = []
         output_of_table: dict[int, Array] = {}
         for g, group in enumerate(self.groups):
+            storage = self.storages[g]
             group_params, _ = self._state(g)
             params.append(group_params)
-            pooled = programs.looked_up(self.storages[g], self.mode, group_params, batch[g])
-            outputs = pooled.reshape(len(group), -1, pooled.shape[1])
+            outputs = programs.looked_up(storage, group_params, calls[g], storage.tables[0])
             output_of_table.update(zip(group, outputs, strict=True))
         all_outputs = [output_of_table[k] for k in range(len(self.specs))]
-        return all_outputs, params, batch
+        return all_outputs, params, calls
 
-    def _by_group(self, bags: Bags) -> list[Bags]:
-        """Splits a batch into one `Bags` per group of tables. See `programs.rows_by_group`."""
+    def _calls_of(self, bags: Bags) -> list[Call]:
+        """The kernel call of every group of tables. See `programs.calls_of_groups`."""
         sizes = tuple(spec.num_embeddings for spec in self.specs)
         bags = dataclasses.replace(bags, ids=narrow_ids(bags.ids))
-        return programs.rows_by_group(self.groups, sizes, padded_bags(bags))
+        return programs.calls_of_groups(self.groups, sizes, self.mode, padded_bags(bags))
 
     def _read(
         self,

@@ -1,6 +1,6 @@
 """Parts of a tensor-train module: its variables, optimizers, batch reader and compiled functions.
 
-Each compiled function except `rows_by_group` handles one group of tables.
+Each compiled function except `calls_of_groups` handles one group of tables.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from rsembed.optimizers import SGD, Adam, OptimizerSpec, RowWiseAdagrad, TorchAd
 from rsembed.parallel.agreement import check_not_forked
 from rsembed.specs import TableSpec
 from rsembed.tt import hot_rows
-from rsembed.tt.cores import Cores, Mode, call_of
+from rsembed.tt.cores import COMBINERS, Mode, weights_of
 from rsembed.tt.spec import TTSpec
-from rsembed.tt.storage import AllSlots, CachedTrain, Params, TensorTrain, cores_of
+from rsembed.tt.storage import AllSlots, CachedTrain, Params, TensorTrain
 
 MIN_CACHE_ROWS = 32
 """Smallest default cache of a group of tables, in rows.
@@ -160,46 +160,19 @@ def storage_of(
     return train.sharing(tables)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def looked_up(
-    storage: TensorTrain,
-    mode: Mode,
-    params: Params,
-    batch: Bags,
-) -> Float[Array, "bags dim"]:
-    """Pooled rows of a group of tables, read from the cache or computed from the cores."""
-    return storage.look_up(params, call_of(batch, batch.ids, mode), storage.tables[0])[0]
+looked_up = jax.jit(TensorTrain.look_up, static_argnums=(0, 3))
+pulled = jax.jit(TensorTrain.pulled, static_argnums=(0, 3))
+populated = jax.jit(TensorTrain.populate, static_argnums=(0, 3))
+counted = jax.jit(hot_rows.count)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def pulled(
-    storage: TensorTrain,
-    mode: Mode,
-    params: Params,
-    batch: Bags,
-    d_output: Array,
-) -> tuple[Cores, Array | None]:
-    """Computes the gradients of cores and weights from the gradient of the pooled rows."""
-
-    def output(params: Params, weights: Array | None) -> Array:
-        weighted = dataclasses.replace(batch, weights=weights)
-        pooled: Array = looked_up(storage, mode, params, weighted)
-        return pooled
-
-    _, pull = jax.vjp(output, params, batch.weights)
-    d_params, d_weights = pull(d_output)
-    return cores_of(d_params), d_weights
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=0)
 def stepped(
     storage: TensorTrain,
-    mode: Mode,
     params: Params,
     slots: AllSlots,
     lookup_params: Params,
-    batch: Bags,
-    d_output: Array,
+    gradients: CallGradients,
     rate: Array,
     number: Array,
 ) -> tuple[Params, AllSlots, Array | None]:
@@ -207,64 +180,49 @@ def stepped(
 
     Args:
       storage: storage of the group of tables.
-      mode: "sum" or "mean".
       params: parameters before the step.
       slots: optimizer state before the step.
       lookup_params: parameters at the time of the lookup. The gradients of cores and weights are
         computed at `lookup_params`.
-      batch: the bags that were looked up.
-      d_output: gradient of the pooled rows.
+      gradients: kernel call of the lookup, and gradients of its outputs.
       rate: learning rate of the optimizer step.
       number: index of the optimizer step, from 0.
     """
     table = storage.tables[0]
     rule = table.optimizer
-    d_cores, d_weights = pulled(storage, mode, lookup_params, batch, d_output)
+    d_cores, d_weights = storage.pulled(lookup_params, gradients, table)
     if isinstance(lookup_params, CachedTrain) and isinstance(params, CachedTrain):
         # Rows may have entered or left the cache between lookup and update. If a row is in the
         # cache at the time of the update, the gradient of the row goes to the cached row. The
         # gradient of an evicted row goes to the cores.
         current_params = lookup_params._replace(directory=params.directory)
-        d_cores, _ = pulled(storage, mode, current_params, batch, d_output)
+        d_cores, _ = storage.pulled(current_params, gradients, table)
     hyper = dataclasses.replace(rule, learning_rate=lambda: rate).get_hyperparameters(number)
     step = Step(hyper, rule, None, number)
-    call = call_of(batch, batch.ids, mode)
-    gradients = CallGradients(call, (d_output,), (d_output.shape[1],))
     params, slots = storage.step(params, slots, gradients, table, step, d_cores)
     return params, slots, d_weights
 
 
-counted = jax.jit(hot_rows.count)
-
-
-@functools.partial(jax.jit, static_argnums=0)
-def populated(
-    storage: TensorTrain,
-    params: CachedTrain,
-    slots: AllSlots,
-) -> tuple[CachedTrain, AllSlots]:
-    """Fills the cache with the most-read rows, and returns new parameters and slots."""
-    return storage.populate(params, slots, storage.tables[0])
-
-
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def rows_by_group(
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def calls_of_groups(
     groups: Sequence[Sequence[int]],
     sizes: Sequence[int],
+    mode: Mode,
     bags: Bags,
-) -> list[Bags]:
-    """Splits the bags of all tables into one `Bags` per group of tables.
+) -> list[Call]:
+    """One kernel call per group of tables, with one output per table of the group.
 
-    The ids are replaced by row numbers: the rows of a group are numbered consecutively over its
-    tables. In the `Bags` of a group, the ids of all other groups are replaced by `NO_ROW`.
+    The ids of a call are row numbers: the rows of a group are numbered consecutively over its
+    tables. In the call of a group, the ids of all other groups are replaced by `NO_ROW`.
 
     Args:
       groups: for every group, the indices of its tables.
       sizes: number of rows of every table.
+      mode: "sum" or "mean".
       bags: bags of table 0, then an equal number of bags of table 1, and so on.
     """
-    ids = jnp.asarray(bags.ids)
     offsets = jnp.asarray(bags.offsets).astype(jnp.int32)
+    ids = IdList(jnp.asarray(bags.ids), offsets, weights_of(bags))
     batch = bags.num_bags // len(sizes)
     segments = []
     for g, group in enumerate(groups):
@@ -272,15 +230,17 @@ def rows_by_group(
         for k in group:
             segments.append(Segment(0, k * batch, batch, "sum", g, first_row, sizes[k]))
             first_row += sizes[k]
-    weights = None if bags.weights is None else jnp.asarray(bags.weights, jnp.float32)
-    call = Call((IdList(ids, offsets, weights),), tuple(segments))
+    all_tables = Call((ids,), tuple(segments))
     starts = offsets[:-1].reshape(len(sizes), batch)
-    by_group = []
+    calls = []
     for g, group in enumerate(groups):
-        rows = rows_of_list(call, 0, g, NO_ROW)
+        rows = rows_of_list(all_tables, 0, g, NO_ROW)
         group_offsets = jnp.append(starts[np.asarray(group)], offsets[-1])
-        by_group.append(Bags(rows, group_offsets, weights))
-    return by_group
+        outputs = []
+        for number in range(len(group)):
+            outputs.append(Segment(0, number * batch, batch, COMBINERS[mode]))
+        calls.append(Call((IdList(rows, group_offsets, ids.weights),), tuple(outputs)))
+    return calls
 
 
 def read_bags(

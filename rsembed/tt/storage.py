@@ -555,14 +555,25 @@ class TensorTrain(Storage):
         def widened(leaf: Array) -> Array:
             return leaf.astype(jnp.float32) if leaf.dtype == jnp.bfloat16 else leaf
 
-        def outputs(params: Params) -> list[Array]:
-            return self.look_up(params, gradients.call, table)
-
         wide_params = jax.tree.map(widened, params)
-        _, pull = jax.vjp(outputs, wide_params)
+        d_cores, _ = self.pulled(wide_params, gradients, table)
+        return d_cores
+
+    def pulled(
+        self,
+        params: Params,
+        gradients: CallGradients,
+        table: TableSpec,
+    ) -> tuple[Cores, Float[Array, " nnz"] | None]:
+        """Gradients of all cores in their dtype, and of the weights in the first list of ids.
+
+        Without weights, the second result is None.
+        """
+        look_up = functools.partial(self.look_up, table=table)
+        _, pull = jax.vjp(look_up, params, gradients.call)
         d_outputs = [d_output.astype(jnp.float32) for d_output in gradients.d_outputs]
-        (d_params,) = pull(d_outputs)
-        return cores_of(d_params)
+        d_params, d_call = pull(d_outputs)
+        return cores_of(d_params), d_call.lists[0].weights
 
     def step_all(
         self,
