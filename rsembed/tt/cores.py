@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Integer, PyTree
 
-from rsembed.arrays import is_traced
+from rsembed.arrays import is_traced, numpy_or_jax
 from rsembed.bags import Bags, narrow_ids
 from rsembed.checks import check_type
 from rsembed.kernels import native, reference
@@ -135,6 +135,7 @@ def bag(
       implementation: see `cores.pooled_rows`.
     """
     check_type(bags, Bags, "bag: bags, which Bags.from_lists makes of lists,")
+    check_type(bags.ids, Int[Array, "..."], "bag: ids")
     check_type(mode, Mode, "mode")
     arrays = check_cores(spec, cores)
     bags = padded_bags(bags)
@@ -178,22 +179,16 @@ def _full_weight(
     num_rows = spec.num_embeddings
     block_rows = spec.strides[0]
     num_full_blocks = num_rows // block_rows
-    p = spec.tt_p_shapes
-    shapes = spec.slice_shapes
 
     def block(first_digit: Array | int) -> Float[Array, "block dim"]:
+        first_slice = cores[0][first_digit, None]
         # `product` is the product of the first cores, an array [rows, columns, rank].
-        _, q, next_rank = shapes[0]
-        first_slice = cores[0][first_digit].astype(jnp.float32)
-        product = first_slice.reshape(1, q, next_rank)
-        num_block_rows = 1
-        for t in range(1, spec.num_cores):
-            next_rank = shapes[t][2]
-            num_block_rows *= p[t]
-            core = cores[t].astype(jnp.float32)
-            core = core.reshape(p[t], *shapes[t])
-            product = jnp.einsum("acr,prqs->apcqs", product, core, precision="highest")
-            product = product.reshape(num_block_rows, -1, next_rank)
+        product = jnp.ones((1, 1, 1))
+        for core, shape in zip((first_slice, *cores[1:]), spec.slice_shapes, strict=True):
+            slices = core.astype(jnp.float32).reshape(-1, *shape)
+            num_product_rows = product.shape[0] * slices.shape[0]
+            product = jnp.einsum("acr,prqs->apcqs", product, slices, precision="highest")
+            product = product.reshape(num_product_rows, -1, shape[2])
         return product.reshape(block_rows, spec.embedding_dim)
 
     def with_block(k: Array | int, table: Array) -> Array:
@@ -239,40 +234,30 @@ def digits_of(
       specs: specs of the tables with concatenated cores, all with the same number of cores. The
         slice indices of a table are offset by the number of slices of all earlier tables.
       ids: row numbers of the concatenated tables. The row numbers of a table are offset by the
-        number of rows of all earlier tables.
-
-    Raises: TypeError: ids are not integers.
+        number of rows of all earlier tables. Several tables have fewer than 2^31 rows together.
     """
-    if not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise TypeError(f"ids must be integers, got {ids.dtype}.")
-    xp: Any
-    if isinstance(ids, np.ndarray):
-        xp = np
-        ids = ids.astype(np.int64)
-    else:
-        xp = jnp
-        ids = narrow_ids(ids)
+    xp = numpy_or_jax(ids)
+    ids = ids.astype(np.int64) if xp is np else narrow_ids(ids)
     max_id = np.iinfo(ids.dtype).max
     sizes = [spec.num_embeddings for spec in specs]
+    first_rows = _offsets(sizes)
     table = None
     if len(specs) > 1:
-        ends = np.minimum(np.cumsum(sizes[:-1]), max_id)
-        first_rows = xp.asarray(ends.astype(ids.dtype))
-        table = xp.searchsorted(first_rows, ids, side="right")
+        ends = xp.asarray(first_rows[1:], ids.dtype)
+        table = xp.searchsorted(ends, ids, side="right")
 
     def of_table(values: Sequence[int]) -> Any:
         """For each id, the entry of `values` for its table.
 
         If all entries of `values` are equal, the result is a scalar.
         """
-        by_table = np.minimum(values, max_id)
-        by_table = by_table.astype(ids.dtype)
+        by_table = np.minimum(values, max_id).astype(ids.dtype)
         if (by_table == by_table[0]).all():
             return by_table[0]
         return xp.asarray(by_table)[table]
 
     is_row = ids >= 0
-    ids = ids - of_table(_offsets(sizes))
+    ids = ids - of_table(first_rows)
     is_row &= ids < of_table(sizes)
     digits = []
     for t in range(specs[0].num_cores):
