@@ -35,22 +35,6 @@ from rsembed.tt.storage import CachedTrain, cores_of, init_core_slots
 Rate = Annotated[float, "[0, inf)"]
 
 
-def _one_or_all(values: list[Any]) -> Any:
-    """The common value if all values are equal, else the list of values.
-
-    The function does not compare JAX arrays, so a list of two or more JAX arrays is returned
-    unchanged.
-    """
-    if len(values) == 1:
-        return values[0]
-    if isinstance(values[0], Array):
-        return values
-    for value in values:
-        if value != values[0]:
-            return values
-    return values[0]
-
-
 def _no_cache(module: str) -> NotImplementedError:
     """Error that says why a module with `sparse=False` cannot have a cache."""
     return NotImplementedError(
@@ -75,7 +59,9 @@ def _table_property(
 
     def read_all(self: TableBatchedTTEmbeddingBag) -> Any:
         values = [read(spec) for spec in self.specs]
-        return _one_or_all(values)
+        if all(value == values[0] for value in values):
+            return values[0]
+        return values
 
     return property(read_all, doc=doc)
 
@@ -222,17 +208,15 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         core_variable = FusedParam if sparse else nnx.Param
         self.core_groups: nnx.List[Any] = nnx.List([])
         self.slots: nnx.List[Any] = nnx.List([])
+        self.caches: nnx.List[Any] = nnx.List([])
+        self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
+        self.step = FusedState(jnp.zeros((), jnp.int32))
         initial_states = self._initial_states(weight_dist, rngs)
         for storage, (params, slots) in zip(storages, initial_states, strict=True):
             variables = [core_variable(core) for core in cores_of(params)]
-            core_slots = storage.core_slots(slots)
             self.core_groups.append(nnx.List(variables))
-            self.slots.append(FusedState(core_slots))
-        self.learning_rate = FusedState(jnp.asarray(learning_rate, jnp.float32))
-        self.step = FusedState(jnp.zeros((), jnp.int32))
-        self.caches: nnx.List[Any] = nnx.List([])
-        if use_cache:
-            for params, slots in initial_states:
+            self.slots.append(FusedState(storage.core_slots(slots)))
+            if use_cache:
                 cache = nnx.Dict(
                     rows=FusedParam(params.rows),
                     state=FusedState(slots[1]),
@@ -339,24 +323,16 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         """
         self.learning_rate.set_value(jnp.asarray(lr, jnp.float32))
 
-    def _place_of(self, table: int) -> tuple[int, int, int]:
-        """Index of a table's group, index of the table in the group, and number of its first row.
-
-        Rows are numbered consecutively over the tables of the group, so the number of the first row
-        is the total number of rows of the tables before it in the group.
-        """
+    def _place_of(self, table: int) -> tuple[int, int]:
+        """Index of a table's group, and index of the table in the group."""
         for g, group in enumerate(self.groups):
             if table in group:
-                number = group.index(table)
-                first_row = 0
-                for earlier_table in group[:number]:
-                    first_row += self.specs[earlier_table].num_embeddings
-                return g, number, first_row
+                return g, group.index(table)
         raise ValueError(f"there is no table {table}, only {len(self.specs)} tables.")
 
     def cores_of(self, table: int = 0) -> Cores:
         """The cores of one table."""
-        g, number, _ = self._place_of(table)
+        g, number = self._place_of(table)
         storage = self.storages[g]
         params, slots = self._state(g)
         parts = storage.unstack(params, slots, storage.tables[0], 1)
@@ -380,7 +356,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
 
         Raises: ValueError: a core has the wrong shape, or contains NaN or infinity.
         """
-        g, number, first_row = self._place_of(table)
+        g, number = self._place_of(table)
         spec = self.specs[table]
         arrays = check_cores(spec, cores)
         new_cores = tuple(core.astype(self.dtype) for core in arrays)
@@ -393,6 +369,8 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         parts[number] = (new_cores, new_slots)
         all_cores, core_slots = storage.stack(parts, params, 1)
         if self.caches:
+            # The rows of a group are numbered consecutively over its tables.
+            first_row = sum(self.specs[k].num_embeddings for k in self.groups[g][:number])
             end_row = first_row + spec.num_embeddings
             directory = params.directory.forget(first_row, end_row)
             new_params = params._replace(cores=all_cores, directory=directory)
@@ -454,7 +432,9 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         if not self.caches:
             return None
         rows_of_groups = [cache.rows.get_value() for cache in self.caches]
-        return _one_or_all(rows_of_groups)
+        if len(rows_of_groups) == 1:
+            return rows_of_groups[0]
+        return rows_of_groups
 
     def full_weight(self, table: int | None = None) -> PyTree:
         """All rows of one table or of all tables, including cached rows.
@@ -467,7 +447,7 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         if table is None:
             tables = [self.full_weight(k) for k in range(len(self.specs))]
             return self._joined(tables)
-        g, number, _ = self._place_of(table)
+        g, number = self._place_of(table)
         storage = self.storages[g]
         params, _ = self._state(g)
         rows: Array = storage.whole(params, storage.tables[0], number)
@@ -538,16 +518,11 @@ class TableBatchedTTEmbeddingBag(nnx.Module):
         since the row entered the cache are lost. To save the trained rows, call `full_weight`
         before `reset_cache`.
         """
-        if not self.caches:
-            return
-        for g, storage in enumerate(self.storages):
-            params, slots = self._state(g)
-            new_params, new_slots = storage.with_empty_cache(
-                params.cores,
-                slots[0],
-                storage.tables[0],
-            )
-            self._put(g, new_params, new_slots)
+        for g in range(len(self.caches)):
+            storage = self.storages[g]
+            params, (core_slots, _) = self._state(g)
+            table = storage.tables[0]
+            self._put(g, *storage.with_empty_cache(params.cores, core_slots, table))
 
     def cache_reports(self) -> list[CacheReport]:
         """Cache statistics of each group of tables, such as cached rows, hits and evictions."""
