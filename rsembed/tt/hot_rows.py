@@ -362,10 +362,10 @@ def populate(
         return written_back(specs, evicted_ids, targets, cores, residual)
 
     # `fori_loop` with at most one iteration updates arrays in place. `lax.cond` may copy arrays.
-    num_iterations = jnp.any(is_evicted).astype(jnp.int32)
+    num_evicted = jnp.sum(is_evicted, dtype=jnp.int32)
     cores, residual = jax.lax.fori_loop(
         0,
-        num_iterations,
+        jnp.minimum(num_evicted, 1),
         write_back,
         (cores, directory.residual),
     )
@@ -373,8 +373,6 @@ def populate(
     old_arrays = (rows, *slots)
     new_values = (new_rows, *rule.init_slots(new_rows))
     rows, *slots_of_rows = api.scatter_rows(old_arrays, new_slots, new_values)
-    is_removed = was_cached & ~is_cached
-    num_evicted = jnp.sum(is_removed, dtype=jnp.int32)
     directory = _with_totals(directory, evictions=num_evicted)
     kept_ids = jnp.where(is_free, NO_ROW, directory.ids)
     directory = directory._replace(

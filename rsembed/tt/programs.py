@@ -276,7 +276,6 @@ def read_bags(
         and the table.
     """
     check_not_forked(name)
-    check_unmasked((indices, offsets), "indices or offsets")
     check_unmasked(indices, "indices")
     for leaf in jax.tree.leaves((indices, offsets)):
         if not isinstance(leaf, jax.Array):

@@ -315,10 +315,7 @@ class TensorTrain(Storage):
 
     def num_ids(self, table: TableSpec) -> int:
         """Number of rows of all tables that share the storage."""
-        num_rows = 0
-        for member in self.tables_of(table):
-            num_rows += member.vocabulary_size
-        return num_rows
+        return sum(member.vocabulary_size for member in self.tables_of(table))
 
     def look_up(
         self,
@@ -336,10 +333,11 @@ class TensorTrain(Storage):
         rows, bags, gains = entries_of(call)
         digits, is_row = digits_of(all_specs, rows)
         bags = jnp.where(is_row, bags, NO_ROW)
-        cache_call = None
+        cache_outputs: Sequence[Array] = ()
         if isinstance(params, CachedTrain):
             cache_slots, cache_call = _cache_call(params.directory, call, rows, bags, gains)
             bags = jnp.where(cache_slots == NO_ROW, bags, NO_ROW)
+            cache_outputs = api.lookup((params.rows,), cache_call)
         # `pooled_rows` gets the default implementation as an argument, because the default can
         # change between calls, and `jit` compiles `pooled_rows` again only if an argument changes.
         implementation = "plain" if api.default_implementation() == "reference" else None
@@ -354,13 +352,9 @@ class TensorTrain(Storage):
         )
         ends = np.cumsum(sizes).tolist()
         outputs = jnp.split(pooled, ends[:-1])
-        if not isinstance(params, CachedTrain) or cache_call is None:
-            return outputs
-        cache_outputs = api.lookup((params.rows,), cache_call)
-        sums = []
-        for output, cache_output in zip(outputs, cache_outputs, strict=True):
-            sums.append(output + cache_output)
-        return sums
+        for number, cache_output in enumerate(cache_outputs):
+            outputs[number] = outputs[number] + cache_output
+        return outputs
 
     def pooled(
         self,
@@ -425,9 +419,7 @@ class TensorTrain(Storage):
         rows = full_weight(specs[number], cores_of_tables[number])
         if not isinstance(params, CachedTrain):
             return rows
-        first_row = 0
-        for spec in specs[:number]:
-            first_row += spec.num_embeddings
+        first_row = sum(spec.num_embeddings for spec in specs[:number])
         ids = params.directory.ids
         table_ids = jnp.where(ids < first_row, NO_ROW, ids - first_row)
         return rows.at[table_ids].set(params.rows, mode="drop")
@@ -632,7 +624,8 @@ class TensorTrain(Storage):
             # The names in `rows` are core numbers, so they are sorted as numbers: "2" before "10".
             names = sorted(rows, key=lambda name: (len(name), name))
             cores = [rows[name] for name in names]
-        if isinstance(cores, (tuple, list)) and _shapes(cores) == list(spec.core_shapes):
+        is_list = isinstance(cores, (tuple, list))
+        if is_list and tuple(map(np.shape, cores)) == spec.core_shapes:
             if not is_traced(cores):
                 host_cores = []
                 for k, core in enumerate(cores):
@@ -702,10 +695,6 @@ def _spec_of(
     if storage.tt_ranks is None:
         return TTSpec.for_budget(rows, dim, bytes=cast(int, storage.bytes), dtype=dtype)
     return TTSpec.suggest(rows, dim, storage.tt_ranks, storage.tt_p_shapes, storage.tt_q_shapes)
-
-
-def _shapes(arrays: Sequence[PyTree]) -> list[tuple[int, ...]]:
-    return [np.shape(array) for array in arrays]
 
 
 def init_core_slots(
