@@ -124,25 +124,40 @@ def _growing(storage: Hashed) -> GrowingKeys:
     return GrowingKeys(**settings)
 
 
+@dataclasses.dataclass(eq=False)
+class TableUse:
+    """An embedding variable, and the features of a lookup that read its table.
+
+    Attributes:
+      variable: the embedding variable.
+      features: indices of the features in the lookup.
+      num_new: number of new keys on each device, known after the lookup.
+    """
+
+    variable: EmbeddingVariable
+    features: list[int] = dataclasses.field(default_factory=list)
+    num_new: Int[Array, " devices"] | None = None
+
+
 class _Program(NamedTuple):
     """The `Engine` with the compiled programs for some of the embedding variables of a lookup.
 
     Attributes:
       engine: the engine, which has one stack per variable.
-      variables: index of the variable of each stack, by the name of the stack in the engine.
+      uses: the variable of each stack, by the name of the stack in the engine.
       features: index of each feature in the lookup, by the name of the feature in the engine.
     """
 
     engine: Engine
-    variables: dict[str, int]
+    uses: dict[str, TableUse]
     features: dict[str, int]
 
 
 def _programs(
-    variables: Sequence[EmbeddingVariable],
-    features: Sequence[tuple[EmbeddingVariable, Combiner]],
+    uses: Sequence[TableUse],
+    combiners: Sequence[Combiner],
     *,
-    grow: Sequence[bool],
+    grow: bool,
 ) -> Iterator[_Program]:
     """Distributes variables over one or more engines, and yields a `_Program` for each engine.
 
@@ -151,32 +166,30 @@ def _programs(
     their tables, so that more lookups share an engine and the compiled programs of the engine.
 
     Args:
-      variables: distinct embedding variables of all features.
-      features: variable and combiner of each feature.
-      grow: for each variable, whether its table may be enlarged between this lookup and the step.
+      uses: the embedding variables of all features.
+      combiners: combiner of each feature.
+      grow: whether tables with `when_full="grow"` may be enlarged between this lookup and the step.
     """
-    numbers_by_kind: dict[int, list[int]] = {}
-    for number, variable in enumerate(variables):
-        numbers_by_kind.setdefault(id(variable.table.kind), []).append(number)
-    ordered = list(itertools.chain.from_iterable(numbers_by_kind.values()))
-    num_programs = max(-(-len(variables) // STACKS_TOGETHER), 1)
-    size = -(-len(variables) // num_programs)
-    for first in range(0, len(variables), size or 1):
-        numbers = ordered[first : first + size]
+    uses_by_kind: dict[int, list[TableUse]] = {}
+    for use in uses:
+        uses_by_kind.setdefault(id(use.variable.table.kind), []).append(use)
+    ordered = list(itertools.chain.from_iterable(uses_by_kind.values()))
+    num_programs = max(-(-len(uses) // STACKS_TOGETHER), 1)
+    size = -(-len(uses) // num_programs)
+    for first in range(0, len(uses), size or 1):
+        uses_of_program = ordered[first : first + size]
         tables: list[EngineTable] = []
-        feature_numbers: list[int] = []
-        for number in numbers:
-            combiners = []
-            for feature_number, (variable, combiner) in enumerate(features):
-                if variable is variables[number]:
-                    combiners.append(combiner)
-                    feature_numbers.append(feature_number)
-            tables.append((variables[number].table.kind, tuple(combiners), grow[number]))
+        features: list[int] = []
+        for use in uses_of_program:
+            table = use.variable.table
+            combiners_of_table = tuple(combiners[feature] for feature in use.features)
+            tables.append((table.kind, combiners_of_table, grow and table.when_full == "grow"))
+            features += use.features
         engine = engine_of(tuple(tables))
         yield _Program(
             engine,
-            dict(zip(engine.stacks, numbers, strict=True)),
-            dict(zip(engine.features, feature_numbers, strict=True)),
+            dict(zip(engine.stacks, uses_of_program, strict=True)),
+            dict(zip(engine.features, features, strict=True)),
         )
 
 
@@ -184,12 +197,12 @@ Arrays = tuple[ByStack, ByStack, ByStack]
 """Three dictionaries by stack name: parameters, optimizer slots and step counts of the tables."""
 
 
-def _arrays_of(variables: Sequence[EmbeddingVariable], program: _Program) -> Arrays:
+def _arrays_of(program: _Program) -> Arrays:
     params = ByStack()
     slots = ByStack()
     steps = ByStack()
-    for stack, number in program.variables.items():
-        state = state_of(variables[number])
+    for stack, use in program.uses.items():
+        state = state_of(use.variable)
         (params[stack],) = state.tables.values()
         (slots[stack],) = state.slots.values()
         steps[stack] = state.step
@@ -223,20 +236,18 @@ class StepOnce:
     A `StepOnce` can be called only once.
 
     Args:
-      variables: distinct variables of the lookup.
-      features: variable and combiner of each output.
+      uses: the embedding variables of the lookup.
+      combiners: combiner of each output.
       batch: keys of each output.
-      wanted: number of new keys per device, by the index of their variable in `variables`.
       shapes: shapes of the outputs, which the gradients must have.
       num_padded: number of padding rows that were removed from the end of the output. Padding rows
         get a gradient of zero.
       is_used: whether this `StepOnce` has been called.
     """
 
-    variables: Sequence[EmbeddingVariable]
-    features: Sequence[tuple[EmbeddingVariable, Combiner]]
+    uses: Sequence[TableUse]
+    combiners: Sequence[Combiner]
     batch: Sequence[KeysOfFeature]
-    wanted: Mapping[int, Int[Array, " devices"]]
     shapes: list[tuple[int, ...]]
     num_padded: int = 0
     is_used: bool = False
@@ -264,26 +275,24 @@ class StepOnce:
             way_out = "Look up again for another step"
             raise RuntimeError(f"backward was called before: a lookup trains once. {way_out}.")
         self.is_used = True
-        values = [variable.get_value() for variable in self.variables]
-        is_eager = not is_traced((self.batch, gradients, values))
-        num_failed_before: dict[int, int] = {}
-        if is_eager:
-            for number in range(len(self.variables)):
-                if self._may_fail_after_growth(number):
-                    num_failed_before[number] = self._num_failed(number)
+        values = [use.variable.get_value() for use in self.uses]
+        may_fail: list[tuple[EmbeddingVariable, int]] = []
+        if not is_traced((self.batch, gradients, values)):
+            for use in self.uses:
+                if self._may_fail_after_growth(use):
+                    may_fail.append((use.variable, _num_failed(use.variable)))
         # No table grows during the step. Outside `jit`, `_may_fail_after_growth` has already
         # enlarged the tables that had too few free rows. Inside `jit`, a table cannot grow.
-        never_grow = [False] * len(self.variables)
-        for program in _programs(self.variables, self.features, grow=never_grow):
+        for program in _programs(self.uses, self.combiners, grow=False):
             # `_run` donates the old arrays of the program's tables, and stores the new arrays in
             # the variables at once, so all variables are valid even if a later program fails.
             self._run(program, gradients)
-        for number, before in num_failed_before.items():
-            num_failed = self._num_failed(number) - before
+        for variable, num_failed_before in may_fail:
+            num_failed = _num_failed(variable) - num_failed_before
             if num_failed:
-                raise _full(self.variables[number], num_failed)
+                raise _full(variable, num_failed)
 
-    def _checked_gradients(self, d_outputs: Sequence[ArrayLike]) -> list[Array]:
+    def _checked_gradients(self, d_outputs: Sequence[ArrayLike]) -> dict[int, Array]:
         """Checks the gradients, and returns them as float32 arrays `[rows of the output, dim]`.
 
         The gradients of padding rows are zero.
@@ -291,64 +300,62 @@ class StepOnce:
         if len(d_outputs) != len(self.shapes):
             problem = f"{len(d_outputs)} gradients came"
             raise ValueError(f"the lookup has {len(self.shapes)} outputs, but {problem}.")
-        gradients: list[Array] = []
-        outputs = zip(self.features, d_outputs, self.shapes, strict=True)
-        for (variable, _), d_output, shape in outputs:
-            what = f"table {variable.table.spec.name!r}: the gradient"
-            check_gradient(d_output, what)
-            gradient = device_copy(d_output, jnp.float32)
-            if gradient.shape != shape:
-                raise ValueError(f"{what} has shape {gradient.shape}, the output {shape}.")
-            gradient = gradient.reshape(-1, shape[-1])
-            if self.num_padded:
-                gradient = jnp.pad(gradient, ((0, self.num_padded), (0, 0)))
-            gradients.append(gradient)
+        gradients: dict[int, Array] = {}
+        for use in self.uses:
+            what = f"table {use.variable.table.spec.name!r}: the gradient"
+            for feature in use.features:
+                shape = self.shapes[feature]
+                check_gradient(d_outputs[feature], what)
+                gradient = device_copy(d_outputs[feature], jnp.float32)
+                if gradient.shape != shape:
+                    raise ValueError(f"{what} has shape {gradient.shape}, the output {shape}.")
+                gradient = gradient.reshape(-1, shape[-1])
+                if self.num_padded:
+                    gradient = jnp.pad(gradient, ((0, self.num_padded), (0, 0)))
+                gradients[feature] = gradient
         return gradients
 
-    def _run(self, program: _Program, gradients: list[Array]) -> None:
+    def _run(self, program: _Program, gradients: Mapping[int, Array]) -> None:
         """Applies one optimizer step to the tables of `program`, and stores the new states."""
-        batch = {name: self.batch[number] for name, number in program.features.items()}
-        d_batch = {name: gradients[number] for name, number in program.features.items()}
-        arrays = _arrays_of(self.variables, program)
-        params, slots, steps = _step(program.engine, arrays, batch, d_batch)
-        for stack, number in program.variables.items():
-            variable = self.variables[number]
-            name = variable.table.spec.name
-            state = variable.get_value()._replace(
+        batch = {name: self.batch[feature] for name, feature in program.features.items()}
+        d_batch = {name: gradients[feature] for name, feature in program.features.items()}
+        params, slots, steps = _step(program.engine, _arrays_of(program), batch, d_batch)
+        for stack, use in program.uses.items():
+            name = use.variable.table.spec.name
+            state = use.variable.get_value()._replace(
                 tables={name: params[stack]},
                 slots={name: slots[stack]},
                 step=steps[stack],
             )
-            variable.set_value(state)
+            use.variable.set_value(state)
 
-    def _num_failed(self, number: int) -> int:
-        return int(self.variables[number].counts()["failed"].sum())
-
-    def _may_fail_after_growth(self, number: int) -> bool:
+    def _may_fail_after_growth(self, use: TableUse) -> bool:
         """Enlarges a table with `when_full="grow"` that has too few free rows for the new keys.
 
         Returns: whether the step may still fail to give a new key a row (or a place in the list of
           keys that wait for admission).
         """
-        variable = self.variables[number]
-        table = variable.table
+        table = use.variable.table
         if table.when_full not in ("error", "grow"):
             return False
-        (params,) = state_of(variable).tables.values()
-        num_missing = int(_num_missing(params.keys, self.wanted[number]).max())
+        (params,) = state_of(use.variable).tables.values()
+        num_missing = int(_num_missing(params.keys, use.num_new).max())
         if table.when_full == "grow" and num_missing > 0:
             size = table.rows_per_device
-            make_larger(variable, max(2 * size, size + num_missing))
+            make_larger(use.variable, max(2 * size, size + num_missing))
             num_missing = 0
         if num_missing > 0 or params.waiting is None:
             return num_missing > 0
         # Only the step computes how many keys start to wait for admission. Use an upper bound for
         # that number: all keys that the batch looks up in the table.
         num_keys = 0
-        for (feature_variable, _), keys in zip(self.features, self.batch, strict=True):
-            if feature_variable is variable:
-                num_keys += jax.tree.leaves(keys)[0].size
+        for feature in use.features:
+            num_keys += jax.tree.leaves(self.batch[feature])[0].size
         return int(_num_missing(params.waiting, num_keys).max()) > 0
+
+
+def _num_failed(variable: EmbeddingVariable) -> int:
+    return int(variable.counts()["failed"].sum())
 
 
 def look_up_variables(
@@ -374,51 +381,54 @@ def look_up_variables(
       Inside `jit`, a full table raises no error. Use `EmbeddingVariable.counts` to read how many
       keys `failed`.
     """
-    by_identity = {id(variable): variable for variable in variables}
-    distinct = list(by_identity.values())
-    features = list(zip(variables, combiners, strict=True))
-    values = [variable.get_value() for variable in distinct]
-    can_grow = training and not is_traced((list(batch), values))
-    grow = [can_grow and variable.table.when_full == "grow" for variable in distinct]
+    uses_by_variable: dict[int, TableUse] = {}
+    for feature, variable in enumerate(variables):
+        use = uses_by_variable.setdefault(id(variable), TableUse(variable))
+        use.features.append(feature)
+    uses = list(uses_by_variable.values())
+    values = [variable.get_value() for variable in variables]
+    grow = training and not is_traced((list(batch), values))
     outputs: dict[int, Array] = {}
-    wanted: dict[int, Array] = {}
-    for program in _programs(distinct, features, grow=grow):
-        params, _, steps = _arrays_of(distinct, program)
-        keys = {name: batch[number] for name, number in program.features.items()}
+    for program in _programs(uses, combiners, grow=grow):
+        params, _, steps = _arrays_of(program)
+        keys = {name: batch[feature] for name, feature in program.features.items()}
         step_numbers = steps if training else None
         pooled, statistics = program.engine.lookup(params, keys, step_numbers)
-        for name, number in program.features.items():
-            outputs[number] = pooled[name]
-        for stack, number in program.variables.items():
-            wanted[number] = statistics.num_unknown[stack]
-    if training and not is_traced(wanted):
-        _check_room(distinct, wanted)
-    ordered = [outputs[number] for number in range(len(features))]
+        for name, feature in program.features.items():
+            outputs[feature] = pooled[name]
+        for stack, use in program.uses.items():
+            use.num_new = statistics.num_unknown[stack]
+    if training:
+        _check_room(uses)
+    ordered = [outputs[feature] for feature in range(len(variables))]
     shapes = [jnp.shape(output) for output in ordered]
-    return ordered, StepOnce(distinct, features, batch, wanted, shapes)
+    return ordered, StepOnce(uses, combiners, batch, shapes)
 
 
-def _check_room(variables: Sequence[EmbeddingVariable], wanted: Mapping[int, Array]) -> None:
+def _check_room(uses: Sequence[TableUse]) -> None:
     """Checks that every table with `when_full="error"` has enough free rows for its new keys.
+
+    Inside `jit`, the number of new keys is unknown, and nothing is checked.
 
     Raises: RuntimeError: a table has fewer free rows than new keys on one of its devices.
     """
-    for number, variable in enumerate(variables):
-        if variable.table.when_full != "error":
+    for use in uses:
+        variable = use.variable
+        if variable.table.when_full != "error" or is_traced(use.num_new):
             continue
         (params,) = variable.get_value().tables.values()
-        num_missing = _num_missing(params.keys, wanted[number])
+        num_missing = _num_missing(params.keys, use.num_new)
         if num_missing.max() > 0:
             raise _full(variable, int(num_missing.clip(0).sum()))
 
 
-def _num_missing(keys: RowMap, wanted: int | Array) -> Int[np.ndarray, " devices"]:
+def _num_missing(keys: RowMap, num_new: int | Array | None) -> Int[np.ndarray, " devices"]:
     """For each device, the number of new keys minus the number of free rows.
 
     If a device has more new keys than free rows, some new keys on the device get no row.
     """
     num_free = on_host(keys.num_free).astype(np.int64)
-    missing: np.ndarray = on_host(wanted) - num_free
+    missing: np.ndarray = on_host(num_new) - num_free
     return missing
 
 
