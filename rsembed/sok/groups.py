@@ -70,7 +70,7 @@ def group_embedding_lookup_sparse(
 
     Source: DeepRec, `tf.nn.group_embedding_lookup_sparse`.
     """
-    group = _group_name(name, partition_strategy)
+    group = _checked_group(params, name, partition_strategy)
     outputs, _ = _look_up_group(params, sp_ids, sp_weights, combiners, group, training=training)
     return outputs
 
@@ -92,8 +92,7 @@ def group_embedding_lookup_vjp(
       TypeError: a table is a plain array (use `jax.grad`).
       ValueError, NotImplementedError: see `group_embedding_lookup_sparse`.
     """
-    group = _group_name(name, partition_strategy)
-    check_type(params, Sequence, f"{group}: params")
+    group = _checked_group(params, name, partition_strategy)
     for position, table in enumerate(params):
         if not isinstance(table, EmbeddingVariable):
             raise TypeError(
@@ -109,8 +108,11 @@ def group_embedding_lookup_vjp(
     return outputs, backward
 
 
-def _group_name(name: str | None, partition_strategy: str) -> str:
+def _checked_group(params: object, name: str | None, partition_strategy: str) -> str:
+    """Checks the list of tables and the partition strategy, and returns the group's full name."""
     group = f"group {name or 'embedding'!r}"
+    if not isinstance(params, (list, tuple)):
+        raise TypeError(f"{group}: params must be a list of tables, got {describe(params)}.")
     if partition_strategy != "mod":
         problem = f"partition_strategy={partition_strategy!r}"
         raise NotImplementedError(f"{group}: {problem}; rows are placed by 'mod' only.")
@@ -126,8 +128,6 @@ def _look_up_group(
     *,
     training: bool,
 ) -> tuple[list[Array], StepOnce]:
-    if not isinstance(params, (list, tuple)):
-        raise TypeError(f"{group}: params must be a list of tables, got {describe(params)}.")
     known_combiners: list[Combiner] = []
     for position, combiner in enumerate(combiners):
         known_combiners.append(

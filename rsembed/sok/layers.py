@@ -53,8 +53,6 @@ class _Layer(nnx.Module):
             initializer=embedding_initializer,
             **options,
         )
-        # Build the engine now, so that the first step finds the engine in the cache of `engine_of`.
-        lookups.engine_of(((self.variable.table.kind, (combiner,), False),))
 
     @property
     def embedding_variable(self) -> EmbeddingVariable:
