@@ -65,12 +65,7 @@ class Counters(NamedTuple):
         """
         sums = {}
         for name, number in numbers.items():
-            lanes = getattr(self, name)
-            addend = number.reshape(-1).astype(jnp.uint32)
-            low = lanes[:, 1] + addend
-            carry = (low < addend).astype(jnp.uint32)
-            high = lanes[:, 0] + carry
-            sums[name] = jnp.stack([high, low], axis=1)
+            sums[name] = increased(getattr(self, name), number)
         return self._replace(**sums)
 
 
@@ -396,6 +391,15 @@ def grow(
     grown = with_keys(params, keys)
     grown = grown._replace(rows=rows, waiting=waiting)
     return grown, slots
+
+
+def increased(lanes: UInt32[Array, "counters 2"], addends: Array) -> UInt32[Array, "counters 2"]:
+    """64-bit counters after `addends` were added, one number below 2**32 for each counter."""
+    addends = addends.reshape(-1).astype(jnp.uint32)
+    low = lanes[:, 1] + addends
+    carry = (low < addends).astype(jnp.uint32)
+    high = lanes[:, 0] + carry
+    return jnp.stack([high, low], axis=1)
 
 
 def numbers_of(lanes: Array) -> np.ndarray:

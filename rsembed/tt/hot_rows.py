@@ -27,7 +27,7 @@ from rsembed.kernels.contract import NO_ROW
 from rsembed.keys import Keys
 from rsembed.optimizers.base import OptimizerSpec, Slots
 from rsembed.storage import row_map
-from rsembed.storage.hashed_rows import numbers_of
+from rsembed.storage.hashed_rows import increased, numbers_of
 from rsembed.storage.protocol import on_host
 from rsembed.storage.row_map import FREE, RowMap
 from rsembed.tt.cores import Cores, rows_of
@@ -287,11 +287,7 @@ def _with_totals(
     numbers = []
     for name in TOTALS:
         numbers.append(added.get(name, jnp.int32(0)))
-    addends = jnp.stack(numbers).astype(jnp.uint32)
-    low = directory.totals[:, 1] + addends
-    carry = (low < addends).astype(jnp.uint32)
-    high = directory.totals[:, 0] + carry
-    totals = jnp.stack([high, low], axis=1)
+    totals = increased(directory.totals, jnp.stack(numbers))
     return directory._replace(totals=totals)
 
 
