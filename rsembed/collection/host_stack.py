@@ -16,10 +16,11 @@ from jaxtyping import Array, Bool, Int, PyTree
 from rsembed.arrays import is_traced
 from rsembed.checks import check_finite
 from rsembed.collection.stack import WAY_OUT, ByName, Stack
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, KeyOrKeys
 from rsembed.sizes import padded_size
 from rsembed.specs import TableSpec
 from rsembed.storage import Hashed, hashed_rows, row_map
+from rsembed.storage.hashed import DynamicRows
 from rsembed.storage.hashed_rows import DynamicTable
 from rsembed.storage.logical_rows import array_names, checked_slots, rows_to_leave
 from rsembed.storage.protocol import (
@@ -121,7 +122,8 @@ class HostStack(Stack):
 
         Raises: ValueError: the names or shapes of the arrays do not match the table.
         """
-        params, fresh_slots = self._fresh()
+        # The PRNG key of the initial rows does not matter, because all rows are overwritten.
+        params, fresh_slots = self.init_from_keys(jax.random.key(0)[None])
         rows_by_table = {}
         for table in self.tables:
             rows = {"values": tables[table.name]}
@@ -131,18 +133,19 @@ class HostStack(Stack):
             rows_by_table[table.name] = rows
         return self.replaced(params, fresh_slots, rows_by_table)
 
-    def _fresh(self) -> State:
-        """Initial parameters and slots.
+    @functools.cached_property
+    def init_from_keys(self) -> Callable[[KeyOrKeys], State]:
+        """Compiled function from the PRNG keys of the tables to initial parameters and slots.
 
-        The PRNG key of the initial rows does not matter, because the caller overwrites all rows.
+        The function does not depend on the names of the tables.
         """
-        start = self.devices.on_each(
-            self.rows.init,
-            PartitionSpec(),
-            (self.partition, self.partition),
-        )
-        fresh: State = jax.jit(start)(jax.random.key(0))
-        return fresh
+        storage = cast(DynamicRows, self.storage)
+
+        def on_device(keys: KeyOrKeys) -> State:
+            return storage.init_from_keys(keys, self.table, self.rows.shard, self.num_shards)
+
+        partitions = (self.partition, self.partition)
+        return jax.jit(self.devices.on_each(on_device, (PartitionSpec(),), partitions))
 
 
 class KeyedStack(HostStack):
@@ -192,19 +195,13 @@ class KeyedStack(HostStack):
         Raises: ValueError: the names or shapes of the arrays do not match the table.
         """
         del slots
-        params, fresh_slots = self._fresh()
         rows_by_table = {}
         first_keys = []
         for table in self.tables:
             rows = dict(tables[table.name])
             first_keys.append(rows.pop(FIRST_KEY))
             rows_by_table[table.name] = rows
-        data_of_shard = [np.asarray(jax.random.key_data(key)) for key in first_keys]
-        data_of_all = np.stack(data_of_shard * self.num_shards)
-        (placed,) = self.devices.place_from_host([data_of_all], self.partition)
-        impl = jax.random.key_impl(first_keys[0])
-        key = jax.random.wrap_key_data(placed, impl=impl)
-        params = params._replace(key=key)
+        params, fresh_slots = self.init_from_keys(jnp.stack(first_keys))
         return self.replaced(params, fresh_slots, rows_by_table)
 
     # Eviction

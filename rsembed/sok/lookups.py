@@ -26,7 +26,13 @@ from rsembed.collection.stack import Batch, Stack
 from rsembed.kernels.contract import Step
 from rsembed.keys import Keys
 from rsembed.row_gradients import check_gradient
-from rsembed.sok.variables import EmbeddingVariable, VariableTable, make_larger, state_of
+from rsembed.sok.variables import (
+    EmbeddingVariable,
+    VariableTable,
+    make_larger,
+    stack_of,
+    state_of,
+)
 from rsembed.specs import Combiner, FeatureSpec
 from rsembed.storage.hashed import GrowingKeys, Hashed
 from rsembed.storage.protocol import on_host
@@ -100,7 +106,7 @@ def engine_of(tables: tuple[EngineTable, ...]) -> Engine:
     stacks: dict[str, Stack] = {}
     features: dict[str, FeatureSpec] = {}
     for number, (table, combiners, grows) in enumerate(tables):
-        stack = table.collection.logical.stacks[table.spec.name]
+        stack = stack_of(table)
         plan = stack.layout.stack
         placements = []
         for position, combiner in enumerate(combiners):

@@ -21,8 +21,9 @@ from rsembed.arrays import check_not_taken
 from rsembed.checks import NonNegativeInt, PositiveInt, check_type, dtype_among, validated
 from rsembed.collection import EmbeddingCollection, EmbeddingState
 from rsembed.collection.devices import Devices
+from rsembed.collection.host_stack import KeyedStack
 from rsembed.fingerprint import check_same
-from rsembed.initial_values import keyed_form
+from rsembed.initial_values import keyed_form, table_keys
 from rsembed.kernels.devices import check_threads
 from rsembed.keys import KEY_DTYPES
 from rsembed.optimizers import Adagrad, OptimizerSpec
@@ -187,8 +188,19 @@ class VariableTable:
         A hash table starts without keys. A table without a hash table starts with the initial
         values of all rows, which depend on `key`.
         """
-        state = self.collection.init(key)
-        return state._replace(key=self.context.devices.place(key, PartitionSpec()))
+        name = self.spec.name
+        # Tables of a kind share the compiled program, which does not contain their names.
+        init_from_keys = stack_of(self.kind).init_from_keys
+        params, slots = init_from_keys(table_keys(key, [name]))
+        stack_of(self).check_start(params, slots)
+        step = jnp.zeros((), jnp.int32)
+        step, key = self.context.devices.place((step, key), PartitionSpec())
+        return EmbeddingState({name: params}, {name: slots}, step, key, self.collection.layout)
+
+
+def stack_of(table: VariableTable) -> KeyedStack:
+    """The stack of `table.collection`, which has only this table."""
+    return cast(KeyedStack, table.collection.logical.stacks[table.spec.name])
 
 
 class EmbeddingVariable(nnx.Variable):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 from collections.abc import Hashable, Mapping, Sequence
 from typing import Annotated, ClassVar, Literal, NamedTuple, cast
@@ -47,6 +48,33 @@ class DynamicRows(Storage):
     """
 
     rows_on_host: ClassVar[bool] = True
+
+    def init(
+        self,
+        key: PRNGKeyArray,
+        table: TableSpec,
+        shard: Int[Array, ""],
+        num_shards: int,
+    ) -> State:
+        names = [member.name for member in self.tables_of(table)]
+        return self.init_from_keys(table_keys(key, names), table, shard, num_shards)
+
+    @abc.abstractmethod
+    def init_from_keys(
+        self,
+        keys: KeyOrKeys,
+        table: TableSpec,
+        shard: Int[Array, ""],
+        num_shards: int,
+    ) -> State:
+        """Initial `params` and slots of one shard, which do not depend on the names of the tables.
+
+        Args:
+          keys: PRNG key of each table that shares the storage, from `initial_values.table_keys`.
+          table: spec of the table.
+          shard: index of the shard.
+          num_shards: number of shards.
+        """
 
     def read(
         self,
@@ -273,25 +301,22 @@ class Hashed(DynamicRows):
             )
         traced_initializer(table, (1, table.embedding_dim))
 
-    def init(
+    def init_from_keys(
         self,
-        key: PRNGKeyArray,
+        keys: KeyOrKeys,
         table: TableSpec,
         shard: Int[Array, ""],
         num_shards: int,
     ) -> State:
         del shard  # A new shard contains no keys.
-        names = []
         capacities = []
         for member in self.tables_of(table):
-            names.append(member.name)
             capacities.append(-(-member.vocabulary_size // num_shards))
         num_waiting = None
         if self.admission_count:
             num_waiting = []
             for capacity in capacities:
                 num_waiting.append(self.admission_capacity or capacity)
-        keys = table_keys(key, names)
         return hashed_rows.empty(table, capacities, keys, num_waiting=num_waiting)
 
     def pooled(

@@ -11,12 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import io_callback
-from jaxtyping import Array, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from rsembed.checks import PositiveInt, check_fields, check_finite
-from rsembed.initial_values import fresh_rows, table_key
+from rsembed.initial_values import fresh_rows
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Step
+from rsembed.kernels.contract import NO_ROW, KeyOrKeys, Step
 from rsembed.keys import Keys
 from rsembed.specs import TableSpec, default_initializer
 from rsembed.storage import hashed_rows, row_map
@@ -97,17 +97,16 @@ class HostCached(DynamicRows):
                 "the host; take a rule of the rows of a batch."
             )
 
-    def init(
+    def init_from_keys(
         self,
-        key: PRNGKeyArray,
+        keys: KeyOrKeys,
         table: TableSpec,
         shard: Int[Array, ""],
         num_shards: int,
     ) -> State:
         del shard  # A new shard contains no keys.
         num_rows = -(-self.cache_rows // num_shards)
-        key_of_table = table_key(key, table.name)
-        params, slots = hashed_rows.empty(table, [num_rows], key_of_table)
+        params, slots = hashed_rows.empty(table, [num_rows], keys)
         generation = jnp.zeros(1, jnp.uint32)
         # `bond` is None, because the check of `generation` already rejects every state except the
         # newest.

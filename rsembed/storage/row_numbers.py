@@ -8,12 +8,12 @@ from typing import ClassVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Int, PyTree
 
 from rsembed.bags import PAD_ID
 from rsembed.checks import dtype_among
-from rsembed.initial_values import table_key, traced_initializer
-from rsembed.kernels.contract import NO_ROW, Call, Step
+from rsembed.initial_values import traced_initializer
+from rsembed.kernels.contract import NO_ROW, Call, KeyOrKeys, Step
 from rsembed.keys import KEY_DTYPES, Keys, join_keys, local_rows
 from rsembed.optimizers.base import Slots
 from rsembed.specs import TableSpec
@@ -66,34 +66,33 @@ class RowNumbers(DynamicRows):
                 )
         return keys
 
-    def init(
+    def init_from_keys(
         self,
-        key: PRNGKeyArray,
+        keys: KeyOrKeys,
         table: TableSpec,
         shard: Int[Array, ""],
         num_shards: int,
     ) -> State:
-        key_of_table = table_key(key, table.name)
         capacity = table.vocabulary_size // num_shards
         rows = jnp.arange(capacity, dtype=jnp.int32)
         first_keys = rows.astype(jnp.uint32) * jnp.uint32(num_shards)
         low = first_keys + shard.astype(jnp.uint32)
         high = jnp.zeros_like(low)
-        keys = Keys(high, low, jnp.ones(capacity, bool))
+        row_keys = Keys(high, low, jnp.ones(capacity, bool))
         vectors, slots = hashed_rows.allocate(table, capacity, fill=None)
         vectors, *slots_of_rows = hashed_rows.with_initial_values(
             (vectors, *slots),
             rows,
-            keys,
+            row_keys,
             table,
-            key_of_table,
+            keys[0],
         )
         params = DynamicTable(
             keys=None,
             rows=vectors,
             waiting=None,
             counters=Counters(),
-            key=key_of_table[None],
+            key=keys,
         )
         return params, tuple(slots_of_rows)
 

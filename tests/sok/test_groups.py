@@ -114,6 +114,24 @@ def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_a
     assert_same(trained([6]), ([outputs[6]], [rows[6]]))
 
 
+def test_tables_that_differ_in_name_share_the_program_of_their_initial_rows(caplog):
+    with jax.log_compiles():
+        variables = [
+            variable(f"t{number}", 7, rows_per_device=23, use_hashtable=use_hashtable)
+            for use_hashtable in (True, False)
+            for number in range(3)
+        ]
+    assert sum("Compiling jit(on_device)" in message for message in caplog.messages) == 2
+    for own in variables:
+        state = own.get_value()
+        (params,) = state.tables.values()
+        (expected,) = own.table.collection.init(state.key).tables.values()
+        assert_array_equal(params.rows, expected.rows)
+        assert_array_equal(*map(jax.random.key_data, (params.key, expected.key)))
+    values = [sok.export_rows(own)["values"] for own in variables[3:]]
+    assert not np.array_equal(values[0], values[1])
+
+
 def test_columns_of_a_scope_are_one_lookup():
     options = {"rows_per_device": 9, "optimizer": SGD(1.0)}
     with sok.group_embedding_column_scope("item"):
