@@ -100,9 +100,8 @@ def init_cores(
     else:
         cores = _triangle_wave_cores(key, spec)
     shaped = []
-    for t, core in enumerate(cores):
-        core = core.reshape(spec.core_shapes[t])
-        shaped.append(core.astype(dtype))
+    for core, core_shape in zip(cores, spec.core_shapes, strict=True):
+        shaped.append(core.reshape(core_shape).astype(dtype))
     return tuple(shaped)
 
 
@@ -113,9 +112,8 @@ def _split(
     """Cores `[p_t, R_{t-1}, q_t, R_t]` cut out of one flat array of `spec.num_params` numbers."""
     sizes = [math.prod(shape) for shape in spec.core_shapes]
     cores = []
-    for t, part in enumerate(_parts(numbers, sizes)):
-        shape = (spec.tt_p_shapes[t], *spec.slice_shapes[t])
-        cores.append(part.reshape(shape))
+    for part, shape in zip(_parts(numbers, sizes), spec.slice_shapes, strict=True):
+        cores.append(part.reshape(-1, *shape))
     return cores
 
 
@@ -401,9 +399,8 @@ def _in_tensorly_layout(
 ) -> list[np.ndarray]:
     """NumPy cores `[R_{t-1}, p_t, q_t, R_t]`, the layout of tensorly."""
     parts = []
-    for t, core in enumerate(cores):
-        shape = (spec.tt_p_shapes[t], *spec.slice_shapes[t])
-        slices = np.asarray(core, np.float32).reshape(shape)
+    for core, shape in zip(cores, spec.slice_shapes, strict=True):
+        slices = np.asarray(core, np.float32).reshape(-1, *shape)
         parts.append(slices.transpose(1, 0, 2, 3))
     return parts
 

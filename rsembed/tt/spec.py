@@ -336,15 +336,12 @@ def suggested_tt_shapes(
     # If several candidates have equal entropies, `max` returns the first candidate, which has the
     # smallest product.
     _, factors = max(candidates, key=lambda candidate: candidate[0])
-    small = list(factors[: d // 2])
-    large = list(factors[d // 2 :])
-    alternating = []
-    for t in range(d):
-        if t % 2 == 0 and small:
-            alternating.append(small.pop(0))
-        else:
-            alternating.append(large.pop(0))
-    return alternating
+    small = factors[: d // 2]
+    large = factors[d // 2 :]
+    alternating: list[int] = []
+    for pair in zip(small, large, strict=False):
+        alternating += pair
+    return [*alternating, *large[len(small) :]]
 
 
 _SLACK = 1e-9
@@ -434,31 +431,29 @@ def _cheapest_p_shapes(
     the core that has the largest slices.
     """
     order = sorted(range(len(slice_sizes)), key=lambda t: -slice_sizes[t])
-    _, factor_of_core = _cheapest_factors(num_embeddings, order, slice_sizes)
+    sizes = [slice_sizes[t] for t in order]
+    _, factors = _cheapest_factors(num_embeddings, sizes)
+    factor_of_core = dict(zip(order, factors, strict=True))
     return [factor_of_core[t] for t in range(len(slice_sizes))]
 
 
 def _cheapest_factors(
     rows: int,
-    order: list[int],
     slice_sizes: Sequence[int],
-) -> tuple[int, dict[int, int]]:
-    """Smallest number of parameters of the cores in `order`, and the row factor of each core.
+) -> tuple[int, tuple[int, ...]]:
+    """Smallest number of parameters of cores with these slice sizes, and the row factors.
 
     The product of the row factors is at least `rows`.
     """
-    core, *later_cores = order
-    size = slice_sizes[core]
-    if not later_cores:
-        return rows * size, {core: rows}
-    log_sizes = [math.log(slice_sizes[t]) for t in order]
-    log_product = math.log(rows) + sum(log_sizes)
-    log_ideal = log_product / len(order) - math.log(size)
+    size, *later_sizes = slice_sizes
+    if not later_sizes:
+        return rows * size, (rows,)
+    log_product = math.log(rows) + sum(map(math.log, slice_sizes))
+    log_ideal = log_product / len(slice_sizes) - math.log(size)
     ideal = math.floor(math.exp(log_ideal))
     candidates = []
     for p in range(max(1, ideal - 1), ideal + 3):
         later_rows = -(-rows // p)
-        later_cost, factors = _cheapest_factors(later_rows, later_cores, slice_sizes)
-        candidates.append((later_cost + p * size, p, factors))
-    cost, p, factors = min(candidates, key=lambda candidate: candidate[:2])
-    return cost, {core: p, **factors}
+        later_cost, later_factors = _cheapest_factors(later_rows, later_sizes)
+        candidates.append((later_cost + p * size, (p, *later_factors)))
+    return min(candidates)
