@@ -1,4 +1,4 @@
-"""What every implementation of the kernels is asked: bags of all kinds, rules, and how close answers must be."""
+"""Cases for all implementations of the kernels: calls, optimizer rules, and tolerances."""
 
 import dataclasses
 import functools
@@ -40,10 +40,10 @@ ALL_IMPLEMENTATIONS = [
     pytest.param("gpu", gpu, compiled, id="gpu"),
     pytest.param("sparsecore", sparsecore, simulated, id="sparsecore"),
 ]
-"""Name, module, and what runs its functions."""
+"""Name and module of each implementation, and a function that runs a function of the module."""
 
 DTYPES = ("float32", "bfloat16", "float16")
-# 12 fills neither lanes nor a power of two.
+# 12 columns are neither a multiple of the vector lanes nor a power of two.
 WIDTHS = (1, 100, 300) if jax.default_backend() == "gpu" else (12,)
 SETTINGS = {
     "reference": [(dtype, 8) for dtype in DTYPES],
@@ -51,12 +51,13 @@ SETTINGS = {
     "gpu": [(dtype, dim) for dtype in DTYPES for dim in WIDTHS],
     "sparsecore": [("float32", 12)],
 }
-"""Dtypes and row lengths of tables that an implementation is asked for."""
+"""Dtype and number of columns of the tables that each implementation is tested with."""
 
 COMBINERS = ("sum", "mean", "sqrtn", "mean_by_count", "none")
 NUM_ROWS = 23
-# float32: sums of a few dozen terms in another order. The table is rounded once per step to its own type, and a
-# sum that differs in its last bit may round to the neighbour: 8 bits of bfloat16, 11 of float16.
+# float32: an implementation can add a few dozen terms in another order. Each step rounds the table
+# once to its dtype, so a sum with another last bit can round to the neighbouring value. bfloat16 has
+# 8 significant bits, float16 has 11.
 RELATIVE_TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 
 
@@ -70,7 +71,7 @@ def step_of_signs_in_jax(gradient, row, count, lr):
 
 
 KERNEL_RULES = ("sgd", "adagrad", "row_wise_adagrad", "adam")
-"""Rules that have kernels of their own; others are traced."""
+"""Rules with handwritten kernels. All other rules are traced."""
 FORMULAS = {name: CONTRACT[name] for name in (*KERNEL_RULES, "ftrl")}
 FORMULAS["custom"] = (ro.Custom(0.3, step_of_signs_in_jax, (0.0,)), step_of_signs)
 RULES = {name: rule for name, (rule, _) in FORMULAS.items()}
@@ -78,12 +79,12 @@ STEP = 2
 
 
 def step_of(rule, rounding=None):
-    """Step `STEP` of a rule."""
+    """Arguments of step number `STEP` of a rule."""
     return Step(rule.get_hyperparameters(STEP), rule, rounding)
 
 
 def run_python(*arguments, environment):
-    """What Python does with these arguments in a process of its own, which finds the library and these tests."""
+    """Runs Python with these arguments. The child process can import the library and the tests."""
     return subprocess.run(
         [sys.executable, *arguments],
         env=environment,
@@ -96,7 +97,10 @@ def run_python(*arguments, environment):
 
 
 def training_step(module, name, dim=128, dtype="float32"):
-    """A lookup and a step of a table too large to be copied unseen, and shapes of their arguments."""
+    """A function that looks up and steps a table, and the shapes of its arguments.
+
+    The table is so large that a copy of it shows in the memory statistics of the compiled program.
+    """
     rule = RULES[name]
     shape = jax.ShapeDtypeStruct
     table = shape((1 << 20, dim), dtype)
@@ -117,7 +121,7 @@ def draw_table(dim, dtype="float32", seed=0):
 
 
 def draw_gradients(call, dims, seed=1):
-    """Gradients of the outputs of a call."""
+    """Random gradients of the outputs of a call."""
     generator = np.random.default_rng(seed)
     shapes, _ = call.outputs(dims)
     return tuple(jnp.asarray(generator.standard_normal(shape, np.float32)) for shape in shapes)
@@ -127,7 +131,10 @@ def draw_gradients(call, dims, seed=1):
 
 
 def draw_list(seed, lengths, *, weighted=False, single=False):
-    """Bags of the given lengths: duplicates are certain, row 11 is never read, and some rows lie outside the table."""
+    """Bags of these lengths. Row 11 is never read, and some ids are outside the table.
+
+    With `single`, the list has one id for each sample, and `lengths` must be ones.
+    """
     generator = np.random.default_rng(seed)
     num_entries = sum(lengths)
     rows = generator.integers(0, NUM_ROWS, num_entries).astype(np.int32)
@@ -170,14 +177,17 @@ EVERY_BAG = Call.of(
 """Bags of all kinds, for steps of one table."""
 
 
-# Calls of several tables: what is fixed, and numbers that are drawn for each seed.
+# Calls of several tables. The segments of a case are fixed, and each seed draws ids and weights.
 
 TABLES = ((9, 5, "float32"), (14, 8, "bfloat16"), (6, 12, "float16"))
-"""Rows, row length and dtype of every table."""
+"""Number of rows, number of columns and dtype of each table."""
 
 
 def ragged(generator, num_bags, num_entries, *, weighted=False):
-    """Some bags are empty, and some entries stand in front of the first bag or after the last."""
+    """A list of ragged bags, some of which can be empty.
+
+    The first two and the last two entries of the list are in no bag.
+    """
     offsets = np.zeros(num_bags + 1)
     if num_entries:
         ends = generator.integers(2, num_entries - 1, num_bags - 1)
@@ -187,7 +197,7 @@ def ragged(generator, num_bags, num_entries, *, weighted=False):
 
 
 def arrays(generator, num_bags, width, *, weighted=False):
-    """A list of equally long bags."""
+    """A list of bags with the same length."""
     num_entries = num_bags * width
     weights = _weights(generator, num_entries, weighted)
     return IdList(_ids(generator, num_entries), None, weights, (num_bags, width))
@@ -210,13 +220,17 @@ def _weights(generator, num_entries, weighted):
 
 
 def _mixed(layout, *combiners, bags=(3, 3, 3, 3)):
-    """Four features in one list: two share rows, one reads a second table; others read other windows."""
+    """Four features in one list, which read three windows of the rows of two tables.
+
+    The first and the last feature read the same window.
+    """
 
     def draw(generator):
         first = np.cumsum([0, *bags]).tolist()
         windows = [(0, 0, 4), (1, 3, 11), (0, 4, 5), (0, 0, 4)]
         segments = [Segment(0, first[k], bags[k], combiners[k], *windows[k]) for k in range(4)]
-        if layout == "blocks":  # the output has another order than the ids
+        # The outputs have another order than the bags.
+        if layout == "blocks":
             segments = [segments[k] for k in (2, 0, 3, 1)]
         return Call((ragged(generator, sum(bags), 60, weighted=True),), tuple(segments), layout)
 
@@ -224,7 +238,7 @@ def _mixed(layout, *combiners, bags=(3, 3, 3, 3)):
 
 
 def _kinds_of_lists(generator):
-    """Ragged lists, arrays, single ids, with weights and without; some bags are in no segment."""
+    """Ragged lists, arrays and single ids, some of them weighted. Some bags are in no segment."""
     lists = (
         ragged(generator, 7, 30),
         arrays(generator, 5, 3, weighted=True),
@@ -251,7 +265,7 @@ def _kinds_of_lists(generator):
 
 
 def _nothing(generator):
-    """Lists without entries, bags of no entry, segments of no bag, windows without rows, a table that none reads."""
+    """Empty lists, empty bags, segments without bags, windows without rows, and an unread table."""
     lists = (
         ragged(generator, 3, 0, weighted=True),
         arrays(generator, 4, 0),
@@ -283,7 +297,7 @@ def _none(layout):
 
 
 def _scaled(factor):
-    """Weights whose sums or squares leave the range of float32."""
+    """Weights whose sums or squares overflow or underflow in float32."""
 
     def draw(generator):
         lists, segments = [], []
@@ -301,7 +315,7 @@ def _scaled(factor):
 
 
 def _extremes_beside_others(generator):
-    """Segments of several combiners in one list of tiny weights."""
+    """One list with tiny weights, and two segments of it with different combiners."""
     own = ragged(generator, 6, 50, weighted=True)
     own = dataclasses.replace(own, weights=own.weights * np.float32(1e-20))
     return Call((own,), (Segment(0, 0, 3, "mean", 0), Segment(0, 3, 3, "sqrtn", 1)))
@@ -323,12 +337,12 @@ SEVERAL_TABLES = {
 
 
 def draw_call(name, seed):
-    """A call of several tables."""
+    """A random call of the case `name` of `SEVERAL_TABLES`."""
     return jax.device_put(SEVERAL_TABLES[name](np.random.default_rng(seed)))
 
 
 def draw_tables(seed, dtype=None):
-    """The tables that those calls read, all of one dtype if it is named."""
+    """Random tables for `draw_call`, in the dtypes of `TABLES`, or all in `dtype`."""
     generator = np.random.default_rng(seed)
     tables = []
     for num_rows, dim, own_dtype in TABLES:
@@ -345,14 +359,14 @@ def assert_close(actual, desired, dtype="float32"):
 
 
 def assert_near(actual, desired):
-    """Close as a share of the largest number, which may be far from 1."""
+    """Asserts that all differences are small in relation to the largest desired number."""
     desired = np.asarray(desired, np.float64)
     scale = np.abs(desired).max(initial=0.0) or 1.0
     assert_close(np.asarray(actual, np.float64) / scale, desired / scale)
 
 
 def assert_stepped(stepped, name, table, slots, gradients):
-    """Table and slots are those after step `STEP` of each row in `gradients`, by the formula of the rule."""
+    """Asserts table and slots after step `STEP` of the rule for each row in `gradients`."""
     rule, step_row = FORMULAS[name]
     wanted_table, wanted_slots = oracles.stepped_table(
         table, slots, gradients, functools.partial(step_row, rule), step=STEP

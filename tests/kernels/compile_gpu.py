@@ -1,6 +1,8 @@
-"""Compiles the GPU kernels for an H100 that need not be here, with JAX's CUDA plugin: a line of JSON for each case.
+"""Compiles the GPU kernels with JAX's CUDA plugin for an H100, which this machine may lack.
 
-python -m tests.kernels.compile_gpu adam "adagrad 100 bfloat16"
+    python -m tests.kernels.compile_gpu adam "adagrad 100 bfloat16"
+
+The program prints a line of JSON for each case.
 """
 
 import json
@@ -15,7 +17,7 @@ import rsembed as rs
 from rsembed.kernels import gpu
 from tests.kernels.cases import training_step
 
-# What the compiler wants to know of a card, from NVIDIA's data sheet; not read from one.
+# The description of the GPU that the compiler needs. The numbers are from NVIDIA's data sheet.
 H100 = """
 gpu_device_info { cuda_compute_capability { major: 9 minor: 0 } core_count: 132 fpus_per_core: 128 threads_per_warp: 32
   clock_rate_ghz: 1.98 threads_per_block_limit: 1024 threads_per_core_limit: 2048 block_dim_limit_x: 2147483647
@@ -27,7 +29,7 @@ platform_name: "CUDA" dnn_version_info { major: 9 minor: 8 } device_description_
 
 
 def first_state():
-    """What makes the state of two tables of one form, which share an array, and the shape of its key."""
+    """A function that makes the state of two stacked tables, and the shapes of its arguments."""
     tables = [rs.TableSpec(name, 500, 64) for name in ("a", "b")]
     collection = rs.EmbeddingCollection([rs.FeatureSpec(table.name, table) for table in tables])
     return collection.init, (jax.eval_shape(lambda: jax.random.key(0)),)
@@ -51,7 +53,8 @@ def compile_case(mesh, name, dim="128", dtype="float32"):
 
 
 def main(*cases):
-    jax.devices()  # registers the plugin
+    # This call registers the plugin.
+    jax.devices()
     topology = topologies.get_topology_desc("h100", "cuda", topology="1x1x1", target_config=H100)
     mesh = Mesh(np.array(topology.devices[:1]), ("device",))
     for case in cases:

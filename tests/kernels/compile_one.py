@@ -1,8 +1,9 @@
-"""Compiles one program for one TPU that is not here, and prints what the compiler made of it as a line of JSON.
+"""Compiles one program for a TPU, which this machine may lack, and prints statistics as JSON.
 
     python -m tests.kernels.compile_one v6e adam
 
-A process of its own, because the TPU compiler ends the process when it meets a program that it cannot take.
+Tests run it in a child process, because the TPU compiler ends the process if it cannot compile a
+program.
 """
 
 import json
@@ -25,7 +26,7 @@ from tests.sparsecore import tutorial_program
 
 NUM_ROWS, DIM, NUM_IDS, NUM_BAGS = 1 << 20, 32, 4096, 512
 TOPOLOGIES = {"v5p": "v5p:2x2x1", "v6e": "v6e:2x2", "tpu7x": "tpu7x:2x2x1"}
-"""Four chips of each TPU that has SparseCores, as `jax.experimental.topologies` names them."""
+"""Names in `jax.experimental.topologies` of four chips of each TPU with SparseCores."""
 CORES = {"v5p": 4, "v6e": 2, "tpu7x": 2}
 Shape = jax.ShapeDtypeStruct
 TABLE = Shape((NUM_ROWS, DIM), jnp.float32)
@@ -47,7 +48,10 @@ def update_with(rule):
 
 
 def compile_on_one(chip, case):
-    """A kernel on the first device; rows of tables lie as tiles need them."""
+    """A kernel lowered for the first device, and the sizes of its donated state and table in bytes.
+
+    The table has the layout that the SparseCore kernels need.
+    """
     if case == "lookup":
         function, shapes, donate = lookup, (TABLE, ROWS, OFFSETS), ()
     else:
@@ -72,7 +76,11 @@ def compile_on_one(chip, case):
 
 
 def compile_tutorial_step(chip, case):
-    """The training step of the Shakespeare tutorial over all devices, with a table too large to be copied unseen."""
+    """The lowered training step of the Shakespeare tutorial for all devices of the topology.
+
+    Also returns the sizes of a device's part of the state and of the table in bytes. The table is
+    so large that a copy of it shows in the memory statistics of the compiled program.
+    """
     mesh, num_cores = topology(chip), CORES[chip]
     data = NamedSharding(mesh, P("device"))
     replicated = NamedSharding(mesh, P())
@@ -113,7 +121,8 @@ def compile_tutorial_step(chip, case):
     shapes = (params, inputs, Shape(labels.shape, labels.dtype), opt_state)
     lowered = jitted.trace(*shapes).lower(lowering_platforms=("tpu",))
     table = (1 << 24) // mesh.size * tutorial_program.DIM * 4
-    return lowered, 3 * table, table  # the table and Adam's two moments
+    # The state is the table and the two moments of Adam.
+    return lowered, 3 * table, table
 
 
 def topology(chip, num_devices=None):

@@ -1,4 +1,4 @@
-"""The only place that reaches into `jax._src`: what stands between a kernel's references and their indices."""
+"""Classes of `jax._src` for the indices of a kernel's references."""
 
 from jax._src.state.indexing import NDIndexer as NDIndexer, Slice as Slice
 from jax._src.state.types import TransformedRef as TransformedRef

@@ -1,16 +1,19 @@
-"""Runs SparseCore kernels in numpy: the traced body of a kernel, equation by equation, once for every tile.
+"""Runs SparseCore kernels in numpy: interprets the traced body of a kernel for each tile.
 
-The very equations that are lowered for the TPU are interpreted, so there is no second kernel to drift away. Tiles run
-one after another, and every mistake that this order could hide is looked for:
+The simulator interprets the same equations that are lowered for the TPU. Tiles run one after
+another, so the simulator looks for mistakes that this order could hide. It raises an error for:
 
-* an index outside an array, or a row id outside a table that is not the ignored one;
-* scratch and outputs start as NaN or the smallest integer, so reading what nobody wrote shows;
-* a copy moves its data only when it is waited for; one that never is, or is waited for twice, is an error;
-* two tiles that touch the same numbers;
-* a wrong claim of divisibility.
+* an index outside an array, or a row id outside the table other than the ignored value;
+* a copy that is never waited for, or waited for twice. A copy moves its data when it is waited for;
+* a number that one tile writes and another tile reads or writes later;
+* a number that is not a multiple of the divisor that `multiple_of` claims.
 
-Blind to: the layout of memory, timing, and what a vector unit cannot do (lowering checks that). It knows no barriers
-and no memory that tiles share, which the kernels do without.
+Scratch memory and outputs start as NaN or the smallest integer, so reading memory before writing it
+gives wrong results.
+
+The simulator does not check the layout of memory, the timing, or what a vector unit supports.
+Lowering checks the last. The simulator has no barriers and no memory that tiles share, because the
+kernels use neither.
 """
 
 from __future__ import annotations
@@ -29,11 +32,11 @@ _NOBODY = -1
 
 
 class KernelError(Exception):
-    """A kernel did what it must not."""
+    """A kernel made a mistake."""
 
 
 class Buffer:
-    """An array that kernels refer to, and which tile last touched each number of it."""
+    """An array that kernels refer to, with the tile that last wrote each number if it is shared."""
 
     def __init__(self, shape, dtype, value=None, shared=False):
         dtype = np.dtype(dtype)
@@ -63,13 +66,13 @@ class Buffer:
                 raise KernelError(f"race: tile {tile} " + what.format(strangers.pop()))
 
     def end_kernel(self):
-        """What one kernel wrote, the next one may touch."""
+        """Forgets which tile wrote each number, because the next kernel may use all of them."""
         if self.writer is not None:
             self.writer[:] = _NOBODY
 
 
 class Tile:
-    """One tile's run of a kernel."""
+    """The run of a kernel on one tile, with its pending copies by semaphore."""
 
     def __init__(self, number, place):
         self.number, self.place = number, place
@@ -77,14 +80,20 @@ class Tile:
 
 
 def simulate(function, *args):
-    """What `function` returns with its SparseCore kernels simulated; call it inside `tracing_for`."""
+    """The result of `function(*args)` with simulated SparseCore kernels.
+
+    Must be called inside `tracing_for`.
+    """
     closed, shapes = jax.make_jaxpr(function, return_shape=True)(*args)
     leaves = [jnp.asarray(leaf) for leaf in jax.tree.leaves(args)]
     return jax.tree.unflatten(jax.tree.structure(shapes), _run_outside(closed, leaves))
 
 
 def _run_outside(closed, values):
-    """Everything around the kernels, by JAX on the CPU: what stands between two kernels is one compiled program."""
+    """Runs a program on the CPU, and simulates its kernels.
+
+    The equations between two kernels are compiled as one program.
+    """
     jaxpr = closed.jaxpr
     known = _bound(jaxpr, values, closed.consts)
     waiting = []
@@ -118,7 +127,7 @@ _SPECIAL = {"mpmd_map", "new_ref", "freeze"}
 
 
 def _bound(jaxpr, values, consts):
-    """Values of a program's variables before its first equation."""
+    """Values of a program's inputs and constants by variable."""
     known = dict(zip(jaxpr.invars, values, strict=True))
     known |= zip(jaxpr.constvars, consts, strict=True)
     return known
@@ -136,7 +145,7 @@ def _shared(array):
 
 
 def _compute(eqns, known, wanted):
-    """Adds to `known` what the equations compute and somebody wants."""
+    """Runs equations, and adds those of their results to `known` that are in `wanted`."""
     made = {v for eqn in eqns for v in eqn.outvars}
     used = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
     inputs_of_body = list(used - made)
@@ -152,7 +161,8 @@ def _compute(eqns, known, wanted):
             here |= zip(eqn.outvars, outputs, strict=True)
         return _read(here, results)
 
-    if results:  # on the CPU, not on the device that the kernels are traced for
+    # The program runs on the CPU, not on the device that the kernels are traced for.
+    if results:
         with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
             known |= zip(results, jax.jit(run)(_read(known, inputs_of_body)), strict=True)
 
@@ -177,7 +187,7 @@ def _run_kernel(eqn, inputs):
 
 
 def _run_inside(jaxpr, values, tile, consts=None):
-    """A kernel's equations, in numpy."""
+    """Outputs of a kernel's equations, computed in numpy."""
     if isinstance(jaxpr, ClosedJaxpr):
         jaxpr, consts = jaxpr.jaxpr, jaxpr.consts if consts is None else consts
     known = _bound(jaxpr, values, consts or ())
@@ -200,7 +210,7 @@ def _run_equation(eqn, inputs, tile):
         return _run_inside(params["jaxpr"], inputs, tile)
     if name == "scan":
         body = params["jaxpr"]
-        # The loops of kernels have a carry and nothing else.
+        # A kernel's loop has only constants and a carry as inputs.
         num_consts = len(inputs) - len(body.jaxpr.outvars)
         consts, carry = inputs[:num_consts], inputs[num_consts:]
         for _ in range(params["length"]):
@@ -229,14 +239,14 @@ def _run_equation(eqn, inputs, tile):
 
 
 def _fresh(aval, shared=False):
-    """Memory that nobody has written; semaphores are only told apart."""
+    """A buffer that no tile has written. A semaphore is a buffer with a single number."""
     if "sem" in str(aval.dtype):
         return Buffer((), np.int32, 0)
     return Buffer(aval.shape, aval.dtype, shared=shared)
 
 
 def _places(reference):
-    """The buffer behind a reference, numpy indices into it, and which rows are real (None: all)."""
+    """Buffer of a reference, numpy indices into it, and mask of the real rows (None: all rows)."""
     if isinstance(reference, Buffer):
         return reference, (), None
     transforms = [t for t in reference.transforms if isinstance(t, NDIndexer)]
@@ -307,7 +317,7 @@ def _wait_copy(inputs, params, tile):
 
 
 def _zeros(index_arrays):
-    """The same shape of places, all inside: ignored ids need not be."""
+    """Indices of the same shape that are inside the buffer. Ignored ids can be outside of it."""
     return tuple(
         place if isinstance(place, slice) else np.zeros_like(place) for place in index_arrays
     )

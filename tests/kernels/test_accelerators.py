@@ -1,4 +1,4 @@
-"""Kernels for GPUs and SparseCores: rules inside them, who is chosen and who refuses, and that they lower."""
+"""Kernels for GPUs and SparseCores: rules in kernels, choice of kernels, refusals, and lowering."""
 
 import contextlib
 import functools
@@ -15,16 +15,16 @@ from rsembed.kernels.devices import TARGETS, tracing_for
 from tests.kernels.cases import RULES, assert_close, step_of, training_step
 
 pytestmark = [
-    # jax 0.12 says so of every copy from a tile's memory that names a semaphore, as `sync_copy` does.
+    # JAX 0.12 warns of every copy from a tile's memory with a semaphore, as in `sync_copy`.
     pytest.mark.filterwarnings("ignore:Destination semaphore is ignored"),
-    # From jax 0.11 on; what Pallas offers in its place did not lower with those versions.
+    # JAX 0.11 and later warn of the backend, but kernels did not lower with its replacement.
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
 AUTO = (jax.sharding.AxisType.Auto,)
 ONE_LIST = Call.of([IdList.single(jnp.zeros(3, jnp.int32))], ["sum"])
 
 
-# Rules inside kernels
+# Rules in kernels
 
 
 def test_square_roots_without_a_square_root():
@@ -37,11 +37,11 @@ def test_square_roots_without_a_square_root():
     assert np.isnan(edges[1])
 
 
-# Who is chosen, and who refuses
+# Choice of kernels, and refusals
 
 
 def chosen_for(target=None, implementation=None):
-    """The kernels that a lookup is traced to, by the primitives that call them."""
+    """Primitives of a traced lookup that call kernels."""
     lookup = functools.partial(api.lookup, call=ONE_LIST, implementation=implementation)
     with tracing_for(target) if target else contextlib.nullcontext():
         program = str(jax.make_jaxpr(lookup)((jnp.zeros((8, 16)),)))
@@ -75,7 +75,8 @@ def test_an_implementation_that_does_not_serve_here_says_why(monkeypatch):
     assert states["gpu"] == f"the Triton kernels run on NVIDIA GPUs, {here}"
     monkeypatch.setenv("RSEMBED_KERNELS", "sparsecore")
     reason = "the computation is for tpu"
-    if isinstance(devices.shared_library(), str):  # why there is none, where there is none
+    # Without the native library, that is the reason.
+    if isinstance(devices.shared_library(), str):
         reason = devices.shared_library()
     with tracing_for("v5p"):
         states = dict(api.implementation_states())
@@ -116,7 +117,7 @@ def test_what_kernels_cannot_do_is_named():
         gpu.apply_rows(wide, (), rows, wide, sgd)
 
 
-# Lowering, which needs no accelerator
+# Lowering for accelerators, on any machine
 
 
 def lowered_text(jitted, arguments, platform="cuda"):
@@ -124,7 +125,7 @@ def lowered_text(jitted, arguments, platform="cuda"):
 
 
 def test_a_program_traced_for_gpus_runs_on_a_cpu_where_its_arrays_are_there():
-    """JAX chooses the device when it compiles; by then a kernel was traced, and the definition beside it."""
+    """JAX chooses the platform after tracing, so the traced program also has the reference."""
     step, _ = training_step(api, "row_wise_adagrad")
     rows = jnp.arange(16, dtype=jnp.int32) % 5
     arguments = jnp.ones((8, 128)), (jnp.ones((8, 1)),), rows, jnp.arange(0, 17, 4)

@@ -18,7 +18,7 @@ def implementation(name, reason=None, refusal=None):
 
 
 def pooled(name=None):
-    """The sum of two rows of ones, by an implementation."""
+    """Sum of two rows of ones, computed by the named implementation or the default one."""
     call = Call.of([IdList(jnp.asarray([1, 2]), jnp.asarray([0, 2]))], ["sum"])
     ((vector,),) = api.lookup((jnp.ones((3, 1)),), call, implementation=name)
     return vector

@@ -1,6 +1,6 @@
-"""Lookups, gradients and steps of every implementation agree with loops over numpy, for all calls and rules.
+"""Lookups, gradients and steps of all implementations agree with loops in numpy.
 
-Kernels for GPUs run on one where there is one, in Pallas' interpreter where not; those for SparseCores are simulated.
+Without a GPU, the GPU kernels run in Pallas' interpreter. The SparseCore kernels are simulated.
 """
 
 import functools
@@ -34,12 +34,12 @@ from tests.kernels.cases import (
 )
 
 pytestmark = [
-    # jax 0.12 says so of every copy from a tile's memory that names a semaphore, as `sync_copy` does.
+    # JAX 0.12 warns of every copy from a tile's memory with a semaphore, as in `sync_copy`.
     pytest.mark.filterwarnings("ignore:Destination semaphore is ignored"),
-    # From jax 0.11 on; what Pallas offers in its place did not lower with those versions.
+    # JAX 0.11 and later warn of the backend, but kernels did not lower with its replacement.
     pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
 ]
-# A primitive that tiles lack.
+# FTRL uses a primitive that SparseCores do not have.
 REFUSED = ("sparsecore", "ftrl")
 every_implementation = pytest.mark.parametrize(("name", "module", "run"), ALL_IMPLEMENTATIONS)
 
@@ -50,9 +50,10 @@ def _small_chunks(monkeypatch):
 
 
 def settings_of(name, *, is_full):
-    """Every dtype and row length that an implementation is asked for.
+    """Pairs of dtype and number of columns for the tables of an implementation.
 
-    Otherwise one row length of each dtype where kernels are compiled in no time, and a single setting elsewhere.
+    If not `is_full`: a single pair, or for the native kernels one pair for each dtype, because they
+    compile fast.
     """
     if is_full:
         return SETTINGS[name]
@@ -69,7 +70,10 @@ def assert_lookup(outputs, tables, call):
 
 
 def assert_rows(actual, expected, num_rows, call, table):
-    """Distinct rows ascending with their gradients, then padding, as many as there is room for."""
+    """Asserts distinct rows in ascending order and their gradients, followed by padding.
+
+    The expected length is the number of entries or of rows of the table, whichever is smaller.
+    """
     rows, gradients = map(np.asarray, actual)
     lists = {segment.list for segment in call.segments if segment.table == table}
     num_entries = sum(call.lists[number].num_entries for number in lists)
@@ -152,7 +156,7 @@ def test_update_agrees_with_loops(rule_name, name, module, run):
 # Several tables in one call
 
 
-# Interpreted kernels compile for seconds. These cases take the code of the others.
+# Interpreted kernels take seconds to compile. Other cases cover the code of these cases.
 @pytest.mark.slow_rows(
     *(
         f"{case}-{name}"
@@ -211,7 +215,7 @@ def test_gradients_of_weights_agree_with_loops(case, implementation):
                 continue
             scale = np.abs(wanted).max(initial=1.0)
             combiners = {segment.combiner for segment in call.segments if segment.list == number}
-            # The slopes that cancel are as steep as weights are small.
+            # The gradient is a difference of terms that grow with the inverse of the weights.
             if combiners <= {"mean", "sqrtn"}:
                 steepest = 1.0 / np.abs(ids.weights).max(initial=1e-30)
                 scale = max(np.abs(wanted).max(initial=0.0), steepest)
@@ -298,7 +302,7 @@ def test_stochastic_rounding_is_the_reference_one(name, module, run):
         return rounded, defined, nearest
 
     rounded, defined, nearest = map(np.asarray, run(each, jax.random.key(5)))
-    # Sums differ in their last bit, which moves an entry whose noise fell just there.
+    # A sum can differ in its last bit, and then an entry can round to the other neighbour.
     assert rounded.dtype == table.dtype
     assert np.mean(rounded == defined) > 0.98
     assert np.any(rounded != nearest)

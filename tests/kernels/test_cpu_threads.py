@@ -1,4 +1,4 @@
-"""XLA gets threads enough for the CPU devices, or says that it has too few."""
+"""XLA's thread pool has enough threads for the CPU devices, or the library warns."""
 
 import os
 
@@ -11,7 +11,7 @@ from rsembed.parallel.runtime import _environment_of
 from rsembed.sparsecore.mesh_lookup import table_mesh
 from tests.kernels.cases import needs_native, run_python
 
-# Programs are in flight while others are dispatched; each has a collective that waits for all devices.
+# Steps are dispatched while earlier steps run. The collectives of a step wait for all devices.
 STEPS_IN_FLIGHT = """
 import os, jax, jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec as P
@@ -35,7 +35,7 @@ PLAIN = {name: value for name, value in os.environ.items() if name not in ("NPRO
 
 @pytest.fixture
 def shared_pool(monkeypatch):
-    """As until jax 0.12, whatever jax is here."""
+    """Makes CPU devices share a thread pool as before JAX 0.12, with any version of JAX."""
     monkeypatch.setattr(devices, "_SHARED_POOL", True)
 
 
@@ -77,8 +77,10 @@ def test_threads_suffice_for_devices_that_are_asked_for_later(shared_pool, monke
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
     assert devices.thread_settings(4) == {}
     monkeypatch.setenv("NPROC", "1")
-    assert devices.thread_settings(1) == {}  # one device waits for nobody
-    monkeypatch.setenv("NPROC", "6")  # the user's own number stays where it is enough
+    # A single device never waits for another device.
+    assert devices.thread_settings(1) == {}
+    # The user's number stays if it is large enough.
+    monkeypatch.setenv("NPROC", "6")
     assert devices.thread_settings(3) == {} and devices.thread_settings(4) == {"NPROC": "16"}
 
 

@@ -1,6 +1,6 @@
-"""GPU kernels: on a GPU where there is one, through Pallas' interpreter where not, and through NVIDIA's compiler.
+"""GPU kernels on a GPU or in Pallas' interpreter, and compiled by NVIDIA's compiler.
 
-`make test-gpu` runs this file with JAX's CUDA plugin. The sizes that only a card can hold are skipped without one.
+`make test-gpu` runs this file with JAX's CUDA plugin. Tests that need a GPU can be skipped.
 """
 
 import functools
@@ -35,28 +35,28 @@ from tests.world import assert_same
 
 HAS_GPU = jax.default_backend() == "gpu"
 
-# From jax 0.11 on.
+# JAX 0.11 and later warn.
 pytestmark = pytest.mark.filterwarnings(
     "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
 )
 
 needs_gpu = pytest.mark.skipif(
-    not HAS_GPU, reason="unproven: the numbers of the GPU kernels on a GPU; there is none here"
+    not HAS_GPU, reason="unproven: the results of the GPU kernels on a GPU, because there is no GPU"
 )
 needs_compiler = pytest.mark.skipif(
     os.environ.get("RSEMBED_TEST_GPU") != "1",
-    reason="unproven here: that the GPU kernels compile for Hopper; make test-gpu installs JAX's CUDA plugin and tries",
+    reason="unproven: that the GPU kernels compile for Hopper, which `make test-gpu` tries with JAX's CUDA plugin",
 )
 
 
-# On a card or in the interpreter
+# On a GPU or in the interpreter
 
 
 COMBINERS = ("sum", "mean", "sqrtn")
 
 
 def update_of(call, rule):
-    """A step of one table with gradients of the outputs of a call."""
+    """A function that steps one table with gradients of the outputs of a call."""
 
     def update(table, slots, d_outputs):
         gradients = CallGradients(call, d_outputs, (table.shape[1],))
@@ -66,7 +66,7 @@ def update_of(call, rule):
 
 
 def test_weights_of_entries_without_a_row_may_be_anything():
-    """Nothing is read for them: at row `NO_ROW` that would be far outside the table."""
+    """The kernel reads no row for such entries: row `NO_ROW` is outside any table."""
     rows = jnp.asarray([3, NO_ROW, -1, 5, NUM_ROWS])
     offsets = jnp.asarray([0, 3, 5])
     weights = jnp.asarray([2.0, np.nan, np.inf, 0.5, -np.inf])
@@ -83,7 +83,7 @@ def test_weights_of_entries_without_a_row_may_be_anything():
 @pytest.mark.slow_rows("sgd")
 @pytest.mark.parametrize("name", ["sgd", "row_wise_adagrad"])
 def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
-    """Row 7 has 41 entries, row 2 as many as make a piece, row 9 one more; the others have few."""
+    """Row 7 has 41 entries, row 2 one full piece of 4, and row 9 one entry more than a piece."""
     monkeypatch.setattr(gpu, "tiling", gpu.Tiling(num_ahead=2, piece_entries=4))
     draw = np.random.default_rng(0)
     rows = draw.permutation([7] * 41 + [2] * 4 + [9] * 5 + [0, 1, 3, 3, NO_ROW])
@@ -96,7 +96,8 @@ def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
     d_outputs = draw_gradients(call, [12])
     update = jax.jit(update_of(call, rule))
     stepped = update(table, slots, d_outputs)
-    assert_same(stepped, update(table, slots, d_outputs))  # on a card, too
+    # Bits must repeat on a GPU, too.
+    assert_same(stepped, update(table, slots, d_outputs))
     (gradients,) = oracles.row_gradients(call, [NUM_ROWS], [12], d_outputs)
     assert_stepped(stepped, name, table, slots, gradients)
     of_rows = jax.jit(lambda d: gpu.row_gradients(NUM_ROWS, CallGradients(call, d, (12,))))
@@ -109,7 +110,7 @@ def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
     "storage", [None, rs.Hashed(), rs.HostCached(cache_rows=16), TensorTrain((2,))]
 )
 def test_collections_train_alike_with_and_without_the_kernels(storage, monkeypatch):
-    """Wherever rows are kept; two steps with equal rows in one batch, of rows of 12 numbers."""
+    """The tables have 12 columns, and each of two steps reads some rows repeatedly."""
     monkeypatch.setattr(gpu, "unavailable_because", lambda: None)
     table = rs.TableSpec("t", 20, 12, combiner="mean", storage=storage, optimizer=ro.Adagrad(0.1))
     outputs = []
@@ -125,12 +126,12 @@ def test_collections_train_alike_with_and_without_the_kernels(storage, monkeypat
         state = collection.apply(state, pullback(d_vectors))
         state = collection.update(state, batch, d_vectors)
         outputs.append(collection.lookup(state, batch)["f"])
-    # Two bytes of every factor of a product, as a GPU multiplies by default, are good for three digits.
+    # By default, JAX multiplies float32 matrices on a GPU with about three significant digits.
     assert_allclose(*outputs, rtol=2e-3 if HAS_GPU and storage else 1e-5, atol=1e-6)
 
 
 def test_no_float_is_added_in_the_order_of_arrival():
-    """XLA's scatter on a GPU adds so, and the last bits of a sum would differ from run to run."""
+    """XLA's scatter-add on a GPU has no fixed order, so the last bits would differ between runs."""
     rows = jnp.asarray([3, 1, 3, 0])
     ids = IdList(rows, jnp.asarray([0, 3, 4]), jnp.asarray([0.5, 2.0, 0.7, 1.0]))
     call = Call.of([ids] * 3, COMBINERS)
@@ -145,12 +146,12 @@ def test_no_float_is_added_in_the_order_of_arrival():
         assert not re.findall(r":f32.* = scatter-add", program)
 
 
-# On a card
+# On a GPU
 
 
 @needs_gpu
 def test_bits_repeat():
-    """Of bags of hundreds of entries, one row in a tenth of them, and weights whose sums are not exact."""
+    """Bags have 400 entries, many entries read one row, and sums of the weights are not exact."""
     generator = np.random.default_rng(0)
     rows = jnp.asarray(generator.zipf(1.2, 200_000) % 5000)
     weights = jnp.asarray(generator.uniform(0.5, 2.0, rows.size), jnp.float32)
@@ -171,7 +172,7 @@ def test_bits_repeat():
 
 @needs_gpu
 def test_rows_of_a_table_of_more_than_two_to_the_31_numbers_are_found():
-    """5 GiB of bfloat16: an offset of 32 bits would wrap at half of them."""
+    """The table has 5 GiB in bfloat16. An offset of 32 bits would overflow in its second half."""
     num_rows = 21_000_000
     rows = jnp.asarray([0, 1, num_rows // 2, 2**24 - 1, 2**24, 2**24 + 1, num_rows - 1])
     marks = jnp.repeat(jnp.arange(1, 8, dtype=jnp.bfloat16)[:, None], 128, axis=1)
@@ -199,7 +200,10 @@ COMPILED = (*KERNEL_RULES, "ftrl", "adagrad 100 bfloat16", "row_wise_adagrad 1",
 
 @pytest.fixture(scope="module")
 def compiled():
-    """What became of every case, in a process of its own: this one may have settled on a CPU."""
+    """Records of `compile_gpu` by case, and the end of its error output.
+
+    The cases are compiled in a child process, because this process may use the CPU.
+    """
     environment = os.environ | {"JAX_PLATFORMS": "", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
     child = run_python(
         "-m", "tests.kernels.compile_gpu", *COMPILED, "init", environment=environment

@@ -1,4 +1,4 @@
-"""Rows and counts of ids and entries of preprocessed buffers equal loops; blocks and rounds equal their definition."""
+"""Kernels for ids, entries of preprocessed buffers and exchanges equal loops or the reference."""
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,10 @@ def row_of(id_, place, size, spread):
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("spread", [1, 2, 3, 8])
 def test_rows_are_those_of_a_loop_over_ids(spread, implementation):
-    """Each feature has two bags of one list, with ids in no bag at both ends; the last reads a list alone, too."""
+    """Each feature has two bags of the shared list, which has ids in no bag at both ends.
+
+    The ids of the last feature are also in a list of their own.
+    """
     draw = np.random.default_rng(spread)
     ids = [0, 0]
     rows = [NO_ROW, NO_ROW]
@@ -100,7 +103,10 @@ MOST_PER_PARTITION, MOST_MINIBATCHES = 11, 3
 
 
 def draw_partitions(rng, num_minibatches=None, *, cores=2, shards=4, rows=6, samples=5):
-    """Buffers as preprocessing lays them out, with garbage wherever there is no entry; and `(sample, row, gain)`s."""
+    """Preprocessed buffers, with garbage in all unused places, and a list of their entries.
+
+    An entry is a tuple `(sample, row, gain)`.
+    """
     num_parts = num_minibatches or 1
     num_places = cores * num_parts * shards * 2 * ALIGNMENT
     num_blocks = cores if num_minibatches is None else cores * MOST_MINIBATCHES
@@ -113,7 +119,8 @@ def draw_partitions(rng, num_minibatches=None, *, cores=2, shards=4, rows=6, sam
     for block in range(cores * num_parts):
         core = block // num_parts
         first = 0
-        if num_minibatches is None:  # Every core has a buffer of its own.
+        # Without minibatches, each core has a separate buffer.
+        if num_minibatches is None:
             first = num_places // cores * core
             end = 0
         for shard in range(shards):
@@ -141,7 +148,8 @@ def test_entries_are_those_of_a_loop_over_partitions(implementation, seed, numbe
     drawn = [draw_partitions(rng, number) for number in numbers]
     actual = api.entries_by_sample([stack for stack, _ in drawn], implementation=implementation)
     for (stack, entries), (rows, offsets, gains) in zip(drawn, actual, strict=True):
-        # Minibatches cut a sample by its rows; without them it comes in the order of its rows.
+        # With minibatches, the entries of a sample are sorted by row. Otherwise they keep the order
+        # of the buffers.
         num_keys = 1 if stack.num_minibatches is None else 2
         entries.sort(key=lambda entry, num_keys=num_keys: entry[:num_keys])
         samples = [entry[0] for entry in entries]
@@ -152,7 +160,7 @@ def test_entries_are_those_of_a_loop_over_partitions(implementation, seed, numbe
         assert (rows.dtype, offsets.dtype, gains.dtype) == (jnp.int32, jnp.int32, jnp.float32)
 
 
-# What travels between devices: tests/parallel compares whole exchanges and their rounds with loops.
+# Exchanges between devices. tests/parallel compares whole exchanges and their rounds with loops.
 
 
 @needs_native
@@ -177,7 +185,7 @@ def test_packed_rows_and_blocks_are_those_of_the_definition(devices, row):
 
 
 def queue_of(draw, num_lanes, capacity):
-    """Ascending entries of three owners, some of which have travelled."""
+    """A queue of ascending entries for three owners. A random number of them is already sent."""
     keys = np.sort(draw.choice(40, 12, replace=False))
     offsets = np.sort(draw.integers(0, 13, 4))
     offsets[0] = 0

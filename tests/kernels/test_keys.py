@@ -1,4 +1,4 @@
-"""Kernels for keys equal dictionaries and `np.unique`, and their definition to the bit, whatever keys do."""
+"""Kernels for keys equal dictionaries and `np.unique`, and native kernels equal the reference."""
 
 import functools
 
@@ -17,10 +17,12 @@ from tests.kernels.cases import IMPLEMENTATIONS, needs_native
 from tests.oracles import hash_of_key
 from tests.world import assert_same
 
-LARGE = 20_000  # several tasks and digits
-NUM_TABLES, CAPACITY = 3, 8  # of keys in the same arrays
+# So many entries are split among several tasks, and their numbers have several digits to sort by.
+LARGE = 20_000
+# Number of keyed tables in the same arrays, and number of rows of each.
+NUM_TABLES, CAPACITY = 3, 8
 
-# Loops are compiled once for each size, not in every call.
+# Each loop is compiled once for each size, not in each call.
 defined = {
     name: jax.jit(getattr(keyed, name))
     for name in ("insert_keys", "find_keys", "unique_keys", "take_rows")
@@ -30,7 +32,7 @@ GENERATOR = np.random.default_rng(0)
 
 
 def of(implementation, name):
-    """A kernel of an implementation."""
+    """The kernel `name` of an implementation."""
     return defined[name] if implementation == "reference" else getattr(native, name)
 
 
@@ -58,7 +60,11 @@ KINDS = ("all equal", "all distinct", "64 bits", "equal lower halves", "collidin
 
 
 def distinct_names(names, is_entry):
-    """Distinct names in ascending order; of each, the first entry and how many there are; and every entry's number."""
+    """Distinct names in ascending order, among the entries that `is_entry` marks.
+
+    Returns the distinct names, the index of the first entry of each, the number of the name of each
+    marked entry, and the number of entries of each name.
+    """
     distinct, first, number, counts = np.unique(
         names[is_entry], axis=0, return_index=True, return_inverse=True, return_counts=True
     )
@@ -66,7 +72,7 @@ def distinct_names(names, is_entry):
 
 
 def assert_padded(actual, values, padding):
-    """The values stand first, and padding after them."""
+    """Asserts that the array has the values, and then only padding."""
     assert_array_equal(
         actual, np.pad(values, (0, len(actual) - len(values)), constant_values=padding)
     )
@@ -94,7 +100,8 @@ def test_distinct_entries_are_those_of_a_dictionary(kind, implementation):
     for count, num_owners in ((0, 2), (1, 1), (300, 5), (LARGE, 5)):
         lanes = draw_lanes(kind, count)
         owners = GENERATOR.integers(-1, num_owners + 1, count, np.int32)
-        owners[owners == 2] = 3  # an owner without entries
+        # Owner 2 has no entries.
+        owners[owners == 2] = 3
         owners[3::11] = -(2**31)
         owners[5::13] = NO_ROW
         out_lanes, entry_of, first_of, offsets, counts = api.distinct(
@@ -132,7 +139,7 @@ def test_unique_keys_are_those_of_a_dictionary_for_each_table(kind, implementati
             tables = np.zeros(count, np.int32) if table is None else table
             names = np.stack([tables, keys.high, keys.low], axis=1)
             _, first, number, _ = distinct_names(names, is_key)
-            # Keys are numbered in the order in which they first occur.
+            # Keys are numbered in the order of their first occurrence.
             order = np.argsort(first)
             assert_array_equal(entry_of[is_key], np.argsort(order)[number])
             assert np.all(entry_of[~is_key] == NO_ROW)
@@ -155,7 +162,7 @@ def as_call(numbers, is_key=None):
 
 
 def without_rows(table, numbers):
-    """The table after some keys were deleted, written by hand."""
+    """The table after deletion of some keys, computed in numpy."""
     lanes, rows, num_keys, num_deleted = table
     is_deleted = (rows >= 0) & np.isin(join_keys(*np.asarray(lanes).T), numbers)
     count = jnp.sum(is_deleted)
@@ -169,7 +176,7 @@ def without_rows(table, numbers):
     st.sampled_from(["64 bits", "colliding", "all distinct", "equal lower halves"]),
 )
 def test_keys_lie_in_the_slots_that_the_definition_gives_them(seed, kind):
-    """The order in which colliding keys claim slots decides, and deleted slots are used again."""
+    """The order in which colliding keys take slots matters, and deleted slots are used again."""
     generator = np.random.default_rng(seed)
     table = empty_table(64)
     expected = {}
@@ -206,7 +213,7 @@ def test_a_large_call_fills_the_slots_that_the_definition_fills():
 
 @needs_native
 def test_a_table_without_an_empty_slot_ends_every_search():
-    """No call of the library leaves one, but a file might."""
+    """The library never makes such a table, but a file could contain one."""
     lanes, _, num_keys, num_deleted = empty_table(16)
     slots, found_rows, num_absent = native.find_keys(lanes, jnp.full(16, DELETED), as_call([1, 2]))
     assert slots.tolist() == found_rows.tolist() == [NO_ROW, NO_ROW]
@@ -222,7 +229,8 @@ def test_uses_are_counted_as_a_loop_counts_them(implementation):
     capacity = 50
     rows = GENERATOR.integers(-3, capacity + 3, LARGE)
     rows[rows < 0] = NO_ROW
-    rows[rows == 7] = 8  # a row that nobody uses
+    # Row 7 is never used.
+    rows[rows == 7] = 8
     occurrences = GENERATOR.integers(0, 4, LARGE)
     last_step = GENERATOR.integers(-1, 5, capacity)
     counts = np.where(np.arange(capacity) % 9 == 0, MAX_COUNT - 5, 11)
@@ -250,7 +258,8 @@ def test_tables_of_keys_change_where_they_lie():
 
     table = empty_table(num_slots)
     compiled = program.lower(table, uses, keys).compile()
-    assert compiled.memory_analysis().temp_size_in_bytes < 8 * num_slots  # no second table of lanes
+    # A second array of lanes would be as large.
+    assert compiled.memory_analysis().temp_size_in_bytes < 8 * num_slots
     address = table[0].unsafe_buffer_pointer()
     table, _ = compiled(table, uses, keys)
     assert table[0].unsafe_buffer_pointer() == address

@@ -1,4 +1,4 @@
-"""The native kernels beyond the contract: rounding, memory, threads, and the library itself."""
+"""Native kernels: slots, rounding, malformed offsets, threads, and the library itself."""
 
 import json
 import os
@@ -161,7 +161,7 @@ print(json.dumps([found, devices.shared_library().rsembed_num_cores()]))
 
 
 def run_child(program, **environment):
-    """What a program prints as JSON in a process of its own."""
+    """The JSON that a program prints in a child process."""
     child = run_python(
         "-c", program, environment=os.environ | {"JAX_PLATFORMS": "cpu"} | environment
     )
@@ -174,7 +174,7 @@ def run_child(program, **environment):
     not hasattr(os, "sched_setaffinity"), reason="this system does not grant single cores"
 )
 def test_results_of_several_threads_are_those_of_a_process_that_is_granted_one_core():
-    # Asked for more threads, as rsembed does for pretended devices, XLA makes them, and they would share that core.
+    # XLA makes as many threads as NPROC asks for, and here they share one core.
     on_one_core = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
     several_threads, num_cores = run_child(_HASHES, NPROC="7")
     assert num_cores == len(os.sched_getaffinity(0))
@@ -182,7 +182,8 @@ def test_results_of_several_threads_are_those_of_a_process_that_is_granted_one_c
 
 
 def test_an_environment_that_asks_for_what_there_is_not_is_told(monkeypatch):
-    load = devices.shared_library.__wrapped__  # it keeps what it finds
+    # The wrapped function does not keep its result.
+    load = devices.shared_library.__wrapped__
     monkeypatch.setenv("RSEMBED_ISA", "avx-512")
     with pytest.raises(
         ValueError, match="'avx-512' names no instruction set; it knows baseline, avx2, avx512"

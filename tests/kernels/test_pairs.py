@@ -1,4 +1,4 @@
-"""Pairs of vectors against loops in float64."""
+"""Products of all pairs of vectors, compared with loops in float64."""
 
 import functools
 

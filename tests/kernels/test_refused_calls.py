@@ -1,4 +1,4 @@
-"""The handlers themselves refuse calls from which memory would suffer, whatever is checked before them."""
+"""Native handlers refuse calls that would access wrong memory, also without checks in Python."""
 
 import jax
 import jax.numpy as jnp
@@ -21,12 +21,13 @@ PLACES = jnp.zeros((2, 3), jnp.int32)
 TABLE = jnp.ones((4, 2))
 FAR = jnp.zeros(16, jnp.int32)
 GAINS = jnp.ones(16)
-OVERLAPPING = jnp.tile(jnp.int32([8, 0]), 8)  # of partitions, again and again all
+# All partitions have the same entries.
+OVERLAPPING = jnp.tile(jnp.int32([8, 0]), 8)
 QUEUE = jnp.ones((1, 2), jnp.int32), jnp.zeros((1, 1, 2), jnp.uint32), ROWS[:3], ROWS[:2]
 
 
 def of(*shape, dtype=jnp.int32):
-    """A result that a call asks for."""
+    """Shape and dtype of a result of a handler."""
     return jax.ShapeDtypeStruct(shape, dtype)
 
 
@@ -43,7 +44,7 @@ def handler(target, results, *operands, **attributes):
 
 
 def rows_of_list(*places, result=FOUR):
-    """Rows of one list of four ids, in four bags of one."""
+    """Calls the handler for the rows of one list of four single ids."""
     numbers = {"lists": [0, 4, 1], "places": list(places), "spread": 1, "rows_per_shard": 8}
     return handler("rows_of_ids", [result], ROWS, **numbers)
 
@@ -121,9 +122,10 @@ def test_a_call_whose_parts_do_not_fit_is_refused(row):
         jax.block_until_ready(eval(call))
 
 
-# A call of two lists: eight ids in bags that offsets bound, and six with weights in three bags of two. Of a segment the
-# numbers are its list, first bag, how many bags, combiner, table, first row, how many rows, output, first number there,
-# and stride. The second segment begins at number 10.
+# A call with two lists: eight ids in three bags with offsets, and six weighted ids in three bags of
+# two. The numbers of a segment are its list, first bag, number of bags, combiner, table, first row,
+# number of rows, output, position of its first number in the output, and stride. The second segment
+# begins at index 10.
 LISTS = np.int64([1, 3, 0, 2, 3, 2])
 SEGMENTS = np.int64([0, 1, 2, 0, 0, 1, 3, 0, 0, 2, 1, 0, 2, 1, 0, 0, 4, 1, 0, 2])
 
@@ -149,7 +151,21 @@ def made(
     num_rows=4,
     dim=2,
 ):
-    """That call of a handler, with other numbers at some places of its lists and segments."""
+    """The call of a handler with `LISTS` and `SEGMENTS`, with some numbers or sizes changed.
+
+    Args:
+      target: name of the handler.
+      lists: new numbers by index in `LISTS`.
+      segments: new numbers by index in `SEGMENTS`.
+      sizes: sizes to which `LISTS` and `SEGMENTS` are cut.
+      offsets: offsets of the first list.
+      ids: number of ids of the second list.
+      weights: number of weights of the second list.
+      outputs: size of each output.
+      num_outputs: number of outputs, for handlers of gradients.
+      num_rows: number of rows of the table, for `row_gradients` and `squared_norm`.
+      dim: number of columns, for `squared_norm`.
+    """
     arrays = [
         jnp.zeros(8, jnp.int32),
         jnp.asarray(offsets, jnp.int32),
@@ -183,12 +199,12 @@ HUGE = (2**63 - 1, 2**62, 2**31, *NEGATIVE)
 
 
 def each(name, *values):
-    """Calls with one argument of `made` that is wrong."""
+    """Changes of one argument of `made` to each of some wrong values."""
     return [{name: value} for value in values]
 
 
 def at(name, place, *numbers):
-    """Calls with one number of `lists` or `segments` that is wrong."""
+    """Changes of one number of `lists` or `segments` to each of some wrong numbers."""
     return [{name: {place: number}} for number in numbers]
 
 
@@ -216,7 +232,7 @@ UNREADABLE = [
     ("outside the output", at("segments", 8, 1, *HUGE)),
     ("outside the output", at("segments", 9, 3, *HUGE)),
     ("outside the output", each("outputs", (3, 4), (0, 4))),
-    # with combiner none, whose vectors are those of all entries
+    # With combiner "none", a segment has a vector for each entry of its list.
     ("outside the output", at("segments", 3, -1)),
     ("outside the output", [{"segments": {3: -1, 8: number}} for number in HUGE]),
     ("outside the output", [{"segments": {3: -1, 9: number}} for number in HUGE]),
@@ -246,8 +262,10 @@ UNREADABLE_GRADIENTS = [
 @needs_native
 @pytest.mark.parametrize("target", CALLED)
 def test_a_call_whose_numbers_lead_outside_or_wrap_around_is_refused(target):
-    jax.block_until_ready(made(target))  # what is changed below is no fault
-    jax.block_until_ready(made(target, lists={2: 2**62}))  # means nothing beside offsets
+    # The unchanged call is valid.
+    jax.block_until_ready(made(target))
+    # The width of a list is ignored if the list has offsets.
+    jax.block_until_ready(made(target, lists={2: 2**62}))
     wrong_calls = [(complaint, CALLED, changes) for complaint, changes in UNREADABLE]
     for complaint, targets, changes in wrong_calls + UNREADABLE_GRADIENTS:
         if target not in targets:

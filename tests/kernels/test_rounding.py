@@ -1,4 +1,4 @@
-"""Stochastic rounding: the published bits, the mean, and noise by row."""
+"""Stochastic rounding: published bits, mean, and noise that depends on key, row and column."""
 
 import json
 from pathlib import Path
@@ -22,7 +22,7 @@ def rounded_rows(seed, values, rows):
 
 
 def draw_values_and_words(exponents):
-    """Floats of both signs, any mantissa, and binary exponents in the given range; and any words."""
+    """Random floats of both signs with binary exponents in a range, and random 32-bit words."""
     rng = np.random.default_rng(0)
     mantissas = rng.choice([-1.0, 1.0], 4000) * rng.uniform(1, 2, 4000)
     values = np.ldexp(mantissas, rng.integers(*exponents, 4000)).astype(np.float32)
@@ -55,7 +55,7 @@ def test_subnormal_float16_keeps_the_mean(value):
     actual = rounded_rows(0, jnp.full((2_000, 100), value), jnp.arange(2_000))
     actual = np.asarray(actual, np.float64)
     assert np.abs(actual - value).max() < 2.0**-24
-    # A spread of at most half a spacing.
+    # The standard deviation of a value is at most half a spacing of 2**-24.
     assert abs(actual.mean() - value) < 5 * 2.0**-25 / np.sqrt(200_000)
 
 

@@ -1,4 +1,4 @@
-"""The simulator is a checker, so it is checked: mistakes planted in the kernels' source must not pass."""
+"""The simulator finds mistakes that are planted in the source of the kernels."""
 
 import contextlib
 import functools
@@ -18,7 +18,8 @@ from tests.kernels.simulator import KernelError, simulate
 pytestmark = pytest.mark.filterwarnings("ignore:Destination semaphore is ignored")
 
 SOURCE = Path(sparsecore.__file__).read_text().replace("MAX_CHUNK_ROWS = 64", "MAX_CHUNK_ROWS = 8")
-# More chunks than the 32 tiles of the chip, unevenly: with one chunk each, a wrong stride would pass unnoticed.
+# There are more chunks than the chip's 32 tiles, and tiles have different numbers of chunks. With one
+# chunk for each tile, the test would not find a wrong stride.
 NUM_ROWS, DIM, CHUNKS = 320, 16, 37
 DRAWS = np.random.default_rng(0)
 TABLE = DRAWS.standard_normal((NUM_ROWS, DIM)).astype(np.float32)
@@ -48,7 +49,7 @@ def pool_is_right(tiles):
 
 
 def step_is_right(tiles):
-    """A rule with one wide slot and one number per row."""
+    """Whether the kernel steps a rule with a slot of full rows and a slot with a number per row."""
 
     class Rule(ro.SGD):
         def step_rows(self, rows, slots, gradients, hyper):
@@ -136,7 +137,7 @@ def test_kernels_are_right_as_they_stand(chip):
 @pytest.mark.parametrize("mistake", PLANTED)
 def test_planted_mistakes_are_caught(mistake):
     kernel, right, wrong = PLANTED[mistake]
-    assert right in SOURCE, "the kernel has changed; plant the mistake anew"
+    assert right in SOURCE, "the kernel has changed, so the planted mistake must be adapted"
     with tracing_for("v6e"), contextlib.suppress(KernelError):
         assert not CHECKS[kernel](tiles_from(SOURCE.replace(right, wrong)))
 
@@ -162,7 +163,7 @@ def test_a_row_outside_the_table_is_an_error():
 
 
 class MeanOfOneNumber(ro.SGD):
-    """A rule with a mean over columns that all hold the learning rate."""
+    """A rule with a sum and a mean over columns that all have the same number."""
 
     def step_rows(self, rows, slots, gradients, hyperparameters):
         (rate,) = hyperparameters

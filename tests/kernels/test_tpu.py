@@ -1,4 +1,7 @@
-"""Programs for TPUs that are not here, compiled by their compiler: `make test-tpu`. Nothing is run."""
+"""Compiles programs for TPUs with the TPU compiler, without a TPU: `make test-tpu`.
+
+The programs are not run.
+"""
 
 import json
 import os
@@ -12,10 +15,10 @@ KERNELS = ("lookup", "sgd", "adagrad", "row_wise_adagrad", "adam")
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("RSEMBED_TEST_TPU") != "1",
-    reason="unproven here: that the SparseCore kernels compile for TPUs; make test-tpu installs libtpu and tries",
+    reason="unproven: that the SparseCore kernels compile for TPUs, which `make test-tpu` tries with libtpu",
 )
 
-# The compiler asks its environment for the chip it runs on; there is none, and any answer will do.
+# The TPU compiler reads the chip that it runs on from its environment. Any chip works here.
 ENVIRONMENT = {
     "JAX_PLATFORMS": "cpu",
     "RSEMBED_KERNELS": "sparsecore",
@@ -40,6 +43,6 @@ def test_compiles_for_sparsecores_without_a_copy_of_the_table(chip, case):
     assert child.returncode == 0, child.stderr[-4000:]
     actual = json.loads(child.stdout.splitlines()[-1])
     assert actual["sparsecore"] > 0
-    # Small arrays that are donated too may come on top; a table or slot may not be missing.
+    # Small donated arrays can add to the aliased bytes, but all tables and slots must be aliased.
     assert actual["aliased_bytes"] >= actual["state_bytes"]
     assert actual["temporary_bytes"] < actual["table_bytes"] / 8
