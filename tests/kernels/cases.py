@@ -56,8 +56,8 @@ SETTINGS = {
 COMBINERS = ("sum", "mean", "sqrtn", "mean_by_count", "none")
 NUM_ROWS = 23
 # float32: an implementation can add a few dozen terms in another order. Each step rounds the table
-# once to its dtype, so a sum with another last bit can round to the neighbouring value. bfloat16 has
-# 8 significant bits, float16 has 11.
+# once to its dtype, so a sum with another last bit can round to the neighbouring value. bfloat16
+# has 8 significant bits, float16 has 11.
 RELATIVE_TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-7, "float16": 2**-10}
 
 

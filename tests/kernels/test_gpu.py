@@ -1,6 +1,7 @@
 """GPU kernels on a GPU or in Pallas' interpreter, and compiled by NVIDIA's compiler.
 
-`make test-gpu` runs this file with JAX's CUDA plugin. Tests that need a GPU can be skipped.
+`make test-gpu` runs this file with JAX's CUDA plugin. Without a GPU, tests that need one are
+skipped.
 """
 
 import functools

@@ -18,8 +18,8 @@ from tests.kernels.simulator import KernelError, simulate
 pytestmark = pytest.mark.filterwarnings("ignore:Destination semaphore is ignored")
 
 SOURCE = Path(sparsecore.__file__).read_text().replace("MAX_CHUNK_ROWS = 64", "MAX_CHUNK_ROWS = 8")
-# There are more chunks than the chip's 32 tiles, and tiles have different numbers of chunks. With one
-# chunk for each tile, the test would not find a wrong stride.
+# There are more chunks than the chip's 32 tiles, and tiles have different numbers of chunks. With
+# one chunk for each tile, the test would not find a wrong stride.
 NUM_ROWS, DIM, CHUNKS = 320, 16, 37
 DRAWS = np.random.default_rng(0)
 TABLE = DRAWS.standard_normal((NUM_ROWS, DIM)).astype(np.float32)

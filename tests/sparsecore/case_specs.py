@@ -1,7 +1,7 @@
 """Specs, tables and device runs for the cases of `tests/data/sparsecore_cases.json`.
 
-Each case has `inputs`, `expected` and `tolerance`; a number matches if `abs(got - expected) <= tolerance * (1 +
-abs(expected))`, and None among numbers means NaN.
+Each case has `inputs`, `expected` and `tolerance`. A number matches if
+`abs(got - expected) <= tolerance * (1 + abs(expected))`. A null among numbers means NaN.
 """
 
 import json
@@ -44,7 +44,7 @@ def table_of(row):
 
 
 def declared_specs(spec):
-    """The features of a spec object, not placed yet, as a list or dict."""
+    """Feature specs of a case's `spec`, in a list or dict. They are not placed yet."""
     tables = {row["name"]: table_of(row) for row in spec["tables"]}
     features = [
         embedding_spec.FeatureSpec(
@@ -109,7 +109,10 @@ def preprocess(inputs, specs, **options):
 
 
 def table_values(spec, expected_values=None):
-    """Logical tables: those given, or row `r`, column `c` of table `i` is `100*i + r + c/8`."""
+    """Logical tables by name: `expected_values` if there are any, else generated tables.
+
+    Row `r`, column `c` of the generated table `i` is `100*i + r + c/8`.
+    """
     if expected_values is not None:
         return {name: np.asarray(rows, np.float32) for name, rows in expected_values.items()}
     values = {}
@@ -122,7 +125,7 @@ def table_values(spec, expected_values=None):
 
 
 def variables_of(specs, tables):
-    """Embedding variables that hold the given logical tables, with fresh slots."""
+    """Embedding variables with these logical tables and initial slots."""
     stacks, variables = embedding.get_stacked_table_specs(specs), {}
     num_shards = next(iter(stacks.values())).num_shards
     stacked = table_stacking.stack_and_shard_tables(
@@ -136,7 +139,10 @@ def variables_of(specs, tables):
 
 
 def on_devices(function, num_devices):
-    """`function` of device-local arrays as a function of global ones; one device needs no mesh."""
+    """Maps a function of device-local arrays over global arrays.
+
+    A single device needs no mesh.
+    """
     if num_devices == 1:
         return jax.jit(function)
     mesh = mesh_of(num_devices)
@@ -146,9 +152,9 @@ def on_devices(function, num_devices):
 
 
 def lookup_and_update(specs, num_devices, **options):
-    """A function of a batch, variables and gradients on one device: activations and updated variables.
+    """A function that returns the activations of a batch and the updated variables.
 
-    The update finds the number of devices by itself.
+    The function runs on each device. Only the lookup gets `num_devices`, the update determines it.
     """
 
     def run(processed, variables, gradients):
@@ -163,7 +169,8 @@ def lookup_and_update(specs, num_devices, **options):
 
 def assert_matches(got, expected, tolerance):
     got = np.asarray(got, np.float64)
-    wanted = np.asarray(expected, np.float64)  # None becomes NaN
+    # None becomes NaN.
+    wanted = np.asarray(expected, np.float64)
     assert got.shape == wanted.shape
     np.testing.assert_array_equal(np.isnan(got), np.isnan(wanted))
     error = np.abs(got - wanted) / (1 + np.abs(wanted))

@@ -1,4 +1,4 @@
-"""One step of a model that needs minibatches, in one process or several."""
+"""One step of a model with or without minibatches, in one or several processes."""
 
 import jax
 import numpy as np
@@ -10,7 +10,7 @@ from tests.world import mesh_of
 
 ROWS, DIM, BATCH, IDS = 64, 8, 32, 6
 TIGHT = {"max_ids_per_partition": 24, "max_unique_ids_per_partition": 6}
-"""With them a batch takes several minibatches."""
+"""Limits for which a batch needs several minibatches."""
 
 
 def specs_for(devices, cores=1, **limits):
@@ -23,14 +23,17 @@ def specs_for(devices, cores=1, **limits):
 
 
 def make_ids():
-    """The first half of the batch repeats two ids and needs no minibatch, the second half has many."""
+    """Ids of a batch. The first half has only two distinct ids and fits into one minibatch."""
     ids = np.random.default_rng(0).integers(0, ROWS, (BATCH, IDS))
     ids[: BATCH // 2] %= 2
     return ids
 
 
 def run_step(devices, limits=None, *, enable_minibatching=False, **options):
-    """Minibatches, activations and the updated table, on the first devices of all processes."""
+    """Numbers of minibatches, activations and updated table, and the statistics of the process.
+
+    The step runs on the first `devices` devices of all processes.
+    """
     tables = mesh_lookup.ShardedTables(
         feature_specs=specs_for(devices, **(limits or {})),
         devices=mesh_lookup.table_mesh(mesh_of(devices), "x"),

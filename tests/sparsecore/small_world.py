@@ -1,4 +1,4 @@
-"""Specs and batches in few words; two small tables, three features, and what dense numpy loops make of a batch."""
+"""Small specs, tables and batches, and the expected results of batches, by loops in numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -14,11 +14,17 @@ TABLES = {"first": 20, "second": 50}
 FEATURES = {"a": ("first", 24), "b": ("second", 24), "c": ("first", 48)}
 IDS_PER_SAMPLE = 3
 VALUE_TOLERANCE = 2e-5
-"""Sums of a few dozen float32 products."""
+"""Tolerance of sums of a few dozen products in float32."""
 
 
 def feature_specs(tables, features, **fields):
-    """Features `{name: (table, batch)}` of tables `{name: rows}` or `{name: {field: value}}`, not placed yet."""
+    """Feature specs by name, not placed yet.
+
+    Args:
+      tables: number of rows, or fields of the `TableSpec`, by table name.
+      features: pairs of table name and batch size, by feature name.
+      **fields: fields of all tables.
+    """
     tables = {
         name: spec if isinstance(spec, dict) else {"vocabulary_size": spec}
         for name, spec in tables.items()
@@ -36,7 +42,10 @@ def feature_specs(tables, features, **fields):
 
 
 def place(specs, devices=1, cores=1, rotation=None, **limits):
-    """The specs with a place; a rotation stacks what can share a table, within limits of the stack."""
+    """The specs, placed. With a rotation, tables that can share a stack are stacked.
+
+    `limits` are arguments of `auto_stack_tables`.
+    """
     if rotation is not None:
         table_stacking.auto_stack_tables(specs, devices, cores, rotation, **limits)
     embedding.prepare_feature_specs_for_training(specs, devices, cores)
@@ -44,14 +53,24 @@ def place(specs, devices=1, cores=1, rotation=None, **limits):
 
 
 def preprocess(specs, ids, weights=None, devices=1, cores=None, local=None, **options):
-    """The batch and its statistics; None takes the cores of the specs, and all devices for local ones."""
+    """The preprocessed batch and its statistics.
+
+    Args:
+      specs: placed feature specs.
+      ids: ids of the batch.
+      weights: weights of the ids, or None.
+      devices: number of devices.
+      cores: number of SparseCores of a device. None: as in the specs.
+      local: number of local devices. None: all devices.
+      **options: arguments of `preprocess_sparse_dense_matmul_input`.
+    """
     return embedding.preprocess_sparse_dense_matmul_input(
         ids, weights, specs, local or devices, devices, num_sc_per_device=cores, **options
     )
 
 
 def ragged(rows, dtype=np.int32):
-    """Rows of any length as an object array of arrays."""
+    """Rows of different lengths, as an object array of arrays."""
     result = np.empty(len(rows), object)
     result[:] = [np.asarray(row, dtype) for row in rows]
     return result
@@ -68,7 +87,10 @@ def init(specs, devices=1, cores=None, key=None):
 
 
 def placed_specs(devices, cores, *, is_stacked=True, rotation=1, stack_limit=None, **fields):
-    """Specs of both tables for that many devices and cores; None leaves a stack its default limit of ids."""
+    """Feature specs of both tables, placed for these numbers of devices and cores.
+
+    With `stack_limit`, a stack has this limit of ids per partition instead of the default.
+    """
     fields = {"embedding_dim": DIM, "optimizer": embedding_spec.AdagradOptimizerSpec(0.5)} | fields
     specs = feature_specs(TABLES, FEATURES, **{"max_ids_per_partition": 512} | fields)
     limits = {}
@@ -78,12 +100,15 @@ def placed_specs(devices, cores, *, is_stacked=True, rotation=1, stack_limit=Non
 
 
 def prepare(tables, ids):
-    """A batch on the devices of some `ShardedTables`, split over them."""
+    """A preprocessed batch, split over the devices of a `ShardedTables`."""
     return jax.device_put(tables.preprocess(ids)[0], tables.devices.sharding(tables.devices.split))
 
 
 def logical_variables(tree, specs):
-    """Variables of every table alone, by name, out of a tree that holds those of its stack, like a layer's state."""
+    """Variables of each table by name.
+
+    `tree` holds the variables of the stacks by stack name, at any depth, as a layer's state does.
+    """
 
     def is_variables(node):
         return isinstance(node, embedding.EmbeddingVariables)
@@ -105,7 +130,7 @@ def draw_tables():
 
 
 def draw_batch(seed=0):
-    """Ids, with repetitions inside samples, and activation gradients."""
+    """Random ids by feature, some repeated in a sample, and random gradients of the activations."""
     rng = np.random.default_rng(seed + 1000)
     ids = {
         name: rng.integers(0, TABLES[table], (batch, IDS_PER_SAMPLE))
@@ -126,7 +151,7 @@ def dense_activations(tables, ids):
 
 
 def dense_row_gradients(ids, gradients):
-    """Summed gradient of every row that was looked up, by table and row."""
+    """Sum of the gradients of each row that was looked up, by table and row."""
     summed = {name: {} for name in TABLES}
     for feature, rows in ids.items():
         by_row = summed[FEATURES[feature][0]]
@@ -137,7 +162,7 @@ def dense_row_gradients(ids, gradients):
 
 
 def dense_step(tables, slots, ids, gradients, step_row, **made_of):
-    """Tables and slots after one step of each touched row; slots are `{table: [arrays]}`."""
+    """Tables and slots after one step of each looked-up row. `slots`: lists of arrays by table."""
     summed = dense_row_gradients(ids, gradients)
     new_tables, new_slots = {}, {}
     for name, table in tables.items():
@@ -162,7 +187,7 @@ def assert_close(got, expected):
 
 
 def assert_padding_is_zero(specs, variables):
-    """Entries of the physical tables that belong to no row of a logical table."""
+    """Asserts that all entries of the stacked tables outside of logical tables are 0."""
     plan = table_stacking.stacking_plan(specs)
     for stack in plan.stacks:
         padding = np.array(variables[stack.name].table)
@@ -173,5 +198,5 @@ def assert_padding_is_zero(specs, variables):
 
 
 def squared_error(activations):
-    """A loss whose gradient with respect to the activations is the activations themselves."""
+    """A loss whose gradient with respect to the activations equals the activations."""
     return sum(0.5 * jnp.sum(values * values) for values in activations.values())

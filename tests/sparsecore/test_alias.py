@@ -1,4 +1,4 @@
-"""Programs that import jax-tpu-embedding run on this wing, unchanged."""
+"""Programs that import jax-tpu-embedding run unchanged on `rsembed.sparsecore`."""
 
 import importlib.util
 import os
@@ -90,7 +90,8 @@ def test_no_program_is_no_program(monkeypatch):
 
 
 def test_a_keras_model_of_the_page_trains_on_two_devices(tmp_path):
-    if importlib.util.find_spec("keras_rs") is None:  # importing it would choose a backend
+    # An import of keras_rs would choose a backend, so the test only looks for it.
+    if importlib.util.find_spec("keras_rs") is None:
         pytest.skip("needs keras and keras-rs: `make test-clients` runs it")
     (program,) = re.findall(
         r"```python\n(.*?)```", (ROOT / "docs" / "keras.md").read_text(), re.DOTALL

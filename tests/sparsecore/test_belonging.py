@@ -1,4 +1,4 @@
-"""Specs, batches and variables that do not belong together are refused; what any layout can serve, it serves."""
+"""Specs, batches and variables of different layouts are refused unless any layout can use them."""
 
 import dataclasses
 
@@ -26,7 +26,7 @@ IDS = np.arange(BATCH * 2).reshape(BATCH, 2) % ROWS
 
 
 def specs_of(*features, **fields):
-    """Features `(name, table, batch)` of new tables of 64 rows."""
+    """Feature specs of new tables with 64 rows. `features` are tuples `(name, table, batch)`."""
     tables = {table: ROWS for _, table, _ in features}
     readers = {name: (table, batch) for name, table, batch in features}
     specs = small_world.feature_specs(tables, readers, max_ids_per_partition=64, **fields)
@@ -68,7 +68,7 @@ def rows_by_number(key, shape):
 
 
 def test_whoever_names_no_number_of_cores_gets_the_placed_one():
-    """The default of this machine is another one; layers are asked in `test_surface`."""
+    """The specs have 2 cores, and the default on a CPU is 4 cores. `test_surface` tests layers."""
     specs = placed(1, 2, initializer=rows_by_number)
     variables = init(specs)
     wanted = np.broadcast_to(IDS.sum(axis=1)[:, None], (BATCH, DIM))
@@ -86,7 +86,7 @@ def test_tables_placed_later_take_the_cores_of_those_placed_before():
 
 
 def test_limits_from_statistics_of_other_cores_are_told(caplog):
-    """The published call takes them, so they are no error; a buffer that is too small is one."""
+    """The published function accepts such statistics, so the library only logs a warning."""
     specs = placed(1, 4)
     statistics, others = (
         small_world.preprocess(some_specs, [IDS])[1] for some_specs in (specs, placed(1, 8))
@@ -106,7 +106,7 @@ TWO = (("f", "t", BATCH), ("g", "u", BATCH))
 
 
 def in_another_order():
-    """Stacks are named after their tables."""
+    """Specs of a stack with the tables in the opposite order, but with the usual stack name."""
     specs = specs_of(("f", "t", 8), ("g", "u", 16))
     table_stacking.stack_tables(specs, ["u", "t"], 1, 4, 0, stack_name="t_u")
     return specs
@@ -119,9 +119,8 @@ OTHER_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize(
-    "difference", OTHER_LAYOUTS
-)  # another number of shards shows in the row pointers
+# Another number of shards is not tested here, because it changes the row pointers.
+@pytest.mark.parametrize("difference", OTHER_LAYOUTS)
 def test_batches_of_another_layout_are_refused_though_shapes_agree(difference):
     specs = placed(1, 4, ("f", "t", 8), ("g", "u", 16), rotation=0)
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""Every case that the published system was observed on, from `tests/data/sparsecore_cases.json`."""
+"""All cases of `tests/data/sparsecore_cases.json`, which were observed in the published system."""
 
 import functools
 import re
@@ -108,7 +108,7 @@ def test_impossible_stacks_are_refused(label):
 
 
 def published_buffers(partitions, shape):
-    """Ids, samples and gains of a case's partitions in buffers of that shape; gaps hold padding."""
+    """Ids, samples and gains of a case's partitions, in buffers of this shape with padded gaps."""
     ids = np.full(shape, PADDING_VALUE)
     samples = np.full(shape, PADDING_VALUE)
     gains = np.full(shape, np.nan)
@@ -159,7 +159,7 @@ def test_sparse_tensors_fill_the_same_buffers_as_ragged_rows():
 
 
 def test_calls_that_crash_the_published_system_are_tried_elsewhere():
-    """`test_mesh_lookup` trains on six shards; the others are rows of `bad_calls/sparsecore.py`."""
+    """`test_mesh_lookup` trains on six shards. `bad_calls/sparsecore.py` has the other calls."""
     assert case("pre_errors")[0]["calls"] == [
         "shards_not_a_power_of_two",
         "limit_exceeded",
@@ -172,7 +172,7 @@ def test_minibatches_are_cut_as_published():
     inputs, expected, _ = case("minibatch_split_bits")
     for call, wanted in zip(inputs["calls"], expected, strict=True):
         nodes = split_nodes(np.asarray(call["counts"]), call["limit"])
-        # The case shows a number, root first.
+        # The case shows the bits as a binary number, with the root first.
         assert "".join(str(int(node)) for node in reversed(nodes)) == wanted
 
 
@@ -443,7 +443,7 @@ def test_optimizers_are_recorded_with_the_published_codes():
         optimizer = optimizer_of(fields)
         record = embedding.optimizer_spec_to_proto(optimizer)
         assert embedding.proto_to_optimizer_spec(record) == optimizer
-        # The published record has no code for it, and gives SGD back.
+        # The published record has no code for LaProp, and gives SGD back.
         if fields["type"] == "laprop":
             continue
         assert (record.type, record.short_name) == (wanted["type_enum"], wanted["back"])
@@ -474,5 +474,6 @@ def test_the_published_text_reaches_the_published_loss(step):
     assert_array_equal(batch[0], features["words_0"][0][..., 0])
     loss = final_loss(batch, num_steps=inputs["steps"], step=step)
     low, high = expected["loss_with_true_step" if step is None else "loss_with_frozen_step"]
-    # The range is that of eight seeds. Twelve others, of the same model with a plain table, reach 0.77 to 1.07 of it.
+    # The range is from eight seeds. For twelve other seeds, the losses of the same model with a
+    # plain table are between 0.77 of the lower end and 1.07 of the upper end.
     assert 0.7 * low <= loss <= 1.1 * high

@@ -1,32 +1,42 @@
-"""What the published system gets wrong, and where this one is shown to do better.
+"""Defects of the published system, and tests that show that this package does not have them.
 
-| defect of the published system | shown by |
-|---|---|
-| int64 ids misread as pairs of int32, or wrapped | `bad_calls/sparsecore` (accepted: all forms of the same ids) |
-| ids outside the table, other batch sizes accepted | `bad_calls/sparsecore` (an id outside, a batch of another size) |
-| unknown combiner behaves as sum | `test_specs` (unknown combiner 'max') |
-| weights that cancel give NaN | `test_preprocessing::test_cancelling_weights_give_zero_gains` |
-| the layer hides the step from Adam | `test_cases` (published loss), `test_flax_layers`, `test_surface` |
-| equal-shaped tables start equal; padding is random | `test_variables` |
-| new limits do not reach a compiled step | `test_new_limits_are_traced_once_each` here |
-| static specs hash without their limits | `test_specs_as_static_arguments_follow_new_limits` here |
-| a full buffer drops silently | `test_random_models` (counts), `test_drops_are_told_once...` here |
-| limits of stacked tables are ignored | `test_surface::test_a_stack_of_several_tables_has...` |
-| suggested buffer sizes are lost in stacking | `test_suggested_buffer_sizes_survive_stacking` here |
-| LaProp comes back as SGD, quantization is lost | `test_layout_record` |
-| different optimizers may compare equal | `optimizers/test_rules` (specs compare by class and value) |
-| AdagradMomentum breaks with minibatches | `test_minibatching::test_the_step_is_bit_by_bit_that_of_the_whole_batch` |
-| shapes in advance ignore the leading dimension | `test_minibatching::test_shapes_are_known_in_advance` |
-| the process aborts on limits, 3-D input, lists, uneven batches, large buffers | `bad_calls/sparsecore`, `test_cases` |
-| lookup and update need a TPU; layers fail in their constructor | every test of this folder runs on a CPU |
-| shard counts must be powers of two, one core is refused | `test_cases`, `test_random_models` |
-| sparse tensors have no weights | `test_random_models` (bags), `test_sparse_input_may_have_weights` here |
-| tables are float32 only | `test_embedding`, `test_surface::test_activations_have_the_dtype_of_the_table` |
-| the statistics example of the documentation is wrong | `test_cases` (`pre_stats_docstring_example`) |
-| zero-argument initializers fail without a reason | `bad_calls/sparsecore` (an initializer without arguments) |
-| limits jump up and down with every batch | `fdo/test_statistics::test_few_limits_occur...` |
-| statistics files grow and are never removed | `fdo/test_clients` (running maximum, earlier run) |
-| unit tests of convergence assert nothing | `test_tutorial`, `test_cases` (published loss) |
+* int64 ids are misread as pairs of int32, or wrapped: `bad_calls/sparsecore` (accepted: all forms
+  of the same ids)
+* ids outside the table and other batch sizes are accepted: `bad_calls/sparsecore` (an id outside, a
+  batch of another size)
+* an unknown combiner has the effect of sum: `test_specs` (unknown combiner 'max')
+* weights with sum 0 give NaN: `test_preprocessing::test_cancelling_weights_give_zero_gains`
+* a layer does not pass the step to Adam: `test_cases` (published loss), `test_flax_layers`,
+  `test_surface`
+* tables of the same shape start equal; padding is random: `test_variables`
+* new limits do not reach a compiled step: `test_new_limits_are_traced_once_each` here
+* the hash of static specs ignores their limits: `test_specs_as_static_arguments_follow_new_limits`
+  here
+* ids that do not fit the buffer are dropped silently: `test_random_models` (counts),
+  `test_drops_are_told_once...` here
+* limits of stacked tables are ignored silently:
+  `test_surface::test_a_stack_of_several_tables_has...`
+* suggested buffer sizes are lost in stacking: `test_suggested_buffer_sizes_survive_stacking` here
+* a record of LaProp gives SGD back, and one of a quantization nothing: `test_layout_record`
+* different optimizers may compare equal: `optimizers/test_rules` (specs compare by class and value)
+* AdagradMomentum is wrong with minibatches:
+  `test_minibatching::test_the_step_is_bit_by_bit_that_of_the_whole_batch`
+* predicted shapes ignore the leading dimension:
+  `test_minibatching::test_shapes_are_known_in_advance`
+* the process aborts for limits, 3-D input, lists, uneven batches, large buffers:
+  `bad_calls/sparsecore`, `test_cases`
+* lookup and update need a TPU; constructors of layers fail: all tests of this folder run on a CPU
+* shard counts must be powers of two; a single core is refused: `test_cases`, `test_random_models`
+* sparse tensors have no weights: `test_random_models` (bags), `test_sparse_input_may_have_weights`
+  here
+* all tables are float32: `test_embedding`,
+  `test_surface::test_activations_have_the_dtype_of_the_table`
+* the statistics example of the documentation is wrong: `test_cases` (`pre_stats_docstring_example`)
+* initializers without arguments fail without a reason: `bad_calls/sparsecore` (an initializer
+  without arguments)
+* limits change up and down with every batch: `fdo/test_statistics::test_few_limits_occur...`
+* statistics files grow and are never removed: `fdo/test_clients` (running maximum, earlier run)
+* unit tests of convergence assert nothing: `test_tutorial`, `test_cases` (published loss)
 """
 
 import jax
@@ -60,7 +70,7 @@ def test_new_limits_are_traced_once_each():
 
     ids = np.arange(16).reshape(8, 2)
     for max_ids in (20, 20, 24, 20, 24):
-        # 20 and 24 have buffers of one size, so that nothing but the limit can tell them apart.
+        # Buffers for 20 and for 24 ids have the same size, so only the limit differs.
         statistics = embedding.SparseDenseMatmulInputStats(
             max_ids_per_partition={"words": [max_ids]}
         )
@@ -72,7 +82,10 @@ def test_new_limits_are_traced_once_each():
 
 
 def test_specs_as_static_arguments_follow_new_limits():
-    """JAX knows a static argument again even if it changed, so it is the input that must make the difference."""
+    """JAX can reuse a traced program for a static argument that was changed in place.
+
+    So the preprocessed input must make JAX trace again.
+    """
     spec, traced = prepared(spec_for()), []
 
     @jax.jit(static_argnums=0)
@@ -105,7 +118,8 @@ def test_drops_are_told_once_with_table_limit_and_number(caplog, monkeypatch):
         "stack_to_max_unique_ids_per_partition": lambda *_: 10,
     }
     place(specs, rotation=0, **limits)
-    # Sorted by table: 8 distinct rows of "left", then of "right" row 0 four times and rows 1 to 4.
+    # The entries are sorted by table: 8 distinct rows of "left", and then of "right" row 0 four
+    # times and rows 1 to 4.
     left, right = np.arange(8)[:, None], np.asarray([0, 0, 0, 0, 1, 2, 3, 4])[:, None]
     for _ in range(2):
         _, statistics = preprocess(specs, [left, right], allow_id_dropping=True)
@@ -143,7 +157,8 @@ def test_suggested_buffer_sizes_survive_stacking(is_auto):
     assert stacked_size(40) == 40
     assert stacked_size(40, 60) == 104
     assert stacked_size(40, None) == 256
-    # Sizes add up, limits do not; the sum is then cut to what the limits can fill, as there is no one to blame.
+    # The sizes of two tables are added, but the stack has one limit. The sum is cut to the size
+    # that the limit allows, without a warning.
     assert stacked_size(200, 200) == 256
 
 
@@ -155,7 +170,8 @@ def test_sparse_input_may_have_weights():
 
 def test_no_drop_goes_uncounted_with_minibatches_in_a_small_buffer():
     specs = program.specs_for(1, max_ids_per_partition=2, suggested_coo_buffer_size_per_device=64)
-    ids = np.arange(32 * 6).reshape(32, 6) * 5 % 64  # no id twice in a sample
+    # No sample has an id twice.
+    ids = np.arange(32 * 6).reshape(32, 6) * 5 % 64
     processed, statistics = preprocess(
         specs, {"history": ids}, enable_minibatching=True, allow_id_dropping=True
     )

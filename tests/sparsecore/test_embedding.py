@@ -1,6 +1,6 @@
-"""What lookup and update leave alone, the meshes they run under, rules of whole rows and stochastic rounding.
+"""Padding and untouched rows, meshes, rules that read whole rows, and stochastic rounding.
 
-`test_random_models` holds the numbers of lookup and update.
+`test_random_models` compares the results of lookups and updates with loops.
 """
 
 import dataclasses
@@ -19,7 +19,7 @@ from tests.world import assert_same, mesh_of
 
 
 def drawn(devices, cores, *, highest=None, **fields):
-    """Specs, their variables, a preprocessed batch and its gradients; ids below `highest`."""
+    """Specs, their variables, a preprocessed batch with ids below `highest`, and its gradients."""
     specs = small_world.placed_specs(devices, cores, **fields)
     ids, gradients = small_world.draw_batch()
     if highest is not None:
@@ -43,7 +43,7 @@ def test_untouched_rows_and_slots_keep_their_bits():
         (new != old).any(axis=1)
         for new, old in zip(jax.tree.leaves(after), jax.tree.leaves(warm), strict=True)
     ]
-    # Rows 0 to 3 of both tables were looked up: their momentum moves them although the gradient is zero.
+    # Rows 0 to 3 of both tables were looked up. Their gradient is 0, but their momentum moves them.
     assert has_moved[0].sum() == 8
     for moved_slots in has_moved[1:]:
         assert_array_equal(moved_slots, has_moved[0])
@@ -90,7 +90,7 @@ def test_row_limits_leave_padding_and_untouched_rows_alone():
     assert_array_equal(updated["first"].table[3:], variables["first"].table[3:])
 
 
-# Rules of whole rows, for which padding never counts.
+# Rules that read whole rows must ignore padding.
 
 
 def normed_momentum(gradient, row, momentum, lr):
@@ -112,7 +112,7 @@ def test_a_custom_rule_with_slots_equals_rows_without_padding():
         for name, table in tables.items()
     }
     stacked = table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), pairs, 4)
-    # The padding is NaN, so a step that read it would not be finite.
+    # The padding is NaN, so reading it would make the results NaN.
     variables = jax.tree.map(lambda rows: jnp.asarray(rows.reshape(-1, rows.shape[-1])), stacked)
 
     @jax.jit
@@ -131,7 +131,8 @@ def test_a_custom_rule_with_slots_equals_rows_without_padding():
         small_world.assert_close({name: slot}, {name: slots[name][0]})
 
 
-# Stochastic rounding draws for a step, a table and an id; where the row lies, and in which stack, does not matter.
+# The noise of stochastic rounding depends on step, table and id, not on the stack or the position
+# in it.
 
 ROWS, DIM, BATCH = 32, 8, 64
 
@@ -149,7 +150,7 @@ def rounded_specs(devices, cores, *names, rotation=None):
 
 
 def stepped(specs, devices, *, number=0):
-    """Logical tables of ones after one step of every row with the same small gradient."""
+    """Logical tables after one step from ones, with the same small gradient for each row."""
     mesh_devices = mesh_lookup.table_mesh(mesh_of(devices), "x")
     tables = mesh_lookup.ShardedTables(feature_specs=specs, devices=mesh_devices)
     inputs = small_world.prepare(tables, {name: np.arange(BATCH)[:, None] % ROWS for name in specs})
@@ -163,9 +164,9 @@ def test_every_row_of_every_table_and_every_step_has_noise_of_its_own():
     values, later = (
         np.concatenate(list(stepped(specs, 1, number=number).values())) for number in (0, 1)
     )
-    # Two steps of half the distance.
+    # The step is half the distance of neighbouring numbers in bfloat16, so it rounds up or down.
     assert_array_equal(np.unique(values), np.float32([1 - 2**-8, 1]))
-    # 64 rows of 8 coin tosses: by chance a few of them are equal, not half.
+    # A row has 8 random bits. By chance, a few of the 64 rows are equal, but not half of them.
     assert len(np.unique(values, axis=0)) > 44
     assert (values != later).any()
 

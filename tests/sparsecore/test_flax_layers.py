@@ -1,4 +1,4 @@
-"""Both Flax layers train tables as dense loops do, through autodiff and without it."""
+"""Both Flax layers train tables as dense loops do, with and without autodiff."""
 
 import functools
 
@@ -21,14 +21,14 @@ from tests.world import assert_same, mesh_of
 ADAM = embedding_spec.AdamOptimizerSpec(0.1)
 CORES = 1
 STEPS = (None, None, 7, None, 0)
-"""The step that each call is given; None leaves it to the layer's counter."""
+"""Step argument of each call. None: the layer's counter."""
 STEPS_TAKEN = (0, 1, 7, 8, 0)
 COUNTERS = (1, 2, 8, 9, 1)
-"""The layer's counter after each call."""
+"""Counter of the layer after each call."""
 
 
 def mesh():
-    """Tables are cut along "model"; "data" holds copies, which a layer must not count."""
+    """A mesh that splits tables along "model" and copies them along "data"."""
     return mesh_of(2, 2, axes=("data", "model"))
 
 
@@ -46,7 +46,10 @@ def initial_params(model, inputs):
 
 @functools.cache
 def linen_run():
-    """Parameters before and after each call; in minibatches, as the batch exceeds its limits."""
+    """A layer, its specs, a batch, and the parameters before and after each call.
+
+    The batch exceeds the limits, so it has several minibatches.
+    """
     specs = small_world.placed_specs(
         2, CORES, is_stacked=False, optimizer=ADAM, max_unique_ids_per_partition=8
     )
@@ -66,7 +69,7 @@ def linen_run():
 
 
 def dense_adam(tables):
-    """Tables after each step of Adam on the squared error of the same batch."""
+    """Tables after each step of Adam on the squared error of one batch."""
     ids, _ = small_world.draw_batch()
     slots = small_world.full_slots(0.0, 0.0)
     stepped = []
@@ -100,7 +103,7 @@ def test_linen_apply_gradient_equals_autodiff():
         variables = {"params": {"layer": params}}
         return model.apply(variables, *args, method=lambda m, *args: m.layer.apply_gradient(*args))
 
-    # Parameters are named by the path of their layer.
+    # The path of a layer is part of the names of its parameters.
     wanted = {f"layer/{name}": value for name, value in meta.unbox(updated).items()}
     assert_same(apply_gradient(params, activations, inputs), wanted)
 
@@ -146,7 +149,7 @@ class NNXModel(nnx.Module):
 
 
 def test_quantized_lookup_with_a_custom_rule():
-    """Rows are looked up as halves in [-1, 1], and stepped as they are: by 0.1 along the signs."""
+    """Rows are rounded to halves in [-1, 1] for lookups. A step adds ±0.1 to unrounded rows."""
     rule = embedding_spec.CustomOptimizerSpec(0.1, lambda g, w, lr: w - lr * jnp.sign(g))
     config = embedding_spec.QuantizationConfig(-1.0, 1.0, 5)
     specs = small_world.placed_specs(2, CORES, quantization_config=config, optimizer=rule)
@@ -181,7 +184,7 @@ def test_the_partitioned_optimizers_keep_tables_from_optax():
     linen_model, nnx_model = LinenModel(layer), NNXModel(nnx_layer(specs))
     params = initial_params(linen_model, inputs)
 
-    # The same model twice; the NNX step donates its own arrays.
+    # Both models start with the same parameters. The NNX step donates its arrays, so it has copies.
     tables = meta.unbox(params["layer"][linen_embed.EMBEDDING_PARAM_NAME])
     nnx_model.layer.embedding_table.set_value(jax.tree.map(jnp.copy, tables))
     nnx_model.head.kernel.set_value(jnp.copy(params["Dense_0"]["kernel"]))

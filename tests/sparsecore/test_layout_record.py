@@ -1,4 +1,4 @@
-"""Layouts and optimizers survive being written down."""
+"""Layouts and optimizers can be saved as JSON records and restored."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Lookup and update over meshes of any shape equal dense loops on one device."""
+"""Lookup and update on meshes of different shapes equal dense loops on one device."""
 
 import collections
 

@@ -1,4 +1,4 @@
-"""A batch in minibatches is the same batch."""
+"""Steps with minibatches give the same results as steps of the whole batch."""
 
 import jax
 import numpy as np
@@ -20,7 +20,8 @@ def preprocess(specs, *, ids=None, **options):
 @pytest.mark.parametrize("num_shards", [1, 4, 6, 64])
 def test_the_rows_of_one_shard_fill_all_buckets_evenly(num_shards):
     filled = np.bincount(bucket_of(np.arange(64 * 100) * num_shards + num_shards - 1), minlength=64)
-    assert filled.min() > 60 and filled.max() < 150  # 100 each, with a standard deviation of 10
+    # Each bucket has 100 rows on average, with a standard deviation of 10.
+    assert filled.min() > 60 and filled.max() < 150
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -86,7 +87,7 @@ def test_blocks_hold_their_minibatch_in_the_published_order():
             assert_array_equal(order, np.arange(end - start))
             assert len(columns) <= 24 and len(set(columns)) <= 6
             for column in columns:
-                # A row is in one minibatch.
+                # All entries of a row are in the same minibatch.
                 assert minibatch_of.setdefault((core, column), minibatch) == minibatch
             start = -(-end // 8) * 8
         assert (blocks[block, 2:] == start).all()

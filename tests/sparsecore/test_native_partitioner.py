@@ -1,4 +1,4 @@
-"""The native partitioner equals its definition bit by bit, whatever it is given and however many threads it uses."""
+"""The native partitioner equals the NumPy partitioner bit by bit, with any number of threads."""
 
 import contextlib
 import dataclasses
@@ -24,13 +24,13 @@ pytestmark = pytest.mark.skipif(
 
 LAYOUTS = [(1, 4), (1, 1), (3, 1), (2, 2), (1, 3), (4, 2), (1, 16)]
 ID_DTYPES = ["int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64", ">i4"]
-# Keys of the last do not fit 32 bits, and three such tables still fit one stack.
+# Sort keys of the largest table do not fit 32 bits, and a stack can still have three such tables.
 VOCABULARIES = [1, 7, 40, 300, 70_000, 2**29 + 5]
 
 
 @contextlib.contextmanager
 def threads(number):
-    """Makes even small batches use so many threads, on a machine of any size."""
+    """Makes preprocessing use this number of threads, also for small batches and on few cores."""
     with (
         mock.patch.object(native_partitioner, "num_threads", lambda: number),
         mock.patch.object(native_partitioner, "_MIN_IDS_PER_THREAD", 1),
@@ -41,7 +41,17 @@ def threads(number):
 def make_specs(
     devices, cores, tables, features, *, limits=(256, 256), suggested=None, rotation=None
 ):
-    """Specs of `{table: (vocabulary, combiner)}` and `{feature: (table, batch)}`; a rotation stacks all tables."""
+    """Placed specs. With a rotation, all tables are in one stack.
+
+    Args:
+      devices: number of devices.
+      cores: number of SparseCores of a device.
+      tables: pairs of number of rows and combiner, by table name.
+      features: pairs of table name and batch size, by feature name.
+      limits: maximum number of ids and of distinct ids of a partition.
+      suggested: buffer size of each table, or None.
+      rotation: rotation of the tables in the stack. None: each table is alone in a stack.
+    """
     max_ids, max_unique = limits
     specs = feature_specs(
         {
@@ -67,7 +77,7 @@ def make_specs(
 
 
 def partitioned(*arguments, **options):
-    """Dtype, shape and bytes of all buffers and statistics, or the message of the error."""
+    """Dtype, shape and bytes of each buffer and statistic, or the message of the error."""
     try:
         buffers, statistics = preprocess(*arguments, **options)
     except ValueError as error:
@@ -89,7 +99,10 @@ def assert_equals_definition(*arguments, num_threads=2, **options):
 
 
 def draw_ids(generator, vocabulary, dtype, size):
-    """Half of the ids come from a few rows, so that samples have duplicates and partitions are uneven."""
+    """Random ids, half of them from the last four rows.
+
+    Samples have duplicates, and partitions have different sizes.
+    """
     top = min(vocabulary - 1, int(np.iinfo(dtype).max))
     wide = generator.integers(0, top, size, endpoint=True, dtype=np.int64)
     narrow = generator.integers(max(top - 3, 0), top, size, endpoint=True, dtype=np.int64)
@@ -97,7 +110,7 @@ def draw_ids(generator, vocabulary, dtype, size):
 
 
 def draw_leaf(generator, kind, vocabulary, dtype, num_samples, most_ids):
-    """Ids as users have them."""
+    """Random ids of a feature as a dense array, a read-only view, lists, or an object array."""
     if kind == "dense":
         width = int(generator.integers(0, most_ids, endpoint=True))
         return draw_ids(generator, vocabulary, dtype, (num_samples, width))
@@ -123,11 +136,15 @@ def draw_weights(generator, leaf):
 
 @st.composite
 def problems(draw):
-    """Arguments of `make_specs`, arguments of `draw_leaf` by feature, and how they are preprocessed."""
+    """Arguments of `make_specs`, arguments of `draw_leaf` by feature, and options of preprocessing.
+
+    Also draws whether the ids have weights, and the seed of ids and weights.
+    """
     devices, cores = draw(st.sampled_from(LAYOUTS))
     combiners = st.sampled_from(["sum", "mean", "sqrtn"])
     rotation = draw(st.none() | st.integers(0, 5))
-    if rotation is not None:  # the tables of a stack have one combiner
+    # All tables of a stack have the same combiner.
+    if rotation is not None:
         combiners = st.just(draw(combiners))
     tables = {
         f"t{k}": (draw(st.sampled_from(VOCABULARIES)), draw(combiners))
@@ -243,7 +260,8 @@ def test_python_runs_beside_it():
         num_beats += inside.is_set()
         time.sleep(0.0005)
     worker.join()
-    assert num_beats > 3  # with the lock held, at most one at the edge of each call
+    # If the native code held Python's global lock, the loop could count at most once for each call.
+    assert num_beats > 3
 
 
 @pytest.mark.parametrize("wanted", [" 1 ", "1000000"])

@@ -1,4 +1,4 @@
-"""A pipelined trainer gives the numbers of a sequential one whose activations miss one update."""
+"""Pipelined training equals sequential training with each update one batch late."""
 
 import functools
 
@@ -21,11 +21,11 @@ from tests.world import mesh_of
 
 NUM_BATCHES = 4
 SLOT_TOLERANCE = 1e-4
-"""Moments add gradients of size ten, and their squares, over all batches."""
+"""Tolerance of moments, which sum gradients of about 10, and their squares, over all batches."""
 
 
 def dense_step(activations, targets, train_state, sc_fwd_aux):
-    """Moves activations towards `scale * targets`; the scale is the dense parameter."""
+    """Moves activations towards `scale * targets`, where `scale` is the dense parameter."""
     assert sc_fwd_aux is None
     gradients = {
         name: activations[name] - train_state["scale"] * targets[name] for name in activations
@@ -36,13 +36,13 @@ def dense_step(activations, targets, train_state, sc_fwd_aux):
 
 
 def batch(number):
-    """Even and odd batches share many rows, so that staleness shows."""
+    """A batch. Batches share many rows, so that the delay of an update changes the losses."""
     ids, targets = small_world.draw_batch(number)
     return {name: rows // 2 for name, rows in ids.items()}, targets
 
 
 def sequential_run(tables, delay):
-    """Losses and final tables of dense loops in which the update of a batch comes `delay` batches late."""
+    """Losses, final tables and slots of dense loops that apply each update `delay` batches late."""
     slots, scale, waiting, losses = small_world.full_slots(0.0, 0.0), 1.0, [], []
 
     def apply(number, ids, gradients):
@@ -90,7 +90,7 @@ def test_pipelining_equals_sequential_training_with_one_late_update():
     )
     state, losses = jax.device_put(state, shardings), []
 
-    # The flag is traced here: one program for all cycles. The case of the published schedule passes it as a bool.
+    # The flag is traced, so one program runs all cycles. `test_cases` passes a bool instead.
     @functools.partial(jax.jit, donate_argnums=(1, 2, 3))
     def cycle(pipeline_input, train_state, variables, state, is_fake):
         arguments = (pipeline_input, train_state, variables, state)
@@ -143,7 +143,7 @@ def test_aux_travels_from_stage_to_stage():
 
 
 def one_table(rows, rule):
-    """A table on one device: its specs, and the stages of a pipeline with gradients of ones."""
+    """Specs of one table on one device, and the stages of a pipeline with gradients of ones."""
     specs = small_world.place(
         small_world.feature_specs({"t": rows}, {"f": ("t", 8)}, optimizer=rule)
     )
@@ -165,7 +165,7 @@ def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
     look_up, dense, update = stages
     first = pipeline_input(specs, [[i, (i + 1) % 16] for i in range(8)])
     ones = {"f": jnp.ones((8, 8))}
-    # Now there is momentum.
+    # After this update, the slots have momentum.
     variables, _ = update(first.sparse_inputs, ones, small_world.init(specs), step=0)
     inputs = pipeline_input(specs, [[i, (i + 5) % 16] for i in range(8)])
     state = pipelining.get_initial_state(inputs, None, variables, look_up, dense)
@@ -182,7 +182,7 @@ def test_cycles_without_gradients_move_no_rows_also_of_rules_that_move_all():
 
 @pytest.mark.parametrize("rule", [TensorFlowAdam(0.1), embedding_spec.AdagradOptimizerSpec(0.1)])
 def test_a_cycle_with_or_without_gradients_steps_donated_tables_where_they_lie(rule):
-    """Also where a branch tells cycles apart: beside its arrays it holds the gradient of a table at most."""
+    """A rule that moves all rows is in a branch, which needs memory for one dense gradient."""
     specs, stages = one_table(1 << 14, rule)
     variables = small_world.init(specs)
     inputs = pipeline_input(specs, [[i] for i in range(8)])

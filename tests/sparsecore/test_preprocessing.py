@@ -1,6 +1,6 @@
-"""A batch has the same buffers wherever it is preprocessed.
+"""Buffers do not depend on the process that preprocesses a batch.
 
-`test_cases` and `test_random_models` check what the buffers hold.
+`test_cases` and `test_random_models` check the contents of the buffers.
 """
 
 import jax

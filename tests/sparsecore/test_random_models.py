@@ -1,6 +1,6 @@
-"""Random models against loops: what is looked up, what is stepped and what is dropped, on every kind of layout.
+"""Lookups, steps and dropped ids of random models equal loops, for all kinds of layouts.
 
-A few dozen models are fixed, so that each is compiled once; hypothesis draws their values.
+The models are fixed, so that each is compiled only once. Hypothesis draws ids, weights and values.
 """
 
 import dataclasses
@@ -22,9 +22,11 @@ from tests.sparsecore.case_specs import lookup_and_update, on_devices, variables
 from tests.sparsecore.small_world import ragged
 
 BATCH = 48
-"""A multiple of every shard count below; also of the 6 shards of three devices."""
+"""Batch size, a multiple of the number of shards of each model."""
 VALUE_TOLERANCE = 3e-5
-"""Sums of up to a few hundred float32 products, divided by an Adagrad accumulator that may be as small as 0.1."""
+"""Tolerance of sums of up to a few hundred float32 products.
+
+Adagrad divides such sums by the square root of an accumulator, which can be as small as 0.1."""
 RATE = 0.25
 RULES = {
     "sgd": (embedding_spec.SGDOptimizerSpec(RATE), sgd_step),
@@ -52,7 +54,10 @@ class Model:
 
     @property
     def tables(self):
-        """`{name: (rows, columns)}`; the second and third can share an automatic stack."""
+        """Pairs of number of rows and number of columns by table.
+
+        Tables "u" and "v" can share an automatic stack.
+        """
         rng = np.random.default_rng(self.seed)
         return {
             name: (int(rng.integers(3, 60)), dim) for name, dim in (("w", 11), ("u", 3), ("v", 8))
@@ -60,12 +65,16 @@ class Model:
 
     @property
     def features(self):
-        """`{name: (table, columns)}`; not in the order of names, one table read twice, one by some columns."""
+        """Pairs of table and number of columns by feature.
+
+        The features are not sorted by name. Two features read one table, and "fm" reads only some
+        columns of its table.
+        """
         return {"fz": ("u", 3), "fa": ("w", 11), "fm": ("v", 5), "fb": ("u", 3)}
 
     @property
     def stacks(self):
-        """Names of the tables of every stack, in its order."""
+        """Names of the tables of each stack, in the order of the stack."""
         return {
             "none": [["w"], ["u"], ["v"]],
             "auto": [["w"], ["u", "v"]],
@@ -115,7 +124,7 @@ def up(value, multiple):
 
 
 def places(model):
-    """Where rows lie, from the model alone: table to (stack, first row in a shard, rotation)."""
+    """Position of each table: its stack, its first row in each shard, and its rotation."""
     rotation = model.cores if model.rotation is None else model.rotation
     arrays = {}
     for tables in model.stacks:
@@ -127,7 +136,10 @@ def places(model):
 
 
 def limits_of(model):
-    """The model's limits; with minibatching the lowest under which no bucket alone overflows, whatever is drawn."""
+    """Maximum number of ids and of distinct ids of a partition.
+
+    With minibatching, the limits are so high that no ids make a single bucket exceed them.
+    """
     if not model.minibatching:
         return model.max_ids, model.max_unique
     rows = defaultdict(int)
@@ -175,7 +187,10 @@ def compiled(model):
 
 
 def draw(model, seed, skew, weighted):
-    """Tables, ragged ids, weights of some features, and gradients; a high skew makes few ids frequent."""
+    """Random tables, ragged ids, weights of some features, and gradients.
+
+    With a high skew, a few ids are frequent.
+    """
     rng = np.random.default_rng(seed)
     tables = {
         name: rng.normal(size=shape).astype(np.float32) for name, shape in model.tables.items()
@@ -205,7 +220,10 @@ def preprocess(model, ids, weights):
 
 
 def partitions_of(model, ids, weights):
-    """`{(stack, core): {(shard, row, sample): [(feature, sample of it, id, gain), ...]}}`, entry by entry."""
+    """Entries by stack and core, and there by shard, row and sample of the stack.
+
+    Each list has tuples of feature, sample of the feature, id and gain, before they are merged.
+    """
     names = sorted(model.features) if model.stacking == "none" else list(model.features)
     samples_before, entries = defaultdict(int), defaultdict(lambda: defaultdict(list))
     per_core = BATCH // model.shards
@@ -229,9 +247,10 @@ def partitions_of(model, ids, weights):
 
 
 def outcome_of(model, partitions):
-    """Entries that limits and buffer let through, dropped ids by table, and counts of every partition by stack.
+    """Entries that are kept, numbers of dropped ids by table, and counts of ids by stack.
 
-    The counts are `[core, shard, (ids, distinct ids)]`, dropped ones included.
+    The counts have the shape `[core, shard, 2]`, with numbers of ids and distinct ids. They include
+    dropped ids.
     """
     max_ids, max_unique = model.max_ids, model.max_unique
     if model.minibatching:
@@ -255,7 +274,8 @@ def outcome_of(model, partitions):
                     if number > max_ids or len(rows) > max_unique:
                         dropped[table] += len(entries[key])
                     elif place >= size:
-                        dropped[table] += 1  # the buffer counts merged entries
+                        # Merged entries count as one id here.
+                        dropped[table] += 1
                     else:
                         kept += entries[key]
                         place += 1
@@ -272,7 +292,7 @@ FORMS = {
     ),
     "bags": lambda rows, weights: (Bags.from_lists(rows, weights), None),
 }
-"""Ids and weights of a feature as users have them."""
+"""Functions that convert ids and weights of a feature to forms that users have."""
 
 
 @pytest.mark.slow_rows("4x4-auto", "1x4-auto", "2x2-manual")
@@ -297,7 +317,8 @@ def test_everything_equals_loops(model, seed, skew, weighted, form):
         num_ids, num_unique = by_device.max(axis=1).reshape(-1, 2).T
         assert_array_equal(statistics.max_ids_per_partition[stack], num_ids)
         assert_array_equal(statistics.max_unique_ids_per_partition[stack], num_unique)
-        if not model.minibatching:  # which begins every minibatch at a new tile
+        # With minibatches, each minibatch begins at a multiple of 8.
+        if not model.minibatching:
             size = up(count[..., 0], 8).sum(axis=1)
             assert_array_equal(statistics.required_buffer_size_per_sc[stack], size)
     for stack in model.stacks:
@@ -326,7 +347,7 @@ def test_everything_equals_loops(model, seed, skew, weighted, form):
 
 
 def test_the_models_do_drop_ids_and_need_minibatches():
-    """Otherwise the test above would say little."""
+    """Otherwise the test above would not cover dropping and minibatches."""
     for model in MODELS:
         _, ids, _, _ = draw(model, 0, 1.0, ())
         processed, statistics = preprocess(model, list(ids.values()), None)

@@ -1,4 +1,4 @@
-"""Calls in the forms that published programs use, each against a few lines of numpy."""
+"""Calls in the forms that published programs use, compared with numpy."""
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ def values(dim=DIM):
 
 
 def variables_of(features, tables):
-    """The stack's table as a published program may hold it, `(table,)`."""
+    """The stack's table in the form `(table,)`, which a published program may use."""
     record = embedding.create_proto_from_feature_specs(features, 1, CORES)
     stacked = table_stacking.stack_and_shard_feature_tables(tables, record)
     return {name: (table,) for name, table in stacked.items()}
@@ -254,6 +254,6 @@ def test_the_backward_pass_of_nnx_is_what_autodiff_calls():
     assert others == [None, None]
     assert_same(nnx.to_pure_dict(updated), nnx.to_pure_dict(by_autodiff))
     assert float(step_number(layer.step.get_value())) == 0
-    # As published programs do.
+    # Published programs pass only the embedding table.
     alone, *_ = backward(layer, {"embedding_table": state["embedding_table"]})
     assert_same(alone, {"embedding_table": updated["embedding_table"]})

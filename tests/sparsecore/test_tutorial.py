@@ -1,4 +1,4 @@
-"""The tutorial's training loop gives the same losses wherever it runs."""
+"""The tutorial's training loop has the same losses on one device and in several processes."""
 
 import hashlib
 import json
@@ -15,7 +15,7 @@ from tests import launching
 from tests.sparsecore import minibatch_program, tutorial_program as tutorial
 
 LOSS_TOLERANCE = 1e-4
-"""Sums over devices are added in another order; after eight steps that shows in the seventh digit."""
+"""Tolerance of losses. Several devices add in another order, which changes the last digits."""
 
 
 @pytest.mark.slow
@@ -38,7 +38,9 @@ def test_two_processes_of_two_devices_lower_the_loss_as_one_device_does(tmp_path
 
 
 PUBLISHED = Path(os.environ.get("RSEMBED_PUBLISHED_TUTORIAL", "sparsecore_shakespeare_flax.txt"))
-"""The published page as plain text without indentation: code, prose and outputs. It is not part of this repository."""
+"""The published page as plain text without indentation, with code, prose and outputs.
+
+This repository does not have the text."""
 SHA256 = "53628c8f654d647f5c39845b714640e034207b819a2424663294990513af068d"
 CODE = """
 12-68 0
@@ -69,11 +71,11 @@ CODE = """
 429-434 2
 435-437 0
 """
-"""First and last line of each piece of the program, and the number of blocks that it is in."""
+"""First and last line of each piece of the program, and its depth of indentation."""
 PRINTED = [*range(275, 279), *range(325, 329), 439]
-"""Lines that the page prints, and every run prints, too."""
+"""Line numbers of outputs on the page that each run prints, too."""
 FOLDER_LINE = 41
-"""Names the folder of the statistics, which would be shared by all who run the page."""
+"""Number of the line with the folder of the statistics. All users of a machine would share it."""
 
 
 @pytest.mark.slow
@@ -109,6 +111,6 @@ def test_the_published_text_itself_runs_unchanged(tmp_path):
     printed = done.stdout.splitlines()
     assert [lines[number - 1] for number in PRINTED if lines[number - 1] not in printed] == []
     (loss,) = re.findall(r"^test_loss = (.*)$", done.stdout, re.MULTILINE)
-    # As the page's 0.0079, which is of another text; a guess has log(2048) = 7.6.
+    # The page has 0.0079, for another text. A uniform guess has log(2048) = 7.6.
     assert float(loss) < 0.1
     assert len([*(tmp_path / "fdo_dump").iterdir()]) > 0

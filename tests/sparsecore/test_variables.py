@@ -1,4 +1,4 @@
-"""A logical table starts the same wherever its rows lie; it leaves and enters the physical layout by name."""
+"""Initial tables do not depend on the layout, and tables can be read and written by name."""
 
 import operator
 
@@ -16,7 +16,7 @@ from rsembed.sparsecore import embedding, embedding_spec, table_stacking
 from tests.sparsecore import small_world
 from tests.world import assert_same, mesh_of
 
-# The last bit of a normal value's approximation is a compiler's, unless it optimizes.
+# Without optimizations, the last bit of approximated normal values depends on the compiled program.
 pytestmark = pytest.mark.usefixtures("more_optimizations")
 
 KEY = jax.random.key(3)
@@ -28,7 +28,7 @@ INITIALIZERS = {
 
 
 def tables_of(devices, cores, is_stacked, initializer="normal"):
-    """Specs and initial tables."""
+    """Specs and initial logical tables."""
     rows = {"first": 37, "twin": 37, "other": 70}
     specs = small_world.feature_specs(
         rows,
@@ -93,7 +93,7 @@ def test_building_needs_little_beside_the_table():
 
 
 def drawn_variables(specs, devices):
-    """Variables with random numbers everywhere, also in padding and slots."""
+    """Variables with random numbers in tables, padding and slots."""
     rng = np.random.default_rng(0)
     shapes = jax.eval_shape(lambda: small_world.init(specs, devices))
     return jax.tree.map(lambda leaf: jnp.asarray(rng.random(leaf.shape), leaf.dtype), shapes)
@@ -105,7 +105,7 @@ def drawn_variables(specs, devices):
     [(True, (), True), (False, (), False), (True, (4,), False), (False, (2, 2), True)],
 )
 def test_a_table_comes_out_of_the_rows_of_its_plan_and_goes_back(is_stacked, mesh, is_jitted):
-    """Also on the meshes that `jax.make_mesh` makes, whose axes are explicit."""
+    """Some meshes are from `jax.make_mesh`, and have explicit axes."""
     specs = small_world.placed_specs(2, 2, is_stacked=is_stacked)
     before = drawn_variables(specs, 2)
     if mesh:

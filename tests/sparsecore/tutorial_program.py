@@ -1,7 +1,7 @@
-"""A next-word model over one table, trained with the calls of the published Shakespeare tutorial.
+"""A next-word model with one table, trained with the calls of the published Shakespeare tutorial.
 
-Run as a script it takes part in a run of several processes: `tutorial_program.py FOLDER` prints, as one line of JSON,
-the losses of every step, and one step in minibatches.
+`tutorial_program.py FOLDER` takes part in a run of several processes. It prints a line of JSON with
+the losses of all steps, and the results of one step with minibatches.
 """
 
 import functools
@@ -25,17 +25,17 @@ VOCABULARY, BATCH, LENGTH, DIM, LEARNING_RATE = 2048, 256, 16, 16, 0.005
 FEATURE = "words"
 SHARDS = 32
 NUM_STEPS = 8
-"""Enough for new limits after step 5; the published run has 100."""
+"""Limits change after step 5, so 8 steps use new limits. The published run has 100 steps."""
 
 
 def make_batch(word_ids):
-    """Windows of the text and the word behind each; what every step trains on."""
+    """Windows of a text, and the word after each window. All steps train on this batch."""
     windows = (np.arange(BATCH)[:, None] + np.arange(LENGTH)) % len(word_ids)
     return word_ids[windows], word_ids[(np.arange(BATCH) + LENGTH) % len(word_ids)]
 
 
 def synthetic_text():
-    """A few hundred words in which frequent ones repeat, as in a language."""
+    """A text of 400 words. A few words are frequent, as in a language."""
     words = np.random.default_rng(7).zipf(1.3, 400)
     return np.clip(words, 1, VOCABULARY - 1).astype(np.int32)
 
@@ -43,7 +43,8 @@ def synthetic_text():
 class NextWord(nn.Module):
     specs: embedding.Nested[embedding_spec.FeatureSpec]
     mesh: Mesh
-    step: int | None  # None reads the layer's counter
+    # None: the layer's counter.
+    step: int | None
 
     @nn.compact
     def __call__(self, inputs):
@@ -78,7 +79,7 @@ def word_specs(num_devices, num_cores):
 
 
 def train(batch, fdo_folder, *, num_devices, num_steps, step=None):
-    """Loss of every step; limits follow the statistics, as in the tutorial."""
+    """Loss of each step. The limits are updated from the statistics, as in the tutorial."""
     mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
     data = NamedSharding(mesh, P("device"))
     num_cores = SHARDS // num_devices
@@ -123,7 +124,7 @@ def train(batch, fdo_folder, *, num_devices, num_steps, step=None):
             return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 
         loss, grads = jax.value_and_grad(loss_of, allow_int=True)(params, inputs, labels)
-        # Optax's Adam mixes its integer step with floats.
+        # Adam of optax mixes its integer step with floats.
         with jax.numpy_dtype_promotion("standard"):
             updates, opt_state = tx.update(grads, opt_state)
         return embed_optimizer.apply_updates_for_sc_model(params, updates), opt_state, loss
