@@ -1,4 +1,4 @@
-"""What a table of every storage should hold and read, in numpy float64 and loops, keyed by id."""
+"""Expected rows and lookups of tables of each storage, by loops in numpy and in float64."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ StepRow = Callable[..., None]
 
 @dataclasses.dataclass(frozen=True)
 class SideBySide(rs.OptimizerSpec):
-    """Many rules in one table: of `n` rules, rule `k` steps columns `k, k + n, k + 2n, ...`.
+    """Several rules in one table: rule `k` of `n` steps the columns `k, k + n, k + 2n, ...`.
 
-    Every rule sees rows, gradients and slots as if the table were its own, and a program for all of them is compiled in
-    the time of one. If a table is split by column into multiples of `n`, every part has all rules.
+    Each rule gets the rows, gradients and slots of its columns as if they were a table. The program
+    compiles as fast as that of a single rule. If a table is split by column into multiples of `n`
+    columns, each part has all rules.
     """
 
     rules: tuple[rs.OptimizerSpec, ...] = ()
@@ -67,7 +68,7 @@ class SideBySide(rs.OptimizerSpec):
 
 
 class Steps(NamedTuple):
-    """The rules of a table, side by side, and the formula of each: `formula(rule, row, slots, gradient, number)`."""
+    """The rules of a table, and their formulas `formula(rule, row, slots, gradient, number)`."""
 
     rules: tuple[rs.OptimizerSpec, ...]
     formulas: tuple[StepRow, ...]
@@ -77,14 +78,14 @@ class Steps(NamedTuple):
         return any(rule.moves_all_rows for rule in self.rules)
 
     def fresh_slots(self, dim):
-        """Slots of one row, as every rule begins them."""
+        """Initial slots of one row, by rule."""
         return [
             [slot.copy() for slot in slots_of_rule]
             for slots_of_rule in initial_slots(self.rules, dim)
         ]
 
     def step(self, row, slots, gradient, number):
-        """One step of one row, in place."""
+        """Steps one row and its slots in place."""
         for k, (rule, formula) in enumerate(zip(self.rules, self.formulas, strict=True)):
             formula(
                 rule, row[k :: len(self.rules)], slots[k], gradient[k :: len(self.rules)], number
@@ -93,7 +94,7 @@ class Steps(NamedTuple):
 
 @functools.cache
 def initial_slots(rules: tuple[rs.OptimizerSpec, ...], dim: int) -> list[list[np.ndarray]]:
-    """What the rules that share a row of `dim` columns make of zeros, once for all rows of a table."""
+    """Initial slots of a row of zeros with `dim` columns, which the rules share. By rule."""
     rows = [jnp.zeros((1, len(range(k, dim, len(rules))))) for k in range(len(rules))]
     slots = [rule.init_slots(row) for rule, row in zip(rules, rows, strict=True)]
     return [
@@ -103,14 +104,14 @@ def initial_slots(rules: tuple[rs.OptimizerSpec, ...], dim: int) -> list[list[np
 
 
 class Read(NamedTuple):
-    """Ids `[samples, ids]`, -1 for none, and their weights, if any."""
+    """Ids `[samples, ids]`, padded with -1, and their weights or None."""
 
     ids: np.ndarray
     weights: np.ndarray | None
 
 
 class Entry(NamedTuple):
-    """One id of a batch: the output it goes to, and with which gain."""
+    """An id of a batch, the index of the output that it adds to, and its factor."""
 
     id: int
     output: int
@@ -118,7 +119,7 @@ class Entry(NamedTuple):
 
 
 def entries_of(read: Read, combiner: str, counts: Callable[[int], bool]) -> list[Entry]:
-    """The entries of a feature whose ids count."""
+    """The entries of a feature, without ids for which `counts` is false."""
     weights = np.ones(read.ids.shape)
     if read.weights is not None:
         weights = np.float64(read.weights)
@@ -134,21 +135,21 @@ def entries_of(read: Read, combiner: str, counts: Callable[[int], bool]) -> list
 
 
 class Table:
-    """Rows by id, each with its slots; subclasses say which ids have one."""
+    """Rows and slots by id. Subclasses define which ids have a row."""
 
     def __init__(self, dim: int, combiner: str, steps: Steps):
         self.dim, self.combiner, self.steps, self.number = dim, combiner, steps, 0
         self.rows: dict[int, tuple[np.ndarray, list[list[np.ndarray]]]] = {}
 
     def counts(self, key: int) -> bool:
-        """Whether an id contributes, if only to divisors."""
+        """Whether an id counts in a bag. An id without a row adds zeros, but counts in divisors."""
         return key in self.rows
 
     def vector(self, key: int) -> np.ndarray:
         return self.rows[key][0] if key in self.rows else np.zeros(self.dim)
 
     def find(self, keys: Sequence[int]) -> None:
-        """Gives rows to the ids of a training batch, in the order of the batch."""
+        """Gives rows to new ids of a training batch, in the order of the batch."""
 
     def lookup(self, reads: Mapping[str, Read]) -> dict[str, np.ndarray]:
         outputs = {}
@@ -161,7 +162,7 @@ class Table:
         return outputs
 
     def lookup_ahead(self, reads: Mapping[str, Read]) -> dict[str, np.ndarray]:
-        """What a lookup reads whose gradients will be stepped."""
+        """Result of a lookup in training, in which new ids already have rows."""
         ahead = copy.deepcopy(self)
         ahead.find(self._keys(reads))
         return ahead.lookup(reads)
@@ -193,7 +194,7 @@ class Table:
 
 
 class DenseTable(Table):
-    """Every id below the number of rows has one."""
+    """A table with a row for each id below the number of rows."""
 
     def __init__(self, values: np.ndarray, combiner: str, steps: Steps):
         super().__init__(values.shape[1], combiner, steps)
@@ -204,15 +205,20 @@ class DenseTable(Table):
 
 
 class KeyedTable(Table):
-    """A key has a row from the batch on in which it has occurred more than `admission_count` times, or was lucky.
+    """A table in which keys get rows when they are admitted.
+
+    A key is admitted in the batch in which it has occurred more than `admission_count` times. With
+    `admission_probability`, each occurrence admits the key with this probability instead.
 
     Args:
-      initial: what the row of a key starts from.
-      admission_probability: the chance of each occurrence of a key without a row to give it one.
-      draw: of a key in a step, a number from 0 to 1; a key is lucky if it is not below the chance of no luck at all.
-      capacity: rows of each shard. None is room for all.
-      eviction: which keys make room for others: those of the least score, of equal ones the least.
-      num_shards: key `k` lies in shard `k % num_shards`.
+      initial: initial row of each key.
+      admission_probability: probability of each occurrence to admit a key without a row.
+      draw: function of step and key that returns a random number in [0, 1). The key is admitted if
+        the number is not smaller than the probability that no occurrence admits it.
+      capacity: number of rows of each shard. None: unlimited.
+      eviction: "lru" or "lfu". Keys with the lowest scores are evicted first, and of keys with
+        equal scores the lowest keys.
+      num_shards: number of shards. Shard `k % num_shards` has key `k`.
     """
 
     admission_count = 0
@@ -230,7 +236,8 @@ class KeyedTable(Table):
         vars(self).update(policy)
         self.last_step: dict[int, int] = {}
         self.occurrences: dict[int, int] = {}
-        self.waiting: dict[int, tuple[int, int]] = {}  # last step and count
+        # Last step and number of occurrences of keys that wait for admission.
+        self.waiting: dict[int, tuple[int, int]] = {}
         self.num_inserted = self.num_evicted = 0
 
     def counts(self, key: int) -> bool:
@@ -267,7 +274,7 @@ class KeyedTable(Table):
         return count > self.admission_count
 
     def score(self, key: int) -> float:
-        """What a key's row is worth."""
+        """Score of a key. Keys with low scores are evicted first."""
         return {"lru": self.last_step, "lfu": self.occurrences}[self.eviction][key]
 
     def _make_room(self, new: Sequence[int]) -> None:
@@ -286,7 +293,7 @@ class KeyedTable(Table):
 
 
 class TrainTable(Table):
-    """A table that is the product of two cores, whose slices are what rows are elsewhere; all of them are stepped."""
+    """A product of two cores. Each step updates all slices of the cores."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""Admission by chance: the draws are those of the documented formula, and as frequent as they should be."""
+"""Admission by probability: the share of admitted keys is as expected."""
 
 import jax
 import jax.numpy as jnp

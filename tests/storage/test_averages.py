@@ -1,4 +1,7 @@
-"""Arithmetic on whole states: right, or refused, since the same key has different rows in two states."""
+"""Arithmetic on whole states is correct or refused.
+
+A key can have different rows in two states.
+"""
 
 import functools
 
@@ -40,7 +43,7 @@ def trained(collection, *batches, state=None):
 
 
 def floats(combine, *states):
-    """The states with the floats of all combined, and everything else of the first."""
+    """The first state, with its float arrays replaced by a combination of those of all states."""
 
     def combined(*leaves):
         return combine(*leaves) if jnp.issubdtype(leaves[0].dtype, jnp.floating) else leaves[0]
@@ -100,7 +103,8 @@ def test_an_average_of_the_floats_of_states_whose_keys_have_other_rows_is_refuse
         ):
             use()
     for values in jax.jit(collection.lookup)(average, batch).values():
-        assert np.isnan(values).all()  # nothing can be raised there
+        # Inside `jit`, the library cannot raise an error.
+        assert np.isnan(values).all()
 
 
 @pytest.mark.slow_rows("2-2")
@@ -110,7 +114,8 @@ def test_states_whose_keys_have_the_same_rows_are_averaged_as_their_tables(num_t
     first = trained(collection, [2, 4, 5, 7], [2, 9, 11, -1])
     second = trained(collection, [4, 7], state=first)
     average = second
-    for _ in range(50):  # a moving average that has arrived stays, in spite of rounding
+    # A moving average that has reached its limit stays there in spite of rounding errors.
+    for _ in range(50):
         average = floats(lambda old, new: 0.999 * old + 0.001 * new, average, second)
     for arrived, rows in zip(*tables_of(collection, average, second), strict=True):
         assert_allclose(arrived["values"], rows["values"], rtol=1e-4)

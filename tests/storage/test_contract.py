@@ -1,7 +1,7 @@
-"""One contract for tables of every storage, on every way to them, with every rule and combiner: the numbers of loops.
+"""All storages, ways, rules and combiners give the numbers of loops.
 
-A storage is an entry of `STORAGES`. Each of its cells with a way is run or refused by name; the table in the docs is
-made of the same lists.
+Each entry of `STORAGES` is run on each entry of `WAYS`, or refuses it with an error. The table in
+docs/engine.md is made of the same entries.
 """
 
 import dataclasses
@@ -28,29 +28,31 @@ from tests.storage.oracle import DenseTable, KeyedTable, Read, SideBySide, Steps
 from tests.world import mesh_of
 
 ROWS, SAMPLES, WIDTH, NUM_DEVICES, NUM_STEPS = 10, 8, 3, 4, 4
-# Ids of the storages with keys; below, groups of four, one for each device. Keys of a group differ in their upper half.
+# Keys of the keyed storages, in groups of four, with one key for each device. The keys of a group
+# differ only in their lower halves, and the keys of a device only in their upper halves.
 KEYS = np.arange(16) % 4 + np.repeat(
     np.array([2**40, 5 * 2**38, 2**33 - 2**62, 7 * 2**33], np.int64), 4
 )
-# Which groups each step reads. A table of twelve rows must choose whom it gives up for the last group, and then for
-# those that come back; for other storages the last group is the first.
+# Groups that each step reads. A table with twelve rows must evict keys for the last group, and then
+# for groups that come back. In other storages, the last group is the same as the first group.
 GROUPS = ((0, 1), (0, 2), (3,), (0, 1))
 
 
 class Storage(NamedTuple):
-    """A storage, the ways on which it works, and how its oracle begins."""
+    """A storage, the ways on which it works, and the arguments of its oracle."""
 
     storage: Any
     ways: tuple[str, ...]
     takes_keys: bool = False
-    keyed: Mapping[str, int] = MappingProxyType({})  # arguments of its oracle
-    # By way, arguments of its storage and its oracle.
+    # Arguments of the oracle.
+    keyed: Mapping[str, int] = MappingProxyType({})
+    # Arguments of the storage and of the oracle, by way.
     policies: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
     refuses_rules_that_move_all_rows: bool = False
 
 
 class Way(NamedTuple):
-    """A mesh or one device, and how tables lie on it."""
+    """A placement on a mesh, or None for one device, and the capacity of exchanges."""
 
     placement: str | None
     capacity: int | None = None
@@ -65,7 +67,7 @@ WAYS = {
     "replicated": Way("replicated"),
 }
 OWNED = ("one device", "row", "row, many rounds")
-# A policy is one of a device's rows, whatever the way to it: each has its own.
+# A policy is applied to the rows of each device, so one policy for each way is enough.
 EVICTIONS = dict(zip(OWNED, ({"eviction": name} for name in ("lru", "lfu", "lru")), strict=True))
 COUNTED, DRAWN = {"admission_count": 4}, {"admission_probability": 0.2}
 ADMISSIONS = {"one device": COUNTED, "row": DRAWN, "row, many rounds": COUNTED}
@@ -102,7 +104,10 @@ LAZY = [name for name in CONTRACT if name not in MOVING_ALL]
 
 
 class Cell(NamedTuple):
-    """One table: its storage, the way to it, the rules that step it, and its combiner. Weights come with every cell."""
+    """A table: its storage, its way, the rules that step it, and its combiner.
+
+    One of its two features has weights.
+    """
 
     storage: str
     way: str
@@ -119,9 +124,9 @@ class Cell(NamedTuple):
 
 
 def rules_of(storage, way):
-    """Rules that one table may have: several side by side, or one alone, as whoever moves all rows must be."""
+    """Groups of rules for one table. A rule that moves all rows is alone in its group."""
     lazy = [name for name in LAZY if way != "column" or name not in ROW_WISE]
-    # Where many storages can be, each brings some of the rules.
+    # On ways that several storages support, each storage tests a part of the rules.
     parts = 1 if way in ("table", "column") else 3
     groups = [tuple(lazy[k::parts]) for k in range(parts)] + [("adam",)]
     if not STORAGES[storage].refuses_rules_that_move_all_rows:
@@ -138,13 +143,16 @@ def pairs_of(cell):
 
 
 def cost_of(cell):
-    """What a table costs to compile, in rules; finding rows by key costs most."""
+    """Estimated time to compile a table, in rules. Lookups of keys take most of the time."""
     return len(cell.rules) + (4 if cell.storage in ("dense", "train") else 15)
 
 
 @functools.cache
 def cells():
-    """As few tables as a greedy choice needs for every pair of values of two axes that can be had."""
+    """Tables that together cover all possible pairs of values of two axes.
+
+    A greedy choice keeps their compile time low.
+    """
     possible = [
         Cell(storage, way, names, combiner)
         for storage, way in RUNS
@@ -183,7 +191,7 @@ def spec_of(cell):
 
 
 def from_key(key, shape):
-    """Numbers in [-0.5, 0.5) that depend on the key, and compile in no time."""
+    """Numbers in [-0.5, 0.5) that depend on the key and compile fast."""
     numbers = jnp.arange(shape[0] * shape[1], dtype=jnp.uint32).reshape(shape)
     scattered = (jax.random.key_data(key)[1] + numbers) * jnp.uint32(0x9E3779B1)
     return (scattered >> 8).astype(jnp.float32) / 2**24 - 0.5
@@ -207,7 +215,11 @@ def collection_of(way, cells_of_way):
 
 
 def reads_of(contract, number):
-    """Ids of both features in a step: repeated in a sample and across, padding, and a device without ids."""
+    """Ids of both features in a step.
+
+    Ids are repeated in samples and in the batch, and some are padding. In step 1, one device has no
+    ids.
+    """
     generator = np.random.default_rng(number)
     num_groups = 4 if "capacity" in contract.keyed else 3
     letters = np.concatenate([np.arange(4) + 4 * (group % num_groups) for group in GROUPS[number]])
@@ -235,7 +247,7 @@ def batch_of(cells_of_way, number):
 
 
 def keys_by_number(key):
-    """The random key of each key of the storages, folded out of one key by both halves of the number."""
+    """A PRNG key for each of `KEYS`: `key` with both halves of the number folded in."""
     lanes = split_keys(KEYS)
 
     def fold(high, low):
@@ -245,7 +257,7 @@ def keys_by_number(key):
 
 
 def initial_vectors(cell):
-    """What keys start from, by the documented formula."""
+    """Initial row of each key, by the documented formula."""
     keys = keys_by_number(table_key(jax.random.key(0), cell.table))
     dim = spec_of(cell).embedding_dim
     return dict(
@@ -258,7 +270,7 @@ def initial_vectors(cell):
 
 
 def draws(cell):
-    """What a key draws in a step, by the documented formula."""
+    """A function of step and key that returns a random number, by the documented formula."""
     of_draws = jax.random.fold_in(table_key(jax.random.key(0), cell.table), 0x61646D74)
 
     def draw(number):
@@ -303,13 +315,13 @@ def assert_close(actual, expected, what):
 
 
 def slots_of(pairs):
-    """The slots of many rows, one array each."""
+    """Slots of many rows, as one array for each slot."""
     flat = [[slot for slots_of_rule in slots for slot in slots_of_rule] for slots in pairs]
     return [np.stack(column) for column in zip(*flat, strict=True)]
 
 
 def assert_holds(collection, state, oracles, what):
-    """Rows, slots and bookkeeping of every table; those of one storage are asked for together."""
+    """Asserts rows, slots and bookkeeping of all tables, which have the same storage."""
     tables = collection.tables(state)
     takes_keys = any(isinstance(oracle, KeyedTable) for oracle in oracles.values())
     slots_by_table = {} if takes_keys else collection.slots(state)
@@ -332,7 +344,7 @@ def assert_holds(collection, state, oracles, what):
 
 
 def assert_bookkeeping_holds(table, counts, oracle, what):
-    """Steps and counts of keys that have rows and of those that wait, and what happened to them."""
+    """Asserts steps and counts of keys with rows and of waiting keys, and the counters."""
 
     def noted(prefix=""):
         lanes = (table[prefix + lane].tolist() for lane in ("keys", "last_step", "count"))
@@ -360,7 +372,7 @@ def assert_cores_hold(cores, slots, oracle, what):
             assert_close(slot, column, what)
 
 
-# Each storage and each way stays, and so do the policies of keys.
+# The other rows still cover all storages, all ways and all policies of keys.
 @pytest.mark.slow_rows(
     "dense-row",
     "hashed-row",
@@ -424,7 +436,7 @@ def test_cells_cover_every_pair_of_storage_way_rule_and_combiner_that_is_not_ref
 
 
 def refusals():
-    """The pairs that cannot be had, a cell of each, and why."""
+    """Each refused pair of values, a cell with this pair, and the reason."""
     for storage, way in itertools.product(STORAGES, WAYS):
         if way not in STORAGES[storage].ways:
             reason = f"is kept as .* cannot be placed '{WAYS[way].placement}'"
@@ -449,7 +461,8 @@ def test_what_a_storage_cannot_do_is_refused_by_name(cell, reason):
 
 def contract_table():
     """The cells as a table of Markdown."""
-    ways = [way for way in WAYS if way != "row, many rounds"]  # the same way, more often
+    # Exchanges in many rounds are no other placement.
+    ways = [way for way in WAYS if way != "row, many rounds"]
     lines = [["", *ways, "rules"], ["---"] * (len(ways) + 2)]
     for name, storage in STORAGES.items():
         answers = {way: "yes" if way in storage.ways else "refused" for way in ways}

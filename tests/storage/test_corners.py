@@ -1,4 +1,4 @@
-"""Batches and uses that break what works on ordinary ones, for tables of keys above all."""
+"""Unusual batches, states and calls, most of them for keyed tables."""
 
 import functools
 
@@ -22,11 +22,11 @@ ONE, OTHER, THIRD = 2**40 + 1, 2**40 + 2**33 + 1, 2**62 + 3
 
 SGD = rs.optimizers.SGD(LR)
 WIDE = np.array([[2**40 + 7, 7]])
-"""Keys of which JAX, where they enter `jit`, makes 7 and 7."""
+"""Two keys with the same lower 32 bits. Inside `jit`, JAX converts both to 7 in 32-bit mode."""
 
 
 def keyed(mesh=None, *, rows=8, optimizer=SGD, dtype="float32", capacity=None, **storage):
-    """One table of keys, read by one feature."""
+    """A collection with one keyed table and one feature."""
     table = rs.TableSpec("t", rows, DIM, optimizer=optimizer, dtype=dtype,
         storage=rs.Hashed(**storage), stochastic_rounding=dtype != "float32",
     )  # fmt: skip
@@ -34,13 +34,13 @@ def keyed(mesh=None, *, rows=8, optimizer=SGD, dtype="float32", capacity=None, *
 
 
 def stepped(collection, state, keys):
-    """The state after a step on these ids of the one feature, with gradients of ones."""
+    """The state after a step on these ids of the only feature, with gradients of ones."""
     ones = {"f": np.ones((len(keys), DIM), np.float32)}
     return collection.update(state, {"f": np.asarray(keys)}, ones)
 
 
 def rows_of(collection, state):
-    """Keys in ascending order, and what belongs to each."""
+    """Keys in ascending order, with their rows and all other arrays of the table."""
     return collection.tables(state)["t"]
 
 
@@ -172,7 +172,7 @@ def test_stochastic_rounding_draws_by_key_so_one_device_and_four_store_equal_bit
         generator = np.random.default_rng(0)
         for _ in range(3):
             batch = collection.prepare({"f": generator.choice(keys, (8, 2))})
-            # Sums of such gradients are exact, in any order.
+            # Sums of such gradients are exact in any order.
             gradients = generator.integers(-8, 8, (8, DIM)) / np.float32(64)
             state = update(state, batch, {"f": gradients})
         tables.append(rows_of(collection, state))
@@ -186,7 +186,8 @@ def test_stochastic_rounding_draws_by_key_so_one_device_and_four_store_equal_bit
 def test_new_rows_are_read_as_they_are_stored_whatever_company_they_come_in(mesh, dtype):
     collection = keyed(mesh, rows=8192, dtype=dtype, optimizer=rs.optimizers.SGD(0.0))
     state, rows_read = collection.init(jax.random.key(3)), []
-    for num_keys in (64, 4096):  # one block of new rows, and several
+    # 64 new rows are one block, and 4096 new rows are several blocks.
+    for num_keys in (64, 4096):
         batch = {"f": np.arange(1, num_keys + 1) * (2**33 + 1)}
         ahead, pullback = collection.lookup_vjp(state, batch)
         applied = collection.apply(state, pullback(ahead))
@@ -249,7 +250,7 @@ def test_rows_on_the_host_are_fetched_before_a_compiled_step_or_it_stops():
         match=r"rsembed\.storage: 2 ids of the batch have no row of table 't' on the device",
     ):
         jax.block_until_ready(jax.jit(collection.lookup)(state, batch))
-    # Outside of jit it fetches by itself, and the state stays good.
+    # Outside `jit`, a lookup fetches rows, and the state can still be used.
     expected = collection.lookup(state, batch)
     near = collection.prefetch(state, batch)
     assert_array_equal(jax.jit(collection.lookup)(near, batch)["f"], expected["f"])
@@ -296,7 +297,7 @@ def test_a_state_from_before_an_exchange_with_the_host_is_refused():
 
 
 def on_host_beside(other, *, rows=100):
-    """A table on the host, and another one with rows of another size, so that each has its arrays."""
+    """A table on the host, and one with another number of columns, so that they are not stacked."""
     options = {"optimizer": SGD, "initializer": jax.nn.initializers.zeros}
     on_the_host = rs.TableSpec("a", 100, DIM, storage=rs.HostCached(cache_rows=4), **options)
     beside = rs.TableSpec("b", rows, 2 * DIM, storage=other, **options)
@@ -349,13 +350,13 @@ def test_a_compiled_step_holds_one_copy_of_a_hashed_table(storage, mesh):
 
     state = collection.template
     compiled = jax.jit(step, donate_argnums=0).lower(state, batch).compile()
-    # Where XLA sorts the uses of all rows, lists of them take more than half of what a copy of the table would.
+    # Without native kernels, XLA sorts the uses of all rows, which takes more than half a table.
     share = 0.5 if native.unavailable_because() is None else 0.9
     assert compiled.memory_analysis().temp_size_in_bytes < share * 40_000 * 32 * 4 / (mesh or 1)
 
 
 def doors(key_dtype):
-    """Each way by which keys reach a table inside `jit`: a function of the keys."""
+    """Functions of keys, by name: all ways by which keys reach a table inside `jit`."""
     collection = keyed(key_dtype=key_dtype)
     state = collection.init(jax.random.key(0))
     ones = {"f": jnp.ones((1, DIM))}
@@ -398,10 +399,12 @@ def test_keys_that_jax_may_have_cut_are_refused_inside_jit_at_every_door():
             jax.jit(door)(WIDE)
         with pytest.raises(TypeError, match="key_dtype='int32' if all keys fit"):
             jax.jit(door)(jnp.asarray([[7, 8]]))
-        # To trace it is enough: a program that takes them needs not run.
+        # Tracing shows that the keys are accepted, so the program need not run.
         if name != "model-parallel, list":
             jax.eval_shape(door, jax.tree.map(jnp.asarray, split_keys(np.array([[5, 7]]))))
-        if name != "scan":  # which traces
-            jax.block_until_ready(door(np.array([[5, 7]], np.int32)))  # nothing was cut
+        # `lax.scan` traces its keys, so it refuses them outside `jit`, too.
+        if name != "scan":
+            # These keys are not cut.
+            jax.block_until_ready(door(np.array([[5, 7]], np.int32)))
     for door in doors("int32").values():
         jax.eval_shape(door, np.array([[5, 7]], np.int32))

@@ -1,6 +1,6 @@
-"""Tables of two bytes, on every way to them: read as they are stored, and stepped to the nearest value they can hold.
+"""Tables of 16-bit floats are read as they are stored, and steps round to the nearest value.
 
-Numbers are those of loops over the rows that the state says it has.
+Expected results are computed by loops from the rows of the state.
 """
 
 import jax
@@ -18,7 +18,8 @@ STORAGES = {
     "host-cached": rs.HostCached(cache_rows=16),
     "train": TensorTrain((2,)),
 }
-DTYPES = {"bfloat16": 2.0**-8, "float16": 2.0**-11}  # one rounding, and the sums before it
+# Relative tolerance of rows by dtype: the error of one rounding.
+DTYPES = {"bfloat16": 2.0**-8, "float16": 2.0**-11}
 ROWS, DIM, LEARNING_RATE = 16, 4, 0.5
 CELLS = [
     ("dense", "one device", "bfloat16"),
@@ -29,13 +30,14 @@ CELLS = [
     ("hashed", "row", "bfloat16"),
     ("host-cached", "one device", "bfloat16"),
     ("host-cached", "row", "float16"),
-    ("train", "one device", "bfloat16"),  # trains of float16 are refused by name
+    # Tensor trains in float16 are refused.
+    ("train", "one device", "bfloat16"),
     ("train", "replicated", "bfloat16"),
 ]
 
 
 def rows_of(collection, state):
-    """Rows by id, float64; zeros for ids that have none."""
+    """Rows by id in float64. Ids without a row have zeros."""
     table = collection.tables(state)["t"]
     if not isinstance(table, dict):
         return np.asarray(table).astype(np.float64)
@@ -70,7 +72,8 @@ def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(storage,
     batch = collection.prepare({"f": ids})
     state = collection.prefetch(collection.init(jax.random.key(0)), batch)
     update = jax.jit(collection.update)
-    if storage == "hashed":  # gives rows to the keys
+    if storage == "hashed":
+        # This step gives rows to the keys.
         state = update(state, batch, {"f": np.zeros_like(d_outputs)})
 
     before = rows_of(collection, state)
@@ -82,8 +85,9 @@ def test_rows_are_read_as_stored_and_stepped_to_what_the_dtype_can_hold(storage,
 
     actual, applied = apply(state, batch, {"f": d_outputs})
     np.testing.assert_allclose(actual["f"], before[ids].sum(axis=1), rtol=1e-6, atol=1e-6)
+    # A step of a tensor train changes its cores, so rows do not change by the gradient.
     if storage == "train":
-        return  # steps cores, whose rows are products
+        return
 
     expected = before.copy()
     np.subtract.at(expected, ids, LEARNING_RATE * np.float64(d_outputs)[:, None])

@@ -1,4 +1,4 @@
-"""Rows that leave a table with `evict` come back as they were."""
+"""Rows that `evict` removes from a table can be written back unchanged."""
 
 import functools
 
@@ -12,25 +12,26 @@ import rsembed as rs
 from tests.storage.test_corners import DIM, keyed, keys_of, rows_of
 from tests.world import assert_same, mesh_of
 
-# Fifteen for each of four devices, which have four rows each.
+# Fifteen keys for each of four devices.
 KEYS = np.random.default_rng(5).integers(0, 2**60, 60) * 4 + np.arange(60) % 4
 
 
 @functools.cache
 def some_rows():
-    """Forty keys with all that belongs to them."""
+    """Forty keys, with rows, slots, last steps and counts."""
     generator, keys = np.random.default_rng(3), np.sort(KEYS)[10:50]
     steps, counts = (generator.integers(low, 9, 40).astype(np.int32) for low in (0, 1))
     arrays = {
         name: generator.normal(size=(40, DIM)).astype(np.float32)
         for name in ("values", "slot_accumulator")
     }
-    arrays["slot_accumulator"] **= 2  # a sum of squares
+    # The accumulator is a sum of squares, so it must not be negative.
+    arrays["slot_accumulator"] **= 2
     return {"keys": keys, "last_step": steps, "count": counts, **arrays}
 
 
 def filled(num_devices=None, **storage):
-    """A table with these rows, before step 9, on one device or four."""
+    """A collection with a table of `some_rows` on one or more devices, and its state at step 9."""
     mesh, rule = num_devices and mesh_of(num_devices), rs.optimizers.Adagrad(0.3)
     collection = keyed(mesh, rows=96, optimizer=rule, eviction="lfu", **storage)
     state = collection.with_tables(collection.init(jax.random.key(0)), {"t": some_rows()})
@@ -41,7 +42,7 @@ REASONS = {"keep": 20, "unused_for": 3, "norm_below": 1.7}
 
 
 def has_reason(rows, reasons):
-    """Which rows leave before step 9."""
+    """Mask of the rows that are evicted before step 9."""
     least_used_first = np.lexsort((rows["keys"], rows["count"]))
     norms = np.linalg.norm(np.float64(rows["values"]), axis=1)
     masks = {

@@ -1,4 +1,4 @@
-"""The table is a dict: whatever is inserted and removed, in whatever order and wherever keys collide."""
+"""The hash table equals a dict after any insertions and removals, also of colliding keys."""
 
 import functools
 
@@ -15,7 +15,8 @@ from rsembed.storage.row_map import HashTable
 from tests.oracles import hash_of_key
 
 MAX_KEYS, NUM_SLOTS = 8, 16
-CALL = 6  # keys per call
+# Number of keys of each call.
+CALL = 6
 
 
 def home(key):
@@ -57,7 +58,7 @@ calls = st.lists(
 
 
 def check_lanes(table, expected):
-    """What lies in the slots, read without the functions under test."""
+    """Asserts the contents of the slots, without the functions under test."""
     rows = np.asarray(table.rows)
     stored = join_keys(*np.asarray(table.keys)[rows >= 0].T)
     assert dict(zip(stored.tolist(), rows[rows >= 0].tolist(), strict=True)) == expected
@@ -65,7 +66,8 @@ def check_lanes(table, expected):
         len(expected),
         (rows == DELETED).sum(),
     )
-    assert (rows >= DELETED).all()  # no claim is left behind
+    # No slot is still claimed by an unfinished insertion.
+    assert (rows >= DELETED).all()
     assert table.num_deleted[0] <= NUM_SLOTS // 4
 
 

@@ -1,4 +1,4 @@
-"""Rows on the host and rows near against one plain array of all of them."""
+"""Rows in host memory and cached rows equal the rows of one array."""
 
 import concurrent.futures
 
@@ -27,7 +27,7 @@ def test_rows_hold_their_first_values_until_they_are_written():
 
     arrays = [np.zeros((NUM_ROWS, 2), np.float32), np.zeros((NUM_ROWS, 1), np.int32)]
     backing = BackingStore(arrays, first_values)
-    # The last row stands for no row.
+    # The row after the last one stands for `NO_ROW`.
     wanted = [array.copy() for array in first_values(np.arange(NUM_ROWS + 1, dtype=np.int32))]
     for _ in range(6):
         evicted, inserted = rng.permutation(NUM_ROWS)[:12], rng.integers(0, NUM_ROWS, 40)
@@ -80,7 +80,7 @@ def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits)
         assert (placed.places[~is_row] < 0).all() and slots_of_rows.max() < arrays[0].shape[0]
         for array, wanted in zip(arrays, (table[rows], sums[rows], rows), strict=True):
             assert_array_equal(array[slots_of_rows], wanted)
-        # A step, on the device and in the plain arrays; rows behind the cache go storage at once.
+        # A step on the device and in the plain arrays. Rows in the scratch area are stored at once.
         table[rows] = step
         sums[rows] = -step
         arrays = (
@@ -112,7 +112,8 @@ def test_a_lookup_that_a_step_of_another_thread_overtakes_is_refused(monkeypatch
 
     def train():
         trained = state
-        for batch in batches:  # every batch takes the whole cache, so trained rows go to the host
+        # Each batch needs the whole cache, so trained rows are written to the host.
+        for batch in batches:
             trained = collection.update(trained, batch, {"f": jnp.ones((8, 2))})
 
     collection.lookup(state, batches[0])

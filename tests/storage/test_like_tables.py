@@ -1,6 +1,6 @@
-"""Tables of keys that are alike share a storage; each of them is what it is in a collection of its own.
+"""Keyed tables that share a storage give the same results as in collections of their own.
 
-So are tables of several sizes, of which each takes the place of the largest.
+Tables of different sizes can share a storage, in which each is padded to the largest one.
 """
 
 import functools
@@ -36,7 +36,7 @@ POLICIES = {
 
 
 def split_initializer(key, shape, dtype="float32"):
-    """Which no evaluator makes rows of many keys with at once."""
+    """An initializer that the library cannot evaluate for many keys at once."""
     one, other = jax.random.split(key)
     return jax.random.normal(one, shape, dtype) + jax.random.uniform(other, (), dtype)
 
@@ -48,7 +48,7 @@ def table(name, *, rows=8, dtype="float32", rule=ADAM, initializer=NORMAL, **pol
 
 
 def collection_of(names, num_devices=1, placement=None, *, sizes="eight", **options):
-    """Of each table two features, one of bags and one of single keys."""
+    """A collection with two features for each table: bags with weights, and single keys."""
     features = []
     for name in names:
         spec = table(name, rows=SIZES[sizes][name], **options)
@@ -59,7 +59,10 @@ def collection_of(names, num_devices=1, placement=None, *, sizes="eight", **opti
 
 
 def batches(names):
-    """Keys that all tables know, in other bags of each; more of them than rows."""
+    """Batches of keys from one pool, and gradients. Each table has other bags.
+
+    The bags of a table do not depend on the other names in `names`.
+    """
     generator, results = np.random.default_rng(0), []
     for _ in range(NUM_STEPS):
         ids, d_activations = {}, {}
@@ -75,7 +78,7 @@ def batches(names):
 
 
 def trained(collection, names, way="apply"):
-    """Every activation, and the state behind the last step."""
+    """Activations of all steps, and the state after the last step."""
     state, activations = collection.init(KEY), []
 
     @jax.jit
@@ -111,7 +114,7 @@ def assert_each_is_as_if_alone(num_devices=1, placement=None, way="apply", **opt
 
 @pytest.fixture
 def any_size(monkeypatch):
-    """However many rows stay empty."""
+    """Lets tables share a storage with any number of padding rows."""
     monkeypatch.setattr(protocol, "MOST_EMPTY", 2.0)
 
 
@@ -142,7 +145,7 @@ def test_a_table_among_smaller_and_larger_ones_has_the_bits_of_one_alone(
 
 
 def test_noise_and_initial_values_belong_to_the_table():
-    """Here of as many rows as the others; all of them give rows up."""
+    """All tables have the same number of rows, and all of them evict keys."""
     collection, state = assert_each_is_as_if_alone(
         2, when_full="evict", dtype="bfloat16", initializer=split_initializer
     )
@@ -154,7 +157,7 @@ def test_noise_and_initial_values_belong_to_the_table():
 
 @functools.cache
 def some_state(num_devices=1, sizes="twelve"):
-    """Of a collection whose tables have rows, evict by use, and let keys wait."""
+    """A collection with lfu eviction and waiting keys, and its trained state."""
     collection = collection_of(NAMES, num_devices, sizes=sizes, **GIVEN)
     return collection, trained(collection, NAMES)[1]
 
@@ -172,13 +175,14 @@ def test_files_know_tables_by_name_whatever_storage_they_share(
     collection, state = some_state(saved_on, sizes)
     assert len(state.tables) == 1
     checkpoint.save_collection(tmp_path / "saved", collection, state)
-    # In the other storage they have another order.
+    # In the other collection, the tables of the storage are in another order.
     other = collection_of(NAMES[::-1], loaded_on, sizes=sizes, **GIVEN)
     loaded = checkpoint.load_collection(tmp_path / "saved", other)
     assert_same(other.tables(loaded), collection.tables(state))
-    if saved_on != loaded_on:  # keys have other company when rows are taken away
+    # On another number of devices, keys share shards with other keys, which changes evictions.
+    if saved_on != loaded_on:
         return
-    # New keys start from the key of their table, whoever drew it.
+    # Initial values of new keys depend on the PRNG key of their table, also in a loaded state.
     ids, d_activations = batches(NAMES)[0]
     ids = jax.tree.map(lambda leaf: leaf + 5 if leaf.dtype == np.int64 else leaf, ids)
     actual = other.update(loaded, other.prepare(ids), d_activations)
@@ -265,7 +269,7 @@ def test_tables_that_differ_in_more_than_their_names_stay_alone(difference):
 
 
 class Theirs(rs.Hashed):
-    """Of a user, with rules of their own."""
+    """A storage class of a user."""
 
 
 def test_tables_of_a_class_that_nobody_knows_stay_alone():

@@ -1,4 +1,4 @@
-"""What policies of tables with keys promise beyond the contract test."""
+"""Policies of keyed tables in cases that the contract test does not cover."""
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,7 @@ from tests.world import assert_same, mesh_of
 @pytest.mark.slow_rows("lfu")
 @pytest.mark.parametrize("eviction", ["lru", "lfu"])
 def test_keys_of_a_step_never_lose_their_rows_to_new_keys_of_the_same_step(eviction):
-    """Key 1 occurs least and is used now; key 2 has to go, and where even that is not enough, a new key gets no row."""
+    """Key 1 occurs least, but in each step, so other keys are evicted. Key 5 gets no row."""
     collection = keyed(rows=2, when_full="evict", eviction=eviction)
     state = collection.init(jax.random.key(0))
     for keys, remaining in (([1, 2, 2, 2], [1, 2]), ([1, 3], [1, 3]), ([1, 4, 5], [1, 4])):
@@ -32,7 +32,7 @@ def test_rows_that_are_written_count_as_used_now():
 
 
 def test_a_table_that_was_full_on_a_mesh_is_told_how_many_rows_it_needs(tmp_path):
-    """Each of four devices has a whole number of rows, 11, of a table of 41."""
+    """Four devices have 11 rows each, so a table of 41 rows can have 44 keys."""
     collection = keyed(mesh_of(4), rows=41, when_full="evict")
     state = stepped(collection, collection.init(jax.random.key(0)), np.arange(48))
     checkpoint.save_collection(tmp_path / "file", collection, state)
@@ -67,18 +67,18 @@ def test_the_keys_that_come_first_get_the_last_rows_by_update_and_by_apply(num_d
 @pytest.mark.slow_rows("None")
 @pytest.mark.parametrize("capacity", [1, None])
 def test_keys_that_wait_are_not_forgotten_for_others_of_the_same_batch(capacity):
-    """Whichever round brings them."""
+    """The result does not depend on the rounds of the exchange."""
     policies = {"when_full": "evict", "admission_count": 1, "admission_capacity": 1}
     collection = keyed(mesh_of(2), capacity=capacity, **policies)
     state = stepped(collection, collection.init(jax.random.key(0)), [[100, -1], [-1, -1]])
-    # Key 2 is asked for in an earlier round.
+    # Key 2 is exchanged in an earlier round than key 100.
     state = stepped(collection, state, [[2, 100], [-1, -1]])
     assert keys_of(collection, state) == [100]
 
 
 @pytest.mark.parametrize(("key_dtype", "first"), [("int64", 2**64 - 5), ("uint64", 2)])
 def test_of_equally_due_keys_the_least_number_of_the_dtype_goes(key_dtype, first):
-    """The bits of 2**64 - 5 are those of -5, which is the least signed number."""
+    """2**64 - 5 as int64 is -5, the lowest of the keys."""
     keys = np.array([2**64 - 5, 2, 3], np.uint64).astype(key_dtype)
     new = np.array([7], key_dtype)
     collection = keyed(rows=3, when_full="evict", key_dtype=key_dtype)
@@ -98,7 +98,7 @@ def test_of_equally_due_keys_the_least_number_of_the_dtype_goes(key_dtype, first
 def test_keys_that_will_find_no_row_read_zeros_in_training_as_in_serving(
     num_devices, when_full, num_tables
 ):
-    """What training reads is what it steps: a key's row after the step is what was read, less its gradient."""
+    """If a key has a row after the step, it is the row that was read, minus the step."""
     features = []
     for name in "tu"[:num_tables]:
         table = rs.TableSpec(name, 4 * num_devices, DIM, optimizer=rs.optimizers.SGD(0.25),

@@ -1,4 +1,4 @@
-"""Whose rows go first: those of the least score, of equal ones the least keys, in any order of the rows."""
+"""The rows with the lowest scores are evicted first, and of equal scores the lowest keys."""
 
 import functools
 

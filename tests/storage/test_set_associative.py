@@ -1,4 +1,4 @@
-"""Every decision of the cache against a simulation with dicts and lists that takes one id and one slot at a time."""
+"""Decisions of the cache equal a simulation with dicts and lists, one id and one slot at a time."""
 
 import json
 from collections import Counter
@@ -26,7 +26,7 @@ def murmur(number: int) -> int:
 
 
 class DumbCache:
-    """A dict per slot: `{"id", "time", "locks"}`, and one count per id."""
+    """A dict for each slot, with keys "id", "time" and "locks", and a count for each id."""
 
     def __init__(self, num_sets: int, num_ways: int, algorithm: str, num_ids: int) -> None:
         self.num_sets = num_sets
@@ -41,7 +41,7 @@ class DumbCache:
         return next((number for number, slot in enumerate(self.slots) if slot["id"] == wanted), -1)
 
     def admit(self, ids: list[int], lock: bool) -> tuple[list[int], list[tuple[int, int, int]]]:
-        """Locations, and the moves as (id let in, slot, id evicted)."""
+        """Slot of each id (-1: none), and moves as tuples of inserted id, slot and evicted id."""
         wanted = sorted({i for i in ids if 0 <= i < self.num_ids})
         self.count.update(i for i in ids if i in wanted)
         moves = self.let_in(wanted)

@@ -1,4 +1,4 @@
-"""Which tables of keys share a storage: few storages, few rows that stay empty."""
+"""Grouping of keyed tables into storages: few storages and few padding rows."""
 
 import numpy as np
 import pytest
@@ -31,9 +31,13 @@ def num_empty(groups):
 
 
 def fewest_groups(sizes, room):
-    """Of all ways to cut the sorted sizes: the fewest parts that leave at most `room` empty, by dynamic programming."""
+    """Smallest number of parts of the sorted sizes with at most `room` padding rows.
+
+    It is found by dynamic programming over all ways to cut the sorted sizes.
+    """
     sizes = sorted(sizes)
-    least = {0: 0}  # by how many tables are in groups already
+    # Smallest number of padding rows, by the number of tables that are already in groups.
+    least = {0: 0}
     for number in range(1, len(sizes) + 1):
         reached = {}
         for first, empty in least.items():
@@ -64,7 +68,8 @@ def test_few_groups_leave_few_rows_empty(sizes):
     assert num_empty(groups) <= room
     assert len(groups) <= fewest_groups(sizes, room) + 2
     numbers = [[int(table.name[1:]) for table in group] for group in groups]
-    assert all(rows == sorted(rows) for rows in numbers)  # as they were given
+    # Tables of a group keep their order.
+    assert all(rows == sorted(rows) for rows in numbers)
 
 
 @pytest.mark.parametrize("most_rows", [1, 250, 1_000])
@@ -76,7 +81,8 @@ def test_no_group_takes_more_rows_than_one_may_have(most_rows):
 
 
 def test_storages_have_as_many_waiting_places_and_rows_as_arrays_can_number(monkeypatch):
-    waits = rs.Hashed(admission_count=1, admission_capacity=2**28)  # 2**29 is the most
+    # An array has at most 2**29 rows.
+    waits = rs.Hashed(admission_count=1, admission_capacity=2**28)
     assert num_tables_of_stacks(tables_of([100] * 5, waits)) == [2, 2, 1]
     monkeypatch.setattr(hashed, "MAX_CAPACITY", 250)
     assert num_tables_of_stacks(tables_of([100] * 5)) == [2, 2, 1]
