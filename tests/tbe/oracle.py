@@ -1,4 +1,4 @@
-"""A table-batched module in numpy float64, written as loops over bags and ids; and how modules are made for tests."""
+"""A table-batched module as loops over bags and ids in numpy float64, and modules for tests."""
 
 import jax
 import numpy as np
@@ -9,15 +9,16 @@ from rsembed.kernels.contract import Call, IdList, Segment
 from tests import oracles
 from tests.tbe.row_formulas import DEFAULTS, LR, VARIANTS
 
-# Two features of two bags.
+# A batch of two features with two bags each.
 IDS = np.array([3, 1, 1, 4, 0, 2, 1])
 OFFSETS = np.array([0, 3, 3, 4, 7])
-CLOSE = {"rtol": 2e-5, "atol": 2e-5}  # float32 sums of a few numbers against float64
+# Tolerance of float32 sums of a few numbers, compared with float64.
+CLOSE = {"rtol": 2e-5, "atol": 2e-5}
 CACHED = rt.EmbeddingLocation.MANAGED_CACHING
 
 
 def variant(name):
-    """Arguments of the module for a row formula."""
+    """Arguments of a module with the optimizer of `VARIANTS[name]`."""
     optimizer, arguments, _ = VARIANTS[name]
     return {"optimizer": optimizer, **arguments}
 
@@ -25,10 +26,14 @@ def variant(name):
 def make(
     specs, *, location=rt.EmbeddingLocation.DEVICE, uniform="numpy", **arguments
 ) -> rt.TableBatchedEmbeddingBags:
-    """A module with `(rows, dim)` tables of random weights; SGD at the rate of the formulas by default.
+    """A module with random weights, by default with SGD.
 
-    The weights are in [-1, 1). numpy draws them, as a program of JAX that draws is compiled for every shape. Where
-    `uniform` is a pair of bounds, the module draws by itself, and where it is None nobody does.
+    Args:
+      specs: pairs of number of rows and number of columns.
+      location: location of all tables.
+      uniform: "numpy": weights in [-1, 1) are drawn in numpy, because JAX would compile a program
+        for each shape. A pair of bounds: the module draws the weights. None: weights are 0.
+      **arguments: other arguments of the module. The default of `learning_rate` is `LR`.
     """
     module = rt.TableBatchedEmbeddingBags(
         [(*spec, location, rt.ComputeDevice.CPU) for spec in specs],
@@ -44,14 +49,14 @@ def make(
 
 
 def tables_of(module):
-    """Weights and states of a module as numpy arrays, copied."""
+    """Copies of a module's weights and states in numpy."""
     return jax.tree.map(
         np.array, (module.split_embedding_weights(), module.split_optimizer_states())
     )
 
 
 def assert_same_bits(module, other, *, rtol=0, atol=0):
-    """Tables and states of `module` are those of another in its dtypes, or as close as is said."""
+    """Asserts that tables and states equal those of `other`, cast to the dtypes of `module`."""
     arrays = jax.tree.leaves(tables_of(module))
     for one, two in zip(arrays, jax.tree.leaves(tables_of(other)), strict=True):
         assert_allclose(one, two.astype(one.dtype), rtol=rtol, atol=atol)
@@ -62,7 +67,10 @@ def gradient_like(output, seed=0):
 
 
 def train(module, ids, offsets, weights=None, d_output=None, **arguments):
-    """One step; the gradient of the output is 1 unless given. Returns the output and what backward returned."""
+    """Runs one step, and returns the output and the result of the backward function.
+
+    The default gradient of the output is 1.
+    """
     output, backward = module.vjp(ids, offsets, weights, **arguments)
     if d_output is None:
         d_output = np.ones(output.shape, np.float32)
@@ -70,7 +78,7 @@ def train(module, ids, offsets, weights=None, d_output=None, **arguments):
 
 
 def apply(module, *batch):
-    """One step by way of row gradients."""
+    """Runs one step with row gradients."""
     output, backward = module.vjp(*batch)
     module.apply(backward.row_gradients(np.ones_like(output)))
 
@@ -84,14 +92,21 @@ CALLS = {
     "state_dict": lambda module, *_: module.state_dict()["table_0.weight"],
     "uniform": lambda module, *_: module.init_embedding_weights_uniform(-1, 1),
 }
-"""Calls of a module and a batch that read or write tables."""
+"""Functions of a module and a batch that read or write tables."""
 
 
 class Oracle:
-    """Tables that are read and trained bag by bag and id by id.
+    """Tables that are read and trained by loops over bags and ids.
 
-    The formula and its arguments are those of a name in `VARIANTS`. Rows are rounded to the tables' dtype when they are
-    stored, as `stochastic_rounding=False` does. `sizes` are the numbers of bags by feature and rank, if these differ.
+    Args:
+      module: module with the initial tables and states.
+      name: name in `VARIANTS` of the row formula and its arguments.
+      features: table of each feature.
+      pooling: pooling mode of the module.
+      sizes: number of bags by feature and rank, if they differ.
+      clamp: bound to which gradients of the output are clipped.
+
+    Rows are rounded to the nearest value when they are stored, as with `stochastic_rounding=False`.
     """
 
     def __init__(self, module, name, features=(0,), pooling="SUM", *, sizes=None, clamp=np.inf):
@@ -112,7 +127,7 @@ class Oracle:
         self.t = int(module.step) + 1
 
     def call(self, ids, offsets, weights):
-        """The lookup of a batch, with a segment for each feature of each rank, in the order of the output."""
+        """The lookup of a batch. It has a segment for each feature of a rank, in output order."""
         sizes = self.sizes
         layout = "blocks"
         if sizes is None:
@@ -129,7 +144,7 @@ class Oracle:
         return Call((IdList(ids, offsets, weights),), tuple(segments), layout)
 
     def tables_as_read(self):
-        """Tables as lookups see them: with the decay that DECOUPLE_GLOBAL owes to rows."""
+        """Tables that lookups read. With DECOUPLE_GLOBAL, rows are decayed for skipped steps."""
         config = self.arguments.get("global_weight_decay")
         if config is None or self.t < config.start_iter:
             return self.tables
@@ -142,12 +157,12 @@ class Oracle:
         return tables
 
     def lookup(self, ids, offsets, weights=None):
-        """The output of the module."""
+        """Output of the module."""
         (output,) = oracles.lookup(self.tables_as_read(), self.call(ids, offsets, weights))
         return output
 
     def backward(self, ids, offsets, weights, d_output):
-        """Steps every touched row once, and returns the gradient of the weights."""
+        """Steps each row of the batch once, and returns the gradient of the weights."""
         call = self.call(ids, offsets, weights)
         gradients = [np.clip(d_output, -self.clamp, self.clamp)]
         (d_weights,) = oracles.weight_gradients(self.tables_as_read(), call, gradients)

@@ -1,4 +1,4 @@
-"""The published formula of every row rule, for one row, in numpy float64."""
+"""Published formulas of all row rules, for one row in numpy float64."""
 
 from functools import partial
 
@@ -11,8 +11,9 @@ LR = 0.1
 MAX_COUNTER = 5.0
 FIRST_STEP = 7
 
-# Arguments of a formula: the row, its gradient, its states by name (changed in place), the step from 1 on, and the
-# arguments of the rule. The result is the new row.
+# Arguments of a formula: the row, its gradient, its states by name, the number of the step (the
+# first is 1), and the arguments of the rule. It changes the states in place, and returns the new
+# row.
 
 
 def norm(x):
@@ -222,7 +223,7 @@ VARIANTS = {
     ),
     "lars": ("LARS_SGD", {"momentum": 0.8, "eta": 0.2, "weight_decay": 0.3}, lars),
 }
-"""The optimizer, arguments of the module, and the formula."""
+"""Optimizer, other arguments of the module, and formula, by name."""
 for formula, rules in (
     (rowwise_adagrad, ROWWISE),
     (counter_adagrad, COUNTERS),
@@ -232,7 +233,7 @@ for formula, rules in (
         VARIANTS[name] = ("EXACT_ROWWISE_ADAGRAD", arguments, formula)
 for name, (optimizer, arguments, formula) in VARIANTS.items():
     if formula not in (sgd, lars):
-        # Sums that cancel to a rounding error instead of zero must not be blown up.
+        # A sum that should be 0 can be a rounding error. With a large epsilon, its effect is small.
         VARIANTS[name] = (optimizer, {"eps": 0.1, **arguments}, formula)
 DEFAULTS = {
     "eps": 1e-8,

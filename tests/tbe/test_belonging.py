@@ -1,4 +1,4 @@
-"""States, state dicts and row gradients know which module they belong to; what is refused leaves all as it was."""
+"""States and row gradients are refused by other modules, and refused calls change nothing."""
 
 import jax
 import jax.numpy as jnp
@@ -50,7 +50,8 @@ def test_states_and_row_gradients_of_another_module_are_refused_by_name(fact):
     other = make(**arguments | OTHERS[fact])
     module = make(**arguments)
     output, backward = other.vjp(IDS, OFFSETS)
-    if fact not in ("optimizer", "dtype"):  # rows and dims are the same
+    # Modules with another optimizer or dtype have the same rows and columns.
+    if fact not in ("optimizer", "dtype"):
         words = f"row gradients belong to another collection or module: .*{fact}.*Apply"
         with pytest.raises(ValueError, match=words):
             module.apply(backward.row_gradients(jnp.ones_like(output)))
@@ -90,7 +91,7 @@ def test_a_checkpoint_of_an_nnx_state_without_its_rows_on_the_host_is_refused(tm
     assert_same(tables_of(module), tables_of(cached))
 
 
-# What a refused call leaves behind, and a copy that trains
+# State after refused calls, and copies that train
 
 
 layouts = pytest.mark.parametrize("mesh", [None, mesh_of(2)], ids=["one device", "mesh"])

@@ -1,4 +1,4 @@
-"""Ids and offsets outside their range, against the published words in numpy."""
+"""Ids and offsets out of range, compared with the published rules in numpy."""
 
 import functools
 import warnings
@@ -20,7 +20,11 @@ ROWS_OF_BAGS = [4, 4, 6, 6]
 
 
 def repaired(ids, offsets):
-    """Last offset first, then offsets from left to right, then ids; -1 passes. Also the number of changes."""
+    """Repaired ids, repaired offsets, and the number of changes.
+
+    The last offset is repaired first, then the other offsets from left to right, then the ids. The
+    id -1 is allowed.
+    """
     new_offsets = offsets.copy()
     new_offsets[-1] = len(ids)
     new_offsets = np.maximum.accumulate(np.clip(new_offsets, 0, len(ids)))
@@ -102,7 +106,7 @@ def test_inside_jit_fatal_drops_ids_and_counts_them():
 
 
 def test_inside_jit_the_largest_unsigned_id_is_outside_its_table_as_it_is_outside_of_jit():
-    """Its bits are those of -1, which is no id."""
+    """The bits of the largest uint32 are those of -1, which means no id."""
     eager = make(SPECS)
     traced = make(SPECS)
     batch = (np.asarray([2**32 - 1, 3], np.uint32), np.asarray([0, 1, 2]))

@@ -1,4 +1,4 @@
-"""Tables behind a cache train to the bits of tables without one, and their statistics are those of a hand count."""
+"""Cached tables have the bits of tables on the device, and statistics equal a count by hand."""
 
 import types
 
@@ -22,7 +22,7 @@ NUM_BAGS = 12
 
 
 def skewed_batch(seed):
-    """80 ids of four features of which few are frequent, and offsets with empty bags."""
+    """80 ids in 12 bags of four features, some of which are empty. A few ids are frequent."""
     rng = np.random.default_rng(seed)
     cuts = rng.integers(0, NUM_IDS + 1, NUM_BAGS - 1)
     ids = np.minimum(rng.zipf(1.3, NUM_IDS) * 7 % 53, 49)
@@ -40,7 +40,7 @@ ROWWISE = variant("rowwise")
 
 
 def pair(common=ROWWISE, specs=SPECS, features=FEATURES, **caching):
-    """The same module on the device and behind a cache."""
+    """Two modules with the same tables, on the device and cached."""
     common = common | {"feature_table_map": features}
     return make(specs, **common), make(specs, location=CACHED, **common, **caching)
 
@@ -61,7 +61,7 @@ def assert_steps_agree(plain, cached, batches=BATCHES):
 
 
 class Schedule:
-    """Calls of one module, some of which begin what later ones end."""
+    """Calls of one module. Some calls start a step that a later call ends."""
 
     def __init__(self, module):
         self.module = module
@@ -71,7 +71,7 @@ class Schedule:
         return step(self.module, *batch)
 
     def train_compiled(self, *batch):
-        """The module without a cache makes an eager step, which has the same bits."""
+        """Runs a compiled step, or without a cache an eager step, which has the same bits."""
         if self.module.host_rows is None:
             return step(self.module, *batch)
         return compiled_step(self.module, *batch)
@@ -130,7 +130,8 @@ def test_any_order_of_calls_has_the_bits_of_tables_without_a_cache(name):
     calls = rng.permutation(CALLS * 2)
     order = rng.integers(0, len(BATCHES), len(calls) + 3)
     for number, call in enumerate(calls):
-        if number % 4 != 3:  # some batches come without, some wait while others are looked up
+        # Some batches are not prefetched, and others are prefetched before the preceding batches.
+        if number % 4 != 3:
             cached.prefetch(*BATCHES[order[number + number % 3]])
         batch = BATCHES[order[number]]
         actual, expected = (
@@ -188,7 +189,8 @@ def test_compiled_steps_use_up_prefetched_batches(is_prepared):
         batch = np.array([k, k + 1, k + 2], np.int32), np.array([0, 3], np.int32)
         cached.prefetch(*batch)
         if is_prepared:
-            batch = [cached.prepare(*batch)]  # with room for four ids
+            # The prepared batch is padded to four ids.
+            batch = [cached.prepare(*batch)]
         compiled_step(cached, *batch)
     cached.reset_cache_states()
 
@@ -200,7 +202,8 @@ def test_a_lookup_that_never_trains_gives_its_places_back():
         cached.prefetch(*batch)
         cached(*batch)
         cached.prefetch(*batch)
-        cached.vjp(*batch)  # its backward is dropped
+        # The backward function of this lookup is never called.
+        cached.vjp(*batch)
     cached.reset_cache_states()
     cached.prefetch(np.arange(200, 232), np.array([0, 32]))
     (group,) = cached.host_rows.groups.values()
@@ -265,7 +268,8 @@ def test_a_batch_is_one_call_however_many_caches_serve_it():
 
 @pytest.mark.parametrize(
     ("options", "num_sets"),
-    [({}, 7), ({"cache_load_factor": 0.0}, 1), ({"cache_sets": 5}, 5)],  # ceil(1000 * 0.2 / 32)
+    # The first number is ceil(1000 * 0.2 / 32).
+    [({}, 7), ({"cache_load_factor": 0.0}, 1), ({"cache_sets": 5}, 5)],
 )
 def test_cache_sizes_follow_the_published_rule(options, num_sets):
     module = make(((1000, 4),), location=CACHED, **options)
@@ -287,6 +291,7 @@ def test_the_caches_of_all_groups_share_what_memory_is_free(monkeypatch):
         for group, (_, dim) in zip(groups, options["specs"], strict=True)
     ]
     assert 0.98 * 4 * 2**20 < sum(sizes) <= 4 * 2**20
-    assert sizes[3] == 32 * 4 * 4  # one set, which a table of 40 rows asks for
+    # A table with 40 rows gets one set.
+    assert sizes[3] == 32 * 4 * 4
     with pytest.raises(ValueError, match="not even one set of 32 rows of 240 bytes fits"):
         make(**options, cache_reserved_memory=3.999 / 2**10)

@@ -1,4 +1,4 @@
-"""The worked cases of the table-batched module, through its public interface."""
+"""Worked cases of the table-batched module, in its public interface."""
 
 import inspect
 import json
@@ -13,7 +13,7 @@ from rsembed import tbe as rt
 from tests.tbe.oracle import make
 
 CASES = json.loads((Path(__file__).parents[1] / "data" / "tbe_cases.json").read_text())["cases"]
-# Fields of records take members alone; arguments of the module take their names, too.
+# Fields of records must be enum members. Arguments of the module can also be names of members.
 ENUMS = {
     "counter_weight_decay_mode": rt.CounterWeightDecayMode,
     "learning_rate_mode": rt.LearningRateMode,
@@ -33,7 +33,7 @@ def cases(api):
 
 
 def arguments(by_name):
-    """Constructor arguments with enum members and records for names and objects."""
+    """Constructor arguments, with enum members and records instead of names and dictionaries."""
     made = {}
     for name, value in by_name.items():
         if name in RECORDS:
@@ -45,7 +45,7 @@ def arguments(by_name):
 
 
 def module_of(inputs):
-    """The module of a case, made as FBGEMM's programs for GPUs do."""
+    """The module of a case, made as in FBGEMM's programs for GPUs."""
     by_name = {name: inputs[name] for name in ARGUMENTS & set(inputs)}
     module = rt.SplitTableBatchedEmbeddingBagsCodegen(
         [(*spec, rt.EmbeddingLocation.MANAGED, rt.ComputeDevice.CUDA) for spec in inputs["specs"]],
@@ -83,7 +83,7 @@ def test_forward(case):
     assert_close(output, case["expected"]["output"], case["tolerance"])
 
 
-# Some cases give arguments that their optimizer does not read: a warning, which is tested elsewhere.
+# Some cases have arguments that their optimizer ignores. Another test checks the warning.
 @pytest.mark.filterwarnings("ignore:.*no effect")
 @cases("forward+backward")
 def test_training(case):
@@ -178,7 +178,8 @@ def test_bounds_checks(case):
 def test_states_have_the_names_and_shapes_of_torch(case):
     shape = (case["inputs"]["E"], case["inputs"]["D"])
     for optimizer, expected in case["expected"]["states"].items():
-        module = make((shape,), optimizer=optimizer)  # defaults warn of nothing
+        # Default arguments must not warn.
+        module = make((shape,), optimizer=optimizer)
         (states,) = module.get_optimizer_state()
         assert [[name, list(state.shape)] for name, state in states.items()] == expected
         assert all(state.dtype == np.float32 for state in states.values())

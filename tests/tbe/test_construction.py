@@ -1,4 +1,4 @@
-"""The constructor and the published names: members, records, signature, what changes nothing, and forms of states."""
+"""Constructor and published names: members, records, signature, ignored arguments, and states."""
 
 import dataclasses
 import inspect

@@ -1,8 +1,8 @@
-"""The module beside the original on the same numbers, wherever `fbgemm_gpu` can be imported.
+"""The module gives the same numbers as FBGEMM, if `fbgemm_gpu` can be imported.
 
-The worked cases of `test_cases.py` hold numbers that it printed and need no installation; this goes through more
-combinations. What its CPU build does wrong is marked by name: such a case must differ, so that a repaired build is
-noticed.
+`test_cases.py` has numbers that FBGEMM printed, and needs no installation. This file tests more
+combinations. Defects of FBGEMM's CPU build are marked with `defect`: such a case must fail, so that
+a repaired build is noticed.
 """
 
 import enum
@@ -16,14 +16,17 @@ from rsembed import tbe as rt
 from tests.tbe.oracle import make
 
 try:
-    with warnings.catch_warnings():  # not ours to mend
+    # Warnings of these imports are not caused by this library.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        import torch  # isort: skip  # fbgemm_gpu needs its libraries
+        # The import of fbgemm_gpu needs the libraries of torch.
+        import torch  # isort: skip
         from fbgemm_gpu import (
             split_table_batched_embeddings_ops_common as common,
             split_table_batched_embeddings_ops_training as original,
         )
-except (ImportError, OSError) as error:  # a wheel for another torch ends at an undefined symbol
+# A wheel for another version of torch fails with an OSError, because a symbol is undefined.
+except (ImportError, OSError) as error:
     pytest.skip(
         f"needs fbgemm_gpu (fbgemm-gpu-cpu 1.8.0 --no-deps, with torch): {error}",
         allow_module_level=True,
@@ -31,8 +34,10 @@ except (ImportError, OSError) as error:  # a wheel for another torch ends at an 
 
 NUM_ROWS = (5, 9, 7)
 BAGS = 6
-TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}  # float32, sums in another order
-HALF_TOLERANCE = {"rtol": 2e-3, "atol": 1e-3}  # float16 keeps 11 bits
+# Tolerance of float32 sums in another order.
+TOLERANCE = {"rtol": 2e-5, "atol": 2e-6}
+# float16 has 11 significant bits.
+HALF_TOLERANCE = {"rtol": 2e-3, "atol": 1e-3}
 ROWWISE = rt.OptimType.EXACT_ROWWISE_ADAGRAD
 
 
@@ -44,7 +49,7 @@ def defect(why, *values):
 
 
 def member_of_original(value):
-    """The member of the same name, where an argument is the member of an enum."""
+    """FBGEMM's enum member of the same name, or the value itself if it is no enum member."""
     if isinstance(value, rt.OptimType):
         return original.OptimType[value.name]
     if isinstance(value, enum.Enum):
@@ -54,7 +59,7 @@ def member_of_original(value):
 
 
 def both(dims, **options):
-    """The module, and the original with the same weights and arguments."""
+    """The module, and FBGEMM's module with the same weights and arguments."""
     specs = list(zip(NUM_ROWS, dims, strict=True))
     module = make(specs, location=rt.EmbeddingLocation.HOST, **options)
     peer = original.SplitTableBatchedEmbeddingBagsCodegen(
@@ -77,7 +82,7 @@ def as_torch(ids, offsets, weights=None):
 def compare_training(
     *, dims=(4, 8, 12), features=(0, 1, 2), weighted=False, tolerance=TOLERANCE, **options
 ):
-    """Outputs, gradients of weights, tables and states agree over some steps."""
+    """Asserts equal outputs, gradients of weights, tables and states over three steps."""
     options = {"optimizer": rt.OptimType.EXACT_SGD, "learning_rate": 0.3, **options}
     module, peer = both(dims, feature_table_map=list(features), **options)
     rng = np.random.default_rng(1)
@@ -119,7 +124,8 @@ def test_lookups_with_another_batch_size_for_every_feature_and_rank():
 
 HALF = {
     "weights_precision": rt.SparseType.FP16,
-    "stochastic_rounding": False,  # which the CPU build ignores
+    # The CPU build ignores this argument.
+    "stochastic_rounding": False,
 }
 
 

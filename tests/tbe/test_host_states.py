@@ -1,4 +1,4 @@
-"""Host and device of cached tables stay together: with outstanding programs, and with states of other times."""
+"""Cached tables agree with their rows on the host, also with pending programs and old states."""
 
 import copy
 import functools
@@ -28,7 +28,7 @@ def batch(seed):
 
 
 def pair(**caching):
-    """The same module on the device and behind a cache of 32 rows."""
+    """Two modules with the same table, on the device and with a cache of 32 rows."""
     rule = {"optimizer": "EXACT_ROWWISE_ADAGRAD"}
     specs = ((ROWS, 4),)
     return make(specs, **rule), make(specs, location=CACHED, cache_sets=1, **rule, **caching)
@@ -40,14 +40,14 @@ def copied_state(module):
 
 @jax.jit
 def one_after(turns):
-    """1, after a while."""
+    """The number 1, computed slowly by `turns` products of matrices."""
     product = jax.lax.fori_loop(0, turns, lambda _, y: jnp.tanh(y @ y), jnp.full((400, 400), 1e-3))
     return jnp.float32(1) + 0 * product[0, 0]
 
 
 @functools.cache
 def turns_of_a_while():
-    """As many as take this machine a third of a second."""
+    """Number of turns that take about a third of a second on this machine."""
     one_after(1).block_until_ready()
     start = time.perf_counter()
     one_after(40).block_until_ready()
@@ -71,9 +71,9 @@ HOST_CALLS = CALLS | {
 
 
 def warmed(module):
-    """The module after two compiled steps.
+    """The module after two compiled steps, so that no further program is compiled.
 
-    The first makes room for rows without a place: then no other program is compiled.
+    The first step allocates the scratch area for rows that are not in the cache.
     """
     for seed in range(2):
         compiled_step(module, *batch(seed), ONE).block_until_ready()
@@ -110,7 +110,7 @@ def test_updates_and_counts_after_a_compiled_step_wait_for_it():
     assert cached.get_uvm_cache_stats().calls == calls + 1
 
 
-# States of another time, or of another module
+# Old states, and states of other modules
 
 TAKEN = "has lost its tables.*state_dict and load_state_dict"
 WAY_OUT = (
@@ -120,7 +120,7 @@ WAY_OUT = (
 
 
 def compiled(module, *batch):
-    """A compiled step; with the state of before it, a module is as Ctrl-C leaves it."""
+    """Runs a compiled step. With its old state, the module is then as after Ctrl-C in the step."""
     compiled_step(module, *batch, ONE)
 
 
@@ -201,7 +201,7 @@ def test_lookups_of_several_threads_read_their_own_rows_while_one_trains_others(
     expected = [np.asarray(plain(*each)) for each in batches] * 6
     with ThreadPoolExecutor(4) as pool:
         work = [pool.submit(cached, *each) for each in batches * 6]
-        # One thread trains at a time, as always.
+        # Only one thread trains at a time.
         for number in range(10):
             cached.prefetch(np.arange(number, number + 20), np.array([0, 20]))
             cached.flush()
@@ -223,11 +223,16 @@ FILES = (
     "storage/backing_store.py",
 )
 KEEPERS = {"keep", "keep_arrays"}
-"""Functions in which Ctrl-C waits; see `rsembed.storage.donation.kept`."""
+"""Functions that delay Ctrl-C, see `rsembed.storage.donation.kept`."""
 
 
 def is_interrupted(call, at_line):
-    """Whether Ctrl-C came: as that line of the module's files is about to run, of all that the call runs."""
+    """Raises KeyboardInterrupt before a line of `FILES`, and returns whether the call reached it.
+
+    Args:
+      call: function without arguments.
+      at_line: number of lines of `FILES` that the call executes before the interrupt.
+    """
     lines_left = at_line
 
     def before_line(frame, event, argument):
@@ -256,7 +261,7 @@ def is_interrupted(call, at_line):
 
 
 def train_late(module, *batch_of_step):
-    """A step whose rows have moved since its lookup."""
+    """A step in which another lookup moves its rows before the update."""
     output, backward = module.vjp(*batch_of_step)
     module(*batch(99))
     backward(np.ones_like(output))
@@ -292,7 +297,8 @@ def test_ctrl_c_before_any_line_leaves_the_step_done_or_not_and_a_module_that_go
         before = int(plain.step)
         call_cached = functools.partial(call, cached, *batch(at_line))
         was_interrupted = is_interrupted(call_cached, at_line)
-        cached(*batch(at_line + 5))  # goes on
+        # The module can still be used.
+        cached(*batch(at_line + 5))
         if int(cached.step) > before:
             call(plain, *batch(at_line))
         assert int(cached.step) == int(plain.step)
@@ -307,13 +313,13 @@ def test_ctrl_c_before_any_line_leaves_the_step_done_or_not_and_a_module_that_go
 
 @pytest.fixture
 def _interrupts_raise():
-    """Ctrl-C raises KeyboardInterrupt, also in a process that was started in the background, which ignores it."""
+    """Makes Ctrl-C raise KeyboardInterrupt. A process in the background would ignore Ctrl-C."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
     signal.signal(signal.SIGINT, before)
 
 
-# Python loses an interrupt that comes in a callback of a weak reference or of its garbage collector.
+# Python drops an exception in a callback of a weak reference or of the garbage collector.
 @pytest.mark.slow_rows("True")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.usefixtures("_interrupts_raise")

@@ -1,4 +1,4 @@
-"""A module whose tables and samples a mesh shares: the numbers of one device, and of loops in float64."""
+"""A module on a mesh gives the numbers of a module on one device."""
 
 import dataclasses
 import functools
@@ -21,9 +21,9 @@ CLOSE = {"rtol": 2e-5, "atol": 2e-6}
 
 
 def draw(seed, *, features=(0, 1, 2), seed_of_lengths=0):
-    """Ids (some -1, some equal), offsets (some bags empty) and weights.
+    """Ids with duplicates and -1, offsets with empty bags, and weights.
 
-    Batches of the same lengths run the same programs.
+    Batches with the same `seed_of_lengths` run the same compiled programs.
     """
     lengths = np.random.default_rng(seed_of_lengths).integers(0, 5, len(features) * BAGS)
     rng = np.random.default_rng(seed)
@@ -34,15 +34,15 @@ def draw(seed, *, features=(0, 1, 2), seed_of_lengths=0):
 
 
 def one_and_many(specs=SPECS, **options):
-    """A module on one device, and on a mesh of four."""
+    """Two modules with the same tables, on one device and on a mesh of four."""
     return make(specs, **options), make(specs, mesh=mesh_of(4), **options)
 
 
-# Against one device, which test_random_configurations.py holds against loops in float64
+# Comparison with one device, which test_random_configurations.py compares with loops
 
 
 def rules(*names, **arguments):
-    """An optimizer for each table: all of them travel in one exchange, and one program serves all."""
+    """Arguments with an optimizer for each table. One exchange and one program serve all tables."""
     return {"optimizer": list(names), "eps": 1e-3, **arguments}
 
 
@@ -108,7 +108,7 @@ def test_rows_are_rounded_by_the_noise_of_one_device():
     one, many = one_and_many(weights_precision="FP16", learning_rate=0.37)
     for seed in range(3):
         ids, offsets, _ = draw(seed)
-        # Sums are exact.
+        # Sums of these gradients are exact.
         gradient = np.random.default_rng(seed).integers(-8, 9, (BAGS, 16)).astype(np.float32) / 16
         train(one, ids, offsets, d_output=gradient)
         train(many, ids, offsets, d_output=gradient)
@@ -121,7 +121,7 @@ def test_rows_are_rounded_by_the_noise_of_one_device():
 def test_row_gradients_are_clipped_added_and_applied_as_on_one_device():
     num_touched = []
     one, many = one_and_many(optimizer="EXACT_ADAGRAD")
-    # As many rows of two tables as the bound says, which cuts none of them.
+    # The tables with 4 columns have 16 distinct rows together, as many as the bound allows.
     bounded = (np.arange(24) % 8, np.arange(25))
     for module in (one, many):
         output, backward = module.vjp(*draw(0))
@@ -138,7 +138,8 @@ def test_row_gradients_are_clipped_added_and_applied_as_on_one_device():
 
 
 def test_gradients_of_weights_come_in_the_form_of_the_weights_and_are_those_of_autodiff():
-    options = {"pooling_mode": "MEAN", "learning_rate": 0.0}  # nothing moves
+    # With learning rate 0, the tables do not change.
+    options = {"pooling_mode": "MEAN", "learning_rate": 0.0}
     one = make(SPECS, **options)
     many = make(SPECS, mesh=mesh_of(2, 4), sharding_axis="x", placement="table", **options)
     flat = draw(5)
@@ -185,7 +186,8 @@ def test_one_compiled_step_serves_batches_of_many_lengths_and_updates_tables_whe
         assert_allclose(step(many, many.prepare(*batch)), (expected**2).sum(), rtol=1e-5)
         assert all(old.is_deleted() for old in before.values())
     assert_same_bits(one, many, **CLOSE)
-    assert len(traces) <= 2  # of bags of up to 4 ids, and of up to 2
+    # The four batches are padded to at most two sizes.
+    assert len(traces) <= 2
 
 
 # Whole tables

@@ -1,4 +1,4 @@
-"""What a module promises beyond its worked cases: gradients, steps, rates, states, rounding and errors."""
+"""Gradients, steps, rates, states, rounding and errors that the worked cases do not cover."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,8 @@ def test_the_gradient_of_weights_is_that_of_autodiff_also_for_weighted_means(opt
     autodiff = nnx.grad(lambda weights, module: jnp.vdot(module(IDS, OFFSETS, weights), d_output))
     actual = [run(jnp.asarray(WEIGHTS), module) for run in (autodiff, nnx.jit(autodiff))]
     assert_same(tables_of(module), before)
-    _, returned = train(module, IDS, OFFSETS, WEIGHTS, d_output)  # which loops confirm elsewhere
+    # Other tests compare this gradient with loops.
+    _, returned = train(module, IDS, OFFSETS, WEIGHTS, d_output)
     for gradient in actual:
         assert_allclose(gradient, returned, **CLOSE)
 
@@ -116,7 +117,7 @@ def test_what_was_read_earlier_stays_as_it_was():
 
 
 def moves_of_row_1(module):
-    """What a step whose gradients are 1 takes from every table's row 1."""
+    """Change of row 1 of each table in a step with gradients of 1."""
     before, _ = tables_of(module)
     train(module, np.ones(len(before), int), np.arange(len(before) + 1))
     after, _ = tables_of(module)
@@ -159,7 +160,8 @@ def test_a_scan_over_functional_steps_has_the_bits_of_separate_ones():
 
 
 @pytest.mark.skipif(
-    native.unavailable_because() is not None, reason="XLA may copy; native calls alias"
+    native.unavailable_because() is not None,
+    reason="without native kernels, XLA may copy tables",
 )
 @pytest.mark.parametrize(
     ("optimizer", "is_weighted"), [(ROWWISE, True), ("ADAM", False), ("LAMB", True)]
@@ -197,7 +199,7 @@ def test_without_an_optimizer_there_are_no_states_and_gradients_cannot_be_applie
     assert_array_equal(module(IDS, OFFSETS), output)
 
 
-# Row rules, beyond the numbers that `test_random_configurations.py` compares with their formulas
+# Row rules, whose numbers `test_random_configurations.py` compares with their formulas
 
 
 def test_rules_with_native_kernels_are_used_where_the_numbers_are_the_same():

@@ -1,4 +1,4 @@
-"""Random values in a fixed set of configurations, against loops in numpy float64."""
+"""Random values in a fixed set of configurations, compared with loops in numpy float64."""
 
 from typing import NamedTuple
 
@@ -9,16 +9,16 @@ from numpy.testing import assert_allclose, assert_array_equal
 from tests.tbe.oracle import CACHED, Oracle, make, variant
 from tests.tbe.row_formulas import FIRST_STEP, MAX_COUNTER, VARIANTS
 
-# Outputs and weights are rounded to these; a step may land on the neighbour of the oracle's number, twice.
+# Tolerance of outputs and weights by dtype. Each of two roundings can give a neighbouring number.
 TOLERANCE = {"float32": 2e-5, "float16": 4e-3, "bfloat16": 3e-2}
 NUM_BAGS = 3
 NO_OPTIONS = {}
 
 
 class Configuration(NamedTuple):
-    """Tables, features, the row formula, the batch, and further arguments of the module.
+    """Tables, features, row formula, batch, and other arguments of the module.
 
-    `sizes` are numbers of bags by feature and rank; by default, every feature has three bags.
+    `sizes` are numbers of bags by feature and rank. By default, each feature has three bags.
     """
 
     specs: tuple
@@ -41,7 +41,8 @@ class Configuration(NamedTuple):
             **self.options,
         )
         saved = module.state_dict()
-        # The ratio of norms jumps at a row of zeros, where a rounding error of the gradient decides.
+        # For a row of 0, a rounding error of the gradient would decide the ratio of norms of these
+        # rules.
         if self.variant not in ("lamb", "partial_lamb", "lars"):
             for table in range(len(self.specs)):
                 saved[f"table_{table}.weight"][0] = 0.0
@@ -50,7 +51,7 @@ class Configuration(NamedTuple):
         return module
 
     def draw_batch(self, rng):
-        """Ids, of which some are -1, offsets and weights."""
+        """Ids, some of them -1, offsets and weights."""
         bags_per_feature = [NUM_BAGS] * len(self.features)
         if self.sizes is not None:
             bags_per_feature = np.sum(self.sizes, axis=1)
@@ -152,7 +153,8 @@ def test_training_agrees_with_loops_over_bags_and_ids(name):
     )
     tolerance = TOLERANCE[oracle.dtype.name]
     close = {"rtol": tolerance, "atol": 4 * tolerance}
-    for late in (0, 1, 4, 5, 6):  # not every step is one of the module
+    # Steps can be skipped with `set_optimizer_step`.
+    for late in (0, 1, 4, 5, 6):
         step = FIRST_STEP + late
         oracle.t = step + 1
         module.set_optimizer_step(step)
@@ -163,7 +165,8 @@ def test_training_agrees_with_loops_over_bags_and_ids(name):
         assert output.dtype == module.output_dtype
         assert_allclose(np.asarray(output, np.float64), oracle.lookup(*batch), **close)
         gradient = eighths(rng, output.shape)
-        gradient.reshape(-1)[: c.specs[c.features[0]][1]] = 0.0  # touches rows without moving them
+        # Some gradients are 0, so rows can be touched without a change.
+        gradient.reshape(-1)[: c.specs[c.features[0]][1]] = 0.0
         d_weights = backward(gradient)
         expected = oracle.backward(*batch, gradient)
         if c.is_weighted:

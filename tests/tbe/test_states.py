@@ -1,4 +1,4 @@
-"""Whole tables and their states: saved, loaded, drawn, reset, rounded, decayed, averaged."""
+"""Whole tables and their states: saving, loading, initial values, rounding, decay and averages."""
 
 import numpy as np
 import pytest
@@ -103,18 +103,22 @@ def test_stochastic_rounding_has_bits_that_follow_from_key_and_table(precision, 
     assert set(np.unique(values)) == {1.0, 1.0 + spacing}
     assert_array_equal(values, stepped(1))
     for others in (stepped(2), values[::-1]):
-        assert np.mean(values == others) < 0.95  # some are rounded up in one of both
+        # Another seed or another table rounds some numbers up that are rounded down here.
+        assert np.mean(values == others) < 0.95
     assert_array_equal(stepped(1, stochastic_rounding=False), np.ones((2, 4096, 4)))
 
 
-# Rounding, also where the cache has another precision
+# Rounding with a cache of another precision
 
 
 NUM_ROWS, DIM = 200, 32
 
 
 def stepped(rate, *, num_steps=40, **precisions):
-    """Weights after that many steps of `-rate` from 1.0, of rows more than fit into the cache and of 20 that do."""
+    """Weights after `num_steps` steps of `-rate` from 1.0.
+
+    First, rows train that do not all fit into the cache, and then 20 rows that do.
+    """
     module = make(((NUM_ROWS, DIM),), learning_rate=rate, uniform=None, **ONE_SET, **precisions)
     module.set_embedding_weights(0, np.ones((NUM_ROWS, DIM), np.float32))
     for ids in (np.arange(20, NUM_ROWS), np.arange(20)):
@@ -136,11 +140,13 @@ def test_steps_smaller_than_the_rounding_are_not_lost_where_the_cache_has_anothe
     weights, cache, rate
 ):
     values = stepped(rate, weights_precision=weights, cache_precision=cache)
-    spacing = {FP16: 2.0**-11, BF16: 2.0**-8}[cache if cache != FP32 else weights]  # below 1.0
+    # Distance of neighbouring numbers below 1.0.
+    spacing = {FP16: 2.0**-11, BF16: 2.0**-8}[cache if cache != FP32 else weights]
     for part in (values[:20], values[20:]):
-        # Each step rounds once: a random walk of at most 40 times `spacing`, of which a share moves.
+        # Each step rounds stochastically, with a variance of about `spacing * rate`.
         deviation = np.sqrt(40 * spacing * rate / part.size) + 1e-9
-        assert 5 * deviation < 40 * rate / 4  # lost steps would leave 1
+        # If small steps were lost, the mean would be 1.
+        assert 5 * deviation < 40 * rate / 4
         assert_allclose(part.mean(), 1 - 40 * rate, atol=5 * deviation)
 
 
@@ -149,7 +155,8 @@ def test_a_lookup_through_a_narrower_cache_changes_no_bit_of_the_table(weights, 
     precisions = {"weights_precision": weights, "cache_precision": cache}
     module = make(((NUM_ROWS, DIM),), **ONE_SET, **precisions)
     before = module.split_embedding_weights()[0].copy()
-    for first in (0, 30, 60):  # rows leave for others, and all come home in the end
+    # Rows are evicted for others, and `split_embedding_weights` writes all rows back.
+    for first in (0, 30, 60):
         actual = module(np.arange(first, first + 30), np.arange(31))
         narrow = before[first : first + 30].astype(cache.dtype)
         assert_array_equal(actual, narrow.astype(np.float32))
@@ -163,7 +170,7 @@ def test_without_stochastic_rounding_a_cache_of_another_precision_rounds_to_near
     assert_array_equal(values[52:], 1.0)
 
 
-# Decay of rows that nobody reads, and passes over whole tables
+# Decay of rows that are not read, and passes over whole tables
 
 
 def test_the_decay_that_a_lookup_saw_is_that_of_its_gradient():
@@ -227,14 +234,16 @@ def test_passes_over_whole_tables_are_run_before_the_lookup_of_their_step_and_on
     offsets = np.array([0, 2])
     for t in range(1, 11):
         ids = np.array([t, t * t]) % 6
-        module(ids, offsets)  # evaluation runs none
+        # An evaluation runs no pass.
+        module(ids, offsets)
         if t % 4:
             module.vjp(ids, offsets)
         if t % 2 == 0:
             slow += (1.0 if t <= 2 else 0.25) * (table - slow)
             if t % 4 == 0:
                 table[:] = slow
-            slow[:] = 0.0  # begins anew
+            # The slow copy starts again from 0.
+            slow[:] = 0.0
         output, _ = train(module, ids, offsets)
         assert_allclose(output, oracle.lookup(ids, offsets), **CLOSE)
         oracle.backward(ids, offsets, None, np.ones((1, 4)))
