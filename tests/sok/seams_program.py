@@ -1,6 +1,7 @@
-"""What two processes with two devices each agree on, refuse together, and learn; started by test_processes.py.
+"""Two processes with two devices each agree on shapes, refuse the same calls, and train.
 
-One program for all of it: to start processes takes longer than what they do. Argument: the checkpoint to write.
+test_processes.py starts this program. It is a single program, because starting processes takes
+longer than the tests. Argument: path of the checkpoint to write.
 """
 
 import re
@@ -37,7 +38,10 @@ def rows_of(variable, keys):
 
 
 def refused(message, call, *arguments):
-    """Both processes raise: process 1 its own error or, like process 0, one that names it."""
+    """Asserts that both processes raise an error that matches `message`.
+
+    If only process 1 has a wrong argument, process 0 raises an error that names process 1.
+    """
     try:
         call(*arguments)
     except (TypeError, ValueError) as error:
@@ -47,11 +51,12 @@ def refused(message, call, *arguments):
 
 
 def of_process_1(message):
-    """Words of an error of process 1, or of the one that names it in process 0."""
+    """Pattern for an error of process 1, or for the error of process 0 that quotes it."""
     return message if jax.process_index() else f"process 1 refused .*{message}"
 
 
-FLAT_BATCHES = [  # of each process: ids, offsets of two bags of each table, weights
+# Ids, offsets and weights of each process. Each of the two tables has two bags in each process.
+FLAT_BATCHES = [
     (
         np.asarray([1, 8, 8, 0, 4]),
         np.asarray([0, 2, 3, 4, 5]),
@@ -65,13 +70,13 @@ GLOBAL_BATCH = (
     np.asarray([1, 2, 1, 3, 1, 1, 0.5, 1, 2], np.float32),
 )
 PLACES = [[0, 1, 2, 5, 6], [3, 4, 7, 8]]
-"""Where the ids of each process stand in the global batch."""
+"""Positions of the ids of each process in the global batch."""
 
 
 def table_batched_module(process, mesh):
-    """The table-batched wing: each process gives its samples, in flat form and prepared for a compiled step.
+    """Tests a table-batched module on the mesh. Each process passes its own samples.
 
-    The numbers are those of a module on one device that gets the global batch.
+    The expected numbers are those of a module on one device with the global batch.
     """
     own_batch = FLAT_BATCHES[process]
     one, many = (
@@ -124,7 +129,7 @@ def main():
     layer = sok.All2AllDenseEmbedding(40, 3, 1, 1, dynamic_input=True, optimizer=SGD, name="lists")
     lists = np.asarray([[5, 2**40, 7, -1, -1], [9, 5, 1, 2, 3]])
     step(layer.vjp, lists[process])
-    # So that each of the devices has 3.
+    # With padding, each device has three keys.
     filled = np.pad(lists, ((0, 0), (0, 1)), constant_values=-1)
     before = by_key(layer.variable)
     expected = rows_of(layer.variable, filled).reshape(12, 3)
@@ -133,7 +138,7 @@ def main():
     for key, times in ((5, 2), (2**40, 1), (3, 1)):
         assert_allclose(after[key], before[key] - times, rtol=1e-6)
 
-    # Groups: bags of other lengths in each process, and a plain table beside an embedding variable
+    # Groups: bags of different lengths in each process, and a plain array beside a variable
     variable = sok.embedding_variable("hashed", 3, rows_per_device=20, optimizer=SGD)
     plain = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
     bags = [[[3], [2**40]], [[4, 3, 3, 8, 1], []]]
@@ -152,7 +157,7 @@ def main():
     gradient = jax.grad(lambda plain: look_up(plain)[1].sum())(jnp.asarray(plain))
     assert_allclose(whole(gradient)[:, 0], [0, 1 / 3, 1 / 3, 1 / 3, 1, 1, 0, 0, 0], rtol=1e-6)
 
-    # What does not go together is refused by both, and both go on.
+    # Both processes refuse arguments that do not fit together, and can then continue
     pooled_layer = sok.DistributedEmbedding("sum", 20, 3, 1, 4, optimizer=SGD, name="pooled")
     both = "process 1 brings 8 (samples|bags) .*, process 0 4 (samples|bags)"
     refused(both, pooled_layer, ones(4 + 4 * process, 1, 2))
@@ -166,7 +171,7 @@ def main():
     refused(message, *((layer, [1, 2]) if process else (pooled_layer, ones(4, 1, 2))))
     message = r"\(table 'hashed'\)\": process 1 brings 4 bags"
     refused(message, step_of, variable, [[1]] * (2 + 2 * process))
-    # As many samples, of other widths.
+    # Both processes have the same number of samples, with different numbers of ids.
     step(pooled_layer.vjp, [[5] * (1 + process)] * 2)
     row = by_key(pooled_layer.variable)[5]
     pooled = whole(pooled_layer([[5] * (1 + process)] * 2))
@@ -184,7 +189,7 @@ def main():
     refused("4 samples of an array .4, 3. .* 0 4 .* .4, 2.", prepare, ones(4, 2 + process))
     refused("4 bags .*, process 0 4 samples of", prepare, [[1]] * 4 if process else ones(4, 1))
     refused(of_process_1(".*unknown"), collection.prepare, {"fg"[process]: [[1]] * 4})
-    # Processes agree on one size of their lists, also where one of them has no id.
+    # Processes agree on one size of their lists, also if one of them has no ids.
     for length, size in ((3, 8), (0, 8), (12, 16)):
         rows = [[1] * length if process else [1]] * 2
         batch = prepare(rows)

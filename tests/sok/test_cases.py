@@ -1,4 +1,4 @@
-"""Worked lookups, gradients, rows of keys and steps of optimizers, through public calls, on any number of devices."""
+"""Worked lookups, gradients, rows of keys and optimizer steps, on different numbers of devices."""
 
 import json
 from pathlib import Path
@@ -48,7 +48,7 @@ def test_pooled(case, num_devices, use_hashtable):
     weights = np.float32(case["weights"])
     out = layer(keys, weights)
     assert_allclose(out, case["expected"], atol=2e-6)
-    # Bags with weights say the same as padded arrays.
+    # Bags with weights give the same result as padded arrays.
     bags = []
     weights_of_bags = []
     for bag, bag_weights in zip(keys.reshape(-1, 3), weights.reshape(-1, 3), strict=True):
@@ -88,7 +88,7 @@ def test_dense_lookups_do_not_depend_on_the_devices(case):
 
 
 def places_of(variable, num_shards):
-    """Shard and row of every key."""
+    """Shard and row of each key."""
     known = variable.get_value().tables["t"].keys
     shards = np.split(join_keys(np.asarray(known.high), np.asarray(known.low)), num_shards)
     is_used = np.split(np.asarray(known.last_step) >= 0, num_shards)
@@ -109,7 +109,8 @@ def test_worked_cases_of_insertion(case):
     steps = case["expected"]["steps"]
     for number, (keys, expected) in enumerate(zip(case["batches"], steps, strict=True)):
         padded = np.full((num_shards, width), -1)
-        padded[0, : len(keys)] = keys  # the first sample, in the order of the case
+        # The first sample has the keys in the order of the case.
+        padded[0, : len(keys)] = keys
         if number in case.get("eval_batches", []):
             sok.group_embedding_lookup_sparse([variable], [padded], ["sum"])
         else:

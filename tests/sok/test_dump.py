@@ -1,4 +1,4 @@
-"""Dumps come back on any number of devices, with optimizer state and step; or not at all."""
+"""Dumps are restored on any number of devices with optimizer state and step, or refused."""
 
 import tracemalloc
 
@@ -36,7 +36,8 @@ def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path):
     sok.dump(tmp_path / "dump", straight)
     train(straight, range(2, 4))
     restored = model(1, rows=32)
-    train(restored, [7])  # what it learned before does not matter
+    # Loading replaces all earlier training.
+    train(restored, [7])
     sok.load(tmp_path / "dump", restored)
     assert int(restored.variable.get_value().step) == 2
     train(restored, range(2, 4))
@@ -105,14 +106,16 @@ def test_a_table_that_grows_takes_rows_and_waiting_keys_of_a_larger_one(tmp_path
     sok.assign_rows(variable, {"keys": np.arange(10, 13), "values": np.full((3, 2), 5, np.float32)})
     assert list(by_key(variable)) == [1, 2, 3, 4, 10, 11, 12]
     step_of(variable, np.arange(20, 26)[:, None], 1.0)
-    sok.dump(tmp_path / "a", [variable], variable.table.spec.optimizer)  # by position, as published
+    # The optimizer is a positional argument, as in published programs.
+    sok.dump(tmp_path / "a", [variable], variable.table.spec.optimizer)
     other = grows()
     sok.load(tmp_path / "a", [other])
     assert_same(sok.export_rows(other), sok.export_rows(variable))
 
     waits, other = (grows(admission_count=1, admission_capacity=10) for _ in range(2))
     step_of(waits, np.arange(1, 21)[:, None], 1.0)
-    step_of(waits, np.array([[1], [2]]), 1.0)  # a second time
+    # Keys 1 and 2 occur a second time.
+    step_of(waits, np.array([[1], [2]]), 1.0)
     sok.dump(tmp_path / "c", [waits])
     sok.load(tmp_path / "c", [other])
     rows = sok.export_rows(other)
@@ -143,13 +146,14 @@ def test_a_dump_that_does_not_fit_is_refused(tmp_path):
     sok.dump(tmp_path / "full", full)
     with pytest.raises(ValueError, match="free rows"):
         sok.load(tmp_path / "full", small)
-    assert small.variable.num_rows == 2  # what it had learned is still there
+    # The small table still has its rows.
+    assert small.variable.num_rows == 2
 
 
 @pytest.mark.slow_rows("4-4")
 @pytest.mark.parametrize(("devices", "rows"), [(1, 18), (4, 5), (4, 4)])
 def test_a_table_without_hash_table_moves_to_any_number_of_devices(tmp_path, devices, rows):
-    """Keys below 13 were trained: 2 devices of 8 rows have 16 in all, the others 18, 20 and 16."""
+    """Keys below 13 are trained. 2 devices with 8 rows have 16 rows, the others 18, 20 and 16."""
     there = model(2, use_hashtable=False, rows=8)
     train(there, range(2))
     sok.dump(tmp_path / "dump", there)
@@ -190,7 +194,7 @@ def test_state_of_another_rule_is_refused(tmp_path, then, now, field):
 
 def test_numbers_are_not_rounded_by_a_load_nor_lost_by_an_import(tmp_path):
     wide = model(1)
-    # Nothing depends on the rate.
+    # Dumps do not depend on the learning rate.
     narrow = model(1, dtype="bfloat16", optimizer=sok.optimizers.LazyAdam(0.2))
     for layer, name in ((wide, "wide"), (narrow, "narrow")):
         step(layer.vjp, KEYS)

@@ -1,4 +1,4 @@
-"""Groups of tables, columns in a scope, and the split of a model's variables."""
+"""Groups of tables, columns in a scope, and the split of a model's variables by their kind."""
 
 import jax
 import jax.numpy as jnp
@@ -79,7 +79,7 @@ def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_
 def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_alone(
     monkeypatch, caplog
 ):
-    """Seven tables of two rules; each has an initializer that is nobody else's."""
+    """Seven tables with two rules. Each table has its own initializer object."""
     devices = context(1)
     generator = np.random.default_rng(0)
     ids = generator.integers(0, 2**40, (7, 8, 2))
@@ -108,7 +108,8 @@ def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_a
     monkeypatch.setattr(lookups, "STACKS_TOGETHER", 2)
     with jax.log_compiles():
         assert_same(trained(range(7)), (outputs, rows))
-    # Two pairs of one kind share a program; one pair of the other and one table have their own.
+    # Two pairs of the first kind share a program. A pair of the second kind has one, and the last
+    # table has one.
     for program in ("_lookup", "_step"):
         assert sum(f"Compiling jit({program})" in message for message in caplog.messages) == 3
     assert_same(trained([6]), ([outputs[6]], [rows[6]]))
@@ -142,7 +143,7 @@ def test_columns_of_a_scope_are_one_lookup():
     batch = {"brand": IDS, "shop": [[5]] * 4, "user": (IDS, WEIGHTS)}
     out, backward = sok.input_layer_vjp(batch, columns)
     assert out.shape == (4, 7)
-    # No key has a row before it is stepped.
+    # A key has no row before the first step.
     assert not np.any(sok.input_layer(batch, columns))
     backward(jnp.zeros_like(out).at[:, 2:5].set(1.0))
     (alone,) = sok.group_embedding_lookup_sparse([brand.variable], [IDS], [brand.combiner])
@@ -151,7 +152,7 @@ def test_columns_of_a_scope_are_one_lookup():
 
 
 def test_columns_step_all_or_none():
-    """Calls that are refused lose no step, and none is half done."""
+    """A refused call changes no table, and a valid call steps all tables."""
     columns = [sok.embedding_column(name, 4, rows_per_device=64) for name in ("x", "y")]
 
     def steps():
@@ -188,11 +189,12 @@ def test_lookups_are_differentiated_by_their_weights():
         (pooled,) = sok.group_embedding_lookup_sparse(
             [table], [ids], ["mean"], sp_weights=[weights]
         )
-        return pooled[0].sum()  # of the first sample, whose ids are 1 and 2
+        # The ids of the first sample are 1 and 2.
+        return pooled[0].sum()
 
     for table, rows in ((hashed, by_key(hashed)), (plain, np.asarray(plain))):
         actual = jax.grad(total)(weights, table)
         sums = np.array([rows[1].sum(), rows[2].sum()])
-        # Divided by the sum of the weights, which is 1.
+        # The sum of the weights, by which the mean divides, is 1.
         assert_allclose(actual[0], sums - sums.mean(), rtol=1e-5, atol=1e-6)
         assert not np.any(actual[1:])

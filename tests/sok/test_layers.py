@@ -1,6 +1,6 @@
-"""Layers that train: which keys get rows, what full tables do, and what is counted.
+"""Layers in training: which keys get rows, full tables, and counters.
 
-Worked cases hold the numbers of lookups and gradients, the contract of storages those of training.
+Worked cases check the numbers of lookups and gradients, and tests/storage those of training.
 """
 
 import jax
@@ -19,7 +19,8 @@ DIM = 5
 
 def test_a_jitted_step_does_what_an_eager_one_does():
     keys = np.random.default_rng(5).integers(-12, 30, (4, 16, 2, 3)).clip(-1).astype(np.int32)
-    keys[1, -2:] = -1  # the share of the last device is padding alone
+    # The samples of the last device in the second batch are padding.
+    keys[1, -2:] = -1
     eager, jitted = (
         sok.DistributedEmbedding("mean", 30, DIM, 2, 3, key_dtype="int32", context=context(2))
         for _ in range(2)
@@ -36,7 +37,7 @@ def test_a_jitted_step_does_what_an_eager_one_does():
 def test_lookups_insert_nothing():
     layer = sok.All2AllDenseEmbedding(12, DIM, 1, 1, dynamic_input=True, context=context(2))
     keys = np.asarray([1, 2, 2**50])
-    # As does a lookup for training: its step inserts.
+    # A lookup for training inserts no keys. Only its step does.
     initial = layer(keys, training=True)
     assert layer.variable.num_rows == 0
     assert_array_equal(step(layer.vjp, keys), initial)
@@ -74,7 +75,8 @@ def test_a_full_table_says_so_and_loses_nothing_else():
     words = r"table 'all2all_dense_embedding' is full: 2 new keys .* when_full='grow'"
     with pytest.raises(RuntimeError, match=words):
         layer.vjp(keys_from(4))
-    assert_same(sok.export_rows(layer.variable), before)  # nothing was counted either
+    # Counts of known keys have not changed, either.
+    assert_same(sok.export_rows(layer.variable), before)
 
 
 def test_a_step_says_so_where_another_took_the_room_since_its_lookup():
@@ -89,7 +91,7 @@ def test_a_step_says_so_where_another_took_the_room_since_its_lookup():
 def test_a_full_table_grows():
     layer = small_layer(when_full="grow")
     before = step(layer.vjp, keys_from(0))
-    # Read as what their rows start from.
+    # New keys read their initial values.
     assert np.any(step(layer.vjp, keys_from(4)), axis=-1).all()
     assert_array_equal(layer(keys_from(0)), before)
     assert layer.variable.num_rows == 8 and layer.variable.counts()["failed"].sum() == 0
@@ -105,7 +107,7 @@ def test_a_table_grows_by_the_keys_that_are_admitted_and_says_when_no_more_can_w
         admission_count=1,
         admission_capacity=24 // num_devices,
     )
-    # 12 keys once, the same again, and others once.
+    # 12 keys occur once, then a second time, and then 12 other keys once.
     for first, num_rows in ((0, 0), (0, 12), (100, 12)):
         step(layer.vjp, keys_from(first, 12))
         assert layer.variable.num_rows == num_rows
@@ -114,7 +116,8 @@ def test_a_table_grows_by_the_keys_that_are_admitted_and_says_when_no_more_can_w
     )
     with pytest.raises(RuntimeError, match=words) as raised:
         step(layer.vjp, keys_from(1000, 4108))
-    assert "when_full" not in str(raised.value)  # rows do grow
+    # The number of rows is not the problem, because the table grows.
+    assert "when_full" not in str(raised.value)
     (params,) = layer.variable.get_value().tables.values()
     assert params.rows.shape[0] == 16 * num_devices and layer.variable.num_rows == 12
 
@@ -123,10 +126,11 @@ def test_gradients_of_a_key_never_reach_the_next_owner_of_its_row():
     layer = small_layer(1, num_devices=1, embedding_initializer="zeros", when_full="evict")
     output, backward = layer.vjp(keys_from(5, 1))
     step(layer.vjp, keys_from(5, 1))
-    # In the next step, the row may go to another key.
+    # In a later step, another key can take the row.
     step(layer.vjp, keys_from(6, 1))
     assert list(by_key(layer.variable)) == [6]
-    backward(jnp.ones_like(output))  # of key 5, which takes the row back
+    # The gradient is that of key 5, which gets the row again.
+    backward(jnp.ones_like(output))
     ((key, row),) = by_key(layer.variable).items()
     assert key == 5 and (row < 0).all()
 

@@ -1,4 +1,4 @@
-"""The names of DeepRec and SOK for who gets a row, who loses one, and what rows start from."""
+"""Names of DeepRec and SOK for admission, eviction and initial values."""
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +22,7 @@ def test_a_filter_option_says_what_the_admission_count_of_the_core_says():
 
 
 def test_eviction_takes_rows_by_steps_and_by_half_of_their_squares():
-    """A row of which this is the threshold itself stays, as in the original."""
+    """A row with exactly the threshold stays, as in the original."""
     option = sok.EmbeddingVariableOption(evict_option=sok.L2WeightEvict(1.0))
     table = variable(16, ev_option=option)
     values = np.asarray([[1, 1], [1, 0.999], [2, 0], [0, 0], [0, 1.5]], np.float32)
@@ -55,7 +55,7 @@ def test_rows_start_as_the_names_of_keras_say(name, low, high, deviation):
 
 
 def test_row_numbers_beyond_the_table_count_in_means_as_keys_without_a_row_do():
-    """Only inside `jit`: outside it they are refused."""
+    """Outside `jit`, such keys are refused."""
     table = variable(initializer=2.0, use_hashtable=False)
     keys = sok.split_keys(np.asarray([[0, 1, -1], [0, 1, 12], [12, 13, 14]]))
     look_up = nnx.jit(

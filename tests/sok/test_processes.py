@@ -1,4 +1,4 @@
-"""Two processes with two devices each learn what one process learns."""
+"""Two processes with two devices each learn the same as one process."""
 
 import functools
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.sok import training
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory):
-    """What the program prints in two processes with two devices each, and the checkpoint that they write."""
+    """The output of the program in two processes, and the path of the checkpoint that it writes."""
     folder = tmp_path_factory.mktemp("launched") / "learned"
     run = launching.start(Path(__file__).with_name("seams_program.py"), folder)
     output = launching.printed(run)
@@ -26,7 +26,7 @@ def launched(tmp_path_factory):
 def test_processes_agree_on_shapes_or_refuse_together(launched):
     printed, _ = launched
     assert "[0] all agreed" in printed and "[1] all agreed" in printed
-    # The program of the page.
+    # This is the output of the program in docs/sok.md.
     assert all(f"[{process}] (64, 2, 16) 384\n" in printed for process in (0, 1))
 
 
@@ -39,5 +39,5 @@ def test_processes_learn_what_one_device_learns(launched):
     for name in ("lazy", "adam"):
         assert_array_equal(tree["layers"][name]["keys"], adam["keys"])
     assert len(adam["keys"]) > 10
-    # Adam moves rows that a batch did not read.
+    # Adam also moves rows that are not in the batch.
     assert not np.allclose(lazy["values"], adam["values"], atol=1e-3)

@@ -1,6 +1,6 @@
-"""Steps and rows of tests; and a run that tells what layers and a collection learned, over all devices there are.
+"""Steps and rows for tests, and a training run of layers and a collection on all given devices.
 
-The run is called by test_processes.py in this process, and by the program that it starts in several.
+test_processes.py runs `train` in its own process, and seams_program.py in several processes.
 """
 
 import jax
@@ -16,14 +16,14 @@ DIM = 4
 
 
 def context(num_devices):
-    """What `Init` says of the first devices."""
+    """The context of `sok.Init` for the first devices."""
     return sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
 
 
 def step(look_up, *args, gradient=0.0):
-    """One step whose outputs have this gradient everywhere. Returns the outputs.
+    """Runs one step in which all gradients of the outputs are `gradient`, and returns the outputs.
 
-    By default, keys get their rows, and keep what these start from.
+    With the default gradient 0, keys get their rows, and rows keep their initial values.
     """
     output, backward = look_up(*args)
     backward(jax.tree.map(lambda array: jnp.full_like(array, gradient), output))
@@ -31,7 +31,7 @@ def step(look_up, *args, gradient=0.0):
 
 
 def step_of(variable, ids, gradient=0.0):
-    """The same of one table, whose rows are summed."""
+    """Runs one step of a variable with combiner "sum", see `step`."""
     (output,) = step(sok.group_embedding_lookup_vjp, [variable], [ids], ["sum"], gradient=gradient)
     return output
 
@@ -42,18 +42,18 @@ def by_key(variable):
 
 
 def own_part(array):
-    """This process' samples of a global batch."""
+    """Samples of this process in a global batch."""
     return np.split(array, jax.process_count())[jax.process_index()]
 
 
 def train(devices):
-    """All rows by key with the state of both Adams, and the table of a collection, after some steps."""
+    """Rows and slots by key of two layers, and the table of a collection, after three steps."""
     generator = np.random.default_rng(0)
     keys = generator.choice(generator.integers(0, 2**62, 30), (3, BATCH, 2, 3))
     keys[generator.random(keys.shape) < 0.3] = -1
     targets = generator.normal(size=(3, BATCH, 2, DIM)).astype(np.float32)
     layers = {}
-    # One moves all rows.
+    # LazyAdam moves only rows of the batch, Adam moves all rows.
     for name, rule in (("lazy", sok.optimizers.LazyAdam(0.1)), ("adam", sok.optimizers.Adam(0.1))):
         layers[name] = sok.DistributedEmbedding(
             "mean", 32, DIM, 2, 3, optimizer=rule, context=devices, name=name
