@@ -14,7 +14,7 @@ SIZES, RANKS = [10, 600, 7, 33], [[2, 3], [4, 4], [2, 3], [2, 3]]
 
 
 def mixed(**options):
-    """A module of its own, made by one program."""
+    """A module with four tables, initialized by one compiled program."""
     options = {"sparse": False, **options}
     return nnx.jit(
         lambda: TableBatchedTTEmbeddingBag(4, SIZES, 4, RANKS, None, [2, 1, 2], **options)
@@ -27,7 +27,7 @@ def cores_of(emb):
 
 
 def batch(seed=0):
-    """Ids and weights of three bags for each table, one table after the other."""
+    """Ids and weights of three bags for each table, table by table."""
     generator = np.random.default_rng(seed)
     ids = [generator.integers(0, rows, generator.integers(0, 4)) for rows in np.repeat(SIZES, 3)]
     return ids, [generator.normal(size=len(bag)) for bag in ids]
@@ -44,7 +44,7 @@ def test_the_worked_batch_of_three_tables():
     emb = nnx.jit(
         lambda: TableBatchedTTEmbeddingBag(3, 6, 4, inputs["ranks"], inputs["p"], inputs["q"])
     )()
-    # Of all tables, one behind the other.
+    # Cores of all tables, concatenated.
     stacked = [
         np.asarray(core, np.float32).reshape(variable.get_value().shape)
         for core, variable in zip(inputs["cores"], emb.core_groups[0], strict=True)
@@ -124,6 +124,7 @@ def test_published_attributes_are_one_for_all_tables_or_one_for_each():
     assert (other.tt_ranks, other.tt_ndim) == ([[1, 3, 1], [1, 2, 1]], 2)
     assert [rows.shape[1] for rows in other.cache_weight] == [8, 4]
     assert len(other.tt_cores) == 4
-    for _ in range(2):  # asking changes nothing
+    # Reading the attributes changes nothing.
+    for _ in range(2):
         assert_same(other.get_params()[4:], other.cache_weight)
     assert mixed().cache_weight is None

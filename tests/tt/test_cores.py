@@ -39,7 +39,7 @@ def need(form):
 
 
 def random_cores(spec, seed=0):
-    """Multiples of 1/4: products and sums are exact, so that every order of summation gives the same bits."""
+    """Cores of random multiples of 1/4. Sums of their products are exact in any order."""
     generator = np.random.default_rng(seed)
     return tuple(
         jnp.asarray(generator.integers(-4, 5, shape) / 4, jnp.float32) for shape in spec.core_shapes
@@ -48,7 +48,10 @@ def random_cores(spec, seed=0):
 
 @functools.cache
 def jitted(spec, mode, form):
-    """Bags, and what comes back to cores and weights: one program for all values."""
+    """A compiled function of cores, bags and gradient of the output.
+
+    It returns the output, and the gradients of cores and weights.
+    """
 
     @jax.jit
     def run(cores, bags, d_output):
@@ -125,7 +128,7 @@ def test_many_tiles_make_the_same_bits_as_native_kernels(name, monkeypatch):
     monkeypatch.setattr(tt_cores, "TILE_BYTES", 4096)
     spec, generator = SPECS[name], np.random.default_rng(0)
     cores = random_cores(spec)
-    # Many rows share their first slices.
+    # Many rows have the same first slices.
     ids = jnp.asarray(generator.integers(-1, spec.num_embeddings + 1, 500))
     arguments = (
         cores,
@@ -139,7 +142,7 @@ def test_many_tiles_make_the_same_bits_as_native_kernels(name, monkeypatch):
 def test_slices_that_no_counted_id_names_may_hold_nan(form):
     spec = SPECS["d3"]
     cores = tuple(core.at[-1].set(np.nan) for core in random_cores(spec))
-    # Ids from 58 on and padding would read the last slices; id 7 has digits (0, 1, 2).
+    # Padding and ids from 58 on must not read the last slices. Id 7 has the digits (0, 1, 2).
     bags = Bags(jnp.asarray([7, 58, 59, -1, 7, 58]), jnp.asarray([0, 1, 1, 5]))
     run = jitted(spec, "sum", form)
     output, *gradients = jax.tree.map(np.asarray, run(cores, bags, np.ones((3, 12), np.float32)))
@@ -160,7 +163,7 @@ def test_no_lookup_at_all():
 
 def test_bfloat16_cores_are_summed_in_float32(form):
     spec = SPECS["d3"]
-    # Quarters are exact in bfloat16.
+    # Multiples of 1/4 are exact in bfloat16.
     wide = random_cores(spec)
     cores = tuple(core.astype(jnp.bfloat16) for core in wide)
     ids, d_output = jnp.arange(50), np.ones((50, spec.embedding_dim), np.float32)
@@ -170,7 +173,7 @@ def test_bfloat16_cores_are_summed_in_float32(form):
     _, wanted = jitted_rows(spec, form)(wide, ids, d_output)
     for actual, value in zip(d_cores, wanted, strict=True):
         assert actual.dtype == jnp.bfloat16
-        # Rounded once, at the end.
+        # The sum in float32 is rounded once.
         assert_array_equal(actual, value.astype(jnp.bfloat16))
 
 
@@ -226,7 +229,8 @@ def test_temporary_memory_is_a_row_a_lookup_and_no_slice():
 
     small, large = temporary_bytes(4_000), temporary_bytes(64_000)
     assert small < 3 * tt_cores.TILE_BYTES + 4 * spec.num_bytes()
-    assert large - small < 60_000 * 4 * 4 * 64  # one gathered middle slice alone is 1,024 numbers
+    # The limit is four rows of 64 numbers for each id. A gathered middle slice would need 1,024.
+    assert large - small < 60_000 * 4 * 4 * 64
 
 
 def test_ids_above_float32_and_int32_are_told_apart():

@@ -28,31 +28,31 @@ def make(cache_size=4, hashtbl_size=64, rngs=0, **options):
 
 
 def zipf_ids(num_rows, exponent, num_ids, seed):
-    """Ids of a Zipf law; which id is frequent has nothing to do with its number."""
+    """Ids by a Zipf law. The most frequent ids are random."""
     shares = np.arange(1, num_rows + 1) ** -exponent
     ids = np.random.default_rng(99).permutation(num_rows)
     return np.random.default_rng(seed).choice(ids, num_ids, p=shares / shares.sum())
 
 
 def six_bags(ids):
-    """The given ones, and empty ones behind them."""
+    """Bags with these ids, and empty bags up to six bags, padded to 32 ids."""
     return Bags.from_lists([*ids, *[[]] * (6 - len(ids))]).pad_to(32)
 
 
 def train(emb, ids):
-    """Counts the ids and steps the rows."""
+    """One step with random gradients, which also counts the ids."""
     d_output = np.random.default_rng(0).normal(size=(6, 4)).astype(np.float32)
     return step(emb, d_output, six_bags(ids))
 
 
 def cache(emb, ids):
-    """Counts the ids, and stores those that are read most."""
+    """Counts the ids, and caches the ids that are read most."""
     emb.update_cache(six_bags(ids))
     emb.cache_populate()
 
 
 def all_rows(emb):
-    """Every row as lookups see it, counting nothing."""
+    """All rows as lookups read them. Counts no reads."""
     emb.eval()
     rows = np.asarray(looked_up(emb, np.arange(200)[:, None]))
     emb.train()
@@ -60,14 +60,17 @@ def all_rows(emb):
 
 
 def reads_of(emb):
-    """Numbers of reads, by id."""
+    """Number of reads by id."""
     counted = jax.tree.map(np.asarray, emb.caches[0].directory.get_value().counted)
     is_read = (counted.last_step >= 0) & (counted.counts > 0)
     return dict(zip(counted.low[is_read].tolist(), counted.counts[is_read].tolist(), strict=True))
 
 
 def places_of(cache):
-    """Where the rows of the stored ids lie, by id: the number of the row plus the rows of the tables before."""
+    """Cache slot of each cached id.
+
+    In a group of tables, ids count from the first row of the group's first table.
+    """
     ids = np.asarray(cache.directory.get_value().ids).tolist()
     return {id: place for place, id in enumerate(ids) if id < 2**30}
 
@@ -108,7 +111,8 @@ def test_the_worked_life_of_a_cache():
 @pytest.mark.parametrize("id", [5, 9])
 def test_rows_that_come_or_go_between_lookup_and_backward_are_stepped_once(id):
     late, early, reads = make(cache_size=1), make(cache_size=1), [[5] * 4, [9] * 9]
-    for emb in (late, early):  # 5 is cached first, then 9, which is read more
+    # Id 5 is cached first, and then 9, which is read more.
+    for emb in (late, early):
         emb([reads[0]])
         emb.cache_populate()
         emb([reads[1], [id]])
@@ -177,7 +181,8 @@ def test_a_copy_goes_on_as_if_never_copied_whatever_the_original_does(way, spars
         for module in (emb, alone):
             go_on(module, k)
     twin = {"file": from_file, "clone": nnx.clone, "pickle": from_pickle}[way](emb)
-    go_on(emb, 7)  # before the copy is used for the first time
+    # The original continues before the copy is used for the first time.
+    go_on(emb, 7)
     for module in (twin, alone):
         go_on(module, 32)
     assert twin.cache_reports() == alone.cache_reports()
@@ -185,7 +190,7 @@ def test_a_copy_goes_on_as_if_never_copied_whatever_the_original_does(way, spars
 
 
 def three_tables(**options):
-    """Tables of 50, 60 and 40 rows, the first and last of which are a group."""
+    """A module with tables of 50, 60 and 40 rows. The first and the last one are a group."""
     options = {"use_cache": True, "learning_rate": 0.3, **options}
     return nnx.jit(
         lambda: TableBatchedTTEmbeddingBag(3, SIZES, 4, [[2], [3], [2]], None, [2, 2], **options)
@@ -196,7 +201,7 @@ def test_new_cores_of_a_table_leave_the_learned_rows_of_the_others():
     emb = three_tables(cache_size=4, optimizer=OptimType.EXACT_ADAGRAD)
     assert emb.groups == ((0, 2), (1,))
     cache(emb, [[3], [], [5], [], [3, 8], []])
-    # 50 rows are the first table's.
+    # The first table has 50 rows, so rows 3 and 8 of the last table are ids 53 and 58 of the group.
     assert [sorted(places_of(cache)) for cache in emb.caches] == [[3, 53, 58], [5]]
     bags = six_bags([[3, 1], [], [5], [], [3], []])
     step(emb, np.ones((3, 2, 4), np.float32), bags)
@@ -210,16 +215,18 @@ def test_new_cores_of_a_table_leave_the_learned_rows_of_the_others():
 
 @nnx.jit
 def whole_tables(emb):
-    """All tables of `three_tables`, by one program."""
+    """All tables of `three_tables`, computed by one compiled program."""
     return [emb.full_weight(k) for k in range(3)]
 
 
 def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_own_tables():
     emb = three_tables(mode="mean", cache_size=99)
     emb.update_cache(Bags.from_lists([range(rows) for rows in SIZES]))
-    emb.cache_populate()  # all rows are cached
+    # All rows are cached.
+    emb.cache_populate()
     before, generator = whole_tables(emb), np.random.default_rng(0)
-    lengths = np.asarray([[0, 3, 2], [1, 0, 4], [5, 2, 0]])  # three bags a table
+    # Each table has three bags.
+    lengths = np.asarray([[0, 3, 2], [1, 0, 4], [5, 2, 0]])
     ids = generator.integers(0, np.repeat(SIZES, lengths.sum(1)))
     weights = generator.normal(size=ids.size).astype(np.float32)
     d_output = generator.normal(size=(3, 3, 4)).astype(np.float32)
@@ -265,7 +272,7 @@ def test_a_batch_with_more_distinct_ids_than_places_keeps_the_most_read_not_the_
 
 
 def hot_ids(epoch, num_rows=900, width=24):
-    """What is read in an epoch: ids of a window that has moved on by its width."""
+    """Ids of an epoch, drawn from a window that moves by its width after each epoch."""
     drawn = np.random.default_rng(epoch).integers(0, width, (192, 1))
     return ((drawn + epoch * width) * 37 % num_rows).astype(np.int32)
 
@@ -274,7 +281,8 @@ def hot_ids(epoch, num_rows=900, width=24):
 def test_under_endless_drift_the_cache_hits_like_a_fresh_one_inside_jit():
     emb = TTEmbeddingBag(900, 4, [3], [30, 30], [2, 2], cache_size=32)
     hit_rates = []
-    for epoch in range(30):  # read by thirty times as many ids as there is room for
+    # The epochs read 720 ids, and the cache has 32 rows.
+    for epoch in range(30):
         for _ in range(2):
             before = emb.cache_reports()[0]
             take_step(emb, jnp.asarray(hot_ids(epoch)), np.full((192, 4), 0.01, np.float32))
@@ -282,7 +290,7 @@ def test_under_endless_drift_the_cache_hits_like_a_fresh_one_inside_jit():
             after = emb.cache_reports()[0]
         hit_rates.append((after.hits - before.hits) / (after.lookups - before.lookups))
     assert after.lookups == 30 * 2 * 192 and after.cached_ids == 32 and after.evictions > 500
-    # Half of what was read before counts as well.
+    # Counts are halved after each population, so ids of the previous epoch still count.
     assert np.mean(hit_rates) > 0.85 and min(hit_rates) > 0.7
 
 
@@ -293,7 +301,7 @@ def populate(emb):
 
 @nnx.jit
 def take_step(emb, bags, d_output):
-    """The fused step."""
+    """Runs a fused step."""
     emb.vjp(bags)[1](d_output)
 
 
@@ -317,7 +325,8 @@ def test_rows_that_stay_keep_place_and_state_and_the_residual_bounds_what_others
         of_cores = dense_table(emb.spec, emb.cores_of())
         stored = jax.tree.map(np.asarray, (emb.caches[0].rows, emb.caches[0].state))
         emb.cache_populate()
-        # The most read, of equals what is cached, then the lower id.
+        # The ids with the most reads are cached. With equal numbers of reads, cached ids come
+        # first, and then low ids.
         now = sorted(np.flatnonzero(reads), key=lambda id: (-reads[id], id not in cached, id))[:2]
         evicted, stay = np.setdiff1d(cached, now).astype(int), np.intersect1d(cached, now)
         after, new_places = all_rows(emb), places_of(emb.caches[0])
@@ -325,9 +334,9 @@ def test_rows_that_stay_keep_place_and_state_and_the_residual_bounds_what_others
         assert_allclose(after[evicted], new_cores[evicted], rtol=1e-5, atol=1e-6)
         change = np.abs(after - before)
         assert change.max() <= emb.cache_reports()[0].residual + 1e-6
-        # Those that entered started as they were.
+        # Populating does not change rows that are now cached.
         assert_array_equal(after[now], before[now])
-        # Better than to forget.
+        # Other rows change less than if the training of evicted rows was dropped.
         forgotten = np.square(of_cores - before)[evicted]
         assert np.square(change).sum() <= forgotten.sum() * (1 + 1e-5)
         assert sorted(new_places) == sorted(now)
@@ -356,13 +365,13 @@ def momentum_step(row, slots, gradient, *, step):
 def test_a_row_that_takes_the_place_of_a_trained_one_does_not_move_by_what_that_one_learned(
     rule, step_row
 ):
-    """In the core, where an optax rule meets a cache: against a step in numpy of the row that is read."""
+    """Compares an optax rule and Adam in a collection with a step of the read row in numpy."""
     storage = TensorTrain((3,), cache_rows=1, populate_every=2)
     table = rs.TableSpec("t", 40, 4, optimizer=rule, storage=storage)
     collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table))
     state, slots = collection.init(jax.random.key(0)), np.zeros((2, 4))
     for number, id in enumerate([1, 1, 1, 1, 21, 21, 21, 21]):
-        # A row enters by two steps without a gradient, with the state of one that was never trained.
+        # In two steps without a gradient, the row enters the cache, with initial slots.
         is_cached = number % 4 > 1
         if not is_cached:
             slots[:] = 0

@@ -1,4 +1,4 @@
-"""Each distribution against the one it promises, on tables small enough to expand."""
+"""Initial cores give tables with the expected distributions, on tables small enough to expand."""
 
 import dataclasses
 import functools
@@ -24,13 +24,13 @@ DISTRIBUTIONS = ["normal", "uniform", "approx-normal", "approx-uniform"]
 
 
 def target_std(spec):
-    """That of the uniform distribution on one over the root of the rows, and less."""
+    """Standard deviation of a uniform distribution in [-b, b] with b = 1 / sqrt(number of rows)."""
     return 1 / math.sqrt(3 * spec.num_embeddings)
 
 
 @functools.cache
 def tables(spec, weight_dist, draws=16):
-    """Tables of several seeds in units of the target's standard deviation."""
+    """Tables of several seeds, in units of `target_std`."""
     draw = jax.jit(lambda key: init_cores(key, spec, weight_dist))
     drawn = map(draw, jax.random.split(jax.random.key(5), draws))
     return np.stack([dense_table(spec, cores) for cores in drawn]) / target_std(spec)
@@ -76,7 +76,7 @@ def test_approx_normal_tables_are_normal(name, most):
 @pytest.mark.parametrize(("rank", "most"), [(2, 0.11), (8, 0.04), (16, 0.025)])
 def test_approx_uniform_tables_come_closer_to_uniform_with_the_rank(name, rank, most):
     spec = dataclasses.replace(SPECS[name], tt_ranks=[rank] * (SPECS[name].num_cores - 1))
-    # In units of 1 / sqrt(num_embeddings)
+    # In units of 1 / sqrt(num_embeddings).
     actual = tables(spec, "approx-uniform", draws=4).ravel() / math.sqrt(3)
     assert kolmogorov_distance(actual, lambda x: np.clip((x + 1) / 2, 0, 1)) < most
     assert np.abs(actual).max() < 1.1
@@ -88,13 +88,14 @@ def test_rows_that_share_a_digit_are_uncorrelated(name, weight_dist):
     spec, actual = SPECS[name], tables(SPECS[name], weight_dist)
     rows = np.arange(spec.num_embeddings)
     for stride, p in zip(spec.strides, spec.tt_p_shapes, strict=True):
-        # Rows of which only this digit differs: it is the next one, and 0 after the last.
+        # A row and its partner differ only in this digit. The partner has the next digit, or 0
+        # after the last digit.
         is_last = rows // stride % p == p - 1
         partners = np.where(is_last, rows - (p - 1) * stride, rows + stride)
         kept = partners < spec.num_embeddings
         ours, theirs = actual[:, kept], actual[:, partners[kept]]
         assert abs((ours * theirs).mean()) < 0.06
-        # Never the same row twice.
+        # A row never equals its partner.
         assert np.abs(ours - theirs).max(axis=-1).min() > 1e-3
 
 

@@ -133,7 +133,7 @@ def test_fused_rules_are_their_formulas_on_whole_cores(name, formula, states):
     emb, inputs, _ = worked("fused_sgd", sparse=True, optimizer=OptimType[name], **options)
     twin, _, _ = worked("fused_sgd", sparse=False)
     bags = Bags(np.asarray(inputs["indices"]), np.asarray(inputs["offsets"]))
-    # Adam has an epsilon of its own, whatever is given.
+    # Adam ignores `eps` and uses 1e-8.
     made_of = row_formulas.DEFAULTS | {"eps": 1e-8 if name == "ADAM" else 1e-3}
     wanted = [np.float64(core) for core in emb.cores_of()]
     kept = [[dict.fromkeys(states, 0.0) for _ in core] for core in wanted]
@@ -213,7 +213,7 @@ def test_parameters_are_reset_with_their_state_to_any_distribution():
 
 
 def test_gradients_of_weights_are_returned_by_fused_steps_too():
-    """Outside `jit`, where ids are padded and their gradients are not."""
+    """Outside `jit`, ids are padded, but the returned gradients are not."""
     ids, offsets = np.array([5, 9, 5]), np.array([0, 2, 3])
     weights, d_output = np.array([0.5, 2.0, 1.0], np.float32), np.float32([[1, -2, 3], [4, 5, -6]])
     call = call_of(ids, offsets, weights)

@@ -28,7 +28,7 @@ def spec_of(d, rank, rows=101):
 
 
 def exact(d, rows=101):
-    """At the ranks that any table of this shape needs."""
+    """Spec with ranks that can hold any table of this shape."""
     spec = spec_of(d, 1, rows)
     return dataclasses.replace(spec, tt_ranks=spec.max_ranks)
 
@@ -39,7 +39,7 @@ def random_table(rows=101, dim=12, decay=0.0, seed=0):
 
 
 def unfolding_tails(table, p, q):
-    """Singular values of every unfolding of the padded table, by NumPy's own SVD."""
+    """Singular values of each unfolding of the padded table, computed by numpy."""
     d = len(p)
     padded = np.zeros((math.prod(p), table.shape[1]))
     padded[: len(table)] = table

@@ -1,4 +1,4 @@
-"""Batches of bags of any lengths share few compiled programs, and what makes them share changes no bit."""
+"""Batches of ragged bags share few compiled programs, and the padding for that changes no bit."""
 
 import functools
 
@@ -14,7 +14,7 @@ from rsembed.tt import TableBatchedTTEmbeddingBag, TTEmbeddingBag, TTSpec, bag, 
 
 
 def ragged(num_ids, num_bags=6, seed=0):
-    """Bags of `num_ids` ids together."""
+    """Bags with `num_ids` ids in total."""
     generator = np.random.default_rng([num_ids, seed])
     cuts = np.sort(generator.integers(0, num_ids + 1, num_bags - 1))
     return [part.tolist() for part in np.split(generator.integers(0, 200, num_ids), cuts)]
@@ -72,7 +72,7 @@ def test_batches_of_other_lengths_compile_nothing_new_in_functions_and_batched_t
 
 
 def test_a_new_batch_compiles_something_where_nothing_is_rounded(caplog):
-    """What the others count is counted."""
+    """Checks that `num_compiled` counts new programs."""
     emb = make(use_cache=False)
     emb(np.zeros((50, 2), np.int32))
     assert num_compiled(caplog, emb, np.zeros((51, 2), np.int32)) > 0
@@ -95,7 +95,8 @@ def test_room_for_more_ids_changes_no_bit(implementation, mode):
             mode=mode,
             implementation=implementation,
         )
-        for shape in (None, (0,))  # of a dense array, which is left as it is
+        # With a shape, the ids are those of a dense array, which is not padded.
+        for shape in (None, (0,))
     )
     assert_array_equal(actual, as_given)
 

@@ -51,7 +51,8 @@ def test_a_budget_is_kept_and_used(most, num_cores):
     spec = TTSpec.for_budget(11_000_000, 64, bytes=most, num_cores=num_cores)
     assert 0.75 * most <= spec.num_bytes() <= most and spec.num_cores == num_cores
     assert (spec.num_embeddings, spec.embedding_dim) == (11_000_000, 64)
-    # One more rank would not fit: the cheapest integer factors cost at most a hundredth more than real ones.
+    # One more rank would not fit: the bound is the size with real factors, and integer factors cost
+    # at most 1 percent more.
     ends, d = [1, *(rank + 1 for rank in spec.tt_ranks), 1], spec.num_cores
     sizes = [a * q * b for a, q, b in zip(ends[:-1], spec.tt_q_shapes, ends[1:], strict=True)]
     assert 1.01 * 4 * d * (11_000_000 * math.prod(sizes)) ** (1 / d) > most
@@ -84,7 +85,7 @@ def test_strides_and_stored_shapes(name):
 
 
 def test_numbers_of_many_divisors_are_factored_without_going_through_all_products():
-    # Of some ten million products.
+    # A search through all products would try about ten million.
     assert suggested_tt_shapes(735_134_400, 5) == [
         51,
         63,

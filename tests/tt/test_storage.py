@@ -1,4 +1,4 @@
-"""Tensor trains as the storage of core tables, against a dense table that is expanded after every step."""
+"""Tensor trains as storage of a collection's tables, compared with expanded tables."""
 
 import re
 import sys
@@ -22,7 +22,10 @@ STORAGE = TensorTrain((3, 4), (3, 4, 5), (1, 2, 3))
 
 
 def collection_of(devices=None, *, axis=None, **options):
-    """A table read by a weighted feature and a plain one, on a mesh whose axis `y` has two devices, or on no mesh."""
+    """A collection with one table, a feature with weights and a feature without.
+
+    Without `devices`, there is no mesh. With more than one device, axis "y" of the mesh has two.
+    """
     table = rs.TableSpec("t", ROWS, DIM, **{"storage": STORAGE, **options})
     features = [rs.FeatureSpec(name, table) for name in ("weighted", "plain")]
     if devices is None:
@@ -46,7 +49,7 @@ def trained(collection):
 
 
 def test_devices_that_sum_their_gradients_step_as_one_device_and_keep_equal_copies():
-    """On one axis of a mesh, and of cores that are rounded; the contract of storages has all rules and combiners."""
+    """The mesh has two axes, and cores are rounded. tests/storage tests all rules and combiners."""
     options = {"optimizer": rs.optimizers.Adam(0.05), "combiner": "mean", "dtype": "bfloat16"}
     many, one = trained(collection_of(4, axis="x", **options)), trained(collection_of(**options))
     assert {core.dtype.name for core in (*many[0], *one[0])} == {"bfloat16"}
@@ -96,7 +99,8 @@ def test_a_whole_table_is_made_of_its_cores_in_place(num_devices):
     state = collection.init(jax.random.key(0))
     expected = full_weight(table.storage.spec_of(table), jax.device_get(state.tables["t"]))
     assert_allclose(collection.tables(state)["t"], expected, rtol=1e-5, atol=1e-6)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    # This resets the peak of resident memory.
+    Path("/proc/self/clear_refs").write_text("5")
     before = resident_bytes("VmRSS")
     whole = jax.block_until_ready(collection.tables(state)["t"])
     assert resident_bytes("VmHWM") - before < 1.5 * whole.nbytes * (num_devices or 1)
@@ -162,7 +166,7 @@ def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(
 
 
 def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit():
-    """The table is the train's, but for the rows that are stored; those are stepped by themselves, on any mesh."""
+    """Cached rows are trained by themselves, also on a mesh. All other rows come from the cores."""
     storage = TensorTrain((3, 4), (3, 4, 5), (1, 2, 3), cache_rows=4, populate_every=2)
     options = {"optimizer": rs.optimizers.SGD(0.5), "combiner": "sum", "storage": storage}
     ids = np.array([[7, 7], [7, 3], [9, 3], [7, 50]], np.int32)
@@ -179,7 +183,7 @@ def test_hot_rows_of_a_core_table_are_counted_chosen_and_trained_inside_jit():
         state = step(state, batch, ones)
         after = np.asarray(collection.tables(state)["t"])
         assert_allclose(after, before - 0.5 * reads[:, None], rtol=1e-5)
-        # All that was read is stored.
+        # All ids of the batch are cached, so no core changes.
         assert_same(state.tables["t"].cores, cores)
         counts = {name: counter.sum() for name, counter in collection.counts(state)["t"].items()}
         expected = {"cached_ids": 4, "residual": 0, "lookups": 3 * 16, "hits": 16}

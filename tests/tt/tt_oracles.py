@@ -1,4 +1,4 @@
-"""Tensor-train tables in numpy, float64, and modules in one program for all values."""
+"""Tensor trains expanded in numpy float64, and compiled calls of modules."""
 
 import json
 from pathlib import Path
@@ -21,13 +21,13 @@ def looked_up(emb, *batch):
 
 @nnx.jit
 def step(emb, d_output, *batch):
-    """Outputs, and what `backward` returns: gradients, or none after a fused step."""
+    """Output of a lookup, and the result of its backward function, None after a fused step."""
     output, backward = emb.vjp(*batch)
     return output, backward(d_output)
 
 
 def worked_cores(inputs, spec):
-    """The cores of a worked case."""
+    """Cores of a worked case."""
     return [
         np.asarray(core, np.float32).reshape(s)
         for core, s in zip(inputs["cores"], spec.core_shapes, strict=True)
@@ -35,7 +35,7 @@ def worked_cores(inputs, spec):
 
 
 def dense_table(spec, cores, xp=np):
-    """The table at once, in numpy float64 or in float32 of `jax.numpy`."""
+    """The expanded table, in numpy float64, or in float32 with `xp=jax.numpy`."""
     product = xp.ones((1, 1, 1))
     for core, p, shape in zip(cores, spec.tt_p_shapes, spec.slice_shapes, strict=True):
         slices = xp.asarray(core, float).reshape(p, *shape)
@@ -45,19 +45,19 @@ def dense_table(spec, cores, xp=np):
 
 
 def call_of(ids, offsets, weights=None, mode="sum") -> Call:
-    """Bags over a dense table; ids outside it are skipped and not counted."""
+    """A lookup of bags in a dense table. Ids out of range are skipped and not counted."""
     bags = IdList(np.asarray(ids), np.asarray(offsets), weights)
     return Call.of([bags], ["mean_by_count" if mode == "mean" else "sum"])
 
 
 def pooled(table, *batch) -> np.ndarray:
-    """What a batch as for `call_of` reads."""
+    """Output of a batch, with arguments as in `call_of`."""
     (vectors,) = lookup([table], call_of(*batch))
     return vectors
 
 
 def core_gradients(spec, cores, call, d_output):
-    """What the gradients of the rows of the dense table come back as."""
+    """Gradients of the cores, from the gradients of the expanded table's rows."""
     (d_rows,) = row_gradients(call, [spec.num_embeddings], [spec.embedding_dim], [d_output])
     d_table = np.zeros((spec.num_embeddings, spec.embedding_dim), np.float32)
     for row, d_row in d_rows.items():
