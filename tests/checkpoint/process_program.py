@@ -1,6 +1,6 @@
-"""What each process of test_processes.py does: one step on a mesh, a checkpoint, and the same checkpoint back.
+"""Program that test_processes.py starts: steps on a mesh, and checkpoints of several processes.
 
-Arguments: the folder to write, and a checkpoint of one process to read.
+Arguments: path of the checkpoint to write, and path of a checkpoint of a single process to read.
 """
 
 import sys
@@ -16,14 +16,14 @@ from tests.checkpoint.world import ramp
 
 
 def collection_of(mesh=None):
-    """A table of ten rows."""
+    """A collection with one table of ten rows."""
     rule = rs.optimizers.Adagrad(0.1)
     table = rs.TableSpec("item", 10, 2, initializer=ramp, optimizer=rule)
     return rs.EmbeddingCollection(rs.FeatureSpec("f", table), mesh=mesh)
 
 
 def keyed_collection(mesh=None):
-    """Two hashed tables that share a storage, alike but for their names."""
+    """A collection with two hashed tables that share a storage, because only their names differ."""
     same = {"vocabulary_size": 16, "embedding_dim": 2, "initializer": jax.nn.initializers.normal()}
     same |= {"optimizer": rs.optimizers.Adagrad(0.1), "storage": rs.Hashed()}
     tables = [rs.TableSpec(name, **same) for name in ("left", "right")]
@@ -32,12 +32,15 @@ def keyed_collection(mesh=None):
 
 
 def keys_of(process):
-    """Keys that a process brings for `left`; those of `right` are others."""
+    """Ids of a process for `step`."""
     return np.arange(4).reshape(2, 2) + 2**40 * process
 
 
 def step(collection, state, ids):
-    """One step whose gradient is the activation, with the samples of this process."""
+    """One step with the samples of this process. The gradients equal the activations.
+
+    Feature number `k` reads `ids + k`.
+    """
     batch = collection.prepare(
         {name: ids + number for number, name in enumerate(collection.features)}
     )
@@ -52,7 +55,7 @@ def assert_same_tables(restored, state):
 
 
 def main(folder, alone):
-    """Prints what test_processes.py compares, where nothing failed."""
+    """Prints the keys and counters that test_processes.py compares."""
     parallel.init(heartbeat_timeout_seconds=60)
     collection = collection_of(parallel.make_mesh())
     ids = np.arange(4, dtype=np.int32).reshape(2, 2) + 4 * jax.process_index()
@@ -63,7 +66,7 @@ def main(folder, alone):
     assert jnp.sum(collection.tables(read)["item"]) == 190
     with pytest.raises(FileExistsError):
         checkpoint.save_collection(folder, collection, state)
-    # A folder that only process 0 tries to make, and cannot.
+    # Only process 0 tries to make this folder, and fails.
     with pytest.raises(OSError, match="/proc/nowhere"):
         checkpoint.save("/proc/nowhere/a", state)
     with pytest.raises(OSError, match="/proc/nowhere"):

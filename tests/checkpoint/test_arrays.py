@@ -1,4 +1,4 @@
-"""Arrays of a checkpoint are zarr arrays: of any numbers, for any reader, and never whole in memory of the host."""
+"""Arrays of a checkpoint are zarr arrays of any numbers, and are written and read in parts."""
 
 import tracemalloc
 
@@ -79,7 +79,8 @@ def test_neither_save_nor_load_needs_memory_for_a_whole_table(tmp_path, monkeypa
     state = collection.init(jax.random.key(0))
 
     def with_peak(call, *arguments):
-        tracemalloc.start()  # knows what numpy asks for, and nothing of the devices' memory
+        # tracemalloc counts memory of numpy, but not that of devices.
+        tracemalloc.start()
         try:
             return call(*arguments), tracemalloc.get_traced_memory()[1]
         finally:
@@ -90,5 +91,5 @@ def test_neither_save_nor_load_needs_memory_for_a_whole_table(tmp_path, monkeypa
     actual, peak_of_load = with_peak(checkpoint.load_collection, path, collection)
     assert_array_equal(collection.tables(actual)["item"], collection.tables(state)["item"])
     assert peak_of_save < table_bytes / 4
-    # Onto a mesh, rows are put together for the devices of this process, here all of them.
+    # For a mesh, the rows of all devices of this process are in memory, here the whole table.
     assert peak_of_load < table_bytes * (1 / 4 if num_devices is None else 1.3)

@@ -1,4 +1,4 @@
-"""What was saved comes back, onto any stacking and mesh, or is refused by name."""
+"""Checkpoints are loaded unchanged on another mesh, and damaged checkpoints are refused."""
 
 import os
 import signal
@@ -57,7 +57,7 @@ def test_without_a_template_names_are_keys(tmp_path):
 
 
 def test_sharded_arrays_come_back_on_another_mesh(tmp_path, monkeypatch):
-    # Chunks that cross the borders of shards.
+    # Chunks of this size cross the borders of shards.
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 200)
     values = np.arange(24 * 6, dtype=np.float32).reshape(24, 6)
     grid, line = mesh_of(4, 2), NamedSharding(mesh_of(3), P("x"))
@@ -84,7 +84,8 @@ def test_any_flipped_bit_is_detected(tmp_path, monkeypatch):
     rng = np.random.default_rng(0)
     for name, file in zip(names, files, strict=True):
         data = file.read_bytes()
-        for byte in rng.permutation(len(data))[:70]:  # of a chunk, every one
+        # A chunk has less than 70 bytes, so all its bytes are tested.
+        for byte in rng.permutation(len(data))[:70]:
             flipped = bytearray(data)
             flipped[byte] ^= 1 << int(rng.integers(8))
             file.write_bytes(flipped)
@@ -100,7 +101,7 @@ def test_the_error_names_file_chunk_array_and_rows(tmp_path, monkeypatch):
     file = tmp_path / "a" / "0000" / "c.2.0"
     data = file.read_bytes()
     message = r"c\.2\.0: chunk 2, rows 8 to 11 of 'tables/item', .*\(CRC32C differs\)"
-    # Other rows, another checksum, and files that are too short or too long.
+    # Wrong rows, a wrong checksum, and files that are too short or too long.
     for content in (b"x" + data[1:], data[:-1] + b"x", b"", data[:3], data[:-1], data + b"x"):
         file.write_bytes(content)
         with pytest.raises(checkpoint.CorruptCheckpointError, match=message):

@@ -1,4 +1,4 @@
-"""What keeps the rows of a table is no part of a file: hashed rows go by key, rows on the host by id."""
+"""Files do not depend on the storage of a table: hashed rows are saved by key, other rows by id."""
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ def trained(collection, state, batches):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A checkpoint after two batches, the items of that time, and all tables after four."""
+    """A checkpoint after two batches, its items, and all tables after four batches."""
     collection = collection_of(12, rs.HostCached(cache_rows=8))
     state = trained(collection, collection.init(jax.random.key(0)), BATCHES[:2])
     path = tmp_path_factory.mktemp("storage") / "saved"
@@ -78,7 +78,7 @@ def test_a_file_holds_rows_by_key_and_by_id(saved):
     assert_array_equal(tree["tables"]["user"]["keys"], keys)
     assert_array_equal(tree["tables"]["user"]["count"], counts)
     assert_array_equal(tree["tables"]["item"], items)
-    # Every item of a batch was stepped once, by a gradient of -1 in every entry.
+    # Each item of a batch was stepped once, with a gradient of -1 for all its values.
     stepped = np.concatenate([batch["item"] for batch in BATCHES[:2]])
     num_steps = np.bincount(stepped, minlength=ITEMS)
     accumulators = np.repeat(0.1 + num_steps[:, None], DIM, axis=1)

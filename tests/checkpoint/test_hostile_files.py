@@ -1,4 +1,4 @@
-"""Files that somebody damaged or raced for, and leaves that are more than numbers."""
+"""Damaged and forged files, concurrent saves, failed saves, and leaves with unusual dtypes."""
 
 import errno
 import functools
@@ -53,7 +53,7 @@ def swap(one, other):
 
 
 def test_files_that_are_missing_or_in_each_others_place_are_refused(tmp_path, monkeypatch):
-    """What a reader of zarr would take for zeros, or for the rows themselves."""
+    """A reader of zarr would read zeros for some of these files, and wrong rows for others."""
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 48)
     tree = {"a": np.zeros((12, 3), np.float32), "b": np.arange(36, dtype=np.float32).reshape(12, 3)}
     damages = {
@@ -89,14 +89,14 @@ def test_what_is_removed_during_a_load_is_refused_and_not_taken_for_zeros(tmp_pa
         checkpoint.load(tmp_path / "a")
 
 
-# Manifests whose checksum is right
+# Manifests with valid checksums
 
 
 ABSENT = object()
 
 
 def forge(path, place, value):
-    """Changes a field in the body of a manifest, and the checksum with it."""
+    """Changes a field in the body of a manifest, and updates the checksum."""
     file = path / "manifest.json"
     body = json.loads(file.read_bytes())["manifest"]
     *before, name = place
@@ -137,7 +137,7 @@ FIELDS_OF_ENTRY = {
 def test_forged_fields_of_a_manifest_are_refused_by_file_before_anything_is_allocated(
     tmp_path, name
 ):
-    """One error class for all of them; none of them makes a list or an array of the size that it declares."""
+    """All of them raise the same class of error, and none allocates memory of a forged size."""
     tree = {"x": np.arange(6.0, dtype=np.float32), "y": np.ones((2, 2), np.float32)}
     path = tmp_path / "a"
     checkpoint.save(path, tree, step=3)
@@ -199,9 +199,11 @@ def test_a_collection_whose_manifest_was_forged_is_refused_by_file(tmp_path, res
         forge(path, place, value)
         try:
             state = checkpoint.load_collection(path, collection, resize=resize)
-        except ValueError as error:  # corrupt, or of other tables
+        # The file is corrupt, or has other tables.
+        except ValueError as error:
             assert str(path) in str(error)
-        else:  # what was renamed was not missed: a fact that a resize accepts
+        # The renamed entry is not needed: with `resize`, it may be missing.
+        else:
             assert resize and state.step == 0
         (path / "manifest.json").write_bytes(intact)
     assert int(checkpoint.load_collection(path, collection, resize=resize).step) == 0

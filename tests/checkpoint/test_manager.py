@@ -1,4 +1,4 @@
-"""A run that is left alone: what its manager saved comes back, whatever was changed, damaged or full meanwhile."""
+"""A manager saves and restores a run, also after damaged files, failed saves and full disks."""
 
 import errno
 import threading
@@ -15,7 +15,7 @@ from tests.world import assert_same, made_mesh
 
 @pytest.fixture(scope="module")
 def run():
-    """A collection, a step, a batch, and the states after two steps that touch few rows, with new keys in each."""
+    """A collection, a step, a batch, and the states after two steps. Each step reads new keys."""
     rule = rs.optimizers.Adagrad(0.1)
     dense = rs.TableSpec("word", 64, 4, optimizer=rule)
     hashed = rs.TableSpec("user", 64, 4, optimizer=rule, storage=rs.Hashed())
@@ -49,7 +49,7 @@ def x(step):
 
 
 def save(checkpoints, *steps):
-    """Small checkpoints of these steps, one after the other."""
+    """Saves small checkpoints of these steps, and waits for them."""
     for step in steps:
         checkpoints.save(x(step), step=step)
     checkpoints.wait_until_finished()

@@ -1,4 +1,4 @@
-"""Checkpoints of collections that several processes share."""
+"""Checkpoints of collections on a mesh of several processes."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A table of another size or dtype goes on from a file, or from another state, with its slots and its step."""
+"""Tables get another size or dtype when a file is loaded, and slots move between states."""
 
 import functools
 
@@ -20,7 +20,7 @@ STORAGES = ["dense", "on the host", "train", "cached train", "keyed"]
 
 @pytest.fixture(autouse=True)
 def small_blocks(monkeypatch):
-    """Rows that are added or cut, and chunks of files, come in several blocks."""
+    """Makes rows that are added or removed, and chunks of files, come in several blocks."""
     monkeypatch.setattr(checkpoint.resizing, "ROWS_PER_BLOCK", 4)
     monkeypatch.setattr(checkpoint.arrays, "CHUNK_BYTES", 48)
 
@@ -35,7 +35,7 @@ def storage_of(kind, rows, cache_rows=8):
 
 
 def collection_of(rows, kind="dense", *, dtype="float32", num_devices=None, placement=None):
-    """Table `t` of this size and kind, and a table of another name beside it, which shares its stack where it can."""
+    """A collection with table `t`, and a second table which shares its stack if possible."""
     options = {"embedding_dim": DIM, "optimizer": rs.optimizers.Adam(0.1), "dtype": dtype}
     storage = storage_of(kind, rows, cache_rows=8 if num_devices is None else 16)
     tables = [
@@ -60,7 +60,10 @@ def trained(collection, state, kind, steps):
 
 
 def trained_few(kind):
-    """A collection and its state after three steps; rows on the host are those of one state, so these are made anew."""
+    """A collection and its state after three steps.
+
+    A host store works with one state only, so tables on the host are trained again for each test.
+    """
     return made(kind) if kind == "on the host" else made_once(kind)
 
 
@@ -73,7 +76,7 @@ made_once = functools.cache(made)
 
 
 def arrays_of(collection, state):
-    """Rows and slots of `t` by name, as numpy arrays; those of a train are its cores and their slots."""
+    """Rows and slots of `t` by name, in numpy. Those of a tensor train are its cores and slots."""
     table, slots = collection.tables(state)["t"], collection.slots(state)["t"]
     if isinstance(table, dict):
         return {name: np.array(array) for name, array in table.items()}
@@ -111,7 +114,7 @@ def test_a_larger_table_keeps_rows_slots_and_step_and_gets_rows_of_init(
     expected = arrays_of(fresh, fresh.init(loaded.key))
     for name, array in actual.items():
         assert_array_equal(array, np.concatenate([before[name], expected[name][FEW:]]))
-    # Training goes on as that of the smaller table does.
+    # Training continues as in the smaller table.
     goes_on = arrays_of(larger, trained(larger, loaded, kind, range(3, 5)))
     alone = arrays_of(collection, trained(collection, state, kind, range(3, 5)))
     for name, array in goes_on.items():
@@ -141,7 +144,7 @@ def test_a_table_of_another_dtype_keeps_slots_and_step(tmp_path, kind, dtype, nu
         else:
             assert array.dtype == dtype
             assert_array_equal(array, before[name].astype(dtype))
-    # And back: what was rounded stays so, and nothing else changes.
+    # A second change of the dtype does not restore rounded rows, and changes nothing else.
     checkpoint.save_collection(tmp_path / "narrow", narrow, loaded)
     again = collection_of(FEW, kind)
     back = checkpoint.load_collection(tmp_path / "narrow", again, resize=True)
@@ -149,7 +152,7 @@ def test_a_table_of_another_dtype_keeps_slots_and_step(tmp_path, kind, dtype, nu
 
 
 def arrays_in_file(folder, collection, state):
-    """What a file has of table `t`, by path."""
+    """Arrays of table `t` in a saved file, by path."""
     checkpoint.save_collection(folder, collection, state)
     leaves = jax.tree.leaves_with_path(checkpoint.load(folder).tree)
     named = {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in leaves}
@@ -191,7 +194,8 @@ def test_a_smaller_table_is_refused_unless_it_is_asked_for(tmp_path, kind):
         refusal = r"table 't': .* keys need .* free rows"
     with pytest.raises(ValueError, match=refusal):
         checkpoint.load_collection(tmp_path / "few", smaller, resize=True)
-    if kind == "keyed":  # which keys go is for `evict` to say
+    # The keys to remove must be chosen with `evict`.
+    if kind == "keyed":
         with pytest.raises(ValueError, match=refusal):
             checkpoint.load_collection(tmp_path / "few", smaller, resize="shrink")
         return
@@ -212,7 +216,7 @@ def test_a_manager_restores_into_a_larger_collection(tmp_path):
         assert int(checkpoints.restore(resize=True).step) == 3
 
 
-# Slots without a file
+# Slots of states, without files
 
 
 @pytest.mark.slow_rows("dense-4", "train-4", "keyed-4")
@@ -277,4 +281,5 @@ def test_slots_that_do_not_fit_are_refused_by_table_and_slot(kind):
             collection.with_tables(state, {}, slots={"t": wrong})
     with pytest.raises(ValueError, match=r"table 't': its slots must be \[.*Adam, got"):
         collection.with_tables(state, {}, slots={"t": {"accumulator": np.zeros(2)}})
-    assert collection.slots(state)  # the state is still the newest one
+    # The refused calls did not invalidate the state.
+    assert collection.slots(state)

@@ -1,4 +1,4 @@
-"""States on disk are tables in the order of their ids, whatever mesh, placement and stacking they had or get."""
+"""Files have tables in the order of ids, for any mesh, placement and stacking before and after."""
 
 import functools
 import pickle
@@ -30,7 +30,10 @@ def table_of(name, **options):
 
 
 def collection_of(num_devices=None, placement=None, *, rows=ROWS, alone=(), **options):
-    """Tables of so many rows on one device or a mesh; those in `alone` have a rule of their own, hence own stacks."""
+    """A collection with these numbers of rows on one device or a mesh.
+
+    Tables in `alone` have different optimizers, and therefore stacks of their own.
+    """
     rates = {name: {"optimizer": rs.optimizers.Adagrad(lambda: 0.1)} for name in alone}
     tables = [
         table_of(name, vocabulary_size=count, **rates.get(name, {}), **options)
@@ -78,7 +81,10 @@ def assert_holds(collection, state, expected):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    """A run of two steps saved from every layout; what its tables and slots are then, and a step later."""
+    """A folder with checkpoints of a run after two steps in each layout.
+
+    Also tables and slots after two steps, and after three steps.
+    """
     folder, collection, expected = tmp_path_factory.mktemp("layouts"), collection_of(), []
     state = collection.init(jax.random.key(0))
     for steps in ((0, 2), (2, 3)):
@@ -172,11 +178,13 @@ def test_a_step_is_not_compiled_anew_for_what_was_loaded(tmp_path, num_devices, 
         step(*step(*loaded, batch), batch)
         assert not compiled()
         jax.jit(lambda x: x + 1)(dense["weights"])
-        assert compiled()  # JAX still says it so
+        # JAX still logs new programs in this form.
+        assert compiled()
 
 
 def test_a_restart_on_fewer_devices_keeps_every_row_even_where_padded_shapes_agree(tmp_path):
-    rows = {"user": 8}  # 8 rows on 4 and on 2 devices have one shape
+    # 8 rows have the same padded shape on 4 and on 2 devices.
+    rows = {"user": 8}
     four, two = collection_of(4, "row", rows=rows), collection_of(2, "row", rows=rows)
     state = four.init(jax.random.key(0))
     checkpoint.save(tmp_path / "a", state, step=7)
@@ -365,7 +373,7 @@ def test_a_collection_can_be_pickled_and_prepares_alike():
 
 
 def sums_of(lists):
-    """What lookups of table `user` return for lists of ids, before any step."""
+    """Activations of table `user` for lists of ids, with initial rows."""
     rows = np.asarray(ramp(None, (8, DIM)))
     return [rows[np.asarray(ids, int)].sum(axis=0) for ids in lists]
 

@@ -1,4 +1,4 @@
-"""Initial values that tell every entry of a table from the others."""
+"""Initial values that differ for all entries of a table."""
 
 import jax.numpy as jnp
 
