@@ -29,7 +29,7 @@ def collection_of(*tables, **options):
 
 
 def gain_matrix(rows, weights, combiner):
-    """One row a sample, one column an id: activations are `gains @ table`."""
+    """Gains `[samples, ids]`. Activations are `gains @ table`."""
     gains = np.zeros((len(rows), VOCABULARY))
     for sample, ids in enumerate(rows):
         sample_weights = np.ones(len(ids)) if weights is None else weights[sample]
@@ -151,7 +151,7 @@ def test_init_in_blocks_fills_every_row_once(monkeypatch):
         vocabulary_size=50, optimizer=rs.optimizers.Adagrad(0.1, initial_accumulator_value=0.3)
     )
     expected = collection_of(spec).init(jax.random.key(0))
-    # 8 blocks, the last one overlapping.
+    # There are 8 blocks, and the last one overlaps its predecessor.
     monkeypatch.setattr("rsembed.storage.initial_states.INIT_BLOCK_VALUES", 7 * DIM)
     blocks = collection_of(spec).init(jax.random.key(0))
     assert_array_equal(blocks.tables["t"], expected.tables["t"])
@@ -163,7 +163,8 @@ def test_stochastic_rounding_keeps_the_mean_where_nearest_rounding_stands_still(
         vocabulary_size=2000, embedding_dim=2, dtype="bfloat16", stochastic_rounding=True,
         initializer=jax.nn.initializers.ones,
     )  # fmt: skip
-    step = 1e-3  # far below the spacing of bfloat16 at one (2^-8 downwards)
+    # The step is much smaller than the spacing of bfloat16 below 1, which is 2**-8.
+    step = 1e-3
     gradient = {"f_t": np.full((2000, 2), step, np.float32)}
 
     def trained(spec):
@@ -219,7 +220,8 @@ def test_output_dim_below_the_table_dim_returns_and_trains_leading_columns():
 
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_a_prepared_batch_stays_though_its_memory_is_written_again(num_devices):
-    def aligned(values):  # as memory must be that JAX could take over
+    # JAX can use memory of numpy without a copy only if it is aligned.
+    def aligned(values):
         memory = np.empty(values.nbytes + 64, np.uint8)
         start = -memory.ctypes.data % 64
         array = memory[start : start + values.nbytes].view(values.dtype)
@@ -264,7 +266,10 @@ def test_arrays_of_one_batch_become_int32_in_their_shapes_and_stay_where_they_ar
 
 
 def test_the_loop_that_fills_tables_has_no_loop_inside():
-    """XLA for GPUs of jax 0.11 refuses a search by halves there: "depends on parameters to its parent computation"."""
+    """XLA for GPUs in JAX 0.11 fails to compile a binary search inside a loop.
+
+    The error is "depends on parameters to its parent computation".
+    """
     collection = collection_of(table_spec("a"), table_spec("b"))
     program = str(jax.make_jaxpr(collection.init)(jax.random.key(0)))
     assert len(re.findall(r"= (?:while|scan)\[", program)) == 1
@@ -329,7 +334,8 @@ def test_features_of_one_table_pool_it_each_in_their_own_way(storage, num_device
     batch = dict.fromkeys(collection.features, np.arange(8).reshape(4, 2))
     state = collection.init(jax.random.key(0))
     zeros = jax.tree.map(jnp.zeros_like, collection.lookup(state, batch))
-    state = collection.update(state, batch, zeros)  # hashed keys get their rows
+    # This step gives rows to the hashed keys.
+    state = collection.update(state, batch, zeros)
     activations = collection.lookup(state, batch)
     rows = np.asarray(activations["none"], np.float64)
     factors = {"mean": 1 / 2, "sum": 1.0, "sqrtn": 1 / np.sqrt(2)}

@@ -1,4 +1,4 @@
-"""Tables and slots by name, taken out of a state."""
+"""Tables and slots by name: read from a state, and written to a state."""
 
 import dataclasses
 
@@ -94,6 +94,6 @@ def test_a_whole_table_or_cores_go_into_a_tensor_train(tmp_path):
     tables = checkpoint.load(tmp_path / "saved").tree["tables"]
     from_file = collection.with_tables(state, {"item": tables["item"]})
     assert_same(from_file.tables, loaded.tables)
-    # Of these ranks the last is larger than any table needs, and the first can hold this one.
+    # The last of these ranks is larger than any table needs, and the first one is sufficient here.
     again = collection.with_tables(state, {"item": expected})
     assert_allclose(collection.lookup(again, {"item": ids})["item"], expected, atol=1e-4)

@@ -1,4 +1,4 @@
-"""Tables of different dims are filled by one loop, with the values and slots that each would have alone."""
+"""Tables of different dims are filled in a few loops, with the values that each has alone."""
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ def collection_of(initializer, optimizer, dims=DIMS, **settings):
 
 
 def assert_initial(collection, state, initializer=DEFAULT, key=KEY):
-    """Every table has the bits that it has in a collection of its own, and initial slots."""
+    """Asserts that each table has the bits that it has alone in a collection, and initial slots."""
     tables = collection.tables(state)
     slots = collection.slots(state)
     for feature in collection.features.values():

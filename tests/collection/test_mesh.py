@@ -1,4 +1,4 @@
-"""Meshes of two axes and mixed placements give the numbers of one device; the contract of storages holds those."""
+"""Meshes with two axes and mixed placements give the numbers of one device."""
 
 import functools
 
@@ -12,7 +12,7 @@ from tests.world import assert_same, made_mesh, mesh_of
 BATCH, DIM, LR = 8, 8, 0.1
 SGD, ADAGRAD, ADAM = rs.optimizers.SGD, rs.optimizers.Adagrad, rs.optimizers.Adam
 ROW_WISE = rs.optimizers.RowWiseAdagrad
-# The shape of a mesh, the optimizers of tables `t` and `v` (which share a stack) and of `w`, and what lies where.
+# Shape of the mesh, optimizers of tables `t` and `v` (which share a stack) and of `w`, and options.
 SETTINGS = {
     "2x4-row": ((2, 4), (SGD, ADAM), {"placement": "row"}),
     "2x4-table": (
@@ -29,7 +29,10 @@ SETTINGS = {
 
 
 def trained(optimizers, **options):
-    """What two steps of four features give; `t` is read by two, one of them weighted, `w` may have sequence output."""
+    """Results of two steps with four features.
+
+    Two features read `t`, one of them with weights. `w` has the combiner "none" or "sqrtn".
+    """
     sequence = "sqrtn" if optimizers[1] is ROW_WISE else "none"
     t = rs.TableSpec("t", 21, DIM, optimizer=optimizers[0](LR), combiner="mean")
     v = rs.TableSpec("v", 5, DIM, optimizer=optimizers[0](LR))
@@ -54,7 +57,8 @@ def trained(optimizers, **options):
             name: draw.integers(-1, table.vocabulary_size, (BATCH, width))
             for name, (table, width) in reads.items()
         }
-        batch["b"][number * BATCH // 2 :] = -1  # devices without ids
+        # Some devices have no ids of this feature.
+        batch["b"][number * BATCH // 2 :] = -1
         batch["a"] = (batch["a"], draw.random((BATCH, 3), np.float32))
         outputs, applied, state = step(state, collection.prepare(batch))
         results.append(outputs)

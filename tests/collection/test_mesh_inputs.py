@@ -1,4 +1,4 @@
-"""What a mesh accepts as a batch and as options, and what it refuses."""
+"""Batches and options that a mesh accepts or refuses."""
 
 import functools
 
@@ -51,9 +51,12 @@ def test_a_feature_without_a_combiner_is_padded_to_its_longest_bag():
         batch = collection_of(combiner="none").prepare({"f": [[1] * length for length in lengths]})
         return batch["f"].shape[1]
 
-    assert width([5] * 16) == 5  # many bags of one length are not padded
-    assert width([5] * 15 + [4]) == 8  # lengths that change need few programs
-    assert width([5, 5]) == 8  # a coincidence
+    # Many bags of the same length are not padded.
+    assert width([5] * 16) == 5
+    # Different lengths are padded, so that few programs are compiled.
+    assert width([5] * 15 + [4]) == 8
+    # A few bags of the same length are padded, because their length can change.
+    assert width([5, 5]) == 8
     assert width([4, 1]) == 4
     assert width([0] * 16) == 1
 
@@ -67,7 +70,8 @@ def test_a_feature_without_a_combiner_is_padded_to_its_longest_bag():
     ],
 )
 def test_ragged_features_have_the_numbers_of_one_device(placement, storage):
-    num_outside = 0 if isinstance(storage, rs.Hashed) else 2  # ids on each side of the table
+    # Number of invalid ids on each side of the table that can be drawn.
+    num_outside = 0 if isinstance(storage, rs.Hashed) else 2
     rule = rs.optimizers.Adagrad(0.3)
     a, b, c = (
         rs.TableSpec(combiner, 11, 8, combiner=combiner, optimizer=rule, storage=storage)
@@ -81,7 +85,8 @@ def test_ragged_features_have_the_numbers_of_one_device(placement, storage):
         rng = np.random.default_rng(0)
         state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
         lengths = rng.integers(0, 4, (4, 8))
-        lengths[:, 2:4] = 0  # a device without any id
+        # One device has no ids.
+        lengths[:, 2:4] = 0
         outputs = []
         for _ in range(3):
             batch = {}
@@ -106,7 +111,7 @@ def test_one_long_bag_pads_no_other_bag_and_few_programs_serve_a_stream():
     rng = np.random.default_rng(0)
 
     def list_of(long_bag):
-        """The list of a batch, and how many ids each device has in it."""
+        """Padded size of the list of a batch, and number of ids of each device in it."""
         batch = {}
         for name in collection.features:
             lengths = rng.geometric(0.25, 128)

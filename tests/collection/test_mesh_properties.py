@@ -1,4 +1,4 @@
-"""What a mesh promises beside its numbers: equal bits, bytes that travel, arrays stepped in place, clear refusals."""
+"""Bits, traffic and memory of programs on a mesh."""
 
 import functools
 
@@ -15,7 +15,7 @@ BATCH, DIM = 16, 8
 
 
 def features_of(**changes):
-    """Two features of one table, and one of another."""
+    """Two features of table `t`, and one feature of table `u`."""
     fields = {"optimizer": rs.optimizers.Adagrad(0.1), "initializer": jax.nn.initializers.ones}
     fields |= changes
     t = rs.TableSpec("t", 21, DIM, **fields)
@@ -25,7 +25,7 @@ def features_of(**changes):
 
 def test_stochastic_rounding_draws_for_the_row_not_for_its_owner():
     features = features_of(dtype="bfloat16", stochastic_rounding=True)
-    # No row twice.
+    # No row is read twice.
     batch = {
         "a": np.arange(16),
         "b": np.full(16, -1),
@@ -44,9 +44,8 @@ def test_stochastic_rounding_draws_for_the_row_not_for_its_owner():
         assert_same(actual, results[0])
 
 
-@pytest.mark.usefixtures(
-    "more_optimizations"
-)  # of the approximation of a normal value, whose last bit is a compiler's
+# Without optimizations, the last bit of approximated normal values depends on the compiled program.
+@pytest.mark.usefixtures("more_optimizations")
 def test_initial_values_do_not_depend_on_the_mesh():
     features = features_of(initializer=jax.nn.initializers.normal(1.0))
     one = rs.EmbeddingCollection(features)
@@ -62,9 +61,10 @@ def test_initial_values_do_not_depend_on_the_mesh():
 
 
 def test_accumulation_and_clipping_inside_a_scan_equal_one_device():
-    """Row gradients of two micro-batches make one step."""
+    """Row gradients of two micro-batches are combined for one step."""
     rng = np.random.default_rng(0)
-    shape = (2, 2, BATCH)  # steps, micro-batches of a step, samples
+    # The axes are steps, micro-batches of a step, and samples.
+    shape = (2, 2, BATCH)
     batches = {
         "a": rng.integers(-1, 21, (*shape, 5), np.int32),
         "b": rng.integers(-1, 4, (*shape, 3), np.int32),
@@ -108,7 +108,7 @@ def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
         rs.FeatureSpec("f", table),
         mesh=mesh_of(num_devices),
         placement=placement,
-        # As many places as ids, which one round always serves.
+        # With as many places as ids, one round is always sufficient.
         exchange_capacity=local_ids if placement == "row" else None,
     )
     ids = np.zeros((num_devices * local_batch, width), np.int32)
@@ -120,13 +120,14 @@ def test_compiled_programs_send_the_bytes_of_the_page(num_devices, placement):
     state = collection.init(jax.random.key(0))
     compiled = jax.jit(step).lower(state, ids).compile()
     sent = collective_bytes(compiled.as_text(), num_devices)
-    sent.pop("all-reduce", None)  # numbers of ids and rounds
+    # These are sums of numbers of ids and rounds.
+    sent.pop("all-reduce", None)
     pooled, others = local_batch * DIM * 4, num_devices - 1
-    # What lookup and update both need travels once: XLA merges equal collectives of a program.
+    # XLA merges equal collectives of a program, so ids are sent once for lookup and update.
     expected = {
-        # Keys go, rows come back, gradients go: capacity places for every device.
+        # Keys are sent to the owners, rows back, and gradients to the owners.
         "row": {"all-to-all": others * local_ids * (4 + 2 * DIM * 4)},
-        # Every device needs all ids; pieces of activations and of their gradients travel.
+        # Each device needs all ids. Parts of activations and of their gradients are exchanged.
         "column": {
             "all-to-all": 2 * pooled * others // num_devices,
             "all-gather": others * local_ids * 4,

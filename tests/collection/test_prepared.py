@@ -1,4 +1,4 @@
-"""Prepared batches: one list of ids for the ragged features of a stack, and the numbers of single features."""
+"""Prepared batches: the ragged features of a stack share one list of ids, without other results."""
 
 import functools
 import pickle
@@ -19,7 +19,7 @@ SIZES = {"a": 11, "b": 7, "c": 30, "d": 9}
 
 
 def collection_of(storage=None):
-    """Ragged features of tables in one stack and of another dim, one of arrays, and one without a combiner."""
+    """A collection with ragged features in two stacks, a dense feature, and a sequence feature."""
     rule = rs.optimizers.Adagrad(0.3)
     a, b, c, d = (
         rs.TableSpec(name, size, DIM, combiner="mean", optimizer=rule, storage=storage)
@@ -39,7 +39,7 @@ def collection_of(storage=None):
 
 
 def draw_batch(seed):
-    """Batches of the same lengths run the same programs."""
+    """A random batch. All batches have the same lengths, so that they run the same programs."""
     rng = np.random.default_rng(seed)
     of_lengths = np.random.default_rng(0)
 
@@ -61,8 +61,8 @@ def draw_batch(seed):
 )
 def test_joined_features_have_the_numbers_of_single_ones(storage):
     collection = collection_of(storage)
-    # A batch size that is declared nowhere, and features that each come alone: no list is shared.
-    # Programs that find rows by key compile for long, so these storages read two of the features.
+    # Collections with a single feature share no list of ids. Programs that find rows by key take
+    # long to compile, so for these storages, only two features are compared.
     names = list(collection.features) if storage is None else ["a", "c_again"]
     apart = [rs.EmbeddingCollection([collection.features[name]]) for name in names]
     state = collection.init(jax.random.key(0))
@@ -82,7 +82,8 @@ def test_joined_features_have_the_numbers_of_single_ones(storage):
         d_activations = jax.tree.map(jnp.cos, activations)
         _, pullback = collection.lookup_vjp(state, prepared)
         gradients = pullback(d_activations)
-        if storage == rs.HostCached(cache_rows=64):  # whose host goes on with one state alone
+        # The host store works with one state only, so only `apply` is tested.
+        if storage == rs.HostCached(cache_rows=64):
             state = collection.apply(state, gradients)
             continue
         applied = collection.tables(collection.apply(state, gradients))
@@ -129,7 +130,8 @@ def test_a_prepared_batch_reads_as_a_mapping_and_travels_as_a_pytree():
     assert prepared["b"].to_lists() == batch["b"]
     assert prepared["c_again"].to_lists() == batch["c_again"][0]
     assert_array_equal(prepared["dense"], batch["dense"])
-    assert len(prepared.lists) == 2  # one for each stack
+    # Each stack has one list.
+    assert len(prepared.lists) == 2
     assert "ragged features" in repr(prepared) and "room for" in repr(prepared)
     assert collection.prepare(prepared) is prepared
     again = pickle.loads(pickle.dumps(jax.tree.map(np.asarray, prepared)))
@@ -152,7 +154,7 @@ def test_a_jagged_pair_of_all_features_is_a_batch(weighted):
     lengths = rng.integers(0, 4, 3 * BATCH)
     values = rng.integers(0, 9, lengths.sum())
     weights = rng.uniform(0.5, 2.0, values.size).astype(np.float32) if weighted else None
-    # In an order that is not that of the collection.
+    # The order of the features differs from that of the collection.
     jagged = rs.Jagged(values, lengths, features=["c", "a", "b"], weights=weights)
     assert list(jagged) == ["c", "a", "b"] and len(jagged) == 3
     state = collection.init(jax.random.key(0))

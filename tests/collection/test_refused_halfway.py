@@ -1,4 +1,4 @@
-"""What a call that is refused leaves behind: the state from before it, whole and usable."""
+"""A refused call leaves the state as it was, and the state can still be used."""
 
 import jax
 import numpy as np
@@ -12,7 +12,7 @@ ROWS, DIM = 40, 4
 
 
 def collection_of(storages, *, keyed_rows=ROWS, **options):
-    """A feature for each table."""
+    """A collection with one table and one feature for each storage."""
     features = []
     for name, storage in storages.items():
         rows = keyed_rows if isinstance(storage, rs.Hashed) else ROWS
@@ -24,7 +24,7 @@ def collection_of(storages, *, keyed_rows=ROWS, **options):
 
 
 def stepped(collection, state, ids):
-    """The state after a step with gradients of ones."""
+    """The state after a step with gradients of 1."""
     ones = {name: np.ones((len(feature_ids), DIM), np.float32) for name, feature_ids in ids.items()}
     return collection.update(state, ids, ones)
 
@@ -94,7 +94,7 @@ def test_a_key_that_is_given_a_row_waits_no_longer():
     row = {"keys": np.asarray([1]), "values": np.ones((1, DIM))}
     restored = collection.with_tables(waits, {"t": row})
     assert collection.tables(restored)["t"]["waiting_keys"].tolist() == []
-    # There is room to wait again.
+    # Another key can wait now.
     rows = collection.tables(stepped(collection, restored, {"t": np.asarray([2])}))["t"]
     assert (rows["keys"].tolist(), rows["waiting_keys"].tolist()) == ([1], [2])
     with pytest.raises(

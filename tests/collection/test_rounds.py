@@ -1,4 +1,4 @@
-"""Batches of which nearly all ids differ take two rounds of the exchange: the bits are those of one round."""
+"""Batches with many distinct ids take two exchange rounds, with the bits of a single round."""
 
 import jax
 import numpy as np
@@ -11,7 +11,7 @@ ROWS, BATCH, IDS, NUM_DEVICES = 3_000, 512, 6, 4
 
 
 def trained(storage, rule, capacity):
-    """Numbers of rounds, and what three steps read and leave."""
+    """Numbers of exchange rounds, activations of three steps, and the trained table."""
     table = rs.TableSpec("t", ROWS, 8, optimizer=rule, combiner="mean", storage=storage)
     collection = rs.EmbeddingCollection(
         [rs.FeatureSpec("f", table), rs.FeatureSpec("g", table)],

@@ -1,4 +1,4 @@
-"""Lookups for serving: the collection's numbers, in any process and for any platform."""
+"""Lookups for serving give the activations of the collection, also in a process without it."""
 
 import subprocess
 import sys
@@ -31,7 +31,7 @@ for ids in IDS.values():
 
 @pytest.fixture(scope="module")
 def trained():
-    """A collection with every storage and combiner, and its state after a step."""
+    """A collection with all storages and combiners, and its state after one step."""
     features = []
     for name, combiner in COMBINERS.items():
         table = rs.TableSpec(name, ROWS, 4, combiner=combiner, storage=STORAGES.get(name),

@@ -1,4 +1,4 @@
-"""What the page on PyTorch says of arguments, against loops in numpy, and against torch where it is installed."""
+"""Arguments on the page on PyTorch, compared with loops in numpy, and with torch if installed."""
 
 import importlib.util
 import inspect
@@ -35,7 +35,7 @@ KeyedJaggedTensor
     else:
         name = line
         ARGUMENTS[name] = []
-"""Arguments of the constructors (and of `forward` and `from_pretrained`) of torch 2.13.0 and TorchRec 1.8.0."""
+"""Arguments of constructors, `forward` and `from_pretrained` in torch 2.13.0 and TorchRec 1.8.0."""
 
 
 def table(name="t", combiner="sum"):
@@ -43,7 +43,7 @@ def table(name="t", combiner="sum"):
 
 
 def trained(spec, ids, values):
-    """The pooled rows of a batch, and the table after a step along their sum."""
+    """Pooled rows of a batch, and the table after a step with gradients of 1."""
     collection = rs.EmbeddingCollection(rs.FeatureSpec("f", spec))
     state = collection.with_tables(collection.init(jax.random.key(0)), {"t": values})
     pooled = collection.lookup(state, {"f": ids})
