@@ -1,4 +1,4 @@
-"""Lookups for serving give the activations of the collection, also in a process without it."""
+"""Lookups for serving give the collection's activations, also in a process without rsembed."""
 
 import subprocess
 import sys

@@ -184,7 +184,7 @@ TABLES = ((9, 5, "float32"), (14, 8, "bfloat16"), (6, 12, "float16"))
 
 
 def ragged(generator, num_bags, num_entries, *, weighted=False):
-    """A list of ragged bags, some of which can be empty.
+    """A list of ragged bags. Bags can be empty.
 
     The first two and the last two entries of the list are in no bag.
     """

@@ -145,7 +145,7 @@ def _shared(array):
 
 
 def _compute(eqns, known, wanted):
-    """Runs equations, and adds those of their results to `known` that are in `wanted`."""
+    """Runs equations, and adds the results that are in `wanted` to `known`."""
     made = {v for eqn in eqns for v in eqn.outvars}
     used = {v for eqn in eqns for v in eqn.invars if not isinstance(v, Literal)}
     inputs_of_body = list(used - made)

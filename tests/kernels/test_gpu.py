@@ -42,11 +42,11 @@ pytestmark = pytest.mark.filterwarnings(
 )
 
 needs_gpu = pytest.mark.skipif(
-    not HAS_GPU, reason="unproven: the results of the GPU kernels on a GPU, because there is no GPU"
+    not HAS_GPU, reason="needs a GPU: the results of the GPU kernels on a GPU are unproven here"
 )
 needs_compiler = pytest.mark.skipif(
     os.environ.get("RSEMBED_TEST_GPU") != "1",
-    reason="unproven: that the GPU kernels compile for Hopper, which `make test-gpu` tries with JAX's CUDA plugin",
+    reason="needs JAX's CUDA plugin, as in `make test-gpu`: that the GPU kernels compile for Hopper is unproven here",
 )
 
 

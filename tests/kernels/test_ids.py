@@ -29,7 +29,7 @@ def row_of(id_, place, size, spread):
 def test_rows_are_those_of_a_loop_over_ids(spread, implementation):
     """Each feature has two bags of the shared list, which has ids in no bag at both ends.
 
-    The ids of the last feature are also in a list of their own.
+    The ids of the last feature are also in a separate list.
     """
     draw = np.random.default_rng(spread)
     ids = [0, 0]

@@ -38,7 +38,7 @@ def of(implementation, name):
 
 @functools.cache
 def colliding_keys():
-    """Forty keys whose hashes agree in their last 12 bits."""
+    """Forty keys with hashes that have the same last 12 bits."""
     keys = GENERATOR.integers(0, 2**64, 200_000, dtype=np.uint64)
     hashes = np.asarray([hash_of_key(key) for key in keys.tolist()]) & 0xFFF
     return keys[hashes == np.bincount(hashes).argmax()][:40]

@@ -170,11 +170,9 @@ def run_child(program, **environment):
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(
-    not hasattr(os, "sched_setaffinity"), reason="this system does not grant single cores"
-)
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs os.sched_setaffinity")
 def test_results_of_several_threads_are_those_of_a_process_that_is_granted_one_core():
-    # XLA makes as many threads as NPROC asks for, and here they share one core.
+    # With `NPROC`, XLA makes more threads than cores. The second process has a single core.
     on_one_core = f"import os; os.sched_setaffinity(0, {{{min(os.sched_getaffinity(0))}}})\n"
     several_threads, num_cores = run_child(_HASHES, NPROC="7")
     assert num_cores == len(os.sched_getaffinity(0))

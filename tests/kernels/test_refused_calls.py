@@ -21,7 +21,7 @@ PLACES = jnp.zeros((2, 3), jnp.int32)
 TABLE = jnp.ones((4, 2))
 FAR = jnp.zeros(16, jnp.int32)
 GAINS = jnp.ones(16)
-# All partitions have the same entries.
+# Row pointers of partitions that overlap.
 OVERLAPPING = jnp.tile(jnp.int32([8, 0]), 8)
 QUEUE = jnp.ones((1, 2), jnp.int32), jnp.zeros((1, 1, 2), jnp.uint32), ROWS[:3], ROWS[:2]
 

@@ -15,7 +15,7 @@ KERNELS = ("lookup", "sgd", "adagrad", "row_wise_adagrad", "adam")
 
 pytestmark = pytest.mark.skipif(
     os.environ.get("RSEMBED_TEST_TPU") != "1",
-    reason="unproven: that the SparseCore kernels compile for TPUs, which `make test-tpu` tries with libtpu",
+    reason="needs libtpu, as in `make test-tpu`: that the SparseCore kernels compile for TPUs is unproven here",
 )
 
 # The TPU compiler reads the chip that it runs on from its environment. Any chip works here.

@@ -74,9 +74,9 @@ PLACES = [[0, 1, 2, 5, 6], [3, 4, 7, 8]]
 
 
 def table_batched_module(process, mesh):
-    """Tests a table-batched module on the mesh. Each process passes its own samples.
+    """Tests a table-batched module on the mesh. Each process passes its part of the samples.
 
-    The expected numbers are those of a module on one device with the global batch.
+    The expected numbers come from a module on one device with the global batch.
     """
     own_batch = FLAT_BATCHES[process]
     one, many = (

@@ -195,6 +195,6 @@ def test_lookups_are_differentiated_by_their_weights():
     for table, rows in ((hashed, by_key(hashed)), (plain, np.asarray(plain))):
         actual = jax.grad(total)(weights, table)
         sums = np.array([rows[1].sum(), rows[2].sum()])
-        # The sum of the weights, by which the mean divides, is 1.
+        # The mean divides by the sum of the weights, which is 1.
         assert_allclose(actual[0], sums - sums.mean(), rtol=1e-5, atol=1e-6)
         assert not np.any(actual[1:])

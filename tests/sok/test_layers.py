@@ -1,6 +1,6 @@
 """Layers in training: which keys get rows, full tables, and counters.
 
-Worked cases check the numbers of lookups and gradients, and tests/storage those of training.
+Worked cases check the results of lookups and gradients, and tests/storage checks training.
 """
 
 import jax

@@ -21,7 +21,7 @@ def context(num_devices):
 
 
 def step(look_up, *args, gradient=0.0):
-    """Runs one step in which all gradients of the outputs are `gradient`, and returns the outputs.
+    """Runs one step with `gradient` as the gradient of all outputs, and returns the outputs.
 
     With the default gradient 0, keys get their rows, and rows keep their initial values.
     """

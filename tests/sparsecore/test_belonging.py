@@ -1,4 +1,4 @@
-"""Specs, batches and variables of different layouts are refused unless any layout can use them."""
+"""Specs, batches and variables of different layouts are refused if they do not fit together."""
 
 import dataclasses
 

@@ -17,7 +17,7 @@
 * limits of stacked tables are ignored silently:
   `test_surface::test_a_stack_of_several_tables_has...`
 * suggested buffer sizes are lost in stacking: `test_suggested_buffer_sizes_survive_stacking` here
-* a record of LaProp gives SGD back, and one of a quantization nothing: `test_layout_record`
+* a saved LaProp is restored as SGD, and a saved quantization is lost: `test_layout_record`
 * different optimizers may compare equal: `optimizers/test_rules` (specs compare by class and value)
 * AdagradMomentum is wrong with minibatches:
   `test_minibatching::test_the_step_is_bit_by_bit_that_of_the_whole_batch`

@@ -87,7 +87,7 @@ def test_the_published_text_itself_runs_unchanged(tmp_path):
         )
     content = PUBLISHED.read_bytes()
     assert hashlib.sha256(content).hexdigest() == SHA256, (
-        "another edition: CODE has the line numbers of this one"
+        "the file is another edition than that of the line numbers in CODE"
     )
     lines = content.decode().splitlines()
     name, _, _ = lines[FOLDER_LINE - 1].partition(" = ")

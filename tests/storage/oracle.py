@@ -205,9 +205,9 @@ class DenseTable(Table):
 
 
 class KeyedTable(Table):
-    """A table in which keys get rows when they are admitted.
+    """A keyed table. A key gets a row when it is admitted.
 
-    A key is admitted in the batch in which it has occurred more than `admission_count` times. With
+    A key is admitted as soon as it has occurred more than `admission_count` times. With
     `admission_probability`, each occurrence admits the key with this probability instead.
 
     Args:

@@ -43,7 +43,7 @@ def trained(collection, *batches, state=None):
 
 
 def floats(combine, *states):
-    """The first state, with its float arrays replaced by a combination of those of all states."""
+    """The first state, but float arrays are combinations of the float arrays of all states."""
 
     def combined(*leaves):
         return combine(*leaves) if jnp.issubdtype(leaves[0].dtype, jnp.floating) else leaves[0]

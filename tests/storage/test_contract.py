@@ -372,7 +372,7 @@ def assert_cores_hold(cores, slots, oracle, what):
             assert_close(slot, column, what)
 
 
-# The other rows still cover all storages, all ways and all policies of keys.
+# Without these rows, the test still covers all storages, all ways and all policies of keys.
 @pytest.mark.slow_rows(
     "dense-row",
     "hashed-row",

@@ -356,7 +356,7 @@ def test_a_compiled_step_holds_one_copy_of_a_hashed_table(storage, mesh):
 
 
 def doors(key_dtype):
-    """Functions of keys, by name: all ways by which keys reach a table inside `jit`."""
+    """Functions of keys by name, for all calls that take keys inside `jit`."""
     collection = keyed(key_dtype=key_dtype)
     state = collection.init(jax.random.key(0))
     ones = {"f": jnp.ones((1, DIM))}

@@ -27,7 +27,7 @@ def test_rows_hold_their_first_values_until_they_are_written():
 
     arrays = [np.zeros((NUM_ROWS, 2), np.float32), np.zeros((NUM_ROWS, 1), np.int32)]
     backing = BackingStore(arrays, first_values)
-    # The row after the last one stands for `NO_ROW`.
+    # In the expected arrays, `NO_ROW` is the row after the last one.
     wanted = [array.copy() for array in first_values(np.arange(NUM_ROWS + 1, dtype=np.int32))]
     for _ in range(6):
         evicted, inserted = rng.permutation(NUM_ROWS)[:12], rng.integers(0, NUM_ROWS, 40)

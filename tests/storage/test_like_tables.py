@@ -1,6 +1,6 @@
-"""Keyed tables that share a storage give the same results as in collections of their own.
+"""Keyed tables that share a storage give the same results as alone in a collection.
 
-Tables of different sizes can share a storage, in which each is padded to the largest one.
+Tables of different sizes can share a storage. They are padded to the size of the largest one.
 """
 
 import functools

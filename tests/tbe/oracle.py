@@ -56,7 +56,7 @@ def tables_of(module):
 
 
 def assert_same_bits(module, other, *, rtol=0, atol=0):
-    """Asserts that tables and states equal those of `other`, cast to the dtypes of `module`."""
+    """Asserts equal or close tables and states of two modules, in the dtypes of `module`."""
     arrays = jax.tree.leaves(tables_of(module))
     for one, two in zip(arrays, jax.tree.leaves(tables_of(other)), strict=True):
         assert_allclose(one, two.astype(one.dtype), rtol=rtol, atol=atol)

@@ -106,7 +106,7 @@ def test_inside_jit_fatal_drops_ids_and_counts_them():
 
 
 def test_inside_jit_the_largest_unsigned_id_is_outside_its_table_as_it_is_outside_of_jit():
-    """The bits of the largest uint32 are those of -1, which means no id."""
+    """The largest uint32 has the bits of -1, and -1 means no id."""
     eager = make(SPECS)
     traced = make(SPECS)
     batch = (np.asarray([2**32 - 1, 3], np.uint32), np.asarray([0, 1, 2]))

@@ -22,7 +22,7 @@ NUM_BAGS = 12
 
 
 def skewed_batch(seed):
-    """80 ids in 12 bags of four features, some of which are empty. A few ids are frequent."""
+    """80 ids of four features in 12 bags, and offsets. A few ids are frequent."""
     rng = np.random.default_rng(seed)
     cuts = rng.integers(0, NUM_IDS + 1, NUM_BAGS - 1)
     ids = np.minimum(rng.zipf(1.3, NUM_IDS) * 7 % 53, 49)

@@ -83,7 +83,7 @@ def warmed(module):
 def start_slow_step(module, seed):
     one = one_after(turns_of_a_while())
     compiled_step(module, *batch(seed), one)
-    assert not one.is_ready(), "the step must still wait for its input, or nothing is tested"
+    assert not one.is_ready(), "the input of the step is ready too early for this test"
 
 
 def test_eager_work_after_a_compiled_step_waits_for_it():
@@ -261,7 +261,7 @@ def is_interrupted(call, at_line):
 
 
 def train_late(module, *batch_of_step):
-    """A step in which another lookup moves its rows before the update."""
+    """A step with another lookup before its update, which can move rows in the cache."""
     output, backward = module.vjp(*batch_of_step)
     module(*batch(99))
     backward(np.ones_like(output))
