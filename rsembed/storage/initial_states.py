@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.extend.core import Literal
 from jaxtyping import Array, Int, PRNGKeyArray
 
@@ -22,6 +21,9 @@ from rsembed.storage.row_layout import RowLayout
 # Tables are filled block by block, so `init` needs memory for the arrays and for one block of
 # values.
 INIT_BLOCK_VALUES = 1 << 18
+
+Arrays: TypeAlias = list[tuple[Array, ...]]
+"""For each stack, the array of its rows on this device, and one array for each slot."""
 
 
 class NewStack(NamedTuple):
@@ -49,13 +51,42 @@ class _NewTable(NamedTuple):
 
     Attributes:
       stack: index of the stack that contains the table.
-      number: index of the table in the stack.
+      spec: spec of the table.
+      place: position of the table in the shards of its stack.
+      num_rows: number of rows, including the padding after the vocabulary.
       form: description of the computation of the initial values.
     """
 
     stack: int
-    number: int
+    spec: TableSpec
+    place: Place
+    num_rows: int
     form: Form
+
+
+class _TableNumbers(NamedTuple):
+    """Numbers of a table, which the loop of its group reads.
+
+    The loop gets a `_TableNumbers` of arrays, with one number for each table of the group.
+
+    Attributes:
+      stack: index of the table's stack among the stacks of the group.
+      place: position of the table in the shards of its stack.
+      num_ids: number of ids.
+      num_rows: number of rows, including the padding after the vocabulary.
+      rows_per_shard: number of rows of the stack in each shard.
+      num_blocks: number of blocks that the table has in each shard.
+      first_block: index of the table's first block. The blocks of all tables are numbered
+        consecutively. A table has `num_blocks` blocks for each shard of this device.
+    """
+
+    stack: Any
+    place: Place
+    num_ids: Any
+    num_rows: Any
+    rows_per_shard: Any
+    num_blocks: Any
+    first_block: Any
 
 
 def initial_states(stacks: Sequence[NewStack], key: PRNGKeyArray) -> list[State]:
@@ -78,8 +109,11 @@ def initial_states(stacks: Sequence[NewStack], key: PRNGKeyArray) -> list[State]
     arrays = [_new_arrays(stack) for stack in stacks]
     for block, tables in _groups_of_tables(stacks, key):
         indices = sorted({table.stack for table in tables})
+        stacks_of_group = [stacks[index] for index in indices]
         arrays_of_group = [arrays[index] for index in indices]
-        filled = _filled(stacks, arrays_of_group, tables, block, key)
+        numbers, num_blocks = _numbers_of_tables(stacks, indices, tables, block)
+        fill_block = _block_filler(stacks_of_group, tables, numbers, block, key)
+        filled = jax.lax.fori_loop(0, num_blocks, fill_block, arrays_of_group)
         for index, new in zip(indices, filled, strict=True):
             arrays[index] = new
     return [(vectors, tuple(slots)) for vectors, *slots in arrays]
@@ -90,7 +124,7 @@ def _new_arrays(stack: NewStack) -> tuple[Array, ...]:
     layout = stack.layout
     width = stack.table.embedding_dim // stack.num_parts
     rows = jax.ShapeDtypeStruct((layout.rows_per_device, width), jnp.float32)
-    # If the stack has no padding rows, `_filled` writes every row, so the new arrays need no fill
+    # If the stack has no padding rows, `initial_states` writes every row, so the new arrays need no fill
     # value.
     fill = None
     if layout.num_rows != layout.stack.spec.stack_vocab_size:
@@ -110,21 +144,22 @@ def _groups_of_tables(
     groups: dict[Hashable, tuple[int, list[_NewTable]]] = {}
     forms: dict[Hashable, Form] = {}
     for index, stack in enumerate(stacks):
-        layout, specs, num_parts, stack_table, shard = stack
+        layout, specs, num_parts, stack_table, _ = stack
         slots = _form_of_slots(stack_table)
         separate_stack = None
         if num_parts > 1 or slots is None:
             separate_stack = index
-        for number, spec in enumerate(specs):
+        for spec, planned, place in zip(specs, layout.stack.tables, layout.places, strict=True):
             dim = spec.embedding_dim
             width = widths[index] if dim == stack_table.embedding_dim else dim
             alike = spec.initializer, spec.vocabulary_size, dim, width
             if alike not in forms:
                 forms[alike] = form(spec, width)
-            table = _NewTable(index, number, forms[alike])
+            num_rows = planned.setting.padded_vocab_size
+            table = _NewTable(index, spec, place, num_rows, forms[alike])
             # The loop writes `block` rows at a time: the smallest power of four that is at least
             # the number of the table's rows on one shard, but at most `full_block`.
-            rows_of_shard = -(-_padded_rows(stack, number) // layout.spread)
+            rows_of_shard = -(-num_rows // layout.spread)
             num_bits = max(rows_of_shard - 1, 0).bit_length()
             num_bits += num_bits % 2
             full_block = max(1, INIT_BLOCK_VALUES // table.form.width)
@@ -137,7 +172,6 @@ def _groups_of_tables(
                 slots,
                 layout.spread,
                 layout.shards_per_device,
-                jax.typeof(shard).mat.varying,
                 separate_stack,
             )
             _, tables = groups.setdefault(group, (block, []))
@@ -200,116 +234,115 @@ def _form_of_slots(table: TableSpec) -> Hashable | None:
     return tuple(slots)
 
 
-def _padded_rows(stack: NewStack, number: int) -> int:
-    """Number of rows of a table, including the padding after the vocabulary."""
-    return stack.layout.stack.tables[number].setting.padded_vocab_size
-
-
-def _filled(
+def _numbers_of_tables(
     stacks: Sequence[NewStack],
-    arrays: Sequence[tuple[Array, ...]],
+    indices: Sequence[int],
     tables: Sequence[_NewTable],
     block: int,
-    key: PRNGKeyArray,
-) -> list[tuple[Array, ...]]:
-    """Writes the initial rows and slots of a group of tables, and returns the arrays.
+) -> tuple[_TableNumbers, int]:
+    """Numbers of the tables of a group, and the number of blocks of all tables together.
 
     Args:
       stacks: stacks of the collection.
-      arrays: for each stack with tables of the group, the array of the rows on this device, and one
-        array for each slot.
-      tables: tables to fill, as `_groups_of_tables` groups them.
+      indices: indices of the stacks with tables of the group.
+      tables: tables of the group, as `_groups_of_tables` groups them.
+      block: number of rows of a block.
+    """
+    numbers_of_tables = []
+    first_block = 0
+    for table in tables:
+        layout = stacks[table.stack].layout
+        num_blocks = -(-table.num_rows // (layout.spread * block))
+        numbers = _TableNumbers(
+            stack=indices.index(table.stack),
+            place=table.place,
+            num_ids=table.spec.vocabulary_size,
+            num_rows=table.num_rows,
+            rows_per_shard=layout.rows_per_shard,
+            num_blocks=num_blocks,
+            first_block=first_block,
+        )
+        numbers_of_tables.append(numbers)
+        first_block += num_blocks * layout.shards_per_device
+
+    def in_one_array(*numbers: int) -> Array:
+        return jnp.asarray(numbers, jnp.int32)
+
+    return jax.tree.map(in_one_array, *numbers_of_tables), first_block
+
+
+def _block_filler(
+    stacks: Sequence[NewStack],
+    tables: Sequence[_NewTable],
+    numbers: _TableNumbers,
+    block: int,
+    key: PRNGKeyArray,
+) -> Callable[[Array, Arrays], Arrays]:
+    """Function that writes the initial rows and slots of one block of a group of tables.
+
+    The function gets the index of the block and, for each stack, the array of the rows on this
+    device and one array for each slot. It returns the new arrays.
+
+    Args:
+      stacks: stacks with tables of the group.
+      tables: tables of the group, as `_groups_of_tables` groups them.
+      numbers: numbers of the tables.
       block: number of rows of a block.
       key: PRNG key of the model.
     """
-    first_stack = stacks[tables[0].stack]
+    layout, _, num_parts, stack_table, part = stacks[0]
+    spread = layout.spread
     computation = tables[0].form
-    num_parts = first_stack.num_parts
-    spread = first_stack.layout.spread
-    shards_here = first_stack.layout.shards_per_device
-    spec = first_stack.tables[tables[0].number]
-    optimizer = first_stack.table.optimizer
-    indices = sorted({table.stack for table in tables})
-    names = []
-    vocabulary_sizes = []
-    padded_sizes = []
-    places_of_tables = []
-    positions = []
-    first_shards = []
-    sizes_of_shards = []
-    for table in tables:
-        stack = stacks[table.stack]
-        spec_of_table = stack.tables[table.number]
-        names.append(spec_of_table.name)
-        vocabulary_sizes.append(spec_of_table.vocabulary_size)
-        padded_sizes.append(_padded_rows(stack, table.number))
-        places_of_tables.append(stack.layout.places[table.number])
-        positions.append(indices.index(table.stack))
-        first_shard = jnp.zeros_like(stack.shard)
-        if num_parts == 1:
-            first_shard = stack.shard * shards_here
-        first_shards.append(first_shard)
-        sizes_of_shards.append(stack.layout.rows_per_shard)
-    keys = table_keys(key, names)
-    places = Place(*jnp.asarray(places_of_tables, jnp.int32).T)
-    padded = np.asarray(padded_sizes, np.int32)
-    num_rows = jnp.asarray(padded)
-    num_ids = jnp.asarray(vocabulary_sizes, jnp.int32)
-    position_of_table = jnp.asarray(positions, jnp.int32)
-    first_shard_of_table = jnp.stack(first_shards)
-    rows_per_shard = jnp.asarray(sizes_of_shards, jnp.int32)
+    keys = table_keys(key, [table.spec.name for table in tables])
+    first_shards = jnp.stack([stack.shard for stack in stacks]) * layout.shards_per_device
+    if num_parts > 1:
+        # Every device has some columns of all shards.
+        first_shards = jnp.zeros_like(first_shards)
     # If all tables have the same `form.factors`, the factors are constants in the compiled loop.
     factors_of_table = None
     if len({table.form.factors for table in tables}) > 1:
         factors_of_table = jnp.asarray([table.form.factors for table in tables], jnp.float32)
-    # The loop numbers the blocks of all tables consecutively. Each table has `blocks_of_shard`
-    # blocks for each shard of this device. The last block of table `t` has number `ends[t] - 1`.
-    blocks_of_shard = -(-padded // (spread * block))
-    blocks_of_table = blocks_of_shard * shards_here
-    ends = np.cumsum(blocks_of_table, dtype=np.int32)
-    num_columns = max(computation.width, *(vectors.shape[1] * num_parts for vectors, *_ in arrays))
+    dims = [stack.table.embedding_dim for stack in stacks]
+    num_columns = max(computation.width, *dims)
 
-    def fill_block(number: Array, arrays: list[tuple[Array, ...]]) -> list[tuple[Array, ...]]:
-        table = jnp.searchsorted(
-            jnp.asarray(ends),
+    def fill_block(number: Array, arrays: Arrays) -> Arrays:
+        next_table = jnp.searchsorted(
+            numbers.first_block,
             number,
             side="right",
             method="compare_all",
         )
-        first_block = (jnp.asarray(ends) - blocks_of_table)[table]
-        block_of_table = number - first_block
-        num_blocks = jnp.asarray(blocks_of_shard)[table]
-        shard_here = block_of_table // num_blocks
-        first_of_block = block_of_table % num_blocks * block
-        place = jax.tree.map(lambda field: field[table], places)
-        shard = first_shard_of_table[table] + shard_here
-        first_row = place.first_row(shard, spread=spread)
+        index = next_table - 1
+        table = jax.tree.map(lambda of_tables: of_tables[index], numbers)
+        block_of_table = number - table.first_block
+        shard_here = block_of_table // table.num_blocks
+        first_of_block = block_of_table % table.num_blocks * block
+        shard = first_shards[table.stack] + shard_here
+        first_row = table.place.first_row(shard, spread=spread)
         rows = first_row + first_of_block + jnp.arange(block, dtype=jnp.int32)
-        ids = place.ids(shard, rows, spread=spread)
-        valid_ids = jnp.clip(ids, 0, num_ids[table] - 1)
+        ids = table.place.ids(shard, rows, spread=spread)
         factors = None
         if factors_of_table is not None:
-            factors = factors_of_table[table]
+            factors = factors_of_table[index]
         values = initial_rows(
-            keys[table],
-            spec,
-            valid_ids,
+            keys[index],
+            tables[0].spec,
+            jnp.clip(ids, 0, table.num_ids - 1),
             width=computation.width,
             factors=factors,
         )
-        is_id = ids < num_ids[table]
+        is_id = ids < table.num_ids
         values = jnp.where(is_id[:, None], values, 0.0)
         num_added_columns = num_columns - computation.width
         values = jnp.pad(values, ((0, 0), (0, num_added_columns)))
         if num_parts > 1:
             part_width = num_columns // num_parts
-            first_column = first_stack.shard * part_width
+            first_column = part * part_width
             values = jax.lax.dynamic_slice_in_dim(values, first_column, part_width, axis=1)
-        is_of_table = (ids >= 0) & (ids < num_rows[table])
-        first_row_of_shard = shard_here * rows_per_shard[table]
+        is_of_table = (ids >= 0) & (ids < table.num_rows)
+        first_row_of_shard = shard_here * table.rows_per_shard
         rows = jnp.where(is_of_table, first_row_of_shard + rows, NO_ROW)
-        slots = optimizer.init_slots(values)
-        return api.scatter_into(arrays, position_of_table[table], rows, (values, *slots))
+        slots = stack_table.optimizer.init_slots(values)
+        return api.scatter_into(arrays, table.stack, rows, (values, *slots))
 
-    num_iterations = int(ends[-1])
-    return jax.lax.fori_loop(0, num_iterations, fill_block, list(arrays))
+    return fill_block
