@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Bool, Float, Int, UInt32
+from jaxtyping import Array, Bool, Float, Int, Num, UInt32
 
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, CallGradients
@@ -164,12 +164,18 @@ def counts_of(
       table: table index of each entry. None if there is only one table.
       num_tables: number of tables.
     """
+    return _sums(marks.astype(jnp.int32), table, num_tables)
+
+
+def _sums(
+    numbers: Num[Array, " n"],
+    table: Int[Array, " n"] | None,
+    num_tables: int,
+) -> Num[Array, " tables"]:
+    """Sum of the numbers of each table. `table` is the table index of each number, or None."""
     if table is None:
-        return jnp.sum(marks, dtype=jnp.int32)[None]
-    # Unmarked entries get table index `num_tables`, which is out of range, so `add` skips them.
-    counted_table = jnp.where(marks, table, num_tables)
-    counts = jnp.zeros(num_tables, jnp.int32)
-    return counts.at[counted_table].add(1, mode="drop")
+        return jnp.sum(numbers, dtype=numbers.dtype)[None]
+    return jax.ops.segment_sum(numbers, table, num_tables)
 
 
 class RowMap(NamedTuple):
@@ -389,11 +395,7 @@ def _signature(
     row_bits = rows.astype(jnp.uint32) * jnp.uint32(ROW_FACTOR)
     hashes = mix(keys.high, keys.low + row_bits)
     hashes = jnp.where(keys.is_key, hashes, jnp.uint32(0))
-    if keys.table is None:
-        return jnp.sum(hashes, dtype=jnp.uint32)[None]
-    table = jnp.where(keys.is_key, keys.table, num_tables)
-    sums = jnp.zeros(num_tables, jnp.uint32)
-    return sums.at[table].add(hashes, mode="drop")
+    return _sums(hashes, keys.table, num_tables)
 
 
 def find_or_assign(
@@ -532,28 +534,16 @@ def grow(row_map: RowMap, capacity: int) -> RowMap:
     old_capacity = row_map.last_step.shape[0]
     num_added = capacity - old_capacity
 
-    def extend(array: Array, value: int) -> Array:
-        tail = jnp.full(num_added, value, array.dtype)
-        return jnp.concatenate([array, tail])
-
+    padding = (0, num_added)
     hashed = row_map.hashed
-    # Inside `shard_map`, the carry of a loop must vary over the same mesh axes from the start. The
-    # loop in `with_keys_of` starts with an empty hash table, which varies over no mesh axis.
-    # `vary` adds a zero that varies over the same mesh axes as `hashed.rows`.
-    zero = varying_zero(hashed.rows)
-
-    def vary(leaf: Array) -> Array:
-        return leaf + zero.astype(leaf.dtype)
-
-    larger: HashTable = jax.tree.map(vary, HashTable.empty(capacity))
     added_rows = jnp.arange(capacity - 1, old_capacity - 1, -1, dtype=jnp.int32)
     all_slots = jnp.ones(hashed.rows.shape, bool)
     return RowMap(
-        hashed=larger.with_keys_of(hashed, all_slots),
-        high=extend(row_map.high, 0),
-        low=extend(row_map.low, 0),
-        last_step=extend(row_map.last_step, FREE),
-        counts=extend(row_map.counts, 0),
+        hashed=HashTable.empty(capacity).with_keys_of(hashed, all_slots),
+        high=jnp.pad(row_map.high, padding),
+        low=jnp.pad(row_map.low, padding),
+        last_step=jnp.pad(row_map.last_step, padding, constant_values=FREE),
+        counts=jnp.pad(row_map.counts, padding),
         free=jnp.concatenate([added_rows, row_map.free]),
         num_free=row_map.num_free + num_added,
         signature=row_map.signature,
