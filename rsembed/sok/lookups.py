@@ -118,16 +118,10 @@ def engine_of(tables: tuple[EngineTable, ...]) -> Engine:
         layout = dataclasses.replace(stack.layout, stack=plan)
         rows = stack.rows
         if grows:
-            rows = dataclasses.replace(rows, storage=_growing(cast(Hashed, stack.storage)))
+            settings = dataclasses.asdict(cast(Hashed, stack.storage))
+            rows = dataclasses.replace(rows, storage=GrowingKeys(**settings))
         stacks[str(number)] = type(stack)(layout, rows)
     return Engine(features, stacks, tables[0][0].context.devices)
-
-
-def _growing(storage: Hashed) -> GrowingKeys:
-    settings = {}
-    for field in dataclasses.fields(Hashed):
-        settings[field.name] = getattr(storage, field.name)
-    return GrowingKeys(**settings)
 
 
 @dataclasses.dataclass(eq=False)

@@ -337,7 +337,7 @@ class Hashed(DynamicRows):
         in every call, the operating system provides the memory of the array page by page.
         """
         rows, num_absent = row_map.search(params.keys, keys)
-        is_bound = hashed_rows.is_bound(params)
+        is_bound = hashed_rows.is_bound(params.bond, params.keys.signature)
 
         def from_rows() -> tuple[PyTree, Array]:
             return pool(params.rows, rows), varying_zero(rows)
@@ -646,20 +646,15 @@ class Hashed(DynamicRows):
         return held._replace(waiting=with_use(params.waiting))
 
     def check_params(self, params: DynamicTable, table: TableSpec) -> None:
-        if params.bond is None:
-            return
-        for leaf in (params.bond, params.keys.signature):
+        arrays = params.bond, params.keys.signature
+        for leaf in arrays:
             # A traced array has no values to check. Inside `jit`, `pooled` returns NaN if rows and
             # keys come from different states.
             if not isinstance(leaf, (jax.Array, np.ndarray)) or is_traced(leaf):
                 return
             if not getattr(leaf, "is_fully_addressable", True):
                 return
-        signature = np.asarray(params.keys.signature)
-        keys = params.keys._replace(signature=signature)
-        bond: PyTree = np.asarray(params.bond)
-        on_host_params = params._replace(keys=keys, bond=bond)
-        if not hashed_rows.is_bound(on_host_params):
+        if not hashed_rows.is_bound(*map(np.asarray, arrays)):
             names = ", ".join(member.name for member in self.tables_of(table))
             raise ValueError(
                 f"table {names!r}: the rows of this state do not belong to its keys. An average of two states, taken "
@@ -698,10 +693,8 @@ class Hashed(DynamicRows):
         return of_near_sizes(tables, most_rows=MAX_CAPACITY, num_waiting=num_waiting)
 
     def sharing(self, tables: Sequence[TableSpec]) -> HashedTables:
-        fields = {}
-        for field in dataclasses.fields(Hashed):
-            fields[field.name] = getattr(self, field.name)
-        return HashedTables(**fields, tables=tuple(tables))
+        settings = dataclasses.asdict(self)
+        return HashedTables(**settings, tables=tuple(tables))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

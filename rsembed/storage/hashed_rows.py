@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,7 +147,7 @@ def empty(
         waiting=waiting,
         counters=Counters(**counters),
         key=key.reshape(-1),
-        bond=bond_of(keys),
+        bond=bond_of(keys.signature),
     )
     return params, slots
 
@@ -158,34 +158,28 @@ MOST_ROUNDING = 0.25
 If a program averages states with equal keys, rounding may change the average of their `bond`."""
 
 
-def bond_of(keys: RowMap) -> PyTree:
-    """Value of `DynamicTable.bond`: the signature of `keys` as four floats, one for each byte."""
-    signature: PyTree = keys.signature
-    xp: Any = jnp
-    if isinstance(signature, np.ndarray):
-        xp = np
-    signature_bytes = []
-    for shift in (0, 8, 16, 24):
-        shifted = signature >> np.uint32(shift)
-        signature_bytes.append(shifted & np.uint32(255))
-    return xp.stack(signature_bytes, axis=1).astype(np.float32)
+def bond_of(signature: PyTree) -> PyTree:
+    """Value of `DynamicTable.bond`: the signature of a map as four floats, one for each byte."""
+    shifts = np.arange(0, 32, 8, dtype=np.uint32)
+    signature_bytes = (signature[:, None] >> shifts[None]) & np.uint32(255)
+    return signature_bytes.astype(np.float32)
 
 
 def with_keys(params: DynamicTable, keys: RowMap) -> DynamicTable:
-    """Copy of a shard with the row map `keys`, and with `bond_of(keys)` if the shard has a bond."""
-    if params.bond is None:
-        return params._replace(keys=keys)
-    return params._replace(keys=keys, bond=bond_of(keys))
+    """Copy of a shard with the row map `keys`, and with its `bond`."""
+    return params._replace(keys=keys, bond=bond_of(keys.signature))
 
 
-def is_bound(params: DynamicTable) -> PyTree:
+def is_bound(bond: PyTree, signature: PyTree) -> PyTree:
     """Whether the rows and the keys of a shard come from the same state.
 
-    See `DynamicTable.bond`. False if the state is an average of states with different keys.
+    False if the state is an average of states with different keys.
+
+    Args:
+      bond: see `DynamicTable.bond`.
+      signature: signature of the shard's map from keys to rows.
     """
-    if params.bond is None:
-        return np.bool_(True)
-    difference = params.bond - bond_of(params.keys)
+    difference = bond - bond_of(signature)
     is_close = abs(difference) < MOST_ROUNDING
     return is_close.all()
 
@@ -364,17 +358,12 @@ def grow(
       params: arrays of the shard.
       slots: slots of the shard.
       table: spec of the table.
-      capacity: number of rows of the enlarged shard.
+      capacity: number of rows of the enlarged shard, more than the present number of rows.
       num_waiting: minimum number of rows in the map of keys that wait for admission. A map with
         fewer rows is enlarged. 0, the default: the map is not enlarged.
 
-    Raises: ValueError: `capacity` is less than the present number of rows, or above `MAX_CAPACITY`.
+    Raises: ValueError: `capacity` is above `MAX_CAPACITY`.
     """
-    old = params.rows.shape[0]
-    if not old <= capacity <= MAX_CAPACITY:
-        raise ValueError(
-            f"table {table.name!r} has {old} rows and cannot grow to {capacity} (at most {MAX_CAPACITY})."
-        )
 
     def copied(larger: Array, array: Array) -> Array:
         return jax.lax.dynamic_update_slice_in_dim(larger, array, 0, axis=0)
