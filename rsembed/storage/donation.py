@@ -2,40 +2,39 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from jaxtyping import PyTree
 
 
-class _CtrlCLater:
+@contextlib.contextmanager
+def _ctrl_c_later() -> Iterator[None]:
     """Delays Ctrl-C until the end of a `with` block.
 
-    `_CtrlCLater` has no effect outside the main thread, because Python handles Ctrl-C in the main
+    `_ctrl_c_later` has no effect outside the main thread, because Python handles Ctrl-C in the main
     thread.
     """
+    handler = signal.getsignal(signal.SIGINT)
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or not callable(handler):
+        yield
+        return
+    signals: list[tuple[int, Any]] = []
 
-    def __enter__(self) -> None:
-        self._signals: list[tuple[int, Any]] = []
-        self._handler: Any = None
-        if threading.current_thread() is not threading.main_thread():
-            return
-        handler = signal.getsignal(signal.SIGINT)
-        if callable(handler):
-            self._handler = handler
-            signal.signal(signal.SIGINT, self._remember)
+    def remember(number: int, frame: object) -> None:
+        signals.append((number, frame))
 
-    def _remember(self, number: int, frame: object) -> None:
-        self._signals.append((number, frame))
-
-    def __exit__(self, *error: object) -> None:
-        if self._handler is None:
-            return
-        signal.signal(signal.SIGINT, self._handler)
-        if self._signals:
-            self._handler(*self._signals[-1])
+    signal.signal(signal.SIGINT, remember)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if signals:
+            handler(*signals[-1])
 
 
 def kept(
@@ -52,7 +51,7 @@ def kept(
       program: jitted function that donates its operands.
       *operands: arguments of the program.
     """
-    with _CtrlCLater():
+    with _ctrl_c_later():
         result = program(*operands)
         keep(result)
     return result
