@@ -26,7 +26,7 @@ from rsembed.keys import Keys, check_fits, join_keys, local_rows, owners, split_
 from rsembed.sizes import padded_size
 from rsembed.specs import TableSpec
 from rsembed.storage import row_map
-from rsembed.storage.hashed_rows import DynamicTable, stack, unstack, with_keys as with_map
+from rsembed.storage.hashed_rows import DynamicTable, stack, unstack, with_keys
 from rsembed.storage.protocol import SlotTree, State, Storage, on_host
 from rsembed.storage.row_map import Eviction, RowMap
 
@@ -84,10 +84,7 @@ class SavedArray:
         Raises: CorruptCheckpointError: the file is damaged.
         """
         array = np.empty(self.shape, self.dtype)
-        rows = array
-        if not self.shape:
-            rows = array.reshape(1)
-        for _ in self.read(rows):
+        for _ in self.read(np.atleast_1d(array)):
             pass
         return array
 
@@ -352,13 +349,12 @@ def import_rows(
     """
     names = array_names(table, slots)
     _check_names(table, exported, names)
-    num_keys = len(exported.get("keys", ()))
-    _checked(table, exported, "keys", (num_keys,))
+    keys = _checked_keys(table, exported, "")
     arrays = dict(zip(names, (params.rows, *slots), strict=True))
     imported: dict[str, PyTree] = {}
     for name, array in arrays.items():
         if name == "values" or name in exported:
-            shape = (num_keys, *array.shape[1:])
+            shape = (*keys.shape, *array.shape[1:])
             imported[name] = _checked(table, exported, name, shape)
     where = f"table {table.name!r}"
     if len(imported) < len(names):
@@ -368,7 +364,7 @@ def import_rows(
         values = as_dtype(values, np.float32, where, "values")
         initial_slots = table.optimizer.init_slots(jnp.asarray(values))
         imported = dict(zip(names[1:], initial_slots, strict=True)) | imported
-    params, positions = with_keys(params, exported, table, num_shards)
+    params, positions = _with_keys(params, keys, exported, table, num_shards)
     written = []
     for name, array in arrays.items():
         written.append(_written(array, positions, imported[name], num_shards, where, name))
@@ -391,22 +387,22 @@ def _check_names(table: TableSpec, exported: Export, names: Sequence[str]) -> No
         raise ValueError(f"table {table.name!r}: cannot import {unknown}; it has {sorted(known)}.")
 
 
-def with_keys(
+def _with_keys(
     params: DynamicTable,
+    keys: Keys,
     exported: Export,
     table: TableSpec,
     num_shards: int,
 ) -> tuple[DynamicTable, Positions]:
     """Adds the keys of `exported` to a table, with their `last_step` and `count`.
 
-    `with_keys` writes no vectors and no slots, so the caller must write them. The arguments have
-    the same meaning as in `import_rows`.
+    `_with_keys` writes no vectors and no slots, so the caller must write them. `keys` are the keys
+    of `exported`. All other arguments have the same meaning as in `import_rows`.
 
     Returns: the new parameters, and the row index of each key.
 
     Raises: ValueError: see `import_rows`.
     """
-    keys = _checked_keys(table, exported, "")
     if params.keys is None:
         positions = _fixed_positions(table, keys, params.rows.shape[0], num_shards)
     else:
@@ -418,7 +414,7 @@ def with_keys(
             "",
             num_shards,
         )
-        params = with_map(params, maps)
+        params = with_keys(params, maps)
     if params.waiting is None:
         num_waiting = len(exported.get("waiting_keys", ()))
         if num_waiting:
@@ -643,8 +639,7 @@ def _with_rows_for(
     for shard, shard_map in enumerate(unstack(maps, num_shards, 1)):
         is_owned = owner == shard
         shard_keys = jax.tree.map(lambda lane, mask=is_owned: lane[mask], keys)
-        num_free = int(shard_map.num_free[0])
-        shard_map, assigned = _find_or_assign(
+        larger_map, assigned = _find_or_assign(
             shard_map,
             shard_keys,
             last_steps[is_owned],
@@ -653,9 +648,9 @@ def _with_rows_for(
         rows = np.asarray(assigned)
         num_missing = int(np.sum(rows == NO_ROW))
         if num_missing:
-            num_used = int((shard_map.last_step != row_map.FREE).sum())
-            num_assigned = rows.size - num_missing
-            num_rows = num_free + num_used - num_assigned
+            num_free = int(shard_map.num_free[0])
+            num_used = np.count_nonzero(shard_map.last_step != row_map.FREE)
+            num_rows = num_free + num_used
             needed = _keys_on_fullest_shard(maps, keys, num_shards)
             if prefix:
                 actual = f"admission_capacity={num_rows}"
@@ -671,7 +666,7 @@ def _with_rows_for(
                 "shard."
             )
         positions[is_owned] = shard * capacity + rows
-        larger.append(shard_map)
+        larger.append(larger_map)
     return stack(larger, 1), positions
 
 
