@@ -330,11 +330,8 @@ class HostTable(HostCached):
         if shapes != expected:
             raise ValueError(f"table {table.name!r} takes {expected}, got {shapes}.")
 
-        def for_all_shards(leaf: Array) -> np.ndarray:
-            return np.concatenate([np.asarray(leaf)] * num_shards)
-
-        rows_per_shard = params.rows.shape[0] // num_shards
-        keys = jax.tree.map(for_all_shards, row_map.empty(rows_per_shard))
+        no_keys = row_map.empty(params.rows.shape[0] // num_shards)
+        keys = hashed_rows.stack([no_keys] * num_shards, 1)
         params = params._replace(keys=keys)
         params = self.advanced(params, num_shards)
         self.begin(params)
