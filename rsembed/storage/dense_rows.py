@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
 from rsembed.arrays import is_traced
 from rsembed.kernels import api
@@ -197,22 +197,11 @@ class DenseRows(Storage):
         ahead: ReadAhead | None = None,
     ) -> Vectors:
         """Vectors of the ids, in the table's dtype, and 0 as the number of ids without a row."""
-        del ahead
+        del table, ahead
         rows = self._rows(keys)
-        vectors = self.vectors(params, rows, table)
+        (vectors,) = api.gather_rows((params,), rows)
         num_unknown = jnp.zeros((), jnp.int32)
         return vectors, num_unknown
-
-    def vectors(
-        self,
-        params: Array,
-        rows: Int[Array, " nnz"],
-        table: TableSpec,
-    ) -> Float[Array, "nnz dim"]:
-        """Vectors of the rows, in the dtype of the table, and zeros for `NO_ROW`."""
-        del table
-        (vectors,) = api.gather_rows((params,), rows)
-        return vectors
 
     def find(
         self,

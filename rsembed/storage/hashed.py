@@ -10,13 +10,13 @@ from typing import Annotated, ClassVar, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray, PyTree
+from jaxtyping import Array, Bool, Int, PRNGKeyArray, PyTree
 
 from rsembed.arrays import is_traced
 from rsembed.checks import PositiveInt, check_fields, dtype_among
 from rsembed.initial_values import keyed_form, table_keys, traced_initializer
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW, Call, CallGradients, IdList, KeyOrKeys, Step
+from rsembed.kernels.contract import NO_ROW, Call, CallGradients, KeyOrKeys, Step
 from rsembed.kernels.keyed import varying_zero
 from rsembed.keys import KEY_DTYPES, Keys
 from rsembed.optimizers.base import Slots
@@ -91,18 +91,6 @@ class DynamicRows(Storage):
 
         empty_call = Call((), ())
         return self.pooled(params, keys, empty_call, table, gather, ahead)
-
-    def vectors(
-        self,
-        params: DynamicTable,
-        rows: Int[Array, " nnz"],
-        table: TableSpec,
-    ) -> Float[Array, "nnz dim"]:
-        """Float32 vectors of the rows, and zeros for `NO_ROW`."""
-        del table
-        call = Call.of([IdList.single(rows)], ["sum"])
-        (vectors,) = api.lookup((params.rows,), call)
-        return vectors
 
     def step(
         self,
@@ -343,10 +331,9 @@ class Hashed(DynamicRows):
             return pool(params.rows, rows), varying_zero(rows)
 
         def from_vectors() -> tuple[PyTree, Array]:
-            vectors = self.vectors(params, rows, table)
-            # `vectors` gets the dtype of the table, so that initial values are rounded in a lookup
-            # as in an optimizer step.
-            vectors = vectors.astype(params.rows.dtype)
+            # The vectors have the dtype of the table, so that initial values are rounded in a
+            # lookup as in an optimizer step.
+            (vectors,) = api.gather_rows((params.rows,), rows)
             # If the rows and keys come from different states, lookups return NaN, because a
             # compiled function cannot raise an error.
             nan = jnp.asarray(jnp.nan, vectors.dtype)

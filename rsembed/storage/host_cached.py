@@ -122,9 +122,9 @@ class HostCached(DynamicRows):
     ) -> Vectors:
         del ahead
         rows = _cached_rows(params, keys, table.name)
-        vectors = self.vectors(params, rows, table)
+        (vectors,) = api.gather_rows((params.rows,), rows)
         num_unknown = jnp.zeros((), jnp.int32)
-        return vectors, num_unknown
+        return vectors.astype(jnp.float32), num_unknown
 
     def find(
         self,

@@ -253,7 +253,7 @@ class Storage(abc.ABC):
         return keys.only(~is_never_true)
 
     def vector_dtype(self, table: TableSpec) -> DTypeLike:
-        """Dtype of the vectors that `read` and `vectors` return."""
+        """Dtype of the vectors that `read` returns."""
         del table
         return jnp.float32
 
@@ -340,15 +340,6 @@ class Storage(abc.ABC):
         index = jnp.arange(keys.shape[0], dtype=jnp.int32)
         index = jnp.where(keys.is_key, index, NO_ROW)
         return pool(vectors, index), num_unknown
-
-    @abc.abstractmethod
-    def vectors(
-        self,
-        params: Params,
-        rows: Int[Array, " nnz"],
-        table: TableSpec,
-    ) -> Float[Array, "nnz dim"]:
-        """Vectors of the rows that `find` returned. The vector of `NO_ROW` is zeros."""
 
     @abc.abstractmethod
     def find(

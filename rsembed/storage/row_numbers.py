@@ -13,6 +13,7 @@ from jaxtyping import Array, Int, PyTree
 from rsembed.bags import PAD_ID
 from rsembed.checks import dtype_among
 from rsembed.initial_values import traced_initializer
+from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, Call, KeyOrKeys, Step
 from rsembed.keys import KEY_DTYPES, Keys, join_keys, local_rows
 from rsembed.optimizers.base import Slots
@@ -118,7 +119,7 @@ class RowNumbers(DynamicRows):
 
         def from_vectors() -> PyTree:
             index = jnp.arange(keys.shape[0], dtype=jnp.int32)
-            vectors = self.vectors(params, rows, table)
+            (vectors,) = api.gather_rows((params.rows,), rows)
             index = jnp.where(keys.is_key, index, NO_ROW)
             return pool(vectors, index)
 
