@@ -76,7 +76,7 @@ storage/hashed.py  storage/test_admission.py
 storage/host_cached.py  storage/test_corners.py -k leave_the_device
     row_map.add_counts(row_map.count_of(known, rows), uses) => uses
 storage/logical_rows.py  storage/test_evict.py
-    np.lexsort(lanes) => np.lexsort((lanes[0], -lanes[1]))
+    np.argsort(worth, kind="stable") => np.argsort(-worth, kind="stable")
 collection/rows.py  storage/test_contract.py
     _, gains, _ = entry_gains(bags, NO_ROW) => gains = ids.weights
 collection/asked_rows.py  storage/test_contract.py -k many

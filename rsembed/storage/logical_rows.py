@@ -248,16 +248,13 @@ def rows_to_leave(
         squared_norms = on_host(_squared_norms(params.rows)).astype(np.float64)
         is_evicted |= is_used & (np.sqrt(squared_norms) < norm_below)
     if keep is not None:
-        used = np.flatnonzero(is_used)
-        high = on_host(maps.high)[used]
-        low = on_host(maps.low)[used]
-        keys = join_keys(high, low, dtype=_key_dtype(table))
-        worth = on_host(row_map.worth(maps, policy))[used]
-        lanes = (keys, worth)
-        order = np.lexsort(lanes)
-        num_evicted = max(used.size - keep, 0)
-        evicted = used[order[:num_evicted]]
-        is_evicted[evicted] = True
+        positions, _ = _by_key(table, maps, is_used)
+        worth = on_host(row_map.worth(maps, policy))[positions]
+        # `positions` are in ascending order of the keys, and a stable sort keeps this order among
+        # rows of equal worth.
+        order = np.argsort(worth, kind="stable")
+        num_evicted = max(positions.size - keep, 0)
+        is_evicted[positions[order[:num_evicted]]] = True
     return _by_key(table, maps, is_evicted)
 
 
