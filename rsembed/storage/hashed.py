@@ -34,6 +34,7 @@ from rsembed.storage.protocol import (
     Vectors,
     of_near_sizes,
     on_host,
+    positions_of,
 )
 from rsembed.storage.row_map import Eviction, RowMap
 
@@ -339,7 +340,7 @@ class Hashed(DynamicRows):
             nan = jnp.asarray(jnp.nan, vectors.dtype)
             vectors = jnp.where(is_bound, vectors, nan)
             strangers = keys.only(rows == NO_ROW)
-            index = jnp.arange(keys.shape[0], dtype=jnp.int32)
+            index = positions_of(keys)
             if ahead is None:
                 once = jnp.ones(keys.shape, jnp.int32)
                 _, distinct, _, _ = row_map.entries(strangers, once)
@@ -365,7 +366,6 @@ class Hashed(DynamicRows):
                 index = jnp.where(first == NO_ROW, index, first)
                 is_unknown = new.is_admitted
             num_unknown = jnp.sum(is_unknown, dtype=jnp.int32)
-            index = jnp.where(keys.is_key, index, NO_ROW)
             return pool(vectors, index), num_unknown
 
         # Late in training, most batches have no new keys, so they take the faster branch

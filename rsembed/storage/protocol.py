@@ -337,9 +337,7 @@ class Storage(abc.ABC):
         """
         del call
         vectors, num_unknown = self.read(params, keys, table, ahead)
-        index = jnp.arange(keys.shape[0], dtype=jnp.int32)
-        index = jnp.where(keys.is_key, index, NO_ROW)
-        return pool(vectors, index), num_unknown
+        return pool(vectors, positions_of(keys)), num_unknown
 
     @abc.abstractmethod
     def find(
@@ -591,6 +589,12 @@ class Storage(abc.ABC):
         """
         del params, num_shards
         return {}
+
+
+def positions_of(keys: Keys) -> Int[Array, " nnz"]:
+    """Position of each key in `keys`, and `NO_ROW` for padding."""
+    positions = jnp.arange(keys.shape[0], dtype=jnp.int32)
+    return jnp.where(keys.is_key, positions, NO_ROW)
 
 
 def on_host(array: PyTree) -> np.ndarray:

@@ -21,7 +21,7 @@ from rsembed.specs import TableSpec
 from rsembed.storage import hashed_rows
 from rsembed.storage.hashed import DynamicRows
 from rsembed.storage.hashed_rows import Counters, DynamicTable
-from rsembed.storage.protocol import Found, Pool, ReadAhead, State
+from rsembed.storage.protocol import Found, Pool, ReadAhead, State, positions_of
 
 MAX_KEYS = 2**32
 
@@ -118,10 +118,8 @@ class RowNumbers(DynamicRows):
             return pool(params.rows, rows)
 
         def from_vectors() -> PyTree:
-            index = jnp.arange(keys.shape[0], dtype=jnp.int32)
             (vectors,) = api.gather_rows((params.rows,), rows)
-            index = jnp.where(keys.is_key, index, NO_ROW)
-            return pool(vectors, index)
+            return pool(vectors, positions_of(keys))
 
         output = jax.lax.cond(num_beyond == 0, from_rows, from_vectors)
         return output, num_beyond
