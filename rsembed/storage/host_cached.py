@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar
 
 import jax
@@ -233,25 +233,20 @@ class HostTable(HostCached):
         impl = jax.random.key_impl(params.key)
         key = jax.random.wrap_key_data(data, impl=impl)
         first_values = functools.partial(fresh_rows, key, table=self.table)
+        self._first_values = jax.jit(first_values)
         one_id = jax.ShapeDtypeStruct((1,), jnp.int32)
         arrays = []
-        for row in jax.eval_shape(first_values, one_id):
+        for row in jax.eval_shape(self._first_values, one_id):
             shape = (self.table.vocabulary_size, *row.shape[1:])
             arrays.append(np.zeros(shape, row.dtype))
-        compiled = jax.jit(first_values)
-        checked = functools.partial(self._checked_values, compiled)
-        self.backing = BackingStore(arrays, checked)
+        self.backing = BackingStore(arrays, self._checked_values)
 
-    def _checked_values(self, first_values: Callable[..., PyTree], ids: Rows) -> Sequence[Array]:
+    def _checked_values(self, ids: Rows) -> Sequence[Array]:
         """Computes initial values and slots of rows, and checks values of custom initializers.
-
-        Args:
-          first_values: function `(ids) -> arrays` that computes initial values and slots.
-          ids: ids of the rows.
 
         Raises: ValueError: a value is not finite.
         """
-        arrays: Sequence[Array] = first_values(ids)
+        arrays: Sequence[Array] = self._first_values(ids)
         if self.table.initializer is not default_initializer:
             check_finite(
                 arrays[0],
