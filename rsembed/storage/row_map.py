@@ -638,8 +638,6 @@ def least(
         # With the sign bit flipped, negative keys are smaller than positive keys.
         high = high ^ jnp.uint32(SIGN_BIT)
     lanes = (worth.astype(jnp.uint32), high, row_map.low)
-    if row_map.num_tables == 1:
-        return _first(lanes, is_candidate, num_wanted[0])
     lanes_by_table = []
     for lane in lanes:
         lanes_by_table.append(lane.reshape(row_map.num_tables, -1))
