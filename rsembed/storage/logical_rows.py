@@ -47,7 +47,12 @@ Positions = Int[np.ndarray, " n"]
 """Row indices in an array that is the concatenation of all shards."""
 
 _find_or_assign = jax.jit(row_map.find_or_assign)
-_release = jax.jit(row_map.release)
+
+
+@jax.jit
+def _removed(shard_map: RowMap, keys: Keys) -> RowMap:
+    rows = row_map.find(shard_map, keys)
+    return row_map.release(shard_map, rows)
 
 
 @jax.jit
@@ -589,18 +594,12 @@ def _fixed_positions(table: TableSpec, keys: Keys, num_rows: int, num_shards: in
 
 def _without(maps: RowMap, removed: Keys, num_shards: int) -> RowMap:
     """Removes keys from the maps of all shards, and returns the new maps."""
-    present = join_keys(on_host(maps.high), on_host(maps.low))
-    removed_keys = join_keys(removed.high, removed.low)
-    is_removed = np.isin(present, removed_keys)
-    is_removed &= on_host(maps.last_step) != row_map.FREE
-    if not is_removed.any():
+    is_used = on_host(maps.last_step) != row_map.FREE
+    if not is_used.any():
         return maps
-    by_shard = is_removed.reshape(num_shards, -1)
-    row_numbers = np.arange(by_shard.shape[1])
-    rows = np.where(by_shard, row_numbers, NO_ROW).astype(np.int32)
     smaller = []
-    for shard_map, shard_rows in zip(unstack(maps, num_shards, 1), rows, strict=True):
-        smaller.append(_release(shard_map, shard_rows))
+    for shard_map in unstack(maps, num_shards, 1):
+        smaller.append(_removed(shard_map, removed))
     return stack(smaller, 1)
 
 
