@@ -124,7 +124,7 @@ class HostCached(DynamicRows):
         rows = _cached_rows(params, keys, table.name)
         (vectors,) = api.gather_rows((params.rows,), rows)
         num_unknown = jnp.zeros((), jnp.int32)
-        return vectors.astype(jnp.float32), num_unknown
+        return vectors, num_unknown
 
     def find(
         self,
