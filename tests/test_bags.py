@@ -13,7 +13,8 @@ ROWS = [[3, 1], [], [4], [2, 2, 0]]
 
 
 def test_a_column_that_numpy_cannot_read_is_refused_by_the_name_of_its_feature():
-    class Tensor:  # of torch, with a gradient or a sign to be resolved
+    # A tensor of torch raises this error if it requires a gradient.
+    class Tensor:
         def __array__(self, dtype=None, copy=None):
             raise RuntimeError("Can't call numpy() on Tensor that requires grad.")
 
@@ -22,7 +23,7 @@ def test_a_column_that_numpy_cannot_read_is_refused_by_the_name_of_its_feature()
 
 
 class Bfloat16Tensor:
-    """A tensor of torch in bfloat16, as numpy and JAX see it."""
+    """Like a bfloat16 tensor of torch: NumPy cannot read it, and JAX reads it by DLPack."""
 
     def __init__(self, values):
         self._array = jnp.asarray(values, jnp.bfloat16)
@@ -67,9 +68,8 @@ NO_PLAIN_IDS = [True, False, None, 1.5, "1", b"i", [2], np.int64(5)]
 )
 @hypothesis.example([[], []])
 @hypothesis.example([[1, [2]], []])
-@hypothesis.example(
-    [[91, 105], [False] * 5]
-)  # 91 and 105 are the letters that stand for a list and an integer
+# `marshal` writes lists and integers with the letters "[" and "i", which have the codes 91 and 105.
+@hypothesis.example([[91, 105], [False] * 5])
 def test_lists_mean_what_tuples_mean_that_are_read_row_by_row(rows):
     def result(rows):
         try:

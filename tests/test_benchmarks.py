@@ -1,4 +1,4 @@
-"""Contestants of the timing scripts do the same work, on workloads too small to time."""
+"""The contestants of each timing script do the same work. The workloads are too small to time."""
 
 import os
 import sys
@@ -75,7 +75,8 @@ def ragged(scripts, monkeypatch):
     return ragged
 
 
-@pytest.mark.filterwarnings("ignore")  # of torch and FBGEMM, as they are imported
+# Imports of torch and FBGEMM warn.
+@pytest.mark.filterwarnings("ignore")
 def test_ragged_contestants_prepare_one_batch_and_are_all_timed(ragged):
     batches = ragged.draw_batches(6, 3)
     runs = ragged.our_contestants(batches)
@@ -112,7 +113,7 @@ def test_contestants_of_serving_look_up_the_same_vectors(scripts, monkeypatch):
 
 
 def test_every_wing_whose_compiling_is_timed_trains(scripts, monkeypatch):
-    # Which the script is going to change.
+    # The script changes XLA_FLAGS when it is imported. Pytest restores the variable after the test.
     monkeypatch.setenv("XLA_FLAGS", os.environ.get("XLA_FLAGS", ""))
     import compiling
 
@@ -132,7 +133,8 @@ def test_tables_made_small_are_as_small_as_they_say_and_learn(scripts, monkeypat
     monkeypatch.setitem(
         smaller.LOGS, "clicks", lambda seed: smaller.clicks(seed, num_samples=6_000)
     )
-    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+    # optax needs standard dtype promotion.
+    with jax.numpy_dtype_promotion("standard"):
         records = list(smaller.study(["clicks"], 1))
     smaller.draw(records, "a machine", tmp_path / "picture.png")
     assert [record["method"] for record in records] == ["dense", *smaller.METHODS]
@@ -157,7 +159,7 @@ def test_the_trial_of_faults_tells_older_checkpoints_from_wrong_ones(scripts, mo
     import faults
 
     class Blind(faults.Rsembed):
-        """Restores the newest checkpoint, and looks at nothing."""
+        """Always returns the same tree, and never reads a checkpoint."""
 
         def restore(self):
             return faults.tree_of(0)
@@ -171,11 +173,13 @@ def test_the_trial_of_faults_tells_older_checkpoints_from_wrong_ones(scripts, mo
         assert outcomes[fault.__name__, "blind"] == {"WRONG": 1}
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of FBGEMM, as it is imported
+# The import of FBGEMM warns.
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_everybody_on_a_gpu_would_train_the_same_tables(scripts, monkeypatch):
     import gpu
 
-    monkeypatch.delitem(gpu.RULES, "row-wise Adagrad")  # plain XLA has no such step
+    # The contestant of plain XLA has no row-wise Adagrad.
+    monkeypatch.delitem(gpu.RULES, "row-wise Adagrad")
     records = list(gpu.measure("C", gpu.cases(tiny=True)["C"], 1, bandwidth=1e9))
     assert {"ours", "reference", "XLA"} <= {record["who"] for record in records}
     assert not [record for record in records if "error" in record]
@@ -255,13 +259,15 @@ def test_the_page_of_results_comes_from_one_command_and_says_first_what_is_worse
     store, page = tmp_path / "results.json", tmp_path / "results.md"
     arguments = ["--ratings", str(folder), "--seeds", "1", "--click-rows", "0"]
     arguments += ["--json", str(store), "--page", str(page)]
-    with jax.numpy_dtype_promotion("standard"):  # which optax needs
+    # optax needs standard dtype promotion.
+    with jax.numpy_dtype_promotion("standard"):
         assert results.main(arguments) == 0
     text = page.read_text()
     assert "600 ratings of 60 films by 30 users" in text
     for who in ("popularity", "item-kNN", "ALS", "two towers", "self-attention", "int8", "hashed"):
         assert f"| {who} | " in text
-    monkeypatch.setattr(results, "task_of", None)  # a job that is done is not done again
+    # The second run must read all records from the file, and must not compute them again.
+    monkeypatch.setattr(results, "task_of", None)
     results.main(arguments)
     assert page.read_text() == text
 

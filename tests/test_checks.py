@@ -1,6 +1,6 @@
-"""Numbers without meaning and numbers that are not finite are refused, and every annotation can be read.
+"""Tests of checks: numbers outside an interval, numbers that are not finite, and annotations.
 
-What annotations and intervals admit, and in what words they refuse the rest, is in `bad_calls/checks.py`.
+`bad_calls/checks.py` tests what annotations and intervals accept, and the messages of the errors.
 """
 
 import dataclasses
@@ -33,8 +33,11 @@ RULES = {
     for value in CLASSES
     if hasattr(value, "step_rows") and not inspect.isabstract(value) and value.__name__[0] != "_"
 }
-FREE = (rs.optimizers.Custom, ro.base.OptaxOptimizerSpec)  # need a function or a transformation
-OUTSIDE = {  # a number just outside of an interval that does not begin at 0
+# Rules that cannot be made from a learning rate alone.
+FREE = (rs.optimizers.Custom, ro.base.OptaxOptimizerSpec)
+# A number outside the interval of a field, by the start of the field's name. For all other fields,
+# -1e-3 is outside the interval.
+OUTSIDE = {
     "exponent": 0.0,
     "max_lr_multiplier": 0.0,
     "b1": 1.0,
@@ -53,12 +56,14 @@ OUTSIDE = {  # a number just outside of an interval that does not begin at 0
 
 @pytest.mark.parametrize("rule", sorted(RULES - {*FREE}, key=lambda rule: rule.__name__))
 def test_rules_refuse_numbers_without_meaning(rule):
-    if rule is not rs.optimizers.FTRL:  # which divides by it
+    # FTRL divides by the learning rate.
+    if rule is not rs.optimizers.FTRL:
         rule(learning_rate=0)
     for field in dataclasses.fields(rule):
         if "float" not in str(field.type) and "LearningRate" not in str(field.type):
             continue
-        if field.name == "rms_clip_threshold":  # any number has a meaning
+        # LaProp refuses every number in this field, with another message.
+        if field.name == "rms_clip_threshold":
             continue
         beginnings = [start for start in OUTSIDE if field.name.startswith(start)]
         outside = OUTSIDE[beginnings[-1]] if beginnings else -1e-3
@@ -72,7 +77,7 @@ def test_rules_refuse_numbers_without_meaning(rule):
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, jnp.bfloat16, np.int32])
 @pytest.mark.parametrize("make", [np.array, jnp.array])
 def test_the_first_number_that_is_not_finite_is_named_by_its_row(make, dtype):
-    """Against a loop over all rows, in arrays of one block and of many."""
+    """Checks small arrays, which are one block, and large arrays, which are many blocks."""
     generator = np.random.default_rng(0)
     for shape in ((3,), (70_000, 40)):
         clean = make(np.ones(shape), dtype)
@@ -87,7 +92,8 @@ def test_the_first_number_that_is_not_finite_is_named_by_its_row(make, dtype):
                 ValueError, match=rf"x: {number} in row {rows[0]} is (not|negative)"
             ):
                 check_finite(make(spoilt, dtype), "x", may_be_negative=may_be_negative)
-    jax.jit(lambda values: check_finite(values, "x"))(np.float32(NAN))  # known later
+    # Inside `jit`, values are traced, so they are not checked.
+    jax.jit(lambda values: check_finite(values, "x"))(np.float32(NAN))
 
 
 def spoilt_rows():
@@ -173,7 +179,7 @@ def test_every_rule_names_slots_that_it_has_and_never_makes_these_negative():
     "path", [path for path in sorted(ROOT.rglob("*.py")) if "@validated" in path.read_text()]
 )
 def test_every_annotation_of_a_validated_function_can_be_read(path):
-    """And those of all others in its module: what cannot be read is not checked, without a word."""
+    """Reads all annotations of a module, as an argument with an unreadable one is not checked."""
     module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
     values = [value for value in vars(module).values() if inspect.getmodule(value) is module]
     for kind in filter(inspect.isclass, tuple(values)):
