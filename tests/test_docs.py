@@ -1,4 +1,4 @@
-"""The pages name what exists: every public name in the reference, every call of the migration tables."""
+"""Tests of the pages: the reference is complete, names and links exist, and programs run."""
 
 import ast
 import functools
@@ -38,7 +38,7 @@ PACKAGES = [
 @pytest.mark.parametrize("package", ["rsembed", *PACKAGES])
 def test_the_reference_has_exactly_the_names_that_a_package_offers(package):
     module = importlib.import_module(package)
-    # Not what other imports left behind.
+    # Names that do not occur in the file were put into the package by other imports.
     imported = set(re.findall(r"\b\w+\b", Path(module.__file__).read_text()))
     offered = {
         name
@@ -65,13 +65,13 @@ def test_every_public_object_has_one_entry_on_one_page():
     pages = "".join(reference.page(room) for rooms in reference.GROUPS.values() for room in rooms)
     named = re.findall(r"^\.\. auto(?:class|function|data):: (\S+)$", pages, re.M)
     assert sorted(named) == sorted({*reference.entries().values()})
-    # Which users are given.
+    # No module exports these classes, but annotations of public functions and classes name them.
     assert {"rsembed.datasets.text.Text", "rsembed.optimizers.rules.F2A"} <= {*named}
 
 
 @functools.cache
 def objects(kind):
-    """Classes or functions of the reference, by name."""
+    """Objects of the reference by name: those for which `reference.kind` returns `kind`."""
     values = {name: reference.found(name) for name in sorted({*reference.entries().values()})}
     return {name: value for name, value in values.items() if reference.kind(value) == kind}
 
@@ -82,7 +82,7 @@ def test_every_public_function_and_class_says_what_it_is():
     silent = []
     for name, value in named.items():
         text = inspect.getdoc(value) or ""
-        # Python makes these where nobody wrote one.
+        # Python generates docstrings with these beginnings for classes without a docstring.
         made = (f"{value.__name__}(", "An enumeration", "Create a collection")
         if not text or text.startswith(made):
             silent.append(name)
@@ -142,7 +142,8 @@ def test_the_entry_of_a_rule_has_all_its_arguments():
     assert len(rules) > 15
 
 
-DEFAULT_INITIALIZER = rsembed.specs.default_initializer  # tests replace it by a cheap one
+# A fixture of every test replaces this initializer with one that compiles fast.
+DEFAULT_INITIALIZER = rsembed.specs.default_initializer
 
 
 def test_the_entry_of_a_dataclass_shows_the_values_of_its_defaults(monkeypatch):
@@ -223,7 +224,8 @@ def test_links_between_pages_and_to_files_lead_somewhere():
     ]:
         for link in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", page.read_text()):
             place = (page.parent / link).resolve()
-            in_notebooks = ROOT / link  # the site has a copy of them below docs/
+            # The site has a copy of the notebooks in docs/notebooks.
+            in_notebooks = ROOT / link
             if link not in generated and not place.exists() and not in_notebooks.exists():
                 broken.append(f"{page.name}: {link}")
     assert broken == []
@@ -278,7 +280,7 @@ def test_the_report_that_the_page_on_loaders_shows_is_the_one_that_its_program_p
 
 
 def run_programs(page, sections=None):
-    """The names that programs of a page, run one after the other, leave behind; and how many there were."""
+    """Runs all programs of a page in one namespace, and returns it and the number of programs."""
     names = {"__name__": "page"}
     text = sections or (ROOT / "docs" / page).read_text()
     programs = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
@@ -313,7 +315,8 @@ def test_the_programs_of_the_page_on_optimizers_run_as_printed():
     names, count = run_programs("optimizers.md")
     assert count == 4
     assert np.isfinite(names["two_steps"](names["quick"])).all()
-    with jax.numpy_dtype_promotion("standard"):  # schedules of optax mix the step with floats
+    # Schedules of optax compute with the integer step and floats.
+    with jax.numpy_dtype_promotion("standard"):
         assert np.isfinite(names["two_steps"](names["rule"])).all()
 
 
@@ -340,7 +343,7 @@ def test_the_page_on_optimizers_says_what_every_accumulator_starts_from():
     assert {"Adagrad": 0.1, "RowWiseAdagrad": 0.0, "FTRL": 0.1}.items() <= starts.items()
 
 
-# Where a reader who searches for a phrase finds the paragraph about it.
+# A page for each phrase that readers search for. One of its sections is about the phrase.
 PHRASES = {
     "learning rate schedule": "optimizers.md",
     "string ids": "loaders.md",
@@ -362,7 +365,7 @@ def test_a_phrase_that_people_search_for_begins_a_section(phrase, name):
         first_paragraph = text.strip().partition("\n\n")[0]
         beginnings.append(f"{heading} {first_paragraph}".replace("\n", " ").lower())
     assert any(phrase.lower() in beginning for beginning in beginnings)
-    # A main entry of the index comes first in the search's results, and a heading with a hyphen does not.
+    # The search lists main entries of the index first, but not headings with a hyphen.
     assert re.search(rf"^```{{index}}.*! {phrase}\b", page.read_text(), re.MULTILINE)
 
 
@@ -385,7 +388,8 @@ def test_the_program_of_the_page_on_checks_is_refused_in_the_words_that_it_shows
 
 
 def test_the_programs_of_the_page_on_long_runs_save_and_log_what_they_say(capsys, monkeypatch):
-    library = mock.MagicMock()  # in the place of tensorboardX
+    # tensorboardX may not be installed.
+    library = mock.MagicMock()
     monkeypatch.setitem(sys.modules, "tensorboardX", library)
     names, count = run_programs("reliability.md")
     assert count == 6
@@ -421,7 +425,7 @@ def test_the_citation_is_of_this_version():
 
 
 def test_every_source_file_that_a_page_names_exists():
-    """Whole paths, or the end of one: `collection/stack.py`, `stack.py`."""
+    """A page may name a file by a part of its path, such as `collection/stack.py` or `stack.py`."""
     pages = [*(ROOT / "docs").glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
     folders = ("benchmarks", "datasets", "docs", "notebooks", "rsembed", "tests", "tools")
     files = []

@@ -1,4 +1,4 @@
-"""The scripts beside the notebooks do what they say, for a few steps."""
+"""Runs the scripts beside the notebooks for a few steps, and checks their results."""
 
 import dataclasses
 import math
@@ -61,7 +61,8 @@ def test_a_short_log_with_a_header_shows_its_loss_and_every_epoch(tmp_path, caps
     assert printed.count("step ") >= 20
     for epoch in (1, 2, 3):
         assert printed.count(f"DLRM, epoch {epoch} ") == 2
-    assert printed.count(" held-out log-loss ") == len(results) == 3  # once, for what was chosen
+    # Each model reports the held-out rows once, after the validation rows have chosen its settings.
+    assert printed.count(" held-out log-loss ") == len(results) == 3
     assert "DLRM: the validation rows chose rate 0.1 and epoch 3" in printed
     assert results["DLRM"].auc > 0.9 and results["logistic regression"].auc > 0.9
 
@@ -72,7 +73,7 @@ def test_the_rows_that_are_reported_choose_nothing(monkeypatch):
     train, _ = criteo.generated(2_000, num_features=2)
     held_out, _ = criteo.generated(200, num_features=2, sample_seed=1)
     validation, _ = criteo.generated(200, num_features=2, sample_seed=2)
-    # On the held-out rows the last epoch is the best, on the validation rows the first.
+    # Epoch 1 is the best on the validation rows. The held-out rows must not be judged.
     first, last = criteo.Quality(0.5, 0.6, 9, 3), criteo.Quality(0.7, 0.6, 9, 3)
     for fit in (
         lambda: criteo.fit_linear((train, validation, held_out), 100, 2, 0.05, 0),
@@ -88,7 +89,8 @@ def test_auc_is_the_share_of_pairs_in_order_and_the_loss_that_of_its_formula():
     criteo = script("criteo")
     generator = np.random.default_rng(0)
     labels = generator.integers(0, 2, 60)
-    scores = generator.integers(0, 20, 60) / 4  # some are equal
+    # Some of the scores are equal.
+    scores = generator.integers(0, 20, 60) / 4
     clicked = scores[labels == 1][:, None]
     others = scores[labels == 0]
     in_order = (clicked > others) + 0.5 * (clicked == others)
@@ -103,7 +105,8 @@ def test_auc_is_the_share_of_pairs_in_order_and_the_loss_that_of_its_formula():
 def test_word2vec_brings_words_of_one_kind_together():
     word2vec = script("word2vec")
     losses, vectors, text = word2vec.main(["--steps", "1000"])
-    assert abs(losses[0] - 6 * math.log(2)) < 0.1  # six scores of about 0
+    # The first loss is that of six scores of about 0.
+    assert abs(losses[0] - 6 * math.log(2)) < 0.1
     assert np.mean(losses[-100:]) < 0.85 * losses[0]
     assert "shall" in word2vec.nearest(vectors, text, "will")
 
@@ -116,7 +119,7 @@ def test_a_converted_model_has_the_losses_of_nnx_embed():
 
 @pytest.fixture
 def small_training(monkeypatch):
-    """The training program on few ratings, and the numbers of films that it has."""
+    """The training program, with a smaller batch and a log of fewer ratings."""
     training = script("training")
     monkeypatch.setattr(training, "BATCH_SIZE", 256)
     log = rs.datasets.generated_ratings(200, 80, seed=0)
@@ -133,7 +136,8 @@ def test_the_training_program_has_less_than_130_lines_of_code():
 def test_a_training_that_runs_again_goes_on_with_the_bits_of_one_that_never_stopped(
     small_training, tmp_path, capsys, monkeypatch
 ):
-    monkeypatch.setitem(sys.modules, "tensorboardX", None)  # not installed
+    # With this, tensorboardX cannot be imported.
+    monkeypatch.setitem(sys.modules, "tensorboardX", None)
     folders = {"stopped": ["1", "2"], "whole": ["2"]}
     printed = {}
     for folder, epochs_of_runs in folders.items():
@@ -141,7 +145,7 @@ def test_a_training_that_runs_again_goes_on_with_the_bits_of_one_that_never_stop
             small_training.main(["--run", str(tmp_path / folder), "--epochs", epochs])
         printed[folder] = capsys.readouterr().out.splitlines()
     assert f"{tmp_path / 'stopped'} continues after epoch 1" in printed["stopped"]
-    # As many users, films and ratings, but two films have swapped their ratings.
+    # A log with as many users, films and ratings, in which two films have swapped their ratings.
     ratings = rs.datasets.generated_ratings(seed=0)
     films = np.arange(len(ratings.titles), dtype=np.int32)
     films[[0, 1]] = [1, 0]
@@ -171,7 +175,8 @@ def test_training_stops_early_restores_the_best_epoch_and_logs_to_tensorboard(
     monkeypatch.setattr(small_training, "recall", lambda *arguments, seen: next(recalls))
     log = rs.datasets.generated_ratings(seed=0)
     model, reached = small_training.fit(log, tmp_path, epochs=20, seed=0)
-    assert reached == [0.1, 0.3, 0.2, 0.3, 0.1]  # three epochs after the best one
+    # Training stops three epochs after the best one.
+    assert reached == [0.1, 0.3, 0.2, 0.3, 0.1]
     train, validation, test = small_training.split(log)
     assert int(model.embeddings.state.step) == 2 * (len(train) // 256)
     written = library.SummaryWriter.return_value.add_scalar.call_args_list

@@ -1,4 +1,4 @@
-"""The harness finds faults that are planted, and says how to see them again. `make fuzz` looks for real ones."""
+"""The fuzzer finds planted faults and prints how to repeat them. `make fuzz` finds real ones."""
 
 import importlib
 import re
@@ -71,7 +71,8 @@ def test_a_forbidden_access_is_reported_with_the_round_that_made_it(
         "planted", fuzz.Target("planted_rounds:run", sanitizer), seed=2, seconds=60
     )
     assert re.search(report, outcome.output)
-    assert outcome.cases == 6  # of two rounds
+    # Two rounds of three cases passed.
+    assert outcome.cases == 6
     assert (
         outcome.verdict
         == "FAILS; again: python -m tools.fuzz --minutes 0 --target planted --seed 4"
@@ -91,7 +92,8 @@ def test_a_kernel_that_is_wrong_by_one_is_found(monkeypatch):
 
 @NEEDS_NATIVE
 def test_a_driver_in_the_place_of_xla_gets_arrays_from_every_valid_call(monkeypatch):
-    driver = object.__new__(direct_calls.Driver)  # without a library of its own
+    # `__init__` would load the driver's library.
+    driver = object.__new__(direct_calls.Driver)
     driver.before = lambda call: None
     driver.made = lambda call: [np.zeros(*result) for result in call.results]
     monkeypatch.setattr(jax.ffi, "ffi_call", driver.ffi_call)
@@ -107,7 +109,7 @@ IN_PYTHON = [name for name, target in fuzz.TARGETS.items() if target.sanitizer i
 @pytest.mark.parametrize("name", IN_PYTHON)
 def test_a_few_short_lives_of_each_target_hold_what_they_should(monkeypatch, name):
     def short(machine, seed, **_):
-        # The first draws zeros alone.
+        # Hypothesis draws only zeros for the first example.
         return machines.live(machine, seed, max_examples=5, stateful_step_count=6)
 
     path, _, function = fuzz.TARGETS[name].function.partition(":")

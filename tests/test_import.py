@@ -36,6 +36,6 @@ def test_the_front_door_is_small():
             if name[0] != "_" and not inspect.ismodule(getattr(room, name)):
                 names.append(name)
     assert len(names) <= 79, (
-        f"there are {len(names)} public names. If the new one is needed by most users, raise the number here; if "
-        "not, leave it in its room's module."
+        f"there are {len(names)} public names: raise the limit here if most users need the new name, or "
+        "leave the name in its module"
     )
