@@ -43,7 +43,8 @@ def test_distribution_is_that_of_the_initializer_at_the_full_shape(name):
     spec = table(INITIALIZERS[name])
     ours = np.asarray(initial_rows(jax.random.key(3), spec, jnp.arange(ROWS)))
     theirs = np.asarray(spec.initializer(jax.random.key(4), (ROWS, DIM)))
-    error = 5 * theirs.std() / np.sqrt(ours.size)  # five standard errors of the mean
+    # Five standard errors of the mean.
+    error = 5 * theirs.std() / np.sqrt(ours.size)
     assert abs(ours.mean() - theirs.mean()) <= 2 * error
     assert ours.std() == pytest.approx(theirs.std(), rel=0.05)
     assert ours.max() <= 1.3 * theirs.max() + 1e-6
@@ -92,7 +93,8 @@ def test_functions_that_compute_the_same_are_of_one_form_and_no_others():
         form(table(rows=10, initializer=scaled(scale)))
         for scale in (0.1, 0.1, 0.1 + 3e-8, 0.2, scales, scales + 1, scales)
     ]
-    assert forms[0] == forms[1]  # 0.1 + 3e-8 is another number of float32
+    assert forms[0] == forms[1]
+    # In float32, 0.1 and 0.1 + 3e-8 are different numbers.
     assert len({forms[0], *forms[2:]}) == 6
     assert form(table(rows=10, initializer=jax.jit(scaled(scales), static_argnums=1))) != forms[4]
 

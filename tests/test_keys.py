@@ -1,4 +1,4 @@
-"""64-bit keys keep their bits, and their owner and row are those of ordinary integer division."""
+"""Tests of 64-bit keys: their bits, the owners and rows of keys, and the keys of texts."""
 
 import hashlib
 import json
@@ -88,7 +88,7 @@ def test_keys_that_a_dtype_cannot_hold_are_told_and_counted(dtype, beyond):
 @example(numbers=EDGES, num_shards=MAX_SHARDS, rows_per_shard=2**31 - 1)
 @example(numbers=EDGES, num_shards=65_535, rows_per_shard=2**31 - 1)
 def test_owner_and_row_are_remainder_and_quotient(numbers, num_shards, rows_per_shard):
-    # Near the largest legal key quotients are interesting, too.
+    # Also try the largest valid key and the smallest invalid one.
     num_rows = num_shards * rows_per_shard
     numbers = [*numbers, num_rows - 1, min(num_rows, 2**64 - 1)]
     keys = split_keys(np.array(numbers, np.uint64))
@@ -128,7 +128,7 @@ def test_worked_case_of_valid_keys_without_an_index():
 
 
 def key_of(text):
-    """BLAKE2b, read byte by byte; -1 is no key."""
+    """Key of a text: its BLAKE2b hash of 8 bytes, read as a little-endian signed integer."""
     digest = hashlib.blake2b(text.encode(), digest_size=8).digest()
     number = sum(byte << (8 * place) for place, byte in enumerate(digest))
     return number - 2**64 if number >= 2**63 else number
@@ -138,5 +138,5 @@ def test_the_key_of_a_text_is_that_of_its_bytes():
     texts = ["apple", "pear", "", "größe", "apple", "e\u0301", "a\0"]
     keys = rs.hash_keys(texts)
     assert keys.dtype == np.int64 and keys.tolist() == [key_of(text) for text in texts]
-    # As in every process and release.
+    # Keys of texts must not change between processes or releases.
     assert keys[:2].tolist() == [-2328654269316264298, -1411252022289735552]

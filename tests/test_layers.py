@@ -1,4 +1,4 @@
-"""The house rules that a machine can hold: who may import whom, and how long a file may be."""
+"""Rules for the whole code: which modules may import which others, and how long a file may be."""
 
 import ast
 import re
@@ -9,22 +9,27 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# A room imports only from rooms further up in the table of the page, which tells the reasons.
+# A room is a module or package of rsembed. It may import only rooms that are above it in the table
+# of docs/architecture.md, which gives the reasons.
 TABLE = (ROOT / "docs" / "architecture.md").read_text().split("| room |")[1].split("\n\n")[0]
 ROOMS = [*re.findall(r"^\| `(\w+)` \|", TABLE, re.MULTILINE), "__main__"]
 WINGS = {"sparsecore", "tbe", "tt", "sok"}
 LEAVES = {"plot", "datasets", "__main__"}
-DRAWS = "fdo"  # a report draws itself, with the pictures of the leaf `plot`
+# This room may import the leaf `plot`, because a report can draw itself.
+DRAWS = "fdo"
 MAX_LINES = 900
 
 
 def room_of(file, package):
-    """The first step of the path inside the package: `kernels/api.py` is in the room `kernels`."""
+    """The room of a file: `kernels/api.py` is in the room `kernels`."""
     return Path(file.relative_to(package).parts[0]).stem
 
 
 def imported_names(file, package):
-    """Line and dotted name, below the package, of each import from it; "" is the package itself."""
+    """Line number and dotted name of each import of the package or of a part of it.
+
+    The names do not begin with `rsembed`. The name of the package itself is "".
+    """
     parent = ".".join(["rsembed", *file.relative_to(package).parts[:-1]])
     for node in ast.walk(ast.parse(file.read_text())):
         modules = []
@@ -34,7 +39,8 @@ def imported_names(file, package):
             module = resolve_name("." * node.level + (node.module or ""), parent)
             modules = [module]
             if module == "rsembed":
-                # `from rsembed import kernels` names a room, `from rsembed import TableSpec` does not.
+                # `from rsembed import kernels` imports a room.
+                # `from rsembed import TableSpec` imports from the package itself.
                 rooms = [alias.name if alias.name in ROOMS else "" for alias in node.names]
                 modules = [f"rsembed.{room}" for room in rooms]
         for module in modules:
@@ -43,7 +49,7 @@ def imported_names(file, package):
 
 
 def violation(room, target):
-    """Why `room` may not import `target`, or None when it may."""
+    """The reason why `room` may not import `target`, or None if it may."""
     if target == room:
         return None
     if target == "":
@@ -126,7 +132,7 @@ def test_the_short_check_names_tests_that_exist_and_asks_every_room_with_a_folde
     assert missing == [], "tests/check.txt names tests that were renamed or removed"
     assert len(chosen) == len(set(chosen))
     with_a_folder = {folder.name for folder in (ROOT / "tests").iterdir()} & set(ROOMS)
-    assert with_a_folder <= asked, "`make check` asks nothing of a room"
+    assert with_a_folder <= asked, "`make check` has no test of a room"
 
 
 def test_files_are_short_enough_to_read_in_one_sitting():
@@ -134,4 +140,4 @@ def test_files_are_short_enough_to_read_in_one_sitting():
     sources = [file for file in files if file.suffix in {".py", ".cc", ".h"}]
     lengths = {str(file.relative_to(ROOT)): len(file.read_text().splitlines()) for file in sources}
     too_long = {name: length for name, length in lengths.items() if length > MAX_LINES}
-    assert too_long == {}, f"files have at most {MAX_LINES} lines: move a part to a file of its own"
+    assert too_long == {}, f"split files that have more than {MAX_LINES} lines"

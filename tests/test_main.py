@@ -1,4 +1,4 @@
-"""The command line, on a tiny notebook written for the purpose."""
+"""Tests of the command line. Most of them run a tiny notebook."""
 
 import io
 import os
@@ -27,7 +27,7 @@ f"loss {1 / STEPS:.3f}"
 
 @pytest.fixture
 def notebook_folder(tmp_path, monkeypatch):
-    """A checkout with one notebook `01_tiny`, seen as the place that the package lies in."""
+    """The `notebooks` folder of a made-up checkout. It has a notebook `01_tiny` and a module."""
     notebook = nbformat.v4.new_notebook()
     parameters = nbformat.v4.new_code_cell(PARAMETERS, metadata={"tags": ["parameters"]})
     notebook.cells = [
