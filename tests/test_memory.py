@@ -1,4 +1,4 @@
-"""How much memory init and a training step may take, measured in a process of their own."""
+"""Memory of init, training and lookups, measured in child processes or by XLA."""
 
 import os
 import platform
@@ -18,7 +18,7 @@ READS_PROC = pytest.mark.skipif(
 )
 SPEAKS_TO_THE_ALLOCATOR = pytest.mark.skipif(
     "glibc" not in platform.libc_ver() or native.unavailable_because() is not None,
-    reason="the native library speaks to the allocator of glibc",
+    reason="needs the native library, which changes settings of glibc's allocator",
 )
 
 RULES = ("rs.optimizers.SGD()", "rs.optimizers.Adagrad()", "rs.optimizers.FTRL()")
@@ -31,7 +31,7 @@ import rsembed as rs
 ROWS, DIM, BATCH, LENGTH = map(int, sys.argv[1:5])
 
 def collection_of(rows, optimizer):
-    # Random numbers of every row, but such that are soon drawn.
+    # Every row has random numbers. Uniform numbers are drawn fastest.
     how = {"embedding_dim": DIM, "optimizer": optimizer, "initializer": jax.nn.initializers.uniform()}
     table = rs.TableSpec(name="t", vocabulary_size=rows, **how)
     return rs.EmbeddingCollection(rs.FeatureSpec(name="f", table_spec=table))
@@ -51,7 +51,7 @@ def peaks(optimizer):
     collection_in_use = small
     warm = jax.jit(step, donate_argnums=0)(small.init(jax.random.key(0)), jnp.zeros((2, BATCH, LENGTH), jnp.int32))
     jax.block_until_ready((warm, batch))
-    ctypes.CDLL(None).malloc_trim(0)  # what the last rule left is not there to be used again
+    ctypes.CDLL(None).malloc_trim(0)  # no rule may reuse memory that an earlier rule freed
     open("/proc/self/clear_refs", "w").write("5")
     before = resident("VmRSS")
     state = jax.block_until_ready(collection.init(jax.random.key(0)))
@@ -73,8 +73,13 @@ for optimizer in sys.argv[5:]:
 
 @pytest.fixture(scope="module")
 def peaks():
-    """Of init and of a step, by rule, in tables: one process measures all rules, each after the last one's state."""
-    # Compiled as for users: what XLA does least for keeps other buffers, and draws random numbers far slower.
+    """Peak memory of init, of training and of making an int8 table, for each rule.
+
+    The first two are divided by the size of the table with its slots, the last one by the size of the
+    table in float32. One child process measures all rules.
+    """
+    # The child process compiles with the optimizations that users have. With fewer optimizations,
+    # XLA needs other buffers and draws random numbers much more slowly.
     quick = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in quick}
     command = [sys.executable, "-c", PROGRAM, *map(str, (ROWS, DIM, BATCH, LENGTH)), *RULES]
@@ -94,14 +99,15 @@ def peaks():
 def test_init_and_training_hold_one_copy_of_the_state(optimizer, peaks):
     init, step, _ = peaks[optimizer]
     assert init < 1.3
-    # XLA's sort of all entries has its lists.
+    # Without native kernels, XLA sorts all entries, and needs memory for lists of them.
     assert step < (1.2 if native.unavailable_because() is None else 1.25)
 
 
 @READS_PROC
 def test_an_int8_table_is_written_without_copies_in_float32(peaks):
     for _, _, serving in peaks.values():
-        assert serving < 1.5  # a quarter is the result, and compiling takes up to one table
+        # The result is a quarter of a float32 table. Compiling takes memory of up to one table.
+        assert serving < 1.5
 
 
 @pytest.mark.parametrize(
@@ -145,7 +151,7 @@ for _ in range(60):
     faults.append(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
     activations = jax.block_until_ready(lookup(state, batch))
 num_pages = sum(leaf.nbytes for leaf in jax.tree.leaves(activations)) // os.sysconf("SC_PAGE_SIZE")
-print(np.median(np.diff(faults)[20:]) / num_pages)  # every thread has a heap to warm up
+print(np.median(np.diff(faults)[20:]) / num_pages)  # first, the heap of every thread grows
 """
 
 
@@ -162,7 +168,8 @@ def test_pages_of_activations_are_used_again_unless_the_user_chose_what_the_allo
         return float(output.stdout)
 
     assert share_of_new_pages() < 0.1
-    # Which thread makes a result, and so whether its heap ends there, is chance.
+    # A heap returns freed memory only from its end. It depends on the thread that allocates a
+    # result, and so on chance, whether the result is at the end of a heap.
     assert any(share_of_new_pages(MALLOC_TRIM_THRESHOLD_="131072") > 0.5 for _ in range(3))
 
 
@@ -177,7 +184,8 @@ libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, 
 SIZE, faults = int(sys.argv[1]) << 20, []
 
 def results():
-    others = [libc.malloc(SIZE) for _ in range(4)]  # fill a heap, so that the next one needs a heap of its own
+    # Fill a heap, so that the next result needs another heap.
+    others = [libc.malloc(SIZE) for _ in range(4)]
     for _ in range(10):
         result = libc.malloc(SIZE)
         libc.memset(result, 1, SIZE)

@@ -1,4 +1,4 @@
-"""The recommender beside the notebooks: its options, its going on, and that the notebook shows it as it is."""
+"""Tests of `notebooks/movielens.py`: options, continued runs, measures, peers, and its notebook."""
 
 import json
 from pathlib import Path
@@ -33,7 +33,8 @@ def test_a_run_with_users_on_the_host_goes_on_where_the_last_one_stopped(script,
     options = ["--tables", "host_cached", "--batch-size", "64", "--folder", str(tmp_path)]
     printed = []
     for steps in ("2", "3"):
-        with jax.numpy_dtype_promotion("standard"):  # optax raises floats to the number of the step
+        # optax raises floats to the power of the integer step.
+        with jax.numpy_dtype_promotion("standard"):
             script.main(script.parsed([*options, "--steps", steps]))
         printed.append(capsys.readouterr().out)
     assert "generated" in printed[0]
@@ -45,7 +46,8 @@ def test_a_run_with_users_on_the_host_goes_on_where_the_last_one_stopped(script,
 def test_recall_ndcg_and_auc_are_those_of_counts_of_films(script):
     task = script.load_task(script.Settings())
     task = task._replace(test=task.test[:50])
-    scores = np.random.default_rng(0).random((50, 500)).round(2)  # some are equal
+    # Some of the scores are equal.
+    scores = np.random.default_rng(0).random((50, 500)).round(2)
     measures = []
     for number, film_scores in zip(task.test, scores, strict=True):
         user, hidden = task.log.users[number], task.log.items[number]
@@ -69,9 +71,11 @@ def test_neighbours_and_factorisation_solve_their_equations(script):
     similar = seen.T @ seen / np.sqrt(np.outer(film_sums, film_sums))
     np.fill_diagonal(similar, 0)
     expected = seen[task.log.users[task.test]] @ similar
-    scores = script.item_neighbours(task, num_neighbours=500)  # all of them
+    # All films are neighbours.
+    scores = script.item_neighbours(task, num_neighbours=500)
     assert_allclose(scores, expected, rtol=1e-4, atol=1e-6)
-    # Three neighbours of the offered film (ties are ties of these float32 numbers), and the latest films of a user.
+    # Three neighbours of each offered film, and the four latest films of each user. Similarities
+    # are computed in float32, as in the script, so that both find the same ties.
     lengths = np.sqrt(film_sums.astype(np.float32))
     similar = (seen.T @ seen).astype(np.float32) / lengths[:, None] / lengths
     np.fill_diagonal(similar, 0)
@@ -81,7 +85,7 @@ def test_neighbours_and_factorisation_solve_their_equations(script):
         near = np.where(similarities >= np.sort(similarities)[-3], similarities, 0)
         expected = [near[history[history >= 0]].sum() for history in histories]
         assert_allclose(scores[:, film], expected, rtol=1e-5)
-    # Each vector is where the gradient of the weighted loss is zero.
+    # The gradient of the weighted loss is zero at each vector.
     others = np.random.default_rng(0).normal(size=(seen.shape[1], 4))
     vectors = script.least_squares(seen > 0, others, weight=2.0, decay=0.5)
     errors = (1 + 2.0 * seen) * (seen - vectors @ others.T)

@@ -1,4 +1,4 @@
-"""What the README of the notebooks promises of the stored files; that they run is tested by running them."""
+"""Stored notebooks have the form that their README describes. `make test` also runs them."""
 
 import ast
 import base64
@@ -40,7 +40,11 @@ COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 def folded_lines(source):
-    """Statements that do several things: values joined in a tuple, nested loops, conditions inside calls."""
+    """Parts of a program that do several things in one line.
+
+    These are assignments of a tuple to a tuple, comprehensions with several loops, conditional
+    expressions as arguments of calls, and `:=`.
+    """
     folded = []
     for node in ast.walk(ast.parse(source)):
         parts = list(ast.walk(node))[1:]
@@ -111,7 +115,7 @@ REAL_DATA = os.environ.get("RSEMBED_DATA")
 @pytest.mark.parametrize("name", ["01_shakespeare", "12_movielens", "13_sparsecore_tutorial"])
 def test_the_claims_of_a_notebook_hold_on_real_data(name, tmp_path):
     command = [sys.executable, "-m", "rsembed", "run", name, "--output", str(tmp_path)]
-    # Tests compile with the least optimization, and a notebook with as much as a user's.
+    # Other tests compile with the fewest optimizations. A notebook on real data has all of them.
     environment = os.environ | {"RSEMBED_DATA": REAL_DATA, "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"}
     finished = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert finished.returncode == 0, finished.stdout + finished.stderr
