@@ -1,4 +1,4 @@
-"""Arrays that hold names of things travel everywhere and are never added up."""
+"""Opaque arrays of row numbers, ids and keys go through every transformation, but no arithmetic."""
 
 import copy
 import pickle

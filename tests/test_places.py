@@ -1,4 +1,4 @@
-"""Ids are dealt to shards as cards are dealt, and every row knows its id."""
+"""Rows of ids, and ids of rows, against a loop that deals the ids of a table to shards in turn."""
 
 import hypothesis
 import hypothesis.strategies as st
@@ -11,7 +11,10 @@ from rsembed.places import Place, tables_and_ids
 
 
 def dealt(place, count, spread):
-    """Shard and row of every id: rows are dealt one by one, and the first `first` of them are other tables'."""
+    """Shard and row of every id, by a loop that deals one row at a time.
+
+    The first `place.first` rows belong to other tables.
+    """
     places_of_ids, shard, row = [], 0, 0
     for number in range(place.first + count):
         if number >= place.first:
@@ -46,7 +49,8 @@ def test_rows_are_dealt_in_turn_and_come_back(owner, first, rotation, spread, co
     assert_array_equal(np.flatnonzero(is_id), np.sort(rows))
     assert_array_equal(ids_of_rows[rows], ids)
     for shard in range(owner, owner + spread):
-        # A table without an end would have all rows from its first row on.
+        # In each shard, the first row of the table has one of the ids below `spread`, even if the
+        # table has fewer ids.
         assert place.ids(shard, place.first_row(shard, spread=spread), spread=spread) in range(
             spread
         )

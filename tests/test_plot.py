@@ -60,7 +60,7 @@ def legend_of(ax):
 
 
 def boxes_of(ax):
-    """Of the texts, none of which covers another."""
+    """Boxes of the texts of a picture. Fails if one text covers another."""
     ax.figure.draw_without_rendering()
     boxes = [text.get_window_extent().shrunk(0.98, 0.8) for text in ax.texts]
     assert not [(a, b) for a in range(len(boxes)) for b in range(a) if boxes[a].overlaps(boxes[b])]

@@ -1,4 +1,4 @@
-"""The page names every public name and argument of four systems: where it is here, or why it is not."""
+"""Pages list names and arguments of four systems: their places here, or why they are refused."""
 
 import pytest
 
@@ -8,7 +8,7 @@ EVERY_SYSTEM = pytest.mark.parametrize(
     "system", published_names.SYSTEMS.values(), ids=list(published_names.SYSTEMS)
 )
 NAMED_ONLY = ("OptimType", "EmbeddingLocation", "ComputeDevice")
-"""Enums and records with members that can be named, and are refused by what reads them."""
+"""Classes with members that exist here although functions refuse them."""
 LEAST_ROWS = {"sparsecore": 200, "tbe": 100, "tt": 50, "sok": 35}
 
 
@@ -39,10 +39,8 @@ def test_what_the_page_calls_refused_is_not_here(system):
     [
         ({"no_such_function": []}, AttributeError),
         ({"get_table_specs": ["feature_specs", "no_such_argument"]}, AssertionError),
-        (
-            {"auto_stack_tables": ["no_such_argument"]},
-            AssertionError,
-        ),  # takes options, and says which
+        # This function takes `**options`, and the tool knows their names.
+        ({"auto_stack_tables": ["no_such_argument"]}, AssertionError),
     ],
 )
 def test_a_name_or_argument_that_is_nowhere_is_found(names, error):

@@ -14,7 +14,7 @@ README = (Path(__file__).resolve().parent.parent / "README.md").read_text()
 
 @pytest.fixture
 def quick_initial_values() -> None:
-    """None: the lines run as for whoever copies them."""
+    """Keeps the library's initial values, so that the program runs as for a user who copies it."""
 
 
 def run_of_the_program():

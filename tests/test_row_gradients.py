@@ -58,7 +58,7 @@ def test_what_somebody_puts_into_row_gradients_is_applied_inside_jit_too():
     def step(state, batch):
         _, pullback = collection.lookup_vjp(state, batch)
         row_grads = pullback({"f": jnp.ones((2, 2))})
-        # Row 2 is not to be trained.
+        # Only row 1 is trained.
         row_grads.values["t"] = jnp.where(
             row_grads.rows["t"][:, None] == 1, row_grads.values["t"], 0.0
         )
@@ -78,7 +78,7 @@ def assert_same(actual, expected):
 
 
 def keyed(rows):
-    """Gradients of keys: their two halves, and how often each occurred."""
+    """Gradients of keys. Each row of `rows` has the halves of a key, and how often it occurred."""
     lanes, values = jnp.asarray(rows, jnp.uint32), jnp.ones((len(rows), 1))
     return rs.RowGradients({"t": lanes}, {"t": values}, (("t", 9),))
 

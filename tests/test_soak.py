@@ -1,4 +1,4 @@
-"""The soak notices what it is there for; `make soak` is the long one."""
+"""The soak test notices changed losses and growing memory. `make soak` runs it for long."""
 
 import pytest
 
@@ -24,7 +24,8 @@ def test_a_run_that_is_thrown_away_repeats_the_losses_of_one_that_is_not(run):
     run.advance()
     run.advance()
     run.save()
-    run.restore()  # from the checkpoint before the newest, which is damaged
+    # The newest checkpoint is damaged, so this restores the one before it.
+    run.restore()
     assert (run.run.number, run.damaged_step) == (2, 5)
     for what in ("advance", "advance", "advance", "save"):
         getattr(run, what)()

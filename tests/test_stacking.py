@@ -29,7 +29,8 @@ def test_the_core_layout_stacks_equal_tables_without_padding():
     assert [[t.name for t in stack.tables] for stack in plan.stacks] == [["t0", "t2"], ["t1"]]
     assert [stack.padding_fraction for stack in plan.stacks] == [0.0, 0.0]
     assert plan.table("t2")[1].setting.row_offset_in_shard == 5
-    assert all(t.stacked_table_spec is None for t in tables)  # planning changes nothing
+    # Planning does not change the specs.
+    assert all(t.stacked_table_spec is None for t in tables)
 
 
 @pytest.mark.parametrize(
