@@ -1,15 +1,17 @@
 #!/usr/bin/env bash
-# The suite against the wheel, in a folder without sources: every Python that is found, the oldest and the newest jax,
-# and a wheel that was made without a compiler. Takes ten minutes a row on two cores. Arguments choose rows, by number.
+# Runs the tests with an installed wheel, in folders without the package's sources. Each row has a
+# Python, a jax (the oldest or the newest), and a wheel (with native kernels, or made without a
+# compiler). A row takes ten minutes on two cores. Arguments are numbers of rows, by default all.
 set -euo pipefail
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 work=${MATRIX_FOLDER:-$(mktemp -d)}
 oldest=$(sed -n 's/^ *"jax>=\([0-9.]*\)",$/\1/p' "$root/pyproject.toml")
 
-# Python, jax, wheel.
+# Python, requirement of jax, kind of wheel.
 rows=("python3.11 jax==$oldest native" "python3.12 jax native" "python3.13 jax native" "python3.13 jax plain")
 
-wheel() { # kind -> its path
+# Makes the wheel of a kind with a Python, unless it exists, and prints its path.
+wheel() {
   local folder="$work/wheel-$1" python=$2
   if ! compgen -G "$folder/*.whl" >/dev/null; then
     local settings=(RSEMBED_REQUIRE_NATIVE=1)
@@ -24,7 +26,8 @@ for number in "${@:-${!rows[@]}}"; do
   for row in $number; do
     read -r python jax kind <<<"${rows[$row]}"
     label="$python, $jax, $kind wheel"
-    if ! "$python" -c '' 2>/dev/null; then  # a version manager may have a name for what it does not run
+    # A version manager may have a command for a Python that it cannot run.
+    if ! "$python" -c '' 2>/dev/null; then
       verdicts+=("skipped: $label: no $python")
       continue
     fi
@@ -34,7 +37,7 @@ for number in "${@:-${!rows[@]}}"; do
     bin="$folder/venv/bin"
     made=$(wheel "$kind" "$bin/python")
     "$bin/python" -m pip install --quiet "$made[dev]" "$jax"
-    # All that tests read, but the package: the wheel is what they shall import.
+    # Copy everything that tests read except the package, because they must import the wheel.
     (cd "$root" && git ls-files -z | grep -zv '^rsembed/' | xargs -0 cp --parents -t "$folder")
     require=$([ "$kind" = native ] && echo 1 || echo 0)
     if "$bin/python" -m pip check && (cd "$folder" && RSEMBED_REQUIRE_NATIVE=$require "$bin/python" -m pytest -q \
