@@ -1,4 +1,7 @@
-"""Arguments that annotations check: each gets bad values alone, since they are checked before all else."""
+"""Calls of public functions with one bad argument, for all arguments that annotations check.
+
+The other arguments are missing, because annotations are checked before the call.
+"""
 
 import inspect
 import math
@@ -13,29 +16,29 @@ reference = module_of(pathlib.Path(__file__).parents[2] / "docs/reference.py")
 
 
 def is_validated(call):
-    """Whether `checks.validated` wraps it."""
+    """Whether `checks.validated` wraps a function."""
     return getattr(getattr(call, "__code__", None), "co_name", "") == "validate_and_call"
 
 
 def public_calls():
-    """Every public function, and every method of a public class, by the name that users know."""
+    """Yields the name and value of every public object, and of every member of public classes."""
     for name in sorted(set(reference.entries().values())):
         value = reference.found(name)
         yield name, value
         for kind in getattr(value, "__mro__", ()):
             for member_name, member in vars(kind).items():
-                # A static method, or one of the class, wraps a function.
+                # Static methods and class methods wrap a function.
                 yield f"{name}.{member_name}", getattr(member, "__func__", member)
 
 
 def refused(call, name, value):
-    """The call with this value of an argument, and an object in the place of `self`."""
+    """A function that calls `call` with one argument. `self` is a bare object."""
     instance = [object()] if "self" in inspect.signature(call).parameters else []
     return lambda: call(*instance, **{name: value})
 
 
 def bad_values(hint):
-    """An object of no kind, and a number just outside of each interval."""
+    """Yields a bare object, and a number outside each interval of an annotation."""
     yield object()
     for part in (hint, *get_args(hint)):
         for interval in getattr(part, "__metadata__", ()):
@@ -44,7 +47,10 @@ def bad_values(hint):
 
 
 def is_open(hint, parameter):
-    """Whether anything may come, as far as annotations are read: those of variables and words are not."""
+    """Whether an argument is not tested, because its annotation accepts every value.
+
+    Type variables and unions with literals are not tested, either.
+    """
     is_unread = isinstance(hint, TypeVar) or Literal in map(get_origin, get_args(hint))
     is_rest = parameter.name == "self" or parameter.kind is parameter.VAR_KEYWORD
     return is_unread or is_rest or hint in (None, Any, object, PyTree)

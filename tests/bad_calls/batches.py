@@ -1,10 +1,10 @@
-"""Bad bags and batches: what `prepare`, and so every lookup and step, is given."""
+"""Bad bags, and bad batches of `prepare`, which every lookup and step calls."""
 
 import numpy as np
 
 import rsembed as rs
 from tests.bad_calls.world import batch, collection, feature, keyed, mesh, table
-from tests.world import NA, Column  # noqa: F401, as calls of the table name them
+from tests.world import NA, Column  # noqa: F401, used by calls of the table
 
 Bags = rs.Bags
 IDS, OFFSETS = np.array([1, 2, 3]), np.array([0, 2, 3], np.int32)
@@ -17,7 +17,7 @@ TEXTS = ["apple", "pear", "", "größe", "apple", "e\u0301", "a\0"]
 
 
 def objects(values):
-    """An array of objects, as numpy has texts of any length and missing values."""
+    """An array of objects, as NumPy stores texts of any length and missing values."""
     return np.array(values, object)
 
 
@@ -32,13 +32,13 @@ def on_mesh(**changes):
 
 
 def of_a_larger_table():
-    """A batch that another collection prepared."""
+    """A batch that a collection with a larger table prepared."""
     specs = [feature(table_spec=table(vocabulary_size=100)), feature("author", table("user"))]
     return rs.EmbeddingCollection(specs).prepare({"title": [[3], [50]], "author": [[1], []]})
 
 
 def beside_lists(ids):
-    """The batch with these ids, whose features are all lists."""
+    """Prepares a batch in which `author` is a list of lists, and `title` is `ids`."""
     return collection().prepare({"author": [[1], [2, 3]], "title": ids})
 
 

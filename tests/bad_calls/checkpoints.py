@@ -1,4 +1,4 @@
-"""Bad calls of checkpoints: saved, loaded, kept."""
+"""Bad calls of functions that save, load and keep checkpoints."""
 
 import json
 import shutil
@@ -31,7 +31,7 @@ def arrays():
 
 
 def damaged(change):
-    """A copy of a checkpoint of which one file was changed."""
+    """A copy of a checkpoint, after `change(path)`."""
     path = fresh()
     shutil.copytree(arrays(), path)
     change(path)
@@ -46,7 +46,7 @@ def flipped(path):
 
 
 def forged(change):
-    """A copy of a checkpoint whose manifest was changed, and its checksum with it."""
+    """A copy of a checkpoint with a changed manifest, whose new checksum is correct."""
 
     def write(path):
         file = path / "manifest.json"
@@ -58,7 +58,7 @@ def forged(change):
 
 
 def moved(before, after):
-    """A table of a file as another table."""
+    """Saves a table with the spec `before`, and loads it into a table with the spec `after`."""
     one, other = (rs.EmbeddingCollection([feature(table_spec=table)]) for table in (before, after))
     checkpoint.save_collection(path := fresh(), one, one.init(KEY(0)))
     return checkpoint.load_collection(path, other, resize=True)
@@ -85,7 +85,7 @@ def kept():
 
 
 def of_one_step(name):
-    """Of a folder whose one checkpoint somebody renamed."""
+    """A manager with one checkpoint, whose folder was renamed to `name`."""
     one = manager()
     one.save(ARRAYS, step=5)
     one.wait_until_finished()

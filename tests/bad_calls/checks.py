@@ -1,12 +1,12 @@
-"""What annotations and intervals admit, and how errors name what they do not."""
+"""Values that annotations and intervals accept, and errors for other values."""
 
 import dataclasses
 import enum
-from collections.abc import Callable, Mapping, Sequence  # noqa: F401, as calls of the table name them
-from typing import Any, Literal  # noqa: F401, as calls of the table name them
+from collections.abc import Callable, Mapping, Sequence  # noqa: F401, used by calls of the table
+from typing import Any, Literal  # noqa: F401, used by calls of the table
 
 import numpy as np
-from jaxtyping import Float, Int, PRNGKeyArray  # noqa: F401, as calls of the table name them
+from jaxtyping import Float, Int, PRNGKeyArray  # noqa: F401, used by calls of the table
 
 from rsembed import checks
 

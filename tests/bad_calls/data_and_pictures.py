@@ -1,7 +1,7 @@
 """Bad calls of pictures, data sets and the command line."""
 
 import contextlib
-import gzip  # noqa: F401, as calls of the table name it
+import gzip  # noqa: F401, used by calls of the table
 import io
 import zipfile
 
@@ -16,7 +16,7 @@ WORDS = np.arange(20)
 
 
 def command(*arguments):
-    """What the command line prints as an error, raised; it returns 2 and ends with 2 where arguments are none."""
+    """Runs the command line, and raises its error output if its exit status is not 0."""
     errors = io.StringIO()
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         try:
@@ -28,7 +28,7 @@ def command(*arguments):
 
 
 def zipped(members):
-    """An archive of files with these names and contents."""
+    """Path of a zip archive of files, from their contents by name."""
     with zipfile.ZipFile(FOLDER / "own.zip", "w") as archive:
         for name, content in members.items():
             archive.writestr(name, content)
@@ -56,13 +56,13 @@ FILM_LOGS = {
 
 
 def films(form, old, new):
-    """A log of one rating and one film, of which some text was changed."""
+    """Reads a log of one rating and one film, in which `new` replaces `old`."""
     files = FILM_LOGS[form]
     return datasets.movielens(zipped({name: files[name].replace(old, new) for name in files}))
 
 
 def clicks(old, new):
-    """The log of three lines in Criteo's format, with a change in the second."""
+    """Reads a log of three lines in Criteo's format. In the second line, `new` replaces `old`."""
     line = "\t".join(["1", "5", *[""] * 12, "68fd1e64", *[""] * 25]) + "\n"
     return datasets.criteo(file("train.txt", (line + line.replace(old, new) + line).encode()))
 

@@ -56,7 +56,7 @@ def create(**options):
 
 
 def stacked():
-    """Two batches on a leading axis."""
+    """Two batches, stacked along a new first axis."""
     return {"title": jnp.array([[[1], [2]]] * 2), "author": jnp.array([[1, 2]] * 2)}
 
 

@@ -27,7 +27,7 @@ def variable():
 
 @cache
 def plain():
-    """Keys are row numbers below four."""
+    """A variable without a hash table. Its keys are row numbers below 4."""
     return made("number", use_hashtable=False)
 
 

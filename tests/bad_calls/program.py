@@ -1,10 +1,11 @@
-"""Makes every call of the tables of this folder once, as users do: nobody but the library checks its arguments.
+"""Makes every call of the tables in this folder once, without the type checks of other tests.
 
     python -m tests.bad_calls.program
 
-A row of a table is `call => what it raises`, with parts of the message, or `call => the proper call`. What does not fit
-its line goes on below, indented. The last line printed is JSON: by row, what a bad call raised and where, and what
-tells the result of a call accepted on purpose from that of the proper call.
+A row of a table `BAD` is `call => error: parts of its message`. A row of a table `ACCEPTED` is
+`call => proper call`. Indented lines continue a row. The last line of the output is a JSON object
+with an entry for each row: the error of a bad call, or the difference between the results of an
+accepted call and of the proper call.
 """
 
 import importlib
@@ -30,7 +31,7 @@ OWN_FILES = (os.sep + "rsembed" + os.sep, os.sep + "bad_calls" + os.sep)
 
 
 def rows(wing, table):
-    """What stands behind the arrow, by the call before it."""
+    """Texts after the arrows of a table, by the call before the arrow."""
     text = getattr(importlib.import_module(f"tests.bad_calls.{wing}"), table, "")
     lines = [line for line in re.sub(r"\n +", " ", text).splitlines() if line and line[0] != "#"]
     outcomes = dict(line.split(" => ") for line in lines)
@@ -39,18 +40,21 @@ def rows(wing, table):
 
 
 def run(wing, call):
-    """The result of a call, which sees the names of its table and of `world`."""
+    """Result of a call, which can use all names in the module of its table and in `world`."""
     module = importlib.import_module(f"tests.bad_calls.{wing}")
     return eval(compile(call, str(module.__file__), "eval"), vars(world) | vars(module))
 
 
 def outcome(call):
-    """What the call raised; None where it was accepted in silence."""
+    """Classes and message of the error that a call raises, or None if the call was accepted.
+
+    `raised_in` is the file of the function that raised the error, or "" for functions of the library.
+    """
     try:
         call()
     except Exception as error:
         files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-        # Which names its file.
+        # Python may raise an OSError, because its message names the file that cannot be read.
         is_own = any(part in files[-1] for part in OWN_FILES) or isinstance(error, OSError)
         return {
             "errors": [kind.__name__ for kind in type(error).__mro__],
@@ -61,7 +65,7 @@ def outcome(call):
 
 
 def difference(wing, call, proper):
-    """What tells the two results apart; empty where nothing does."""
+    """Description of the first difference between two results, or "" if they are equal."""
     try:
         actual = jax.tree.leaves_with_path(run(wing, call))
         expected = jax.tree.leaves_with_path(run(wing, proper))
@@ -77,7 +81,7 @@ def difference(wing, call, proper):
 
 
 def main(wings):
-    """Of all wings, or of some."""
+    """Makes the calls of all tables, or of the tables in the modules `wings`."""
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_disable_most_optimizations", True)
     warnings.simplefilter("ignore")

@@ -1,8 +1,8 @@
-"""Bad optimizers, and bad places for rows."""
+"""Bad optimizers and bad storages."""
 
 import jax
 import numpy as np
-import optax.contrib  # noqa: F401, as calls of the table name it
+import optax.contrib  # noqa: F401, used by calls of the table
 
 import rsembed as rs
 from tests.bad_calls.world import (
@@ -13,7 +13,7 @@ from tests.bad_calls.world import (
 
 
 def stepped(rule):
-    """A step of one row by the rule."""
+    """Traces a step of one row with an optimizer."""
     one = rs.EmbeddingCollection([feature(table_spec=table(optimizer=rule))])
     arguments = {"title": [[1]]}, {"title": np.ones((1, 4), np.float32)}
     return jax.eval_shape(lambda: one.update(one.init(KEY(0)), *arguments))
@@ -35,7 +35,7 @@ def host_read(initializer):
 
 
 def with_rows(rule=None, **rows):
-    """A table of keys with room for four, in which these rows and slots are written."""
+    """Writes rows and slots into a keyed table with four rows, and returns the table."""
     spec = table(vocabulary_size=4, storage=rs.Hashed(), optimizer=rule or rs.optimizers.SGD(0.1))
     one = rs.EmbeddingCollection([feature(table_spec=spec)])
     arrays = {"keys": np.array([1, 2], np.uint64), "values": np.ones((2, 4), np.float32)} | rows

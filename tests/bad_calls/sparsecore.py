@@ -1,4 +1,4 @@
-"""Bad calls of the SparseCore wing: stacking, preprocessing, lookup and update, layers, pipelines."""
+"""Bad calls of the SparseCore wing: stacking, preprocessing, lookups, updates, layers, pipelines."""
 
 from functools import cache, partial
 from unittest import mock
@@ -44,7 +44,7 @@ def run(ids=IDS, weights=None, *, features=None, local=1, devices=1, **options):
 
 
 def new_reader(name="f_word", batch=8):
-    """Of the table that has its place."""
+    """A new feature of a table that already has its place in a stack."""
     return embedding_spec.FeatureSpec(
         name=name, table_spec=specs()[0].table_spec, input_shape=(batch, 2)
     )
@@ -81,7 +81,7 @@ def stack(names=("a", "b"), features=None, devices=1, cores=1, **options):
 
 
 def stack_in_turn(*calls):
-    """Four features, after tables of theirs were stacked by several calls with these options."""
+    """Four features, after calls of `stack` with these options, one after the other."""
     features = [made(name) for name in "abcd"]
     for options in calls:
         stack(features=features, **options)
@@ -89,7 +89,7 @@ def stack_in_turn(*calls):
 
 
 def for_two_devices(run_it):
-    """What a function makes of a lookup for two devices and its inputs."""
+    """Calls `run_it` with a lookup function for two devices and with its inputs."""
     features = placed(devices=2)
     inputs, _ = run(features=features, local=2, devices=2)
     return run_it(partial(look_up, features=features, global_device_count=2), inputs)

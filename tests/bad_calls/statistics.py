@@ -19,7 +19,7 @@ def client(name="stats"):
 
 
 def reader(name, content):
-    """A client of a folder that holds one file."""
+    """A client of a folder with one file."""
     path = new_path(name)
     path.write_bytes(content)
     kind = fdo.CSVFileFDOClient if path.suffix == ".csv" else fdo.NPZFileFDOClient

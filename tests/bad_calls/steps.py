@@ -29,7 +29,7 @@ def update(**changes):
 
 
 def stepped(**changes):
-    """A step of a changed state."""
+    """A step from a state with changed fields."""
     return collection().update(state()._replace(**changes), batch(), gradients())
 
 
@@ -46,7 +46,7 @@ def with_tables(**tables):
 
 
 def served(batch, *, tables=None, of=None):
-    """A served lookup of tables as they are, replaced by others, or of another collection."""
+    """A lookup for serving, in its own tables, in `tables`, or in tables of a collection `of`."""
     lookup, served_tables = rs.for_serving(collection(), state())
     if of is not None:
         _, served_tables = rs.for_serving(of, of.init(KEY(0)))
@@ -61,7 +61,7 @@ ROW, VALUES = np.array([1]), np.ones((1, 4), np.float32)
 
 
 def by_hand(rows=ROW, values=VALUES, num_rows=(("word_user", 14),)):
-    """Gradients of one row that belong to no collection."""
+    """Applies row gradients that were not made by a collection."""
     return applied(rs.RowGradients({"word_user": rows}, {"word_user": values}, num_rows))
 
 
@@ -80,7 +80,7 @@ def changed_keys(**arrays):
 
 
 def grad(loss, params=None, **options):
-    """The gradients of a loss of parameters and activations."""
+    """`value_and_grad` of a loss that depends on parameters and activations."""
     params = jnp.ones(4) if params is None else params
     return rs.value_and_grad(loss, collection(), **options)(params, state(), batch())
 
@@ -90,7 +90,7 @@ def loss_of(params, activations):
 
 
 def damaged():
-    """The state with a number in a row that is not finite."""
+    """A state in which row 3 of the table `word` has a NaN."""
     values = np.ones((9, 4), np.float32)
     values[3, 1] = np.nan
     return collection().with_tables(state(), {"word": values}, allow_nonfinite=True)

@@ -4,7 +4,7 @@ from functools import cache
 
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx  # noqa: F401, as calls of the table name it
+from flax import nnx  # noqa: F401, used by calls of the table
 
 import rsembed as rs
 from rsembed import tt

@@ -1,4 +1,4 @@
-"""What bad calls are made with: small specs, collections and states, each made when the first call wants it."""
+"""Arguments of bad calls: small specs, collections and states. Calls share cached ones."""
 
 import functools
 import pathlib
@@ -13,13 +13,13 @@ import rsembed as rs
 cached = functools.cache
 _folder = tempfile.TemporaryDirectory(prefix="rsembed-bad-calls-")
 FOLDER = pathlib.Path(_folder.name)
-"""Goes with the process."""
+"""A folder that is deleted when the process ends."""
 KEY = jax.random.key
 NAN = float("nan")
 
 
 def zeros(key, shape, dtype=jnp.float32):
-    """Initial values that are compiled soonest."""
+    """The initializer that compiles fastest."""
     return jnp.zeros(shape, dtype)
 
 
@@ -36,12 +36,12 @@ def feature(name="title", table_spec=None, **changes):
 
 
 def one(**options):
-    """A collection of one feature."""
+    """A collection with one feature."""
     return rs.EmbeddingCollection([feature()], **options)
 
 
 def plan(t=None, **options):
-    """A plan of two features, each with a table of its own, the second with the fields `t`."""
+    """A stacking plan of two features with a table each. `t` has fields of the second table."""
     tables = table("s"), table("t", **(t or {}))
     return rs.plan_stacking([feature("a", tables[0]), feature("b", tables[1])], **options)
 
@@ -53,13 +53,13 @@ def mesh(num_devices=2, axis="shard"):
 
 @cached
 def collection():
-    """Two features of two tables that share a stack."""
+    """A collection of two features and two tables. The tables share a stack."""
     return rs.EmbeddingCollection([feature(), feature("author", table("user", vocabulary_size=5))])
 
 
 @cached
 def other():
-    """A collection whose one table has the name but not the size of another's."""
+    """A collection with one table. A table of `collection` has its name, but another size."""
     return rs.EmbeddingCollection([feature(table_spec=table(vocabulary_size=7))])
 
 
@@ -74,7 +74,7 @@ def other_state():
 
 
 def started(**changes):
-    """The state of one table with these changes."""
+    """State of a collection with one table, which has these fields."""
     return rs.EmbeddingCollection([feature(table_spec=table(**changes))]).init(KEY(0))
 
 
@@ -83,7 +83,7 @@ def batch(**changes):
 
 
 def title(ids):
-    """The batch with these ids, checked."""
+    """Prepares the batch, with `ids` for the feature `title`."""
     return collection().prepare(batch(title=ids))
 
 
@@ -103,7 +103,7 @@ def other_row_gradients():
 
 @cached
 def keyed(**storage):
-    """A table of keys of 64 bits with room for four."""
+    """A collection with a keyed table of four rows."""
     return rs.EmbeddingCollection(
         [feature("who", table("client", vocabulary_size=4, storage=rs.Hashed(**storage)))]
     )
@@ -116,7 +116,7 @@ def keyed_state():
 
 @cached
 def near():
-    """A table on the host of which two rows are near."""
+    """A collection with a table on the host, and a device cache of two rows."""
     return rs.EmbeddingCollection(
         [feature("what", table("item", storage=rs.HostCached(cache_rows=2)))]
     )
@@ -128,13 +128,13 @@ def near_state():
 
 
 def twice(output, backward):
-    """Two steps for one lookup."""
+    """Makes two steps for one lookup."""
     backward(output)
     backward(output)
 
 
 def new_path(name):
-    """In a folder of its own, which is there."""
+    """A path in a new folder. Nothing is at the path yet."""
     return pathlib.Path(tempfile.mkdtemp(dir=FOLDER)) / name
 
 
