@@ -1,8 +1,8 @@
 """Every bad call raises an error of the library that names the cause.
 
-The tables of bad calls are in `tests/bad_calls/`. A child process makes all calls once, without the
-import hook that checks types in tests, because users have no such hook. Each table also has calls
-that are accepted on purpose, and whose results must be those of the proper call.
+The tables of calls are in `tests/bad_calls/`. A child process makes all calls once, without the
+import hook that checks types in tests, because users have no such hook. Some calls are accepted on
+purpose. Their results must be those of the proper calls.
 """
 
 import json

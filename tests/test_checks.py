@@ -179,7 +179,7 @@ def test_every_rule_names_slots_that_it_has_and_never_makes_these_negative():
     "path", [path for path in sorted(ROOT.rglob("*.py")) if "@validated" in path.read_text()]
 )
 def test_every_annotation_of_a_validated_function_can_be_read(path):
-    """Reads all annotations of a module, as an argument with an unreadable one is not checked."""
+    """Reads all annotations of a module. Arguments with unreadable annotations are not checked."""
     module = importlib.import_module(".".join(path.relative_to(ROOT.parent).with_suffix("").parts))
     values = [value for value in vars(module).values() if inspect.getmodule(value) is module]
     for kind in filter(inspect.isclass, tuple(values)):

@@ -61,7 +61,7 @@ def test_a_short_log_with_a_header_shows_its_loss_and_every_epoch(tmp_path, caps
     assert printed.count("step ") >= 20
     for epoch in (1, 2, 3):
         assert printed.count(f"DLRM, epoch {epoch} ") == 2
-    # Each model reports the held-out rows once, after the validation rows have chosen its settings.
+    # Each model reports its loss on the held-out rows once, for the chosen settings.
     assert printed.count(" held-out log-loss ") == len(results) == 3
     assert "DLRM: the validation rows chose rate 0.1 and epoch 3" in printed
     assert results["DLRM"].auc > 0.9 and results["logistic regression"].auc > 0.9
@@ -105,7 +105,7 @@ def test_auc_is_the_share_of_pairs_in_order_and_the_loss_that_of_its_formula():
 def test_word2vec_brings_words_of_one_kind_together():
     word2vec = script("word2vec")
     losses, vectors, text = word2vec.main(["--steps", "1000"])
-    # The first loss is that of six scores of about 0.
+    # At first, six scores are about 0, and each one adds log(2) to the loss.
     assert abs(losses[0] - 6 * math.log(2)) < 0.1
     assert np.mean(losses[-100:]) < 0.85 * losses[0]
     assert "shall" in word2vec.nearest(vectors, text, "will")

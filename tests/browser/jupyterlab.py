@@ -1,6 +1,7 @@
-"""Drives JupyterLab in a headless Chromium: opens a tutorial, runs all cells, and waits for its picture.
+"""Runs notebooks in JupyterLab in a headless Chromium, and waits for their pictures.
 
-`make test-browser` runs this file; `make test` does not, as its name is that of no test.
+`make test-browser` runs this file. `make test` does not, because the name of the file does not
+begin with `test_`.
 """
 
 import json
@@ -20,10 +21,10 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# Bounds for a busy machine; about 40 seconds in all on an idle one.
+# Time limits for a busy machine. On an idle machine, all tests take about 40 seconds.
 START_SECONDS = 90
 RUN_SECONDS = 240
-# All cells stay in the page, and nothing is asked of the network.
+# Keep all cells in the page, and make no requests to the network.
 SETTINGS = {
     "notebook-extension/tracker": {"windowingMode": "none"},
     "apputils-extension/notification": {"fetchNews": "false", "checkForUpdates": False},
@@ -37,7 +38,7 @@ plot.explore(partition_entries(batches, num_shards=4))
 
 
 def find(*programs):
-    """The first of these programs that is installed; skips loudly where none is."""
+    """Path of the first of these programs that is installed. Skips the test if none is."""
     program = next(filter(None, map(shutil.which, programs)), None)
     if program is None:
         pytest.skip(
@@ -63,7 +64,7 @@ def driver(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """Address and token of a JupyterLab on loopback, over copies of the notebooks and settings of its own."""
+    """Address and token of a local JupyterLab with two notebooks, and with its own settings."""
     folder = tmp_path_factory.mktemp("lab")
     notebooks = folder / "notebooks"
     notebooks.mkdir()
@@ -71,7 +72,7 @@ def lab(tmp_path_factory):
     live = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(LIVE_CELL)])
     live.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3"}
     nbformat.write(live, notebooks / "live.ipynb")
-    # A kernel of this Python, whatever other kernels the machine has.
+    # Notebooks run with this Python, although the machine may have other kernels.
     kernel = folder / "data" / "kernels" / "python3"
     kernel.mkdir(parents=True)
     command = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
@@ -119,18 +120,22 @@ def wait_for_server(address, server, log):
 
 
 def wait_for(driver, what, condition, seconds=START_SECONDS):
-    """What `condition` returns once it is true; a picture of the page is kept when it never is."""
+    """Calls `condition` until its result is true, and returns the result.
+
+    After `seconds`, keeps a picture of the page and fails.
+    """
     from selenium.common.exceptions import WebDriverException
 
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         try:
-            # Lab may ask which kernel to take, with the only one there is chosen.
+            # JupyterLab may ask for a kernel. The only kernel is already chosen.
             for button in driver.find_elements("css selector", ".jp-Dialog .jp-mod-accept"):
                 button.click()
             if result := condition():
                 return result
-        except WebDriverException:  # the page changed under our hands; look again
+        except WebDriverException:
+            # The page changed during the call.
             pass
         time.sleep(0.5)
     picture = Path(tempfile.gettempdir()) / "rsembed-browser-test.png"
@@ -141,7 +146,7 @@ def wait_for(driver, what, condition, seconds=START_SECONDS):
 
 
 def open_and_run(driver, address, token, name):
-    """Opens a notebook and asks the menu to run all of its cells."""
+    """Opens a notebook, and runs all of its cells by the menu."""
     driver.get(f"{address}/lab/tree/{name}?token={token}&reset")
 
     def kernel_is_ready():
@@ -175,7 +180,8 @@ def test_the_shakespeare_tutorial_runs_and_shows_its_loss(driver, lab):
     def is_done():
         texts = [output.text for output in driver.find_elements("css selector", ".jp-RenderedText")]
         assert not [text for text in texts if "Traceback (most recent call last)" in text], texts
-        return f"[{len(code)}]:" in cells_with_a_number()  # the last cell, which holds the asserts
+        # The last cell has the asserts.
+        return f"[{len(code)}]:" in cells_with_a_number()
 
     wait_for(driver, "the number of the last cell", is_done, RUN_SECONDS)
     (position,) = [number for number, source in enumerate(code) if "plot.plot_loss(" in source]
