@@ -1,4 +1,4 @@
-"""Batches are windows of the text."""
+"""Batches of words are windows of the text."""
 
 import numpy as np
 import pytest

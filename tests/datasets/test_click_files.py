@@ -1,4 +1,4 @@
-"""Click logs in Criteo's formats are read as a loop over their lines reads them, or refused by line."""
+"""Click logs in Criteo's formats, against a loop over their lines, and errors that name a line."""
 
 import gzip
 import shutil
@@ -15,7 +15,7 @@ CATEGORIES = [f"C{number}" for number in range(1, 27)]
 
 
 def fields_of(num_rows=40, digits=8):
-    """Fields of the lines of a log, of which a fifth are missing."""
+    """Fields of each line of a log. A fifth of the fields are empty."""
     generator = np.random.default_rng(0)
     rows = []
     for _ in range(num_rows):
@@ -33,14 +33,14 @@ def text_of(rows, separator="\t"):
 
 
 def key_of(field, missing):
-    """The hexadecimal number of a category as a number with a sign."""
+    """Key of a category: its hexadecimal digits as a signed integer of 64 bits."""
     if not field:
         return missing
     return np.uint64(int(field, 16)).view(np.int64)
 
 
 def check(log, rows, missing=-1):
-    """The log has the labels, numbers and keys that a loop over the fields gives."""
+    """Checks the labels, numbers and keys of a log against a loop over the fields."""
     assert len(log) == len(rows)
     assert log.labels.dtype == np.int32
     assert log.labels.tolist() == [int(row[0]) for row in rows]
@@ -108,7 +108,8 @@ def test_categories_of_up_to_sixteen_digits_are_keys(tmp_path, digits):
     rows[1][20] = "F" * digits
     (tmp_path / "train.txt").write_text(text_of(rows))
     if digits == 16:
-        rows[1][20] = "F" * 15 + "E"  # -1 is no id, and becomes -2
+        # -1 is not a key, so the loader turns it into -2.
+        rows[1][20] = "F" * 15 + "E"
     check(datasets.criteo(tmp_path / "train.txt"), rows)
 
 

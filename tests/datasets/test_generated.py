@@ -1,4 +1,4 @@
-"""Generated data follow the law they claim."""
+"""Tests of generated data, against their laws."""
 
 import math
 
@@ -12,7 +12,7 @@ from rsembed.datasets.generated import zipf_probabilities
 
 
 def assert_frequencies(ids, probabilities):
-    """Pearson's statistic within five standard deviations of its mean, for a chi-square law."""
+    """Checks that Pearson's statistic is at most five standard deviations above its mean."""
     expected = np.asarray(probabilities) * len(ids)
     counts = np.bincount(ids, minlength=len(expected))
     freedom = len(expected) - 1

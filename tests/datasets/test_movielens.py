@@ -1,4 +1,4 @@
-"""MovieLens is read in every published form or refused, and what is generated in its form has a law."""
+"""Tests of MovieLens logs in every published form, and of generated logs in the same form."""
 
 import dataclasses
 import hashlib
@@ -95,7 +95,7 @@ item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_seq
 
 
 def written(folder, form):
-    """The file of ratings in a published form, beside its file of films."""
+    """Writes the files of a published form, and returns the path of the file of ratings."""
     encoding = "latin-1" if form in ("ml-1m", "ml-100k") else "utf-8"
     for name, text in PUBLISHED[form].items():
         file = folder / name
@@ -106,7 +106,7 @@ def written(folder, form):
 
 
 def packed(ratings_file, kind):
-    """An archive of the two files in their folder."""
+    """Path of an archive with the folder of the files."""
     root = ratings_file.parents[1]
     return Path(shutil.make_archive(root, kind, root))
 
@@ -134,7 +134,7 @@ def test_every_published_form_gives_the_same_log(tmp_path, form, kind):
 
 @pytest.fixture
 def published(monkeypatch, tmp_path):
-    """A stand-in for the archive whose checksum is the expected one."""
+    """A small archive in place of the published one. Its checksum is the expected one."""
     file = packed(written(tmp_path / "ml-1m", "ml-1m"), "zip")
     known_hash = f"md5:{hashlib.md5(file.read_bytes()).hexdigest()}"
     stand_in = dataclasses.replace(ratings_files.ARCHIVE, known_hash=known_hash)
@@ -162,7 +162,8 @@ def test_a_network_that_does_not_answer_is_reported_within_seconds(monkeypatch, 
     asked = {}
 
     def unreachable(url, output_file, pooch):
-        raise ConnectionError("no route to host")  # an OSError, as those of requests are
+        # A ConnectionError is an OSError, as errors of requests are.
+        raise ConnectionError("no route to host")
 
     def downloader(**kwargs):
         asked.update(kwargs)
@@ -197,7 +198,7 @@ ONE_RATING = "7::30::5::1000\n"
 @pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "latin-1"])
 @pytest.mark.parametrize("end", ["\n", "\r\n"])
 def test_titles_are_read_in_utf8_and_as_published(tmp_path, encoding, end):
-    """An "Å" in UTF-8 has a byte that Latin-1 takes for the end of a line."""
+    """In UTF-8, "Å" has the byte 0x85, which is the end of a line in Latin-1."""
     titles = ["Ångström & Söhne (1999)", "Émile\x85? (1950)", "Плава (2000)"][
         : 2 if encoding == "latin-1" else 3
     ]
@@ -229,7 +230,8 @@ def test_a_log_is_searched_in_the_folder_that_the_variable_names(tmp_path, monke
     ratings_file = written(folder, "csv")
     assert datasets.movielens().source.endswith("ml-latest-small")
     packed(ratings_file, "zip").rename(folder / "ml-latest-small.zip")
-    assert datasets.movielens().source.endswith("ml-latest-small")  # not the archive
+    # The folder is preferred to the archive.
+    assert datasets.movielens().source.endswith("ml-latest-small")
     assert datasets.movielens(folder).source.endswith("ml-latest-small")
     ratings_file.unlink()
     assert datasets.movielens().source.endswith(".zip")
@@ -243,7 +245,7 @@ def test_a_log_is_searched_in_the_folder_that_the_variable_names(tmp_path, monke
 
 
 def test_a_file_is_read_in_blocks(tmp_path, monkeypatch):
-    """Lines that a block cuts are whole in the log, and the text of the file is never in memory at once."""
+    """A line can be in two blocks, and the text of the whole file is never in memory."""
     ratings_file = written(tmp_path, "csv")
     expected = datasets.movielens(ratings_file)
     monkeypatch.setattr("rsembed.datasets.files.BLOCK_BYTES", 7)
@@ -273,7 +275,7 @@ def test_archives_are_read_within_a_bound(tmp_path, monkeypatch):
         match=r"mine\.zip: .*hold more than 1048576 bytes \('ml-1m/ratings.dat' declares 16777216",
     ):
         datasets.movielens(path=of_own(tmp_path, zeros))
-    # What an archive declares too small is bounded by what comes out.
+    # An archive that declares too few bytes is bounded while it is unpacked.
     packed = bytearray(of_own(tmp_path, zeros).read_bytes())
     place = packed.find((16 << 20).to_bytes(4, "little"), packed.find(b"PK\x01\x02"))
     packed[place : place + 4] = (100).to_bytes(4, "little")
@@ -285,7 +287,7 @@ def test_archives_are_read_within_a_bound(tmp_path, monkeypatch):
     tracemalloc.stop()
     with pytest.raises(ValueError, match="neither stored nor deflated"):
         datasets.movielens(path=of_own(tmp_path, ONE_RATING, compression=zipfile.ZIP_BZIP2))
-    # An archive that is larger than the bound may hold as much as it has.
+    # If an archive itself is larger than the bound, its files may be as large as the archive.
     noise = np.random.default_rng(0).integers(0, 256, 2 << 20, np.uint8).tobytes()
     with pytest.raises(ValueError, match=r"ratings\.dat, line 1 is .*fields, not 4"):
         datasets.movielens(path=of_own(tmp_path, noise, compression=zipfile.ZIP_STORED))
@@ -310,7 +312,7 @@ def test_a_damaged_archive_is_refused_by_name(tmp_path, damage, message):
         datasets.movielens(path=file)
 
 
-# What is generated
+# Generated logs
 
 
 @pytest.fixture(scope="module")
@@ -332,7 +334,7 @@ def test_equal_seeds_generate_equal_logs(log):
 def test_a_generated_log_has_the_form_of_movielens(log):
     assert (np.diff(log.timestamps) >= 0).all()
     assert np.bincount(log.users, minlength=300).min() >= 20
-    # Nobody rates a film twice.
+    # No user rates a film twice.
     assert len(np.unique(log.users.astype(np.int64) * 120 + log.items)) == len(log.users)
     assert set(log.ratings.tolist()) == {1, 2, 3, 4, 5}
     assert set(log.genres.sum(axis=1).tolist()) == {1, 2, 3}
@@ -343,12 +345,12 @@ def test_a_generated_log_has_the_form_of_movielens(log):
 
 
 def test_nobody_rates_a_film_before_it_came_out(log):
-    # Films of one visit are 20 seconds apart, and the first is at the moment of the visit.
+    # The films of a visit are rated 20 seconds apart, the first one at the time of the visit.
     assert (log.days - log.law.release_days[log.items] >= 0).all()
 
 
 def test_choices_follow_the_law(log):
-    """Of the first choices on the first day, as many as expected are films that the law has among the ten likeliest."""
+    """The number of users that first rate one of their ten likeliest films is as expected."""
     firsts = np.unique(log.users, return_index=True)[1]
     odds = log.law.log_odds(log.users[firsts], log.law.first_days[log.users[firsts]])
     probabilities = np.exp(odds) / np.exp(odds).sum(axis=1, keepdims=True)
@@ -359,7 +361,7 @@ def test_choices_follow_the_law(log):
     assert abs(is_hit.mean() - expected.mean()) < 4 * error
 
 
-# What follows from a log
+# Histories and last ratings
 
 
 def test_histories_hold_what_a_user_rated_before_and_nothing_later(log):

@@ -1,4 +1,4 @@
-"""Words become ids by rank, and the text that is read is the one that should be."""
+"""Tests of texts: how words become ids, and which text is read."""
 
 import dataclasses
 import hashlib
@@ -22,7 +22,7 @@ RANKED = ["the", "sea", "stone", "a", "bell", ",", "by", "."]
 
 @pytest.fixture
 def corpus(monkeypatch, tmp_path):
-    """A stand-in for the real corpus, whose checksum is the expected one."""
+    """A short text in place of the real corpus. Its checksum is the expected one."""
     file = tmp_path / "somewhere" / "tinyshakespeare.txt"
     file.parent.mkdir()
     file.write_text(VERSE)
@@ -90,7 +90,8 @@ def test_the_sentences_and_their_best_loss_are_made_by_the_script_beside_them(tm
 def test_the_best_loss_is_known_where_every_word_has_an_id():
     whole = datasets.shakespeare(source="generated")
     shares = np.bincount(whole.word_ids)[1:] / len(whole.word_ids)
-    assert whole.best_loss < -np.sum(shares * np.log(shares)) - 3  # that of a model without context
+    # The sum is the loss of a model that knows only how frequent the words are.
+    assert whole.best_loss < -np.sum(shares * np.log(shares)) - 3
     assert datasets.shakespeare(50, source="generated").best_loss is None
     assert datasets.shakespeare(source="pastiche").best_loss is None
 
@@ -114,7 +115,7 @@ def test_the_corpus_is_preferred_wherever_it_is_found(monkeypatch, corpus, cache
         monkeypatch.setenv("RSEMBED_DATA", str(corpus if place.endswith("file") else corpus.parent))
     else:
         corpus = corpus.rename(cache / corpus.name)
-        # A file in the cache with the right checksum is not fetched again, so this needs no network.
+        # A file in the cache with the right checksum is not downloaded, so this needs no network.
         options["download"] = place == "download"
     text = datasets.shakespeare(100, source=source, **options)
     assert text.source == f"tinyshakespeare, the real corpus (sha256 verified) from {corpus}"
@@ -187,6 +188,7 @@ def test_an_installed_package_reads_its_own_copy_of_the_text(monkeypatch, tmp_pa
 
 def test_load_shakespeare_numbers_words_as_the_tutorial_does(monkeypatch, tmp_path):
     monkeypatch.setenv("RSEMBED_DATA", str(own_text(tmp_path, "b a b c a b d e c")))
-    # b 3 times, a and c twice, then d and e; the first three words keep an id, the rest share 0 with b.
+    # Sorted by frequency, the words are b, a, c, d, e. The first three have the ids 0, 1 and 2, and
+    # all other words have id 0.
     assert text_module.load_shakespeare(3).tolist() == [0, 1, 0, 2, 1, 0, 0, 0, 2]
     assert text_module.load_shakespeare(vocab_size=9).tolist() == [0, 1, 0, 2, 1, 0, 3, 4, 2]

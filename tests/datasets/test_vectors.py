@@ -1,4 +1,4 @@
-"""Vectors of words from files in the forms that word2vec, GloVe and fastText publish."""
+"""Tests of word vectors, from files in the forms of word2vec, GloVe and fastText."""
 
 import gzip
 import tracemalloc
@@ -19,7 +19,7 @@ VECTORS = {
 
 
 def body(end):
-    """A line of each vector; word2vec and fastText end theirs with a space."""
+    """A line for each vector. word2vec and fastText write a space before the end of the line."""
     lines = [" ".join([word, *map(str, numbers)]) + end for word, numbers in VECTORS.items()]
     return "".join(lines).encode()
 
@@ -126,7 +126,8 @@ def test_memory_is_that_of_the_result(tmp_path):
     most_bytes = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert vectors.is_found.all() and vectors.num_vectors == num_lines
-    assert most_bytes < 1_000_000  # the file holds 3.5 MB
+    # The unpacked file has 3 MB.
+    assert most_bytes < 1_000_000
 
 
 def test_a_line_without_end_is_refused_before_it_fills_the_memory(tmp_path):
