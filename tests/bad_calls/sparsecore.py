@@ -1,4 +1,4 @@
-"""Bad calls of the SparseCore wing: stacking, preprocessing, lookups, updates, layers, pipelines."""
+"""Bad calls of the SparseCore wing: stacks, preprocessing, lookups, updates, layers, pipelines."""
 
 from functools import cache, partial
 from unittest import mock

@@ -1,4 +1,4 @@
-"""Every client keeps what it is told, shares it, and says what is missing."""
+"""Tests of clients, which record, publish and load statistics."""
 
 import concurrent.futures
 import contextlib
@@ -75,7 +75,8 @@ def test_histories_have_a_row_per_record_and_loading_keeps_what_was_not_publishe
     other.publish()
     every_record = [[0, 1], [1, 1], [2, 1], [9, 9], [7, 7]]
     assert loaded(client) == every_record
-    client.load()  # what is published is counted once
+    # A client that loads its own published records counts them once.
+    client.load()
     client.publish()
     assert loaded(client) == every_record
 
@@ -147,9 +148,11 @@ def test_clients_that_publish_beside_each_other_lose_nothing(new_client, tmp_pat
 
     with concurrent.futures.ThreadPoolExecutor(len(clients)) as threads:
         list(threads.map(publish_often, clients))
-    assert len(list(tmp_path.iterdir())) == 3  # a client replaces its own files alone
+    # A client that has loaded nothing replaces only its own file.
+    assert len(list(tmp_path.iterdir())) == 3
     assert loaded(clients[0]) == [2, 5]
-    clients[0].publish()  # what it has loaded, it replaces
+    # A client also replaces the files that it has loaded.
+    clients[0].publish()
     assert len(list(tmp_path.iterdir())) == 1
     assert loaded(new_client()) == [2, 5]
 
@@ -200,7 +203,7 @@ def test_files_with_published_names_load_if_they_are_whole(new_client, tmp_path)
     assert loaded(new_client()) == [8780, 4]
     content = published.read_bytes()
     for place in range(len(content)):
-        # A name without a checksum does not tell numbers that changed.
+        # The name of the file has no checksum, so the client may not notice a changed number.
         published.write_bytes(content[:place] + b"\x9f" + content[place + 1 :])
         with contextlib.suppress(ValueError):
             client.load()
@@ -265,7 +268,7 @@ def test_stack_names_may_end_like_statistics():
 
 
 def test_statistics_are_a_tree_of_arrays():
-    """As in the published library, where clients take the largest count of each stack by `jax.tree.map`."""
+    """Clients of the published library use `jax.tree.map` for the largest count of each stack."""
     counts = stats([3, 9], max_unique=(2, 1), required=(8, 24), dropped=7)
     assert vars(jax.tree.map(np.max, counts)) == {
         "max_ids_per_partition": {"t": 9},

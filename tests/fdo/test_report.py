@@ -1,4 +1,4 @@
-"""A report says of any stream of batches what loops over its ids say."""
+"""Tests of reports on batches, against loops over all ids."""
 
 import math
 import sys
@@ -23,7 +23,7 @@ RNG = np.random.default_rng(0)
 
 
 def film_bags():
-    """Lists of films: some empty, some with duplicates, some with ids that no table of 50 rows has."""
+    """Bags of films. Some are empty, have duplicates, or have ids outside a table of 50 rows."""
     lengths = RNG.integers(0, 7, SAMPLES)
     bags = [(RNG.zipf(1.3, length) % NUM_FILMS).tolist() for length in lengths]
     bags[3] = [*bags[3], -1, 99]
@@ -53,13 +53,14 @@ def batches():
 
 
 def expected_figures(streams, num_rows, num_shards, *, is_key=False):
-    """Figures of the streams of one table, each a list of batches of bags, by loops."""
+    """Figures of a table, by loops. Each stream is a feature: a list of batches of bags."""
 
     def is_row(number):
         return number != -1 and (is_key or 0 <= number < num_rows)
 
     def shard_of(number):
-        return int(number) % 2**64 % num_shards  # keys are read as unsigned
+        # Keys are unsigned.
+        return int(number) % 2**64 % num_shards
 
     bags = [bag for stream in streams for batch in stream for bag in batch]
     lengths = [sum(map(is_row, bag)) for bag in bags]
@@ -145,7 +146,7 @@ def in_range(bags):
 
 
 def padded(bags):
-    """An array with -1 behind the ids of each bag."""
+    """Bags as an array of 8 columns, with -1 after the ids of each bag."""
     return [bag + [-1] * (8 - len(bag)) for bag in bags]
 
 

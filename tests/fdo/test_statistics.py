@@ -1,4 +1,4 @@
-"""Limits that leave room, settle, and say what they are."""
+"""Tests of limits that are computed from statistics."""
 
 import itertools
 
@@ -36,7 +36,7 @@ def test_the_default_policy_leaves_room_in_steps_and_never_shrinks():
     assert planned(stats([3, 4], [1, 2], [16, 24])) == (256, 256, 2 * 32)
     small = {"max_ids_per_partition": 5, "max_unique_ids_per_partition": 5}
     assert planned(stats([3, 4], [1, 2], [8, 8]), **small) == (8, 8, 2 * 16)
-    # 48 for each core.
+    # The suggested buffer has 48 entries for each of two cores.
     assert planned(stats([3, 4]), suggested_coo_buffer_size_per_device=96) == (
         256,
         256,
@@ -50,25 +50,30 @@ def test_the_default_policy_leaves_room_in_steps_and_never_shrinks():
 
 
 def test_buffers_never_exceed_what_the_limits_can_fill():
-    """A larger size would be refused by the layout."""
+    """The layout of a stack refuses larger buffers."""
     small = {"max_ids_per_partition": 5, "max_unique_ids_per_partition": 5}
     policy = LimitsPolicy(headroom_fraction=0.0, bucket=3.0)
     limits = planned(stats([24, 24], required=[48, 48]), policy=policy, **small)
     assert limits.max_ids_per_partition == 24
-    assert limits.suggested_coo_buffer_size_per_device == 24 * 2 * 2  # the ladder alone says 2 * 72
+    # Without the limit, the buffer would have the next size of the policy, 2 * 72.
+    assert limits.suggested_coo_buffer_size_per_device == 24 * 2 * 2
 
 
 def test_what_has_no_statistics_keeps_its_settings():
     nothing = SparseDenseMatmulInputStats()
     assert planned(nothing, max_ids_per_partition=7) == (7, 256, None)
-    by_hand = StackedTableSpec("t", 64, 8, SGD(), "sum", 8)  # for no number of shards
+    # This spec has no number of shards.
+    by_hand = StackedTableSpec("t", 64, 8, SGD(), "sum", 8)
     assert limits_from_statistics([by_hand], stats([3, 4]), 2, policy=EXACT)["t"] == (4, 1, 16)
     only_ids = SparseDenseMatmulInputStats(max_ids_per_partition={"t": [300], "other": [9]})
     assert planned(only_ids) == (384, 256, None)
 
 
 def changes(policy):
-    """How often limits change in a run whose batches grow and scatter, with feedback after every batch."""
+    """Number of changes of limits in a run with larger and larger batches, with random variation.
+
+    Limits are updated after every batch.
+    """
     rng = np.random.default_rng(0)
     specs, seen = specs_for(max_ids_per_partition=1, max_unique_ids_per_partition=1), []
     for batch in range(120):
@@ -81,7 +86,7 @@ def changes(policy):
 
 def test_few_limits_occur_so_that_recompiles_stay_few():
     assert changes(EXACT) > 100
-    # Ids, distinct ids and buffer climb the same ladder, each at its own times.
+    # The three limits (ids, distinct ids, buffer) grow by the same factor at different batches.
     assert changes(LimitsPolicy()) <= 3 * 12
     assert changes(LimitsPolicy(bucket=2.0)) <= 3 * 4
 
