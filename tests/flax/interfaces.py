@@ -1,4 +1,4 @@
-"""One training step of the core, of NNX and of Linen, written by the same three functions."""
+"""The same interface to a small model for the core, NNX and Linen, for tests of all three."""
 
 import dataclasses
 
@@ -10,7 +10,7 @@ from tests.flax import test_linen, test_nnx, world
 
 
 class Linen(world.Core):
-    """`rs.linen`."""
+    """The model with a layer of `rs.linen`."""
 
     def __init__(self, *storages, tx=world.TX, on_mesh=False):
         self.collection, *_, state = test_linen.new(*storages, on_mesh=on_mesh)
@@ -39,7 +39,10 @@ class Linen(world.Core):
 
 
 class NNX(Linen):
-    """`rs.nnx`; the model and its optimizer, split into what jitted functions take."""
+    """The model with a layer of `rs.nnx`.
+
+    `model` is the state of the model and its optimizer, which is an argument of jitted functions.
+    """
 
     def __init__(self, *storages, tx=world.TX, on_mesh=False):
         self.collection = world.collection(*storages, on_mesh=on_mesh)
@@ -68,7 +71,7 @@ ALL = {"core": world.Core, "nnx": NNX, "linen": Linen}
 
 
 def gradients_of(interface, model=None, labels=world.LABELS, samples=slice(None)):
-    """Gradients of bags of different sizes, or of some of them; ids repeat within and between samples."""
+    """Gradients for four bags with repeated ids, or for those bags that `samples` selects."""
     bags = [[3, 5, 3], [5], [7, 3], [0, 5]][samples]
     batch = interface.collection.prepare({name: bags for name in interface.collection.features})
     model = interface.model if model is None else model

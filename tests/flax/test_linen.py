@@ -1,4 +1,4 @@
-"""A layer of Linen trains tables as the functional core does, and nobody forgets to."""
+"""Tests of the Linen layer, which must train tables as the functional core does."""
 
 import jax
 import jax.numpy as jnp
@@ -53,7 +53,7 @@ train_step = jax.jit(step, donate_argnums=0)
 
 
 def trained_parts(collection, state):
-    """The head, and tables and slots."""
+    """Kernel of the head, and contents of the tables."""
     return state.params["head"]["kernel"], world.contents(collection, state.embeddings["words"])
 
 
@@ -73,7 +73,7 @@ def test_a_model_trains_as_the_functional_core(on_mesh):
 
 
 class Normalized(nn.Module):
-    """Tables, and statistics of batches."""
+    """A model with tables and batch normalization."""
 
     collection: rs.EmbeddingCollection
 
@@ -120,7 +120,7 @@ def test_frozen_tables_are_read_while_the_rest_trains():
 
 
 def test_tables_of_another_model_are_read_by_a_loss():
-    """The teacher has its layer at the same path, and stays as it is."""
+    """The teacher has a layer at the same path. It is not trained."""
     collection, (batch, *_), _, student = new("dense")
     teacher = student.replace(embeddings={"words": collection.init(jax.random.key(7))})
 

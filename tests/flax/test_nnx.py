@@ -1,4 +1,4 @@
-"""A layer of NNX trains tables as the functional core does, and nobody forgets to."""
+"""Tests of the NNX layer, which must train tables as the functional core does."""
 
 import copy
 import functools
@@ -51,7 +51,7 @@ train_step = nnx.jit(step, donate_argnums=(0, 1))
 
 
 def trained_parts(model):
-    """The head, and tables and slots."""
+    """Kernel of the head, and contents of the tables."""
     return model.head.kernel.get_value(), world.contents(
         model.embeddings.collection, model.embeddings.state
     )
@@ -194,16 +194,18 @@ LOOPS = {
 @pytest.mark.parametrize("loop", LOOPS)
 def test_a_lookup_in_a_transformation_inside_the_loss_is_refused_by_name(loop):
     _, (batch, *_), model, _ = new("dense")
-    assert np.shape(LOOPS[loop](model, batch)) == ()  # without gradients there is nothing to record
+    # Without gradients, the lookup is accepted, because nothing has to be recorded.
+    assert np.shape(LOOPS[loop](model, batch)) == ()
     with pytest.raises(
         RuntimeError, match=r"rows of the layers \['embeddings'\].* call the layer before it"
     ):
         rs.nnx.value_and_grad(LOOPS[loop])(model, batch)
-    rs.nnx.value_and_grad(loss_fn)(model, batch)  # what was refused leaves nothing behind
+    # The refused call does not disturb later ones.
+    rs.nnx.value_and_grad(loss_fn)(model, batch)
 
 
 def test_tables_of_another_model_are_read_by_a_loss_and_a_copy_that_would_forget_them_is_refused():
-    """The teacher is called as the student is, has its layer at the same path, and stays as it is."""
+    """The teacher is called like the student, has a layer at the same path, and is not trained."""
     _, (batch, *_), student, _ = new("dense")
     teacher = nnx.clone(student)
     _, gradients = rs.nnx.value_and_grad(lambda m, t: loss_fn(m, batch) + loss_fn(t, batch))(
@@ -216,7 +218,7 @@ def test_tables_of_another_model_are_read_by_a_loss_and_a_copy_that_would_forget
 
 
 class Noisy(nnx.Module):
-    """A model that draws numbers and counts its calls."""
+    """A model that draws random numbers and counts its calls."""
 
     def __init__(self, collection):
         self.embeddings = rs.nnx.Embeddings(collection, rngs=nnx.Rngs(0))
@@ -272,7 +274,7 @@ def test_tables_on_the_host_train_as_dense_ones():
 
 @functools.cache
 def trained_once():
-    """A model and its optimizer after one step, which nobody changes."""
+    """A collection, its batches, and a model and optimizer after one step. Do not change them."""
     collection, batches, model, optimizer = new(*world.ALL)
     train_step(model, optimizer, batches[0])
     return collection, batches, model, optimizer

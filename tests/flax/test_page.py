@@ -1,4 +1,4 @@
-"""The programs of the page run as printed, and do what it says."""
+"""The programs of docs/flax.md run as printed, and have the results that the page describes."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Wrappers and idioms of optax act on dense parameters and rows alike, or are refused with the way out."""
+"""Wrappers and idioms of optax act on dense parameters and rows alike, or raise a helpful error."""
 
 import functools
 
@@ -25,7 +25,8 @@ def assert_same(actual, wanted, rtol=1e-4, atol=1e-6):
 
 
 def by_operators(interface, first, second):
-    if isinstance(first, tuple):  # the core's
+    # Gradients of the core are a pair.
+    if isinstance(first, tuple):
         dense = jax.tree.map(lambda one, two: (one + two) / 2, first[0], second[0])
         return dense, (first[1] + second[1]) / 2
     return (first + second) / 2
@@ -43,7 +44,7 @@ def by_combine(interface, first, second):
 
 
 def by_halves(interface, first, second):
-    """Each is scaled before they are added, so that the kernel that makes the first sums sees the factor."""
+    """Scales the gradients before they are added, so kernels that sum up rows get the factor."""
     return first * 0.5 + jnp.float32(0.5) * second
 
 
@@ -57,7 +58,7 @@ ACCUMULATED = {
 
 @functools.cache
 def stepped_on_all(name, *storages):
-    """What one step on the whole batch makes of a model."""
+    """Contents of the model after one step on the whole batch."""
     interface = interfaces.ALL[name](*storages)
 
     @jax.jit
@@ -95,14 +96,15 @@ def test_gradients_of_two_programs_are_added_outside_of_them(name, on_mesh):
     mean = by_operators(interface, gradients, gradients)
     head, (actual, *_) = interface.contents(jax.jit(interface.stepped)(interface.model, mean))
     wanted_head, (wanted, *_) = stepped_on_all(name, "dense", "hashed")
-    counts = 2 * wanted["hashed"]["count"]  # a key is counted in each of the batches
+    # Both batches count their keys.
+    counts = 2 * wanted["hashed"]["count"]
     wanted = wanted | {"hashed": wanted["hashed"] | {"count": counts}}
     assert_same((head, actual), (wanted_head, wanted))
 
 
 @pytest.mark.parametrize("name", interfaces.ALL)
 def test_row_numbers_are_never_added(name):
-    """`test_opaque` tries all arithmetic."""
+    """`tests/test_opaque.py` tests all other arithmetic."""
     gradients = interfaces.gradients_of(interfaces.ALL[name]("dense", "hashed"))
     for leaf in jax.tree.leaves(gradients):
         assert not jnp.issubdtype(leaf.dtype, jnp.integer)
@@ -184,7 +186,8 @@ NESTED = {
 }
 
 
-@pytest.mark.filterwarnings("ignore")  # lookahead warns that it saw only fast parameters
+# `lookahead` warns if it gets only fast parameters.
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("wrapper", DECIDING)
 def test_what_decides_about_steps_is_refused_by_name(wrapper):
     tx, way_out = DECIDING[wrapper]
@@ -201,7 +204,7 @@ def test_what_decides_about_steps_is_found_in_other_wrappers(wrapper):
         interfaces.NNX("dense", tx=NESTED[wrapper])
 
 
-# What acts on dense parameters alone
+# Transformations that act on dense parameters only
 
 DENSE_ONLY = {
     "clip_by_global_norm": optax.chain(optax.clip_by_global_norm(1e-3), SGD),
@@ -225,14 +228,17 @@ def test_rows_are_stepped_by_the_rule_of_their_table_whatever_else_optax_does(na
     assert_same(tables, stepped_on_all("core", "dense")[1])
 
 
-# Wrappers as the rule of a table: every row decides for itself
+# Wrappers as the optimizer of a table: they decide separately for each row
 
 BY_ROW = {
     "apply_if_finite": ([1.0, np.nan, 3.0, 1.0], [0.1, 0.1, 0.4, 0.5]),
     "MultiSteps": ([1.0, 2.0, 3.0, 4.0], [0.0, 0.0, 0.0, 0.25]),
     "apply_every": ([1.0, 2.0, 3.0, 4.0], [0.0, -3.0, -3.0, -10.0]),
 }
-"""Gradients of a row, and how far it has moved after each; `apply_every` adds the sum of two."""
+"""Gradients of a row, and how far the row has moved after each one.
+
+`apply_every` adds the sum of two gradients.
+"""
 
 
 @pytest.mark.parametrize("wrapper", BY_ROW)

@@ -1,4 +1,4 @@
-"""One small model for both Flax interfaces, and what the functional core makes of it."""
+"""A small model for tests of the Flax layers, and its training by the functional core."""
 
 import functools
 
@@ -14,7 +14,7 @@ from rsembed.tt import TensorTrain
 ROWS, DIM, NUM_STEPS = 20, 4, 3
 TRAIN = TensorTrain((3,), tt_p_shapes=(4, 5), tt_q_shapes=(2, 2))
 STORAGES = {"dense": None, "hashed": rs.Hashed(), "train": TRAIN, "hashed too": rs.Hashed()}
-"""Two are alike, and share a storage."""
+"""Storages of tables. The two hashed tables share one storage."""
 ALL = tuple(STORAGES)
 KEY = jax.random.key(0)
 HEAD = np.sin(np.arange(DIM, dtype=np.float32)).reshape(DIM, 1)
@@ -35,14 +35,17 @@ def table(name, storage):
 
 @functools.cache
 def collection(*storages, on_mesh=False):
-    """One table of each storage, which a feature of its name reads; a mean of bags of any length."""
+    """A collection with a table and a feature for each of `storages`. Bags have any length."""
     mesh = Mesh(np.asarray(jax.devices()[:4]), ("device",)) if on_mesh else None
     features = [rs.FeatureSpec(storage, table(storage, STORAGES[storage])) for storage in storages]
     return rs.EmbeddingCollection(features, mesh=mesh)
 
 
 def batches(a_collection):
-    """Ragged ids, some of them in several samples and steps, as many in each step; every feature has its own."""
+    """Batches of ragged ids, different for every feature.
+
+    All batches have equally many ids. Some ids occur in several samples and batches.
+    """
     generator, batches_of_ids = np.random.default_rng(0), []
     for _ in range(NUM_STEPS):
         ids = {
@@ -58,12 +61,12 @@ def loss_of(logits, labels=LABELS):
 
 
 def joined(activations):
-    """The input of the head."""
+    """Input of the head: the sum of the activations of all features."""
     return functools.reduce(jnp.add, activations.values())
 
 
 class Core:
-    """The functional core, with optax beside it, as its pages show."""
+    """The model with the functional core. optax trains the head."""
 
     def __init__(self, *storages, tx=TX, on_mesh=False):
         self.collection = collection(*storages, on_mesh=on_mesh)
@@ -96,12 +99,12 @@ class Core:
         return dense, rows[0]
 
     def contents(self, model):
-        """The head; tables, slots and number of steps."""
+        """The head, and tables, slots and number of steps."""
         return model[0], contents(self.collection, model[2])
 
 
 def contents(collection, state):
-    """Tables and slots in the order of ids and keys, wherever their rows lie."""
+    """Tables and slots, with rows in the order of ids or keys, and the number of steps."""
     return collection.tables(state), collection.slots(state), int(state.step)
 
 
@@ -123,7 +126,7 @@ def core_run(*storages):
 
 
 def assert_same_run(run, losses, head, tables_and_slots):
-    """Losses, head, tables and slots are those of another run."""
+    """Checks losses, head, tables and slots against those of another run."""
     np.testing.assert_allclose(losses, run[0], rtol=1e-5)
     actual, wanted = (jax.tree.leaves(tree) for tree in ((head, tables_and_slots), run[1:]))
     for array, expected in zip(actual, wanted, strict=True):
