@@ -1,8 +1,8 @@
-"""The tables of the net begin as when its bits were recorded."""
+"""Tables must have the initial values with which the results were recorded."""
 
 import pytest
 
 
 @pytest.fixture
 def quick_initial_values() -> None:
-    """None: the record has the library's own."""
+    """Keeps the library's initial values, because the record was made with them."""

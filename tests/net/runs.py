@@ -1,8 +1,9 @@
-"""Short seeded runs of every wing through public names: what they give must outlive any rebuilding inside.
+"""Short runs of every wing, by public names. Changes of internals must not change their results.
 
-`RUNS` maps a name to a function that trains two steps and returns arrays by name: outputs, gradients, tables, slots,
-counts. `test_net.py` compares them with a record, and their bits where this jax and this processor were
-recorded. Record anew, with `RSEMBED_RECORD_NET=1 pytest tests/net`, only in a commit that says why numbers changed.
+`RUNS` maps a name to a function that trains two steps and returns arrays by name: outputs,
+gradients, tables, slots and counts. `test_net.py` compares the arrays with a record, and also their
+bits if this version of jax and this processor were recorded. To make a new record, run
+`RSEMBED_RECORD_NET=1 pytest tests/net`, but only in a commit that says why numbers changed.
 """
 
 import hashlib
@@ -34,7 +35,10 @@ STEPS, BATCH, DIM = 2, 8, 4
 
 
 def platform():
-    """What bits may depend on: XLA compiles for the very processor that it finds."""
+    """Names of jax, of the native instruction set and of the processor.
+
+    Bits depend on the processor, because XLA compiles programs for it.
+    """
     info = Path("/proc/cpuinfo")
     text = info.read_text() if info.exists() else ""
     fields = dict(re.findall(r"^(vendor_id|cpu family|model)\s*: (.*)$", text, re.MULTILINE))
@@ -47,7 +51,7 @@ def digest(array):
 
 
 def named(tree, prefix=""):
-    """Leaves as numpy arrays by path; bfloat16 as the float32 that it is."""
+    """Leaves of a tree as NumPy arrays, by path. Arrays of bfloat16 become float32."""
     arrays = {}
     for path, leaf in jax.tree.leaves_with_path(tree):
         array = np.asarray(leaf)
@@ -57,7 +61,7 @@ def named(tree, prefix=""):
 
 
 def loss_gradient(outputs):
-    """Of half the squared distance to one."""
+    """Gradient of half the squared distance of the outputs to 1."""
     return jax.tree.map(lambda output: output - 1.0, outputs)
 
 

@@ -1,4 +1,4 @@
-"""Short runs of every wing give the numbers that they gave before, and on a platform that was recorded their bits."""
+"""Short runs of every wing give the recorded numbers, and on a recorded platform the same bits."""
 
 import json
 import os
@@ -38,7 +38,7 @@ def test_numbers_are_those_of_before(name):
     for key, array in actual.items():
         assert array.dtype == EXPECTED[key].dtype
         np.testing.assert_allclose(array, EXPECTED[key], rtol=2e-5, atol=2e-6, err_msg=key)
-        # Of numbers that were meant to change, a platform may have no bits yet.
+        # The record may have no bits of this platform for numbers that were changed on purpose.
         assert bits is None or key not in bits or runs.digest(array) == bits[key], (
             f"{key}: other bits"
         )
@@ -46,7 +46,7 @@ def test_numbers_are_those_of_before(name):
 
 def test_every_record_has_its_run():
     if IS_RECORDING and len({key.split("|")[0] for key in found_now}) == len(runs.RUNS):
-        # Bits of other platforms belong to the numbers that they were recorded with.
+        # If the numbers have changed, the bits of other platforms are out of date.
         is_same = EXPECTED.keys() == found_now.keys()
         for key, array in found_now.items():
             is_same = is_same and np.allclose(EXPECTED[key], array, rtol=2e-5, atol=2e-6)

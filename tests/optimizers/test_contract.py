@@ -1,4 +1,4 @@
-"""Every public rule: its published formula in float64, row by row, and rows that keep their bits in any company."""
+"""Every public rule follows its published formula, and the bits of a row depend on no other row."""
 
 import functools
 import inspect
@@ -21,14 +21,16 @@ from tests.tbe import row_formulas
 from tests.tbe.row_formulas import LR, MAX_COUNTER
 
 NUM_ROWS, DIM = 6, 4
-# Ids of two samples; -1 is none. Row 4 is read by both, and in every step; rows 0 and 5 never are.
+# Ids of two samples in three steps, padded with -1. Row 4 is read in every step, and by both
+# samples in the first two steps. Rows 0 and 5 are never read.
 BATCHES = ([[1, 4, 4], [4, -1, -1]], [[2, 4, -1], [4, 3, 2]], [[1, 4, -1], [3, -1, -1]])
-# A step starts from the numbers that the one before it stored, so one rounding of the table is all that may differ.
+# The expected numbers of a step are computed from the stored numbers of the step before, so they
+# differ by no more than one rounding.
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2**-8}
 
 
 def step_in_float64(optimizer, row, slots, gradient, step):
-    """Row and slots after a step of a rule whose entries know nothing of each other, by its published formula."""
+    """Row and slots after a step of an entry-wise rule, by its published formula."""
     lr = optimizer.learning_rate
     match optimizer.short_name():
         case "sgd":
@@ -47,7 +49,8 @@ def step_in_float64(optimizer, row, slots, gradient, step):
             v = b2 * slots[1] + (1 - b2) * gradient**2
             root = np.sqrt(1 - b2**t)
             epsilon = optimizer.epsilon
-            if optimizer.short_name() == "adam":  # The others add epsilon to the uncorrected root.
+            # The other rules add epsilon to the uncorrected root.
+            if optimizer.short_name() == "adam":
                 epsilon *= root
             return row - lr * root / (1 - b1**t) * m / (np.sqrt(v) + epsilon), (m, v)
         case "adagrad_momentum":
@@ -100,7 +103,10 @@ def by_entry(rule, row, slots, gradient, step):
 
 
 def by_row(formula, names, /, **arguments):
-    """A formula of table-batched embeddings, which knows its states by name."""
+    """A function that steps a row by a formula of table-batched embeddings.
+
+    `names` has the formula's names of the slots, in the order of the slots.
+    """
 
     def step_row(rule, row, slots, gradient, step):
         state = {}
@@ -215,7 +221,7 @@ CONTRACT = {
     ),
 }
 
-# Native, traced by entry, with powers, and traced by row.
+# One native rule, one that is traced by entry, one with powers, and two that are traced by row.
 OF_EACH_KIND = {"adam", "laprop", "ftrl", "lamb", "counter_adagrad"}
 
 
@@ -234,7 +240,7 @@ def d_outputs_of(step):
 
 @functools.cache
 def states(dtype):
-    """Tables and slots by name, as they were before each step and after the last; one program for all rules."""
+    """Tables and slots by name, before each step and after the last. One program runs all rules."""
     features = []
     for name, (rule, _) in CONTRACT.items():
         table = rs.TableSpec(name, NUM_ROWS, DIM, optimizer=rule, dtype=dtype)
@@ -284,7 +290,8 @@ def test_a_rule_in_a_collection_follows_its_formula_and_leaves_other_rows_alone(
 @pytest.mark.slow_rows("ftrl", "lamb")
 @pytest.mark.usefixtures("more_optimizations")
 @pytest.mark.skipif(
-    native.unavailable_because() is not None, reason="XLA alone rounds as the shapes have it"
+    native.unavailable_because() is not None,
+    reason="without native kernels, rounding depends on the shapes of arrays",
 )
 @pytest.mark.parametrize(
     "name",

@@ -22,7 +22,7 @@ import rsembed.optimizers as ro
         (ro.rules.AdagradMomentum(0.1, initial_accumulator_value=0.0, epsilon=0.0), 1.0),
         (ro.LaProp(0.1, b1=0.0, eps=0.0), 1.0),
         (ro.rules.F2A(0.1, initial_accumulator_value=0.0), 1.0),
-        # FTRL makes rows anew from their linear term, here 0.
+        # FTRL computes rows from their linear term, which is 0 here.
         (ro.FTRL(0.1, initial_accumulator_value=0.0), 0.0),
     ],
     ids=lambda rule: type(rule).__name__,
@@ -35,7 +35,7 @@ def test_entries_without_history_and_gradient_stay_put(optimizer, unmoved):
 
 
 def collection_of(optimizer, **fields):
-    """A collection of one table of four rows of two numbers."""
+    """A collection with one table of four rows and two columns."""
     table = rs.TableSpec("t", 4, 2, optimizer=optimizer, **fields)
     return rs.EmbeddingCollection(rs.FeatureSpec("f", table))
 
@@ -69,7 +69,7 @@ def test_optax_state_made_from_parameters_starts_from_the_rows_themselves():
 
 
 REFUSED = ["dpsgd", "lbfgs", "lookahead", "momo", "momo_adam", "noisy_sgd", "polyak_sgd", "sophia"]
-"""Optimizers of optax that cannot be row rules, by name; the page on optimizers has their reasons."""
+"""Optimizers of optax that cannot step rows. docs/optimizers.md gives the reasons."""
 GIVEN = {
     "learning_rate": 0.1,
     "l2_norm_clip": 1.0,
@@ -84,7 +84,7 @@ GIVEN = {
 
 
 def optimizers_of_optax():
-    """Every optimizer that optax and optax.contrib export, made with as few arguments as it takes."""
+    """Yields the name of each optimizer that optax and optax.contrib export, and the optimizer."""
     for module in (optax, optax.contrib):
         for name, function in inspect.getmembers(module, inspect.isfunction):
             parameters = inspect.signature(function).parameters

@@ -1,4 +1,4 @@
-"""Rules that move all rows do so once a step, whichever kernel is asked; rules with a native formula get it."""
+"""Rules that move all rows move each row once a step in every kernel. Native kernels fuse rules."""
 
 import functools
 
@@ -21,7 +21,7 @@ NUM_ROWS, DIM = 5, 4
 
 
 def drawn(dtype="float32"):
-    """Table, slots, and gradients of four vectors, two of which belong to no row."""
+    """A table, its slots, and four gradients. Only the first and the last belong to a row."""
     rng = np.random.default_rng(0)
     table, m, v = rng.uniform(0.1, 1.0, (3, NUM_ROWS, DIM))
     gradients = rng.normal(size=(4, DIM))
@@ -79,7 +79,7 @@ def test_limits_of_a_stack_hold_for_rows_that_were_not_looked_up():
 
 
 class MyAdam(ro.Adam):
-    """A subclass may compute something else."""
+    """A subclass, which could have another formula."""
 
 
 @needs_native
@@ -89,7 +89,7 @@ class MyAdam(ro.Adam):
     ids=lambda value: type(value).__name__,
 )
 def test_a_rule_is_fused_under_the_formula_that_its_own_class_names(rule, is_fused):
-    """The numbers of fused rules are those of their formulas in `test_contract.py`."""
+    """`test_contract.py` compares the numbers of fused rules with their formulas."""
 
     def step(table, slots, d):
         gradients = CallGradients.of_rows(jnp.asarray([1, 2, 1, 0]), d)
