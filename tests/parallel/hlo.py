@@ -1,4 +1,4 @@
-"""What a compiled program sends: sizes of its collectives, read from the text of XLA's HLO."""
+"""Counts the bytes that a compiled program sends, from the collectives in its HLO text."""
 
 import math
 import re
@@ -13,7 +13,10 @@ _IOTA_GROUPS = re.compile(r"replica_groups=\[(\d+),(\d+)\]")
 
 
 def _sizes(shapes: str) -> list[int]:
-    """Bytes of every array; the name of a dtype ends with its bits, but for `pred`, which takes a byte."""
+    """Bytes of each array in a text with shapes, such as `f32[64,8]`.
+
+    The name of a dtype ends with its number of bits, except `pred`, which has 8.
+    """
     collectives = []
     for bits, lengths in _SHAPE.findall(shapes):
         lengths = [int(length) for length in lengths.split(",") if length]
@@ -29,11 +32,11 @@ def _group_size(line: str, num_devices: int) -> int:
 
 
 def collective_bytes(compiled_text: str, num_devices: int) -> dict[str, float]:
-    """Bytes that a device sends to others, by operation; every instruction counts once, also inside a loop.
+    """Bytes that a device sends to others, by operation. An instruction in a loop counts once.
 
     Args:
       compiled_text: `jax.jit(f).lower(...).compile().as_text()`.
-      num_devices: group size of collectives that span all devices.
+      num_devices: number of all devices, which is the group size of collectives without groups.
     """
     sent: dict[str, float] = defaultdict(float)
     for line in compiled_text.splitlines():
@@ -43,9 +46,11 @@ def collective_bytes(compiled_text: str, num_devices: int) -> dict[str, float]:
         op = match["op"]
         sizes = _sizes(match["result"])
         n = _group_size(line, num_devices)
-        if match["start"] and op != "all-reduce":  # (operand, result): both are named
+        # Except for all-reduce, the result of a start is a pair of operands and results.
+        if match["start"] and op != "all-reduce":
             sizes = sizes[len(sizes) // 2 :]
-        # From the size of the result: a gather's holds all blocks, a scatter's one of n that were sent.
+        # `sizes` are those of results. The result of a gather has all blocks, that of a scatter one
+        # of the n blocks that were sent.
         factor = {"reduce-scatter": n, "all-reduce": 2}.get(op, 1)
         sent[op] += factor * sum(sizes) * (n - 1) / n
     return dict(sent)

@@ -1,6 +1,7 @@
-"""What the processes of test_runtime.py do: a sum over all devices, then steps until something ends them.
+"""Program of test_runtime.py: a sum over all devices, then steps until something ends the program.
 
-Arguments: `preempt` or `stay`, and for `preempt` the folder of the checkpoint that they leave behind.
+Arguments: `preempt` or `stay`, and for `preempt` the folder of the checkpoint that it saves at the
+end.
 """
 
 import os
@@ -14,7 +15,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 from rsembed import checkpoint, parallel
 
 mode, rows = sys.argv[1], 6
-# Where silence is the point, it is noticed soon; elsewhere a slow machine must not count as a dead one.
+# With `stay`, a stopped process must be noticed soon. With `preempt`, a process on a slow machine
+# must not count as dead.
 heartbeat = 4 if mode == "stay" else 60
 parallel.init(
     preemption=mode == "preempt", heartbeat_timeout_seconds=heartbeat, shutdown_timeout_seconds=10
@@ -33,7 +35,7 @@ def total(x):
 
 
 print("sum", total(batch).tolist(), "of", batch.shape, "pid", os.getpid())
-# A collective inside a loop: no error reaches Python when the other process dies.
+# With a collective in an endless loop, Python gets no error when the other process stops.
 if mode == "stay":
     stay = jax.shard_map(
         lambda x: jax.lax.while_loop(
@@ -48,7 +50,7 @@ if mode == "stay":
 for step in range(1, 10_000):
     total(batch).block_until_ready()
     if parallel.preempted(step):
-        # Chunks that cross the borders of shards and of processes.
+        # Some of these chunks have rows of two shards, and some have rows of two processes.
         checkpoint.arrays.CHUNK_BYTES = 5 * 3 * 4
         equal = rows_of_process[:5] - 1000 * process, np.float32(2.5)
         everywhere = [

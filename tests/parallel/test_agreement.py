@@ -1,6 +1,6 @@
-"""Processes compare what they bring through a service; here they are threads, and the service is a dict.
+"""Tests of agreements, with threads for processes and a dictionary for their key-value store.
 
-Real processes do so in tests/sok/test_processes.py.
+tests/sok/test_processes.py has real processes.
 """
 
 import collections
@@ -22,7 +22,7 @@ own_process = threading.local()
 
 
 class Service:
-    """What every process sees of the runtime's key-value store."""
+    """A dictionary with the methods of the runtime's key-value store."""
 
     def __init__(self):
         self.values = {}
@@ -47,7 +47,7 @@ class Service:
 
 
 class Rounds:
-    """Each process counts for itself."""
+    """Counters of rounds, one for each process."""
 
     def __init__(self):
         self.of_process = collections.defaultdict(itertools.count)
@@ -70,7 +70,7 @@ def service(monkeypatch):
 
 
 def run(work, processes=PROCESSES):
-    """What `work(process)` returns or raises in every process."""
+    """Runs `work(process)` in a thread for each process. Returns results or errors by process."""
     results = {}
 
     def one(number):
@@ -89,7 +89,7 @@ def run(work, processes=PROCESSES):
 
 
 def bring(shape="4 samples", mesh=MESH, width=0):
-    """The largest width, after all processes brought feature f, or nothing."""
+    """Brings feature f to an agreement, unless `shape` is None. Returns the largest width of f."""
     with Agreement(mesh, "the batch", OWN) as agreed:
         if shape is not None:
             agreed.bring("f", shape, width=width)
@@ -101,7 +101,8 @@ def test_all_processes_get_the_largest_width_round_after_round(service):
         return [bring(width=10 + sign * process) for sign in (1, -1, 1, -1, 1)]
 
     assert run(work) == {process: [14, 9, 14, 9, 14] for process in PROCESSES}
-    assert len(service.values) <= 2 * 4  # what all have read is forgotten
+    # Values that all processes have read are deleted.
+    assert len(service.values) <= 2 * 4
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The files for clusters under docs/examples, as far as one machine can run them: their commands and environment."""
+"""Tests of commands and environment variables in the files for clusters in docs/examples."""
 
 import contextlib
 import os
@@ -26,7 +26,7 @@ line = f"process {jax.process_index()} of {jax.process_count()} {numbers.ravel()
 os.write(1, line.encode())  # in one piece: both processes write here
 """
 
-# Starts two tasks and says to each what Slurm does.
+# Takes the place of `srun`: starts two tasks with the environment variables that Slurm sets.
 SRUN = """
 import os, subprocess, sys
 assert sys.argv[1] == "--kill-on-bad-exit=1", sys.argv
@@ -52,7 +52,7 @@ def test_processes_that_slurm_starts_by_the_batch_file_find_each_other(tmp_path)
     srun = tmp_path / "srun"
     srun.write_text(f"#!{sys.executable}\n{SRUN}")
     srun.chmod(srun.stat().st_mode | stat.S_IEXEC)
-    # JAX takes the port from the number of the job: the last 4,096 ports, in turn.
+    # JAX computes one of the last 4,096 ports from the number of the job.
     first = 65535 - 2**12 + 1
     job = free_port(range(first, 65535)) - first
     environment = launching.environment() | {
@@ -63,7 +63,7 @@ def test_processes_that_slurm_starts_by_the_batch_file_find_each_other(tmp_path)
     command = ["bash", EXAMPLES / "train.slurm", tmp_path / "script.py", "STEPS=3"]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
     assert run.returncode == 0, run.stderr
-    # The runtime speaks as well.
+    # The runtime prints lines, too.
     said = sorted(line for line in run.stdout.splitlines() if line.startswith("process"))
     assert said == [f"process {process} of 2 [0, 1] ['STEPS=3']" for process in range(2)]
 

@@ -1,4 +1,4 @@
-"""What is sent arrives at its owner, in its place; empty places are told from others, and replies come back."""
+"""Tests of `trade`: blocks arrive at owners, with fill values in empty entries, and come back."""
 
 import functools
 
@@ -14,7 +14,7 @@ from tests.world import assert_same, mesh_of
 
 
 def parcel_of(numbers):
-    """Lanes and vectors of every kind that are told by one number each."""
+    """Arrays of several dtypes and shapes, computed from one number for each entry."""
     numbers = np.asarray(numbers)
     return {
         "row": numbers.astype(np.int32),
@@ -26,7 +26,7 @@ def parcel_of(numbers):
 
 @functools.cache
 def round_trip(shape):
-    """Two parcels travel together; owners send what they got back in one."""
+    """A program that trades two parcels at once. Owners send back the blocks that arrive."""
     mesh = mesh_of(*shape)
     axes = mesh.axis_names
 
@@ -41,7 +41,7 @@ def round_trip(shape):
 
 
 def wanted_block(parcel, entries):
-    """What a loop puts into the places of a block."""
+    """The block that is sent for `entries`, filled by a loop."""
 
     def picked(array):
         block = np.zeros((*entries.shape, *array.shape[1:]), array.dtype)

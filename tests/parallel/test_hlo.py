@@ -1,6 +1,6 @@
-"""The reader of compiled programs finds what their collectives send.
+"""Tests of the reader of collectives in HLO text.
 
-Compiled programs of known bytes are read in tests/collection/test_mesh_properties.py and tests/tt/test_storage.py.
+tests/collection/test_mesh_properties.py and tests/tt/test_storage.py read whole programs.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Rounds of any capacity bring every entry to its owner once, all of a row at the same time."""
+"""Rounds of any capacity bring each row to its owner once, with all of its values in one round."""
 
 import functools
 
@@ -27,10 +27,11 @@ def mapped(body, num_devices):
 
 @functools.cache
 def program(num_devices, capacities):
-    """Owners count visits of each row, and add the squared sum of what arrives.
+    """A program in which two tables ask together. The second table asks twice.
 
-    They answer `100 * row + owner` and twice what arrived. Two tables ask together. The second has keys of two lanes,
-    the largest of which are all ones, and must not be mistaken for "nothing left". It asks twice.
+    Owners count the rounds in which each row arrives, and sum the squares of its sums in each round.
+    They reply `100 * row + owner` and twice the values. Keys of the second table have two lanes. All
+    bits of its largest key are set, and it must not count as "no keys left".
     """
 
     def answer(state, arrived):
@@ -80,7 +81,7 @@ def draw_ids(generator, kind, num_devices):
 
 
 def rounds_for(ids, num_devices, capacity):
-    """Rounds in which one device could send these ids to their owners."""
+    """Number of rounds that one device needs to send these ids to their owners."""
     distinct_ids = np.unique(ids[ids >= 0])
     of_owners = np.bincount(distinct_ids % num_devices, minlength=1)
     return max(1, -(-of_owners.max() // capacity))
@@ -112,7 +113,8 @@ def test_every_row_is_whole_in_one_round_at_any_capacity(num_devices, capacities
         sums = np.zeros(ROWS * num_devices)
         np.add.at(sums, ids[ids >= 0], values[ids >= 0])
         by_owner = sums.reshape(ROWS, num_devices).T
-        # 11 = visited, and in a single round: a second one would add another 10 and split the square.
+        # 11 is a row that arrived in one round. A second round would add 10, and split the sum that
+        # is squared.
         assert_array_equal(visits, np.where(by_owner > 0, 1 + 10 * num_questions, 0))
         assert_array_equal(squares, num_questions * by_owner**2)
         answers = 100 * (ids // num_devices) + ids % num_devices

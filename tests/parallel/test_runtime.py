@@ -1,4 +1,4 @@
-"""Processes find each other, compute together, and leave together: when told to, and when one of them dies."""
+"""Tests of several processes, which compute together, and stop together if one of them stops."""
 
 import functools
 import os
@@ -22,7 +22,10 @@ PROGRAM = Path(__file__).with_name("runtime_program.py")
 
 
 class Launched:
-    """A run of runtime_program.py in two processes with two devices each, from the time that both have computed."""
+    """A run of runtime_program.py in two processes with two devices each.
+
+    `__init__` returns when both processes have printed their sums.
+    """
 
     def __init__(self, *arguments):
         self.run = launching.start(PROGRAM, *arguments)
@@ -66,7 +69,7 @@ def test_sums_over_processes_and_a_terminated_process_makes_all_save_and_leave_a
 
 @pytest.mark.slow
 def test_a_silent_process_ends_the_run_after_the_heartbeat_timeout():
-    # Inside a collective, where only the missing heartbeat (4 s) can end the wait.
+    # Both processes are in a collective, so only the missing heartbeat (after 4 s) can end the run.
     launched = Launched("stay")
     os.kill(launched.pids["1"], signal.SIGSTOP)
     output = launched.finish()
@@ -183,7 +186,8 @@ preempted = parallel.preempted
 def at_13(step):
     if step == 13 and os.environ["RSEMBED_PROCESS_ID"] == "1":
         os.kill(os.getpid(), signal.SIGTERM)
-    time.sleep(0.5 if step >= 13 else 0)  # the processes agree within seconds, steps take milliseconds
+    # The processes agree within seconds, and steps take milliseconds.
+    time.sleep(0.5 if step >= 13 else 0)
     return preempted(step)
 
 parallel.preempted = at_13
@@ -232,10 +236,11 @@ import rsembed as rs
 from rsembed import checkpoint, parallel, sok, tbe, tt
 
 try:
-    parallel.init("127.0.0.1:1", process_id=0)  # before JAX makes its devices, of which it would speak first
+    # This comes first, because the error is another one when JAX has made its devices.
+    parallel.init("127.0.0.1:1", process_id=0)
 except ValueError as error:
     print(str(error).replace("\\n", " "))
-warnings.simplefilter("ignore")  # of JAX, which says the same
+warnings.simplefilter("ignore")  # JAX also warns of forks
 table = rs.TableSpec("t", 9, 4)
 collection = rs.EmbeddingCollection(rs.FeatureSpec("f", table))
 state = collection.init(jax.random.key(0))
@@ -280,7 +285,7 @@ os._exit(os.waitpid(child, 0)[1])
 
 @pytest.fixture
 def alone(monkeypatch):
-    """No cluster around, and afterwards the signal handler and the settings of before."""
+    """Deletes environment variables of clusters, and afterwards restores settings."""
     for name in list(os.environ):
         if name.startswith(("RSEMBED_", "JAX_", "SLURM_", "OMPI_", "KUBERNETES_", "TPU_")):
             monkeypatch.delenv(name)
@@ -320,7 +325,8 @@ def test_a_number_of_processes_that_is_none_is_refused(alone, monkeypatch):
 def test_waiting_for_others_that_never_come_is_explained(alone, monkeypatch, caplog):
     def wait(*arguments, **options):
         time.sleep(1.5)
-        raise RuntimeError("deadline exceeded")  # JAX aborts here
+        # JAX itself ends the process here.
+        raise RuntimeError("deadline exceeded")
 
     monkeypatch.setattr(jax.distributed, "initialize", wait)
     with pytest.raises(RuntimeError, match="process 1 of 2 at host:1: deadline exceeded"):
@@ -330,7 +336,7 @@ def test_waiting_for_others_that_never_come_is_explained(alone, monkeypatch, cap
 
 
 def test_meshes_have_auto_axes():
-    """With an explicit axis, indexing a sharded table outside `shard_map` would be refused."""
+    """JAX refuses to index a sharded table with an explicit axis outside `shard_map`."""
     mesh = parallel.make_mesh("data", 4)
     assert mesh.shape == {"data": 4}
     assert mesh.axis_types == (jax.sharding.AxisType.Auto,)

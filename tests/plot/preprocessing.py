@@ -1,10 +1,10 @@
-"""What the partitioner makes of ids, which pictures of buffers show."""
+"""Preprocessed batches, for tests of pictures of buffers."""
 
 from rsembed.sparsecore import embedding, embedding_spec
 
 
 def preprocessed(ids, num_cores, limit):
-    """A batch of one table of 100 rows, and its statistics."""
+    """The preprocessed batch for a table of 100 rows, and the statistics of the batch."""
     table = embedding_spec.TableSpec(
         "t", 100, 4, max_ids_per_partition=limit, max_unique_ids_per_partition=512
     )

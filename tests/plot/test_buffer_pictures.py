@@ -1,4 +1,4 @@
-"""The picture of a buffer shows what the partitioner laid out."""
+"""Tests of the picture of a buffer, against the partitioner."""
 
 import numpy as np
 import pytest
@@ -8,7 +8,7 @@ from rsembed.plot.buffers import GAP, TAIL, buffer_places
 from tests.plot.preprocessing import preprocessed
 
 POINTERS = np.array([3, 9, *[16] * 6, 8, 8, *[8] * 6])
-"""Two cores and two shards: 3 and 1 ids, then 8 and none."""
+"""Row pointers of two cores for two shards. One core has 3 and 1 ids, the other has 8 and none."""
 PLACES = buffer_places(POINTERS, num_shards=2, num_places=48)
 
 

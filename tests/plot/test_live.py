@@ -6,7 +6,7 @@ from rsembed.plot.buffers import limit_costs, partition_entries
 from tests.plot.preprocessing import preprocessed
 
 NUM_CORES = 4
-# Distinct ids in every sample, so that merged entries and ids are one.
+# The ids of a sample are distinct, so that each of them is an entry.
 RNG = np.random.default_rng(0)
 BATCHES = np.argsort(RNG.exponential(size=(3, 32, 60)) * np.arange(1, 61), axis=2)[:, :, :5]
 ENTRIES = partition_entries(BATCHES, num_shards=NUM_CORES)

@@ -19,7 +19,7 @@ def plan(dtype="float32"):
 def test_bytes_used_and_padding_add_up_to_the_physical_table(dtype, width):
     stacks = plan(dtype).stacks
     sizes = stack_bytes(plan(dtype))
-    # Rows are padded to 16, columns from 6 to 8.
+    # Rows are padded to a multiple of 16, columns from 6 to 8.
     assert sizes == {
         "a_b": (26 * 6 * width, (32 * 8 - 26 * 6) * width),
         "c": (32 * 6 * width, 32 * 2 * width),
