@@ -1,6 +1,7 @@
-"""A plugin of pytest for tests of libraries that are written for jax-tpu-embedding, and for that library's own.
+"""Pytest plugin that runs tests of jax-tpu-embedding, and of libraries that use it, with rsembed.
 
-CPUs pass for devices with SparseCores, and this wing for their library. `make test-clients` runs, in checkouts:
+The SparseCore wing takes the place of jax-tpu-embedding, and CPUs take the place of devices with
+SparseCores. `make test-clients` runs these commands in checkouts of the libraries:
 
     python -m pytest -p tools.client_tests keras_rs/src/layers/embedding/jax
     python -m pytest -p tools.client_tests recml/layers/linen/sparsecore_test.py
@@ -22,18 +23,16 @@ from rsembed.sparsecore import install_as_jax_tpu_embedding, table_stacking
 from rsembed.sparsecore.embedding_spec import EmbeddingSpecRecord
 
 install_as_jax_tpu_embedding()
-# Helpers of the tests, and modules that the wing has not, are those of the checkout.
+# Modules that the wing does not have, such as helpers of tests, are imported from the checkout.
 for name, module in list(sys.modules.items()):
     if name.split(".")[0] == "jax_tpu_embedding" and getattr(module, "__path__", None) == []:
         module.__path__.append(str(Path(*name.split(".")).absolute()))
 
 
 def _of_one_stack(stacked_table, stacked_table_specs, donate=False):
-    """What forty tests call by a private name."""
-    specs, name = (
-        EmbeddingSpecRecord(stacked_table_specs=(stacked_table_specs,)),
-        stacked_table_specs.stack_name,
-    )
+    """Takes the place of a private function that forty tests call."""
+    specs = EmbeddingSpecRecord(stacked_table_specs=(stacked_table_specs,))
+    name = stacked_table_specs.stack_name
     return table_stacking.unstack_and_unshard_stacked_tables({name: stacked_table}, specs, donate)
 
 
@@ -46,21 +45,33 @@ if importlib.util.find_spec("keras_rs"):
 
 
 def _of_any_platform(function):
-    """The function of `jax`, to which TPUs are what the machine has."""
-    return functools.wraps(function)(
-        lambda backend=None: function(None if backend == "tpu" else backend)
-    )
+    """A function of `jax` that uses the default devices of this machine in place of TPUs."""
+
+    @functools.wraps(function)
+    def on_default_backend(backend=None):
+        if backend == "tpu":
+            backend = None
+        return function(backend)
+
+    return on_default_backend
 
 
 def pytest_runtest_setup(item):
-    """Six tests of jax-tpu-embedding hold numbers of devices of 2 cores."""
+    """Sets 2 cores per device for six tests of jax-tpu-embedding, which need them, else 4."""
     has_two = re.search(r"matmul_two_(tables|chips_sharded)\d", item.name)
     os.environ["RSEMBED_CORES_PER_DEVICE"] = "2" if has_two else "4"
 
 
 _skip = unittest.TestCase.skipTest
-unittest.TestCase.skipTest = lambda test, reason: (
-    None if "supported on TPUs" in reason else _skip(test, reason)
-)
-jax.devices, jax.device_count = _of_any_platform(jax.devices), _of_any_platform(jax.device_count)
+
+
+def _skip_unless_for_tpus(test, reason):
+    """Skips a test, unless the reason is that it needs TPUs."""
+    if "supported on TPUs" not in reason:
+        _skip(test, reason)
+
+
+unittest.TestCase.skipTest = _skip_unless_for_tpus
+jax.devices = _of_any_platform(jax.devices)
+jax.device_count = _of_any_platform(jax.device_count)
 flags.FLAGS(["pytest"])

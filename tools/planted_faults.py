@@ -1,11 +1,12 @@
-"""Plants one fault after the other in a copy of the library, and fails where the tests that are asked do not see it.
+"""Plants known faults in copies of the library, one by one, and fails if tests do not find one.
 
-    python -m tools.planted_faults --workers 2             all: half an hour
-    python -m tools.planted_faults storage/ tt/spec        those in files whose names have one of these words
-    python -m tools.planted_faults --check                 asks the tests of `make check` alone, which see most
+    python -m tools.planted_faults --workers 2             all faults, in half an hour
+    python -m tools.planted_faults storage/ tt/spec        faults in paths with one of these words
+    python -m tools.planted_faults --check                 runs only the tests of `make check`
 
-Whoever shortens tests runs it before and after. A text that is not there exactly once is a failure, too: where an
-algorithm moved, its fault moves along.
+The tests of `make check` find most faults. Run this before and after you shorten tests. A fault
+whose text does not occur exactly once in its file is an error, too. If you move code, change its
+faults.
 """
 
 from __future__ import annotations
@@ -22,11 +23,12 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CHECK = "tests/check.txt"
-"""The tests of `make check`, one a line."""
+"""File with the tests of `make check`, one in each line."""
 MOST_SECONDS = 600
-"""A run of tests that takes longer has seen a fault that hangs."""
+"""Time limit of a run of tests. A fault that makes tests hang counts as found."""
 
-# A file of the library, and the tests that are asked; below it faults: a text, and what is planted in its place.
+# Each block begins with a file of the library and arguments of pytest, which select the tests that
+# must fail. The indented lines are faults: a text of the file, and the text that replaces it.
 FAULTS = """
 kernels/reference.py  kernels/test_contract.py -k reference
     divisor = jnp.sqrt(divisor) => pass
@@ -150,7 +152,8 @@ datasets/generated.py  datasets/test_generated.py
 plot/distributions.py  test_plot.py -k falling
     shares[shares > 0])[::-1] => shares[shares > 0])
 """
-# What a copy's own tests import is the copy, although an editable installation puts a finder in front of all folders.
+# Tests of a copy must import the copy. The finder of an editable installation would import the
+# installed sources.
 IN_THE_COPY = """
 import importlib.util, os, pytest, sys
 sys.meta_path[:] = [finder for finder in sys.meta_path if not type(finder).__name__.startswith("ScikitBuild")]
@@ -160,7 +163,7 @@ sys.exit(pytest.main(sys.argv[1:]))
 
 
 class Fault(NamedTuple):
-    """A text of a file, what is planted in its place, and arguments of pytest that select who is to see it."""
+    """A text of a file, the text that replaces it, and arguments of pytest for tests of it."""
 
     file: str
     right: str
@@ -169,8 +172,10 @@ class Fault(NamedTuple):
 
 
 def planted(words: Sequence[str]) -> list[Fault]:
-    """The faults of the table in files whose names have one of the words, or all."""
-    faults, file, tests = [], "", ()
+    """Faults in files whose paths have one of the words, or all faults if there are no words."""
+    faults = []
+    file = ""
+    tests = ()
     for line in FAULTS.strip().splitlines():
         if line.startswith(" "):
             right, _, wrong = line.strip().partition(" => ")
@@ -178,11 +183,16 @@ def planted(words: Sequence[str]) -> list[Fault]:
         else:
             file, *words_of_tests = line.split()
             tests = tuple(f"tests/{word}" if ".py" in word else word for word in words_of_tests)
-    return [fault for fault in faults if not words or any(word in fault.file for word in words)]
+    if not words:
+        return faults
+    return [fault for fault in faults if any(word in fault.file for word in words)]
 
 
 def asked_in_the_check(fault: Fault) -> Fault:
-    """The fault, and all tests of `make check`; those of its room come first, as the first that fails ends a run."""
+    """The fault with all tests of `make check`.
+
+    Tests of its room come first, because the first test that fails ends a run.
+    """
     room = Path(Path(fault.file).parts[0]).stem
     tests = (ROOT / CHECK).read_text().splitlines()
     of_room = [test for test in tests if f"/{room}" in test or f"test_{room}" in test]
@@ -191,9 +201,10 @@ def asked_in_the_check(fault: Fault) -> Fault:
 
 
 def outcome_of(fault: Fault) -> str:
-    """`found`, or what is amiss."""
+    """`found` if tests fail with the fault, else what went wrong."""
     source = (ROOT / "rsembed" / fault.file).read_text()
-    if (count := source.count(fault.right)) != 1:
+    count = source.count(fault.right)
+    if count != 1:
         return f"PLANTED NOWHERE, as the text is there {count} times"
     with tempfile.TemporaryDirectory(prefix="rsembed-fault-") as folder:
         copy = Path(folder).resolve()
@@ -211,7 +222,7 @@ def outcome_of(fault: Fault) -> str:
             "-p",
             "no:cacheprovider",
             "-m",
-            "not slow",  # as `make test`
+            "not slow",
             *fault.tests,
         ]
         try:
@@ -233,7 +244,8 @@ def main() -> int:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--check", action="store_true")
     asked = parser.parse_args()
-    faults, outcomes = planted(asked.words), []
+    faults = planted(asked.words)
+    outcomes = []
     if asked.check:
         faults = [asked_in_the_check(fault) for fault in faults]
     with ThreadPoolExecutor(asked.workers) as pool:

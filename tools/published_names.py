@@ -1,8 +1,9 @@
-"""Public names and arguments of four systems, recorded, and the pages that tell where each of them is here.
+"""Tables of the public names and arguments of four other systems, and of their places in rsembed.
 
-Run as a program, `python -m tools.published_names` writes the tables of docs/names-*.md. The records hold one
-published version each: those of the SparseCore API and of FBGEMM were read from the packages, the other two, which
-cannot be installed everywhere, were written by hand from their pages and sources.
+`python -m tools.published_names` writes the tables at the end of docs/names-*.md. The names are
+recorded in tests/data/*_names.json, for one published version of each system. The records of the
+SparseCore API and of FBGEMM were read from the packages. The other two packages cannot be installed
+everywhere, so their records were written by hand from their pages and sources.
 """
 
 import dataclasses
@@ -20,14 +21,14 @@ ROOT = pathlib.Path(__file__).parents[1]
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """One of those whose programs run here.
+    """A system with public names that rsembed also has.
 
     Args:
-      name: of its record, and of its table on the page.
-      here: where the names of a module are, below `rsembed`.
-      places: where single names are, if elsewhere, as a whole.
-      options: where the arguments go that a function or class takes as `**options`.
-      renamed: what an argument is called here.
+      name: name of the system, in the names of its record and its page.
+      here: the module below `rsembed` that has the names of a published module.
+      places: full paths in rsembed of names that are in another module.
+      options: path of the function or class that gets the `**options` of a function or class.
+      renamed: our names of renamed arguments, by `module.name(argument)`.
     """
 
     name: str
@@ -38,12 +39,12 @@ class System:
 
     @property
     def file(self):
-        """The record."""
+        """Path of the record."""
         return ROOT / "tests" / "data" / f"{self.name}_names.json"
 
     @property
     def page(self):
-        """The page that ends with its table."""
+        """Path of the page that ends with the table."""
         return ROOT / "docs" / f"names-{self.name}.md"
 
     @property
@@ -52,26 +53,31 @@ class System:
         return f"<!-- names of {self.name}: written by tools/published_names.py -->\n"
 
     def record(self):
-        """The recorded names, their arguments by module and name, and by reason what of them is not here."""
+        """The record: arguments by module and name, and refused names by reason."""
         return json.loads(self.file.read_text())
 
     @functools.cached_property
     def refused(self):
-        """Why modules, names and arguments, `name(argument)`, are not here, or are refused by what reads them."""
-        return {
-            name: reason for reason, names in self.record()["refused"].items() for name in names
-        }
+        """Reasons why modules, names and arguments, `name(argument)`, are refused.
+
+        A refused name does not exist in rsembed, or raises an error.
+        """
+        reason_of_name = {}
+        for reason, names in self.record()["refused"].items():
+            reason_of_name |= dict.fromkeys(names, reason)
+        return reason_of_name
 
     def place(self, key):
-        """Where a published name is here, if it is."""
+        """Path in rsembed of a published name, if rsembed has it."""
         module = next(package for package in self.here if f"{key}.".startswith(f"{package}."))
         return self.places.get(key, f"rsembed.{self.here[module]}{key.removeprefix(module)}")
 
     def refusal(self, key):
-        """Why a name or an argument is refused, or what it belongs to; else None."""
-        return next(
-            (reason for name, reason in self.refused.items() if f".{name}." in f".{key}."), None
-        )
+        """Reason why a name or argument, or its class or module, is refused. None if it is not."""
+        for name, reason in self.refused.items():
+            if f".{name}." in f".{key}.":
+                return reason
+        return None
 
 
 SPARSECORE = System(
@@ -137,41 +143,50 @@ SYSTEMS = {system.name: system for system in (SPARSECORE, TBE, TT, SOK)}
 
 
 def resolve(place):
-    """The object at `rsembed.<module>.<name>`. Raises: AttributeError or ImportError: there is none."""
+    """The object at `rsembed.<module>.<name>`.
+
+    Raises: AttributeError, ImportError: there is no such object.
+    """
     parts = place.split(".")
     value = importlib.import_module(parts[0])
     for number, part in enumerate(parts[1:], start=1):
         try:
             value = getattr(value, part)
         except AttributeError:
-            if hasattr(value, "__path__") and importlib.util.find_spec(
-                ".".join(parts[: number + 1])
-            ):
-                value = importlib.import_module(".".join(parts[: number + 1]))
+            path = ".".join(parts[: number + 1])
+            if hasattr(value, "__path__") and importlib.util.find_spec(path):
+                value = importlib.import_module(path)
             else:
-                value = getattr(_example(value), part)  # of objects only
+                # `__init__` may set the attribute.
+                value = getattr(_example(value), part)
     return value
 
 
 @functools.cache
 def _example(kind):
-    """An object of a class whose published attributes are set by its constructor."""
+    """An object of a class with published attributes that `__init__` sets, or `kind` itself."""
     arguments = {"TTEmbeddingBag": (8, 2, [1]), "TableBatchedTTEmbeddingBag": (1, 8, 2, [1])}
-    return kind(*arguments[kind.__name__]) if getattr(kind, "__name__", "") in arguments else kind
+    name = getattr(kind, "__name__", "")
+    if name in arguments:
+        return kind(*arguments[name])
+    return kind
 
 
 def _maker(value):
-    """What takes the arguments of a class, or a function itself."""
+    """The `__init__` that a class defines or inherits. Other objects are returned as they are."""
     if not isinstance(value, type):
         return value
-    return next(
-        (vars(base)["__init__"] for base in value.__mro__[:-1] if "__init__" in vars(base)), value
-    )
+    for base in value.__mro__[:-1]:
+        if "__init__" in vars(base):
+            return vars(base)["__init__"]
+    return value
 
 
 def accepted(system, place, arguments):
-    """Those of the arguments that the object at a place takes."""
-    value = resolve(place) if arguments else None
+    """Names of those arguments that the function or class at a place accepts."""
+    if not arguments:
+        return []
+    value = resolve(place)
     if value is None:
         return []
     if isinstance(value, type) and issubclass(value, enum.Enum):
@@ -181,12 +196,16 @@ def accepted(system, place, arguments):
     if any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters.values()):
         onward = system.options.get(place)
         if onward is not None:
-            taken += accepted(system, onward, [name for name in arguments if name not in taken])
+            others = [name for name in arguments if name not in taken]
+            taken += accepted(system, onward, others)
     return taken
 
 
 def rows(system, record):
-    """The lines of a system's table. Raises: AssertionError: a name or argument is neither here nor refused."""
+    """Lines of a system's table.
+
+    Raises: AssertionError: rsembed neither has nor refuses an argument.
+    """
     lines = []
     for module, names in sorted((record["package"] | record["elsewhere"]).items()):
         if reason := system.refusal(module):
@@ -195,22 +214,25 @@ def rows(system, record):
             continue
         shown = "" if len(record["package"]) == 1 else f"{module}."
         for name, arguments in names.items():
-            key, owner = f"{module}.{name}", name.rpartition(".")[0]
+            key = f"{module}.{name}"
+            owner = name.rpartition(".")[0]
             if owner in names and system.refusal(f"{module}.{owner}"):
-                continue  # told with its class
+                # The line of the class lists its members.
+                continue
             if reason := system.refusal(key):
-                listed = [
-                    f"`{shown}{other}`" for other in names if f"{other}.".startswith(f"{name}.")
-                ]
+                listed = []
+                for other in names:
+                    if f"{other}.".startswith(f"{name}."):
+                        listed.append(f"`{shown}{other}`")
                 lines.append(f"| {', '.join(listed)} | refused: {reason} | |")
                 continue
             place = system.place(key)
-            names_here = {
-                argument: system.renamed.get(f"{key}({argument})", argument)
-                for argument in arguments
-            }
+            names_here = {}
+            for argument in arguments:
+                names_here[argument] = system.renamed.get(f"{key}({argument})", argument)
             taken = accepted(system, place, list(names_here.values()))
-            texts, refusals = [], []
+            texts = []
+            refusals = []
             for argument, our_name in names_here.items():
                 reason = system.refusal(f"{key}({argument})")
                 assert reason or our_name in taken, (
@@ -218,25 +240,24 @@ def rows(system, record):
                 )
                 if reason:
                     refusals.append(f"refused: {argument} ({reason})")
+                elif our_name == argument:
+                    texts.append(argument)
                 else:
-                    texts.append(
-                        argument if our_name == argument else f"{argument} (here {our_name})"
-                    )
+                    texts.append(f"{argument} (here {our_name})")
             texts = [", ".join(texts), *refusals] if texts else refusals
+            # This raises an error if rsembed does not have the name.
             resolve(place)
             owner, _, attribute = place.rpartition(".")
-            is_set_by_init = isinstance(resolve(owner), type) and not hasattr(
-                resolve(owner), attribute
-            )
-            shown_place = (
-                f"`{owner}`, its attribute `{attribute}`" if is_set_by_init else f"`{place}`"
-            )
+            owner_object = resolve(owner)
+            shown_place = f"`{place}`"
+            if isinstance(owner_object, type) and not hasattr(owner_object, attribute):
+                shown_place = f"`{owner}`, its attribute `{attribute}`"
             lines.append(f"| `{shown}{name}` | {shown_place} | {'; '.join(texts)} |")
     return lines
 
 
 def table(system, record):
-    """The table of a system, as text."""
+    """The table of a system in Markdown."""
     head = ["| published | here | arguments |", "|---|---|---|"]
     return "\n".join([*head, *rows(system, record)]) + "\n"
 

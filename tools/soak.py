@@ -1,11 +1,13 @@
-"""Trains for long, and fails if memory grows, a save fails, or losses are not those of a run that nobody stops.
+"""Trains for a long time, with restarts. Fails if memory grows, a save fails, or a loss differs.
 
     python -m tools.soak --minutes 30
 
-Tables are trained at a rate that changes: one in memory, one on the host whose cache churns, and one of keys that are
-ever new and push out others. Every minute a checkpoint is saved; every few minutes the run is thrown away and goes on
-from the newest. Every second time a bit of that is flipped, so that the run goes on from the one before and saves the
-damaged step again. A twin of the same batches is left alone: losses must agree in every bit.
+The learning rate changes from time to time. One table is in memory, and one is on the host with a
+small device cache. The third one has keys that are always new, and evict older keys. Every minute
+the run saves a checkpoint. Every few minutes it is thrown away and restored from the newest
+checkpoint. Before every second restore, a bit of the newest checkpoint is flipped, so that the run
+continues from the checkpoint before, and saves the damaged step again. A twin of the run trains with
+the same batches and is never stopped. The losses of both must be equal in every bit.
 """
 
 from __future__ import annotations
@@ -28,10 +30,15 @@ import numpy as np
 import rsembed as rs
 from rsembed.checkpoint import CheckpointManager
 
-SAVE_SECONDS, RESTORE_SECONDS, SAMPLE_SECONDS = 60.0, 150.0, 5.0
+SAVE_SECONDS = 60.0
+RESTORE_SECONDS = 150.0
+SAMPLE_SECONDS = 5.0
 MOST_GROWTH = 0.03
-"""Share by which memory in the last third of the time may lie above that in the second third, in the median."""
-BATCH, WIDTH, DIM, RATE_STEPS = 128, 4, 16, 100
+"""Largest accepted result of `Soak.growth`."""
+BATCH = 128
+WIDTH = 4
+DIM = 16
+RATE_STEPS = 100
 LIBC = ctypes.CDLL(None)
 TABLES = {
     "word": (20_000, None),
@@ -45,57 +52,58 @@ def rate_of(step):
 
 
 def ids_of(step):
-    """Half of the users have never been seen before; items are as good as never in the cache; words get hotter."""
+    """Ids of the batch of a step, by table.
+
+    Half of the users are new. Items are almost never in the cache. Small ids of words become more
+    frequent for 1,000 steps, and then start again.
+    """
     draw = np.random.default_rng(step)
     shape = (BATCH, WIDTH)
-    known = draw.zipf(1.3, shape) % 5000
-    return {
-        "word": (20_000 * draw.random(shape) ** (1 + step % 1000 / 200)).astype(np.int32),
-        "item": draw.integers(0, 50_000, shape, dtype=np.int32),
-        "user": np.where(draw.random(shape) < 0.5, draw.integers(0, 2**62, shape), known).astype(
-            np.int64
-        ),
-    }
+    known_users = draw.zipf(1.3, shape) % 5000
+    words = 20_000 * draw.random(shape) ** (1 + step % 1000 / 200)
+    items = draw.integers(0, 50_000, shape, dtype=np.int32)
+    is_new = draw.random(shape) < 0.5
+    new_users = draw.integers(0, 2**62, shape)
+    users = np.where(is_new, new_users, known_users)
+    return {"word": words.astype(np.int32), "item": items, "user": users.astype(np.int64)}
 
 
 def make_collection():
     rule = rs.optimizers.Adagrad(rate_of)
-    tables = [
-        rs.TableSpec(
+    features = []
+    for name, (rows, storage) in TABLES.items():
+        table = rs.TableSpec(
             name=name, vocabulary_size=rows, embedding_dim=DIM, optimizer=rule, storage=storage
         )
-        for name, (rows, storage) in TABLES.items()
-    ]
-    return rs.EmbeddingCollection(
-        [rs.FeatureSpec(name=table.name, table_spec=table) for table in tables]
-    )
+        features.append(rs.FeatureSpec(name=name, table_spec=table))
+    return rs.EmbeddingCollection(features)
 
 
 class Run:
-    """A model with what it has learned."""
+    """A collection with its state, and dense weights."""
 
     def __init__(self):
-        self.collection = make_collection()  # each has its own rows on the host
+        # A collection has its own rows on the host, so every run needs one.
+        self.collection = make_collection()
         self.state = self.collection.init(jax.random.key(0))
         self.weights = jnp.full((len(TABLES), DIM), 0.1, jnp.float32)
 
     @functools.cached_property
     def step(self):
         def loss_of(activations, weights, target):
-            return jnp.mean(
-                (sum(v @ w for v, w in zip(activations.values(), weights, strict=True)) - target)
-                ** 2
-            )
+            outputs = 0
+            for vectors, table_weights in zip(activations.values(), weights, strict=True):
+                outputs += vectors @ table_weights
+            return jnp.mean((outputs - target) ** 2)
 
         @functools.partial(jax.jit, donate_argnums=(0, 1))
         def step(state, weights, batch, target):
             activations, pullback = self.collection.lookup_vjp(state, batch)
-            loss, d = jax.value_and_grad(loss_of, (0, 1))(activations, weights, target)
-            return (
-                self.collection.apply(state, pullback(d[0])),
-                weights - rate_of(state.step) * d[1],
-                loss,
-            )
+            value_and_grad = jax.value_and_grad(loss_of, (0, 1))
+            loss, (d_activations, d_weights) = value_and_grad(activations, weights, target)
+            new_state = self.collection.apply(state, pullback(d_activations))
+            new_weights = weights - rate_of(state.step) * d_weights
+            return new_state, new_weights, loss
 
         return step
 
@@ -104,7 +112,7 @@ class Run:
         return int(self.state.step)
 
     def advance(self):
-        """One step; its loss."""
+        """Makes a step, and returns its loss."""
         ids = ids_of(self.number)
         target = np.sin(ids["word"].sum(axis=1)).astype(np.float32)
         batch = self.collection.prepare(ids)
@@ -120,22 +128,30 @@ def flip_a_bit(file):
 
 
 def resident_mebibytes():
-    """What is in use: memory that the allocator keeps to use it again, up to 256 MB, is given back before."""
+    """Resident memory of this process, without freed memory that the allocator keeps."""
     if hasattr(LIBC, "malloc_trim"):
         LIBC.malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+    num_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return num_pages * os.sysconf("SC_PAGE_SIZE") / 2**20
 
 
 class Soak:
-    """Both runs, what is saved of one of them, and what was seen."""
+    """A run that saves checkpoints and is restored, its twin, and measurements of both."""
 
     def __init__(self, folder):
-        self.folder, self.run, self.twin = folder, Run(), Run()
-        # Of the twin, so many that memory does not grow later.
+        self.folder = folder
+        self.run = Run()
+        self.twin = Run()
+        # Losses of the twin. The array is large from the start, because its growth would count as
+        # growth of memory.
         self.losses = np.full(1 << 20, np.nan, np.float32)
-        self.num_repeated = self.num_restores = self.num_saves = 0
+        self.num_repeated = 0
+        self.num_restores = 0
+        self.num_saves = 0
         self.damaged_step = None
-        self.complaints, self.seconds, self.mebibytes = [], [], []
+        self.complaints = []
+        self.seconds = []
+        self.mebibytes = []
         self.open()
 
     def open(self):
@@ -165,9 +181,9 @@ class Soak:
         if others and self.num_restores % 2:
             flip_a_bit(max(newest.glob("*/c.*"), key=lambda file: file.stat().st_size))
             self.damaged_step = int(newest.name[5:])
-        with warnings.catch_warnings(
-            action="ignore" if self.damaged_step else "error", category=UserWarning
-        ):
+        # A damaged checkpoint causes a warning.
+        action = "ignore" if self.damaged_step else "error"
+        with warnings.catch_warnings(action=action, category=UserWarning):
             self.run.state, self.run.weights = self.manager.restore(others=self.run.weights)
         self.num_restores += 1
 
@@ -179,7 +195,8 @@ class Soak:
         restore_seconds=RESTORE_SECONDS,
         sample_seconds=SAMPLE_SECONDS,
     ):
-        start, is_over = time.monotonic(), threading.Event()
+        start = time.monotonic()
+        is_over = threading.Event()
 
         def sample():
             while not is_over.wait(sample_seconds):
@@ -188,7 +205,8 @@ class Soak:
 
         watch = threading.Thread(target=sample)
         watch.start()
-        next_save, next_restore = save_seconds, restore_seconds
+        next_save = save_seconds
+        next_restore = restore_seconds
         try:
             while (now := time.monotonic() - start) < seconds and not self.complaints:
                 self.advance()
@@ -208,9 +226,9 @@ class Soak:
         return self
 
     def growth(self):
-        """Of the median of memory in the last third over that in the second third, as a share."""
-        second, third = (np.median(part) for part in np.array_split(self.mebibytes, 3)[1:])
-        return float(third / second - 1)
+        """Median of memory in the last third of the time over that in the second third, minus 1."""
+        _, second, third = np.array_split(self.mebibytes, 3)
+        return float(np.median(third) / np.median(second) - 1)
 
     def __str__(self):
         evicted = int(np.sum(self.run.collection.counts(self.run.state)["user"]["evicted"]))

@@ -44,7 +44,7 @@ def by_combine(interface, first, second):
 
 
 def by_halves(interface, first, second):
-    """Scales the gradients before they are added, so kernels that sum up rows get the factor."""
+    """Scales the gradients before they are added, so the factors apply to gradients of outputs."""
     return first * 0.5 + jnp.float32(0.5) * second
 
 
