@@ -1,6 +1,8 @@
-"""Random calls and random lives of what the library keeps: `python -m tools.fuzz --minutes 1 [--target NAME]`.
+"""Fuzzer of the library: `python -m tools.fuzz --minutes 1 [--target NAME]`.
 
-Prints a line for every target. A failing one says what it saw, and how to see it again. The exit code is 1 if any did.
+Targets make random calls of native handlers, and random sequences of operations on tables and
+checkpoints. The fuzzer prints a line for every target. If a target fails, it also prints the error,
+and the command that repeats the failure, and the exit code is 1.
 """
 
 from __future__ import annotations
@@ -22,13 +24,23 @@ import jax
 from tools.fuzz import sanitizers
 
 STUCK_SECONDS = 900
-"""A round that takes longer hangs; one that fails may be made smaller for five minutes."""
+"""Time limit of a round. A round that takes longer counts as hanging.
+
+A round that fails may take five minutes more, because hypothesis shrinks it.
+"""
 SHOWN_CHARACTERS = 6000
 
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """`module:function`; of a seed it makes some cases and says how many, and it fails by an exception or a crash."""
+    """A function of the fuzzer, and how it is run.
+
+    Args:
+      function: `module:function` of a function that tries some cases, from a seed, and returns their
+        number. The target fails if the function raises an exception or the process crashes.
+      sanitizer: name in `sanitizers.FLAGS` of the sanitizer under which the native library is built.
+      isa: instruction set of the native kernels.
+    """
 
     function: str
     sanitizer: str | None = None
@@ -52,7 +64,7 @@ TARGETS = {
 
 @dataclasses.dataclass
 class Outcome:
-    """What became of a target; `output` is what a failing one said."""
+    """Result of a target. `output` is what the process of a failing target printed."""
 
     cases: int = 0
     seconds: float = 0.0
@@ -61,22 +73,27 @@ class Outcome:
 
 
 def not_run_because(target: Target) -> str | None:
-    """What a target needs that is not here, or None."""
+    """The reason why a target cannot run on this machine, or None."""
     cpuinfo = Path("/proc/cpuinfo")
     flags = cpuinfo.read_text().split() if cpuinfo.exists() else []
     first_flag = {"avx2": "avx2", "avx512": "avx512bw"}.get(target.isa or "")
     if first_flag is not None and first_flag not in flags:
         return f"not run: this processor has no {target.isa}"
-    reason = None if target.sanitizer is None else sanitizers.missing()
-    return None if reason is None else f"not run: {reason}"
+    if target.sanitizer is None:
+        return None
+    reason = sanitizers.missing()
+    if reason is None:
+        return None
+    return f"not run: {reason}"
 
 
 def explore(name: str, target: Target, seed: int, seconds: float) -> Outcome:
-    """Rounds with this seed and the following ones, at least one, in a process of their own."""
+    """Runs rounds in a child process, with this seed and the following ones, and at least one."""
     if (reason := not_run_because(target)) is not None:
         return Outcome(verdict=reason)
     added = {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1", "JAX_PLATFORMS": "cpu"}
-    added |= {} if target.isa is None else {"RSEMBED_ISA": target.isa}
+    if target.isa is not None:
+        added["RSEMBED_ISA"] = target.isa
     if target.sanitizer is not None:
         print(
             f"building under -fsanitize={target.sanitizer} ...",
@@ -85,7 +102,9 @@ def explore(name: str, target: Target, seed: int, seconds: float) -> Outcome:
             flush=True,
         )
         added |= sanitizers.environment(target.sanitizer, sanitizers.build(target.sanitizer))
-    outcome, start, said = Outcome(), time.monotonic(), ""
+    outcome = Outcome()
+    start = time.monotonic()
+    said = ""
     command = [sys.executable, "-u", "-m", "tools.fuzz", "--rounds-of", target.function]
     command += ["--seed", str(seed), "--minutes", str(seconds / 60)]
     options = {
@@ -109,29 +128,35 @@ def explore(name: str, target: Target, seed: int, seconds: float) -> Outcome:
                 watch = _watching(process)
             else:
                 said += line
-        code, is_stuck = process.wait(), not watch.is_alive()
+        code = process.wait()
+        is_stuck = not watch.is_alive()
         watch.cancel()
         outcome.seconds = time.monotonic() - start
         if code:
             errors.seek(0)
             outcome.output = (said + errors.read())[:SHOWN_CHARACTERS] or f"exit code {code}"
             again = f"python -m tools.fuzz --minutes 0 --target {name} --seed {seed}"
-            outcome.verdict = f"{'HANGS' if is_stuck else 'FAILS'}; again: {again}"
+            problem = "HANGS" if is_stuck else "FAILS"
+            outcome.verdict = f"{problem}; again: {again}"
     return outcome
 
 
 def _watching(process: subprocess.Popen[str]) -> threading.Timer:
-    """Ends a process that says nothing for long."""
+    """Starts a timer that kills a process after `STUCK_SECONDS`."""
     watch = threading.Timer(STUCK_SECONDS, process.kill)
     watch.start()
     return watch
 
 
 def make_rounds(function: str, seed: int, seconds: float) -> None:
-    """In the process of a target: says before each round which it is, so that one that ends the process is known."""
+    """Runs rounds in the child process of a target.
+
+    Prints the seed before each round, so that the seed is known even if the round ends the process.
+    """
     jax.config.update("jax_num_cpu_devices", 4)
     module, _, name = function.partition(":")
-    run, end = getattr(importlib.import_module(module), name), time.monotonic() + seconds
+    run = getattr(importlib.import_module(module), name)
+    end = time.monotonic() + seconds
     while True:
         print(f"seed {seed}")
         print(f"cases {run(seed)}")

@@ -1,4 +1,4 @@
-"""Random lives of a hypothesis state machine, counted."""
+"""Runs state machines of hypothesis, and counts their steps."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, run_state_machine_as_test
 
 
 class Machine(RuleBasedStateMachine):
-    """Counts the steps of all lives."""
+    """A state machine that counts the steps of all runs."""
 
     num_steps = 0
 
@@ -29,12 +29,12 @@ SETTINGS = hypothesis.settings(
 
 
 def live(machine: type[Machine], seed: int, **changes: Any) -> int:
-    """Some lives of a machine, all from one seed, and the number of steps that they took.
+    """Runs a state machine several times, and returns the number of steps of all runs.
 
     Args:
-      machine: whose.
-      seed: of what it draws.
-      changes: of the settings.
+      machine: class of the state machine.
+      seed: seed of all random numbers.
+      changes: settings of hypothesis that differ from `SETTINGS`.
     """
     before = machine.num_steps
     run_state_machine_as_test(

@@ -1,4 +1,4 @@
-"""Targets: properties that the tests try a few times, tried for minutes."""
+"""Targets: property tests of the suite, which run for minutes here."""
 
 from __future__ import annotations
 
@@ -19,8 +19,9 @@ SETTINGS = hypothesis.settings(
 
 
 def tried(property_: Callable[..., Any], seed: int, **drawn: Any) -> int:
-    """Tries what a test of the suite says of what it draws; returns how often."""
-    inner, cases = property_.hypothesis.inner_test, 0  # type: ignore[attr-defined]
+    """Runs a property test with drawn arguments, and returns the number of cases."""
+    inner = property_.hypothesis.inner_test  # type: ignore[attr-defined]
+    cases = 0
 
     @hypothesis.seed(seed)
     @SETTINGS
@@ -35,7 +36,7 @@ def tried(property_: Callable[..., Any], seed: int, **drawn: Any) -> int:
 
 
 def partitioner(seed: int) -> int:
-    """The partitioner in C++ gives the buffers and counts of the one in numpy, bit by bit."""
+    """Compares the buffers and counts of the C++ partitioner with those of the NumPy one."""
     return tried(
         test_native_partitioner.test_equals_the_definition,
         seed,
@@ -44,7 +45,7 @@ def partitioner(seed: int) -> int:
 
 
 def cache(seed: int) -> int:
-    """A cache puts rows where a list of slots does, batch by batch, locked or not."""
+    """Compares the set-associative cache with a simulation, batch by batch."""
     integers = hypothesis.strategies.integers
     return tried(
         test_set_associative.test_admission_equals_the_simulation,
