@@ -1,4 +1,7 @@
-"""Target: three tables on one to four devices, saved, moved and replaced, against arrays and a dictionary."""
+"""Target: three tables that are trained, saved, loaded on other devices, and replaced.
+
+Expected values are computed by arrays and a dictionary.
+"""
 
 from __future__ import annotations
 
@@ -20,11 +23,14 @@ from tests.storage.oracle import DenseTable, KeyedTable, Read, Steps
 from tools.fuzz.hashed import KEYS, LR, by_entry, coarse, collection_of
 from tools.fuzz.machines import Machine, live
 
-DIM, SAMPLES, WIDTH = 2, 12, 2
+DIM = 2
+SAMPLES = 12
+WIDTH = 2
 ROWS = {"word": 23, "item": 300, "user": 4 * len(KEYS)}
 SGD = rs.optimizers.SGD(LR)
 NUM_NEAR = 24
-# Rows of a batch, one for each of these remainders: the devices have equally many of them, and room for twice that.
+# The items of a batch are drawn from 12 rows, one for each remainder of a division by 12. Each of up
+# to 4 devices owns equally many of these rows, and its cache has space for twice as many.
 REMAINDERS = np.arange(12)
 STORAGES = {"word": None, "item": rs.HostCached(cache_rows=NUM_NEAR), "user": rs.Hashed()}
 PLACEMENTS = ("row", "table", "replicated", "column")
@@ -32,9 +38,10 @@ PLACEMENTS = ("row", "table", "replicated", "column")
 
 @functools.cache
 def model_on(num_devices, placement):
-    """A collection with its compiled step and lookup; no mesh for no devices."""
-    tables = {
-        name: rs.TableSpec(
+    """A collection and its compiled step. The collection has no mesh if `num_devices` is 0."""
+    features = []
+    for name, storage in STORAGES.items():
+        table = rs.TableSpec(
             name=name,
             vocabulary_size=ROWS[name],
             embedding_dim=DIM,
@@ -42,9 +49,7 @@ def model_on(num_devices, placement):
             initializer=coarse,
             storage=storage,
         )
-        for name, storage in STORAGES.items()
-    }
-    features = [rs.FeatureSpec(name=name, table_spec=table) for name, table in tables.items()]
+        features.append(rs.FeatureSpec(name=name, table_spec=table))
     options = {}
     if num_devices:
         mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
@@ -60,20 +65,19 @@ def model_on(num_devices, placement):
 
 
 class Collection(Machine):
-    """One life of a model. Compiling a mesh takes seconds, so a life stays on two of them."""
+    """Operations on a model. A run has only two meshes, because each takes seconds to compile."""
 
     @initialize(
         devices=st.integers(0, 4), others=st.integers(0, 4), placement=st.sampled_from(PLACEMENTS)
     )
     def begin(self, devices, others, placement):
-        # Columns of a row are shared out evenly.
-        placements = [
-            placement if placement != "column" or number in (1, 2) else "row"
-            for number in (devices, others)
-        ]
-        self.models = [
-            model_on(n, placed) for n, placed in zip((devices, others), placements, strict=True)
-        ]
+        self.models = []
+        for num_devices in (devices, others):
+            placed = placement
+            if placement == "column" and num_devices not in (1, 2):
+                # Devices must have equally many of the two columns.
+                placed = "row"
+            self.models.append(model_on(num_devices, placed))
         self.collection, self.step = self.models[0]
         self.state = self.collection.init(jax.random.key(0))
         tables = self.collection.tables(self.state)
@@ -81,9 +85,11 @@ class Collection(Machine):
         self.oracles = {
             name: DenseTable(np.asarray(tables[name]), "sum", steps) for name in ("word", "item")
         }
-        # What a key starts from belongs to the names of table and key, whatever else is in the model.
+        # Initial values depend only on the key and on the name of the table, so they are those of
+        # another collection.
         self.oracles["user"] = KeyedTable(collection_of(0)[4]["user"], "sum", steps)
-        self.folder, self.saved = tempfile.TemporaryDirectory(prefix="rsembed-fuzz-"), []
+        self.folder = tempfile.TemporaryDirectory(prefix="rsembed-fuzz-")
+        self.saved = []
 
     def reads_of(self, seed):
         draw = np.random.default_rng(seed)
@@ -92,17 +98,17 @@ class Collection(Machine):
         )
         choices = {"word": np.arange(ROWS["word"]), "item": near, "user": KEYS}
         ids = {name: draw.choice(keys, (SAMPLES, WIDTH)) for name, keys in choices.items()}
-        empty = draw.random((SAMPLES, WIDTH)) < draw.choice([0.0, 0.3, 1.0])
-        return {
-            name: Read(np.where(empty, -1, feature_ids).astype(feature_ids.dtype), None)
-            for name, feature_ids in ids.items()
-        }
+        is_empty = draw.random((SAMPLES, WIDTH)) < draw.choice([0.0, 0.3, 1.0])
+        reads = {}
+        for name, feature_ids in ids.items():
+            padded_ids = np.where(is_empty, -1, feature_ids)
+            reads[name] = Read(padded_ids.astype(feature_ids.dtype), None)
+        return reads
 
     def expect(self, actual, reads):
         for name, read in reads.items():
-            np.testing.assert_array_equal(
-                np.asarray(actual[name]), self.oracles[name].lookup({name: read})[name]
-            )
+            expected = self.oracles[name].lookup({name: read})[name]
+            np.testing.assert_array_equal(np.asarray(actual[name]), expected)
 
     @rule(seed=st.integers(0, 2**16))
     def train(self, seed):
@@ -121,9 +127,8 @@ class Collection(Machine):
             np.testing.assert_array_equal(np.asarray(tables[name]), wanted)
         rows = self.oracles["user"].rows
         assert tables["user"]["keys"].tolist() == sorted(rows)
-        np.testing.assert_array_equal(
-            tables["user"]["values"], np.reshape([rows[k][0] for k in sorted(rows)], (-1, DIM))
-        )
+        expected = np.reshape([rows[key][0] for key in sorted(rows)], (-1, DIM))
+        np.testing.assert_array_equal(tables["user"]["values"], expected)
 
     @rule(seed=st.integers(0, 2**16), name=st.sampled_from(["word", "item", "user"]))
     def replace(self, seed, name):
@@ -131,9 +136,8 @@ class Collection(Machine):
         if name == "user":
             keys = np.unique(draw.choice(KEYS, 5))
             values = draw.integers(-9, 9, (len(keys), DIM)).astype(np.float32)
-            self.state = self.collection.with_tables(
-                self.state, {name: {"keys": keys, "values": values}}
-            )
+            arrays = {"keys": keys, "values": values}
+            self.state = self.collection.with_tables(self.state, {name: arrays})
             for key, row in zip(keys.tolist(), values, strict=True):
                 self.oracles[name].rows[key] = np.float64(row), [[]]
                 self.oracles[name].last_step.setdefault(key, 0)
@@ -152,7 +156,7 @@ class Collection(Machine):
     @precondition(lambda self: self.saved)
     @rule(data=st.data(), model=st.integers(0, 1))
     def load(self, data, model):
-        """Onto the same devices or others, the newest or an older one."""
+        """Loads the newest or an older checkpoint, on the same devices or on others."""
         path, oracles = data.draw(st.sampled_from(self.saved))
         self.collection, self.step = self.models[model]
         self.state = checkpoint.load_collection(path, self.collection)

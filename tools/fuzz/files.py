@@ -1,4 +1,4 @@
-"""Target: checkpoints of a run, against copies in memory: what comes back is what was saved, or an error."""
+"""Target: checkpoints of a run. What is read must be what was saved, or an error."""
 
 from __future__ import annotations
 
@@ -32,16 +32,19 @@ def _leaves(tree, path=""):
 
 
 class Files(Machine):
-    """Saves, of which some are damaged, and some ends of the process that wrote them."""
+    """Saves and restores, damage to files, and restarts of the process."""
 
     @initialize(seed=st.integers(0, 2**16))
     def begin(self, seed):
         self.folder = pathlib.Path(tempfile.mkdtemp(prefix="rsembed-fuzz-"))
         self.draw = np.random.default_rng(seed)
-        self.step, self.saved, self.damaged = 0, {}, False
+        self.step = 0
+        self.saved = {}
+        self.damaged = False
         self.patched = contextlib.ExitStack()
         self.patched.enter_context(warnings.catch_warnings())
-        warnings.simplefilter("ignore")  # damaged checkpoints are what is wanted
+        # A damaged checkpoint causes a warning.
+        warnings.simplefilter("ignore")
         self.manager = None
         self.tree = {name: self.draw.integers(0, 2, (20, 3)).astype(name) for name in DTYPES}
         self.tree |= {"one": np.int32(0), "none": np.zeros((0, 4)), "table": {}}
@@ -50,7 +53,7 @@ class Files(Machine):
 
     @rule(max_to_keep=st.sampled_from([None, 1, 3]))
     def open(self, max_to_keep):
-        """As a process does that is started again."""
+        """Makes a new manager, as after a restart of the process."""
         if self.manager is not None:
             self.manager.close()
         self.max_to_keep = max_to_keep
@@ -58,35 +61,35 @@ class Files(Machine):
 
     @rule()
     def change(self):
-        """A few rows, and the keys of a table."""
+        """Changes a few rows of the arrays, and the keys of the table."""
         tree = {name: leaf.copy() for name, leaf in self.tree.items() if name != "table"}
         for name in DTYPES:
             tree[name][self.draw.integers(0, 20, self.draw.integers(4))] = self.draw.integers(0, 2)
         keys = np.unique(self.draw.integers(0, 40, 25))
-        self.tree = tree | {
-            "table": {"keys": keys, "values": np.float32(keys[:, None] * self.draw.integers(1, 3))}
-        }
+        values = np.float32(keys[:, None] * self.draw.integers(1, 3))
+        self.tree = tree | {"table": {"keys": keys, "values": values}}
 
     @rule()
     def save(self):
-        """Also of a step that has a damaged checkpoint, behind which the run went back."""
+        """Saves the next step, which may already have a damaged checkpoint."""
         self.step += 1
         self.manager.wait_until_finished()
         try:
             self.manager.save(self.tree, step=self.step)
         except FileExistsError:
-            assert self.is_good(self.step)  # damage may undo damage
+            # The step has a good checkpoint, because new damage has undone old damage.
+            assert self.is_good(self.step)
             return
         self.saved[self.step] = bits_of(self.tree)
-        self.tree["float32"][0] += 1  # in memory that was given to save
+        # Later changes of an array must not change the checkpoint.
+        self.tree["float32"][0] += 1
         self.manager.wait_until_finished()
         assert self.is_good(self.step)
 
     def is_good(self, step):
         try:
-            return (
-                bits_of(checkpoint.load(self.folder / f"step_{step:09d}").tree) == self.saved[step]
-            )
+            loaded = checkpoint.load(self.folder / f"step_{step:09d}")
+            return bits_of(loaded.tree) == self.saved[step]
         except (OSError, CorruptCheckpointError):
             return False
 
@@ -95,7 +98,7 @@ class Files(Machine):
         kind=st.sampled_from(["flip", "cut", "delete", "longer", "swap"]),
     )
     def damage(self, place, kind):
-        """Something happens to a file of a checkpoint."""
+        """Damages a file of a checkpoint."""
         self.manager.wait_until_finished()
         files = sorted(path for path in self.folder.glob("step_*/**/*") if path.is_file())
         if not files:
@@ -113,7 +116,10 @@ class Files(Machine):
         if bytes(data) == path.read_bytes() and kind != "delete":
             return
         self.damaged = True
-        path.unlink() if kind == "delete" else path.write_bytes(data)
+        if kind == "delete":
+            path.unlink()
+        else:
+            path.write_bytes(data)
 
     @rule(after=st.booleans())
     def restore_newest(self, after):
@@ -137,16 +143,14 @@ class Files(Machine):
         try:
             restored = self.manager.restore(step=step)
         except (OSError, CorruptCheckpointError):
-            assert (
-                self.damaged
-                or self.manager.folder.joinpath(f"step_{step:09d}") not in self.manager.paths()
-            )
+            path = self.manager.folder / f"step_{step:09d}"
+            assert self.damaged or path not in self.manager.paths()
             return
         assert restored.step == step and bits_of(restored.tree) == self.saved[step]
 
     @rule()
     def keep(self):
-        """As many as asked for, and those that they need."""
+        """Checks which checkpoints are kept, and that one of them is good."""
         self.manager.wait_until_finished()
         steps = [int(path.name[5:]) for path in self.manager.paths()]
         most = self.max_to_keep

@@ -1,6 +1,6 @@
-"""Target: tables of keys of 64 bits against dictionaries, with every way to give rows up, and to wait for one.
+"""Target: keyed tables against dictionaries, with every policy of eviction and admission.
 
-Two tables that are alike share a storage; neither may see the other.
+The two tables share a storage. Operations on one must not change the other.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ import rsembed as rs
 from tests.storage.oracle import KeyedTable, Read, Steps
 from tools.fuzz.machines import Machine, live
 
-DIM, SAMPLES, CAPACITY, LR = 2, 6, 8, 0.5
+DIM = 2
+SAMPLES = 6
+CAPACITY = 8
+LR = 0.5
 KEYS = np.array(
     [
         0,
@@ -37,17 +40,16 @@ KEYS = np.array(
 )
 NAMES = ("user", "item")
 POLICIES = (
-    *({"when_full": "evict", "eviction": eviction} for eviction in ("lru", "lfu")),
+    {"when_full": "evict", "eviction": "lru"},
+    {"when_full": "evict", "eviction": "lfu"},
     {"when_full": "zero", "admission_count": 2},
 )
 
 
 def coarse(key, shape):
-    """Multiples of 1/16, so that sums of a few are exact in any order."""
-    bits = (
-        jax.random.key_data(key)[1]
-        + jnp.arange(shape[0] * shape[1], dtype=jnp.uint32).reshape(shape) * 7
-    )
+    """Initial values that are multiples of 1/16, so that sums of a few are exact in any order."""
+    numbers = jnp.arange(shape[0] * shape[1], dtype=jnp.uint32).reshape(shape)
+    bits = jax.random.key_data(key)[1] + numbers * 7
     return (bits % 32).astype(jnp.float32) / 16
 
 
@@ -57,21 +59,21 @@ def by_entry(rule, row, slots, gradient, number):
 
 @functools.cache
 def collection_of(policy):
-    """With its compiled step and lookup, and what every key starts from."""
-    features = [
-        rs.FeatureSpec(
+    """A collection, its compiled step, update and lookup, and the initial values of keys."""
+    num_rows = 2 * len(KEYS)
+    if "eviction" in POLICIES[policy]:
+        num_rows = CAPACITY
+    features = []
+    for name in NAMES:
+        table = rs.TableSpec(
             name=name,
-            table_spec=rs.TableSpec(
-                name=name,
-                vocabulary_size=CAPACITY if "eviction" in POLICIES[policy] else 2 * len(KEYS),
-                embedding_dim=DIM,
-                optimizer=rs.optimizers.SGD(LR),
-                initializer=coarse,
-                storage=rs.Hashed(**POLICIES[policy]),
-            ),
+            vocabulary_size=num_rows,
+            embedding_dim=DIM,
+            optimizer=rs.optimizers.SGD(LR),
+            initializer=coarse,
+            storage=rs.Hashed(**POLICIES[policy]),
         )
-        for name in NAMES
-    ]
+        features.append(rs.FeatureSpec(name=name, table_spec=table))
     collection = rs.EmbeddingCollection(features)
 
     @jax.jit
@@ -79,10 +81,12 @@ def collection_of(policy):
         read, pullback = collection.lookup_vjp(state, batch)
         return collection.apply(state, pullback(jax.tree.map(jnp.ones_like, read))), read
 
-    update, lookup = jax.jit(collection.update), jax.jit(collection.lookup)
-    if "admission_count" in POLICIES[policy]:  # what is not admitted reads zeros
+    update = jax.jit(collection.update)
+    lookup = jax.jit(collection.lookup)
+    if "admission_count" in POLICIES[policy]:
+        # Keys that are not admitted read zeros. Initial values do not depend on the policy.
         return collection, step, update, lookup, collection_of(0)[4]
-    # Of more new keys than a table has rows for, some would read zeros.
+    # With more new keys than rows in a lookup, some keys would read zeros.
     state = collection.init(jax.random.key(0))
     initial: dict[str, dict[int, np.ndarray]] = {name: {} for name in NAMES}
     for first in range(0, len(KEYS), CAPACITY):
@@ -94,7 +98,7 @@ def collection_of(policy):
 
 
 class Hashed(Machine):
-    """Keys that come, go and come back; rows that are dumped and restored."""
+    """Steps, which admit and evict keys, lookups, and dumps that are restored."""
 
     @initialize(policy=st.integers(0, len(POLICIES) - 1))
     def begin(self, policy):
@@ -109,7 +113,8 @@ class Hashed(Machine):
         self.dumped = None
 
     def reads_of(self, seed):
-        draw, reads = np.random.default_rng(seed), {}
+        draw = np.random.default_rng(seed)
+        reads = {}
         for name in NAMES:
             ids = draw.choice(draw.permutation(KEYS)[:CAPACITY], (SAMPLES, 2))
             reads[name] = Read(np.where(draw.random(ids.shape) < 0.2, -1, ids), None)
@@ -123,10 +128,9 @@ class Hashed(Machine):
         reads, batch = self.reads_of(seed)
         ones = dict.fromkeys(NAMES, np.ones((SAMPLES, DIM), np.float32))
         if has_pullback:
-            ahead = {
-                name: self.oracles[name].lookup_ahead({name: read})[name]
-                for name, read in reads.items()
-            }
+            ahead = {}
+            for name, read in reads.items():
+                ahead[name] = self.oracles[name].lookup_ahead({name: read})[name]
             self.state, outputs = self.step(self.state, batch)
             for name in NAMES:
                 self.expect(outputs[name], ahead[name])
@@ -144,15 +148,16 @@ class Hashed(Machine):
 
     @invariant()
     def holds_what_it_should(self):
-        tables, counts = self.collection.tables(self.state), self.collection.counts(self.state)
+        tables = self.collection.tables(self.state)
+        counts = self.collection.counts(self.state)
         for name, oracle in self.oracles.items():
-            table, keys = tables[name], sorted(oracle.rows)
+            table = tables[name]
+            keys = sorted(oracle.rows)
             assert table["keys"].tolist() == keys
             assert table["last_step"].tolist() == [oracle.last_step[key] for key in keys]
             assert table["count"].tolist() == [oracle.occurrences[key] for key in keys]
-            self.expect(
-                table["values"], np.reshape([oracle.rows[key][0] for key in keys], (-1, DIM))
-            )
+            values = np.reshape([oracle.rows[key][0] for key in keys], (-1, DIM))
+            self.expect(table["values"], values)
             assert counts[name]["rows"].sum() == len(keys) and counts[name]["failed"].sum() == 0
 
     @rule()
@@ -163,22 +168,23 @@ class Hashed(Machine):
     @rule(into_fresh=st.booleans())
     def restore(self, into_fresh):
         state, oracles, tables = self.dumped
-        if into_fresh:  # where rows lie in another order
+        if into_fresh:
+            # The order of rows in a new state is another one.
             fresh = self.collection.init(jax.random.key(0))
             state = self.collection.with_tables(fresh, tables)._replace(step=state.step)
-        self.state, self.oracles = state, copy.deepcopy(oracles)
+        self.state = state
+        self.oracles = copy.deepcopy(oracles)
 
     @precondition(lambda self: self.dumped is not None)
     @rule(name=st.sampled_from(NAMES))
     def restore_one(self, name):
-        """One table as it was, in a state whose other table goes on."""
+        """Restores one table, and leaves the other as it is."""
         state, oracles, tables = self.dumped
         if int(state.step) != int(self.state.step):
             return
-        fresh, now = self.collection.init(jax.random.key(0)), self.collection.tables(self.state)
-        self.state = self.collection.with_tables(fresh, now | {name: tables[name]})._replace(
-            step=state.step
-        )
+        fresh = self.collection.init(jax.random.key(0))
+        tables_now = self.collection.tables(self.state) | {name: tables[name]}
+        self.state = self.collection.with_tables(fresh, tables_now)._replace(step=state.step)
         self.oracles[name] = copy.deepcopy(oracles[name])
 
 

@@ -1,5 +1,7 @@
-"""Target: handlers of the native library. Valid calls must give what defines them, hostile ones an error or anything,
-and neither may touch memory or wait for a thread as sanitizers forbid.
+"""Target: handlers of the native library.
+
+The results of a valid call must be those of the function that defines them. A hostile call may
+return an error or anything else. No call may have a bad access or a race, which sanitizers report.
 """
 
 from __future__ import annotations
@@ -22,32 +24,32 @@ from tools.fuzz.sanitizers import DRIVER_VARIABLE, ONLY_VALID_VARIABLE
 from tools.fuzz.valid_calls import CALLS
 
 NUM_SHAPES = 8
-"""Of the valid calls of each kind, for each of which its definition is compiled."""
+"""Number of shapes for each kind of valid calls. Each needs a compiled definition."""
 VALID_EVERY = 8
 HOSTILE_CALLS = 16
-"""Made of one valid call."""
-# Sums of up to thousands of terms in another order; steps of halves are rounded once to their own type.
+"""Number of hostile calls that are made from one valid call."""
+# Native kernels sum up to thousands of terms in another order. Rows of 16 bits are rounded once.
 TOLERANCES = {"float32": 3e-4, "bfloat16": 2**-6, "float16": 2**-9}
 
 
 def parted(arguments: Any) -> tuple[list[jax.Array], Callable[[list[jax.Array]], Any]]:
-    """The arrays among the arguments, and how to put others in their place."""
+    """The arrays among the arguments, and a function that puts other arrays into their places."""
     leaves, structure = jax.tree.flatten(arguments)
     is_array = [isinstance(leaf, jax.Array) for leaf in leaves]
 
     def whole(arrays: list[jax.Array]) -> Any:
         rest = iter(arrays)
-        return jax.tree.unflatten(
-            structure,
-            [next(rest) if is_own else leaf for leaf, is_own in zip(leaves, is_array, strict=True)],
-        )
+        new_leaves = []
+        for leaf, is_replaced in zip(leaves, is_array, strict=True):
+            new_leaves.append(next(rest) if is_replaced else leaf)
+        return jax.tree.unflatten(structure, new_leaves)
 
-    return [leaf for leaf, is_own in zip(leaves, is_array, strict=True) if is_own], whole
+    return [leaf for leaf in leaves if isinstance(leaf, jax.Array)], whole
 
 
 @functools.cache
 def definition(kind: int, shape: int) -> Callable[[list[jax.Array]], Any]:
-    """What defines a call of these shapes, compiled once."""
+    """The compiled function that defines the results of a kind of calls, for one of its shapes."""
     call = CALLS[kind](np.random.default_rng(shape), np.random.default_rng(0))
     _, whole = parted(call.arguments)
     return jax.jit(lambda arrays: call.defined(*whole(arrays)))
@@ -56,13 +58,15 @@ def definition(kind: int, shape: int) -> Callable[[list[jax.Array]], Any]:
 def assert_same(actual: Any, defined: Any) -> None:
     for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(defined), strict=True):
         assert one.dtype == other.dtype and one.shape == other.shape
-        if (tolerance := TOLERANCES.get(str(one.dtype))) is None:
+        tolerance = TOLERANCES.get(str(one.dtype))
+        if tolerance is None:
             np.testing.assert_array_equal(one, other)
-        else:
-            wide = np.asarray(one, np.float64), np.asarray(other, np.float64)
-            # Thousands of terms may cancel: what is left is no more exact than what they had come to on the way.
-            rounding = 64 * float(jnp.finfo(one.dtype).eps) * np.abs(wide[1]).max(initial=0.0)
-            np.testing.assert_allclose(*wide, rtol=tolerance, atol=max(tolerance, rounding))
+            continue
+        found = np.asarray(one, np.float64)
+        expected = np.asarray(other, np.float64)
+        # The terms of a small sum may be as large as the largest sum, and cancel.
+        rounding = 64 * float(jnp.finfo(one.dtype).eps) * np.abs(expected).max(initial=0.0)
+        np.testing.assert_allclose(found, expected, rtol=tolerance, atol=max(tolerance, rounding))
 
 
 @functools.cache
@@ -71,7 +75,10 @@ def driver(path: str) -> Driver:
 
 
 def run(seed: int) -> int:
-    """A valid call, or some hostile ones; returns how many. Without a driver all go through XLA, and are valid."""
+    """Makes a valid call or some hostile ones, and returns their number.
+
+    Without a driver, XLA makes the calls, and all of them are valid.
+    """
     path = os.environ.get(DRIVER_VARIABLE)
     if path is None:
         return valid_call(seed)
@@ -82,15 +89,18 @@ def run(seed: int) -> int:
 
 
 def valid_call(seed: int) -> int:
-    kind, shape = seed % len(CALLS), seed // len(CALLS) % NUM_SHAPES
+    kind = seed % len(CALLS)
+    shape = seed // len(CALLS) % NUM_SHAPES
     call = CALLS[kind](np.random.default_rng(shape), np.random.default_rng(seed))
-    assert_same(call.native(*call.arguments), definition(kind, shape)(parted(call.arguments)[0]))
+    arrays, _ = parted(call.arguments)
+    assert_same(call.native(*call.arguments), definition(kind, shape)(arrays))
     return 1
 
 
 def hostile_calls(seed: int, driver: Driver) -> int:
     draw = np.random.default_rng(seed)
-    call = CALLS[draw.integers(len(CALLS))](draw, draw)  # may call the library itself
+    # Some kinds call the library to make their arguments, so `driver.before` is set later.
+    call = CALLS[draw.integers(len(CALLS))](draw, draw)
 
     def make_worse(call: Call) -> None:
         for _ in range(HOSTILE_CALLS):
