@@ -26,11 +26,11 @@ version = release = installed_version("rsembed")
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
-default_role = "literal"  # docstrings are written in Markdown, where one backtick means code
+# Docstrings are written in Markdown, where one backtick means code.
+default_role = "literal"
 
-autodoc_inherit_docstrings = (
-    False  # an overriding method without a docstring has nothing new to say
-)
+# A method without a docstring does what the base class says, so it gets no entry of its own.
+autodoc_inherit_docstrings = False
 autodoc_preserve_defaults = True
 autodoc_typehints_format = "short"
 napoleon_custom_sections = ["Source"]
@@ -41,8 +41,8 @@ python_maximum_signature_line_length = 100
 toc_object_entries_show_parents = "hide"
 myst_enable_extensions = ["deflist"]
 myst_heading_anchors = 3
-# Notebooks are stored without what they print. A host of the pages executes them, in five minutes, as `make docs
-# EXECUTE=1` does here. Pages that are built without executing them say how to see the outputs.
+# Notebooks are stored without outputs. Read the Docs executes them in five minutes, and so does
+# `make docs EXECUTE=1`. Pages that are built without executing them say how to see the outputs.
 EXECUTES = bool({"RSEMBED_DOCS_EXECUTE", "READTHEDOCS"} & set(os.environ))
 nb_execution_mode = "cache" if EXECUTES else "off"
 nb_execution_timeout = 300
@@ -51,9 +51,10 @@ nb_execution_raise_on_error = True
 NOT_EXECUTED = () if find_spec("keras_rs") else ("14_keras",)
 nb_execution_excludepatterns = [f"notebooks/{name}*" for name in NOT_EXECUTED]
 nb_merge_streams = True
-nb_output_stderr = "remove"  # bars of progress
+# Notebooks write progress bars to stderr.
+nb_output_stderr = "remove"
 
-# `sphinx-build -b linkcheck` reads sources. Pictures of notebooks link to pages, which are not there.
+# `sphinx-build -b linkcheck` builds no pages, so it cannot find pages of notebooks.
 linkcheck_ignore = [r"\d\d_\w+\.html"]
 
 html_theme = "furo"
@@ -63,12 +64,17 @@ html_title = f"rsembed {release}"
 
 
 def copy_notebooks(source: Path, target: Path) -> None:
-    """Notebooks, their table and modules; pictures attached to a cell become files, which is what pages can show."""
+    """Copies notebooks and their modules from `source`, and writes their table of contents.
+
+    Pictures that are attached to cells are written into files, because pages cannot show attachments.
+    """
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()
     for path in source.glob("*.py"):
         shutil.copy(path, target)
-    names, pictures, public = [], [], launch.source(source)
+    names = []
+    pictures = []
+    public = launch.source(source)
     for path in sorted(source.glob("*.ipynb")):
         notebook = json.loads(path.read_text())
         for cell in notebook["cells"]:
@@ -121,41 +127,46 @@ def draw_gallery(app, page, source):
 
 def as_napoleon_reads_it(app, kind, name, value, options, lines):
     text = reference.restructured("\n".join(lines))
-    is_record = kind == "class" and dataclasses.is_dataclass(value)
-    lines[:] = (reference.with_all_arguments(value, text) if is_record else text).split("\n")
+    if kind == "class" and dataclasses.is_dataclass(value):
+        text = reference.with_all_arguments(value, text)
+    lines[:] = text.split("\n")
 
 
 def as_told_where_defined(app, kind, name, value, options, lines):
-    """Of a constant that a module passes on, autodoc finds no more than the docstring of its type."""
+    """Gives a constant its docstring. Autodoc finds only that of its type if it was imported."""
     if kind == "data" and inspect.getdoc(value) == inspect.getdoc(type(value)):
         lines[:] = reference.restructured(reference.told_of_constant(name)).split("\n")
 
 
 def constructor(app, kind, name, value, options, signature, returns):
-    """The signature of a class where Sphinx cannot show its arguments or their defaults.
+    """Signature of a class, if Sphinx itself cannot show the arguments or their defaults.
 
-    Flax makes modules by a metaclass, and its call has no named arguments. Defaults that a dataclass makes by a
-    factory are shown as the value that the factory returns.
+    The metaclass of Flax modules has no named arguments, so those of `__init__` are shown. Defaults
+    that a dataclass makes by a factory are shown as the value that the factory returns.
     """
     if signature and "<factory>" in signature and dataclasses.is_dataclass(value):
         return reference.with_defaults(value, signature), returns
     if kind == "class" and signature == "(*args: Any, **kwargs: Any)":
         shown = signature_of(value.__init__, bound_method=True)
-        return stringify_signature(
-            shown, unqualified_typehints=True, show_return_annotation=False
-        ), None
+        text = stringify_signature(shown, unqualified_typehints=True, show_return_annotation=False)
+        return text, None
     return None
 
 
 def skips(app, kind, name, value, skip, options):
-    """Shows members of enumerations, and leaves out what named tuples say of their fields by themselves."""
+    """Whether a member gets no entry, or None if autodoc decides.
+
+    Members of enumerations have entries. Fields of named tuples without a docstring have none.
+    """
     if isinstance(value, enum.Enum):
         return False
-    return True if (inspect.getdoc(value) or "").startswith("Alias for field number") else None
+    if (inspect.getdoc(value) or "").startswith("Alias for field number"):
+        return True
+    return None
 
 
 def link_names(app, doctree):
-    """Code in a text that is the name of a public object leads to its entry."""
+    """Links code in texts to the entries of the public objects that it names."""
     for code in list(doctree.findall(nodes.literal)):
         target = reference.target(code.astext())
         if target and isinstance(code.parent, nodes.paragraph | nodes.strong | nodes.emphasis):
@@ -167,11 +178,11 @@ def link_names(app, doctree):
 
 
 def link_to_where_described(app, env, node, content):
-    """A member without an entry of its own leads to that of a base class, or to its class."""
+    """Links a member without an entry to its entry in a base class, or to its class."""
+    if node.get("refdomain") != "py":
+        return None
     python = env.get_domain("py")
-    for name in (
-        reference.where_described(node["reftarget"]) if node.get("refdomain") == "py" else ()
-    ):
+    for name in reference.where_described(node["reftarget"]):
         if name in python.objects:
             return python.resolve_xref(env, node["refdoc"], app.builder, "obj", name, node, content)
     return None
@@ -184,8 +195,9 @@ def setup(app):
 
     app.connect("builder-inited", write_pages)
     app.connect("source-read", draw_gallery)
-    app.connect("autodoc-process-docstring", as_napoleon_reads_it, priority=400)  # before napoleon
-    app.connect("autodoc-process-docstring", as_told_where_defined, priority=600)  # behind it
+    # Napoleon has the priority 500.
+    app.connect("autodoc-process-docstring", as_napoleon_reads_it, priority=400)
+    app.connect("autodoc-process-docstring", as_told_where_defined, priority=600)
     app.connect("autodoc-process-signature", constructor)
     app.connect("autodoc-skip-member", skips)
     app.connect("doctree-read", link_names)

@@ -12,7 +12,10 @@ DOTS_PER_INCH = 110
 
 
 class Shown(NamedTuple):
-    """A program of the page, and the figure that it drew; None for a program that only prepares."""
+    """A program of the page, and its figure, or None if the program draws nothing.
+
+    `end` is the index in the page's text after the program.
+    """
 
     name: str
     program: str
@@ -23,7 +26,7 @@ class Shown(NamedTuple):
 def run(text: str) -> Iterator[Shown]:
     """Runs the programs of the page one after the other, and yields each with its figure.
 
-    The name of a picture is the heading above it. Figures are closed when the next one is asked for.
+    The name of a program is the heading above it. Its figure is closed before the next program runs.
     """
     import matplotlib.pyplot as plt
 
@@ -39,7 +42,7 @@ def run(text: str) -> Iterator[Shown]:
 
 
 def with_pictures(text: str, folder: Path) -> str:
-    """The text of the page with its pictures, which are written into a folder beside the page."""
+    """The text of the page with links to its pictures, which are written into `folder`."""
     import matplotlib as mpl
 
     mpl.use("Agg")

@@ -1,4 +1,4 @@
-"""Links that open a notebook where it can be run, for a host that knows where the sources are."""
+"""Links that open a notebook in Binder or in Colab, if its sources are on GitHub."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 
 def source(root: Path, environment: Mapping[str, str] = os.environ) -> tuple[str, str] | None:
-    """`owner/name` on GitHub and the commit of what lies in `root`; None where it is nowhere to be fetched from.
+    """Repository (`owner/name`) and commit of the sources in `root`, or None if not from GitHub.
 
-    Read the Docs says both in its environment, a clone knows them itself.
+    Read the Docs sets environment variables for both. Elsewhere, git tells both.
     """
 
     def git(*arguments: str) -> str:
@@ -24,11 +24,16 @@ def source(root: Path, environment: Mapping[str, str] = os.environ) -> tuple[str
     url = environment.get("READTHEDOCS_GIT_CLONE_URL") or git("remote", "get-url", "origin")
     commit = environment.get("READTHEDOCS_GIT_COMMIT_HASH") or git("rev-parse", "HEAD")
     place = re.search(r"github\.com[:/]([\w.-]+/[\w.-]+?)(?:\.git)?/?$", url)
-    return (place[1], commit) if place and commit else None
+    if not place or not commit:
+        return None
+    return place[1], commit
 
 
 def links(repository: str, commit: str, notebook: str) -> str:
-    """A line of Markdown that opens `notebook` in Binder, or in Colab behind one line that installs the library."""
+    """A line of Markdown with links that open a notebook in Binder and in Colab.
+
+    In Colab, users first install the library by a command, which the line has, too.
+    """
     binder = (
         f"https://mybinder.org/v2/gh/{repository}/{commit}?labpath=notebooks%2F{notebook}.ipynb"
     )
@@ -38,7 +43,7 @@ def links(repository: str, commit: str, notebook: str) -> str:
 
 
 def note_on_outputs(notebook: str) -> str:
-    """Text of a page that was built without executing its notebook: how to see what the cells print."""
+    """A note on how to see outputs, for pages that were built without executing their notebooks."""
     return (
         "```{note}\n"
         "This page was built without executing the notebook, so it shows stored pictures only. "

@@ -1,4 +1,7 @@
-"""What the reference has and where: one page per room, one entry per object. Sphinx's autodoc writes the entries."""
+"""Writes the pages of the reference: one page for each room, and one entry for each public object.
+
+Sphinx's autodoc fills the entries.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +29,15 @@ PAGES = {
     "sparsecore": (
         "The SparseCore wing",
         [
-            f"rsembed.sparsecore{module}"
-            for module in (
-                *("", ".embedding", ".embedding_spec", ".table_stacking", ".utils", ".linen.embed"),
-                *(".linen.embed_optimizer", ".nnx.embed", ".embedding_pipelining_utils"),
-            )
+            "rsembed.sparsecore",
+            "rsembed.sparsecore.embedding",
+            "rsembed.sparsecore.embedding_spec",
+            "rsembed.sparsecore.table_stacking",
+            "rsembed.sparsecore.utils",
+            "rsembed.sparsecore.linen.embed",
+            "rsembed.sparsecore.linen.embed_optimizer",
+            "rsembed.sparsecore.nnx.embed",
+            "rsembed.sparsecore.embedding_pipelining_utils",
         ],
     ),
     "tbe": ("The TBE wing", ["rsembed.tbe", "rsembed.tbe.functional"]),
@@ -61,7 +68,11 @@ MODULES = [module for _, modules in PAGES.values() for module in modules]
 
 @functools.cache
 def public_names(name: str) -> list[str]:
-    """Every name that users may import from the module: its own, and what it passes on as `x as x` or in `__all__`."""
+    """Names that users may import from a module, sorted.
+
+    These are the names that the module exports as `x as x` or in `__all__`. If the module is not a
+    package, they are also the names that it defines.
+    """
     module = importlib.import_module(name)
     source = Path(str(module.__file__)).read_text()
     names = {*re.findall(r"\b(\w+) as \1\b", source), *getattr(module, "__all__", ())}
@@ -69,34 +80,40 @@ def public_names(name: str) -> list[str]:
         names |= {
             key for key, value in vars(module).items() if getattr(value, "__module__", None) == name
         }
-        names |= set(re.findall(r"^(\w+)(?:: [^=\n]+)? = ", source, re.MULTILINE))  # constants
-    shown = [
-        n
-        for n in names
-        if not (n.startswith("_") or isinstance(getattr(module, n), ModuleType | TypeVar))
-    ]
+        # Constants have no `__module__`.
+        names |= set(re.findall(r"^(\w+)(?:: [^=\n]+)? = ", source, re.MULTILINE))
+    shown = []
+    for public_name in names:
+        if public_name.startswith("_"):
+            continue
+        if not isinstance(getattr(module, public_name), ModuleType | TypeVar):
+            shown.append(public_name)
     return sorted(shown, key=lambda key: (key.lower(), key))
 
 
 def found(name: str) -> object:
-    """The object behind a dotted name of the reference."""
+    """The object with a dotted name, such as `rsembed.Bags`."""
     module, _, attribute = name.rpartition(".")
     return getattr(importlib.import_module(module), attribute)
 
 
 def kind(value: object) -> str:
-    """What autodoc calls it: class, function (also one behind `jax.jit`), or data."""
-    # Which stands for what a stage does not pass on.
+    """Kind of an object in autodoc: class, function (also a jitted one), or data."""
+    # Some constants are NoneType: the type of a result that a stage of a pipeline does not have.
     if inspect.isclass(value) and value is not NoneType:
         return "class"
-    return "function" if inspect.isfunction(inspect.unwrap(value)) else "data"  # type: ignore[arg-type]
+    if inspect.isfunction(inspect.unwrap(value)):  # type: ignore[arg-type]
+        return "function"
+    return "data"
 
 
 @functools.cache
 def entries() -> dict[str, str]:
-    """By every public dotted name, and by where an object is defined: the name under which its one entry stands.
+    """Name of the entry of each public object, by each of its dotted names.
 
-    That is the first place which passes the object on; rules stand together on their own page.
+    The keys are names in all modules that export an object, and in the module that defines it. The
+    object has one entry, in the first module that exports it. The entries of optimizers are on their
+    own page, even if another module exports them, too.
     """
     first: dict[object, str] = {}
     where: dict[str, str] = {}
@@ -115,7 +132,11 @@ def entries() -> dict[str, str]:
 
 @functools.cache
 def records(module: str) -> list[str]:
-    """Places of classes that users of a module get and need not name: functions return them, or records hold them."""
+    """Dotted names of classes that users of a module get, even if no module exports them.
+
+    These are classes of the module, classes that its functions return, and classes in annotations
+    of its classes. Classes are left out if the reference has the module that defines them.
+    """
     values = []
     for name in public_names(module):
         value = found(f"{module}.{name}")
@@ -125,32 +146,29 @@ def records(module: str) -> list[str]:
         hints = getattr(origin, "__annotations__", {})
         types = hints.values() if inspect.isclass(value) else [hints["return"]]
         known = vars(importlib.import_module(origin.__module__))
-        values += [
-            value,
-            *(known.get(word) for word in re.findall(r"\b[A-Z]\w+", " ".join(map(str, types)))),
-        ]
-    classes = {
-        item
-        for item in values
-        if inspect.isclass(item) and item.__doc__ and not getattr(item, "_is_protocol", False)
-    }
-    names = {
-        f"{item.__module__}.{item.__name__}" for item in classes if item.__module__ not in MODULES
-    }
+        values.append(value)
+        for word in re.findall(r"\b[A-Z]\w+", " ".join(map(str, types))):
+            values.append(known.get(word))
+    names = set()
+    for item in values:
+        is_documented = inspect.isclass(item) and item.__doc__
+        if not is_documented or getattr(item, "_is_protocol", False):
+            continue
+        if item.__module__ not in MODULES:
+            names.add(f"{item.__module__}.{item.__name__}")
     return sorted(place for place in names if place.startswith("rsembed."))
 
 
 def summary(value: object) -> str:
-    """The first line of a docstring; numbers and types tell that of their class, which says nothing of them."""
-    return (
-        ""
-        if kind(value) == "data"
-        else _with_apart_code((inspect.getdoc(value) or "").partition("\n")[0])
-    )
+    """First line of the docstring of a class or function, or "" for data."""
+    if kind(value) == "data":
+        return ""
+    first_line = (inspect.getdoc(value) or "").partition("\n")[0]
+    return _with_apart_code(first_line)
 
 
 def told_of_constant(name: str) -> str:
-    """What stands below a constant where it is defined, from which its module may have imported it."""
+    """Docstring below the definition of a constant, which may be in another module."""
     module, _, constant = name.rpartition(".")
     source = Path(str(importlib.import_module(module).__file__)).read_text()
     if origin := re.search(rf"^from ([\w.]+) import .*\b{constant}\b", source, re.M):
@@ -160,12 +178,15 @@ def told_of_constant(name: str) -> str:
 
 
 def _with_apart_code(text: str) -> str:
-    """`Array`s, which reStructuredText does not read as code: a mark goes between it and the letters behind."""
+    """A text with a mark between code and the letters after it, as in `Array`s.
+
+    Without the mark, reStructuredText would not read it as code.
+    """
     return re.sub(r"(`[^`]+`)(\w?)", lambda code: "\\ ".join(filter(None, code.groups())), text)
 
 
 def restructured(text: str) -> str:
-    """A docstring in Markdown as reStructuredText, its sections as Sphinx's napoleon wants them."""
+    """A docstring in Markdown as reStructuredText, with the sections of Sphinx's napoleon."""
     text = re.sub(
         r"^```\n(.*?)^```$",
         lambda block: "::\n\n" + indent(block[1], "  "),
@@ -173,22 +194,25 @@ def restructured(text: str) -> str:
         flags=re.M | re.S,
     )
     text = _with_apart_code(text)
-    text = re.sub(r"^Returns: ", "\n:returns: ", text, flags=re.M)  # whose first colon ends no type
+    # In a section `Returns`, napoleon would read the text before the first colon as a type.
+    text = re.sub(r"^Returns: ", "\n:returns: ", text, flags=re.M)
     return re.sub(
         r"^(Args|Attributes|Raises|Yields|Source|Example): (?=\S)", r"\1:\n ", text, flags=re.M
     )
 
 
 def with_all_arguments(record: type, text: str) -> str:
-    """The docstring of a dataclass with those fields, too, that a base class describes or an interval bounds."""
-    fields = [
-        field
-        for field in dataclasses.fields(record)
-        if field.init and f"\n  {field.name}: " not in text
-    ]
-    texts = [
-        f"  {field.name}: {meaning}" for field in fields if (meaning := _meaning(record, field))
-    ]
+    """The docstring of a dataclass, with more fields if it does not describe all of them.
+
+    The descriptions come from a base class, or from the interval of a field.
+    """
+    texts = []
+    for field in dataclasses.fields(record):
+        if not field.init or f"\n  {field.name}: " in text:
+            continue
+        meaning = _meaning(record, field)
+        if meaning:
+            texts.append(f"  {field.name}: {meaning}")
     if not texts:
         return text
     if "Args:\n" not in text:
@@ -196,12 +220,12 @@ def with_all_arguments(record: type, text: str) -> str:
     return text.replace("Args:\n", "\n".join(["Args:", *texts, ""]), 1)
 
 
-# What a signature shows in the place of a function that is a default.
+# Texts for default values that are functions, by the name of the function.
 LAWS = {"default_initializer": "normal(stddev=1/sqrt(embedding_dim))"}
 
 
 def with_defaults(record: type, signature: str) -> str:
-    """The signature of a dataclass with the values that its factories make, instead of `<factory>`."""
+    """The signature of a dataclass, with values of default factories in place of `<factory>`."""
     for field in dataclasses.fields(record):
         if field.default_factory is dataclasses.MISSING:
             continue
@@ -216,10 +240,9 @@ def with_defaults(record: type, signature: str) -> str:
 
 
 def _meaning(record: type, field: dataclasses.Field[Any]) -> str:
+    entry = rf"^  {field.name}: (.*(?:\n    .*)*)"
     for base in record.__mro__[1:]:
-        if match := re.search(
-            rf"^  {field.name}: (.*(?:\n    .*)*)", inspect.getdoc(base) or "", re.M
-        ):
+        if match := re.search(entry, inspect.getdoc(base) or "", re.M):
             return match[1]
     interval = field.metadata.get("interval")
     return f"in {interval}." if interval else ""
@@ -227,7 +250,10 @@ def _meaning(record: type, field: dataclasses.Field[Any]) -> str:
 
 @functools.cache
 def words() -> dict[str, str]:
-    """Entries by what texts call them: `rsembed.sok.Init`, `sok.Init`, and `Bags`, where one class is called so."""
+    """Names of entries by names in texts, such as `rsembed.sok.Init` and `sok.Init`.
+
+    A text may also name a class without its module, such as `Bags`, if no other class has the name.
+    """
     bare: dict[str, set[str]] = {}
     for name in entries().values():
         bare.setdefault(name.rpartition(".")[2], set()).add(name)
@@ -245,11 +271,18 @@ def words() -> dict[str, str]:
 
 
 def target(code: str) -> str | None:
-    """The entry that a piece of code in a text means, such as `rs.Bags` or `collection.lookup(...)`; or None."""
+    """Name of the entry for code in a text, such as `rs.Bags` or `collection.lookup(...)`.
+
+    None if the code names no public object.
+    """
     match = re.fullmatch(r"(?:(rs)\.|(collection)\.)?([\w.]+)(?:\([^()]*\))?", code)
     if match is None:
         return None
-    prefix = "rsembed." if match[1] else "rsembed.EmbeddingCollection." if match[2] else ""
+    prefix = ""
+    if match[1]:
+        prefix = "rsembed."
+    elif match[2]:
+        prefix = "rsembed.EmbeddingCollection."
     parts = (prefix + match[3]).split(".")
     for length in range(len(parts), 0, -1):
         if owner := words().get(".".join(parts[:length])):
@@ -258,26 +291,36 @@ def target(code: str) -> str | None:
 
 
 def where_described(member: str) -> Iterator[str]:
-    """Where a member may have its entry that has none below its class: there under its other names, in a base class.
+    """Yields the names of entries that may describe a member of a class.
 
-    The last is the class itself, whose text may tell of a member without an entry.
+    These are the entries of the member in the class and its base classes. The last name is that of
+    the class itself, because its text may describe a member without an entry.
     """
     owner, _, name = member.rpartition(".")
-    if inspect.isclass(value := found(owner) if owner in entries() else None):
-        origins = (f"{base.__module__}.{base.__name__}" for base in value.__mro__)
-        yield from (f"{entries()[origin]}.{name}" for origin in origins if origin in entries())
-        yield entries().get(f"{value.__module__}.{value.__name__}", owner)
+    if owner not in entries():
+        return
+    value = found(owner)
+    if not inspect.isclass(value):
+        return
+    for base in value.__mro__:
+        origin = f"{base.__module__}.{base.__name__}"
+        if origin in entries():
+            yield f"{entries()[origin]}.{name}"
+    yield entries().get(f"{value.__module__}.{value.__name__}", owner)
 
 
 def page(room: str) -> str:
-    """The page of a room, for Sphinx."""
+    """Text of the page of a room, in reStructuredText."""
     title, modules = PAGES[room]
     (purpose,) = (group for group, rooms in GROUPS.items() if room in rooms)
-    head = [title, "=" * len(title), "", f"*{purpose}.*", ""]
-    return "\n".join([*head, *(line for module in modules for line in _part(module))])
+    lines = [title, "=" * len(title), "", f"*{purpose}.*", ""]
+    for module in modules:
+        lines += _part(module)
+    return "\n".join(lines)
 
 
 def _part(module: str) -> Iterator[str]:
+    """Yields the lines of a page about a module."""
     heading = f"``{module}``"
     yield from (
         heading,
@@ -293,34 +336,42 @@ def _part(module: str) -> Iterator[str]:
     for name in names:
         yield from (f"   * - :py:obj:`~{entries()[name]}`", f"     - {summary(found(name))}")
     yield ""
-    earlier = {name for other in MODULES[: MODULES.index(module)] for name in records(other)}
-    for name in [*names, *(name for name in records(module) if name not in earlier)]:
-        if entries()[name] == name:
-            value = found(name)
-            options = (
-                ["   :members:", f"   :inherited-members: {_described_apart(value)}"]
-                if kind(value) == "class"
-                else []
-            )
-            bases = {
-                f"{base.__module__}.{base.__name__}" for base in getattr(value, "__bases__", ())
-            }
-            options += ["   :show-inheritance:"] if bases & set(entries()) else []
-            # And where this machine has it.
-            options += ["   :no-value:"] if "<module" in repr(value) else []
-            yield from (f".. auto{kind(value)}:: {name}", *options, "")
+    earlier_records = set()
+    for other in MODULES[: MODULES.index(module)]:
+        earlier_records |= set(records(other))
+    names += [name for name in records(module) if name not in earlier_records]
+    for name in names:
+        if entries()[name] != name:
+            continue
+        value = found(name)
+        options = []
+        if kind(value) == "class":
+            options += ["   :members:", f"   :inherited-members: {_described_apart(value)}"]
+        bases = getattr(value, "__bases__", ())
+        names_of_bases = {f"{base.__module__}.{base.__name__}" for base in bases}
+        if names_of_bases & set(entries()):
+            options.append("   :show-inheritance:")
+        if "<module" in repr(value):
+            # The value of a module has a path on this machine.
+            options.append("   :no-value:")
+        yield from (f".. auto{kind(value)}:: {name}", *options, "")
 
 
 def _described_apart(value: Any) -> str:
-    """Bases whose members an entry leaves out: those with entries of their own, and other packages'."""
-    bases = [(base.__module__, base.__name__) for base in value.__mro__[1:]]
-    return ", ".join(
-        n for m, n in bases if f"{m}.{n}" in entries() or m.partition(".")[0] != "rsembed"
-    )
+    """Names of base classes with members that an entry leaves out.
+
+    These are base classes with entries, and those of other packages.
+    """
+    names = []
+    for base in value.__mro__[1:]:
+        is_of_us = base.__module__.partition(".")[0] == "rsembed"
+        if not is_of_us or f"{base.__module__}.{base.__name__}" in entries():
+            names.append(base.__name__)
+    return ", ".join(names)
 
 
 def write(folder: Path) -> None:
-    """All pages and their table of contents."""
+    """Writes all pages and their table of contents."""
     folder.mkdir(parents=True, exist_ok=True)
     for room in PAGES:
         (folder / f"{room}.rst").write_text(page(room))
@@ -328,8 +379,7 @@ def write(folder: Path) -> None:
         "# Reference\n\nEvery public name, by room. Shapes are in the signatures, in the notation of jaxtyping: "
         '`Float[Array, "rows dim"]` is an array of floats with two axes; equal names are equal sizes.\n'
     )
-    trees = [
-        ["```{toctree}", f":caption: {name}", ":maxdepth: 1", "", *rooms, "```", ""]
-        for name, rooms in GROUPS.items()
-    ]
-    (folder / "index.md").write_text("\n".join([text, *(line for tree in trees for line in tree)]))
+    lines = [text]
+    for name, rooms in GROUPS.items():
+        lines += ["```{toctree}", f":caption: {name}", ":maxdepth: 1", "", *rooms, "```", ""]
+    (folder / "index.md").write_text("\n".join(lines))
