@@ -66,7 +66,7 @@ html_title = f"rsembed {release}"
 def copy_notebooks(source: Path, target: Path) -> None:
     """Copies notebooks and their modules from `source`, and writes their table of contents.
 
-    Pictures that are attached to cells are written into files, because pages cannot show attachments.
+    Pictures that are attached to cells become files, because pages cannot show attachments.
     """
     shutil.rmtree(target, ignore_errors=True)
     target.mkdir()

@@ -26,7 +26,7 @@ class Shown(NamedTuple):
 def run(text: str) -> Iterator[Shown]:
     """Runs the programs of the page one after the other, and yields each with its figure.
 
-    The name of a program is the heading above it. Its figure is closed before the next program runs.
+    The name of a program is the heading above it. A figure is closed before the next program runs.
     """
     import matplotlib.pyplot as plt
 

@@ -112,8 +112,8 @@ def entries() -> dict[str, str]:
     """Name of the entry of each public object, by each of its dotted names.
 
     The keys are names in all modules that export an object, and in the module that defines it. The
-    object has one entry, in the first module that exports it. The entries of optimizers are on their
-    own page, even if another module exports them, too.
+    object has one entry, in the first module that exports it. The entries of optimizers are on
+    their own page, even if another module exports them, too.
     """
     first: dict[object, str] = {}
     where: dict[str, str] = {}

@@ -75,8 +75,8 @@ for optimizer in sys.argv[5:]:
 def peaks():
     """Peak memory of init, of training and of making an int8 table, for each rule.
 
-    The first two are divided by the size of the table with its slots, the last one by the size of the
-    table in float32. One child process measures all rules.
+    The first two are divided by the size of the table with its slots, the last one by the size of
+    the table in float32. One child process measures all rules.
     """
     # The child process compiles with the optimizations that users have. With fewer optimizations,
     # XLA needs other buffers and draws random numbers much more slowly.

@@ -2,12 +2,12 @@
 
     python -m tools.soak --minutes 30
 
-The learning rate changes from time to time. One table is in memory, and one is on the host with a
-small device cache. The third one has keys that are always new, and evict older keys. Every minute
-the run saves a checkpoint. Every few minutes it is thrown away and restored from the newest
+The learning rate changes every 100 steps. One table is in memory, and one is on the host with a
+small device cache. The third table gets new keys in every step, which evict older keys. Every
+minute the run saves a checkpoint. Every few minutes it is thrown away and restored from the newest
 checkpoint. Before every second restore, a bit of the newest checkpoint is flipped, so that the run
-continues from the checkpoint before, and saves the damaged step again. A twin of the run trains with
-the same batches and is never stopped. The losses of both must be equal in every bit.
+continues from the checkpoint before, and saves the damaged step again. A twin of the run trains
+with the same batches and is never stopped. The losses of both must be equal in every bit.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def run(wing, call):
 def outcome(call):
     """Classes and message of the error that a call raises, or None if the call was accepted.
 
-    `raised_in` is the file of the function that raised the error, or "" for functions of the library.
+    `raised_in` is the file with the function that raised the error, or "" if it is a file of ours.
     """
     try:
         call()

@@ -29,9 +29,9 @@ def mapped(body, num_devices):
 def program(num_devices, capacities):
     """A program in which two tables ask together. The second table asks twice.
 
-    Owners count the rounds in which each row arrives, and sum the squares of its sums in each round.
-    They reply `100 * row + owner` and twice the values. Keys of the second table have two lanes. All
-    bits of its largest key are set, and it must not count as "no keys left".
+    Owners count the rounds in which each row arrives, and add up the squared sums of the rounds.
+    They reply `100 * row + owner` and twice the values. Keys of the second table have two lanes.
+    All bits of its largest key are set, and it must not count as "no keys left".
     """
 
     def answer(state, arrived):

@@ -26,7 +26,7 @@ from tools.fuzz import sanitizers
 STUCK_SECONDS = 900
 """Time limit of a round. A round that takes longer counts as hanging.
 
-A round that fails may take five minutes more, because hypothesis shrinks it.
+Hypothesis may spend five minutes of the time on shrinking a failure.
 """
 SHOWN_CHARACTERS = 6000
 
@@ -36,9 +36,9 @@ class Target:
     """A function of the fuzzer, and how it is run.
 
     Args:
-      function: `module:function` of a function that tries some cases, from a seed, and returns their
+      function: `module:function` of a function that tries some cases from a seed, and returns their
         number. The target fails if the function raises an exception or the process crashes.
-      sanitizer: name in `sanitizers.FLAGS` of the sanitizer under which the native library is built.
+      sanitizer: name of the sanitizer in `sanitizers.FLAGS` with which the native library is built.
       isa: instruction set of the native kernels.
     """
 

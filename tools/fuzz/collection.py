@@ -29,8 +29,8 @@ WIDTH = 2
 ROWS = {"word": 23, "item": 300, "user": 4 * len(KEYS)}
 SGD = rs.optimizers.SGD(LR)
 NUM_NEAR = 24
-# The items of a batch are drawn from 12 rows, one for each remainder of a division by 12. Each of up
-# to 4 devices owns equally many of these rows, and its cache has space for twice as many.
+# The items of a batch are drawn from 12 rows, one for each remainder of a division by 12. Each of
+# up to 4 devices owns equally many of these rows, and its cache has space for twice as many.
 REMAINDERS = np.arange(12)
 STORAGES = {"word": None, "item": rs.HostCached(cache_rows=NUM_NEAR), "user": rs.Hashed()}
 PLACEMENTS = ("row", "table", "replicated", "column")

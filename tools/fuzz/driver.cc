@@ -1,5 +1,5 @@
-// Calls the handlers of the native library as XLA does, but from arrays in blocks of exactly their size and on threads
-// that sanitizers see: an access behind an array is found, and so is every pair of accesses that nothing keeps apart.
+// Calls handlers of the native library as XLA does. Every array has its own block of memory of exactly its size, so a
+// sanitizer reports an access outside of it. Tasks run on threads that a sanitizer knows, so it reports races.
 
 #include <condition_variable>
 #include <cstdint>
@@ -20,9 +20,9 @@ struct XLA_FFI_Error {
 namespace {
 
 constexpr int kThreads = 4;
-constexpr size_t kAlignment = 64;  // of XLA's own memory
+constexpr size_t kAlignment = 64;  // alignment of arrays in XLA
 
-// Lives as long as the process: a task may come in behind the call that asked for it.
+// The pool is never destroyed, because a task may run after the call that scheduled it has returned.
 class Pool {
  public:
   Pool() {
@@ -86,10 +86,10 @@ XLA_FFI_Api MakeApi() {
 
 }  // namespace
 
-// Mirrored in native_calls.py.
+// direct_calls.py has the same structures.
 struct Array {
   int32_t dtype;
-  int32_t operand;  // of a result, whose memory it shares; -1 for none
+  int32_t operand;  // index of the operand that shares memory with a result, or -1
   int64_t rank;
   int64_t* dims;
   int64_t num_bytes;
@@ -104,7 +104,8 @@ struct Attribute {
   void* data;
 };
 
-// Calls a handler; false, with its complaint, if it refuses. Attributes come in the order of their names.
+// Calls a handler. If the handler refuses the call, returns false and writes its message into `complaint`. Attributes
+// must be in the order of their names.
 extern "C" bool fuzz_call(XLA_FFI_Handler* handler, Array* operands, int64_t num_operands, Array* results,
                           int64_t num_results, Attribute* attributes, int64_t num_attributes, char* complaint,
                           int64_t complaint_size) {

@@ -61,9 +61,9 @@ def build(sanitizer: str) -> Path:
 def environment(sanitizer: str, folder: Path) -> dict[str, str]:
     """Environment variables of a process that loads the libraries in `folder`.
 
-    No report is suppressed. Leaks are not reported, because Python and jaxlib have many. A hostile call
-    can make several threads write to the same address. This is a race, even if the address is inside an
-    array, so the sanitizer of threads runs with valid calls only.
+    No report is suppressed. Leaks are not reported, because Python and jaxlib have many. A hostile
+    call can make several threads write to the same address of an array. This is a race although no
+    other memory is harmed, so the sanitizer of threads runs with valid calls only.
     """
     libraries = []
     for name in RUNTIMES[sanitizer]:

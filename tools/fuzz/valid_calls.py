@@ -32,7 +32,7 @@ RULES = (
 class ValidCall(NamedTuple):
     """A function with native handlers, the function that defines its results, and their arguments.
 
-    Only arrays depend on the generator `draw`. Everything else depends only on the generator `shapes`.
+    Arrays depend on the generators `shapes` and `draw`, everything else only on `shapes`.
     """
 
     native: Callable[..., Any]
