@@ -222,7 +222,7 @@ def weight_gradients(
     are_supported = combiners <= {"sum", "none", "mean_by_count"}
     if not combiners or not are_supported:
         return reference.weight_gradients(tables, call, d_outputs)
-    operands, attributes, _ = _call_operands(tables, call)
+    operands, attributes, _ = _call_operands(tables, call, with_weights=False)
     operands += [d_output.astype(jnp.float32) for d_output in d_outputs]
     attributes["num_outputs"] = len(d_outputs)
     results = [Result(ids.ids.shape, jnp.float32) for ids in call.lists]
@@ -400,7 +400,7 @@ def rows_of_ids(
     rows_per_shard: int,
 ) -> tuple[Int[Array, " _"], ...]:
     """Row of every id of a call, one array per list. See `ids.rows_of_ids`."""
-    operands, forms = _list_operands(call.lists)
+    operands, forms = _list_operands(call.lists, with_weights=False)
     numbers: list[int] = []
     for segment, place, size in zip(call.segments, table_places, sizes, strict=True):
         bags = [segment.list, segment.first_bag, segment.num_bags]
@@ -677,12 +677,14 @@ def _gradient_operands(
 def _call_operands(
     tables: Sequence[Array],
     call: Call,
+    *,
+    with_weights: bool = True,
 ) -> tuple[list[Array], Attributes, list[tuple[int, ...]]]:
     """Arguments of a native call that reads all lists and segments of `call`.
 
     Returns: operands, attributes, and the shapes of the outputs of `call`.
     """
-    operands, forms = _list_operands(call.lists)
+    operands, forms = _list_operands(call.lists, with_weights=with_weights)
     dims = [table.shape[1] for table in tables]
     shapes, output_places = call.outputs(dims)
     segments: list[int] = []
@@ -695,6 +697,8 @@ def _call_operands(
 
 def _list_operands(
     lists: Sequence[IdList],
+    *,
+    with_weights: bool = True,
 ) -> tuple[list[Array], list[int]]:
     """Operands of a native call for lists of ids, and three numbers that describe each list.
 
@@ -714,7 +718,7 @@ def _list_operands(
             if offsets.dtype != jnp.int32:
                 offsets = as_offsets(offsets, ids.num_entries)
             operands.append(offsets)
-        if ids.weights is not None:
+        if with_weights and ids.weights is not None:
             flags |= _HAS_WEIGHTS
             operands.append(ids.weights.astype(jnp.float32))
         width = 0 if ids.shape is None else ids.shape[1]
