@@ -4,7 +4,6 @@ import ast
 import functools
 import importlib
 import inspect
-import pkgutil
 import re
 import sys
 import textwrap
@@ -30,9 +29,9 @@ reference, launch, gallery = (
 )
 
 
-PACKAGES = [
-    name for _, name, is_package in pkgutil.iter_modules(rsembed.__path__, "rsembed.") if is_package
-]
+PACKAGES = sorted(
+    f"rsembed.{file.parent.name}" for file in Path(rsembed.__file__).parent.glob("*/__init__.py")
+)
 
 
 @pytest.mark.parametrize("package", ["rsembed", *PACKAGES])

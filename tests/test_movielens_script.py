@@ -106,7 +106,7 @@ def test_data_may_be_a_path_or_searched(script, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("RSEMBED_DATA", str(tmp_path / "nothing"))
     monkeypatch.setattr("pooch.os_cache", lambda project: tmp_path / "nothing")
     assert "generated" in script.load_log(script.Settings(data="auto")).source
-    assert "so a log is generated" in capsys.readouterr().out
+    assert "a log is generated" in capsys.readouterr().out
 
 
 def test_the_notebook_shows_the_script_as_it_is():
