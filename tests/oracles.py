@@ -212,11 +212,6 @@ def adagrad_step(row, slots, gradient, *, learning_rate):
     row[moves] -= learning_rate * gradient[moves] / slots[0][moves] ** 0.5
 
 
-def rowwise_adagrad_step(row, slots, gradient, *, learning_rate, epsilon):
-    slots[0][0] += np.mean(gradient**2)
-    row -= learning_rate * gradient / (slots[0][0] ** 0.5 + epsilon)
-
-
 def adam_step(row, slots, gradient, *, learning_rate, step, beta_1=0.9, beta_2=0.999, epsilon=1e-8):
     slots[0][:] = beta_1 * slots[0] + (1 - beta_1) * gradient
     slots[1][:] = beta_2 * slots[1] + (1 - beta_2) * gradient**2

@@ -19,7 +19,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 
 from rsembed.kernels import sparsecore
 from rsembed.kernels.contract import Call, CallGradients, IdList
-from rsembed.sparsecore import embedding
 from rsembed.sparsecore.linen import embed_optimizer
 from tests.kernels.cases import RULES, step_of
 from tests.sparsecore import tutorial_program
@@ -82,19 +81,13 @@ def compile_tutorial_step(chip, case):
     so large that a copy of it shows in the memory statistics of the compiled program.
     """
     mesh, num_cores = topology(chip), CORES[chip]
-    data = NamedSharding(mesh, P("device"))
-    replicated = NamedSharding(mesh, P())
     num_classes = tutorial_program.VOCABULARY
     tutorial_program.VOCABULARY = 1 << 24
     specs = tutorial_program.word_specs(mesh.size, num_cores)
     tutorial_program.VOCABULARY = num_classes
     model = tutorial_program.NextWord(specs, mesh, False)
     contexts, labels = tutorial_program.make_batch(np.arange(1000, dtype=np.int32))
-    features = nn.FrozenDict({tutorial_program.FEATURE: contexts.reshape(-1, 1)})
-    weights = jax.tree.map(lambda ids: np.ones(ids.shape, np.float32), features)
-    preprocessed, _ = embedding.preprocess_sparse_dense_matmul_input(
-        features, weights, specs, mesh.size, mesh.size, num_sc_per_device=num_cores
-    )
+    preprocessed, _ = tutorial_program.preprocess(contexts, specs, mesh.size, mesh.size, num_cores)
     inputs = jax.tree.map(lambda array: Shape(array.shape, array.dtype), preprocessed)
     params = jax.eval_shape(model.init, jax.random.key(0), inputs)
     shardings = nn.get_sharding(params, mesh)
@@ -103,21 +96,7 @@ def compile_tutorial_step(chip, case):
     tx = embed_optimizer.create_optimizer_for_sc_model(params, optax.adam(0.005))
     opt_state = jax.eval_shape(tx.init, params)
 
-    def train_step(params, inputs, labels, opt_state):
-        def loss_of(params):
-            logits = model.apply(params, inputs)
-            return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
-
-        loss, grads = jax.value_and_grad(loss_of, allow_int=True)(params)
-        updates, opt_state = tx.update(grads, opt_state)
-        return embed_optimizer.apply_updates_for_sc_model(params, updates), opt_state, loss
-
-    jitted = jax.jit(
-        train_step,
-        in_shardings=(shardings, data, data, replicated),
-        out_shardings=(shardings, replicated, replicated),
-        donate_argnums=(0,),
-    )
+    jitted = tutorial_program.step_of(model, tx, shardings)
     shapes = (params, inputs, Shape(labels.shape, labels.dtype), opt_state)
     lowered = jitted.trace(*shapes).lower(lowering_platforms=("tpu",))
     table = (1 << 24) // mesh.size * tutorial_program.DIM * 4

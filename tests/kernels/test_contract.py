@@ -18,6 +18,7 @@ from tests.kernels.cases import (
     ALL_IMPLEMENTATIONS,
     EVERY_BAG,
     IMPLEMENTATIONS,
+    KNOWN_WARNINGS,
     NUM_ROWS,
     ONE_TABLE,
     RULES,
@@ -33,12 +34,7 @@ from tests.kernels.cases import (
     step_of,
 )
 
-pytestmark = [
-    # JAX 0.12 warns of every copy from a tile's memory with a semaphore, as in `sync_copy`.
-    pytest.mark.filterwarnings("ignore:Destination semaphore is ignored"),
-    # JAX 0.11 and later warn of the backend, but kernels did not lower with its replacement.
-    pytest.mark.filterwarnings("ignore:The Pallas Triton backend is deprecated:DeprecationWarning"),
-]
+pytestmark = KNOWN_WARNINGS
 # FTRL uses a primitive that SparseCores do not have.
 REFUSED = ("sparsecore", "ftrl")
 every_implementation = pytest.mark.parametrize(("name", "module", "run"), ALL_IMPLEMENTATIONS)

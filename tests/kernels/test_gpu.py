@@ -23,6 +23,7 @@ from rsembed.tt import TensorTrain
 from tests import oracles
 from tests.kernels.cases import (
     KERNEL_RULES,
+    KNOWN_WARNINGS,
     NUM_ROWS,
     RULES,
     assert_close,
@@ -36,11 +37,7 @@ from tests.world import assert_same
 
 HAS_GPU = jax.default_backend() == "gpu"
 
-# JAX 0.11 and later warn.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:The Pallas Triton backend is deprecated:DeprecationWarning"
-)
-
+pytestmark = KNOWN_WARNINGS
 needs_gpu = pytest.mark.skipif(
     not HAS_GPU, reason="needs a GPU: the results of the GPU kernels on a GPU are unproven here"
 )

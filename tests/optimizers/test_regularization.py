@@ -1,5 +1,3 @@
-import hypothesis
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,25 +12,6 @@ TOLERANCE = {"float32": 1e-6, "float16": 1e-3}
 
 def random_table(seed):
     return np.random.default_rng(seed).normal(size=(3, 4)).astype(np.float32)
-
-
-@hypothesis.settings(deadline=None, max_examples=30)
-@hypothesis.given(
-    st.lists(st.integers(0, 40), min_size=4, max_size=4),
-    st.integers(1, 60),
-    st.sampled_from([0.0, 0.3]),
-    st.sampled_from([0.0, 0.5, 0.5]),
-)
-def test_the_global_factor_makes_up_for_the_missed_steps_of_each_row(
-    prev_iter, t, lower_bound, weight_decay
-):
-    config = records.GlobalWeightDecayDefinition(start_iter=20, lower_bound=lower_bound)
-    factors = global_decay_factor(jnp.asarray(prev_iter), t, 0.1, weight_decay, config)
-    for factor, last in zip(factors, prev_iter, strict=True):
-        wanted = 1.0
-        if t >= 20 and weight_decay > 0 and last != 0:
-            wanted = max(lower_bound, (1 - 0.1 * weight_decay) ** max(t - last - 1, 0))
-        assert_allclose(factor, wanted, rtol=1e-5)
 
 
 def test_the_global_factor_of_tiny_rates_counts_up_over_long_gaps():

@@ -222,7 +222,7 @@ def test_a_task_of_slurm_that_sees_one_gpu_takes_it(alone, monkeypatch):
 
 def test_half_an_address_and_calls_of_a_forked_process_are_refused_by_name():
     done = subprocess.run(
-        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120, check=False
+        [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("forked from one that uses JAX") == 13, done.stdout

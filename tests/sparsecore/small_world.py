@@ -22,7 +22,8 @@ def feature_specs(tables, features, **fields):
 
     Args:
       tables: number of rows, or fields of the `TableSpec`, by table name.
-      features: pairs of table name and batch size, by feature name.
+      features: table name, batch size, and number of columns if it is not that of the table, by
+        feature name.
       **fields: fields of all tables.
     """
     tables = {
@@ -35,9 +36,9 @@ def feature_specs(tables, features, **fields):
     }
     return {
         name: embedding_spec.FeatureSpec(
-            name, tables[table], output_shape=(batch, tables[table].embedding_dim)
+            name, tables[table], output_shape=(batch, *(dim or [tables[table].embedding_dim]))
         )
-        for name, (table, batch) in features.items()
+        for name, (table, batch, *dim) in features.items()
     }
 
 

@@ -53,7 +53,7 @@ def test_a_program_of_the_published_imports_runs_by_one_command(tmp_path, form):
     (tmp_path / "client.py").write_text(PROGRAM)
     named = ["-m", "client"] if form == "module" else [str(tmp_path / "client.py")]
     command = [sys.executable, "-m", "rsembed.sparsecore", *named, "--steps", "3"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=tmp_path)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout == "['--steps', '3'] rsembed.sparsecore.nnx.embed __main__\n", done.stderr
 
 
@@ -104,7 +104,7 @@ def test_a_keras_model_of_the_page_trains_on_two_devices(tmp_path):
     }
     command = [sys.executable, "-m", "rsembed.sparsecore", "model.py"]
     done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=os.environ | chosen
+        command, capture_output=True, text=True, cwd=tmp_path, env=os.environ | chosen
     )
     loss, tables = done.stdout.splitlines()[-1].split(" ", 1)
     assert float(loss) < 0.6 and tables == "{'seen': (500, 16), 'user': (1000, 16)}", done.stderr

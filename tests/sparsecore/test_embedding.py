@@ -1,4 +1,4 @@
-"""Padding and untouched rows, meshes, rules that read whole rows, and stochastic rounding.
+"""Padding and untouched rows, meshes, and stochastic rounding.
 
 `test_random_models` compares the results of lookups and updates with loops.
 """
@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from numpy.testing import assert_array_equal
 
-from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup, table_stacking
+from rsembed.sparsecore import embedding, embedding_spec, mesh_lookup
 from tests.sparsecore import small_world
 from tests.sparsecore.case_specs import lookup_and_update, on_devices, variables_of
 from tests.world import assert_same, mesh_of
@@ -88,47 +88,6 @@ def test_row_limits_leave_padding_and_untouched_rows_alone():
     tables = small_world.logical_tables(updated, specs)
     assert tables["first"][:3].min() >= 0.5 and tables["second"][:3].max() <= -0.5
     assert_array_equal(updated["first"].table[3:], variables["first"].table[3:])
-
-
-# Rules that read whole rows must ignore padding.
-
-
-def normed_momentum(gradient, row, momentum, lr):
-    momentum = 0.9 * momentum + gradient / (1 + jnp.linalg.norm(gradient)) + 0.1 * jnp.mean(row)
-    return row - lr * momentum, momentum
-
-
-def normed_momentum_in_numpy(row, slots, gradient):
-    slots[0][:] = 0.9 * slots[0] + gradient / (1 + np.sqrt((gradient**2).sum())) + 0.1 * row.mean()
-    row -= 0.5 * slots[0]
-
-
-def test_a_custom_rule_with_slots_equals_rows_without_padding():
-    rule = embedding_spec.CustomOptimizerSpec(0.5, normed_momentum, (0.25,))
-    specs = small_world.placed_specs(1, 4, optimizer=rule)
-    tables, slots = small_world.draw_tables(), small_world.full_slots(0.25)
-    pairs = {
-        name: embedding.EmbeddingVariables(table, (np.float32(slots[name][0]),))
-        for name, table in tables.items()
-    }
-    stacked = table_stacking.stack_and_shard_tables(embedding.get_table_specs(specs), pairs, 4)
-    # The padding is NaN, so reading it would make the results NaN.
-    variables = jax.tree.map(lambda rows: jnp.asarray(rows.reshape(-1, rows.shape[-1])), stacked)
-
-    @jax.jit
-    def step(gradients, inputs, variables, step):
-        return embedding.sparse_dense_matmul_grad(gradients, inputs, variables, specs, step=step)
-
-    for seed in range(2):
-        ids, gradients = small_world.draw_batch(seed)
-        inputs, _ = small_world.preprocess(specs, ids)
-        variables = step(gradients, inputs, variables, jnp.int32(seed))
-        tables, slots = small_world.dense_step(
-            tables, slots, ids, gradients, normed_momentum_in_numpy
-        )
-    for name, (table, (slot,)) in small_world.logical_variables(variables, specs).items():
-        small_world.assert_close({name: table}, {name: tables[name]})
-        small_world.assert_close({name: slot}, {name: slots[name][0]})
 
 
 # The noise of stochastic rounding depends on step, table and id, not on the stack or the position

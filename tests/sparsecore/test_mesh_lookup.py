@@ -13,12 +13,10 @@ from tests.world import assert_same, mesh_of
 
 MESHES = {
     "three devices": ((3,), "x", 2),
-    "one of two equal axes": ((2, 2), "x", 2),
     "two of three axes, out of order": ((2, 2, 2), ("z", "x"), 1),
 }
 
 
-@pytest.mark.slow_rows("one of two equal axes")
 @pytest.mark.parametrize("name", MESHES)
 def test_lookup_and_update_equal_dense_loops(name):
     shape, axes, cores = MESHES[name]

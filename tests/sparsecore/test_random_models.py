@@ -164,13 +164,11 @@ def compiled(model):
         "suggested_coo_buffer_size_per_device": model.suggested,
     }
     tables = {
-        name: embedding_spec.TableSpec(name, rows, dim, **fields)
+        name: {"vocabulary_size": rows, "embedding_dim": dim}
         for name, (rows, dim) in model.tables.items()
     }
-    specs = [
-        embedding_spec.FeatureSpec(name, tables[table], output_shape=(BATCH, dim))
-        for name, (table, dim) in model.features.items()
-    ]
+    features = {name: (table, BATCH, dim) for name, (table, dim) in model.features.items()}
+    specs = list(small_world.feature_specs(tables, features, **fields).values())
     sizes = (model.devices, model.cores)
     limits = {
         "rotation": model.rotation,

@@ -104,9 +104,7 @@ def test_the_published_text_itself_runs_unchanged(tmp_path):
         "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
     }
     command = [sys.executable, "-m", "rsembed.sparsecore", "tutorial.py"]
-    done = subprocess.run(
-        command, capture_output=True, text=True, check=False, cwd=tmp_path, env=environment
-    )
+    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     printed = done.stdout.splitlines()
     assert [lines[number - 1] for number in PRINTED if lines[number - 1] not in printed] == []

@@ -78,39 +78,18 @@ def word_specs(num_devices, num_cores):
     return specs
 
 
-def train(batch, fdo_folder, *, num_devices, num_steps, step=None):
-    """Loss of each step. The limits are updated from the statistics, as in the tutorial."""
-    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
-    data = NamedSharding(mesh, P("device"))
-    num_cores = SHARDS // num_devices
-    specs = word_specs(num_devices, num_cores)
-    model = NextWord(specs, mesh, step)
-    share = BATCH // jax.process_count()
-    contexts, labels = (array[jax.process_index() * share :][:share] for array in batch)
-    contexts = contexts.reshape(-1, 1)
-
-    def to_devices(array):
-        return jax.make_array_from_process_local_data(data, array)
-
-    def preprocess():
-        processed, stats = embedding.preprocess_sparse_dense_matmul_input(
-            nn.FrozenDict({FEATURE: contexts}),
-            nn.FrozenDict({FEATURE: np.ones(contexts.shape, np.float32)}),
-            specs,
-            mesh.local_mesh.size,
-            mesh.size,
-            num_sc_per_device=num_cores,
-        )
-        return jax.tree.map(to_devices, processed), stats
-
-    inputs, _ = preprocess()
-    abstract = jax.eval_shape(model.init, jax.random.key(42), inputs)
-    shardings, replicated = nn.get_sharding(abstract, mesh), NamedSharding(mesh, P())
-    params = jax.jit(model.init, in_shardings=(replicated, data), out_shardings=shardings)(
-        jax.random.key(42), inputs
+def preprocess(contexts, specs, num_local, num_devices, num_cores):
+    """The preprocessed contexts with weights of 1, and their statistics."""
+    features = nn.FrozenDict({FEATURE: contexts.reshape(-1, 1)})
+    weights = jax.tree.map(lambda ids: np.ones(ids.shape, np.float32), features)
+    return embedding.preprocess_sparse_dense_matmul_input(
+        features, weights, specs, num_local, num_devices, num_sc_per_device=num_cores
     )
-    tx = embed_optimizer.create_optimizer_for_sc_model(params, optax.adam(LEARNING_RATE))
-    opt_state = jax.jit(tx.init, out_shardings=replicated)(params)
+
+
+def step_of(model, tx, shardings):
+    """The compiled training step, for parameters with these shardings."""
+    data, replicated = NamedSharding(model.mesh, P("device")), NamedSharding(model.mesh, P())
 
     @functools.partial(
         jax.jit,
@@ -129,10 +108,40 @@ def train(batch, fdo_folder, *, num_devices, num_steps, step=None):
             updates, opt_state = tx.update(grads, opt_state)
         return embed_optimizer.apply_updates_for_sc_model(params, updates), opt_state, loss
 
+    return train_step
+
+
+def train(batch, fdo_folder, *, num_devices, num_steps, step=None):
+    """Loss of each step. The limits are updated from the statistics, as in the tutorial."""
+    mesh = Mesh(np.asarray(jax.devices()[:num_devices]), ("device",))
+    data = NamedSharding(mesh, P("device"))
+    num_cores = SHARDS // num_devices
+    specs = word_specs(num_devices, num_cores)
+    model = NextWord(specs, mesh, step)
+    share = BATCH // jax.process_count()
+    contexts, labels = (array[jax.process_index() * share :][:share] for array in batch)
+
+    def to_devices(array):
+        return jax.make_array_from_process_local_data(data, array)
+
+    def next_inputs():
+        processed, stats = preprocess(contexts, specs, mesh.local_mesh.size, mesh.size, num_cores)
+        return jax.tree.map(to_devices, processed), stats
+
+    inputs, _ = next_inputs()
+    abstract = jax.eval_shape(model.init, jax.random.key(42), inputs)
+    shardings, replicated = nn.get_sharding(abstract, mesh), NamedSharding(mesh, P())
+    params = jax.jit(model.init, in_shardings=(replicated, data), out_shardings=shardings)(
+        jax.random.key(42), inputs
+    )
+    tx = embed_optimizer.create_optimizer_for_sc_model(params, optax.adam(LEARNING_RATE))
+    opt_state = jax.jit(tx.init, out_shardings=replicated)(params)
+
+    train_step = step_of(model, tx, shardings)
     client = file_fdo_client.NPZFileFDOClient(fdo_folder)
     labels, losses = to_devices(labels), []
     for number in range(1, num_steps + 1):
-        inputs, stats = preprocess()
+        inputs, stats = next_inputs()
         params, opt_state, loss = train_step(params, inputs, labels, opt_state)
         losses.append(float(loss))
         client.record(stats)

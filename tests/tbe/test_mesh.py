@@ -46,7 +46,7 @@ def rules(*names, **arguments):
     return {"optimizer": list(names), "eps": 1e-3, **arguments}
 
 
-ENSEMBLE = rt.EnsembleModeDefinition(step_ema=1, step_swap=2, step_start=0, step_ema_coef=0.6)
+ENSEMBLE = rt.EnsembleModeDefinition(step_ema=1, step_swap=2)
 SHARED = {
     "row": rules("EXACT_ROWWISE_ADAGRAD", "ADAM", "LAMB", placement="row"),
     "table": rules(
@@ -72,7 +72,7 @@ SHARED = {
     "counter": variant("counter_adagradw"),
     "ensemble": variant("ensemble") | {"ensemble_mode": ENSEMBLE},
     "emainplace": variant("emainplace")
-    | {"emainplace_mode": rt.EmainplaceModeDefinition(step_ema=1, step_start=0, step_ema_coef=0.6)},
+    | {"emainplace_mode": rt.EmainplaceModeDefinition(step_ema=1)},
 }
 
 

@@ -127,7 +127,6 @@ CONFIGURATIONS |= {name: C(((6, 4),), (0,), name) for name in VARIANTS if name n
     "bfloat16",
     "variable_batch",
     "single_rows_of_mixed_dims",
-    "global_bounded_starting_late",
     "counter_adagradw_bounded",
     "lars",
     "adam",
