@@ -1,5 +1,6 @@
 """Helpers of many tests: meshes, modules of scripts, columns like those of pandas, equal trees."""
 
+import functools
 import importlib.util
 import sys
 
@@ -33,6 +34,11 @@ def made_mesh(num_devices):
 def assert_same(tree, other):
     """Checks that the trees have the same structure and equal arrays."""
     jax.tree.map(np.testing.assert_array_equal, tree, other)
+
+
+def assert_close(tree, other, **tolerances):
+    """Checks that the trees have the same structure and arrays within the tolerances."""
+    jax.tree.map(functools.partial(np.testing.assert_allclose, **tolerances), tree, other)
 
 
 class NA:

@@ -50,8 +50,7 @@ def step(collection, state, ids):
 
 
 def assert_same_tables(restored, state):
-    pairs = zip(jax.tree.leaves(restored.tables), jax.tree.leaves(state.tables), strict=True)
-    assert all(bool(jnp.all(one == other)) for one, other in pairs)
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, restored.tables, state.tables))
 
 
 def main(folder, alone):

@@ -8,7 +8,7 @@ import numpy as np
 from rsembed import checkpoint
 from tests import launching
 from tests.checkpoint.process_program import collection_of, keyed_collection, keys_of, step
-from tests.world import assert_same, made_mesh
+from tests.world import assert_close, assert_same, made_mesh
 
 PROGRAM = Path(__file__).with_name("process_program.py")
 
@@ -24,8 +24,7 @@ def test_processes_write_one_table_and_read_one_of_a_single_process(tmp_path):
     restored = checkpoint.load_collection(tmp_path / "shared", collection)
     assert int(restored.step) == 1
     for read in (collection.tables, collection.slots):
-        actual, expected = jax.tree.leaves(read(restored)), jax.tree.leaves(read(state))
-        np.testing.assert_allclose(actual, expected, rtol=1e-6)
+        assert_close(read(restored), read(state), rtol=1e-6)
     keyed = keyed_collection(made_mesh(4))
     expected = keyed.tables(
         step(keyed, keyed.init(jax.random.key(0)), np.concatenate([keys_of(0), keys_of(1)]))

@@ -11,7 +11,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import rsembed as rs
 from rsembed import checkpoint
 from rsembed.tt import TensorTrain
-from tests.world import assert_same, made_mesh
+from tests.world import assert_close, assert_same, made_mesh
 
 DIM, FEW, MANY = 4, 10, 12
 KEYS = 2**40 + 3 * np.arange(FEW)
@@ -236,8 +236,7 @@ def test_slots_of_one_state_go_into_another(kind, num_devices):
     moved = moved._replace(step=jnp.int32(int(state.step)))
     goes_on = trained(target, moved, kind, range(3, 5))
     expected = trained(collection, state, kind, range(3, 5))
-    for name, array in arrays_of(target, goes_on).items():
-        assert_allclose(array, arrays_of(collection, expected)[name], rtol=1e-5, atol=1e-6)
+    assert_close(arrays_of(target, goes_on), arrays_of(collection, expected), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", ["dense", "on the host", "cached train", "keyed"])

@@ -13,7 +13,7 @@ import rsembed as rs
 from rsembed.kernels import native
 from rsembed.tt import TensorTrain
 from tests.oracles import dense_gradients
-from tests.world import assert_same, made_mesh
+from tests.world import assert_close, assert_same, made_mesh
 
 VOCABULARY, DIM = 11, 3
 SGD = rs.optimizers.SGD(1.0)
@@ -76,7 +76,7 @@ def test_gradients_straight_from_a_batch_step_clip_and_read_as_those_that_were_w
 
     fused = jax.jit(functools.partial(step, lambda gradients: gradients))(state, d_activations)
     expected = step(written_down, state, d_activations)
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-6, atol=1e-7), fused, expected)
+    assert_close(fused, expected, rtol=1e-6, atol=1e-7)
     if native.unavailable_because() is None:
         program = jax.jit(clipped_step).lower(state, d_activations).compile().as_text()
         assert "rsembed_row_gradients" not in program
@@ -342,8 +342,7 @@ def test_features_of_one_table_pool_it_each_in_their_own_way(storage, num_device
     for name, factor in factors.items():
         assert_allclose(activations[name], factor * rows.sum(axis=1), rtol=1e-5, atol=1e-6)
     serve, served = rs.for_serving(collection, state)
-    for name, activation in serve(served, batch).items():
-        assert_allclose(activation, activations[name], rtol=1e-5, atol=1e-6)
+    assert_close(serve(served, batch), activations, rtol=1e-5, atol=1e-6)
     stepped = collection.update(state, batch, jax.tree.map(jnp.ones_like, zeros))
     moved = rows - np.asarray(collection.lookup(stepped, batch)["none"])
     assert_allclose(moved, sum(factors.values()) + 1, rtol=1e-4)

@@ -9,6 +9,7 @@ from numpy.testing import assert_allclose, assert_array_equal
 import rsembed as rs
 from rsembed.initial_values import initial_rows, table_key
 from rsembed.kernels import native, reference
+from tests.world import assert_same, mesh_of
 
 KEY = jax.random.key(7)
 DIMS = (1, 5, 6, 8, 12)
@@ -75,8 +76,7 @@ def test_slots_do_not_depend_on_the_dims_of_other_tables(optimizer):
 
 
 def test_values_of_many_dims_on_a_mesh_are_those_of_one_device():
-    mesh = jax.make_mesh((4,), ("x",), axis_types=(jax.sharding.AxisType.Auto,))
-    collection = collection_of(DEFAULT, OPTIMIZERS["row-wise adagrad"], mesh=mesh)
+    collection = collection_of(DEFAULT, OPTIMIZERS["row-wise adagrad"], mesh=mesh_of(4))
     assert_initial(collection, collection.init(KEY))
 
 
@@ -119,10 +119,9 @@ def test_rows_are_written_to_one_of_several_tables(table, module):
     rows = np.asarray([4, -1, 2, 9, 0, 2**31 - 1], np.int32)
     values = (rng.normal(size=(6, 7)).astype(np.float32), np.arange(6, dtype=np.int32))
     written = jax.jit(module.scatter_into)(tables, jnp.int32(table), rows, values)
-    for number, (vectors, slots) in enumerate(tables):
-        for position, row in enumerate(rows):
-            if number == table and 0 <= row < len(vectors):
-                vectors[row] = values[0][position, : vectors.shape[1]]
-                slots[row] = values[1][position]
-        assert_array_equal(written[number][0], vectors)
-        assert_array_equal(written[number][1], slots)
+    vectors, slots = tables[table]
+    for position, row in enumerate(rows):
+        if 0 <= row < len(vectors):
+            vectors[row] = values[0][position, : vectors.shape[1]]
+            slots[row] = values[1][position]
+    assert_same([tuple(arrays) for arrays in written], tables)

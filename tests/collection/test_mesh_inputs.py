@@ -1,15 +1,13 @@
 """Batches and options that a mesh accepts or refuses."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_array_equal
 
 import rsembed as rs
-from tests.world import mesh_of
+from tests.world import assert_close, mesh_of
 
 
 def collection_of(num_devices=2, combiner="sum", **options):
@@ -101,7 +99,7 @@ def test_ragged_features_have_the_numbers_of_one_device(placement, storage):
             outputs.append((activations, statistics.num_ids, statistics.num_out_of_range))
             state = update(state, prepared, jax.tree.map(lambda x: x - 1.0, activations))
         results.append((outputs, collection.tables(state), collection.slots(state)))
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-4, atol=2e-5), *results)
+    assert_close(*results, rtol=1e-4, atol=2e-5)
 
 
 def test_one_long_bag_pads_no_other_bag_and_few_programs_serve_a_stream():

@@ -5,17 +5,17 @@ import numpy as np
 import pytest
 
 import rsembed as rs
-from tests.world import assert_same, made_mesh
+from tests.world import assert_same, made_mesh, mesh_of
 
-ROWS, BATCH, IDS, NUM_DEVICES = 3_000, 512, 6, 4
+ROWS, BATCH, IDS = 3_000, 512, 6
 
 
-def trained(storage, rule, capacity):
+def trained(storage, rule, capacity, mesh):
     """Numbers of exchange rounds, activations of three steps, and the trained table."""
     table = rs.TableSpec("t", ROWS, 8, optimizer=rule, combiner="mean", storage=storage)
     collection = rs.EmbeddingCollection(
         [rs.FeatureSpec("f", table), rs.FeatureSpec("g", table)],
-        mesh=made_mesh(NUM_DEVICES),
+        mesh=mesh,
         exchange_capacity=capacity,
     )
     state, draw = collection.init(jax.random.key(0)), np.random.default_rng(1)
@@ -46,7 +46,16 @@ def trained(storage, rule, capacity):
     ids=["array", "hashed", "host"],
 )
 def test_two_rounds_give_the_bits_of_one(storage, rule):
-    two_rounds, actual = trained(storage, rule, None)
-    one_round, expected = trained(storage, rule, BATCH * IDS)
+    mesh = made_mesh(4)
+    two_rounds, actual = trained(storage, rule, None, mesh)
+    one_round, expected = trained(storage, rule, BATCH * IDS, mesh)
     assert two_rounds == [2, 2, 2] and one_round == [1, 1, 1]
     assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("storage", [None, rs.Hashed()], ids=["dense", "hashed"])
+def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage):
+    rule = rs.optimizers.Adagrad(0.1)
+    rounds, actual = trained(storage, rule, None, mesh_of(1))
+    assert rounds == [0, 0, 0]
+    assert_same(actual, trained(storage, rule, None, None)[1])

@@ -15,6 +15,7 @@ from rsembed.keys import split_keys
 from rsembed.sok import Keys
 from rsembed.tt import TensorTrain
 from tests.oracles import pooled_lookup
+from tests.world import assert_close
 
 ROWS, SHAPE = 50, (6, 3)
 STORAGES = {"keys": rs.Hashed(), "host": rs.HostCached(cache_rows=20), "train": TensorTrain((2,))}
@@ -118,8 +119,7 @@ def test_a_process_without_the_library_reads_an_exported_lookup_for_any_batch_an
         np.savez(tmp_path / f"ids_{count}.npz", **arrays, **{lane: lanes[lane] for lane in LANES})
     subprocess.run([sys.executable, "-c", READER, str(tmp_path)], check=True)
     for count, activations in expected.items():
-        for name, values in np.load(tmp_path / f"found_{count}.npz").items():
-            assert_allclose(values, activations[name], atol=1e-7)
+        assert_close(dict(np.load(tmp_path / f"found_{count}.npz")), activations, atol=1e-7)
 
 
 @pytest.mark.parametrize(("combiner", "shape"), [("sum", (2, 3)), ("none", (2, 3, 3))])

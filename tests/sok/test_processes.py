@@ -1,16 +1,15 @@
 """Two processes with two devices each learn the same as one process."""
 
-import functools
 from pathlib import Path
 
-import jax
 import numpy as np
 import pytest
-from numpy.testing import assert_allclose, assert_array_equal
+from numpy.testing import assert_array_equal
 
 from rsembed import checkpoint
 from tests import launching
 from tests.sok import training
+from tests.world import assert_close
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +33,7 @@ def test_processes_learn_what_one_device_learns(launched):
     _, folder = launched
     tree = checkpoint.load(folder).tree
     expected = training.train(training.context(1))
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-5, atol=1e-6), tree, expected)
+    assert_close(tree, expected, rtol=1e-5, atol=1e-6)
     lazy, adam = expected["layers"]["lazy"], expected["layers"]["adam"]
     for name in ("lazy", "adam"):
         assert_array_equal(tree["layers"][name]["keys"], adam["keys"])

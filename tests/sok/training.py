@@ -6,10 +6,10 @@ test_processes.py runs `train` in its own process, and seams_program.py in sever
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 import rsembed as rs
 from rsembed import sok
+from tests.world import mesh_of
 
 BATCH = 16
 DIM = 4
@@ -17,7 +17,7 @@ DIM = 4
 
 def context(num_devices):
     """The context of `sok.Init` for the first devices."""
-    return sok.Init(mesh=Mesh(np.asarray(jax.devices()[:num_devices]), ("shard",)))
+    return sok.Init(mesh=mesh_of(num_devices, axes=["shard"]))
 
 
 def step(look_up, *args, gradient=0.0):

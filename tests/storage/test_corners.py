@@ -14,7 +14,7 @@ from rsembed import sok
 from rsembed.kernels import native
 from rsembed.keys import split_keys
 from rsembed.tt import TensorTrain
-from tests.world import assert_same, mesh_of
+from tests.world import assert_close, assert_same, mesh_of
 
 DIM, LR = 4, 0.5
 ONE, OTHER, THIRD = 2**40 + 1, 2**40 + 2**33 + 1, 2**62 + 3
@@ -122,11 +122,8 @@ def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
         expected.append(outputs)
     scan = jax.jit(functools.partial(jax.lax.scan, step), donate_argnums=0)
     after, outputs_of_scan = scan(state, stacked(batches))
-    jax.tree.map(
-        functools.partial(assert_allclose, rtol=1e-5),
-        (outputs_of_scan, rows_of(collection, after)),
-        (stacked(expected), rows_of(collection, one_by_one)),
-    )
+    actual = outputs_of_scan, rows_of(collection, after)
+    assert_close(actual, (stacked(expected), rows_of(collection, one_by_one)), rtol=1e-5)
     assert jax.tree.leaves(state.tables)[0].is_deleted()
 
 
@@ -160,24 +157,37 @@ def test_tables_of_several_storages_widths_and_numbers_of_rounds_share_an_exchan
             batch = collection.prepare(ids)
             state = update(collection.prefetch(state, batch), batch, d_activations)
         trained.append(collection.tables(state))
-    jax.tree.map(functools.partial(assert_allclose, rtol=1e-6), *trained)
+    assert_close(*trained, rtol=1e-6)
 
 
-def test_stochastic_rounding_draws_by_key_so_one_device_and_four_store_equal_bits():
+def test_stochastic_rounding_draws_by_key_or_row_so_one_device_and_four_store_equal_bits():
     keys = np.array([ONE, OTHER, THIRD, 5, 2**41, -1])
-    tables = []
-    for mesh in (None, mesh_of(4)):
-        collection = keyed(mesh, dtype="bfloat16", optimizer=rs.optimizers.SGD(0.3), rows=32)
+    features, tables = [], []
+    for name, rows, storage in (("t", 32, rs.Hashed()), ("a", 21, None), ("b", 5, None)):
+        table = rs.TableSpec(name, rows, DIM, optimizer=rs.optimizers.SGD(0.3), dtype="bfloat16",
+            stochastic_rounding=True, initializer=jax.nn.initializers.ones, storage=storage,
+        )  # fmt: skip
+        features.append(rs.FeatureSpec(name, table))
+    for placement in (None, "row", "table"):
+        options = {}
+        if placement is not None:
+            placements = {"t": "row", "a": placement, "b": placement}
+            options = {"mesh": mesh_of(4), "placement": placements}
+        collection = rs.EmbeddingCollection(features, **options)
         state, update = collection.init(jax.random.key(0)), jax.jit(collection.update)
         generator = np.random.default_rng(0)
         for _ in range(3):
-            batch = collection.prepare({"f": generator.choice(keys, (8, 2))})
+            ids = {
+                name: generator.integers(-1, rows, (8, 2)) for name, rows in (("a", 21), ("b", 5))
+            }
+            batch = collection.prepare(ids | {"t": generator.choice(keys, (8, 2))})
             # Sums of such gradients are exact in any order.
             gradients = generator.integers(-8, 8, (8, DIM)) / np.float32(64)
-            state = update(state, batch, {"f": gradients})
-        tables.append(rows_of(collection, state))
-    assert tables[0]["keys"].tolist() == sorted(keys[keys >= 0].tolist())
-    assert tables[0]["values"].tobytes() == tables[1]["values"].tobytes()
+            state = update(state, batch, dict.fromkeys(batch, gradients))
+        tables.append(jax.tree.map(np.array, collection.tables(state)))
+    assert tables[0]["t"]["keys"].tolist() == sorted(keys[keys >= 0].tolist())
+    for actual in tables[1:]:
+        assert_same(actual, tables[0])
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,8 @@ import pytest
 from numpy.testing import assert_array_equal
 
 import rsembed as rs
-from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW
-from rsembed.storage import SetAssociativeCache
 from rsembed.storage.backing_store import BackingStore, Generation
-from rsembed.storage.set_associative import CachedRows
 
 NUM_ROWS = 90
 
@@ -33,8 +30,7 @@ def test_rows_hold_their_first_values_until_they_are_written():
         evicted, inserted = rng.permutation(NUM_ROWS)[:12], rng.integers(0, NUM_ROWS, 40)
         evicted[[2, 5, 11]] = NO_ROW
         inserted[[0, 7]] = NO_ROW
-        values = [rng.normal(size=(12, 2)), rng.integers(0, 9, (12, 1))]
-        values = [value.astype(array.dtype) for value, array in zip(values, arrays, strict=True)]
+        values = rng.normal(size=(12, 2)).astype(np.float32), rng.integers(0, 9, (12, 1), np.int32)
         actual = backing.exchange(evicted, values, inserted)
         for value, array, rows in zip(values, wanted, actual, strict=True):
             array[np.minimum(evicted, NUM_ROWS)] = value
@@ -55,43 +51,6 @@ def test_a_generation_knows_its_own_number_alone():
         ):
             one.advance(foreign)
     assert one.number == (first + 1) % 2**32
-
-
-@pytest.mark.parametrize("admits", [True, False])
-def test_rows_near_are_those_of_one_array_however_often_they_come_and_go(admits):
-    rng = np.random.default_rng(1)
-    table = rng.normal(size=(NUM_ROWS, 3)).astype(np.float32)
-    sums = rng.normal(size=(NUM_ROWS, 1)).astype(np.float32)
-    backing = BackingStore([table.copy(), sums.copy()])
-    cached = CachedRows(SetAssociativeCache(1, num_ways=8, num_ids=NUM_ROWS), backing)
-    arrays = (jnp.zeros((8, 3)), jnp.zeros((8, 1)), jnp.full(8, NO_ROW, jnp.int32))
-
-    def leaving(slots):
-        return api.gather_rows(arrays[:-1], slots)
-
-    for step in range(8):
-        ids = rng.integers(-1, NUM_ROWS + 1, 30)
-        is_row = (ids >= 0) & (ids < NUM_ROWS)
-        placed = cached.find(ids, admit=admits and step != 5)
-        kept = []
-        arrays = cached.bring(arrays, placed.moves, leaving, kept.append, is_inside=False)
-        assert all(before is arrays for before in kept)
-        slots_of_rows, rows = placed.places[is_row], ids[is_row]
-        assert (placed.places[~is_row] < 0).all() and slots_of_rows.max() < arrays[0].shape[0]
-        for array, wanted in zip(arrays, (table[rows], sums[rows], rows), strict=True):
-            assert_array_equal(array[slots_of_rows], wanted)
-        # A step on the device and in the plain arrays. Rows in the scratch area are stored at once.
-        table[rows] = step
-        sums[rows] = -step
-        arrays = (
-            arrays[0].at[slots_of_rows].set(step),
-            arrays[1].at[slots_of_rows].set(-step),
-            arrays[2],
-        )
-        cached.store_scratch(cached.scratch(arrays[0].shape[0], leaving, is_inside=False))
-    cached.flush(leaving)
-    for actual, wanted in zip(backing.read(np.arange(NUM_ROWS)), (table, sums), strict=True):
-        assert_array_equal(actual, wanted)
 
 
 def test_a_lookup_that_a_step_of_another_thread_overtakes_is_refused(monkeypatch):

@@ -285,7 +285,7 @@ def test_under_endless_drift_the_cache_hits_like_a_fresh_one_inside_jit():
     for epoch in range(30):
         for _ in range(2):
             before = emb.cache_reports()[0]
-            take_step(emb, jnp.asarray(hot_ids(epoch)), np.full((192, 4), 0.01, np.float32))
+            step(emb, np.full((192, 4), 0.01, np.float32), jnp.asarray(hot_ids(epoch)))
             populate(emb)
             after = emb.cache_reports()[0]
         hit_rates.append((after.hits - before.hits) / (after.lookups - before.lookups))
@@ -297,12 +297,6 @@ def test_under_endless_drift_the_cache_hits_like_a_fresh_one_inside_jit():
 @nnx.jit
 def populate(emb):
     emb.cache_populate()
-
-
-@nnx.jit
-def take_step(emb, bags, d_output):
-    """Runs a fused step."""
-    emb.vjp(bags)[1](d_output)
 
 
 @pytest.mark.slow_rows("SGD")
@@ -319,7 +313,7 @@ def test_rows_that_stay_keep_place_and_state_and_the_residual_bounds_what_others
         ([6, 9], []),
     ):
         ids = [*9 * often, *some, *cached]
-        take_step(emb, six_bags([ids]), np.ones((6, 4), np.float32))
+        step(emb, np.ones((6, 4), np.float32), six_bags([ids]))
         np.add.at(reads, ids, 1)
         before, rows_before = all_rows(emb), places_of(emb.caches[0])
         of_cores = dense_table(emb.spec, emb.cores_of())

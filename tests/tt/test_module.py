@@ -20,6 +20,7 @@ from tests.tt.tt_oracles import (
     step,
     worked_cores,
 )  # fmt: skip
+from tests.world import assert_close
 
 
 def small(**options):
@@ -145,8 +146,7 @@ def test_fused_rules_are_their_formulas_on_whole_cores(name, formula, states):
         for t, gradient in enumerate(gradients):
             rows = zip(wanted[t], np.float64(gradient), kept[t], strict=True)
             wanted[t] = np.stack([formula(*row, number + 1, made_of) for row in rows])
-    for actual, core in zip(emb.cores_of(), wanted, strict=True):
-        assert_allclose(actual, core, rtol=2e-5, atol=2e-6)
+    assert_close(list(emb.cores_of()), wanted, rtol=2e-5, atol=2e-6)
 
 
 def test_a_new_learning_rate_compiles_nothing():
@@ -223,6 +223,5 @@ def test_gradients_of_weights_are_returned_by_fused_steps_too():
         wanted_cores = core_gradients(module.spec, cores, call, d_output)
         actual = module.vjp(ids, offsets, weights)[1](d_output)
         assert_allclose(actual.per_sample_weights, wanted, rtol=1e-4, atol=1e-7)
-    for gradient, expected in zip(actual.cores[0], wanted_cores, strict=True):
-        assert_allclose(gradient, expected, rtol=1e-5, atol=1e-7)
+    assert_close(tuple(actual.cores[0]), wanted_cores, rtol=1e-5, atol=1e-7)
     assert small(sparse=True).vjp(ids, offsets)[1](d_output) is None
