@@ -50,6 +50,20 @@ def saved(tmp_path_factory):
     return path, collection.tables(trained(collection, state, BATCHES[2:]))
 
 
+def test_a_file_holds_rows_by_key_and_by_id(saved):
+    path, _ = saved
+    tree = checkpoint.load(path).tree
+    seen = np.concatenate([batch["user"].ravel() for batch in BATCHES[:2]])
+    keys, counts = np.unique(seen, return_counts=True)
+    assert_array_equal(tree["tables"]["user"]["keys"], keys)
+    assert_array_equal(tree["tables"]["user"]["count"], counts)
+    # Each item of a batch was stepped once, with a gradient of -1 for all its values.
+    stepped = np.concatenate([batch["item"] for batch in BATCHES[:2]])
+    num_steps = np.bincount(stepped, minlength=ITEMS)
+    accumulators = np.repeat(0.1 + num_steps[:, None], DIM, axis=1)
+    assert_allclose(tree["slots"]["item"]["accumulator"], accumulators, rtol=1e-6)
+
+
 @pytest.mark.slow_rows("both on a mesh")
 @pytest.mark.parametrize(
     ("user_rows", "item_storage"),
