@@ -54,4 +54,5 @@ def cache(seed: int) -> int:
         batches=test_set_associative.batches,
         num_sets=integers(1, 3),
         num_ways=integers(1, 4),
+        num_ids=hypothesis.strategies.just(test_set_associative.NUM_IDS),
     )
