@@ -37,6 +37,8 @@ TRAINING_FILE = "train.txt"
 """Name of the file with labelled rows in the archive of Kaggle's competition on Criteo's data."""
 LABEL_NAMES = ("label", "click")
 """Possible names of the label column. A first line with a label column is a header."""
+ID_NAME = "id"
+"""Name of a column with the number of each row. Such a column is skipped."""
 NUM_DIGITS = 16
 """Number of hexadecimal digits of a 64-bit key."""
 MOST_FLOAT32 = float(np.finfo(np.float32).max)
@@ -88,7 +90,8 @@ def criteo(
       path: a file with a label, 13 numbers and 26 hexadecimal categories in each line, separated by
         tabs or commas. A file with other columns, or with columns in another order, must have a
         header with the names `label`, `I1`, `I2`, ... and `C1`, `C2`, ... (names such as `int_0`
-        and `cat_0` are also accepted). In an archive, the log is `train.txt` or the only file.
+        and `cat_0` are also accepted, and a column `Id` is skipped). In an archive, the log is
+        `train.txt` or the only file.
       rows: number of rows to read from the beginning of the log. If None, all rows are read. A
         million rows take 0.3 GB of memory.
       missing: key that stands for a missing category. The default key, -1, means no id, so missing
@@ -279,9 +282,12 @@ def _columns_of(line: bytes) -> tuple[Columns, bool]:
     label = 0
     numbers = {}
     categories = {}
+    num_skipped = 0
     for column, name in enumerate(names):
         if name.lower() in LABEL_NAMES:
             label = column
+        elif name.lower() == ID_NAME:
+            num_skipped += 1
         elif re.fullmatch(r"(I|int_?)\d+", name):
             numbers[name] = column
         elif re.fullmatch(r"(C|cat_?)\d+", name):
@@ -290,7 +296,7 @@ def _columns_of(line: bytes) -> tuple[Columns, bool]:
             raise ValueError(
                 f"line 1 has the column {shown(name)}, neither label, nor I1, I2, ..., nor C1, C2, ..."
             )
-    if 1 + len(numbers) + len(categories) != len(names):
+    if 1 + len(numbers) + len(categories) + num_skipped != len(names):
         raise ValueError("line 1 names a column twice")
     return Columns(separator, len(names), label, numbers, categories), is_header
 

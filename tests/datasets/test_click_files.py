@@ -114,7 +114,7 @@ def test_categories_of_up_to_sixteen_digits_are_keys(tmp_path, digits):
 
 
 def test_a_header_may_have_other_columns_in_any_order(tmp_path):
-    lines = ["cat_1,int_0,click,cat_0", "ff,1.5,1,a0", ",,0,1"]
+    lines = ["Id,cat_1,int_0,click,cat_0", "10000743,ff,1.5,1,a0", "10000744,,,0,1"]
     (tmp_path / "log.csv").write_text("\n".join(lines) + "\n")
     log = datasets.criteo(tmp_path / "log.csv")
     assert log.labels.tolist() == [1, 0]
