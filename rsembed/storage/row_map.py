@@ -684,6 +684,8 @@ class BoundSearch(NamedTuple):
     is_exact: Bool[Array, ""]
 
 
+# `_first` needs a bound of each lane, and with `jit` the search is traced only once.
+@jax.jit
 def _bound(
     lane: UInt32[Array, " rows"],
     is_candidate: Bool[Array, " rows"],
