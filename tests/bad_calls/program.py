@@ -21,7 +21,7 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from tests.bad_calls import annotations, world
+from tests.bad_calls import world
 
 NO_TABLES = ("annotations", "program", "world")
 WINGS = sorted(
@@ -82,6 +82,9 @@ def difference(wing, call, proper):
 
 def main(wings):
     """Makes the calls of all tables, or of the tables in the modules `wings`."""
+    # This import takes a second, and processes that only read the tables do not need it.
+    from tests.bad_calls import annotations
+
     jax.config.update("jax_num_cpu_devices", 4)
     jax.config.update("jax_disable_most_optimizations", True)
     warnings.simplefilter("ignore")

@@ -121,7 +121,12 @@ def test_a_larger_table_keeps_rows_slots_and_step_and_gets_rows_of_init(
         assert_allclose(array[:FEW], alone[name], rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.slow_rows("keyed-bfloat16-None", "train-bfloat16-None", "cached train-bfloat16-None")
+@pytest.mark.slow_rows(
+    "keyed-bfloat16-None",
+    "train-bfloat16-None",
+    "cached train-bfloat16-None",
+    "on the host-bfloat16-None",
+)
 @pytest.mark.parametrize(
     ("kind", "dtype", "num_devices"),
     [

@@ -63,12 +63,16 @@ def assert_initial(collection, state, initializer=DEFAULT, key=KEY):
         assert_allclose(rows, initial_rows(table_key(key, table.name), table, ids), 1e-2)
 
 
+@pytest.mark.slow_rows(
+    "scaled twice and shifted", "between bounds of the dim", "sixteen bits", "orthogonal"
+)
 @pytest.mark.parametrize("initializer", INITIALIZERS.values(), ids=INITIALIZERS)
 def test_values_do_not_depend_on_the_dims_of_other_tables(initializer):
     collection = collection_of(initializer, OPTIMIZERS["adagrad"])
     assert_initial(collection, collection.init(KEY), initializer)
 
 
+@pytest.mark.slow_rows("adagrad", "row-wise adagrad")
 @pytest.mark.parametrize("optimizer", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_slots_do_not_depend_on_the_dims_of_other_tables(optimizer):
     collection = collection_of(DEFAULT, optimizer)

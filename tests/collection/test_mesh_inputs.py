@@ -59,6 +59,7 @@ def test_a_feature_without_a_combiner_is_padded_to_its_longest_bag():
     assert width([0] * 16) == 1
 
 
+@pytest.mark.slow_rows("row-storage5")
 @pytest.mark.parametrize(
     ("placement", "storage"),
     [

@@ -40,6 +40,19 @@ REFUSED = ("sparsecore", "ftrl")
 every_implementation = pytest.mark.parametrize(("name", "module", "run"), ALL_IMPLEMENTATIONS)
 
 
+def quick_on_accelerators(cases, quick):
+    """Marks rows of GPUs and SparseCores as slow, but for the cases in `quick`.
+
+    Interpreted kernels take seconds to compile.
+    """
+    names = [f"{case}-{name}" for case in cases for name in ("gpu", "sparsecore")]
+    return pytest.mark.slow_rows(*(name for name in names if name.rpartition("-")[0] not in quick))
+
+
+few_of_one_table = quick_on_accelerators(ONE_TABLE, ("every combiner", "weighted"))
+few_of_several_tables = quick_on_accelerators(SEVERAL_TABLES, ("mixed combiners", "nothing"))
+
+
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     monkeypatch.setattr(sparsecore, "MAX_CHUNK_ROWS", 8)
@@ -85,6 +98,7 @@ def assert_rows(actual, expected, num_rows, call, table):
 # One table
 
 
+@few_of_one_table
 @every_implementation
 @pytest.mark.parametrize("case", ONE_TABLE)
 def test_lookup_agrees_with_loops(case, name, module, run):
@@ -107,6 +121,7 @@ def test_rows_that_may_not_contribute_may_hold_nan(name, module, run):
     assert actual[1] == 0.0
 
 
+@few_of_one_table
 @every_implementation
 @pytest.mark.parametrize("case", ONE_TABLE)
 def test_row_gradients_agree_with_loops(case, name, module, run):
@@ -124,6 +139,8 @@ def test_row_gradients_agree_with_loops(case, name, module, run):
     "adagrad-sparsecore",
     "custom-gpu",
     "custom-sparsecore",
+    "adam-gpu",
+    "adam-sparsecore",
 )
 @every_implementation
 @pytest.mark.parametrize("rule_name", RULES)
@@ -152,15 +169,7 @@ def test_update_agrees_with_loops(rule_name, name, module, run):
 # Several tables in one call
 
 
-# Interpreted kernels take seconds to compile. Other cases cover the code of these cases.
-@pytest.mark.slow_rows(
-    *(
-        f"{case}-{name}"
-        for case in ("columns", "mixed columns", "none in each", "tiny weights", "huge weights")
-        for name in ("gpu", "sparsecore")
-    ),
-    "kinds of lists-gpu",
-)
+@few_of_several_tables
 @every_implementation
 @pytest.mark.parametrize("case", SEVERAL_TABLES)
 def test_a_call_of_several_tables_agrees_with_loops(case, name, module, run):
@@ -223,6 +232,7 @@ def test_gradients_of_weights_agree_with_loops(case, implementation):
     "row_wise_adagrad-kinds of lists-sparsecore",
     "ftrl-mixed columns-gpu",
     "ftrl-kinds of lists-gpu",
+    "row_wise_adagrad-mixed columns-sparsecore",
 )
 @every_implementation
 @pytest.mark.parametrize("case", ["mixed columns", "kinds of lists"])

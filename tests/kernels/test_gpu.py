@@ -103,7 +103,7 @@ def test_rows_that_many_entries_share_are_summed_in_pieces(name, monkeypatch):
         assert_close(gradient, gradients.get(int(row), np.zeros(12)))
 
 
-@pytest.mark.slow_rows("storage1", "storage2")
+@pytest.mark.slow_rows("storage1", "storage2", "None")
 @pytest.mark.parametrize(
     "storage", [None, rs.Hashed(), rs.HostCached(cache_rows=16), TensorTrain((2,))]
 )

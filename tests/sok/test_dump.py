@@ -44,6 +44,7 @@ def test_training_goes_on_elsewhere_as_if_nothing_had_happened(tmp_path):
     assert_close(sok.export_rows(restored.variable), sok.export_rows(straight.variable), rtol=1e-6)
 
 
+@pytest.mark.slow_rows("False")
 @pytest.mark.parametrize("use_hashtable", [True, False])
 def test_a_row_is_assigned_where_it_lies_and_a_dump_gathers_block_by_block(
     tmp_path, monkeypatch, use_hashtable

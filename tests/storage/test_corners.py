@@ -48,6 +48,7 @@ def keys_of(collection, state):
     return rows_of(collection, state)["keys"].tolist()
 
 
+@pytest.mark.slow_rows("no samples")
 @pytest.mark.parametrize("samples", [8, 0], ids=["all padding", "no samples"])
 def test_a_batch_without_ids_changes_nothing_but_the_step(samples):
     storages = {"f": rs.Hashed(), "d": None, "w": TensorTrain((2,), (2, 4), (2, 2))}
@@ -190,6 +191,7 @@ def test_stochastic_rounding_draws_by_key_or_row_so_one_device_and_four_store_eq
         assert_same(actual, tables[0])
 
 
+@pytest.mark.slow_rows("asked")
 @pytest.mark.parametrize(
     ("mesh", "dtype"), [(None, "float16"), (mesh_of(4), "bfloat16")], ids=["here", "asked"]
 )
@@ -314,6 +316,7 @@ def on_host_beside(other, *, rows=100):
     return rs.EmbeddingCollection([rs.FeatureSpec("a", on_the_host), rs.FeatureSpec("b", beside)])
 
 
+@pytest.mark.slow_rows("apply")
 @pytest.mark.parametrize("way", ["prefetch", "apply", "update"])
 def test_an_error_in_another_table_costs_no_rows_on_the_host(way):
     error = "table 'b': 1 ids of the batch do not fit in the cache of cache_rows=2"

@@ -122,7 +122,7 @@ SOME_WAIT = {"when_full": "evict", "admission_count": 1}
 
 
 @pytest.mark.slow_rows(
-    "full-4-row", "lru-4-row", "count-1-None", "as many wait as have rows-1-None"
+    "full-4-row", "lru-4-row", "lfu-1-None", "count-1-None", "as many wait as have rows-1-None"
 )
 @pytest.mark.parametrize(
     ("policy", "num_devices", "placement"),

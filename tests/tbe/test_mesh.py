@@ -76,7 +76,9 @@ SHARED = {
 }
 
 
-@pytest.mark.slow_rows("counter", "emainplace", "column of halves")
+@pytest.mark.slow_rows(
+    "counter", "emainplace", "column of halves", "ensemble", "copies along another axis"
+)
 @pytest.mark.parametrize("name", SHARED)
 def test_a_mesh_looks_up_and_trains_as_one_device_does(name):
     features = (0, 1, 2, 0)
