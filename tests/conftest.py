@@ -10,7 +10,6 @@ import platform
 import re
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import warnings
@@ -20,54 +19,44 @@ import jax.numpy as jnp
 import matplotlib
 import numpy as np
 import pytest
-from jax._src import lru_cache
 
 ONE_WEEK = 7 * 24 * 60 * 60  # in seconds
 
 
 def folder_of_programs():
     """Folder for compiled programs, which work only on the same kind of processor."""
+    processor = platform.processor()
     cpuinfo = pathlib.Path("/proc/cpuinfo")
-    processor = platform.processor() + platform.node()
     if cpuinfo.exists():
         first_core, _, _ = cpuinfo.read_text().partition("\n\n")
-        is_fixed = re.compile("(vendor_id|model|flags|Features|CPU)")
+        # The other lines have numbers that change, such as the frequency.
+        is_fixed = re.compile("vendor_id|model|flags|Features|CPU")
         processor = "\n".join(filter(is_fixed.match, first_core.splitlines()))
     name = hashlib.sha256(processor.encode()).hexdigest()[:12]
     return pathlib.Path(__file__).parents[1] / "build" / "compiled-by-tests" / name
 
 
-def put_whole(cache, key, program):
-    """Writes a compiled program so that no other process reads a part of it.
-
-    JAX's own method `put` writes in place.
-    """
-    with tempfile.NamedTemporaryFile(dir=cache.path, suffix="-cache", delete=False) as file:
-        file.write(program)
-    os.replace(file.name, cache.path / f"{key}-cache")
-
-
 def keep_programs():
-    """Keeps compiled programs for a week, for all processes of this run and of later runs.
+    """Keeps compiled programs for a week, for this process, its children and later runs.
 
-    Compiling takes more than a third of the time of the tests.
+    If a file is not complete, because another process is writing it, JAX warns and compiles the
+    program again. pyproject.toml ignores this warning.
     """
     folder = folder_of_programs()
     folder.mkdir(parents=True, exist_ok=True)
-    for program in folder.glob("**/*-cache"):
+    for program in folder.iterdir():
         # Another process can delete the same program at the same time.
         with contextlib.suppress(FileNotFoundError):
             if time.time() - program.stat().st_mtime > ONE_WEEK:
                 program.unlink()
-    lru_cache.LRUCache.put = put_whole
-    jax.config.update("jax_compilation_cache_dir", str(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
-    # Child processes write in place. If one reads a part of a program, JAX warns and compiles it. In a
-    # test, this warning would be an error, so child processes have a folder of their own.
-    os.environ["JAX_COMPILATION_CACHE_DIR"] = str(folder / "of-child-processes")
-    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    os.environ["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
+    settings = {
+        "jax_compilation_cache_dir": str(folder),
+        "jax_persistent_cache_min_compile_time_secs": 0,
+        "jax_persistent_cache_min_entry_size_bytes": -1,
+    }
+    for name, value in settings.items():
+        jax.config.update(name, value)
+        os.environ[name.upper()] = str(value)
 
 
 # These settings are not environment variables, because notebooks run in child processes and need the

@@ -1,6 +1,6 @@
 """Plants known faults in copies of the library, one by one, and fails if tests do not find one.
 
-    python -m tools.planted_faults --workers 2             all faults, in ten minutes if `make test` ran before
+    python -m tools.planted_faults --workers 2             all faults, in half an hour, or less if tests ran before
     python -m tools.planted_faults storage/ tt/spec        faults in paths with one of these words
     python -m tools.planted_faults --check                 runs only the tests of `make check`
 

@@ -40,17 +40,19 @@ REFUSED = ("sparsecore", "ftrl")
 every_implementation = pytest.mark.parametrize(("name", "module", "run"), ALL_IMPLEMENTATIONS)
 
 
-def quick_on_accelerators(cases, quick):
-    """Marks rows of GPUs and SparseCores as slow, but for the cases in `quick`.
+def slow_on_accelerators(cases, quick):
+    """A mark for slow rows: GPUs and SparseCores with the cases that are not in `quick`.
 
-    Interpreted kernels take seconds to compile.
+    Their kernels are interpreted, and take seconds to compile.
     """
-    names = [f"{case}-{name}" for case in cases for name in ("gpu", "sparsecore")]
-    return pytest.mark.slow_rows(*(name for name in names if name.rpartition("-")[0] not in quick))
+    slow = [case for case in cases if case not in quick]
+    return pytest.mark.slow_rows(
+        *(f"{case}-{name}" for case in slow for name in ("gpu", "sparsecore"))
+    )
 
 
-few_of_one_table = quick_on_accelerators(ONE_TABLE, ("every combiner", "weighted"))
-few_of_several_tables = quick_on_accelerators(SEVERAL_TABLES, ("mixed combiners", "nothing"))
+few_of_one_table = slow_on_accelerators(ONE_TABLE, quick=("every combiner", "weighted"))
+few_of_several_tables = slow_on_accelerators(SEVERAL_TABLES, quick=("mixed combiners", "nothing"))
 
 
 @pytest.fixture(autouse=True)
