@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike, DTypeLike
-from jaxtyping import Array, PyTree
+from jaxtyping import Array, Int, PyTree
 
 AnyArray: TypeAlias = Array | np.ndarray
 """A NumPy array or a JAX array, which may be traced."""
@@ -122,6 +122,40 @@ def on_device(tree: PyTree) -> PyTree:
 
 
 _returned = jax.jit(lambda arrays: arrays)
+
+
+def copied_rows(
+    arrays: tuple[Array, ...],
+    index: slice | Int[np.ndarray, " rows"],
+) -> tuple[Array, ...]:
+    """Copies of the same rows of several arrays, made by one compiled program.
+
+    Args:
+      arrays: arrays of equally many rows.
+      index: a slice without a step, or the number of each row.
+    """
+    if isinstance(index, slice):
+        return _consecutive_rows(arrays, index.start, num_rows=index.stop - index.start)
+    return _gathered_rows(arrays, index)
+
+
+# The first row is an operand, so that tables of equally many rows share a program.
+@functools.partial(jax.jit, static_argnames="num_rows")
+def _consecutive_rows(
+    arrays: tuple[Array, ...],
+    first: int,
+    *,
+    num_rows: int,
+) -> tuple[Array, ...]:
+    return tuple(jax.lax.dynamic_slice_in_dim(array, first, num_rows) for array in arrays)
+
+
+@jax.jit
+def _gathered_rows(
+    arrays: tuple[Array, ...],
+    rows: Int[Array, " rows"],
+) -> tuple[Array, ...]:
+    return tuple(array[rows] for array in arrays)
 
 
 def cut_on_device(values: np.ndarray, shapes: tuple[tuple[int, ...], ...]) -> list[Array]:

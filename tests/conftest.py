@@ -3,6 +3,7 @@
 import contextlib
 import gc
 import hashlib
+import importlib
 import importlib.util
 import os
 import pathlib
@@ -64,6 +65,7 @@ def keep_programs():
 if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
     jax.config.update("jax_num_cpu_devices", 8)
 # `import rsembed` sets this, too, but the devices are made before that import.
+NPROC_BEFORE = os.environ.get("NPROC")
 os.environ.setdefault("NPROC", "32")
 # More threads of OpenBLAS in child processes would spin on cores that other tests need.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
@@ -75,6 +77,7 @@ matplotlib.use("Agg")
 
 # Tests start these programs with arguments.
 collect_ignore = [
+    "bad_calls/annotations.py",
     "checkpoint/process_program.py",
     "parallel/runtime_program.py",
 ]
@@ -129,6 +132,15 @@ if jax.version.__version_info__ < (0, 12):
 gc.set_threshold(50_000, 20, 20)
 
 
+def pytest_collection_finish():
+    """Excludes modules and collected tests from all garbage collections that follow."""
+    # On import, hypothesis asks `gc` which objects have random generators. `gc` would not find
+    # excluded objects.
+    importlib.import_module("hypothesis")
+    gc.collect()
+    gc.freeze()
+
+
 def flags_known(flags):
     """The flags that the installed XLA knows.
 
@@ -162,6 +174,10 @@ def pytest_sessionstart():
     # This import must come after jaxtyping's import hook is installed, which checks shapes.
     from rsembed.kernels import devices, native
 
+    # Child processes, such as notebooks, need the threads of a user. More threads than cores take up
+    # to a fifth of the processor time of a notebook.
+    if NPROC_BEFORE is None:
+        os.environ.pop("NPROC", None)
     reason = native.unavailable_because()
     if reason is None:
         return
@@ -193,12 +209,12 @@ def pytest_collection_modifyitems(items):
 
 def sine_waves(key, shape, dtype=jnp.float32):
     """Initial values that compile fast. They differ between entries, and between keys."""
-    phase = jax.random.key_data(key)[-1] % 6283
+    phase = jax.random.key_data(key)[-1] & 4095
     size = int(np.prod(shape))
     # A constant compiles fastest, but a large constant makes the cached program large.
     wave = np if size <= 2**16 else jnp
     entries = wave.sin(wave.arange(size, dtype=np.float32))
-    return jnp.asarray(entries.reshape(shape), dtype) * jnp.cos(phase.astype(dtype) / 1000)
+    return jnp.asarray(entries.reshape(shape), dtype) * jnp.cos(phase.astype(dtype) / 650)
 
 
 @pytest.fixture(autouse=True)

@@ -12,7 +12,7 @@ import numpy as np
 from jax.typing import DTypeLike
 from jaxtyping import Array, Int, PRNGKeyArray, PyTree
 
-from rsembed.arrays import is_traced
+from rsembed.arrays import copied_rows, is_traced
 from rsembed.kernels import api
 from rsembed.kernels.contract import NO_ROW, CallGradients, Rounding, Step
 from rsembed.kernels.keyed import mix
@@ -302,15 +302,7 @@ class DenseRows(Storage):
     def _copies(self, arrays: Sequence[Array], table: TableSpec) -> tuple[Array, ...]:
         """Copies of the table's rows, one array of rows for each array in `arrays`."""
         index = self.layout.all_rows(table.name, table.vocabulary_size)
-        copies = []
-        for array in arrays:
-            rows = array[index]
-            # An index that selects all rows returns the array itself. Without `jnp.copy`, a later
-            # step that donates the array would delete the result of `_copies`.
-            if rows is array:
-                rows = jnp.copy(rows)
-            copies.append(rows)
-        return tuple(copies)
+        return copied_rows(tuple(arrays), index)
 
     def checked_rows(self, values: TableRows, table: TableSpec, step: Int[Array, ""]) -> TableRows:
         """Checks the values of a whole table, see `whole_table`."""

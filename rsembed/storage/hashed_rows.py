@@ -217,7 +217,7 @@ def stack(trees: Sequence[PyTree], num_shards: int) -> PyTree:
     def stacked(*leaves: PyTree) -> np.ndarray:
         by_shard = []
         for leaf in leaves:
-            by_shard.append(leaf.reshape(num_shards, -1, *leaf.shape[1:]))
+            by_shard.append(np.asarray(leaf).reshape(num_shards, -1, *leaf.shape[1:]))
         joined = np.concatenate(by_shard, axis=1)
         return joined.reshape(-1, *joined.shape[2:])
 

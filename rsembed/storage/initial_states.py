@@ -12,7 +12,7 @@ from jaxtyping import Array, Int, PRNGKeyArray
 
 from rsembed.initial_values import Form, form, initial_rows, table_keys
 from rsembed.kernels import api
-from rsembed.kernels.contract import NO_ROW
+from rsembed.kernels.contract import NO_ROW, KeyOrKeys
 from rsembed.places import Place
 from rsembed.specs import TableSpec
 from rsembed.storage.protocol import State
@@ -67,8 +67,6 @@ class _NewTable(NamedTuple):
 class _TableNumbers(NamedTuple):
     """Numbers of a table, which the loop of its group reads.
 
-    The loop gets a `_TableNumbers` of arrays, with one number for each table of the group.
-
     Attributes:
       stack: index of the table's stack among the stacks of the group.
       place: position of the table in the shards of its stack.
@@ -107,12 +105,19 @@ def initial_states(stacks: Sequence[NewStack], key: PRNGKeyArray) -> list[State]
       key: PRNG key of the model.
     """
     arrays = [_new_arrays(stack) for stack in stacks]
-    for block, tables in _groups_of_tables(stacks, key):
+    groups = _groups_of_tables(stacks, key)
+    names = [table.spec.name for _, tables in groups for table in tables]
+    # All keys are computed together, because threefry is a large part of a small program.
+    keys = table_keys(key, names)
+    first_key = 0
+    for block, tables in groups:
+        keys_of_group = keys[first_key : first_key + len(tables)]
+        first_key += len(tables)
         indices = sorted({table.stack for table in tables})
         stacks_of_group = [stacks[index] for index in indices]
         arrays_of_group = [arrays[index] for index in indices]
         numbers, num_blocks = _numbers_of_tables(stacks, indices, tables, block)
-        fill_block = _block_filler(stacks_of_group, tables, numbers, block, key)
+        fill_block = _block_filler(stacks_of_group, tables, numbers, block, keys_of_group)
         filled = jax.lax.fori_loop(0, num_blocks, fill_block, arrays_of_group)
         for index, new in zip(indices, filled, strict=True):
             arrays[index] = new
@@ -239,8 +244,8 @@ def _numbers_of_tables(
     indices: Sequence[int],
     tables: Sequence[_NewTable],
     block: int,
-) -> tuple[_TableNumbers, int]:
-    """Numbers of the tables of a group, and the number of blocks of all tables together.
+) -> tuple[list[_TableNumbers], int]:
+    """Numbers of each table of a group, and the number of blocks of all tables together.
 
     Args:
       stacks: stacks of the collection.
@@ -265,18 +270,15 @@ def _numbers_of_tables(
         numbers_of_tables.append(numbers)
         first_block += num_blocks * layout.shards_per_device
 
-    def in_one_array(*numbers: int) -> Array:
-        return jnp.asarray(numbers, jnp.int32)
-
-    return jax.tree.map(in_one_array, *numbers_of_tables), first_block
+    return numbers_of_tables, first_block
 
 
 def _block_filler(
     stacks: Sequence[NewStack],
     tables: Sequence[_NewTable],
-    numbers: _TableNumbers,
+    numbers: Sequence[_TableNumbers],
     block: int,
-    key: PRNGKeyArray,
+    keys: KeyOrKeys,
 ) -> Callable[[Array, Arrays], Arrays]:
     """Function that writes the initial rows and slots of one block of a group of tables.
 
@@ -286,14 +288,13 @@ def _block_filler(
     Args:
       stacks: stacks with tables of the group.
       tables: tables of the group, as `_groups_of_tables` groups them.
-      numbers: numbers of the tables.
+      numbers: numbers of each table.
       block: number of rows of a block.
-      key: PRNG key of the model.
+      keys: PRNG key of each table.
     """
     layout, _, num_parts, stack_table, part = stacks[0]
     spread = layout.spread
     computation = tables[0].form
-    keys = table_keys(key, [table.spec.name for table in tables])
     first_shards = jnp.stack([stack.shard for stack in stacks]) * layout.shards_per_device
     if num_parts > 1:
         # Every device has some columns of all shards.
@@ -305,18 +306,18 @@ def _block_filler(
     dims = [stack.table.embedding_dim for stack in stacks]
     num_columns = max(computation.width, *dims)
 
+    _, form_of_numbers = jax.tree.flatten(numbers[0])
+    # One matrix, because each indexed array is several operations of the program.
+    matrix = jnp.asarray([jax.tree.leaves(of_table) for of_table in numbers], jnp.int32)
+    first_blocks = jnp.asarray([of_table.first_block for of_table in numbers], jnp.int32)
+
     def fill_block(number: Array, arrays: Arrays) -> Arrays:
-        next_table = jnp.searchsorted(
-            numbers.first_block,
-            number,
-            side="right",
-            method="compare_all",
-        )
-        index = next_table - 1
-        table = jax.tree.map(lambda of_tables: of_tables[index], numbers)
+        index = jnp.sum(first_blocks <= number, dtype=jnp.int32) - 1
+        numbers_of_table = jax.lax.dynamic_index_in_dim(matrix, index, keepdims=False)
+        table = jax.tree.unflatten(form_of_numbers, list(numbers_of_table))
         block_of_table = number - table.first_block
-        shard_here = block_of_table // table.num_blocks
-        first_of_block = block_of_table % table.num_blocks * block
+        shard_here = jax.lax.div(block_of_table, table.num_blocks)
+        first_of_block = jax.lax.rem(block_of_table, table.num_blocks) * block
         shard = first_shards[table.stack] + shard_here
         first_row = table.place.first_row(shard, spread=spread)
         rows = first_row + first_of_block + jnp.arange(block, dtype=jnp.int32)
@@ -334,7 +335,8 @@ def _block_filler(
         is_id = ids < table.num_ids
         values = jnp.where(is_id[:, None], values, 0.0)
         num_added_columns = num_columns - computation.width
-        values = jnp.pad(values, ((0, 0), (0, num_added_columns)))
+        if num_added_columns > 0:
+            values = jnp.pad(values, ((0, 0), (0, num_added_columns)))
         if num_parts > 1:
             part_width = num_columns // num_parts
             first_column = part * part_width

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int, Num, PRNGKeyArray
 from numpy.typing import ArrayLike
 
-from rsembed.arrays import foreign_to_numpy, is_traced
+from rsembed.arrays import copied_rows, foreign_to_numpy, is_traced
 from rsembed.checks import NonNegativeInt, check_finite, check_type, check_within, validated
 from rsembed.fingerprint import Fingerprint, check_same
 from rsembed.kernels.contract import Call
@@ -630,9 +630,10 @@ class TrainedTables(nnx.Module):
                 arrays.append(view)
         else:
             group, _ = self.plan.places[table.name]
-            rows = self._rows_of(table, 0, table.num_rows)
-            on_device = [array[rows] for array in self.whole_state.arrays[group]]
-            arrays = everywhere(self.plan, on_device)
+            layout = engine_of(self.plan).stacks[group].layout
+            index = layout.all_rows(table.name, table.num_rows)
+            on_device = copied_rows(self.whole_state.arrays[group], index)
+            arrays = list(everywhere(self.plan, on_device))
         shaped = []
         for array, entry in zip(arrays, _entries(table).values(), strict=True):
             shaped.append(array.reshape(entry.shape))

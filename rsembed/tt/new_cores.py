@@ -8,6 +8,7 @@ to 64 bits.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import warnings
@@ -69,6 +70,28 @@ def init_cores(
     Source: Yin et al. (2021), "TT-Rec", section on initialisation.
     """
     dtype_among(CORE_DTYPES, dtype, "init_cores: dtype")
+    if weight_dist == "naive-uniform":
+        warnings.warn(
+            "weight_dist='naive-uniform' makes a table of nearly equal, nearly zero rows that "
+            "trains slowly; 'uniform' has the standard deviation of the published target.",
+            stacklevel=2,
+        )
+    if weight_dist == "approx-uniform" and min(spec.tt_ranks) < 2:
+        raise ValueError(
+            f"weight_dist='approx-uniform' needs ranks of at least 2, got {list(spec.tt_ranks)}; "
+            "'approx-normal' works with any."
+        )
+    return _random_cores(key, spec, weight_dist, jnp.dtype(dtype))
+
+
+# Compiled as one program, so that the values are those of `init_cores` inside `jit`.
+@functools.partial(jax.jit, static_argnames=("spec", "weight_dist", "dtype"))
+def _random_cores(
+    key: PRNGKeyArray,
+    spec: TTSpec,
+    weight_dist: WeightDistribution,
+    dtype: np.dtype,
+) -> Cores:
     # Each entry of the table is a sum of `prod(tt_ranks)` products, and each of these products
     # multiplies one number from every core.
     table_std = 1 / math.sqrt(3 * spec.num_embeddings)
@@ -89,11 +112,6 @@ def init_cores(
         numbers = jax.random.uniform(key, shape, minval=-bound, maxval=bound)
         cores = _split(spec, numbers)
     elif weight_dist == "naive-uniform":
-        warnings.warn(
-            "weight_dist='naive-uniform' makes a table of nearly equal, nearly zero rows that "
-            "trains slowly; 'uniform' has the standard deviation of the published target.",
-            stacklevel=2,
-        )
         bound = 1 / math.sqrt(spec.num_embeddings)
         numbers = jax.random.uniform(key, shape, maxval=bound)
         cores = _split(spec, numbers)
@@ -152,11 +170,6 @@ def _triangle_wave_cores(
     harmonic uses would stay zero in training, so noise is added to every core. The root mean square
     of the noise is 1 % of the root mean square of the core.
     """
-    if min(spec.tt_ranks) < 2:
-        raise ValueError(
-            f"weight_dist='approx-uniform' needs ranks of at least 2, got {list(spec.tt_ranks)}; "
-            "'approx-normal' works with any."
-        )
     d = spec.num_cores
     num_harmonics = min(spec.tt_ranks) // 2
     harmonics = 2 * jnp.arange(num_harmonics, dtype=jnp.float32) + 1

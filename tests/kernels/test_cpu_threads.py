@@ -46,7 +46,7 @@ def run(program, **environment):
 def test_an_import_asks_for_threads_so_that_many_steps_in_flight_over_more_devices_than_cores_end(
     monkeypatch,
 ):
-    monkeypatch.delenv("NPROC")
+    monkeypatch.delenv("NPROC", raising=False)
     flags = (
         "--xla_force_host_platform_device_count=4 "
         "--xla_cpu_collective_call_terminate_timeout_seconds=8"
@@ -70,7 +70,7 @@ def test_a_late_import_asks_for_no_threads_and_takes_the_instructions_that_it_is
 
 
 def test_threads_suffice_for_devices_that_are_asked_for_later(shared_pool, monkeypatch):
-    monkeypatch.delenv("NPROC")
+    monkeypatch.delenv("NPROC", raising=False)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(7), raising=False)
     assert devices.thread_settings(1) == devices.thread_settings(3) == {"NPROC": "16"}
     assert devices.thread_settings(5) == {"NPROC": "20"}

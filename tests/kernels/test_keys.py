@@ -110,6 +110,7 @@ def test_distinct_entries_are_those_of_a_dictionary(kind, implementation):
             num_owners=num_owners,
             implementation=implementation,
         )
+        entry_of = np.asarray(entry_of)
         is_entry = (owners >= 0) & (owners < num_owners)
         names = np.stack([owners, *lanes], axis=1)
         wanted, first, number, occurrences = distinct_names(names, is_entry)
@@ -136,6 +137,7 @@ def test_unique_keys_are_those_of_a_dictionary_for_each_table(kind, implementati
             entry_of, first_of, counts = of(implementation, "unique_keys")(
                 given_keys, jnp.asarray(occurrences)
             )
+            entry_of = np.asarray(entry_of)
             tables = np.zeros(count, np.int32) if table is None else table
             names = np.stack([tables, keys.high, keys.low], axis=1)
             _, first, number, _ = distinct_names(names, is_key)

@@ -31,9 +31,18 @@ def target_std(spec):
 @functools.cache
 def tables(spec, weight_dist, draws=16):
     """Tables of several seeds, in units of `target_std`."""
-    draw = jax.jit(lambda key: init_cores(key, spec, weight_dist))
+    draw = functools.partial(init_cores, spec=spec, weight_dist=weight_dist)
     drawn = map(draw, jax.random.split(jax.random.key(5), draws))
     return np.stack([dense_table(spec, cores) for cores in drawn]) / target_std(spec)
+
+
+@pytest.mark.usefixtures("more_optimizations")
+@pytest.mark.parametrize("weight_dist", DISTRIBUTIONS)
+def test_cores_have_equal_bits_inside_and_outside_of_jit(weight_dist):
+    draw = functools.partial(init_cores, spec=SPECS["d3"], weight_dist=weight_dist)
+    key = jax.random.key(7)
+    doubled = jax.jit(lambda key: [2 * core for core in draw(key)])(key)
+    assert_same(doubled, [2 * np.asarray(core) for core in draw(key)])
 
 
 def kolmogorov_distance(samples, cumulative):

@@ -1,5 +1,6 @@
 """Tensor trains expanded in numpy float64, and compiled calls of modules."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -62,5 +63,10 @@ def core_gradients(spec, cores, call, d_output):
     d_table = np.zeros((spec.num_embeddings, spec.embedding_dim), np.float32)
     for row, d_row in d_rows.items():
         d_table[row] = d_row
-    _, pull = jax.vjp(lambda cores: dense_table(spec, cores, jnp), tuple(cores))
+    return _gradients_of_expansion(spec, tuple(cores), d_table)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _gradients_of_expansion(spec, cores, d_table):
+    _, pull = jax.vjp(lambda cores: dense_table(spec, cores, jnp), cores)
     return pull(d_table)[0]
