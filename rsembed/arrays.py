@@ -130,13 +130,17 @@ def copied_rows(
 ) -> tuple[Array, ...]:
     """Copies of the same rows of several arrays, made by one compiled program.
 
+    The copies stay valid after a step that donates `arrays`, also if `index` selects all rows.
+
     Args:
       arrays: arrays of equally many rows.
       index: a slice without a step, or the number of each row.
     """
-    if isinstance(index, slice):
-        return _consecutive_rows(arrays, index.start, num_rows=index.stop - index.start)
-    return _gathered_rows(arrays, index)
+    # `index` contains no data of the user, so `jax.transfer_guard` must not reject its transfer.
+    with jax.transfer_guard_host_to_device("allow"):
+        if isinstance(index, slice):
+            return _consecutive_rows(arrays, index.start, num_rows=index.stop - index.start)
+        return _gathered_rows(arrays, index)
 
 
 # The first row is an operand, so that tables of equally many rows share a program.

@@ -30,7 +30,9 @@ def test_tables_and_slots_outlive_the_state_they_came_from(num_devices, placemen
     placements = {"a": placement, "b": "replicated"} if num_devices else None
     collection = collection_of(dense, train, mesh=made_mesh(num_devices), placement=placements)
     state = collection.init(jax.random.key(0))
-    actual = collection.tables(state), collection.slots(state)
+    collection.check_state(state)  # builds the template of states
+    with jax.transfer_guard_host_to_device("disallow"):
+        actual = collection.tables(state), collection.slots(state)
     before = jax.tree.map(np.array, actual)
     for leaf in jax.tree.leaves((state.tables, state.slots)):
         leaf.delete()
