@@ -147,7 +147,7 @@ def copied_rows(
 @functools.partial(jax.jit, static_argnames="num_rows")
 def _consecutive_rows(
     arrays: tuple[Array, ...],
-    first: int,
+    first: Int[Array, ""],
     *,
     num_rows: int,
 ) -> tuple[Array, ...]:
