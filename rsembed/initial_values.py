@@ -38,7 +38,8 @@ def table_keys(key: PRNGKeyArray, table_names: Sequence[str]) -> KeyOrKeys:
     """One array with the random key of each table, the same key that `table_key` returns."""
     numbers = [zlib.crc32(name.encode()) for name in table_names]
     fold_in = functools.partial(jax.random.fold_in, key)
-    return jax.vmap(fold_in)(np.asarray(numbers, np.uint32))
+    # With keys of the kind "unsafe_rbg", the results of `vmap` would depend on all names together.
+    return jax.lax.map(fold_in, jnp.asarray(numbers, jnp.uint32))
 
 
 def initial_rows(

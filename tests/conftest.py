@@ -174,8 +174,8 @@ def pytest_sessionstart():
     # This import must come after jaxtyping's import hook is installed, which checks shapes.
     from rsembed.kernels import devices, native
 
-    # Child processes, such as notebooks, need the threads of a user. More threads than cores take up
-    # to a fifth of the processor time of a notebook.
+    # Child processes, such as notebooks, need the threads of a user. More threads than cores
+    # take a twentieth of the processor time of a notebook.
     if NPROC_BEFORE is None:
         os.environ.pop("NPROC", None)
     reason = native.unavailable_because()
