@@ -222,7 +222,7 @@ class TableSpec:
                 "rows that 32-bit ids reach; split the table, or hash the ids into fewer rows."
             )
         if self.suggested_coo_buffer_size_per_device is not None:
-            _positive_int(
+            self.suggested_coo_buffer_size_per_device = _positive_int(
                 self.suggested_coo_buffer_size_per_device,
                 where,
                 "suggested_coo_buffer_size_per_device",

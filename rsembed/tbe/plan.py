@@ -69,7 +69,7 @@ class ComputeDevice(enum.IntEnum):
     TPU = 3
 
 
-EmbeddingSpec = tuple[int, int, EmbeddingLocation, ComputeDevice]
+EmbeddingSpec = tuple[int | np.integer, int | np.integer, EmbeddingLocation, ComputeDevice]
 Placement = Literal["device", "cached", "host"]
 AnyBatch: TypeAlias = Call | PreparedBatch
 """A checked batch: a `Call` on one device, a `PreparedBatch` on a mesh."""
@@ -546,8 +546,9 @@ def make_plan(settings: Arguments) -> TBEPlan:
         table = TablePlan(
             name=names[number],
             optimizer=optimizer,
-            num_rows=num_rows,
-            dim=dim,
+            # NumPy integers overflow in products, and JSON has no form for them.
+            num_rows=int(num_rows),
+            dim=int(dim),
             dtype=dtype,
             near_dtype=dtype if placement == "device" else near_dtype,
             placement=placement,

@@ -106,6 +106,13 @@ def test_evaluation_mode_never_trains():
     assert_array_equal(module(IDS, OFFSETS), output)
 
 
+def test_numpy_integers_are_sizes_of_tables():
+    sizes = [tuple(np.int32(size) for size in spec) for spec in SPECS]
+    actual, wanted = make(sizes), make(SPECS)
+    assert actual.plan.layout == wanted.plan.layout
+    assert_same(actual.state_dict(), wanted.state_dict())
+
+
 def test_what_was_read_earlier_stays_as_it_was():
     module = make(SPECS)
     step = module.step
