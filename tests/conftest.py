@@ -75,7 +75,7 @@ jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_traceback_in_locations_limit", 0)
 matplotlib.use("Agg")
 
-# Tests start these programs with arguments.
+# Tests start these programs with arguments. `annotations` takes a second to import, in each process.
 collect_ignore = [
     "bad_calls/annotations.py",
     "checkpoint/process_program.py",
