@@ -97,6 +97,9 @@ QUICK_COMPILES = (
     "--xla_cpu_parallel_codegen_split_count=1"
 )
 
+# Each of these notebooks compares many models, and compiles a training loop for each one.
+LONG_NOTEBOOKS = {"05_optimizers.ipynb", "07_tensor_train.ipynb", "12_movielens.ipynb"}
+
 
 def pytest_terminal_summary(terminalreporter):
     """Prints at the end of a run that tests on real data were skipped, also without `-rs`."""
@@ -191,11 +194,13 @@ def pytest_sessionstart():
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Marks the rows that `slow_rows` names as slow, before pytest selects tests by marks.
+    """Marks long notebooks and the rows that `slow_rows` names as slow, before pytest selects tests.
 
     Skips the notebook on Keras if Keras is not installed.
     """
     for item in items:
+        if item.path.name in LONG_NOTEBOOKS:
+            item.add_marker(pytest.mark.slow)
         slow_rows = []
         for mark in item.iter_markers("slow_rows"):
             slow_rows += mark.args

@@ -107,6 +107,7 @@ def test_doctor_names_each_kernel_implementation(capsys):
     assert any(line.split() == ["reference", "live"] for line in lines)
 
 
+@pytest.mark.slow
 def test_doctor_says_in_one_line_that_a_device_is_not_here():
     run = [sys.executable, "-m", "rsembed", "doctor"]
     done = subprocess.run(

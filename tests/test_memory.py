@@ -95,6 +95,7 @@ def peaks():
     return peaks_of_rules
 
 
+@pytest.mark.slow
 @READS_PROC
 @pytest.mark.parametrize("optimizer", RULES)
 def test_init_and_training_hold_one_copy_of_the_state(optimizer, peaks):

@@ -116,6 +116,7 @@ def test_parts_stay_on_their_devices(kind):
     assert opaque.unwrap(jax.jit(on_each)(wrapped)).tolist() == (ROWS - 1).tolist()
 
 
+@pytest.mark.slow
 def test_another_process_knows_the_numbers_again(tmp_path):
     (tmp_path / "rows").write_bytes(pickle.dumps(rows()))
     program = (

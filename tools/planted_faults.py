@@ -49,7 +49,7 @@ optimizers/rules.py  optimizers/test_contract.py
     jnp.clip(linear, -threshold, threshold) - linear => jnp.clip(linear, -threshold, threshold)
     (1.0 - beta_1) * (gradients - slots[0]) => (1.0 - beta_1) * gradients
 places.py  test_places.py
-    row * spread + (phase - self.rotation) % spread => row * spread + (phase + self.rotation) % spread
+    else (phase - self.rotation) % spread => else (phase + self.rotation) % spread
 stacking.py  test_stacking.py
     -(-value // multiple) * multiple => (value // multiple + 1) * multiple
     table.embedding_dim if table.optimizer.is_row_wise else None, => None,

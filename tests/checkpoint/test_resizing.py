@@ -84,7 +84,13 @@ def arrays_of(collection, state):
     return {jax.tree_util.keystr(path): np.array(leaf) for path, leaf in leaves}
 
 
-@pytest.mark.slow_rows("on the host-None-None", "dense-None-None", "dense-4-row")
+@pytest.mark.slow_rows(
+    "on the host-None-None",
+    "dense-None-None",
+    "dense-4-row",
+    "on the host-4-row",
+    "dense-2-replicated",
+)
 @pytest.mark.parametrize(
     ("kind", "num_devices", "placement"),
     [
@@ -244,6 +250,7 @@ def test_slots_of_one_state_go_into_another(kind, num_devices):
     assert_close(arrays_of(target, goes_on), arrays_of(collection, expected), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow_rows("cached train")
 @pytest.mark.parametrize("kind", ["dense", "on the host", "cached train", "keyed"])
 def test_slots_alone_leave_rows_and_other_tables_as_they_are(kind):
     collection, state = made(kind)

@@ -316,6 +316,7 @@ def test_trains_rounded_tables_and_states_of_optax_go_to_another_mesh_and_stacki
 KEPT = TensorTrain((2, 2), cache_rows=4, populate_every=1)
 
 
+@pytest.mark.slow_rows("a train with kept rows becomes a dense table")
 @pytest.mark.parametrize(
     ("before", "after", "refusal", "tolerance"),
     [

@@ -64,7 +64,11 @@ def assert_initial(collection, state, initializer=DEFAULT, key=KEY):
 
 
 @pytest.mark.slow_rows(
-    "scaled twice and shifted", "between bounds of the dim", "sixteen bits", "orthogonal"
+    "scaled twice and shifted",
+    "between bounds of the dim",
+    "sixteen bits",
+    "orthogonal",
+    "as by default",
 )
 @pytest.mark.parametrize("initializer", INITIALIZERS.values(), ids=INITIALIZERS)
 def test_values_do_not_depend_on_the_dims_of_other_tables(initializer):
@@ -84,6 +88,7 @@ def test_values_of_many_dims_on_a_mesh_are_those_of_one_device():
     assert_initial(collection, collection.init(KEY))
 
 
+@pytest.mark.slow
 def test_values_are_equal_inside_jit_and_with_another_kind_of_key():
     collection = collection_of(DEFAULT, OPTIMIZERS["sgd"])
     inside = jax.jit(collection.init)(KEY)

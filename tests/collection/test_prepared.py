@@ -52,7 +52,7 @@ def draw_batch(seed):
     return batch
 
 
-@pytest.mark.slow_rows("host")
+@pytest.mark.slow_rows("host", "keys")
 @pytest.mark.parametrize(
     "storage", [None, rs.Hashed(), rs.HostCached(cache_rows=64)], ids=["dense", "keys", "host"]
 )

@@ -35,7 +35,7 @@ def trained(storage, rule, capacity, mesh):
     return rounds, (read, collection.tables(state)["t"])
 
 
-@pytest.mark.slow_rows("host")
+@pytest.mark.slow_rows("host", "hashed")
 @pytest.mark.parametrize(
     ("storage", "rule"),
     [
@@ -53,6 +53,7 @@ def test_two_rounds_give_the_bits_of_one(storage, rule):
     assert_same(actual, expected)
 
 
+@pytest.mark.slow_rows("hashed")
 @pytest.mark.parametrize("storage", [None, rs.Hashed()], ids=["dense", "hashed"])
 def test_a_mesh_of_one_device_asks_nobody_and_gives_the_bits_of_no_mesh(storage):
     rule = rs.optimizers.Adagrad(0.1)

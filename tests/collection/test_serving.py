@@ -45,6 +45,7 @@ def trained():
     return collection, collection.update(state, IDS, ones)
 
 
+@pytest.mark.slow_rows("None")
 @pytest.mark.parametrize("dtype", [None, "float16", "bfloat16", "int8"])
 def test_activations_are_those_of_the_collection_up_to_what_the_dtype_can_hold(trained, dtype):
     collection, state = trained

@@ -69,7 +69,7 @@ def stepped_on_all(name, *storages):
 
 
 @pytest.mark.slow_rows(
-    "linen-rs.combine", "nnx-a * 0.5 + b * 0.5", "nnx-(a + b) / 2", "nnx-rs.combine"
+    "linen-rs.combine", "nnx-a * 0.5 + b * 0.5", "nnx-(a + b) / 2", "nnx-rs.combine", "nnx-sum"
 )
 @pytest.mark.parametrize(
     ("name", "idiom"),
@@ -87,7 +87,7 @@ def test_micro_batches_are_one_step_of_the_mean_in_every_storage(name, idiom):
     assert_same(interface.contents(step(interface.model)), stepped_on_all(name, *world.ALL))
 
 
-@pytest.mark.slow_rows("False-core", "False-linen", "True-nnx", "True-linen")
+@pytest.mark.slow_rows("False-core", "False-linen", "True-nnx", "True-linen", "True-core")
 @pytest.mark.parametrize("name", interfaces.ALL)
 @pytest.mark.parametrize("on_mesh", [False, True])
 def test_gradients_of_two_programs_are_added_outside_of_them(name, on_mesh):

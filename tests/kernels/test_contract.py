@@ -100,6 +100,7 @@ def assert_rows(actual, expected, num_rows, call, table):
 # One table
 
 
+@pytest.mark.slow_rows("every combiner-gpu")
 @few_of_one_table
 @every_implementation
 @pytest.mark.parametrize("case", ONE_TABLE)
@@ -235,6 +236,7 @@ def test_gradients_of_weights_agree_with_loops(case, implementation):
     "ftrl-mixed columns-gpu",
     "ftrl-kinds of lists-gpu",
     "row_wise_adagrad-mixed columns-sparsecore",
+    "row_wise_adagrad-mixed columns-gpu",
 )
 @every_implementation
 @pytest.mark.parametrize("case", ["mixed columns", "kinds of lists"])
@@ -294,6 +296,7 @@ def test_apply_rows_skips_padding_and_rows_outside(name, module, run):
     assert_stepped(stepped, "row_wise_adagrad", table, slots, real)
 
 
+@pytest.mark.slow_rows("gpu")
 @pytest.mark.parametrize(("name", "module", "run"), ALL_IMPLEMENTATIONS[1:3])
 def test_stochastic_rounding_is_the_reference_one(name, module, run):
     rule = RULES["row_wise_adagrad"]

@@ -64,6 +64,7 @@ print(os.environ.get("NPROC"), native.instruction_set())
 """
 
 
+@pytest.mark.slow
 @needs_native
 def test_a_late_import_asks_for_no_threads_and_takes_the_instructions_that_it_is_told():
     assert run(LATE, RSEMBED_ISA="baseline").stdout.split() == ["None", "baseline"]

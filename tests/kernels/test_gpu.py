@@ -63,6 +63,7 @@ def update_of(call, rule):
     return update
 
 
+@pytest.mark.slow
 def test_weights_of_entries_without_a_row_may_be_anything():
     """The kernel reads no row for such entries: row `NO_ROW` is outside any table."""
     rows = jnp.asarray([3, NO_ROW, -1, 5, NUM_ROWS])

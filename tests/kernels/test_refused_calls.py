@@ -259,6 +259,7 @@ UNREADABLE_GRADIENTS = [
 ]
 
 
+@pytest.mark.slow_rows("squared_norm", "row_gradients", "weight_gradients")
 @needs_native
 @pytest.mark.parametrize("target", CALLED)
 def test_a_call_whose_numbers_lead_outside_or_wrap_around_is_refused(target):

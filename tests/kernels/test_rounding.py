@@ -78,6 +78,7 @@ def test_what_does_not_fit_is_rounded_to_nearest(dtype, half_spacing):
     assert_array_equal(np.asarray(actual, np.float32), wanted)
 
 
+@pytest.mark.slow
 def test_noise_depends_on_key_row_and_column_alone():
     values = jnp.full((3, 60), 1 / 3)
     actual = np.asarray(rounded_rows(3, values, [4, 9, 2]))

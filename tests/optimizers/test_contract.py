@@ -307,7 +307,7 @@ def test_the_bits_of_a_row_are_those_that_it_has_in_any_company(name):
             assert_array_equal(one[company], other[company])
 
 
-@pytest.mark.slow_rows("lamb")
+@pytest.mark.slow_rows("lamb", "tensorflow_adam")
 @pytest.mark.parametrize("name", ["tensorflow_adam", "lamb", "counter_adagrad", "custom"])
 def test_padding_columns_and_other_cores_leave_the_numbers_of_a_rule_alone(name):
     rule, step_row = CONTRACT[name]

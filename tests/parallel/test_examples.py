@@ -47,6 +47,7 @@ def free_port(candidates):
     pytest.skip("none of the ports is free")
 
 
+@pytest.mark.slow
 def test_processes_that_slurm_starts_by_the_batch_file_find_each_other(tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT)
     srun = tmp_path / "srun"

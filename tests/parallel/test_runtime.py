@@ -220,6 +220,7 @@ def test_a_task_of_slurm_that_sees_one_gpu_takes_it(alone, monkeypatch):
     assert arguments == [[0], [0], None, None]
 
 
+@pytest.mark.slow
 def test_half_an_address_and_calls_of_a_forked_process_are_refused_by_name():
     done = subprocess.run(
         [sys.executable, "-c", FORKED], capture_output=True, text=True, timeout=120

@@ -97,6 +97,7 @@ def grows(num_devices=2, **options):
     )
 
 
+@pytest.mark.slow
 def test_a_table_that_grows_takes_rows_and_waiting_keys_of_a_larger_one(tmp_path):
     variable = grows()
     step_of(variable, np.array([[1], [2], [3], [4]]), 1.0)

@@ -76,6 +76,7 @@ def test_an_error_in_a_later_program_of_a_large_group_leaves_each_table_stepped_
     assert by_key(variables[2]) == {}
 
 
+@pytest.mark.slow
 def test_tables_that_are_alike_share_programs_and_have_the_bits_that_they_have_alone(
     monkeypatch, caplog
 ):

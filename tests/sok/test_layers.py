@@ -124,6 +124,7 @@ def test_gradients_of_a_key_never_reach_the_next_owner_of_its_row():
 # Keys and counters
 
 
+@pytest.mark.slow_rows("int32-2147483647-True")
 @pytest.mark.parametrize(
     ("key_dtype", "largest", "use_hashtable"),
     [("int32", 2**31 - 1, True), ("uint32", 2**32 - 1, False)],

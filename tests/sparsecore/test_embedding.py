@@ -130,6 +130,7 @@ def test_every_row_of_every_table_and_every_step_has_noise_of_its_own():
     assert (values != later).any()
 
 
+@pytest.mark.slow
 def test_rounded_tables_are_bit_equal_alone_or_stacked_on_any_number_of_devices_and_cores():
     wanted = stepped(rounded_specs(1, 4, "t", "u"), 1)
     for devices, cores in ((1, 4), (4, 1), (2, 4)):

@@ -17,6 +17,7 @@ MESHES = {
 }
 
 
+@pytest.mark.slow_rows("three devices")
 @pytest.mark.parametrize("name", MESHES)
 def test_lookup_and_update_equal_dense_loops(name):
     shape, axes, cores = MESHES[name]

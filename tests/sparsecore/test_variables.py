@@ -41,7 +41,7 @@ def tables_of(devices, cores, is_stacked, initializer):
     return specs, jax.tree.map(np.asarray, small_world.logical_tables(variables, specs))
 
 
-@pytest.mark.slow_rows("2-2-False-orthogonal")
+@pytest.mark.slow_rows("2-2-False-orthogonal", "1-4-True-lecun")
 @pytest.mark.parametrize(
     ("devices", "cores", "is_stacked", "initializer"),
     [(1, 4, True, "lecun"), (2, 2, False, "orthogonal"), (3, 1, True, "normal")],

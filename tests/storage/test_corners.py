@@ -316,7 +316,7 @@ def on_host_beside(other, *, rows=100):
     return rs.EmbeddingCollection([rs.FeatureSpec("a", on_the_host), rs.FeatureSpec("b", beside)])
 
 
-@pytest.mark.slow_rows("apply")
+@pytest.mark.slow_rows("apply", "prefetch")
 @pytest.mark.parametrize("way", ["prefetch", "apply", "update"])
 def test_an_error_in_another_table_costs_no_rows_on_the_host(way):
     error = "table 'b': 1 ids of the batch do not fit in the cache of cache_rows=2"

@@ -122,7 +122,12 @@ SOME_WAIT = {"when_full": "evict", "admission_count": 1}
 
 
 @pytest.mark.slow_rows(
-    "full-4-row", "lru-4-row", "lfu-1-None", "count-1-None", "as many wait as have rows-1-None"
+    "full-4-row",
+    "lru-4-row",
+    "lfu-1-None",
+    "count-1-None",
+    "as many wait as have rows-1-None",
+    "count-4-row",
 )
 @pytest.mark.parametrize(
     ("policy", "num_devices", "placement"),
@@ -144,6 +149,7 @@ def test_a_table_among_smaller_and_larger_ones_has_the_bits_of_one_alone(
     assert used == {name: len(rows["keys"]) for name, rows in collection.tables(state).items()}
 
 
+@pytest.mark.slow
 def test_noise_and_initial_values_belong_to_the_table():
     """All tables have the same number of rows, and all of them evict keys."""
     collection, state = assert_each_is_as_if_alone(
@@ -205,6 +211,7 @@ def test_a_file_of_tables_together_is_one_of_tables_apart(tmp_path):
         assert_same(together.tables(back)[name], together.tables(state)[name])
 
 
+@pytest.mark.slow_rows("1-twelve")
 @pytest.mark.parametrize(("num_devices", "sizes"), [(1, "twelve"), (4, "twelve and more")])
 def test_rows_of_one_table_are_written_and_evicted_alone(num_devices, sizes, any_size):
     collection, state = some_state(num_devices, sizes)

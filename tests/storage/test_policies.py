@@ -90,7 +90,7 @@ def test_of_equally_due_keys_the_least_number_of_the_dtype_goes(key_dtype, first
     assert evicted["keys"].astype(np.uint64).tolist() == [first]
 
 
-@pytest.mark.slow_rows("1-2-evict", "4-2-error")
+@pytest.mark.slow_rows("1-2-evict", "4-2-error", "4-2-evict")
 @pytest.mark.parametrize(
     ("num_devices", "num_tables", "when_full"),
     [(1, 2, "evict"), (2, 1, "zero"), (4, 2, "evict"), (4, 2, "error")],

@@ -120,7 +120,14 @@ CACHES = {
 
 
 @pytest.mark.slow_rows(
-    "lru of one set", "cowclip", "pipelined", "float16", "states above zero", "global decay", "lfu"
+    "lru of one set",
+    "cowclip",
+    "pipelined",
+    "float16",
+    "states above zero",
+    "global decay",
+    "lfu",
+    "adam",
 )
 @pytest.mark.parametrize("name", CACHES)
 def test_any_order_of_calls_has_the_bits_of_tables_without_a_cache(name):

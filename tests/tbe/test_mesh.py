@@ -77,7 +77,13 @@ SHARED = {
 
 
 @pytest.mark.slow_rows(
-    "counter", "emainplace", "column of halves", "ensemble", "copies along another axis"
+    "counter",
+    "emainplace",
+    "column of halves",
+    "ensemble",
+    "copies along another axis",
+    "replicated",
+    "cowclip",
 )
 @pytest.mark.parametrize("name", SHARED)
 def test_a_mesh_looks_up_and_trains_as_one_device_does(name):

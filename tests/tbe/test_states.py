@@ -39,7 +39,7 @@ EXCHANGES = {
 }
 
 
-@pytest.mark.slow_rows("to a mesh", "from a mesh")
+@pytest.mark.slow_rows("to a mesh", "from a mesh", "from mesh to mesh")
 @pytest.mark.parametrize("name", EXCHANGES)
 def test_a_state_dict_continues_in_another_module(name):
     rule, *sides = EXCHANGES[name]

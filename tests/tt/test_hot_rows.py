@@ -108,6 +108,7 @@ def test_the_worked_life_of_a_cache():
     assert_allclose(looked_up(emb, batch), wanted, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.slow_rows("5")
 @pytest.mark.parametrize("id", [5, 9])
 def test_rows_that_come_or_go_between_lookup_and_backward_are_stepped_once(id):
     late, early, reads = make(cache_size=1), make(cache_size=1), [[5] * 4, [9] * 9]
@@ -197,6 +198,7 @@ def three_tables(**options):
     )()
 
 
+@pytest.mark.slow
 def test_new_cores_of_a_table_leave_the_learned_rows_of_the_others():
     emb = three_tables(cache_size=4, optimizer=OptimType.EXACT_ADAGRAD)
     assert emb.groups == ((0, 2), (1,))
@@ -219,6 +221,7 @@ def whole_tables(emb):
     return [emb.full_weight(k) for k in range(3)]
 
 
+@pytest.mark.slow
 def test_ragged_bags_of_groups_between_each_other_step_the_cached_rows_of_their_own_tables():
     emb = three_tables(mode="mean", cache_size=99)
     emb.update_cache(Bags.from_lists([range(rows) for rows in SIZES]))

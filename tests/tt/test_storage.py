@@ -124,7 +124,7 @@ def test_cores_of_a_state_dictionary_are_read_in_their_order():
     assert_same(loaded.tables["t"], state.tables["t"])
 
 
-@pytest.mark.slow_rows("None")
+@pytest.mark.slow
 @pytest.mark.parametrize("num_devices", [None, 2])
 def test_like_trains_share_a_storage_and_each_is_as_in_a_collection_of_its_own(
     num_devices, tmp_path
