@@ -60,6 +60,8 @@ def validated(function: Function) -> Function:
     A value that does not match its annotation raises an error, such as
     `plan_stacking: num_shards must be an integer, got '2' (str).`
 
+    A NumPy scalar becomes a Python number if its annotation allows a number.
+
     The decorator is meant for functions that run rarely, such as constructors and functions that
     load or save. `validated` would slow down a function that runs in every step outside `jit`. The
     decorator does not check `*args`, so a function that takes `*args` must check them itself. For a
@@ -82,12 +84,36 @@ def validated(function: Function) -> Function:
             if name == "name" and isinstance(value, str):
                 where += f" {value!r}"
                 break
+        checked = []
         for name, value in arguments:
             if name in hints:
                 check_type(value, hints[name], f"{where}: {name}")
-        return function(*args, **kwargs)
+                value = _plain(value, hints[name])
+            checked.append(value)
+        num_named = len(arguments) - len(kwargs)
+        named = dict(zip(kwargs, checked[num_named:], strict=True))
+        return function(*checked[:num_named], *args[num_named:], **named)
 
     return cast(Function, validate_and_call)
+
+
+def _plain(value: Any, hint: object) -> Any:
+    """Converts a NumPy scalar to a Python number if `hint` allows a number.
+
+    JSON has no NumPy scalars, and products of NumPy integers overflow.
+    """
+    if isinstance(value, np.generic) and _allows_number(hint):
+        return value.item()
+    return value
+
+
+def _allows_number(hint: object) -> bool:
+    kind = get_origin(hint) or hint
+    if kind is Annotated:
+        return _allows_number(get_args(hint)[0])
+    if kind in (Union, types.UnionType):
+        return any(map(_allows_number, get_args(hint)))
+    return kind in _NUMBERS
 
 
 def within(interval: str, *, default: object = dataclasses.MISSING) -> Any:
@@ -100,6 +126,8 @@ def within(interval: str, *, default: object = dataclasses.MISSING) -> Any:
 
 def check_fields(record: Any, where: str | None = None) -> None:
     """Checks all fields of a dataclass against their annotations and intervals.
+
+    Fields with NumPy scalars are set to Python numbers if the annotation allows a number.
 
     Args:
       record: dataclass instance that has the fields to check.
@@ -118,6 +146,10 @@ def check_fields(record: Any, where: str | None = None) -> None:
             check_within(interval, value, name)
         if field.name in hints:
             check_type(value, hints[field.name], name)
+            plain = _plain(value, hints[field.name])
+            if plain is not value:
+                # The dataclass may be frozen.
+                object.__setattr__(record, field.name, plain)
 
 
 def check_within(interval: str, value: Any, name: str) -> None:

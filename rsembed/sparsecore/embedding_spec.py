@@ -199,6 +199,7 @@ def _restored(record: Callable[..., Record], fields: Mapping[str, PyTree]) -> Re
     return record(**values)
 
 
+@validated
 def create_proto_from_feature_specs(
     feature_specs: Nested[FeatureSpec],
     global_device_count: int,

@@ -101,7 +101,7 @@ def resolve_cores(num_sc_per_device: int | None, global_device_count: int) -> in
     check_type(num_sc_per_device, PositiveInt | None, "num_sc_per_device")
     if num_sc_per_device is None:
         return num_sparsecores_per_device()
-    return num_sc_per_device
+    return int(num_sc_per_device)
 
 
 ShardingStrategy = enum.Enum("ShardingStrategy", "MOD")
@@ -410,7 +410,10 @@ def stacks_of(
       shards, or `must_be_whole` is True and a table of a stack is missing.
     """
     unique_tables = list({table.name: table for table in tables}.values())
-    num_shards = num_devices * cores_of(unique_tables, num_devices, num_cores)
+    cores = cores_of(unique_tables, num_devices, num_cores)
+    # Fingerprints and the C++ partitioner do not take NumPy integers.
+    num_devices = int(num_devices)
+    num_shards = num_devices * cores
     layouts = {}
     for name, members in get_table_stacks(unique_tables).items():
         members.sort(key=lambda table: table.setting_in_stack.row_offset_in_shard)

@@ -193,7 +193,7 @@ def preprocess_sparse_dense_matmul_input(
     )
     statistics = SparseDenseMatmulInputStats()
     num_minibatches = 1
-    batch = HostBatch(layouts, bags, local_device_count, allow_id_dropping, statistics)
+    batch = HostBatch(layouts, bags, int(local_device_count), allow_id_dropping, statistics)
     check_type(allow_id_dropping, bool, "allow_id_dropping")
     check_type(all_reduce_interface, Callable | None, "all_reduce_interface, an AllReduce,")
 

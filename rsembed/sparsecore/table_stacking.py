@@ -241,6 +241,7 @@ def _warn_of_ignored_limits(
             )
 
 
+@validated
 def prepare_feature_specs_for_training(
     feature_specs: Nested[FeatureSpec],
     global_device_count: int,

@@ -29,7 +29,12 @@ def planned(
     return first
 
 
-@dataclasses.dataclass
+@checks.validated
+def one_array(values: Int[np.ndarray, ""]):
+    return values
+
+
+@dataclasses.dataclass(frozen=True)
 @checks.validated
 class Settings:
     rate: float = checks.within("[0, 1]", default=0.5)
@@ -100,6 +105,10 @@ checks.check_type("anything", Any, "x") => None
 checks.check_type([0] * 2000, Sequence[str], "x") => None
 planned(1, others=2, name="x") => 1
 Settings(rate=1).rate => 1
+Settings(rate=np.float32(0.5)).rate => 0.5
+planned(np.int64(3), others=np.uint8(2)) => 3
+planned("row", share=np.ones(2)) => "row"
+one_array(np.int64(3)) => np.int64(3)
 checks.check_within("[0, 1)", 0, "x") => None
 checks.check_within("[0, 1)", 0.999, "x") => None
 checks.check_within("(0, inf]", 1e-30, "x") => None

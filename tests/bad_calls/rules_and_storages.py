@@ -34,6 +34,13 @@ def host_read(initializer):
     return one.lookup(one.init(KEY(0)), {"title": [[1]]})
 
 
+def host_rows(cache_rows):
+    """The table after a step with a device cache of `cache_rows` rows."""
+    one = stored(rs.HostCached(cache_rows=cache_rows))
+    ones = {"title": np.ones((2, 4), np.float32)}
+    return one.tables(one.update(one.init(KEY(0)), {"title": [[1, 2], [8, 1]]}, ones))
+
+
 def with_rows(rule=None, **rows):
     """Writes rows and slots into a keyed table with four rows, and returns the table."""
     spec = table(vocabulary_size=4, storage=rs.Hashed(), optimizer=rule or rs.optimizers.SGD(0.1))
@@ -158,6 +165,7 @@ rs.optimizers.Adam(beta_1=0.0, beta_2=0.0).beta_2 => 0.0
 rs.optimizers.rules.AdagradMomentum(momentum=1.0, beta2=1.0).beta2 => 1.0
 rs.optimizers.rules.F2A(max_lr_multiplier=np.inf).max_lr_multiplier => np.inf
 rs.from_optax(optax.scale_by_adam(), learning_rate=-0.1).get_learning_rate() => -0.1
+host_rows(np.int64(6)) => host_rows(6)
 str(rs.optimizers.SGD(jnp.float32(0.5))) => str(rs.optimizers.SGD(0.5))
 keyed().prepare({"who": [1, 2]}) => keyed().prepare({"who": np.array([1, 2])})
 with_rows(values=np.ones((2, 4))) => with_rows()

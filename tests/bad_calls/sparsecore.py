@@ -31,6 +31,12 @@ def placed(*features, devices=1, cores=2):
     return features
 
 
+def auto_stacked(devices, cores, rotation):
+    features = [made("a"), made("b")]
+    table_stacking.auto_stack_tables(features, devices, cores, rotation)
+    return features
+
+
 @cache
 def specs():
     return placed()
@@ -357,6 +363,12 @@ run(IDS.astype(object))[0] => processed()
 run(np.array([*IDS, IDS[0, :1]], object)[:-1])[0] => processed()
 run(np.array([*IDS.astype(np.uint64), IDS[0, :1]], object)[:-1])[0] => processed()
 run(IDS.astype(np.uint64))[0] => processed()
+run(local=np.int64(1), devices=np.int32(1), num_sc_per_device=np.int64(2))[0] => processed()
+run(features=placed(devices=np.int64(1), cores=np.int32(2)))[0] => processed()
+embedding.create_proto_from_feature_specs(specs(), np.int64(1), np.int64(2)).to_json()
+    => embedding.create_proto_from_feature_specs(specs(), 1, 2).to_json()
+embedding.create_proto_from_feature_specs(auto_stacked(np.int64(1), np.int64(2), np.int64(1)), 1, 2).to_json()
+    => embedding.create_proto_from_feature_specs(auto_stacked(1, 2, 1), 1, 2).to_json()
 run(IDS.astype(np.uint8))[0] => processed()
 run(jnp.asarray(IDS))[0] => processed()
 run(IDS, np.ones((8, 2), int))[0] => run(IDS, np.ones((8, 2)))[0]
