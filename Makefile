@@ -23,6 +23,10 @@ WORKERS ?= 3
 NAME ?= summary
 BIN := $(VENV)/bin
 
+# Some containers forbid Python to write bytecode. Then each notebook, and each program that tests start, would compile all modules
+# that it imports, which takes five seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help tutorial check test test-all test-browser test-tpu test-gpu test-clients test-matrix wheel sdist lab docs links bench fuzz faults soak lint clean
 .DELETE_ON_ERROR:
 .NOTPARALLEL:

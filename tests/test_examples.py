@@ -133,6 +133,7 @@ def test_the_training_program_has_less_than_130_lines_of_code():
     assert len(re.findall(r"^ *[^ #\n]", without_docstrings, re.MULTILINE)) < 130
 
 
+@pytest.mark.slow
 def test_a_training_that_runs_again_goes_on_with_the_bits_of_one_that_never_stopped(
     small_training, tmp_path, capsys, monkeypatch
 ):

@@ -67,49 +67,31 @@ def peaks(optimizer):
     jax.block_until_ready(rs.for_serving(collection, state, dtype="int8")[1])
     return init, trained, (resident("VmHWM") - before) / (4 * ROWS * DIM)
 
-for optimizer in sys.argv[5:]:
-    print(optimizer, *peaks(eval(optimizer)))
+print(*peaks(eval(sys.argv[5])))
 """
 
 
-@pytest.fixture(scope="module")
-def peaks():
-    """Peak memory of init, of training and of making an int8 table, for each rule.
-
-    The first two are divided by the size of the table with its slots, the last one by the size of
-    the table in float32. One child process measures all rules.
-    """
+@READS_PROC
+@pytest.mark.slow_rows(*RULES[1:])
+@pytest.mark.parametrize("rule", RULES)
+def test_init_and_training_hold_one_copy_of_the_state_and_an_int8_table_is_written_in_blocks(rule):
     # The child process compiles with the optimizations that users have. With fewer optimizations,
     # XLA needs other buffers and draws random numbers much more slowly.
     quick = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "XLA_FLAGS")
     environment = {name: value for name, value in os.environ.items() if name not in quick}
-    command = [sys.executable, "-c", PROGRAM, *map(str, (ROWS, DIM, BATCH, LENGTH)), *RULES]
+    command = [sys.executable, "-c", PROGRAM, *map(str, (ROWS, DIM, BATCH, LENGTH)), rule]
     output = subprocess.run(
         command, capture_output=True, text=True, check=False, timeout=240, env=environment
     )
     assert output.returncode == 0, output.stderr
-    peaks_of_rules = {}
-    for line in output.stdout.splitlines():
-        rule, *numbers = line.split()
-        peaks_of_rules[rule] = [float(number) for number in numbers]
-    return peaks_of_rules
-
-
-@pytest.mark.slow
-@READS_PROC
-@pytest.mark.parametrize("optimizer", RULES)
-def test_init_and_training_hold_one_copy_of_the_state(optimizer, peaks):
-    init, step, _ = peaks[optimizer]
+    init, step, serving = map(float, output.stdout.split())
+    # The first two are divided by the size of the table with its slots.
     assert init < 1.3
     # Without native kernels, XLA sorts all entries, and needs memory for lists of them.
     assert step < (1.2 if native.unavailable_because() is None else 1.25)
-
-
-@READS_PROC
-def test_an_int8_table_is_written_without_copies_in_float32(peaks):
-    for _, _, serving in peaks.values():
-        # The result is a quarter of a float32 table. Compiling takes memory of up to one table.
-        assert serving < 1.5
+    # The last one is divided by the size of the table in float32. The result is a quarter of it.
+    # Compiling takes memory of up to one table.
+    assert serving < 1.5
 
 
 @pytest.mark.parametrize(

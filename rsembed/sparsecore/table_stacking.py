@@ -17,6 +17,7 @@ import numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from jaxtyping import Array, PyTree
 
+from rsembed.arrays import copied_rows
 from rsembed.checks import PositiveInt, check_finite, validated
 from rsembed.sparsecore.embedding_spec import (
     EmbeddingSpecRecord,
@@ -445,7 +446,11 @@ def _rows_at(array: Any, index: Any) -> Array | np.ndarray:
     """`array[index]`, replicated if the mesh of the array has explicit axes."""
     if isinstance(array, np.ndarray):
         return array[index]
-    return array.at[index].get(out_sharding=_replicated(array))
+    sharding = _replicated(array)
+    if sharding is not None:
+        return array.at[index].get(out_sharding=sharding)
+    (rows,) = copied_rows((array,), index)
+    return rows
 
 
 def _unstacked(stacked: TableRows, stack: StackRecord) -> dict[str, TableRows]:

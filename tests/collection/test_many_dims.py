@@ -83,6 +83,7 @@ def test_slots_do_not_depend_on_the_dims_of_other_tables(optimizer):
     assert_initial(collection, collection.init(KEY))
 
 
+@pytest.mark.slow
 def test_values_of_many_dims_on_a_mesh_are_those_of_one_device():
     collection = collection_of(DEFAULT, OPTIMIZERS["row-wise adagrad"], mesh=mesh_of(4))
     assert_initial(collection, collection.init(KEY))

@@ -37,6 +37,13 @@ def of(implementation, name):
 
 
 @functools.cache
+def distinct_of(implementation, num_owners):
+    return jax.jit(
+        functools.partial(api.distinct, num_owners=num_owners, implementation=implementation)
+    )
+
+
+@functools.cache
 def colliding_keys():
     """Forty keys with hashes that have the same last 12 bits."""
     keys = GENERATOR.integers(0, 2**64, 200_000, dtype=np.uint64)
@@ -104,11 +111,9 @@ def test_distinct_entries_are_those_of_a_dictionary(kind, implementation):
         owners[owners == 2] = 3
         owners[3::11] = -(2**31)
         owners[5::13] = NO_ROW
-        out_lanes, entry_of, first_of, offsets, counts = api.distinct(
-            jnp.asarray(owners),
-            [jnp.asarray(lane) for lane in lanes],
-            num_owners=num_owners,
-            implementation=implementation,
+        distinct = distinct_of(implementation, num_owners)
+        out_lanes, entry_of, first_of, offsets, counts = distinct(
+            jnp.asarray(owners), [jnp.asarray(lane) for lane in lanes]
         )
         entry_of = np.asarray(entry_of)
         is_entry = (owners >= 0) & (owners < num_owners)

@@ -26,6 +26,12 @@ found_now = {}
     "model-parallel 4",
     "core row 4 adam",
     "core column 2",
+    "core row 4",
+    "core table 4",
+    "core replicated 2",
+    "core train",
+    "core bfloat16",
+    "sparsecore 1x4 custom",
 )
 @pytest.mark.parametrize("name", runs.RUNS)
 def test_numbers_are_those_of_before(name):

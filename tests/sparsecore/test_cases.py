@@ -458,7 +458,8 @@ def test_first_guesses_of_limits():
     assert [utils.estimate_preprocessing_parameters(**call) for call in inputs["calls"]] == expected
 
 
-@pytest.mark.parametrize("step", [None, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("step", [None, 0])
 def test_the_published_text_reaches_the_published_loss(step):
     inputs, expected, _ = case("shakespeare_dataset")
     word_ids = np.asarray(inputs["word_ids"], np.int32)

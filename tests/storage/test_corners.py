@@ -128,6 +128,7 @@ def test_a_scan_of_value_and_grad_with_a_donated_state_trains_keys():
     assert jax.tree.leaves(state.tables)[0].is_deleted()
 
 
+@pytest.mark.slow
 def test_tables_of_several_storages_widths_and_numbers_of_rounds_share_an_exchange():
     adagrad = rs.optimizers.Adagrad(LR)
     kept = {

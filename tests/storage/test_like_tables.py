@@ -196,6 +196,7 @@ def test_files_know_tables_by_name_whatever_storage_they_share(
     assert_same(other.tables(actual), collection.tables(wanted))
 
 
+@pytest.mark.slow
 def test_a_file_of_tables_together_is_one_of_tables_apart(tmp_path):
     together, state = some_state()
     checkpoint.save_collection(tmp_path / "together", together, state)
