@@ -97,8 +97,14 @@ QUICK_COMPILES = (
     "--xla_cpu_parallel_codegen_split_count=1"
 )
 
-# Each of these notebooks compares many models, and compiles a training loop for each one.
-LONG_NOTEBOOKS = {"05_optimizers.ipynb", "07_tensor_train.ipynb", "12_movielens.ipynb"}
+# Each of these notebooks compares many models, storages or backends, and compiles a program for each.
+LONG_NOTEBOOKS = {
+    "04_one_op_many_backends.ipynb",
+    "05_optimizers.ipynb",
+    "07_tensor_train.ipynb",
+    "11_where_rows_live.ipynb",
+    "12_movielens.ipynb",
+}
 
 
 def pytest_terminal_summary(terminalreporter):

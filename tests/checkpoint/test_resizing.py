@@ -230,7 +230,7 @@ def test_a_manager_restores_into_a_larger_collection(tmp_path):
 # Slots of states, without files
 
 
-@pytest.mark.slow_rows("dense-4", "train-4", "keyed-4")
+@pytest.mark.slow_rows("dense-4", "on the host-4", "train-4", "keyed-4")
 @pytest.mark.parametrize(
     ("kind", "num_devices"),
     [("dense", None), ("dense", 4), ("on the host", 4), ("train", 4), ("keyed", 4)],

@@ -69,6 +69,7 @@ def assert_initial(collection, state, initializer=DEFAULT, key=KEY):
     "sixteen bits",
     "orthogonal",
     "as by default",
+    "a number a column",
 )
 @pytest.mark.parametrize("initializer", INITIALIZERS.values(), ids=INITIALIZERS)
 def test_values_do_not_depend_on_the_dims_of_other_tables(initializer):

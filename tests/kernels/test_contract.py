@@ -144,6 +144,7 @@ def test_row_gradients_agree_with_loops(case, name, module, run):
     "custom-sparsecore",
     "adam-gpu",
     "adam-sparsecore",
+    "row_wise_adagrad-gpu",
 )
 @every_implementation
 @pytest.mark.parametrize("rule_name", RULES)
