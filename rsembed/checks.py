@@ -102,9 +102,10 @@ def _plain(value: Any, hint: object) -> Any:
 
     JSON has no NumPy scalars, and products of NumPy integers overflow.
     """
-    if isinstance(value, np.generic) and _allows_number(hint):
-        return value.item()
-    return value
+    if not isinstance(value, np.generic) or not _allows_number(hint):
+        return value
+    # `item` returns a `np.longdouble` as it is.
+    return float(value) if isinstance(value, np.floating) else value.item()
 
 
 def _allows_number(hint: object) -> bool:

@@ -106,6 +106,7 @@ checks.check_type([0] * 2000, Sequence[str], "x") => None
 planned(1, others=2, name="x") => 1
 Settings(rate=1).rate => 1
 Settings(rate=np.float32(0.5)).rate => 0.5
+Settings(rate=np.longdouble(0.5)).rate => 0.5
 planned(np.int64(3), others=np.uint8(2)) => 3
 planned("row", share=np.ones(2)) => "row"
 one_array(np.int64(3)) => np.int64(3)
